@@ -1,0 +1,176 @@
+"""CPU backend: `qcutlass.gemm` against torch's fp32 product with weights that are dequantised already."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import multiprocessing
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import torch
+
+import qcutlass
+from bench.report import Column, Report, Row
+from bench.schemes import Scheme, parse
+from bench.shapes import Shape
+from bench.timing import interleave, wall_time
+from qcutlass import testing
+
+MAX_RATIO: Final = 1.5  # time against torch's fp32 product
+MAX_EXTRA_MB: Final = 64.0  # memory beyond the arguments and the output
+MAX_PACK_SECONDS: Final = 0.5
+PACK_SHAPE: Final = (28672, 4096)
+
+LEAST_ROUNDS: Final = 7
+MOST_ROUNDS: Final = 51
+_REPEAT_SECONDS: Final = 0.01  # short calls are repeated until a round takes about this long
+_ROUNDS_SECONDS: Final = 0.5  # and rounds are added until they take about this long
+
+COLUMNS: Final = [
+    Column("scheme", "scheme"),
+    Column("shape", "N x K"),
+    Column("m", "M", "{:d}"),
+    Column("qcutlass_ms", "qcutlass ms", "{:.3f}"),
+    Column("dense_ms", "torch fp32 ms", "{:.3f}"),
+    Column("ratio", "ratio", "{:.2f}"),
+    Column("ratio_of_best", "of best", "{:.2f}"),
+    Column("spread", "spread", "{:.0%}"),
+    Column("ratio_ok", f"<= {MAX_RATIO}"),
+    Column("extra_mb", "extra MB", "{:.1f}"),
+    Column("memory_ok", f"< {MAX_EXTRA_MB:.0f} MB"),
+    Column("error", "error / bound", "{:.3f}"),
+]
+
+
+def _memory_kb(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith(field)).split()[1])
+
+
+def _release_free_memory() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _extra_memory(
+    scheme_name: str, shape: Shape, ms: Sequence[int], dtype: torch.dtype, threads: int
+) -> dict[int, float]:
+    """Peak resident memory (MB) that calls add to a fresh process which holds the arguments and the output.
+
+    The baseline is taken before the first call, so buffers that libraries keep count too.
+    """
+    torch.set_num_threads(threads)
+    case = parse(scheme_name).case(max(ms), *shape, dtype)
+    problem = case.random(seed=1)
+    packed = qcutlass.preprocess_weights(problem.codes, bits=case.bits)
+    a, scales, zeros, keywords = problem.a, problem.scales, problem.zeros, problem.keywords
+    out = torch.zeros(case.m, case.n, dtype=a.dtype)
+    del problem
+    _release_free_memory()
+    baseline = _memory_kb("VmRSS")
+    extra = {}
+    for m in ms:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        qcutlass.gemm(a[:m], packed, scales, zeros, out=out[:m], **keywords)
+        extra[m] = (_memory_kb("VmHWM") - baseline) / 1024
+        _release_free_memory()
+    return extra
+
+
+def extra_memory(scheme: Scheme, shape: Shape, ms: Sequence[int], dtype: torch.dtype) -> dict[int, float]:
+    """`_extra_memory` in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(_extra_memory, scheme.name, shape, ms, dtype, torch.get_num_threads()).result()
+
+
+def run_layer(scheme: Scheme, shape: Shape, ms: Sequence[int], dtype: torch.dtype) -> list[Row]:
+    """One row for each number of activation rows in `ms`."""
+    extra = extra_memory(scheme, shape, ms, dtype)
+    case = scheme.case(max(ms), *shape, dtype)
+    problem = case.random(seed=1)
+    packed = qcutlass.preprocess_weights(problem.codes, bits=case.bits)
+    weight = problem.weight()  # fp32, as the CPU backend computes
+    dense_a = problem.a.float()
+    rows: list[Row] = []
+    for m in ms:
+        a, dense = problem.a[:m], dense_a[:m]
+        out, dense_out = torch.empty(m, case.n, dtype=a.dtype), torch.empty(m, case.n)
+        ours = functools.partial(qcutlass.gemm, a, packed, problem.scales, problem.zeros, out=out, **problem.keywords)
+        torchs = functools.partial(torch.mm, dense, weight.T, out=dense_out)
+
+        ours()
+        sample = slice(0, m, max(1, m // 16))  # the float64 reference is slow: 16 rows of the launch that is timed
+        error = testing.assert_close(out[sample], testing.reference(a[sample], weight), label=(scheme.name, shape, m))
+
+        once = wall_time(ours) + wall_time(torchs)
+        repeats = max(1, round(_REPEAT_SECONDS / once))
+        rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(_ROUNDS_SECONDS / (repeats * once))))
+        measures = [functools.partial(wall_time, call, repeats) for call in (ours, torchs)]
+        ours_time, torch_time = interleave(measures, rounds)
+        ratio = ours_time.median / torch_time.median
+        rows.append(
+            {
+                "scheme": scheme.name,
+                "shape": "{}x{}".format(*shape),
+                "m": m,
+                "qcutlass_ms": 1e3 * ours_time.median,
+                "dense_ms": 1e3 * torch_time.median,
+                "ratio": ratio,
+                "ratio_of_best": ours_time.best / torch_time.best,
+                "spread": max(ours_time.spread, torch_time.spread),
+                "ratio_ok": ratio <= MAX_RATIO,
+                "extra_mb": extra[m],
+                "memory_ok": extra[m] < MAX_EXTRA_MB,
+                "error": error,
+            }
+        )
+    return rows
+
+
+def pack_seconds(shape: Shape = PACK_SHAPE) -> float:
+    """Median time of packing 4-bit codes of a large layer."""
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+    pack = functools.partial(qcutlass.preprocess_weights, codes, bits=4)
+    (sample,) = interleave([functools.partial(wall_time, pack)], LEAST_ROUNDS)
+    return sample.median
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def run(schemes: Sequence[Scheme], shapes: Sequence[Shape], ms: Sequence[int], dtype: torch.dtype) -> Iterator[Row]:
+    """Rows as they are measured: schemes, then shapes, then M."""
+    for scheme in schemes:
+        for shape in shapes:
+            yield from run_layer(scheme, shape, ms, scheme.dtype or dtype)
+
+
+def failures(rows: Sequence[Row], seconds: float) -> int:
+    """How many promises are broken: ratio and memory of each row, and the packing time."""
+    broken = [not row["ratio_ok"] for row in rows] + [not row["memory_ok"] for row in rows]
+    return sum(broken) + (seconds >= MAX_PACK_SECONDS)
+
+
+def report(rows: list[Row], seconds: float) -> Report:
+    """`seconds` is what packing took (`pack_seconds`)."""
+    n, k = PACK_SHAPE
+    verdict = "PASS" if seconds < MAX_PACK_SECONDS else "FAIL"
+    facts = {
+        "processor": f"{_processor()}, {torch.get_num_threads()} threads",
+        "load average": f"{os.getloadavg()[0]:.1f}",
+        "torch": torch.__version__,
+        f"packing {n}x{k}, 4 bits": f"{seconds:.3f} s ({verdict}: < {MAX_PACK_SECONDS} s)",
+        "failures": failures(rows, seconds),
+        "method": f"median of {LEAST_ROUNDS} to {MOST_ROUNDS} interleaved rounds, spread = (max - min) / median; "
+        "memory in a fresh process",
+    }
+    return Report("CPU backend", facts, COLUMNS, rows)

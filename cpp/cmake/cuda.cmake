@@ -1,0 +1,50 @@
+# Finds nvcc and sets QCUTLASS_CUDA_BACKEND: SOURCE (compile it), PREBUILT (link QCUTLASS_CUDA_LIBRARY) or NONE (CPU only).
+# Only enable_language(CUDA) is used, which a toolkit of compiler, headers and static runtime satisfies.
+if(NOT QCUTLASS_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "QCUTLASS_CUDA is '${QCUTLASS_CUDA}': expected AUTO, ON or OFF")
+endif()
+
+set(QCUTLASS_CUDA_BACKEND NONE)
+if(QCUTLASS_CUDA STREQUAL "OFF")
+  message(STATUS "qcutlass: CPU backend only (QCUTLASS_CUDA=OFF)")
+  return()
+endif()
+
+if(QCUTLASS_CUDA_LIBRARY)
+  if(NOT EXISTS "${QCUTLASS_CUDA_LIBRARY}")
+    message(FATAL_ERROR "QCUTLASS_CUDA_LIBRARY: no such file: ${QCUTLASS_CUDA_LIBRARY}")
+  endif()
+  set(QCUTLASS_CUDA_BACKEND PREBUILT)
+  message(STATUS "qcutlass: CUDA backend from ${QCUTLASS_CUDA_LIBRARY}")
+  return()
+endif()
+
+if(QCUTLASS_NVCC_FROM_PYPI)
+  qcutlass_run_python(nvidia_paths "import nvidia; print(';'.join(nvidia.__path__))")
+  list(TRANSFORM nvidia_paths APPEND /cu13)
+  find_path(QCUTLASS_PYPI_CUDA_ROOT bin/nvcc PATHS ${nvidia_paths} NO_DEFAULT_PATH)
+  if(QCUTLASS_PYPI_CUDA_ROOT)
+    set(CMAKE_CUDA_COMPILER ${QCUTLASS_PYPI_CUDA_ROOT}/bin/nvcc)
+    # The wheels keep the runtime library in lib/, where nvcc does not look by itself.
+    set(CMAKE_CUDA_FLAGS_INIT "-L${QCUTLASS_PYPI_CUDA_ROOT}/lib")
+  else()
+    message(FATAL_ERROR "QCUTLASS_NVCC_FROM_PYPI=ON, but Python's site-packages have no nvidia/cu13/bin/nvcc: "
+                        "pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*'")
+  endif()
+endif()
+
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90-virtual CACHE STRING "GPU architectures to compile for")
+endif()
+include(CheckLanguage)
+check_language(CUDA)
+if(CMAKE_CUDA_COMPILER)
+  enable_language(CUDA)
+  set(QCUTLASS_CUDA_BACKEND SOURCE)
+  message(STATUS "qcutlass: CUDA backend with nvcc ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+elseif(QCUTLASS_CUDA STREQUAL "ON")
+  message(FATAL_ERROR "QCUTLASS_CUDA=ON, but no CUDA compiler works: put nvcc on PATH, set CUDACXX, or set QCUTLASS_NVCC_FROM_PYPI=ON")
+else()
+  message(STATUS "qcutlass: no nvcc found, building the CPU backend only. For the CUDA backend put nvcc on PATH, set CUDACXX, "
+                 "or set QCUTLASS_NVCC_FROM_PYPI=ON")
+endif()

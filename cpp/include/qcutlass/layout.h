@@ -1,0 +1,77 @@
+// THE packed-weight layout: where the code of weight (n, k) lies in a packed tensor.
+//
+// Everything that packs, unpacks, reads or checks packed weights derives from this file.
+//
+// The product is computed as C^T[N, M] = W[N, K] . A^T[K, M], with the weights as operand A of the tensor-core instruction,
+// so a packed tile is that instruction's A fragment, register for register, and a warp reads a tile with one coalesced
+// 16-byte load a lane. The same bytes serve mma.sync and, warp by warp, wgmma with operand A in registers.
+//
+//   packed tensor   uint8 [tiles_n][tiles_k][32 lanes][16 bytes], tiles_n = ceil(N / 16), tiles_k = ceil(K / kTileK)
+//   tile            16 channels x kTileK k: 512 bytes (kTileK = 64 for 4-bit codes, 32 for 8-bit codes)
+//   lane            4g + t, as in the PTX fragment tables: g = row % 8, t picks a pair (or, for int8 activations, a quad) of k
+//
+// Padding codes (n >= N or k >= K inside a tile) are zero; no result depends on them.
+#pragma once
+
+#include <cstdint>
+
+#include "qcutlass/types.h"
+
+namespace qcutlass::layout {
+
+/// Version of the byte order below. A change of any byte's meaning is a new version.
+constexpr int kVersion = 1;
+
+constexpr int kLanes = 32;
+constexpr int kLaneBytes = 16;
+constexpr int kTileBytes = kLanes * kLaneBytes;
+constexpr int kTileN = 16;
+
+/// k extent of a tile: the 512 bytes hold 16 channels.
+constexpr int tile_k(Packing packing) { return kTileBytes * 8 / bits_of(packing) / kTileN; }
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t tiles_n(int64_t n) { return ceil_div(n, kTileN); }
+constexpr int64_t tiles_k(Packing packing, int64_t k) { return ceil_div(k, tile_k(packing)); }
+constexpr int64_t packed_bytes(Packing packing, int64_t n, int64_t k) {
+  return tiles_n(n) * tiles_k(packing, k) * kTileBytes;
+}
+
+/// Place of a code: its byte, and the bit of that byte where it starts.
+struct Position {
+  int64_t byte;
+  int bit;
+};
+
+/// Place of the code of (row, k) inside a tile; 0 <= row < kTileN, 0 <= k < tile_k(packing).
+constexpr Position position_in_tile(Packing packing, int row, int k) {
+  int const g = row % 8, upper = row / 8;  // mma: rows g and g + 8 belong to the same lane
+  if (packing == Packing::kW8A8) {
+    // m16n8k32 A fragment: register 2 * (k / 16) + upper holds the four bytes k = 4t .. 4t + 3 (+ 16).
+    int const t = k % 16 / 4, reg = 2 * (k / 16) + upper;
+    return {(4 * g + t) * kLaneBytes + reg * 4 + k % 4, 0};
+  }
+  // m16n8k16 A fragment: register `pair` = 2 * (upper half of the k16 step) + upper holds k = 2t, 2t + 1 (+ 8).
+  int const t = k % 8 / 2, step = k / 16, pair = 2 * (k % 16 / 8) + upper, odd = k % 2;
+  int const lane_byte = (4 * g + t) * kLaneBytes;
+  if (packing == Packing::kW8A16) {
+    // Natural byte order: PRMT with 0x64 (or 0x43) interleaves bytes (2 * pair, 2 * pair + 1) into a pair of 16-bit values.
+    return {lane_byte + step * 8 + pair * 2 + odd, 0};
+  }
+  // One 32-bit word a k16 step; pair p in nibbles p and p + 4, so that one LOP3 with mask 0x000f000f or 0x00f000f0 on the word
+  // and on the word >> 8 yields the four registers: row g always from the low form, row g + 8 always from the high form.
+  int const nibble = pair + 4 * odd;
+  return {lane_byte + step * 4 + nibble / 2, nibble % 2 * 4};
+}
+
+/// Place of the code of weight (n, k) in the packed tensor of a matrix with `k_extent` columns.
+constexpr Position position(Packing packing, int64_t k_extent, int64_t n, int64_t k) {
+  int const tile_width = tile_k(packing);
+  int64_t const tile = n / kTileN * tiles_k(packing, k_extent) + k / tile_width;
+  Position const p = position_in_tile(packing, static_cast<int>(n % kTileN), static_cast<int>(k % tile_width));
+  return {tile * kTileBytes + p.byte, p.bit};
+}
+
+static_assert(tile_k(Packing::kW4A16) == 64 && tile_k(Packing::kW8A16) == 32 && tile_k(Packing::kW8A8) == 32);
+
+}  // namespace qcutlass::layout

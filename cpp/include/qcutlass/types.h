@@ -1,0 +1,39 @@
+// Element types, weight packings and epilogue activations: each enumeration of the library, listed once.
+#pragma once
+
+#include <cstdint>
+
+namespace qcutlass {
+
+enum class DType : uint8_t { kNone, kFloat16, kBFloat16, kFloat32, kUInt8, kInt8, kInt32 };
+
+/// Activation applied to the fp32 result after the bias. kGelu is the exact (erf) form, kGeluTanh its tanh approximation.
+enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+
+/// Order of the codes inside a packed weight tensor (layout.h). The name is W<weight bits>A<activation bits>.
+enum class Packing : uint8_t {
+  kW4A16,  ///< 4-bit codes for fp16 / bf16 activations (mma m16n8k16)
+  kW8A16,  ///< 8-bit codes for fp16 / bf16 activations (mma m16n8k16)
+  kW8A8,   ///< int8 weights for int8 activations (mma m16n8k32); nothing to dequantise
+};
+
+constexpr int size_of(DType type) {
+  switch (type) {
+    case DType::kNone: return 0;
+    case DType::kUInt8:
+    case DType::kInt8: return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16: return 2;
+    case DType::kFloat32:
+    case DType::kInt32: return 4;
+  }
+  return 0;
+}
+
+constexpr bool is_floating(DType type) {
+  return type == DType::kFloat16 || type == DType::kBFloat16 || type == DType::kFloat32;
+}
+
+constexpr int bits_of(Packing packing) { return packing == Packing::kW4A16 ? 4 : 8; }
+
+}  // namespace qcutlass

@@ -1,0 +1,30 @@
+// Thread block clusters (sm_90): blocks that share the k extent of a tile add their partial sums through distributed shared memory.
+#pragma once
+
+#include "cutlass/arch/memory.h"
+#include "cutlass/cutlass.h"
+
+namespace cutlass::arch {
+
+/// All threads of all blocks of the cluster; shared memory written before it is visible to the cluster after it.
+CUTLASS_DEVICE void cluster_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/// Four words at the place in block `rank`'s shared memory that `pointer` has in this block's.
+CUTLASS_DEVICE float4 load_from_cluster(float const* pointer, int rank) {
+  float4 v = make_float4(0, 0, 0, 0);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return v;
+}
+
+}  // namespace cutlass::arch

@@ -1,0 +1,138 @@
+// Register converters: codes of a packed fragment -> one 32-bit register (two 16-bit weights) of the m16n8k16 A fragment.
+//
+// Every converter has
+//   Operands               what a lane needs of the scales and zeros of rows g and g + 8 of a 16-channel strip
+//   make(...)              builds them
+//   convert<I>(words, op)  register I of the fragment of the k16 step whose codes are `words`; odd I belong to row g + 8
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "cutlass_ext/arch/packed_math.h"
+
+namespace cutlass::arch {
+
+/// fp16 1024 and bf16 128, twice: there the last mantissa bit counts one, so `| v` adds a small integer v.
+constexpr uint32_t kHalf1024 = 0x64006400;
+constexpr uint32_t kBfloat128 = 0x43004300;
+
+/// Weights in 16-bit arithmetic: the difference code - zero is exact, the product with the scale rounds once.
+/// make(): scales as the 16 bits of the activation type, zeros as integers in [0, 2^Bits] (the range for which all steps are exact
+/// is wider and is stated below).
+template <class Element, int Bits>
+struct NativeConverter;
+
+template <>
+struct NativeConverter<half_t, 4> {
+  using Math = PairMath<half_t>;
+  struct Operands {
+    uint32_t scale;   // s(g), s(g + 8)
+    uint32_t offset;  // 1024 + z(g), -(64 + z(g + 8)); exact for z in [0, 255]
+  };
+
+  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
+    uint32_t const z = kHalf1024 + make_pair(zero_low, zero_high);
+    // low: z * 1 + 0; high: z * -1 + 960 = -(64 + zero). 0x3c00 = 1, 0xbc00 = -1, 0x6380 = 960.
+    return {make_pair(scale_low, scale_high), Math::fma(z, 0xbc003c00, 0x63800000)};
+  }
+
+  template <int I>
+  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+    uint32_t const codes = shift_right<I / 2 * 8>(words[0]), offset = broadcast<I % 2>(op.offset);
+    uint32_t const difference =
+        I % 2 == 0 ? Math::sub(and_or(codes, 0x000f000f, kHalf1024), offset)               // (1024 + q) - (1024 + z)
+                   : Math::fma(and_or(codes, 0x00f000f0, kHalf1024), 0x2c002c00, offset);  // (1024 + 16 q) / 16 - (64 + z)
+    return Math::mul(difference, broadcast<I % 2>(op.scale));
+  }
+};
+
+template <>
+struct NativeConverter<half_t, 8> {
+  using Math = PairMath<half_t>;
+  struct Operands {
+    uint32_t scale;   // s(g), s(g + 8)
+    uint32_t offset;  // 1024 + z(g), 1024 + z(g + 8); exact for z in [0, 255]
+  };
+
+  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
+    return {make_pair(scale_low, scale_high), kHalf1024 + make_pair(zero_low, zero_high)};
+  }
+
+  template <int I>
+  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+    uint32_t const codes = interleave_bytes<I % 2>(words[I / 2], 0x64);  // 1024 + u: 0x64 is 1024's upper byte
+    return Math::mul(Math::sub(codes, broadcast<I % 2>(op.offset)), broadcast<I % 2>(op.scale));
+  }
+};
+
+template <>
+struct NativeConverter<bfloat16_t, 4> {
+  using Math = PairMath<bfloat16_t>;
+  struct Operands {
+    uint32_t scale;   // s(g), s(g + 8)
+    uint32_t offset;  // -(128 + z(g)), -(128 + z(g + 8)); exact for z in [0, 128]
+  };
+
+  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
+    return {make_pair(scale_low, scale_high), (kBfloat128 | 0x80008000) + make_pair(zero_low, zero_high)};
+  }
+
+  template <int I>
+  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+    // Every pair is shifted down: 16 q has no room beside 128 in a mantissa of 8 bits.
+    uint32_t const codes = and_or(shift_right<I * 4>(words[0]), 0x000f000f, kBfloat128);
+    return Math::mul(Math::add(codes, broadcast<I % 2>(op.offset)), broadcast<I % 2>(op.scale));
+  }
+};
+
+template <>
+struct NativeConverter<bfloat16_t, 8> {
+  using Math = PairMath<bfloat16_t>;
+  struct Operands {
+    uint32_t scale;   // s(g), s(g + 8)
+    uint32_t offset;  // z(g) - 128, z(g + 8) - 128; exact for z in [0, 255]
+  };
+
+  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
+    return {make_pair(scale_low, scale_high), centre(make_pair(zero_low, zero_high))};
+  }
+
+  template <int I>
+  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+    uint32_t const centred = centre(interleave_bytes<I % 2>(words[I / 2], 0));
+    return Math::mul(Math::sub(centred, broadcast<I % 2>(op.offset)), broadcast<I % 2>(op.scale));
+  }
+
+ private:
+  /// Bytes u in 16-bit lanes -> bf16 u - 128. The mantissa holds 7 bits below 128, so the top bit of u picks the subtrahend
+  /// instead: (128 + u % 128) - (u < 128 ? 256 : 128). 0x4300 | 0x80 = 0x4380 is 256.
+  static CUTLASS_DEVICE uint32_t centre(uint32_t bytes) {
+    return Math::sub(and_or(bytes, 0x007f007f, kBfloat128), and_not_or(bytes, 0x00800080, kBfloat128));
+  }
+};
+
+/// Weights in fp32, RN(RN(code - zero) * scale), rounded once to the activation type: any scale type, real-valued zeros.
+template <class Element, int Bits>
+struct FloatConverter {
+  struct Operands {
+    float scale[2];  // rows g, g + 8
+    float zero[2];
+  };
+
+  template <int I>
+  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+    // The codes as exact fp16 integers, whatever Element is: fp16 (unlike bf16) holds 1024 + 255.
+    uint32_t codes;
+    if constexpr (Bits == 4) {
+      uint32_t const shifted = shift_right<I * 4>(words[0]);
+      codes = PairMath<half_t>::sub(and_or(shifted, 0x000f000f, kHalf1024), kHalf1024);
+    } else {
+      codes = PairMath<half_t>::sub(interleave_bytes<I % 2>(words[I / 2], 0x64), kHalf1024);
+    }
+    float2 const q = __half22float2(reinterpret_cast<__half2 const&>(codes));
+    float const s = op.scale[I % 2], z = op.zero[I % 2];
+    return PairMath<Element>::round(__fmul_rn(__fsub_rn(q.x, z), s), __fmul_rn(__fsub_rn(q.y, z), s));
+  }
+};
+
+}  // namespace cutlass::arch

@@ -1,0 +1,135 @@
+// From the transposed accumulators (channels x tokens) of MmaPackedMultistage to row-major [token][channel].
+//
+// Through shared memory, some token columns at a time: warps write their fragments transposed, every slice of k in a plane of its
+// own; then each thread adds the planes in order and owns 8 consecutive channels of a token. Blocks of a cluster that share k do the
+// same with each other's planes, each for its part of the tokens.
+#pragma once
+
+#include "cutlass/epilogue/warp/fragment_iterator_tensor_op.h"
+#include "cutlass/layout/matrix.h"
+#include "cutlass_ext/arch/cluster.h"
+#include "cutlass_ext/epilogue/bias_activation.h"
+
+namespace cutlass::epilogue::threadblock {
+
+/// kBlocks: n8 token blocks a warp transposes between two barriers. kRow: fp32 words from one token's row to the next (tactics.h).
+template <class Mma, int kBlocks, int kRow>
+class TransposedEpilogue {
+ public:
+  using Shape = typename Mma::Shape;
+  using WarpShape = typename Mma::WarpShape;
+  static constexpr int kTokens = Mma::kWarpsN * kBlocks * 8;  // rows of a pass
+  static constexpr int kPasses = Mma::kColumns / kBlocks;
+  static constexpr int kVector = 8;
+  static constexpr int kVectors = Shape::kM / kVector;  // a row
+  static_assert(Mma::kThreads % kVectors == 0, "a thread stays with its channels");
+  static_assert(kRow % 32 == 4, "lane (g, t) then writes bank 8t + g: no conflicts");
+
+  struct SharedStorage {
+    alignas(16) float sums[Mma::kSlices][kTokens][kRow];
+  };
+
+  CUTLASS_DEVICE TransposedEpilogue(SharedStorage& storage, int thread, int warp, int lane)
+      : storage_(storage), thread_(thread), warp_(warp), lane_(lane) {}
+
+  /// First of the 8 channels, within the block's tile, that this thread passes on.
+  CUTLASS_DEVICE int channel() const { return thread_ % kVectors * kVector; }
+
+  /// Calls output(token within the tile, sums of 8 channels) for every token of the tile; with kCluster, for this block's share of
+  /// them, the sums being those of all `blocks` of the cluster.
+  template <bool kCluster, class Output>
+  CUTLASS_DEVICE void run(typename Mma::FragmentC const& accumulators, int blocks, int rank, Output const& output) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass > 0) barrier<kCluster>();
+      write(accumulators, pass);
+      __syncthreads();
+      if constexpr (kCluster) {  // one plane a block is what the others read: their memory is far
+        if constexpr (Mma::kSlices > 1) fold_slices();
+        arch::cluster_sync();
+      }
+      int const step = kCluster ? kRowStep * blocks : kRowStep;
+      for (int row = kCluster ? thread_ / kVectors * blocks + rank : thread_ / kVectors; row < kTokens; row += step) {
+        float sum[kVector] = {};
+        if constexpr (kCluster)
+          for (int block = 0; block < blocks; ++block) add(sum, load_pair(row, 0, block));
+        else
+          add_slices(sum, row);
+        output(row / (kBlocks * 8) * WarpShape::kN + pass * kBlocks * 8 + row % (kBlocks * 8), sum);
+      }
+    }
+    if (kCluster) arch::cluster_sync();  // the others may still be reading this block's memory
+  }
+
+ private:
+  static constexpr int kRowStep = Mma::kThreads / kVectors;
+
+  /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time, fragment[8 m + ..] = D[channel 8m + g][token 2t + i].
+  /// CUTLASS has no store iterator to go with it.
+  using FragmentIterator = warp::FragmentIteratorTensorOp<WarpShape, gemm::GemmShape<16, 8, 16>, float, Array<float, 4>,
+                                                          layout::ColumnMajor>;
+
+  CUTLASS_DEVICE void write(typename Mma::FragmentC const& accumulators, int pass) {
+    constexpr int kOctets = WarpShape::kM / 8;
+    int const warp_n = warp_ % Mma::kWarpsN, warp_m = warp_ / Mma::kWarpsN % Mma::kWarpsM;
+    int const slice = warp_ / (Mma::kWarpsN * Mma::kWarpsM);
+    FragmentIterator fragments(accumulators);
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      typename FragmentIterator::Fragment fragment;
+      fragments.load(fragment, pass * kBlocks + block);
+      float* row = &storage_.sums[slice][(warp_n * kBlocks + block) * 8 + lane_ % 4 * 2][warp_m * WarpShape::kM + lane_ / 4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < kOctets; ++m) row[i * kRow + m * 8] = fragment[i * kOctets + m];
+      }
+    }
+  }
+
+  struct Pair {
+    float4 low, high;
+  };
+
+  /// This thread's 8 channels of a row of a slice's plane; of block `rank` of the cluster if that is not negative.
+  CUTLASS_DEVICE Pair load_pair(int row, int slice, int rank = -1) const {
+    float const* p = &storage_.sums[slice][row][channel()];
+    if (rank >= 0) return {arch::load_from_cluster(p, rank), arch::load_from_cluster(p + 4, rank)};
+    return {reinterpret_cast<float4 const*>(p)[0], reinterpret_cast<float4 const*>(p)[1]};
+  }
+
+  static CUTLASS_DEVICE void add(float (&sum)[kVector], Pair const& v) {
+    float const part[kVector] = {v.low.x, v.low.y, v.low.z, v.low.w, v.high.x, v.high.y, v.high.z, v.high.w};
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) sum[i] += part[i];
+  }
+
+  CUTLASS_DEVICE void add_slices(float (&sum)[kVector], int row) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slice = 0; slice < Mma::kSlices; ++slice) add(sum, load_pair(row, slice));
+  }
+
+  /// Leaves the sum of all planes in the first.
+  CUTLASS_DEVICE void fold_slices() {
+    for (int row = thread_ / kVectors; row < kTokens; row += kRowStep) {
+      float sum[kVector] = {};
+      add_slices(sum, row);
+      float4* p = reinterpret_cast<float4*>(&storage_.sums[0][row][channel()]);
+      p[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      p[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+  }
+
+  template <bool kCluster>
+  static CUTLASS_DEVICE void barrier() {
+    if constexpr (kCluster)
+      arch::cluster_sync();
+    else
+      __syncthreads();
+  }
+
+  SharedStorage& storage_;
+  int const thread_, warp_, lane_;
+};
+
+}  // namespace cutlass::epilogue::threadblock

@@ -1,0 +1,92 @@
+// All configurations of one kernel family (activation type, packing, scale mode), instantiated from the table of tactics. One
+// translation unit a family: see cpp/cmake/instances.cmake.
+#pragma once
+
+#include <utility>
+
+#include "cutlass/device_kernel.h"
+#include "cutlass_ext/gemm/kernel/packed_gemm.h"
+#include "gemm/cuda_check.h"
+#include "gemm/family.h"
+
+namespace qcutlass::cuda {
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct Family<kType, kPacking, kMode>::Impl {
+  using Element = std::conditional_t<kType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
+
+  template <int kIndex>
+  struct Configuration {
+    static constexpr Tactic kTactic = kTactics[kIndex];
+    using Mma = cutlass::gemm::threadblock::MmaPackedMultistage<
+        cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k()>,
+        cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kSliceK>, kTactic.stages, Element, kPacking, kMode>;
+    using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kPacking, kMode), epilogue_row(kTactic),
+                                                     kTactic.min_blocks>;
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode);
+    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
+    static_assert(Mma::kThreads == kTactic.threads());
+  };
+
+  template <int kIndex>
+  static void launch(Launch const& launch, cudaStream_t stream) {
+    using C = Configuration<kIndex>;
+    using Kernel = typename C::Kernel;
+    using Shape = typename Kernel::Shape;
+
+    typename Kernel::Params params;
+    params.mma = {static_cast<uint8_t const*>(launch.weights),
+                  static_cast<Element const*>(launch.activations),
+                  int(launch.activation_stride),
+                  launch.channels,
+                  launch.tokens,
+                  launch.k,
+                  launch.tiles_n,
+                  launch.tiles_k,
+                  cutlass::gemm::threadblock::GroupSize(launch.group_size),
+                  group_matrix(launch.scales),
+                  group_matrix(launch.zeros)};
+    params.output = {static_cast<Element*>(launch.output), launch.output_stride, launch.tokens,   launch.channels,
+                     launch.output_vectors,                launch.bias,          launch.bias_type, launch.activation};
+    params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k}, {Shape::kM, Shape::kN, Shape::kK},
+                                                    launch.split_k);
+    params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
+    params.cluster = launch.cluster;
+    params.partials = launch.partials;
+    params.partial_stride = launch.partial_stride;
+
+    auto const kernel = cutlass::device_kernel<Kernel>;
+    if (launch.first_use)
+      QCUTLASS_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedMemory));
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = unsigned(launch.split_k);
+    cudaLaunchConfig_t config{};
+    config.gridDim = Kernel::Swizzle::get_grid_shape(params.tiles);
+    config.blockDim = dim3(C::kTactic.threads());
+    config.dynamicSmemBytes = C::kSharedMemory;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = launch.cluster ? 1 : 0;
+    QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  }
+
+  static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {
+    return {static_cast<uint8_t const*>(g.data), g.stride_bytes, g.element_bytes, g.row_bytes, g.type};
+  }
+
+  using Function = void (*)(Launch const&, cudaStream_t);
+  template <int... kIndices>
+  static constexpr Function function(int index, std::integer_sequence<int, kIndices...>) {
+    Function const table[] = {launch<kIndices>...};
+    return table[index];
+  }
+};
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+void Family<kType, kPacking, kMode>::launch(int tactic, Launch const& launch, void* stream) {
+  Impl::function(tactic, std::make_integer_sequence<int, kTacticCount>{})(launch, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace qcutlass::cuda

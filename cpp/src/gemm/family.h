@@ -1,0 +1,45 @@
+// What a kernel family looks like from outside: one launch function over plain data.
+#pragma once
+
+#include "gemm/tactics.h"
+#include "qcutlass/gemm.h"
+
+namespace qcutlass::cuda {
+
+/// A product whose operands already have the alignment that the kernels need: see align.h.
+struct Launch {
+  struct Groups {  // scales or zeros: rows of `row_bytes` bytes, a multiple of 16
+    void const* data = nullptr;
+    int64_t stride_bytes = 0;
+    int element_bytes = 0;
+    int row_bytes = 0;
+    DType type = DType::kNone;
+  };
+
+  void const* weights;
+  int tiles_n, tiles_k;
+  void const* activations;  // [tokens, k rounded up to 8]
+  int64_t activation_stride;
+  int channels, tokens, k;
+  int group_size;
+  Groups scales, zeros;
+  void* output;
+  int64_t output_stride;
+  bool output_vectors;
+  void const* bias;
+  DType bias_type;
+  Activation activation;
+  int split_k;
+  bool cluster;
+  float* partials;
+  int64_t partial_stride;
+  bool first_use;  // of the configuration on this device: its shared-memory limit is still to be raised
+};
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct Family {
+  static void launch(int tactic, Launch const& launch, void* stream);
+  struct Impl;
+};
+
+}  // namespace qcutlass::cuda

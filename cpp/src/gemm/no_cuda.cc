@@ -1,0 +1,30 @@
+// The CUDA backend's functions in a build without it: each says so, and how to get it.
+#include "qcutlass/error.h"
+#include "qcutlass/gemm.h"
+#include "qcutlass/pack.h"
+
+namespace qcutlass::cuda {
+
+namespace {
+
+[[noreturn]] void throw_not_built() {
+  throw Unsupported(
+      "qcutlass was built without CUDA: CPU tensors work, CUDA tensors do not. For the CUDA backend reinstall qcutlass "
+      "from source "
+      "with nvcc on PATH, or with QCUTLASS_NVCC_FROM_PYPI=ON in the environment");
+}
+
+}  // namespace
+
+bool is_built() { return false; }
+std::vector<std::string> built_architectures() { return {}; }
+std::string toolkit_version() { return "none"; }
+std::string cutlass_version() { return "none"; }
+
+DeviceTraits const& device_traits(int) { throw_not_built(); }
+void gemm(GemmArguments const&, Plan const&, void*) { throw_not_built(); }
+void pack(PackArguments const&, void*) { throw_not_built(); }
+void unpack(PackArguments const&, void*) { throw_not_built(); }
+void dequantize(DequantizeArguments const&, void*) { throw_not_built(); }
+
+}  // namespace qcutlass::cuda

@@ -1,0 +1,108 @@
+// The table of kernel configurations: plain data, shared by the kernels (which are instantiated from it), by selection, tests and
+// benches. Adding a configuration is adding a row.
+#pragma once
+
+#include <cstdint>
+
+#include "qcutlass/gemm.h"
+#include "qcutlass/layout.h"
+
+namespace qcutlass {
+
+/// How scales and zeros reach the weights; picked by the scheme, not by the user.
+enum class ScaleMode : uint8_t {
+  kNative,  ///< scales in the activation type, zeros uint8 or none, one group per 64 k: 16-bit arithmetic
+  kFine,    ///< the same with groups of any multiple of 16
+  kFloat,   ///< any scale and zero type, real-valued zeros: fp32 arithmetic, one rounding to the activation type
+};
+
+inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float"};
+inline constexpr int kScaleModes = 3;
+
+/// k extent a warp works on between two barriers: one 4-bit tile, two 8-bit tiles.
+inline constexpr int kSliceK = 64;
+/// k extent of one tensor-core step (m16n8k16); a group boundary may fall between any two of them.
+inline constexpr int kStepK = 16;
+
+/// One configuration of the multistage mainloop. The block's tile is `channels` x `tokens`, its warps tiles of
+/// `warp_channels` x `warp_tokens`; `slices` warps share one such tile and work on different 64-k slices of each stage.
+struct Tactic {
+  int channels, tokens;
+  int warp_channels, warp_tokens;
+  int slices;
+  int stages;
+  int min_blocks;  ///< blocks per SM that the register budget must allow (launch bounds)
+
+  constexpr int warps() const { return channels / warp_channels * (tokens / warp_tokens) * slices; }
+  constexpr int threads() const { return 32 * warps(); }
+  constexpr int stage_k() const { return slices * kSliceK; }
+  /// What the launch bounds leave a thread of the 65536 registers of an SM; 255 is the instruction set's limit.
+  constexpr int max_registers() const {
+    int const share = 65536 / (threads() * min_blocks) / 8 * 8;
+    return share < 255 ? share : 255;
+  }
+};
+
+inline constexpr Tactic kTactics[] = {
+    // decode: few tokens, weights stream through; all warps along k
+    {32, 8, 32, 8, 8, 4, 2},
+    {64, 8, 32, 8, 4, 4, 2},
+    {32, 16, 32, 16, 8, 4, 2},
+    {64, 16, 32, 16, 4, 4, 2},
+    {64, 16, 32, 16, 2, 3, 2},  // small enough for 99 KB of shared memory in every scheme
+    {128, 16, 32, 16, 2, 4, 2},
+    {32, 32, 32, 32, 8, 3, 1},
+    {64, 32, 32, 32, 4, 3, 1},
+    {128, 32, 32, 32, 2, 4, 1},
+    {64, 64, 32, 64, 4, 3, 1},
+    {128, 64, 32, 64, 2, 3, 1},
+    // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
+    {64, 64, 32, 32, 1, 3, 2},  // as above
+    {128, 128, 32, 64, 1, 4, 1},
+    {256, 64, 32, 64, 1, 4, 1},
+    {256, 128, 32, 128, 1, 3, 1},
+};
+inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
+
+/// Rows of scales that a 64-k slice may need.
+constexpr int scale_rows(ScaleMode mode) { return mode == ScaleMode::kNative ? 1 : kSliceK / kStepK; }
+/// Bytes kept per scale and per zero in shared memory: kFloat takes any type up to 4 bytes.
+constexpr int scale_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 2; }
+constexpr int zero_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 1; }
+
+constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode) {
+  int const weights = t.channels * t.stage_k() * bits_of(packing) / 8;
+  int const activations = t.tokens * t.stage_k() * 2;
+  int const scales = t.channels * t.slices * scale_rows(mode) * (scale_bytes(mode) + zero_bytes(mode));
+  return weights + activations + scales;
+}
+
+/// fp32 words between two token rows of the epilogue's transposing buffer: 4 mod 32, so that the accumulator's lanes (g, t) hit
+/// bank 8t + g of the 32, each once.
+constexpr int epilogue_row(Tactic const& t) { return t.channels + 4; }
+
+/// Token columns (in blocks of 8 per warp) that the epilogue transposes between two barriers: as many as fit the memory that the
+/// mainloop no longer needs.
+constexpr int epilogue_blocks(Tactic const& t, Packing packing, ScaleMode mode) {
+  int const available = t.stages * stage_bytes(t, packing, mode);
+  int const block = t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
+  int blocks = t.warp_tokens / 8;
+  while (blocks > 1 && blocks * block > available) blocks /= 2;
+  return blocks;
+}
+
+/// Dynamic shared memory of a block; the kernels assert that it is their own.
+constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mode) {
+  int const epilogue =
+      epilogue_blocks(t, packing, mode) * t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
+  int const mainloop = t.stages * stage_bytes(t, packing, mode);
+  return mainloop > epilogue ? mainloop : epilogue;
+}
+
+/// The scale mode that serves a problem.
+ScaleMode scale_mode(GemmArguments const& arguments);
+
+/// Index in kTactics of a plan's configuration, whose name is `<packing>_<activation type>_<scale mode>_sm80_n<channels>m<tokens>k<k>_s<stages>`.
+int tactic_index(GemmArguments const& arguments, std::string const& name);
+
+}  // namespace qcutlass

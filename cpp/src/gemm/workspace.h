@@ -1,0 +1,59 @@
+// Scratch memory of a product on the GPU: copies of operands that lack the alignment the kernels rely on, and partial sums.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/tactics.h"
+#include "qcutlass/gemm.h"
+
+namespace qcutlass {
+
+/// Bytes of one vector access; rows of every operand of the kernels start at multiples of it.
+inline constexpr int kAlignment = 16;
+
+/// Largest k, and largest row stride of the activations, in elements.
+inline constexpr int64_t kMaxStride = int64_t(1) << 27;
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+/// Whether rows of `columns` elements can be read in whole vectors.
+inline bool rows_aligned(void const* data, int64_t stride, int64_t columns, int64_t rows, DType type) {
+  return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && columns * size_of(type) % kAlignment == 0 &&
+         (rows <= 1 || stride * size_of(type) % kAlignment == 0);
+}
+
+/// Offsets of the parts of the workspace; a part that is not needed is empty.
+struct Workspace {
+  bool copy_activations, copy_scales, copy_zeros;
+  size_t activations, scales, zeros, partials, bytes;
+  int64_t activation_stride;  // elements
+  int64_t scale_stride, zero_stride;
+  int64_t partial_stride;
+
+  Workspace(GemmArguments const& a, int split_k, bool cluster) {
+    WeightArguments const& w = a.weights;
+    auto const padded = [](int64_t columns, DType type) { return round_up(columns * size_of(type), kAlignment) / size_of(type); };
+    // The same pass gathers columns and applies act_scale. The kernels' offsets within a tile of rows are 32-bit.
+    copy_activations = a.perm != nullptr || a.act_scale != nullptr || a.a_stride > kMaxStride ||
+                       !rows_aligned(a.a, a.a_stride, w.k, a.m, a.a_type);
+    copy_scales = !rows_aligned(w.scales, w.scale_stride, w.n, w.groups(), w.scale_type);
+    copy_zeros = w.zero_type != DType::kNone && !rows_aligned(w.zeros, w.zero_stride, w.n, w.groups(), w.zero_type);
+    activation_stride = copy_activations ? padded(w.k, a.a_type) : a.a_stride;
+    scale_stride = copy_scales ? padded(w.n, w.scale_type) : w.scale_stride;
+    zero_stride = copy_zeros ? padded(w.n, w.zero_type) : w.zero_stride;
+    partial_stride = round_up(w.n, 8);
+
+    bytes = 0;
+    auto const part = [this](bool needed, int64_t size) {
+      size_t const offset = bytes;
+      if (needed) bytes += static_cast<size_t>(round_up(size, 256));
+      return offset;
+    };
+    activations = part(copy_activations, a.m * activation_stride * size_of(a.a_type));
+    scales = part(copy_scales, w.groups() * scale_stride * size_of(w.scale_type));
+    zeros = part(copy_zeros, w.groups() * zero_stride * size_of(w.zero_type));
+    partials = part(split_k > 1 && !cluster, split_k * a.m * partial_stride * static_cast<int64_t>(sizeof(float)));
+  }
+};
+
+}  // namespace qcutlass

@@ -1,0 +1,53 @@
+// Argument checks that packing, dequantising and multiplying share. Each names the argument, what was expected and what
+// came.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "qcutlass/error.h"
+#include "qcutlass/scheme.h"
+#include "qcutlass/types.h"
+
+namespace qcutlass::host {
+
+inline void check(bool condition, std::string const& message) {
+  if (!condition) throw InvalidArgument(message);
+}
+
+inline void check_at_least(char const* name, int64_t value, int64_t minimum) {
+  if (value < minimum) {
+    throw InvalidArgument(std::string(name) + " must be at least " + std::to_string(minimum) + ", got " +
+                          std::to_string(value));
+  }
+}
+
+inline void check_not_null(char const* name, void const* pointer) {
+  if (pointer == nullptr) throw InvalidArgument(std::string(name) + " is a null pointer");
+}
+
+inline void check_floating(char const* name, DType type) {
+  if (!is_floating(type)) throw InvalidArgument(std::string(name) + " must be float16, bfloat16 or float32");
+}
+
+inline void check_threads(int threads) { check_at_least("threads", threads, 1); }
+
+inline void check_weights(WeightArguments const& weights) {
+  check(weights.packing != Packing::kW8A8,
+        "packing: weights packed for int8 activations (W8A8) have no zeros and group scales; pack them as W4A16 or "
+        "W8A16");
+  check_at_least("n", weights.n, 0);
+  check_at_least("k", weights.k, 1);
+  check_at_least("group_size", weights.group_size, 1);
+  check_floating("scale_type", weights.scale_type);
+  if (weights.n == 0) return;
+  check_not_null("packed", weights.packed);
+  check_not_null("scales", weights.scales);
+  int64_t const minimum_stride = weights.groups() > 1 ? weights.n : 0;
+  check_at_least("scale_stride", weights.scale_stride, minimum_stride);
+  if (weights.zero_type == DType::kNone) return;
+  check_not_null("zeros", weights.zeros);
+  check_at_least("zero_stride", weights.zero_stride, minimum_stride);
+}
+
+}  // namespace qcutlass::host

@@ -1,0 +1,166 @@
+// The product on the CPU: each tile of packed weights is dequantised once into the first-level cache and multiplied
+// with every row of activations. The 16 channels of a tile lie across vector lanes, so scales and zeros are vectors as
+// they come.
+#include "qcutlass/gemm.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "host/channel_parameters.h"
+#include "host/check.h"
+#include "host/lane_group.h"
+#include "host/multiversion.h"
+#include "host/numeric.h"
+#include "host/parallel.h"
+#include "host/tile_math.h"
+
+namespace qcutlass::host {
+
+namespace {
+
+/// Multiply-adds that one range of the parallel loop should at least hold.
+constexpr int64_t kGrainOperations = int64_t{1} << 20;
+
+void check_gemm(GemmArguments const& arguments, int threads) {
+  check_threads(threads);
+  check_weights(arguments.weights);
+  check_at_least("m", arguments.m, 0);
+  check_floating("a_type", arguments.a_type);
+  check(arguments.bias_type == DType::kNone || is_floating(arguments.bias_type),
+        "bias_type must be float16, bfloat16, float32 or none");
+  check(arguments.act_scale_type == DType::kNone || is_floating(arguments.act_scale_type),
+        "act_scale_type must be float16, bfloat16, float32 or none");
+  if (arguments.m == 0 || arguments.weights.n == 0) return;
+  check_not_null("a", arguments.a);
+  check_not_null("out", arguments.out);
+  if (arguments.m > 1) {
+    check_at_least("out_stride", arguments.out_stride, arguments.weights.n);
+  }
+  if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
+  if (arguments.act_scale_type != DType::kNone) check_not_null("act_scale", arguments.act_scale);
+  if (arguments.perm == nullptr) return;
+  for (int64_t k = 0; k < arguments.weights.k; ++k) {
+    check(0 <= arguments.perm[k] && arguments.perm[k] < arguments.weights.k,
+          "perm[" + std::to_string(k) + "] must be in [0, " + std::to_string(arguments.weights.k) + "), got " +
+              std::to_string(arguments.perm[k]));
+  }
+}
+
+/// One row of activations as the codes' columns meet them: scaled, rounded to the activations' type, permuted; in fp32.
+QCUTLASS_MULTIVERSION void load_activations(GemmArguments const& arguments, int64_t m, float const* act_scale,
+                                            float* scratch, float* out) {
+  int64_t const k_extent = arguments.weights.k;
+  float* const row = arguments.perm == nullptr ? out : scratch;
+  load_floats(arguments.a_type, arguments.a, m * arguments.a_stride, k_extent, row);
+  if (act_scale != nullptr) {
+    for (int64_t k = 0; k < k_extent; ++k) row[k] *= act_scale[k];
+    round_floats(arguments.a_type, k_extent, row);
+  }
+  if (arguments.perm == nullptr) return;
+  for (int64_t k = 0; k < k_extent; ++k) out[k] = row[arguments.perm[k]];
+}
+
+std::vector<float> load_activations(GemmArguments const& arguments, int threads) {
+  int64_t const k = arguments.weights.k;
+  std::vector<float> act_scale;
+  if (arguments.act_scale_type != DType::kNone) {
+    act_scale.resize(k);
+    load_floats(arguments.act_scale_type, arguments.act_scale, 0, k, act_scale.data());
+  }
+  std::vector<float> result(arguments.m * k);
+  parallel_for(arguments.m, kGrainOperations / k, threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(arguments.perm == nullptr ? 0 : k);
+    for (int64_t m = begin; m < end; ++m) {
+      load_activations(arguments, m, act_scale.empty() ? nullptr : act_scale.data(), scratch.data(),
+                       result.data() + m * k);
+    }
+  });
+  return result;
+}
+
+float activate(Activation activation, float x) {
+  switch (activation) {
+    case Activation::kNone: return x;
+    case Activation::kRelu: return x < 0.0f ? 0.0f : x;  // NaN stays
+    case Activation::kGelu: return 0.5f * x * std::erfc(x * -0.70710678f);
+    case Activation::kGeluTanh: {
+      // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), without the cancellation of the left side.
+      float const y = 0.79788456f * (x + 0.044715f * x * x * x);
+      return x / (1.0f + std::exp(-2.0f * y));
+    }
+    case Activation::kSilu: return x / (1.0f + std::exp(-x));
+  }
+  return x;
+}
+
+/// Adds the products of one strip of 16 channels to sums [m][16].
+template <Packing kPacking>
+QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
+                                    float* sums) {
+  constexpr int kTileK = layout::tile_k(kPacking);
+  int64_t const tiles_k = layout::tiles_k(kPacking, weights.k);
+  uint8_t const* const packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles_k * layout::kTileBytes;
+  ChannelParameters parameters;
+  int64_t group = -1, group_end = 0;
+
+  for (int64_t tile = 0; tile < tiles_k; ++tile) {
+    TileMath<kPacking> math;
+    math.decode(packed + tile * layout::kTileBytes);
+    int64_t const begin = tile * kTileK;
+    int64_t const end = std::min(begin + kTileK, weights.k);
+    for (int64_t k = begin; k < end;) {
+      if (k == group_end) {
+        parameters.load(weights, strip, ++group);
+        group_end = group == weights.groups() - 1 ? weights.k : group_end + weights.group_size;
+      }
+      int64_t const run_end = std::min(end, group_end);
+      math.dequantize(static_cast<int>(k - begin), static_cast<int>(run_end - begin), parameters);
+      k = run_end;
+    }
+    math.multiply(activations + begin, weights.k, m, static_cast<int>(end - begin), sums);
+  }
+}
+
+QCUTLASS_MULTIVERSION void multiply_strip_w4(WeightArguments const& weights, float const* activations, int64_t m,
+                                             int64_t strip, float* sums) {
+  multiply_strip<Packing::kW4A16>(weights, activations, m, strip, sums);
+}
+QCUTLASS_MULTIVERSION void multiply_strip_w8(WeightArguments const& weights, float const* activations, int64_t m,
+                                             int64_t strip, float* sums) {
+  multiply_strip<Packing::kW8A16>(weights, activations, m, strip, sums);
+}
+
+void store_strip(GemmArguments const& arguments, int64_t strip, float* sums) {
+  int64_t const n = strip * layout::kTileN;
+  int64_t const count = std::min<int64_t>(layout::kTileN, arguments.weights.n - n);
+  float bias[layout::kTileN] = {};
+  load_floats(arguments.bias_type, arguments.bias, n, count, bias);
+  for (int64_t m = 0; m < arguments.m; ++m) {
+    float* const row = sums + m * layout::kTileN;
+    for (int i = 0; i < count; ++i) row[i] = activate(arguments.activation, row[i] + bias[i]);
+    store_floats(arguments.a_type, row, count, arguments.out, m * arguments.out_stride + n);
+  }
+}
+
+}  // namespace
+
+void gemm(GemmArguments const& arguments, int threads) {
+  check_gemm(arguments, threads);
+  WeightArguments const& weights = arguments.weights;
+  if (arguments.m == 0 || weights.n == 0) return;
+  std::vector<float> const activations = load_activations(arguments, threads);
+  auto const multiply = weights.bits() == 4 ? multiply_strip_w4 : multiply_strip_w8;
+  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 4 + 1);
+  parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(arguments.m * layout::kTileN);
+    for (int64_t strip = begin; strip < end; ++strip) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      multiply(weights, activations.data(), arguments.m, strip, sums.data());
+      store_strip(arguments, strip, sums.data());
+    }
+  });
+}
+
+}  // namespace qcutlass::host

@@ -1,0 +1,16 @@
+// Run-time dispatch over x86-64 levels for functions that the compiler vectorises.
+//
+// A function marked QCUTLASS_MULTIVERSION is compiled for each level and chosen when the library is loaded; functions
+// that it should be compiled together with are marked QCUTLASS_INLINE. The levels differ in instructions (a fused
+// multiply-add may replace a multiplication and an addition), not in the order of operations, so the same error bounds
+// hold for each.
+#pragma once
+
+#define QCUTLASS_INLINE inline __attribute__((always_inline))
+
+#if defined(QCUTLASS_MULTIVERSION)
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define QCUTLASS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define QCUTLASS_MULTIVERSION
+#endif

@@ -1,0 +1,21 @@
+// One function per part of the extension's surface; module.cc calls them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace qcutlass::python {
+
+void register_types(pybind11::module_& module);
+void register_pack(pybind11::module_& module);
+void register_gemm(pybind11::module_& module);
+void register_build(pybind11::module_& module);
+
+/// Python passes addresses as integers.
+template <class T = void>
+T* to_pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace qcutlass::python

@@ -1,0 +1,87 @@
+// Enumerations, the argument structs and exceptions.
+#include "qcutlass/error.h"
+#include "qcutlass/gemm.h"
+#include "qcutlass/scheme.h"
+#include "qcutlass/types.h"
+#include "register.h"
+
+namespace py = pybind11;
+
+namespace qcutlass::python {
+
+namespace {
+
+/// A pointer member as a read-write integer property.
+template <class Class, class Struct, class Pointer>
+void def_pointer(Class& cls, char const* name, Pointer Struct::*member) {
+  cls.def_property(
+      name, [member](Struct const& self) { return reinterpret_cast<uintptr_t>(self.*member); },
+      [member](Struct& self, uintptr_t address) { self.*member = reinterpret_cast<Pointer>(address); });
+}
+
+void register_enumerations(py::module_& module) {
+  py::enum_<DType>(module, "DType")
+      .value("NONE", DType::kNone)
+      .value("FLOAT16", DType::kFloat16)
+      .value("BFLOAT16", DType::kBFloat16)
+      .value("FLOAT32", DType::kFloat32)
+      .value("UINT8", DType::kUInt8)
+      .value("INT8", DType::kInt8)
+      .value("INT32", DType::kInt32);
+  py::enum_<Activation>(module, "Activation")
+      .value("NONE", Activation::kNone)
+      .value("RELU", Activation::kRelu)
+      .value("GELU", Activation::kGelu)
+      .value("GELU_TANH", Activation::kGeluTanh)
+      .value("SILU", Activation::kSilu);
+  py::enum_<Packing>(module, "Packing")
+      .value("W4A16", Packing::kW4A16)
+      .value("W8A16", Packing::kW8A16)
+      .value("W8A8", Packing::kW8A8);
+}
+
+void register_arguments(py::module_& module) {
+  py::class_<WeightArguments> weights(module, "WeightArguments");
+  weights.def(py::init<>())
+      .def_readwrite("packing", &WeightArguments::packing)
+      .def_readwrite("n", &WeightArguments::n)
+      .def_readwrite("k", &WeightArguments::k)
+      .def_readwrite("group_size", &WeightArguments::group_size)
+      .def_readwrite("scale_type", &WeightArguments::scale_type)
+      .def_readwrite("scale_stride", &WeightArguments::scale_stride)
+      .def_readwrite("zero_type", &WeightArguments::zero_type)
+      .def_readwrite("zero_stride", &WeightArguments::zero_stride);
+  def_pointer(weights, "packed", &WeightArguments::packed);
+  def_pointer(weights, "scales", &WeightArguments::scales);
+  def_pointer(weights, "zeros", &WeightArguments::zeros);
+
+  py::class_<GemmArguments> gemm(module, "GemmArguments");
+  gemm.def(py::init<>())
+      .def_readwrite("m", &GemmArguments::m)
+      .def_readwrite("weights", &GemmArguments::weights)
+      .def_readwrite("a_type", &GemmArguments::a_type)
+      .def_readwrite("a_stride", &GemmArguments::a_stride)
+      .def_readwrite("out_stride", &GemmArguments::out_stride)
+      .def_readwrite("bias_type", &GemmArguments::bias_type)
+      .def_readwrite("act_scale_type", &GemmArguments::act_scale_type)
+      .def_readwrite("activation", &GemmArguments::activation)
+      .def_readwrite("workspace_bytes", &GemmArguments::workspace_bytes);
+  def_pointer(gemm, "a", &GemmArguments::a);
+  def_pointer(gemm, "out", &GemmArguments::out);
+  def_pointer(gemm, "bias", &GemmArguments::bias);
+  def_pointer(gemm, "act_scale", &GemmArguments::act_scale);
+  def_pointer(gemm, "perm", &GemmArguments::perm);
+  def_pointer(gemm, "workspace", &GemmArguments::workspace);
+}
+
+}  // namespace
+
+void register_types(py::module_& module) {
+  // InvalidArgument and CudaError need no entry: pybind11 raises std::invalid_argument as ValueError and any other
+  // std::runtime_error as RuntimeError.
+  py::register_exception<Unsupported>(module, "UnsupportedError", PyExc_NotImplementedError);
+  register_enumerations(module);
+  register_arguments(module);
+}
+
+}  // namespace qcutlass::python

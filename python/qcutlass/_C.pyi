@@ -1,0 +1,185 @@
+"""The compiled extension: the C++ library's functions over raw pointers. Use the package's functions instead.
+
+Pointers are integers (``Tensor.data_ptr()``), strides count elements, enumerations are the C++ ones.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from typing_extensions import Never
+
+class _pybind11_type(type): ...
+
+class DType(metaclass=_pybind11_type):
+    NONE: ClassVar[DType]
+    FLOAT16: ClassVar[DType]
+    BFLOAT16: ClassVar[DType]
+    FLOAT32: ClassVar[DType]
+    UINT8: ClassVar[DType]
+    INT8: ClassVar[DType]
+    INT32: ClassVar[DType]
+    __members__: ClassVar[dict[str, DType]]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Activation(metaclass=_pybind11_type):
+    NONE: ClassVar[Activation]
+    RELU: ClassVar[Activation]
+    GELU: ClassVar[Activation]
+    GELU_TANH: ClassVar[Activation]
+    SILU: ClassVar[Activation]
+    __members__: ClassVar[dict[str, Activation]]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Packing(metaclass=_pybind11_type):
+    W4A16: ClassVar[Packing]
+    W8A16: ClassVar[Packing]
+    W8A8: ClassVar[Packing]
+    __members__: ClassVar[dict[str, Packing]]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class UnsupportedError(NotImplementedError): ...
+
+class WeightArguments(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    packing: Packing
+    n: int
+    k: int
+    group_size: int
+    packed: int
+    scale_type: DType
+    scales: int
+    scale_stride: int
+    zero_type: DType
+    zeros: int
+    zero_stride: int
+
+class GemmArguments(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    m: int
+    weights: WeightArguments
+    a_type: DType
+    a: int
+    a_stride: int
+    out: int
+    out_stride: int
+    bias_type: DType
+    bias: int
+    act_scale_type: DType
+    act_scale: int
+    perm: int
+    activation: Activation
+    workspace: int
+    workspace_bytes: int
+
+class Plan(metaclass=_pybind11_type):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    @property
+    def tactic(self) -> str: ...
+    @property
+    def split_k(self) -> int: ...
+    @property
+    def cluster(self) -> bool: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+
+class DeviceTraits(metaclass=_pybind11_type):
+    def __init__(self, compute_capability: int, sm_count: int, shared_memory_per_block: int) -> None: ...
+    @property
+    def compute_capability(self) -> int: ...
+    @property
+    def sm_count(self) -> int: ...
+    @property
+    def shared_memory_per_block(self) -> int: ...
+
+class TacticTraits(metaclass=_pybind11_type):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def warps(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def shared_memory(self) -> int: ...
+    @property
+    def max_registers(self) -> int: ...
+
+# layout
+LAYOUT_VERSION: int
+
+def tile_k(packing: Packing) -> int: ...
+def position(packing: Packing, k_extent: int, n: int, k: int) -> tuple[int, int]: ...
+
+# packing; device < 0: the host (threads), otherwise that GPU's stream, which must be of the current device
+def pack(
+    packing: Packing,
+    n: int,
+    k: int,
+    codes: int,
+    codes_stride: int,
+    packed: int,
+    *,
+    device: int = -1,
+    stream: int = 0,
+    threads: int = 1,
+) -> None: ...
+def unpack(
+    packing: Packing,
+    n: int,
+    k: int,
+    codes: int,
+    codes_stride: int,
+    packed: int,
+    *,
+    device: int = -1,
+    stream: int = 0,
+    threads: int = 1,
+) -> None: ...
+def dequantize(
+    weights: WeightArguments,
+    row_begin: int,
+    row_end: int,
+    out_type: DType,
+    out: int,
+    out_stride: int,
+    *,
+    device: int = -1,
+    stream: int = 0,
+    threads: int = 1,
+) -> None: ...
+
+# products
+def gemm_host(arguments: GemmArguments, threads: int) -> None: ...
+def gemm_cuda(arguments: GemmArguments, plan: Plan, stream: int) -> None: ...
+def select(arguments: GemmArguments, device: DeviceTraits, tactic: str = "", split_k: int = 0) -> Plan: ...
+def tactics(arguments: GemmArguments) -> list[TacticTraits]: ...
+
+# what was built
+def cuda_is_built() -> bool: ...
+def cuda_architectures() -> Sequence[str]: ...
+def device_traits(device: int) -> DeviceTraits: ...
+def build_info() -> dict[str, str]: ...

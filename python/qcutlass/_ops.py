@@ -1,0 +1,180 @@
+"""The operators `torch.ops.qcutlass.*`: one implementation each for CPU and CUDA tensors, one for fake tensors.
+
+Both run the same checks. The package's functions call the implementations directly where nothing traces, which saves
+torch's dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass._arguments import DTYPES, Product, aligned, as_separate_rows, backend, current_device, weight_arguments
+from qcutlass._overlap import check_out_memory
+from qcutlass._validation import (
+    DequantizeCall,
+    GemmCall,
+    WeightShape,
+    check_dequantize,
+    check_gemm,
+    check_pack,
+    check_unpack,
+    packed_shape,
+)
+
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
+
+
+def is_eager(*values: object) -> bool:
+    """Whether the tensors among `values` are ordinary ones that nothing traces, so that their addresses may be taken.
+
+    The device of the first value decides; operands elsewhere are refused by the checks.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    for value in values:
+        if value is not None and type(value) not in _PLAIN and isinstance(value, Tensor):
+            return False
+    first = values[0]
+    return not isinstance(first, Tensor) or first.is_cpu or first.is_cuda
+
+
+def gemm(call: GemmCall) -> Tensor:
+    """The product in a new tensor."""
+    shape, a = check_gemm(call, None), call.a
+    rows = a.shape[0] if a.dim() == 2 else a.shape[:-1].numel()
+    out = a.new_empty((rows, shape.n))
+    if out.numel():
+        Product(call, shape, out).run()
+    return out if a.dim() == 2 else out.view(*a.shape[:-1], shape.n)
+
+
+def gemm_out(call: GemmCall, out: Tensor) -> None:
+    """The product in `out`, whose strides are arbitrary."""
+    shape = check_gemm(call, out)
+    check_out_memory(out, call)
+    if not out.numel():
+        return
+    target = _as_matrix(out, shape)
+    Product(call, shape, target).run()
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target.view(out.shape))
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+def _as_matrix(out: Tensor, shape: WeightShape) -> Tensor:
+    """`out` as `[M, N]` with unit stride along N, or a new matrix where its strides do not allow that."""
+    rows = out.shape[:-1].numel()
+    try:
+        matrix = out.view(rows, shape.n)
+    except RuntimeError:
+        return out.new_empty((rows, shape.n))
+    return matrix if matrix.stride(1) == 1 or shape.n == 1 else out.new_empty((rows, shape.n))
+
+
+def pack(codes: Tensor, bits: int, activations: str) -> Tensor:
+    """The packed weights of codes `[N, K]`."""
+    packing = check_pack(codes, bits, activations)
+    n, k = codes.shape
+    packed = codes.new_empty(packed_shape(n, k, packing))
+    if packed.numel():
+        with current_device(codes):
+            codes = as_separate_rows(codes)
+            _C.pack(packing, n, k, codes.data_ptr(), codes.stride(0), packed.data_ptr(), **backend(codes))
+    return packed
+
+
+def unpack(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
+    """The codes `[n, k]` of packed weights."""
+    packing = check_unpack(w_packed, bits, n, k)
+    codes = w_packed.new_empty((n, k))
+    if codes.numel():
+        with current_device(codes):
+            w_packed = aligned(w_packed)
+            _C.unpack(packing, n, k, codes.data_ptr(), k, w_packed.data_ptr(), **backend(codes))
+    return codes
+
+
+def dequantize(call: DequantizeCall) -> Tensor:
+    """Rows of the matrix that packed weights stand for."""
+    shape, dtype, end = check_dequantize(call)
+    out = call.w_packed.new_empty((end - call.row_begin, shape.k), dtype=dtype)
+    if out.numel():
+        with current_device(out):
+            weights, operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros)
+            _C.dequantize(weights, call.row_begin, end, DTYPES[dtype], out.data_ptr(), shape.k, **backend(out))
+            del operands  # alive until the kernel is enqueued
+    return out
+
+
+# Implementations under the operators' schemas. Torch leaves out trailing arguments that have their default values.
+
+
+def _gemm(*arguments: Any) -> Tensor:
+    return gemm(GemmCall(*arguments))
+
+
+def _gemm_fake(*arguments: Any) -> Tensor:
+    call = GemmCall(*arguments)
+    return call.a.new_empty((*call.a.shape[:-1], check_gemm(call, None).n))
+
+
+def _gemm_out(*arguments: Any, out: Tensor) -> None:
+    gemm_out(GemmCall(*arguments), out)
+
+
+def _gemm_out_fake(*arguments: Any, out: Tensor) -> None:
+    check_gemm(GemmCall(*arguments), out)
+
+
+def _pack_fake(codes: Tensor, bits: int, activations: str) -> Tensor:
+    packing = check_pack(codes, bits, activations)
+    return codes.new_empty(packed_shape(codes.shape[0], codes.shape[1], packing))
+
+
+def _unpack_fake(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
+    check_unpack(w_packed, bits, n, k)
+    return w_packed.new_empty((n, k))
+
+
+def _dequantize(*arguments: Any) -> Tensor:
+    return dequantize(DequantizeCall(*arguments))
+
+
+def _dequantize_fake(*arguments: Any) -> Tensor:
+    call = DequantizeCall(*arguments)
+    shape, dtype, end = check_dequantize(call)
+    return call.w_packed.new_empty((end - call.row_begin, shape.k), dtype=dtype)
+
+
+_GEMM: Final = (
+    "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
+    "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, int split_k=0"
+)
+_DEQUANTIZE: Final = (
+    "Tensor w_packed, Tensor scales, Tensor? zeros, SymInt k, int? group_size=None, int? bits=None, "
+    "ScalarType? dtype=None, SymInt row_begin=0, SymInt? row_end=None"
+)
+
+_Library: Any = torch.library.Library  # torch leaves its methods untyped
+_library: Final = _Library("qcutlass", "DEF")
+
+
+def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"qcutlass::{name}", fake, lib=_library)
+
+
+_register(f"gemm({_GEMM}) -> Tensor", _gemm, _gemm_fake)
+_register(f"gemm_out({_GEMM}, *, Tensor(a!) out) -> ()", _gemm_out, _gemm_out_fake)
+_register("pack(Tensor codes, int bits, str activations) -> Tensor", pack, _pack_fake)
+_register("unpack(Tensor w_packed, int bits, SymInt n, SymInt k) -> Tensor", unpack, _unpack_fake)
+_register(f"dequantize({_DEQUANTIZE}) -> Tensor", _dequantize, _dequantize_fake)

@@ -1,0 +1,354 @@
+"""The rules of the operators' arguments, checked once for eager calls, registered operators and their fake versions.
+
+Only shapes, types and devices are looked at, so that everything here works on fake and meta tensors too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Final, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass.errors import UnsupportedError
+
+FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32)
+_CODES: Final = (torch.uint8,)
+_PERM: Final = (torch.int32,)
+_ZEROS: Final = (torch.uint8, torch.int8, torch.int32, *FLOATING)
+_ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
+
+PACKINGS: Final = {4: _C.Packing.W4A16, 8: _C.Packing.W8A16}
+"""Packing for 16-bit activations, by bits of a weight."""
+
+TILE_N: Final = 16
+TILE: Final = (32, 16)  # lanes, bytes of a lane
+_TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()}
+_AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
+_CUDA_GROUP_STEP: Final = 16
+
+ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
+    None: _C.Activation.NONE,
+    "relu": _C.Activation.RELU,
+    "gelu": _C.Activation.GELU,
+    "gelu_tanh": _C.Activation.GELU_TANH,
+    "silu": _C.Activation.SILU,
+}
+
+
+class GemmCall(NamedTuple):
+    """The arguments of one product, in the order of the operator's schema; `qcutlass.gemm` describes them."""
+
+    a: Tensor
+    w_packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    bias: Tensor | None = None
+    activation: str | None = None
+    act_scale: Tensor | None = None
+    perm: Tensor | None = None
+    group_size: int | None = None
+    bits: int | None = None
+    tactic: str | None = None
+    split_k: int = 0
+
+
+class DequantizeCall(NamedTuple):
+    """The arguments of a dequantisation, in the order of the schema; `qcutlass.dequantize` describes them."""
+
+    w_packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    k: int
+    group_size: int | None = None
+    bits: int | None = None
+    dtype: torch.dtype | None = None
+    row_begin: int = 0
+    row_end: int | None = None
+
+
+class WeightShape(NamedTuple):
+    """What the shapes of a packed weight and its scales say."""
+
+    n: int
+    k: int
+    bits: int
+    group_size: int  # k: one group
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def shape_of(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _refuse_type(name: str, value: object, dtypes: Sequence[torch.dtype], where: str) -> NoReturn:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    raise TypeError(f"{name}: expected a tensor of {_names(dtypes)}{where}, got {_names([value.dtype])}")
+
+
+def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype], where: str = "") -> None:
+    """Raises TypeError unless `value` is a tensor of one of `dtypes`."""
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        _refuse_type(name, value, dtypes, where)
+
+
+def _check_operand(name: str, value: Tensor, dtypes: Sequence[torch.dtype], device: torch.device, first: str) -> None:
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        _refuse_type(name, value, dtypes, "")
+    if value.device != device:
+        raise ValueError(
+            f"{name} is on {value.device}, {first} is on {device}: move one of them, e.g. {name}.to({str(device)!r})"
+        )
+
+
+def _check_vector(name: str, value: Tensor, length: int, letter: str) -> None:
+    if value.shape != (length,):
+        raise ValueError(f"{name}: expected shape [{letter}] = [{length}], got {shape_of(value)}")
+
+
+def check_integer(name: str, value: object, allowed: Container[int] | None = None, minimum: int | None = None) -> None:
+    """Raises TypeError unless `value` is an integer (or a symbolic one), ValueError unless it is allowed."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if allowed is not None and value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, _listed(allowed)))}, got {value}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+
+
+def _listed(allowed: Container[int]) -> list[int]:
+    return [value for value in range(65) if value in allowed]
+
+
+def _check_contiguous(w_packed: Tensor) -> None:
+    if not w_packed.is_contiguous():
+        raise ValueError(
+            f"w_packed: expected a contiguous tensor, got strides {list(w_packed.stride())}; call .contiguous() once"
+        )
+
+
+def _bits(w_packed: Tensor, k: int, bits: int | None) -> int:
+    """Bits of a weight, from the number of tiles along K."""
+    tiles = w_packed.shape[1]
+    if bits is None and k > _AMBIGUOUS_K:  # the common case, without building lists
+        for candidate, tile_k in _TILE_K.items():
+            if -(-k // tile_k) == tiles:
+                return candidate
+    fitting = [candidate for candidate, tile_k in _TILE_K.items() if ceil_div(k, tile_k) == tiles]
+    if bits is not None:
+        check_integer("bits", bits, _TILE_K)
+        if bits in fitting:
+            return bits
+        raise ValueError(
+            f"w_packed: {bits}-bit weights of K = {k} have shape [ceil(N/16), {ceil_div(k, _TILE_K[bits])}, 32, 16], "
+            f"got {shape_of(w_packed)}"
+        )
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ValueError(
+            f"bits: with K = {k} the shape of w_packed, {shape_of(w_packed)}, is the same for 4-bit and 8-bit weights: "
+            "pass bits=4 or bits=8"
+        )
+    expected = " or ".join(f"{ceil_div(k, tile_k)} ({bits} bits)" for bits, tile_k in _TILE_K.items())
+    raise ValueError(
+        f"w_packed: for K = {k} its second dimension must be {expected}, got shape {shape_of(w_packed)}; "
+        "was it packed from a matrix with another number of columns?"
+    )
+
+
+def _group_size(groups: int, k: int, group_size: int | None) -> int:
+    """Columns that share a scale, from the number of groups."""
+    if group_size is None:
+        if groups == 1:
+            return k
+        if groups == 0 or k % groups != 0:
+            raise ValueError(
+                f"group_size: scales have G = {groups} groups, which does not divide K = {k}; pass group_size= "
+                "(a last group that is shorter than the others is allowed)"
+            )
+        return k // groups
+    check_integer("group_size", group_size)
+    if group_size == -1:
+        group_size = k
+    if group_size < 1:
+        raise ValueError(f"group_size: expected at least 1, or -1 for one group a channel, got {group_size}")
+    if ceil_div(k, group_size) != groups:
+        raise ValueError(
+            f"group_size: {group_size} with K = {k} needs scales of {ceil_div(k, group_size)} groups, got {groups}"
+        )
+    return k if groups == 1 else group_size
+
+
+def check_weights(
+    w_packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    k: int,
+    group_size: int | None,
+    bits: int | None,
+    device: torch.device,
+    first: str,
+) -> WeightShape:
+    """Checks a packed weight of K = `k` columns with its scales and zeros; `first` names the operand on `device`."""
+    if isinstance(w_packed, Tensor) and w_packed.dtype == torch.int8:
+        raise ValueError(
+            "w_packed was packed for int8 activations (activations='int8', dtype int8), but this product takes weights "
+            "packed for 16-bit activations (dtype uint8): pack the codes with preprocess_weights(codes, bits=8)"
+        )
+    _check_operand("w_packed", w_packed, _CODES, device, first)
+    _check_operand("scales", scales, FLOATING, device, first)
+    if len(w_packed.shape) != 4 or w_packed.shape[2:] != TILE:
+        raise ValueError(
+            f"w_packed: expected shape [ceil(N/16), tiles along K, 32, 16] as preprocess_weights returns it, "
+            f"got {shape_of(w_packed)}"
+        )
+    _check_contiguous(w_packed)
+    if scales.dim() not in (1, 2):
+        raise ValueError(f"scales: expected shape [G, N] or [N], got {shape_of(scales)}")
+    if k < 1:
+        raise ValueError(f"K must be at least 1, got {k}")
+    n = scales.shape[-1]
+    if w_packed.shape[0] != ceil_div(n, TILE_N):
+        raise ValueError(
+            f"scales: N = {n} from shape {shape_of(scales)} needs w_packed of {ceil_div(n, TILE_N)} tiles of 16 "
+            f"channels, got shape {shape_of(w_packed)}"
+        )
+    if zeros is not None:
+        _check_operand("zeros", zeros, _ZEROS, device, first)
+        if zeros.shape != scales.shape:
+            raise ValueError(f"zeros: expected the shape of scales, {shape_of(scales)}, got {shape_of(zeros)}")
+    groups = scales.shape[0] if scales.dim() == 2 else 1
+    return WeightShape(n, k, _bits(w_packed, k, bits), _group_size(groups, k, group_size))
+
+
+def check_gemm(call: GemmCall, out: Tensor | None) -> WeightShape:
+    """Checks every argument of `qcutlass.gemm` but what needs memory addresses."""
+    a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k = call
+    if not isinstance(a, Tensor):
+        _refuse_type("a", a, FLOATING, "")
+    device = a.device
+    dtypes = _ACTIVATIONS_ON.get(device.type)
+    if dtypes is None:
+        raise UnsupportedError(f"a is on {device}: qcutlass runs on cpu and cuda tensors")
+    if a.dtype not in dtypes:
+        _refuse_type("a", a, dtypes, f" on {device.type}")
+    if a.dim() == 0:
+        raise ValueError("a: expected shape [..., K], got a tensor without dimensions")
+    shape = check_weights(w_packed, scales, zeros, a.shape[-1], group_size, bits, device, "a")
+    n, k = shape.n, shape.k
+    if bias is not None:
+        _check_operand("bias", bias, FLOATING, device, "a")
+        _check_vector("bias", bias, n, "N")
+    if act_scale is not None:
+        _check_operand("act_scale", act_scale, FLOATING, device, "a")
+        _check_vector("act_scale", act_scale, k, "K")
+    if perm is not None:
+        _check_operand("perm", perm, _PERM, device, "a")
+        _check_vector("perm", perm, k, "K")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+    if tactic is not None and not isinstance(tactic, str):
+        raise TypeError(f"tactic: expected the name of a kernel configuration, got {type(tactic).__name__}")
+    if split_k != 0:
+        check_integer("split_k", split_k, minimum=0)
+    if out is not None:
+        _check_operand("out", out, (a.dtype,), device, "a")
+        if out.shape != (*a.shape[:-1], n):
+            raise ValueError(f"out: expected shape {[*a.shape[:-1], n]}, got {shape_of(out)}")
+    if device.type == "cuda" and shape.group_size < k and shape.group_size % _CUDA_GROUP_STEP != 0:
+        raise UnsupportedError(
+            f"group_size: on CUDA groups are multiples of {_CUDA_GROUP_STEP} columns, or one a channel; "
+            f"got {shape.group_size}. Quantise with another group size, or use CPU tensors"
+        )
+    return shape
+
+
+def check_inference(**tensors: Tensor | None) -> None:
+    """Raises RuntimeError if autograd would have to record the operation."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise RuntimeError(
+                f"{name} requires grad, but qcutlass is for inference: call under torch.no_grad() or "
+                f"torch.inference_mode(), or pass {name}.detach()"
+            )
+
+
+def check_device(name: str, value: Tensor) -> None:
+    """Raises UnsupportedError unless `value` is on a device qcutlass runs on."""
+    if value.device.type not in _ACTIVATIONS_ON:
+        raise UnsupportedError(f"{name} is on {value.device}: qcutlass runs on cpu and cuda tensors")
+
+
+def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where: str = "") -> None:
+    """Raises unless `value` is a matrix of one of `dtypes` on a device qcutlass runs on."""
+    check_tensor(name, value, dtypes, where)
+    check_device(name, value)
+    if value.dim() != 2:
+        raise ValueError(f"{name}: expected shape [N, K], got {shape_of(value)}")
+
+
+def packed_shape(n: int, k: int, packing: _C.Packing) -> tuple[int, int, int, int]:
+    """Shape of a packed `[n, k]` matrix."""
+    return (ceil_div(n, TILE_N), ceil_div(k, _C.tile_k(packing)), *TILE)
+
+
+def _packing(bits: int, activations: str) -> _C.Packing:
+    check_integer("bits", bits, PACKINGS)
+    if activations == "16bit":
+        return PACKINGS[bits]
+    if activations != "int8":
+        raise ValueError(f"activations: expected '16bit' or 'int8', got {activations!r}")
+    if bits != 8:
+        raise ValueError(f"bits: weights for int8 activations have 8 bits, got {bits}")
+    return _C.Packing.W8A8
+
+
+def check_pack(codes: Tensor, bits: int, activations: str) -> _C.Packing:
+    """Checks the arguments of `qcutlass.preprocess_weights`."""
+    packing = _packing(bits, activations)
+    dtype = torch.int8 if packing == _C.Packing.W8A8 else torch.uint8
+    check_matrix("codes", codes, (dtype,), f" for activations={activations!r}")
+    return packing
+
+
+def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
+    """Checks the arguments of `qcutlass.unpack_weights`."""
+    check_tensor("w_packed", w_packed, (torch.uint8, torch.int8))
+    check_device("w_packed", w_packed)
+    packing = _packing(bits, "int8" if w_packed.dtype == torch.int8 else "16bit")
+    check_integer("shape[0]", n, minimum=0)
+    check_integer("shape[1]", k, minimum=0)
+    expected = packed_shape(n, k, packing)
+    if w_packed.shape != expected:
+        raise ValueError(
+            f"w_packed: {bits}-bit weights of shape {[n, k]} are packed as {list(expected)}, got {shape_of(w_packed)}"
+        )
+    _check_contiguous(w_packed)
+    return packing
+
+
+def check_dequantize(call: DequantizeCall) -> tuple[WeightShape, torch.dtype, int]:
+    """Checks the arguments of `qcutlass.dequantize`; returns the shape, the type of the result and its last row."""
+    w_packed, scales, zeros, k, group_size, bits, dtype, begin, end = call
+    check_tensor("w_packed", w_packed, (torch.uint8, torch.int8))
+    check_device("w_packed", w_packed)
+    check_integer("k", k, minimum=1)
+    shape = check_weights(w_packed, scales, zeros, k, group_size, bits, w_packed.device, "w_packed")
+    dtype = scales.dtype if dtype is None else dtype
+    if dtype not in FLOATING:
+        raise TypeError(f"dtype: expected one of {_names(FLOATING)}, got {dtype}")
+    end = shape.n if end is None else end
+    if not 0 <= begin <= end <= shape.n:
+        raise ValueError(f"rows: expected 0 <= begin <= end <= N = {shape.n}, got ({begin}, {end})")
+    return shape, dtype, end

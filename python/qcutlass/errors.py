@@ -1,0 +1,9 @@
+"""Exceptions of the package; wrong arguments raise TypeError and ValueError."""
+
+from qcutlass._C import UnsupportedError
+
+__all__ = ["CheckpointError", "UnsupportedError"]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint file is damaged, inconsistent, or not what it claims to be."""

@@ -1,0 +1,169 @@
+"""Round-to-nearest quantisation, and the canonical form of quantised weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qcutlass._validation import FLOATING, PACKINGS, ceil_div, check_integer, check_matrix
+
+_BLOCK: Final = 1 << 23  # weights worked on at a time: bounds the fp32 temporaries
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A quantised weight matrix in canonical form.
+
+    `w[n, k] = (codes[n, k] - zeros[g, n]) * scales[g, n]` with g = k // group_size.
+
+    Attributes:
+        codes: uint8 `[N, K]`, values in `[0, 2**bits)`.
+        scales: float16, bfloat16 or float32 `[G, N]`, G = ceil(K / group_size).
+        zeros: `[G, N]`, integer (exact zero points) or floating (real-valued zeros); None: 2**(bits - 1) everywhere.
+        bits: 4 or 8.
+        group_size: columns that share a scale; K: one scale a channel. The last group may be shorter.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.codes.shape
+        return n, k
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of a weight, its share of scales and zeros included."""
+        stored = [tensor for tensor in (self.scales, self.zeros) if tensor is not None]
+        extra = 8 * sum(tensor.numel() * tensor.element_size() for tensor in stored)
+        return self.bits + extra / max(1, self.codes.numel())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weights `[N, K]`, computed in fp32 and rounded once to `dtype` (None: the type of the scales)."""
+        k = self.codes.shape[1]
+        step = max(1, min(self.group_size, k))
+        weight = self.codes.to(torch.float32)
+        for group, begin in enumerate(range(0, k, step)):
+            columns = weight[:, begin : begin + step]
+            zero = 2.0 ** (self.bits - 1) if self.zeros is None else self.zeros[group].float()[:, None]
+            columns.sub_(zero).mul_(self.scales[group].float()[:, None])
+        return weight.to(dtype or self.scales.dtype)
+
+
+def _round_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest value of `dtype` that is not below the positive fp32 `scales`."""
+    rounded = scales.to(dtype)
+    if dtype == torch.float32:
+        return rounded
+    successor = (rounded.view(torch.int16) + 1).view(dtype)  # positive numbers are ordered like their bit patterns
+    return torch.where(rounded.float() < scales, successor, rounded)
+
+
+def _quantize_rows(
+    weight: Tensor, bits: int, group_size: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes `[n, K]`, scales `[n, G]` and zero points `[n, G]` of some rows."""
+    n, k = weight.shape
+    groups = ceil_div(k, group_size)
+    blocks = weight.new_zeros((n, groups * group_size), dtype=torch.float32)  # zeros never widen a range
+    blocks[:, :k] = weight
+    blocks = blocks.view(n, groups, group_size)
+    highest = 2**bits - 1
+    if symmetric:
+        extent = blocks.abs().amax(dim=2)
+        ideal = extent / (2 ** (bits - 1) - 1)
+    else:
+        low, high = blocks.amin(dim=2).clamp_(max=0), blocks.amax(dim=2).clamp_(min=0)
+        extent = high - low
+        ideal = extent / highest
+    scales = _round_up(ideal.clamp(min=torch.finfo(torch.float32).tiny), scale_dtype)
+    scales = torch.where(extent == 0, torch.ones_like(scales), scales)
+    if not bool(scales.isfinite().all()):
+        if not bool(weight.isfinite().all()):
+            raise ValueError("weight: expected finite values, got NaN or infinity")
+        raise ValueError(f"weight: a scale overflows {scale_dtype}; pass scale_dtype=torch.float32 or torch.bfloat16")
+    divisor = scales.float()
+    if symmetric:
+        zeros, shift = None, torch.full_like(divisor, 2 ** (bits - 1))
+    else:
+        shift = (-low / divisor).round_().clamp_(0, highest)
+        zeros = shift.to(torch.uint8)
+    codes = (blocks / divisor[:, :, None]).round_().add_(shift[:, :, None]).clamp_(0, highest).to(torch.uint8)
+    return codes.view(n, -1)[:, :k], scales, zeros
+
+
+def quantize(
+    weight: Tensor,
+    bits: int = 4,
+    group_size: int | None = 128,
+    symmetric: bool = False,
+    *,
+    scale_dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """Quantises a weight matrix by rounding to nearest.
+
+    With lo = min(group, 0) and hi = max(group, 0), a group of weights gets
+
+    * asymmetric: scale = (hi - lo) / (2**bits - 1), zero = round(-lo / scale), code = round(w / scale) + zero;
+    * symmetric: scale = max|w| / (2**(bits - 1) - 1), code = round(w / scale) + 2**(bits - 1), `zeros` is None.
+
+    The scale is rounded up to `scale_dtype` before the codes are computed, so that the stored scale spans the group:
+    every weight is reproduced to within half a scale (before the dequantised weight itself is rounded to its type),
+    and weights that are zero stay zero. Groups of zeros get scale 1. This is the min-max quantiser of Jacob et al.,
+    "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference" (2018), per group.
+
+    Args:
+        weight: float16, bfloat16 or float32 `[N, K]` (out_features, in_features), on the CPU or a GPU; finite.
+        bits: 4 or 8.
+        group_size: columns that share a scale, any number; the last group may be shorter. None or -1: one scale a
+            channel. The CUDA kernels take multiples of 16 and one scale a channel.
+        symmetric: whether the zero point is fixed at 2**(bits - 1).
+        scale_dtype: float16, bfloat16 or float32; None: the type of `weight`.
+
+    Returns:
+        Codes uint8 `[N, K]`, scales `[G, N]`, zeros uint8 `[G, N]` or None, on the device of `weight`.
+
+    Raises:
+        TypeError: `weight` is not a floating tensor, or an option has another type.
+        ValueError: `weight` is not a matrix, holds NaN or infinity, or a scale does not fit `scale_dtype`.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> q = qcutlass.quantize(torch.randn(64, 256), bits=4, group_size=128)
+        >>> q.scales.shape, q.bits_per_weight
+        (torch.Size([2, 64]), 4.3125)
+    """
+    check_matrix("weight", weight, FLOATING)
+    check_integer("bits", bits, PACKINGS)
+    n, k = weight.shape
+    if k < 1:
+        raise ValueError(f"weight: K must be at least 1, got shape {[n, k]}")
+    size = -1 if group_size is None else group_size
+    check_integer("group_size", size)
+    if size != -1 and size < 1:
+        raise ValueError(f"group_size: expected at least 1, or None for one group a channel, got {size}")
+    dtype = scale_dtype or weight.dtype
+    if dtype not in FLOATING:
+        raise TypeError(f"scale_dtype: expected float16, bfloat16 or float32, got {dtype}")
+    step = k if size == -1 else min(size, k)
+    groups = ceil_div(k, step)
+
+    codes = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
+    scales = torch.empty((groups, n), dtype=dtype, device=weight.device)
+    zeros = None if symmetric else torch.empty((groups, n), dtype=torch.uint8, device=weight.device)
+    rows = max(1, _BLOCK // k)
+    for begin in range(0, n, rows):
+        part = slice(begin, min(n, begin + rows))
+        codes[part], part_scales, part_zeros = _quantize_rows(weight[part].detach(), bits, step, bool(symmetric), dtype)
+        scales[:, part] = part_scales.T
+        if zeros is not None and part_zeros is not None:
+            zeros[:, part] = part_zeros.T
+    return QuantizedTensor(codes, scales, zeros, bits, step)

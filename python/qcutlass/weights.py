@@ -1,0 +1,111 @@
+"""Packed weights: from codes, back to codes, and to the numbers they stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcutlass import _ops
+from qcutlass._validation import DequantizeCall
+
+
+def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> Tensor:
+    """Packs codes into the order in which the kernels read them (`cpp/include/qcutlass/layout.h`).
+
+    Args:
+        codes: `[N, K]`, on the CPU or a GPU. uint8 with values in [0, 2**bits) for activations="16bit" (larger 4-bit
+            codes are refused on the CPU; CUDA takes their low four bits); int8 for activations="int8".
+        bits: 4 or 8.
+        activations: type of the activations the weights will meet: "16bit" (float16, bfloat16; also float32 on the
+            CPU) or "int8" (bits=8 only). The two orders differ, and so do the types of the results.
+
+    Returns:
+        `[ceil(N/16), ceil(K/kt), 32, 16]`, kt = 64 for 4 bits and 32 for 8; uint8 ("16bit") or int8 ("int8").
+
+    Raises:
+        TypeError: `codes` is not a tensor of the type named above.
+        ValueError: `codes` is not a matrix, holds a code out of range, or an option has no such value.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> qcutlass.preprocess_weights(torch.zeros(40, 130, dtype=torch.uint8), bits=4).shape
+        torch.Size([3, 3, 32, 16])
+    """
+    if _ops.is_eager(codes):
+        return _ops.pack(codes, bits, activations)
+    packed: Tensor = torch.ops.qcutlass.pack(codes, bits, activations)
+    return packed
+
+
+def unpack_weights(w_packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+    """The exact inverse of `preprocess_weights`.
+
+    Args:
+        w_packed: uint8 or int8 `[ceil(N/16), ceil(K/kt), 32, 16]`.
+        bits: 4 or 8.
+        shape: (N, K).
+
+    Returns:
+        Codes `[N, K]` with the type of `w_packed`.
+
+    Raises:
+        TypeError: `w_packed` is not a tensor of such a type.
+        ValueError: its shape is not that of a packed `[N, K]` matrix.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> codes = torch.randint(0, 16, (40, 130), dtype=torch.uint8)
+        >>> packed = qcutlass.preprocess_weights(codes, bits=4)
+        >>> bool((qcutlass.unpack_weights(packed, bits=4, shape=(40, 130)) == codes).all())
+        True
+    """
+    n, k = shape
+    if _ops.is_eager(w_packed):
+        return _ops.unpack(w_packed, bits, n, k)
+    codes: Tensor = torch.ops.qcutlass.unpack(w_packed, bits, n, k)
+    return codes
+
+
+def dequantize(
+    w_packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    k: int,
+    group_size: int | None = None,
+    bits: int | None = None,
+    dtype: torch.dtype | None = None,
+    rows: tuple[int, int] | None = None,
+) -> Tensor:
+    """The weights that packed codes stand for, computed as the products compute them.
+
+    `w[n, k] = RN(RN32(RN32(code - zero) * scale))`: in fp32, then rounded once to `dtype`.
+
+    Args:
+        w_packed: uint8 `[ceil(N/16), ceil(K/kt), 32, 16]`, packed for 16-bit activations.
+        scales: float16, bfloat16 or float32 `[G, N]` or `[N]`.
+        zeros: shaped as `scales`, integer or floating; None: 2**(bits - 1) everywhere.
+        k: number of columns K.
+        group_size, bits: as for `gemm`; needed only where shapes do not tell.
+        dtype: float16, bfloat16 or float32; None: the type of `scales`.
+        rows: (begin, end): only these rows.
+
+    Returns:
+        `[N, K]`, or `[end - begin, K]`.
+
+    Raises:
+        TypeError, ValueError: as for `gemm`.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> q = qcutlass.quantize(torch.randn(48, 256), bits=8)
+        >>> w = qcutlass.dequantize(qcutlass.preprocess_weights(q.codes, bits=8), q.scales, q.zeros, k=256)
+        >>> bool((w == q.dequantize()).all())
+        True
+    """
+    begin, end = (0, None) if rows is None else rows
+    call = DequantizeCall(w_packed, scales, zeros, k, group_size, bits, dtype, begin, end)
+    if _ops.is_eager(*call):
+        return _ops.dequantize(call)
+    weight: Tensor = torch.ops.qcutlass.dequantize(*call)
+    return weight

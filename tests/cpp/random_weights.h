@@ -1,0 +1,81 @@
+// A random packed weight matrix and what it means.
+#pragma once
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "qcutlass/pack.h"
+#include "reference.h"
+
+namespace qcutlass::test {
+
+struct WeightCase {
+  Packing packing;
+  int64_t n, k, group_size;
+  DType scale_type;
+  DType zero_type;
+};
+
+class RandomWeights {
+ public:
+  RandomWeights(WeightCase const& c, unsigned seed) : codes_(c.n * c.k) {
+    std::mt19937 random(seed);
+    int const levels = 1 << bits_of(c.packing);
+    for (uint8_t& code : codes_) code = static_cast<uint8_t>(random() % levels);
+    packed_.resize(layout::packed_bytes(c.packing, c.n, c.k));
+    host::pack({c.packing, c.n, c.k, codes_.data(), c.k, packed_.data()}, 1);
+
+    arguments_.packing = c.packing;
+    arguments_.n = c.n;
+    arguments_.k = c.k;
+    arguments_.group_size = c.group_size;
+    arguments_.packed = packed_.data();
+    arguments_.scale_type = c.scale_type;
+    arguments_.scale_stride = c.n + 3;
+    scales_ = Array(c.scale_type, arguments_.groups() * arguments_.scale_stride);
+    arguments_.scales = scales_.data();
+    arguments_.zero_type = c.zero_type;
+    arguments_.zero_stride = c.n + 1;
+    zeros_ = Array(c.zero_type, arguments_.groups() * arguments_.zero_stride);
+    arguments_.zeros = c.zero_type == DType::kNone ? nullptr : zeros_.data();
+
+    std::uniform_real_distribution<double> uniform(0.0, 1.0);
+    for (int64_t i = 0; i < arguments_.groups() * arguments_.scale_stride; ++i)
+      scales_.set(i, 0.001 + 0.01 * uniform(random));
+    if (c.zero_type == DType::kNone) return;
+    for (int64_t i = 0; i < arguments_.groups() * arguments_.zero_stride; ++i) {
+      double const zero = uniform(random) * (c.zero_type == DType::kInt8 ? 127 : levels - 1);
+      zeros_.set(i, is_floating(c.zero_type) ? zero : std::floor(zero) - (c.zero_type == DType::kInt32 ? 3 : 0));
+    }
+  }
+  RandomWeights(RandomWeights const&) = delete;
+
+  WeightArguments const& arguments() const { return arguments_; }
+
+  /// The weight as scheme.h defines it: fp32 operations, done here as double operations rounded to fp32 (exact: a
+  /// difference or product of two floats, rounded to double and then to float, is the correctly rounded float).
+  double weight(int64_t n, int64_t k) const {
+    int64_t const group = k / arguments_.group_size;
+    double const zero = arguments_.zero_type == DType::kNone ? symmetric_zero(arguments_.bits())
+                                                             : zeros_[group * arguments_.zero_stride + n];
+    double const difference = static_cast<float>(codes_[n * arguments_.k + k] - zero);
+    return static_cast<float>(difference * scales_[group * arguments_.scale_stride + n]);
+  }
+
+ private:
+  std::vector<uint8_t> codes_, packed_;
+  Array scales_, zeros_;
+  WeightArguments arguments_;
+};
+
+inline std::string name_of(WeightCase const& c) {
+  return name_of(c.packing) + "_n" + std::to_string(c.n) + "_k" + std::to_string(c.k) + "_g" +
+         std::to_string(c.group_size) + "_s_" + name_of(c.scale_type) + "_z_" + name_of(c.zero_type);
+}
+
+inline std::vector<DType> zero_types() {
+  return {DType::kNone, DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kUInt8, DType::kInt8, DType::kInt32};
+}
+
+}  // namespace qcutlass::test

@@ -1,0 +1,115 @@
+"""Shared by all tests: a printed seed, the GPU mark, and one call that runs a problem through the package."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcutlass
+from qcutlass import testing
+
+_SESSION_SEED = int(os.environ.get("QCUTLASS_TEST_SEED", random.SystemRandom().randrange(2**31)))
+
+
+def _gpu_obstacle() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not qcutlass._C.cuda_is_built():
+        return "qcutlass was built without its CUDA backend"
+    return None
+
+
+def pytest_report_header() -> str:
+    return f"qcutlass: QCUTLASS_TEST_SEED={_SESSION_SEED}, GPU tests: {_gpu_obstacle() or torch.cuda.get_device_name()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    obstacle = _gpu_obstacle()
+    for item in items:
+        if obstacle and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {obstacle}"))
+
+
+@dataclass
+class Ledger:
+    """What the GPU tests have checked; the terminal summary shows it."""
+
+    cases: int = 0
+    ratio: float = 0.0
+    ratio_label: str = "none"
+    identity_error: float = 0.0
+    tactics: set[str] = field(default_factory=set)
+
+    def close(self, out: Tensor, ref: testing.Reference, label: object) -> None:
+        """Oracle T."""
+        ratio = testing.assert_close(out, ref, label=label)
+        self.cases += 1
+        if ratio > self.ratio:
+            self.ratio, self.ratio_label = ratio, str(label)
+
+    def equal(self, out: Tensor, expected: Tensor, label: object) -> None:
+        """Oracle E."""
+        testing.assert_equal(out, expected, label=label)
+        self.cases += 1
+
+    def identity(self, out: Tensor, expected: Tensor, label: object) -> None:
+        """Dequantised weights: the largest relative error must be exactly zero."""
+        error = (out.double() - expected.double()).abs() / expected.double().abs().clamp(min=2.0**-24)
+        self.identity_error = max(self.identity_error, float(error.max().nan_to_num(nan=float("inf"))))
+        self.equal(out, expected, label)
+
+
+_LEDGER = Ledger()
+
+
+@pytest.fixture(scope="session")
+def ledger() -> Ledger:
+    return _LEDGER
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _LEDGER.cases:
+        terminalreporter.section("GPU checks")
+        terminalreporter.line(f"cases: {_LEDGER.cases}, tactics: {len(_LEDGER.tactics)}")
+        terminalreporter.line(f"largest |error| / T: {_LEDGER.ratio:.4f} ({_LEDGER.ratio_label})")
+        terminalreporter.line(
+            f"largest relative error of identity-activation dequantisation: {_LEDGER.identity_error:g}"
+        )
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test's own; the header prints the session's, from which it follows."""
+    return (_SESSION_SEED + zlib.crc32(request.node.nodeid.encode())) % 2**31
+
+
+@pytest.fixture
+def seeds(seed: int) -> Iterator[int]:
+    """As many seeds as a test wants."""
+    return iter(range(seed, seed + 2**31))
+
+
+@pytest.fixture(scope="session")
+def multiply() -> Callable[..., Tensor]:
+    """multiply(problem, **keywords): packs the problem's codes and calls qcutlass.gemm."""
+
+    def run(problem: testing.Problem, **keywords: Any) -> Tensor:
+        packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
+        return qcutlass.gemm(problem.a, packed, problem.scales, problem.zeros, **(problem.keywords | keywords))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The source tree the tests belong to."""
+    return Path(__file__).resolve().parents[2]

@@ -1,0 +1,101 @@
+"""Dequantisation, exhaustively: every code, zero point and finite scale gives the correctly rounded weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcutlass
+from qcutlass import testing
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def finite(dtype: torch.dtype) -> Tensor:
+    """Every finite value of a 16-bit type."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    return values[values.isfinite()]
+
+
+def all_codes(bits: int, channels: int) -> Tensor:
+    return torch.arange(2**bits, dtype=torch.uint8).repeat(channels, 1)
+
+
+def assert_dequantizes(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, dtype: torch.dtype, group_size: int
+) -> None:
+    packed = qcutlass.preprocess_weights(codes, bits=bits)
+    size = testing.Problem(codes, codes, scales, zeros, bits, group_size).ambiguous
+    out = qcutlass.dequantize(packed, scales, zeros, k=codes.shape[1], dtype=dtype, **size)
+    testing.assert_equal(out, testing.dequantized_weight(codes, scales, zeros, group_size, bits, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero", [*range(16), None])
+def test_all_4_bit_codes_zeros_and_float16_scales(zero: int | None, dtype: torch.dtype) -> None:
+    scales = finite(torch.float16)[None]
+    zeros = None if zero is None else torch.full_like(scales, zero, dtype=torch.uint8)
+    assert_dequantizes(all_codes(4, scales.shape[1]), scales, zeros, 4, dtype, 16)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 127, 128, 255, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_all_8_bit_codes_and_many_scales(zero: int | None, dtype: torch.dtype) -> None:
+    scales = finite(dtype)[::7][None]
+    zeros = None if zero is None else torch.full_like(scales, zero, dtype=torch.int32)
+    assert_dequantizes(all_codes(8, scales.shape[1]), scales, zeros, 8, dtype, 256)
+
+
+@pytest.mark.parametrize("zero_dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_real_zeros(bits: int, scale_dtype: torch.dtype, zero_dtype: torch.dtype, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    scales = (torch.randn(1, 5000, generator=g) / 50).to(scale_dtype)
+    zeros = (torch.randn(1, 5000, generator=g) * 2**bits).to(zero_dtype)
+    for dtype in DTYPES:
+        assert_dequantizes(all_codes(bits, 5000), scales, zeros, bits, dtype, 2**bits)
+
+
+@pytest.mark.parametrize("zero_dtype", [torch.uint8, torch.int8, torch.int32])
+def test_integer_zeros_of_any_type(zero_dtype: torch.dtype, seed: int) -> None:
+    p = testing.random_problem(1, 33, 128, bits=4, group_size=32, zero_dtype=zero_dtype, seed=seed)
+    assert_dequantizes(p.codes, p.scales, p.zeros, 4, torch.float16, 32)
+
+
+def test_zeros_outside_the_range_of_codes() -> None:
+    scales = torch.ones(1, 200, dtype=torch.float16)
+    zeros = torch.arange(-100, 100, dtype=torch.int32)[None]
+    assert_dequantizes(all_codes(4, 200), scales, zeros, 4, torch.float32, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [1, 7, 16, 32, 48, 64, 100, 128, 333, 1000])
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 50])
+def test_groups(n: int, group_size: int, bits: int, dtype: torch.dtype, seed: int) -> None:
+    for k in (1, 63, 64, 65, 333):
+        p = testing.random_problem(1, n, k, bits=bits, group_size=group_size, zeros="int", dtype=dtype, seed=seed + k)
+        assert_dequantizes(p.codes, p.scales, p.zeros, bits, dtype, group_size)
+
+
+def test_one_scale_a_channel_may_be_a_vector(seed: int) -> None:
+    p = testing.random_problem(1, 40, 96, bits=8, group_size=96, seed=seed)
+    packed = qcutlass.preprocess_weights(p.codes, bits=8)
+    assert p.zeros is not None
+    testing.assert_equal(
+        qcutlass.dequantize(packed, p.scales[0], p.zeros[0], k=96), qcutlass.dequantize(packed, p.scales, p.zeros, k=96)
+    )
+
+
+def test_strided_scales_and_zeros(seed: int) -> None:
+    p = testing.random_problem(1, 40, 128, group_size=32, zeros="int", seed=seed)
+    assert p.zeros is not None
+    packed = qcutlass.preprocess_weights(p.codes, bits=4)
+    wide_scales = testing.Poisoned.around(p.scales, offset=1, padding=9).tensor
+    wide_zeros = torch.full((4, 50), 255, dtype=torch.uint8)
+    wide_zeros[:, 3:43] = p.zeros
+    expected = qcutlass.dequantize(packed, p.scales, p.zeros, k=128)
+    testing.assert_equal(qcutlass.dequantize(packed, wide_scales, wide_zeros[:, 3:43], k=128), expected)
+    testing.assert_equal(qcutlass.dequantize(packed, p.scales.T.contiguous().T, p.zeros, k=128), expected)

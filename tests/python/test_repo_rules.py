@@ -1,0 +1,212 @@
+"""The rules of the source tree that reviewers should not have to remember."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qcutlass import _C
+
+SOURCE_SUFFIXES = {".h", ".cc", ".cpp", ".cu", ".cuh", ".in", ".py", ".pyi", ".cmake", ".toml", ".md", ".yml", ".yaml"}
+CXX_SUFFIXES = {".h", ".cc", ".cpp", ".cu", ".cuh"}
+
+# Checks of runtime calls, the registry of kernel families, attributes that compilers spell differently.
+MACRO_LIMIT = 12
+
+
+def sources(repository: Path, *folders: str, suffixes: set[str]) -> Iterator[Path]:
+    for folder in folders:
+        for path in sorted((repository / folder).rglob("*")):
+            if path.is_file() and path.suffix in suffixes and "build" not in path.relative_to(repository).parts:
+                yield path
+
+
+def code(repository: Path) -> list[Path]:
+    found = [*sources(repository, "cpp", "python", "tests", "bench", "tools", "third_party", suffixes=SOURCE_SUFFIXES)]
+    found += [path for path in sorted(repository.iterdir()) if path.is_file() and path.suffix in SOURCE_SUFFIXES]
+    assert len(found) > 20, "the source tree was not found"
+    return found
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), flags=re.MULTILINE)
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+
+
+def offenders(paths: Iterator[Path] | list[Path], pattern: str, root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{number}: {line.strip()}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if re.search(pattern, line)
+    ]
+
+
+def test_no_file_is_over_500_lines(repository: Path) -> None:
+    lengths = {str(path.relative_to(repository)): len(path.read_text().splitlines()) for path in code(repository)}
+    assert {path: length for path, length in lengths.items() if length > 500} == {}
+
+
+def test_public_headers_include_the_standard_library_and_each_other_only(repository: Path) -> None:
+    for path in sources(repository, "cpp/include", suffixes=CXX_SUFFIXES):
+        for name in includes(path):
+            assert re.fullmatch(r"qcutlass/\w+\.h|[a-z_]+", name), f"{path.name} includes {name}"
+
+
+FORBIDDEN_INCLUDES = {  # folder: what its files must not include
+    "cpp/src/host": r"cutlass/|cute/|cuda|pybind11|Python\.h|cutlass_ext|src/gemm|\.\./gemm|src/python",
+    "cpp/src/gemm": r"^cutlass/|^cute/|pybind11|Python\.h|src/python",
+    "cpp/src/cutlass_ext": r"pybind11|Python\.h|src/host|src/python",
+    "cpp/src/python": r"cutlass/(?!\.\.)|cute/|cuda_runtime|cutlass_ext",
+    "cpp": r"^torch/|^ATen/|^c10/|torch/extension",
+}
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN_INCLUDES)
+def test_include_direction(folder: str, repository: Path) -> None:
+    exempt = {"family.cuh"}  # src/gemm/family.cuh is what the instance units are made of: they include CUTLASS
+    found = [
+        f"{path.relative_to(repository)} includes {name}"
+        for path in sources(repository, folder, suffixes=CXX_SUFFIXES)
+        if not (folder == "cpp/src/gemm" and path.name in exempt)
+        for name in includes(path)
+        if re.search(FORBIDDEN_INCLUDES[folder], name) and not name.startswith("qcutlass/")
+    ]
+    assert found == []
+
+
+def test_only_the_bindings_include_pybind11(repository: Path) -> None:
+    users = {path for path in sources(repository, "cpp", suffixes=CXX_SUFFIXES) if "pybind11" in path.read_text()}
+    assert users
+    assert all(path.is_relative_to(repository / "cpp/src/python") for path in users), users
+
+
+def test_no_code_is_switched_off(repository: Path) -> None:
+    paths = list(sources(repository, "cpp", "tests/cpp", suffixes=CXX_SUFFIXES))
+    assert offenders(paths, r"^\s*#\s*if\s+0\b", repository) == []
+
+
+def test_macros_are_few(repository: Path) -> None:
+    names = [
+        f"{path.relative_to(repository)}: {name}"
+        for path in sources(repository, "cpp", suffixes=CXX_SUFFIXES)
+        for name in re.findall(r"^\s*#\s*define\s+(\w+)", without_comments(path.read_text()), flags=re.MULTILINE)
+    ]
+    assert len(names) <= MACRO_LIMIT, names
+
+
+def test_generated_files_are_not_committed(repository: Path) -> None:
+    listing = subprocess.run(["git", "ls-files"], cwd=repository, capture_output=True, text=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip(f"needs a git checkout: {listing.stderr.strip()}")
+    assert [name for name in listing.stdout.split() if name.endswith((".so", ".o", ".a", ".pyc", ".whl"))] == []
+
+
+def test_tolerances_live_in_one_module(repository: Path) -> None:
+    this = Path(__file__)
+    paths = [path for path in sources(repository, "python", "tests/python", "bench", suffixes={".py"}) if path != this]
+    pattern = r"\b(rtol|atol|rel_tol|abs_tol)\b|allclose|isclose|torch\.testing|pytest\.approx"
+    assert offenders(paths, pattern, repository) == []
+    assert (
+        offenders(
+            [*sources(repository, "tests/cpp", suffixes=CXX_SUFFIXES)], r"_NEAR\(|_(FLOAT|DOUBLE)_EQ\(", repository
+        )
+        == []
+    )
+
+
+def test_nothing_names_a_machine_or_its_paths(repository: Path) -> None:
+    this = Path(__file__)
+    paths = [path for path in code(repository) if path != this]
+    assert offenders(paths, r"(?<![\w.])/(work|home|root|tmp|mnt|Users)/\w", repository) == []
+
+
+def functions_of(path: Path) -> list[ast.FunctionDef]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a function, nested functions left out."""
+    pending: list[ast.AST] = list(function.body)
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            pending += ast.iter_child_nodes(node)
+
+
+def test_no_test_returns_early(repository: Path) -> None:
+    paths = list(sources(repository, "tests/python", suffixes={".py"}))
+    assert len(paths) > 8
+    found = [
+        f"{path.name}: {function.name}"
+        for path in paths
+        for function in functions_of(path)
+        if any(isinstance(node, ast.Return) for node in own_nodes(function))
+    ]
+    assert found == []
+
+
+def test_every_skip_says_why(repository: Path) -> None:
+    paths = list(sources(repository, "tests/python", suffixes={".py"}))
+    assert offenders(paths, r"pytest\.skip\(\s*\)|mark\.skip\s*$|mark\.skip\(\s*\)|mark\.xfail", repository) == []
+
+
+def test_every_test_asserts(repository: Path) -> None:
+    checks = re.compile(
+        r"\bassert|pytest\.raises|pytest\.warns|\.(close|equal|identity|check|opcheck)\(|\bassert_\w+\(|opcheck\("
+    )
+    found = [
+        f"{path.name}: {function.name}"
+        for path in sources(repository, "tests/python", suffixes={".py"})
+        for function in functions_of(path)
+        if not checks.search(ast.unparse(function))
+    ]
+    assert found == []
+
+
+@pytest.fixture(scope="module")
+def extension() -> Path:
+    assert _C.__file__ is not None
+    return Path(_C.__file__)
+
+
+def tool_output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        pytest.skip(f"needs the program {command[0]}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs ELF tools")
+def test_extension_needs_no_torch_symbol(extension: Path) -> None:
+    symbols = tool_output("nm", "--dynamic", "--undefined-only", str(extension))
+    assert "PyObject" in symbols or "Py_" in symbols
+    assert [line for line in symbols.splitlines() if re.search(r"c10|at\d*::|_ZN2at|torch|_ZN3c10", line)] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs ELF tools")
+def test_extension_exports_its_entry_point_alone(extension: Path) -> None:
+    symbols = tool_output("nm", "--dynamic", "--defined-only", str(extension))
+    exported = [line.split()[-1] for line in symbols.splitlines() if line.split()[-2] in "TDB"]
+    assert "PyInit__C" in exported
+    assert [name for name in exported if "qcutlass" in name] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs ELF tools")
+def test_extension_links_no_torch_python_or_cuda_runtime(extension: Path) -> None:
+    libraries = tool_output("ldd", str(extension))
+    assert "libc" in libraries
+    assert [
+        line for line in libraries.splitlines() if re.search(r"torch|c10|libpython|libcudart|not found", line)
+    ] == []
