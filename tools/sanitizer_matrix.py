@@ -78,25 +78,29 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
 
-    begin, launches, worst, names = time.perf_counter(), 0, 0.0, set()
+    begin, launches, worst = time.perf_counter(), 0, 0.0
+    wanted, launched = set(), set()
     for seed, case in enumerate(cases(), start=arguments.seed):
         problem = case.random(seed=seed)
         reference = problem.reference(case.dtype)
         gpu = on_gpu(problem)
         packed = check_weights(problem, gpu)
         operands = (gpu.a, packed, gpu.scales, gpu.zeros)
-        for tactic in qcutlass.tactics(*operands, **gpu.keywords):
-            for split_k in arguments.split_k if arguments.tactic in tactic else []:
+        tactics = [name for name in qcutlass.tactics(*operands, **gpu.keywords) if arguments.tactic in name]
+        wanted |= set(tactics)
+        for tactic in tactics:
+            for split_k in arguments.split_k:
                 with contextlib.suppress(qcutlass.UnsupportedError):  # too little shared memory, or too short a K
                     out = qcutlass.gemm(*operands, **gpu.keywords, tactic=tactic, split_k=split_k)
                     label = f"{tactic} split {split_k}: {problem}"
                     worst = max(worst, testing.assert_close(out.cpu(), reference, splits=split_k, label=label))
-                    names.add(tactic)
+                    launched.add(tactic)
                     launches += 1
     if not launches:
         raise SystemExit(f"no kernel's name contains {arguments.tactic!r}")
     seconds = time.perf_counter() - begin
-    print(f"{launches} products by {len(names)} kernels, largest |error| / bound {worst:.3f}, {seconds:.0f} s")
+    print(f"kernels that do not fit this GPU: {', '.join(sorted(wanted - launched)) or 'none'}")
+    print(f"{launches} products by {len(launched)} kernels, largest |error| / bound {worst:.3f}, {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ def _table(results: Sequence[LayerResult], tokens: int, every: bool) -> Table:
     for result in results:
         rows.setdefault((result.name if every else result.kind, result.shape, result.scheme), []).append(result)
     table = Table(
-        caption=f"{tokens} rows of activations; error: largest |error| / bound; us, dense: mean microseconds, weights in cache",
+        caption=f"{tokens} rows of activations; error: largest |error| / bound; "
+        "us, dense: mean microseconds, weights in cache; ratio: dense / us",
         box=box.SIMPLE_HEAD,
         padding=0,
     )
@@ -122,7 +123,7 @@ def _table(results: Sequence[LayerResult], tokens: int, every: bool) -> Table:
         dense = sum(member.dense_seconds for member in members) / len(members)
         table.add_row(
             name.removesuffix(".weight"),
-            f"{n}x{k}",
+            f"{n} x {k}",
             scheme,
             str(len(members)),
             f"{members[0].bits_per_weight:.2f}",

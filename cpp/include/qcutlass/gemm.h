@@ -1,6 +1,7 @@
 // The weight-only product: out[m, n] = activation(sum_k a'[m, k] * w[n, k] + bias[n]), fp32 accumulation.
 //
-//   a'[m, k] = round_to_a_type(a[m, p] * act_scale[p]),  p = perm ? perm[k] : k      (act_scale: in the columns' own order)
+//   a'[m, k] = round_to_a_type(a[m, p] * act_scale[p]),  p = perm ? perm[k] : k      (act_scale: in the columns' own
+//   order)
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,8 @@
 
 namespace qcutlass {
 
-/// One product. Plain data: pointers, sizes and strides in elements; nothing is owned. Unit stride along the last dimension.
+/// One product. Plain data: pointers, sizes and strides in elements; nothing is owned. Unit stride along the last
+/// dimension.
 struct GemmArguments {
   int64_t m = 0;  ///< rows of a and out; n and k are those of the weights
   WeightArguments weights;
@@ -34,16 +36,17 @@ struct GemmArguments {
 
 namespace host {
 
-/// Reads the packed weights directly: meant for small m (the cost grows with m; nothing but O(m + threads) rows is allocated).
+/// Reads the packed weights directly: meant for small m (the cost grows with m; nothing but O(m + threads) rows is
+/// allocated).
 void gemm(GemmArguments const& arguments, int threads);
 
 }  // namespace host
 
 /// A kernel configuration and how to launch it for one problem.
 struct Plan {
-  std::string tactic;          ///< name of the configuration, as in tactics()
-  int split_k = 1;             ///< blocks that share the k extent of one output tile
-  bool cluster = false;        ///< those blocks form a thread block cluster (sm_90) and need no workspace for their sums
+  std::string tactic;    ///< name of the configuration, as in tactics()
+  int split_k = 1;       ///< blocks that share the k extent of one output tile
+  bool cluster = false;  ///< those blocks form a thread block cluster (sm_90) and need no workspace for their sums
   size_t workspace_bytes = 0;  ///< scratch memory the launch needs
 };
 
@@ -59,16 +62,18 @@ struct TacticTraits {
   std::string name;
   int channels = 0, tokens = 0, k = 0;  ///< output tile and k extent of a stage
   int warps = 0, stages = 0;
-  int shared_memory = 0;   ///< bytes a block
-  int max_registers = 0;   ///< bound a thread, set by the launch bounds
+  int shared_memory = 0;  ///< bytes a block
+  int max_registers = 0;  ///< bound a thread, set by the launch bounds
 };
 
 /// Every configuration that is built for this kind of problem (types, packing, zeros, group size), whatever the GPU.
 std::vector<TacticTraits> tactics(GemmArguments const& arguments);
 
-/// Chooses a configuration for the problem on the device; a pure function of its arguments. `tactic` forces a configuration by name
-/// (empty: choose) and `split_k` its split (0: choose). Throws Unsupported if nothing fits, InvalidArgument for an unknown name.
-Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic = {}, int split_k = 0);
+/// Chooses a configuration for the problem on the device; a pure function of its arguments. `tactic` forces a
+/// configuration by name (empty: choose) and `split_k` its split (0: choose). Throws Unsupported if nothing fits,
+/// InvalidArgument for an unknown name.
+Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic = {},
+            int split_k = 0);
 
 namespace cuda {
 
@@ -83,8 +88,8 @@ std::string cutlass_version();
 /// Traits of a device, queried once. Throws Unsupported when no kernel was built for it.
 DeviceTraits const& device_traits(int device);
 
-/// Launches the plan on `stream` of the current device. No allocation, no synchronisation, no device query after the first call
-/// for a device: safe under graph capture.
+/// Launches the plan on `stream` of the current device. No allocation, no synchronisation, no device query after the
+/// first call for a device: safe under graph capture.
 void gemm(GemmArguments const& arguments, Plan const& plan, void* stream);
 
 }  // namespace cuda

@@ -2,13 +2,15 @@
 //
 // Everything that packs, unpacks, reads or checks packed weights derives from this file.
 //
-// The product is computed as C^T[N, M] = W[N, K] . A^T[K, M], with the weights as operand A of the tensor-core instruction,
-// so a packed tile is that instruction's A fragment, register for register, and a warp reads a tile with one coalesced
-// 16-byte load a lane. The same bytes serve mma.sync and, warp by warp, wgmma with operand A in registers.
+// The product is computed as C^T[N, M] = W[N, K] . A^T[K, M], with the weights as operand A of the tensor-core
+// instruction, so a packed tile is that instruction's A fragment, register for register, and a warp reads a tile with
+// one coalesced 16-byte load a lane. The same bytes serve mma.sync and, warp by warp, wgmma with operand A in
+// registers.
 //
 //   packed tensor   uint8 [tiles_n][tiles_k][32 lanes][16 bytes], tiles_n = ceil(N / 16), tiles_k = ceil(K / kTileK)
 //   tile            16 channels x kTileK k: 512 bytes (kTileK = 64 for 4-bit codes, 32 for 8-bit codes)
-//   lane            4g + t, as in the PTX fragment tables: g = row % 8, t picks a pair (or, for int8 activations, a quad) of k
+//   lane            4g + t, as in the PTX fragment tables: g = row % 8, t picks a pair (or, for int8 activations, a
+//   quad) of k
 //
 // Padding codes (n >= N or k >= K inside a tile) are zero; no result depends on them.
 #pragma once
@@ -55,11 +57,13 @@ constexpr Position position_in_tile(Packing packing, int row, int k) {
   int const t = k % 8 / 2, step = k / 16, pair = 2 * (k % 16 / 8) + upper, odd = k % 2;
   int const lane_byte = (4 * g + t) * kLaneBytes;
   if (packing == Packing::kW8A16) {
-    // Natural byte order: PRMT with 0x64 (or 0x43) interleaves bytes (2 * pair, 2 * pair + 1) into a pair of 16-bit values.
+    // Natural byte order: PRMT with 0x64 (or 0x43) interleaves bytes (2 * pair, 2 * pair + 1) into a pair of 16-bit
+    // values.
     return {lane_byte + step * 8 + pair * 2 + odd, 0};
   }
-  // One 32-bit word a k16 step; pair p in nibbles p and p + 4, so that one LOP3 with mask 0x000f000f or 0x00f000f0 on the word
-  // and on the word >> 8 yields the four registers: row g always from the low form, row g + 8 always from the high form.
+  // One 32-bit word a k16 step; pair p in nibbles p and p + 4, so that one LOP3 with mask 0x000f000f or 0x00f000f0 on
+  // the word and on the word >> 8 yields the four registers: row g always from the low form, row g + 8 always from the
+  // high form.
   int const nibble = pair + 4 * odd;
   return {lane_byte + step * 4 + nibble / 2, nibble % 2 * 4};
 }

@@ -19,7 +19,8 @@ struct PackArguments {
   uint8_t* packed = nullptr;  ///< written by pack (every byte, padding included), read by unpack
 };
 
-/// Rows [row_begin, row_end) of the dequantised matrix, `w = (code - zero) * scale`, rounded once to out_type (scheme.h).
+/// Rows [row_begin, row_end) of the dequantised matrix, `w = (code - zero) * scale`, rounded once to out_type
+/// (scheme.h).
 struct DequantizeArguments {
   WeightArguments weights;
   int64_t row_begin = 0;
@@ -40,8 +41,8 @@ void dequantize(DequantizeArguments const& arguments, int threads);
 
 namespace cuda {
 
-/// The same on the device that `stream` belongs to, which must be current; pointers are device pointers. Codes are not checked:
-/// only the low 4 bits of a 4-bit code are taken.
+/// The same on the device that `stream` belongs to, which must be current; pointers are device pointers. Codes are not
+/// checked: only the low 4 bits of a 4-bit code are taken.
 void pack(PackArguments const& arguments, void* stream);
 void unpack(PackArguments const& arguments, void* stream);
 void dequantize(DequantizeArguments const& arguments, void* stream);

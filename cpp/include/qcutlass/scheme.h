@@ -2,9 +2,9 @@
 //
 //   w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n],   g = k / group_size
 //
-// Evaluated as RN32(RN32(code - zero) * scale) in fp32, then rounded once to the type asked for. Integer zeros (to 2^24) make the
-// difference exact; with fp16 / bf16 scales the product of an integer zero scheme is exact in fp32 as well, so the weight is the
-// correctly rounded one.
+// Evaluated as RN32(RN32(code - zero) * scale) in fp32, then rounded once to the type asked for. Integer zeros (to
+// 2^24) make the difference exact; with fp16 / bf16 scales the product of an integer zero scheme is exact in fp32 as
+// well, so the weight is the correctly rounded one.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,9 @@ struct WeightArguments {
   DType scale_type = DType::kNone;  ///< floating
   void const* scales = nullptr;     ///< [groups(), n]
   int64_t scale_stride = 0;         ///< elements from one group's row to the next
-  DType zero_type = DType::kNone;   ///< kNone: every zero is 2^(bits - 1). Floating: real-valued zeros. Integer: exact integers.
-  void const* zeros = nullptr;      ///< [groups(), n]
+  DType zero_type =
+      DType::kNone;  ///< kNone: every zero is 2^(bits - 1). Floating: real-valued zeros. Integer: exact integers.
+  void const* zeros = nullptr;  ///< [groups(), n]
   int64_t zero_stride = 0;
 
   constexpr int bits() const { return bits_of(packing); }

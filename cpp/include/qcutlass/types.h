@@ -7,7 +7,8 @@ namespace qcutlass {
 
 enum class DType : uint8_t { kNone, kFloat16, kBFloat16, kFloat32, kUInt8, kInt8, kInt32 };
 
-/// Activation applied to the fp32 result after the bias. kGelu is the exact (erf) form, kGeluTanh its tanh approximation.
+/// Activation applied to the fp32 result after the bias. kGelu is the exact (erf) form, kGeluTanh its tanh
+/// approximation.
 enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
 /// Order of the codes inside a packed weight tensor (layout.h). The name is W<weight bits>A<activation bits>.

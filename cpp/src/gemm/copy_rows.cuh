@@ -1,4 +1,5 @@
-// Small kernels around a product: operands brought into the alignment the mainloop relies on, and the sum of partial results.
+// Small kernels around a product: operands brought into the alignment the mainloop relies on, and the sum of partial
+// results.
 #pragma once
 
 #include <math_constants.h>
@@ -12,9 +13,11 @@ inline constexpr int kCopyThreads = 256;
 
 /// Copies [rows, columns] into rows of `out_stride` >= columns elements, the rest zero. Strides in elements of Word.
 template <class Word>
-__global__ void copy_rows(Word const* in, int64_t in_stride, int64_t rows, int64_t columns, Word* out, int64_t out_stride) {
+__global__ void copy_rows(Word const* in, int64_t in_stride, int64_t rows, int64_t columns, Word* out,
+                          int64_t out_stride) {
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y)
-    for (int64_t c = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; c < out_stride; c += int64_t(gridDim.x) * kCopyThreads)
+    for (int64_t c = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; c < out_stride;
+         c += int64_t(gridDim.x) * kCopyThreads)
       out[row * out_stride + c] = c < columns ? in[row * in_stride + c] : Word(0);
 }
 
@@ -26,13 +29,15 @@ __device__ inline float load_float(void const* data, DType type, int64_t index) 
   }
 }
 
-/// out[m, k] = round(a[m, p] * act_scale[p]), p = perm[k]; zeros up to out_stride. An index outside a's columns gives NaN: it
-/// cannot be reported from here, and must not go unnoticed.
+/// out[m, k] = round(a[m, p] * act_scale[p]), p = perm[k]; zeros up to out_stride. An index outside a's columns gives
+/// NaN: it cannot be reported from here, and must not go unnoticed.
 template <class Element>
-__global__ void gather_activations(Element const* a, int64_t a_stride, int32_t const* perm, void const* act_scale, DType act_scale_type,
-                                   int64_t rows, int64_t columns, Element* out, int64_t out_stride) {
+__global__ void gather_activations(Element const* a, int64_t a_stride, int32_t const* perm, void const* act_scale,
+                                   DType act_scale_type, int64_t rows, int64_t columns, Element* out,
+                                   int64_t out_stride) {
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y)
-    for (int64_t k = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; k < out_stride; k += int64_t(gridDim.x) * kCopyThreads) {
+    for (int64_t k = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; k < out_stride;
+         k += int64_t(gridDim.x) * kCopyThreads) {
       Element value(0.f);
       if (k < columns) {
         int64_t const p = perm != nullptr ? perm[k] : k;
@@ -50,11 +55,13 @@ __global__ void reduce_partials(float const* partials, int64_t partial_stride, i
                                 typename cutlass::epilogue::thread::BiasActivation<Element>::Params params) {
   using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
   int64_t const vectors = partial_stride / OutputOp::kVector, total = vectors * params.tokens;
-  for (int64_t v = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; v < total; v += int64_t(gridDim.x) * kCopyThreads) {
+  for (int64_t v = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; v < total;
+       v += int64_t(gridDim.x) * kCopyThreads) {
     int const token = int(v / vectors), channel = int(v % vectors) * OutputOp::kVector;
     float sum[OutputOp::kVector];
     for (int s = 0; s < shares; ++s) {
-      float4 const* in = reinterpret_cast<float4 const*>(partials + (int64_t(s) * params.tokens + token) * partial_stride + channel);
+      float4 const* in =
+          reinterpret_cast<float4 const*>(partials + (int64_t(s) * params.tokens + token) * partial_stride + channel);
       float4 const low = in[0], high = in[1];
       float const part[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll

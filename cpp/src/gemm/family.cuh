@@ -1,5 +1,5 @@
-// All configurations of one kernel family (activation type, packing, scale mode), instantiated from the table of tactics. One
-// translation unit a family: see cpp/cmake/instances.cmake.
+// All configurations of one kernel family (activation type, packing, scale mode), instantiated from the table of
+// tactics. One translation unit a family: see cpp/cmake/instances.cmake.
 #pragma once
 
 #include <utility>
@@ -20,9 +20,10 @@ struct Family<kType, kPacking, kMode>::Impl {
     static constexpr Tactic kTactic = kTactics[kIndex];
     using Mma = cutlass::gemm::threadblock::MmaPackedMultistage<
         cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k()>,
-        cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kSliceK>, kTactic.stages, Element, kPacking, kMode>;
-    using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kPacking, kMode), epilogue_row(kTactic),
-                                                     kTactic.min_blocks>;
+        cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kSliceK>, kTactic.stages, Element,
+        kPacking, kMode>;
+    using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kPacking, kMode),
+                                                     epilogue_row(kTactic), kTactic.min_blocks>;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode);
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
     static_assert(Mma::kThreads == kTactic.threads());
@@ -46,10 +47,16 @@ struct Family<kType, kPacking, kMode>::Impl {
                   cutlass::gemm::threadblock::GroupSize(launch.group_size),
                   group_matrix(launch.scales),
                   group_matrix(launch.zeros)};
-    params.output = {static_cast<Element*>(launch.output), launch.output_stride, launch.tokens,   launch.channels,
-                     launch.output_vectors,                launch.bias,          launch.bias_type, launch.activation};
-    params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k}, {Shape::kM, Shape::kN, Shape::kK},
-                                                    launch.split_k);
+    params.output = {static_cast<Element*>(launch.output),
+                     launch.output_stride,
+                     launch.tokens,
+                     launch.channels,
+                     launch.output_vectors,
+                     launch.bias,
+                     launch.bias_type,
+                     launch.activation};
+    params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
+                                                    {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
     params.cluster = launch.cluster;
     params.partials = launch.partials;
@@ -58,17 +65,24 @@ struct Family<kType, kPacking, kMode>::Impl {
     auto const kernel = cutlass::device_kernel<Kernel>;
     if (launch.first_use)
       QCUTLASS_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedMemory));
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = unsigned(launch.split_k);
+    cudaLaunchAttribute attributes[2];
+    int count = 0;
+    if (launch.programmatic) {
+      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (launch.cluster) {
+      attributes[count].id = cudaLaunchAttributeClusterDimension;
+      attributes[count].val.clusterDim.x = attributes[count].val.clusterDim.y = 1;
+      attributes[count++].val.clusterDim.z = unsigned(launch.split_k);
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = Kernel::Swizzle::get_grid_shape(params.tiles);
     config.blockDim = dim3(C::kTactic.threads());
     config.dynamicSmemBytes = C::kSharedMemory;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = launch.cluster ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = unsigned(count);
     QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
   }
 

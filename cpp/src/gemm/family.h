@@ -31,6 +31,7 @@ struct Launch {
   Activation activation;
   int split_k;
   bool cluster;
+  bool programmatic;  // the kernel itself waits for what precedes it: sm_90
   float* partials;
   int64_t partial_stride;
   bool first_use;  // of the configuration on this device: its shared-memory limit is still to be raised

@@ -34,16 +34,16 @@ constexpr FamilyLaunch const* kFamilies[2][2] = {
     {kModes<DType::kBFloat16, Packing::kW4A16>, kModes<DType::kBFloat16, Packing::kW8A16>}};
 
 /// Scales or zeros, copied into rows of whole vectors where they are not already.
-Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, WeightArguments const& w, void* copy_to, int64_t copy_stride,
-                      cudaStream_t stream) {
+Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, WeightArguments const& w, void* copy_to,
+                      int64_t copy_stride, cudaStream_t stream) {
   Launch::Groups result;
   if (type == DType::kNone) return result;
   int64_t const size = size_of(type);
   if (copy) {
     auto const run = [&](auto word) {
       using Word = decltype(word);
-      copy_rows<<<row_grid(copy_stride, w.groups()), kCopyThreads, 0, stream>>>(static_cast<Word const*>(data), stride, w.groups(), w.n,
-                                                                                static_cast<Word*>(copy_to), copy_stride);
+      copy_rows<<<row_grid(copy_stride, w.groups()), kCopyThreads, 0, stream>>>(
+          static_cast<Word const*>(data), stride, w.groups(), w.n, static_cast<Word*>(copy_to), copy_stride);
       QCUTLASS_CUDA_CHECK(cudaGetLastError());
     };
     size == 1 ? run(uint8_t{}) : size == 2 ? run(uint16_t{}) : run(uint32_t{});
@@ -68,12 +68,18 @@ void gather(GemmArguments const& a, void* out, int64_t out_stride, cudaStream_t 
 
 template <class Element>
 void reduce(Launch const& launch, cudaStream_t stream) {
-  typename cutlass::epilogue::thread::BiasActivation<Element>::Params const params{
-      static_cast<Element*>(launch.output), launch.output_stride, launch.tokens,    launch.channels,
-      launch.output_vectors,                launch.bias,          launch.bias_type, launch.activation};
+  typename cutlass::epilogue::thread::BiasActivation<Element>::Params const params{static_cast<Element*>(launch.output),
+                                                                                   launch.output_stride,
+                                                                                   launch.tokens,
+                                                                                   launch.channels,
+                                                                                   launch.output_vectors,
+                                                                                   launch.bias,
+                                                                                   launch.bias_type,
+                                                                                   launch.activation};
   int64_t const vectors = launch.partial_stride / 8 * launch.tokens;
   unsigned const blocks = unsigned(std::min<int64_t>(layout::ceil_div(vectors, kCopyThreads), 4096));
-  reduce_partials<Element><<<blocks, kCopyThreads, 0, stream>>>(launch.partials, launch.partial_stride, launch.split_k, params);
+  reduce_partials<Element>
+      <<<blocks, kCopyThreads, 0, stream>>>(launch.partials, launch.partial_stride, launch.split_k, params);
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -86,7 +92,8 @@ std::vector<std::string> built_architectures() { return split_architectures(QCUT
 DeviceTraits const& device_traits(int device) {
   static std::mutex mutex;
   static std::unique_ptr<DeviceTraits> cache[kMaxDevices];
-  if (device < 0 || device >= kMaxDevices) throw InvalidArgument("device: expected an index in [0, 64), got " + std::to_string(device));
+  if (device < 0 || device >= kMaxDevices)
+    throw InvalidArgument("device: expected an index in [0, 64), got " + std::to_string(device));
   std::lock_guard<std::mutex> lock(mutex);
   if (!cache[device]) {
     auto const attribute = [device](cudaDeviceAttr name) {
@@ -94,7 +101,8 @@ DeviceTraits const& device_traits(int device) {
       cudaError_t const status = cudaDeviceGetAttribute(&value, name, device);
       if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver || status == cudaErrorInvalidDevice)
         throw Unsupported("GPU " + std::to_string(device) + " is not available (" + cudaGetErrorString(status) +
-                          "); this build has kernels for " + QCUTLASS_CUDA_ARCHITECTURES + ". CPU tensors work without a GPU");
+                          "); this build has kernels for " + QCUTLASS_CUDA_ARCHITECTURES +
+                          ". CPU tensors work without a GPU");
       QCUTLASS_CUDA_CHECK(status);
       return value;
     };
@@ -104,10 +112,11 @@ DeviceTraits const& device_traits(int device) {
     traits.sm_count = attribute(cudaDevAttrMultiProcessorCount);
     traits.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     if (!architecture_serves(built_architectures(), traits.compute_capability))
-      throw Unsupported("GPU " + std::to_string(device) + " has compute capability " + std::to_string(traits.compute_capability / 10) +
-                        "." + std::to_string(traits.compute_capability % 10) + ", but this build has kernels for " +
-                        QCUTLASS_CUDA_ARCHITECTURES + " only; rebuild with CMAKE_CUDA_ARCHITECTURES=" +
-                        std::to_string(traits.compute_capability) + "-real");
+      throw Unsupported(
+          "GPU " + std::to_string(device) + " has compute capability " +
+          std::to_string(traits.compute_capability / 10) + "." + std::to_string(traits.compute_capability % 10) +
+          ", but this build has kernels for " + QCUTLASS_CUDA_ARCHITECTURES +
+          " only; rebuild with CMAKE_CUDA_ARCHITECTURES=" + std::to_string(traits.compute_capability) + "-real");
     cache[device] = std::make_unique<DeviceTraits>(traits);
   }
   return *cache[device];
@@ -120,11 +129,15 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   int const tactic = tactic_index(a, plan.tactic);
   Workspace const space(a, plan.split_k, plan.cluster);
   if (space.bytes > a.workspace_bytes)
-    throw InvalidArgument("workspace: " + std::to_string(space.bytes) + " bytes are needed for this plan and these operands, got " +
+    throw InvalidArgument("workspace: " + std::to_string(space.bytes) +
+                          " bytes are needed for this plan and these operands, got " +
                           std::to_string(a.workspace_bytes));
   if (reinterpret_cast<uintptr_t>(w.packed) % kAlignment != 0)
     throw InvalidArgument("w_packed: expected a 16-byte aligned tensor; clone() it");
   char* const base = static_cast<char*>(a.workspace);
+  int device = 0;
+  QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
+  DeviceTraits const& traits = device_traits(device);
 
   Launch launch{};
   launch.weights = w.packed;
@@ -135,9 +148,11 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.channels = int(w.n);
   launch.tokens = int(a.m);
   launch.k = int(w.k);
-  launch.group_size = int(std::min<int64_t>(w.group_size, round_up(w.k, kSliceK)));
-  launch.scales = groups(space.copy_scales, w.scales, w.scale_type, w.scale_stride, w, base + space.scales, space.scale_stride, stream);
-  launch.zeros = groups(space.copy_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros, space.zero_stride, stream);
+  launch.group_size = int(w.groups() == 1 ? round_up(w.k, kSliceK) : w.group_size);
+  launch.scales = groups(space.copy_scales, w.scales, w.scale_type, w.scale_stride, w, base + space.scales,
+                         space.scale_stride, stream);
+  launch.zeros =
+      groups(space.copy_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros, space.zero_stride, stream);
   launch.output = a.out;
   launch.output_stride = a.out_stride;
   launch.output_vectors = rows_aligned(a.out, a.out_stride, w.n, a.m, a.a_type);
@@ -146,11 +161,10 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.activation = a.activation;
   launch.split_k = plan.split_k;
   launch.cluster = plan.cluster;
+  launch.programmatic = traits.compute_capability >= 90;
   launch.partials = plan.split_k > 1 && !plan.cluster ? reinterpret_cast<float*>(base + space.partials) : nullptr;
   launch.partial_stride = space.partial_stride;
 
-  int device = 0;
-  QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
   bool const bf16 = a.a_type == DType::kBFloat16;
   int const packing = w.packing == Packing::kW4A16 ? 0 : 1, mode = static_cast<int>(scale_mode(a));
   static std::atomic<bool> used[kMaxDevices][2][2][kScaleModes][kTacticCount];
@@ -162,7 +176,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
          : gather<cutlass::half_t>(a, base + space.activations, space.activation_stride, stream);
   kFamilies[bf16][packing][mode](tactic, launch, stream);
   seen.store(true, std::memory_order_release);
-  if (launch.partials != nullptr) bf16 ? reduce<cutlass::bfloat16_t>(launch, stream) : reduce<cutlass::half_t>(launch, stream);
+  if (launch.partials != nullptr)
+    bf16 ? reduce<cutlass::bfloat16_t>(launch, stream) : reduce<cutlass::half_t>(launch, stream);
 }
 
 }  // namespace qcutlass::cuda

@@ -1,8 +1,11 @@
-// Packing, unpacking and dequantising on the GPU. One thread a lane of a packed tile: 16 bytes, read or written at once.
-#include <algorithm>
+// Packing, unpacking and dequantising on the GPU. One thread a lane of a packed tile: 16 bytes, read or written at
+// once.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
+#include <algorithm>
+#include <type_traits>
+
 #include "gemm/cuda_check.h"
 #include "qcutlass/pack.h"
 
@@ -18,8 +21,9 @@ struct LaneCode {
   uint8_t row, k;
 };
 
-/// Where each of a lane's codes comes from: entry i is the (row, k) of the tile whose code has index i within lane 0. Lanes differ
-/// by a shift of row and k only, so lane 4g + t holds (row + g, k + offset(t)); the constructor checks that against layout.h.
+/// Where each of a lane's codes comes from: entry i is the (row, k) of the tile whose code has index i within lane 0.
+/// Lanes differ by a shift of row and k only, so lane 4g + t holds (row + g, k + offset(t)); the constructor checks
+/// that against layout.h.
 struct LaneMap {
   LaneCode codes[kMaxCodes] = {};
   int count = 0;   // codes a lane
@@ -68,7 +72,8 @@ __device__ void for_each_code(int64_t index, int64_t tiles_k, Visit visit) {
 template <Packing kPacking>
 __global__ void pack_kernel(PackArguments a, int64_t lanes, int64_t tiles_k) {
   constexpr int kBits = bits_of(kPacking);
-  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes; index += int64_t(gridDim.x) * kThreads) {
+  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes;
+       index += int64_t(gridDim.x) * kThreads) {
     uint32_t words[4] = {};
     for_each_code<kPacking>(index, tiles_k, [&](int i, int64_t n, int64_t k) {
       uint32_t const code = n < a.n && k < a.k ? a.codes[n * a.codes_stride + k] & ((1u << kBits) - 1) : 0;
@@ -87,7 +92,8 @@ __device__ uint32_t code_of(uint4 const& v, int i) {
 
 template <Packing kPacking>
 __global__ void unpack_kernel(PackArguments a, int64_t lanes, int64_t tiles_k) {
-  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes; index += int64_t(gridDim.x) * kThreads) {
+  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes;
+       index += int64_t(gridDim.x) * kThreads) {
     uint4 const v = reinterpret_cast<uint4 const*>(a.packed)[index];
     for_each_code<kPacking>(index, tiles_k, [&](int i, int64_t n, int64_t k) {
       if (n < a.n && k < a.k) a.codes[n * a.codes_stride + k] = uint8_t(code_of<bits_of(kPacking)>(v, i));
@@ -95,10 +101,11 @@ __global__ void unpack_kernel(PackArguments a, int64_t lanes, int64_t tiles_k) {
   }
 }
 
-__device__ float load(void const* data, DType type, int64_t i) {
+// Calls, not inlined: unrolled over a lane's codes, the switches over types would keep ptxas busy for minutes.
+__device__ __noinline__ float load(void const* data, DType type, int64_t i) {
   switch (type) {
-    case DType::kFloat16: return float(static_cast<cutlass::half_t const*>(data)[i]);
-    case DType::kBFloat16: return float(static_cast<cutlass::bfloat16_t const*>(data)[i]);
+    case DType::kFloat16: return __half2float(static_cast<__half const*>(data)[i]);
+    case DType::kBFloat16: return __bfloat162float(static_cast<__nv_bfloat16 const*>(data)[i]);
     case DType::kFloat32: return static_cast<float const*>(data)[i];
     case DType::kUInt8: return float(static_cast<uint8_t const*>(data)[i]);
     case DType::kInt8: return float(static_cast<int8_t const*>(data)[i]);
@@ -107,10 +114,10 @@ __device__ float load(void const* data, DType type, int64_t i) {
   }
 }
 
-__device__ void store(void* data, DType type, int64_t i, float value) {
+__device__ __noinline__ void store(void* data, DType type, int64_t i, float value) {
   switch (type) {
-    case DType::kFloat16: static_cast<cutlass::half_t*>(data)[i] = cutlass::half_t(value); break;
-    case DType::kBFloat16: static_cast<cutlass::bfloat16_t*>(data)[i] = cutlass::bfloat16_t(value); break;
+    case DType::kFloat16: static_cast<__half*>(data)[i] = __float2half_rn(value); break;
+    case DType::kBFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value); break;
     default: static_cast<float*>(data)[i] = value; break;
   }
 }
@@ -120,14 +127,17 @@ template <Packing kPacking>
 __global__ void dequantize_kernel(DequantizeArguments a, int64_t first, int64_t lanes, int64_t tiles_k) {
   constexpr int kBits = bits_of(kPacking);
   WeightArguments const& w = a.weights;
-  for (int64_t index = first + blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes; index += int64_t(gridDim.x) * kThreads) {
+  for (int64_t index = first + blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes;
+       index += int64_t(gridDim.x) * kThreads) {
     uint4 const v = static_cast<uint4 const*>(w.packed)[index];
     for_each_code<kPacking>(index, tiles_k, [&](int i, int64_t n, int64_t k) {
       if (n < a.row_begin || n >= a.row_end || k >= w.k) return;
       int64_t const g = w.group_size >= w.k ? 0 : k / w.group_size;
-      float const zero = w.zero_type == DType::kNone ? float(symmetric_zero(kBits)) : load(w.zeros, w.zero_type, g * w.zero_stride + n);
+      float const zero = w.zero_type == DType::kNone ? float(symmetric_zero(kBits))
+                                                     : load(w.zeros, w.zero_type, g * w.zero_stride + n);
       float const scale = load(w.scales, w.scale_type, g * w.scale_stride + n);
-      store(a.out, a.out_type, (n - a.row_begin) * a.out_stride + k, __fmul_rn(__fsub_rn(float(code_of<kBits>(v, i)), zero), scale));
+      store(a.out, a.out_type, (n - a.row_begin) * a.out_stride + k,
+            __fmul_rn(__fsub_rn(float(code_of<kBits>(v, i)), zero), scale));
     });
   }
 }
@@ -151,7 +161,8 @@ void pack(PackArguments const& a, void* stream) {
   int64_t const tiles_k = layout::tiles_k(a.packing, a.k), lanes = layout::tiles_n(a.n) * tiles_k * layout::kLanes;
   if (lanes == 0) return;
   dispatch(a.packing, [&](auto packing) {
-    pack_kernel<packing.value><<<blocks_for(lanes), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, lanes, tiles_k);
+    pack_kernel<packing.value>
+        <<<blocks_for(lanes), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, lanes, tiles_k);
   });
 }
 
@@ -159,7 +170,8 @@ void unpack(PackArguments const& a, void* stream) {
   int64_t const tiles_k = layout::tiles_k(a.packing, a.k), lanes = layout::tiles_n(a.n) * tiles_k * layout::kLanes;
   if (lanes == 0) return;
   dispatch(a.packing, [&](auto packing) {
-    unpack_kernel<packing.value><<<blocks_for(lanes), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, lanes, tiles_k);
+    unpack_kernel<packing.value>
+        <<<blocks_for(lanes), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, lanes, tiles_k);
   });
 }
 

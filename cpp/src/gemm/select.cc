@@ -16,9 +16,10 @@ constexpr int kMaxCluster = 8;
 char const* activation_name(DType type) { return type == DType::kFloat16 ? "f16" : "bf16"; }
 
 std::string tactic_name(GemmArguments const& arguments, Tactic const& t) {
-  return std::string(arguments.weights.packing == Packing::kW4A16 ? "w4a16_" : "w8a16_") + activation_name(arguments.a_type) + "_" +
-         kScaleModeNames[static_cast<int>(scale_mode(arguments))] + "_sm80_n" + std::to_string(t.channels) + "m" +
-         std::to_string(t.tokens) + "k" + std::to_string(t.stage_k()) + "_s" + std::to_string(t.stages);
+  return std::string(arguments.weights.packing == Packing::kW4A16 ? "w4a16_" : "w8a16_") +
+         activation_name(arguments.a_type) + "_" + kScaleModeNames[static_cast<int>(scale_mode(arguments))] +
+         "_sm80_n" + std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" + std::to_string(t.stage_k()) +
+         "_s" + std::to_string(t.stages);
 }
 
 /// What the CUDA kernels cover, beyond what the arguments' types already say.
@@ -28,11 +29,13 @@ void check_supported(GemmArguments const& arguments) {
     throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
   if (w.packing == Packing::kW8A8) throw Unsupported("w_packed: int8 activations have their own product, not gemm");
   if (w.group_size < w.k && w.group_size % kStepK != 0)
-    throw Unsupported("group_size: the CUDA kernels take multiples of " + std::to_string(kStepK) + " or one group a channel, got " +
-                      std::to_string(w.group_size) + "; re-quantise, or use the CPU");
-  constexpr int64_t kMaxRows = (int64_t(1) << 31) - 512;
-  if (arguments.m > kMaxRows || w.n > kMaxRows || w.k > kMaxStride)
-    throw Unsupported("a, w_packed: the CUDA kernels take up to 2^31 - 512 rows and 2^27 columns; split the product");
+    throw Unsupported("group_size: the CUDA kernels take multiples of " + std::to_string(kStepK) +
+                      " or one group a channel, got " + std::to_string(w.group_size) + "; re-quantise, or use the CPU");
+  // Indices of rows, and offsets within a row or between neighbouring ones, are 32-bit in the kernels.
+  constexpr int64_t kMaxRows = int64_t(1) << 30, kMaxChannels = int64_t(1) << 28;
+  if (arguments.m > kMaxRows || w.n > kMaxChannels || w.k > kMaxStride)
+    throw Unsupported(
+        "a, w_packed: the CUDA kernels take up to 2^30 rows, 2^28 channels and 2^26 columns; split the product");
 }
 
 bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {
@@ -93,8 +96,8 @@ Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::str
   }
   if (best < 0)
     throw Unsupported("no kernel configuration" + (tactic.empty() ? "" : " '" + tactic + "'") +
-                      (split_k > 0 ? " with split_k = " + std::to_string(split_k) : "") + " fits this problem on a GPU of " +
-                      limits(device));
+                      (split_k > 0 ? " with split_k = " + std::to_string(split_k) : "") +
+                      " fits this problem on a GPU of " + limits(device));
   bool const cluster = uses_cluster(device, best_split);
   return {tactic_name(arguments, kTactics[best]), best_split, cluster, Workspace(arguments, best_split, cluster).bytes};
 }

@@ -1,5 +1,5 @@
-// The table of kernel configurations: plain data, shared by the kernels (which are instantiated from it), by selection, tests and
-// benches. Adding a configuration is adding a row.
+// The table of kernel configurations: plain data, shared by the kernels (which are instantiated from it), by selection,
+// tests and benches. Adding a configuration is adding a row.
 #pragma once
 
 #include <cstdint>
@@ -77,12 +77,12 @@ constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode) {
   return weights + activations + scales;
 }
 
-/// fp32 words between two token rows of the epilogue's transposing buffer: 4 mod 32, so that the accumulator's lanes (g, t) hit
-/// bank 8t + g of the 32, each once.
+/// fp32 words between two token rows of the epilogue's transposing buffer: 4 mod 32, so that the accumulator's lanes
+/// (g, t) hit bank 8t + g of the 32, each once.
 constexpr int epilogue_row(Tactic const& t) { return t.channels + 4; }
 
-/// Token columns (in blocks of 8 per warp) that the epilogue transposes between two barriers: as many as fit the memory that the
-/// mainloop no longer needs.
+/// Token columns (in blocks of 8 per warp) that the epilogue transposes between two barriers: as many as fit the memory
+/// that the mainloop no longer needs.
 constexpr int epilogue_blocks(Tactic const& t, Packing packing, ScaleMode mode) {
   int const available = t.stages * stage_bytes(t, packing, mode);
   int const block = t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
@@ -102,7 +102,8 @@ constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mo
 /// The scale mode that serves a problem.
 ScaleMode scale_mode(GemmArguments const& arguments);
 
-/// Index in kTactics of a plan's configuration, whose name is `<packing>_<activation type>_<scale mode>_sm80_n<channels>m<tokens>k<k>_s<stages>`.
+/// Index in kTactics of a plan's configuration, whose name is `<packing>_<activation type>_<scale
+/// mode>_sm80_n<channels>m<tokens>k<k>_s<stages>`.
 int tactic_index(GemmArguments const& arguments, std::string const& name);
 
 }  // namespace qcutlass

@@ -1,4 +1,5 @@
-// Scratch memory of a product on the GPU: copies of operands that lack the alignment the kernels rely on, and partial sums.
+// Scratch memory of a product on the GPU: copies of operands that lack the alignment the kernels rely on, and partial
+// sums.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace qcutlass {
 inline constexpr int kAlignment = 16;
 
 /// Largest k, and largest row stride of the activations, in elements.
-inline constexpr int64_t kMaxStride = int64_t(1) << 27;
+inline constexpr int64_t kMaxStride = int64_t(1) << 26;
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -32,7 +33,9 @@ struct Workspace {
 
   Workspace(GemmArguments const& a, int split_k, bool cluster) {
     WeightArguments const& w = a.weights;
-    auto const padded = [](int64_t columns, DType type) { return round_up(columns * size_of(type), kAlignment) / size_of(type); };
+    auto const padded = [](int64_t columns, DType type) {
+      return round_up(columns * size_of(type), kAlignment) / size_of(type);
+    };
     // The same pass gathers columns and applies act_scale. The kernels' offsets within a tile of rows are 32-bit.
     copy_activations = a.perm != nullptr || a.act_scale != nullptr || a.a_stride > kMaxStride ||
                        !rows_aligned(a.a, a.a_stride, w.k, a.m, a.a_type);

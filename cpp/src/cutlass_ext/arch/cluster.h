@@ -1,4 +1,5 @@
-// Thread block clusters (sm_90): blocks that share the k extent of a tile add their partial sums through distributed shared memory.
+// Thread block clusters (sm_90): blocks that share the k extent of a tile add their partial sums through distributed
+// shared memory.
 #pragma once
 
 #include "cutlass/arch/memory.h"
@@ -18,7 +19,9 @@ CUTLASS_DEVICE float4 load_from_cluster(float const* pointer, int rank) {
   float4 v = make_float4(0, 0, 0, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(address)

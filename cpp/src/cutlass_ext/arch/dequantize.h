@@ -1,9 +1,11 @@
-// Register converters: codes of a packed fragment -> one 32-bit register (two 16-bit weights) of the m16n8k16 A fragment.
+// Register converters: codes of a packed fragment -> one 32-bit register (two 16-bit weights) of the m16n8k16 A
+// fragment.
 //
 // Every converter has
 //   Operands               what a lane needs of the scales and zeros of rows g and g + 8 of a 16-channel strip
 //   make(...)              builds them
-//   convert<I>(words, op)  register I of the fragment of the k16 step whose codes are `words`; odd I belong to row g + 8
+//   convert<I>(words, op)  register I of the fragment of the k16 step whose codes are `words`; odd I belong to row g +
+//   8
 #pragma once
 
 #include <cuda_fp16.h>
@@ -17,8 +19,8 @@ constexpr uint32_t kHalf1024 = 0x64006400;
 constexpr uint32_t kBfloat128 = 0x43004300;
 
 /// Weights in 16-bit arithmetic: the difference code - zero is exact, the product with the scale rounds once.
-/// make(): scales as the 16 bits of the activation type, zeros as integers in [0, 2^Bits] (the range for which all steps are exact
-/// is wider and is stated below).
+/// make(): scales as the 16 bits of the activation type, zeros as integers in [0, 2^Bits] (the range for which all
+/// steps are exact is wider and is stated below).
 template <class Element, int Bits>
 struct NativeConverter;
 
@@ -40,8 +42,9 @@ struct NativeConverter<half_t, 4> {
   static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
     uint32_t const codes = shift_right<I / 2 * 8>(words[0]), offset = broadcast<I % 2>(op.offset);
     uint32_t const difference =
-        I % 2 == 0 ? Math::sub(and_or(codes, 0x000f000f, kHalf1024), offset)               // (1024 + q) - (1024 + z)
-                   : Math::fma(and_or(codes, 0x00f000f0, kHalf1024), 0x2c002c00, offset);  // (1024 + 16 q) / 16 - (64 + z)
+        I % 2 == 0
+            ? Math::sub(and_or(codes, 0x000f000f, kHalf1024), offset)               // (1024 + q) - (1024 + z)
+            : Math::fma(and_or(codes, 0x00f000f0, kHalf1024), 0x2c002c00, offset);  // (1024 + 16 q) / 16 - (64 + z)
     return Math::mul(difference, broadcast<I % 2>(op.scale));
   }
 };
@@ -104,14 +107,15 @@ struct NativeConverter<bfloat16_t, 8> {
   }
 
  private:
-  /// Bytes u in 16-bit lanes -> bf16 u - 128. The mantissa holds 7 bits below 128, so the top bit of u picks the subtrahend
-  /// instead: (128 + u % 128) - (u < 128 ? 256 : 128). 0x4300 | 0x80 = 0x4380 is 256.
+  /// Bytes u in 16-bit lanes -> bf16 u - 128. The mantissa holds 7 bits below 128, so the top bit of u picks the
+  /// subtrahend instead: (128 + u % 128) - (u < 128 ? 256 : 128). 0x4300 | 0x80 = 0x4380 is 256.
   static CUTLASS_DEVICE uint32_t centre(uint32_t bytes) {
     return Math::sub(and_or(bytes, 0x007f007f, kBfloat128), and_not_or(bytes, 0x00800080, kBfloat128));
   }
 };
 
-/// Weights in fp32, RN(RN(code - zero) * scale), rounded once to the activation type: any scale type, real-valued zeros.
+/// Weights in fp32, RN(RN(code - zero) * scale), rounded once to the activation type: any scale type, real-valued
+/// zeros.
 template <class Element, int Bits>
 struct FloatConverter {
   struct Operands {

@@ -1,7 +1,8 @@
 // Arithmetic on pairs of 16-bit values in a 32-bit register, one instruction a function.
 //
-// Every block is `asm volatile` on purpose: volatile asm keeps its order relative to CUTLASS's MMAs (volatile as well), so the
-// mainloop decides which dequantisation runs between which MMAs. Plain C++ is gathered into clumps by the compiler.
+// Every block is `asm volatile` on purpose: volatile asm keeps its order relative to CUTLASS's MMAs (volatile as well),
+// so the mainloop decides which dequantisation runs between which MMAs. Plain C++ is gathered into clumps by the
+// compiler.
 #pragma once
 
 #include "cutlass/bfloat16.h"
@@ -10,7 +11,8 @@
 
 namespace cutlass::arch {
 
-/// The low (0) or high (1) half of a pair, twice. Not volatile: it becomes the operand selector (.H0_H0, .H1_H1) of its user.
+/// The low (0) or high (1) half of a pair, twice. Not volatile: it becomes the operand selector (.H0_H0, .H1_H1) of its
+/// user.
 template <int kHalf>
 CUTLASS_DEVICE uint32_t broadcast(uint32_t pair) {
   uint32_t r;

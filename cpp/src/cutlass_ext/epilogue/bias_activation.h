@@ -9,8 +9,8 @@
 
 namespace cutlass::epilogue::thread {
 
-/// Exact forms in fp32. CUTLASS's ReLU and GELU (erf) fit; its GELU_taylor and SiLu use approximate tanh and exp instructions with
-/// errors near an fp16 rounding step, so these two are written out with the accurate functions.
+/// Exact forms in fp32. CUTLASS's ReLU and GELU (erf) fit; its GELU_taylor and SiLu use approximate tanh and exp
+/// instructions with errors near an fp16 rounding step, so these two are written out with the accurate functions.
 CUTLASS_DEVICE float activate(float x, qcutlass::Activation activation) {
   switch (activation) {
     case qcutlass::Activation::kRelu: return ReLu<float>{}(x);

@@ -1,8 +1,8 @@
 // From the transposed accumulators (channels x tokens) of MmaPackedMultistage to row-major [token][channel].
 //
-// Through shared memory, some token columns at a time: warps write their fragments transposed, every slice of k in a plane of its
-// own; then each thread adds the planes in order and owns 8 consecutive channels of a token. Blocks of a cluster that share k do the
-// same with each other's planes, each for its part of the tokens.
+// Through shared memory, some token columns at a time: warps write their fragments transposed, every slice of k in a
+// plane of its own; then each thread adds the planes in order and owns 8 consecutive channels of a token. Blocks of a
+// cluster that share k do the same with each other's planes, each for its part of the tokens.
 #pragma once
 
 #include "cutlass/epilogue/warp/fragment_iterator_tensor_op.h"
@@ -12,7 +12,8 @@
 
 namespace cutlass::epilogue::threadblock {
 
-/// kBlocks: n8 token blocks a warp transposes between two barriers. kRow: fp32 words from one token's row to the next (tactics.h).
+/// kBlocks: n8 token blocks a warp transposes between two barriers. kRow: fp32 words from one token's row to the next
+/// (tactics.h).
 template <class Mma, int kBlocks, int kRow>
 class TransposedEpilogue {
  public:
@@ -35,8 +36,8 @@ class TransposedEpilogue {
   /// First of the 8 channels, within the block's tile, that this thread passes on.
   CUTLASS_DEVICE int channel() const { return thread_ % kVectors * kVector; }
 
-  /// Calls output(token within the tile, sums of 8 channels) for every token of the tile; with kCluster, for this block's share of
-  /// them, the sums being those of all `blocks` of the cluster.
+  /// Calls output(token within the tile, sums of 8 channels) for every token of the tile; with kCluster, for this
+  /// block's share of them, the sums being those of all `blocks` of the cluster.
   template <bool kCluster, class Output>
   CUTLASS_DEVICE void run(typename Mma::FragmentC const& accumulators, int blocks, int rank, Output const& output) {
     CUTLASS_PRAGMA_UNROLL
@@ -64,8 +65,8 @@ class TransposedEpilogue {
  private:
   static constexpr int kRowStep = Mma::kThreads / kVectors;
 
-  /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time, fragment[8 m + ..] = D[channel 8m + g][token 2t + i].
-  /// CUTLASS has no store iterator to go with it.
+  /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time, fragment[8 m + ..] = D[channel 8m +
+  /// g][token 2t + i]. CUTLASS has no store iterator to go with it.
   using FragmentIterator = warp::FragmentIteratorTensorOp<WarpShape, gemm::GemmShape<16, 8, 16>, float, Array<float, 4>,
                                                           layout::ColumnMajor>;
 
@@ -78,7 +79,8 @@ class TransposedEpilogue {
     for (int block = 0; block < kBlocks; ++block) {
       typename FragmentIterator::Fragment fragment;
       fragments.load(fragment, pass * kBlocks + block);
-      float* row = &storage_.sums[slice][(warp_n * kBlocks + block) * 8 + lane_ % 4 * 2][warp_m * WarpShape::kM + lane_ / 4];
+      float* row =
+          &storage_.sums[slice][(warp_n * kBlocks + block) * 8 + lane_ % 4 * 2][warp_m * WarpShape::kM + lane_ / 4];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2; ++i) {
         CUTLASS_PRAGMA_UNROLL

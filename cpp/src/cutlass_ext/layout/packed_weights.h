@@ -1,4 +1,5 @@
-// Layout tag of the packed weights: what the iterators and converters need to know of qcutlass/layout.h, and proof that they agree.
+// Layout tag of the packed weights: what the iterators and converters need to know of qcutlass/layout.h, and proof that
+// they agree.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -6,7 +7,8 @@
 
 namespace cutlass::layout {
 
-/// Fragment-order weights for 16-bit activations. A lane's 16 bytes of a tile are `kSteps` k16 steps of `kWords` 32-bit words.
+/// Fragment-order weights for 16-bit activations. A lane's 16 bytes of a tile are `kSteps` k16 steps of `kWords` 32-bit
+/// words.
 template <qcutlass::Packing kPacking_>
 struct PackedWeights {
   static constexpr qcutlass::Packing kPacking = kPacking_;
@@ -17,14 +19,15 @@ struct PackedWeights {
   static constexpr int kSteps = kTileK / 16;
   static constexpr int kWords = 4 / kSteps;
 
-  /// The register converters (arch/dequantize.h) take element `odd` of register `reg` of step `step` of a lane's fragment from
-  /// this bit of the lane's 128 bits.
+  /// The register converters (arch/dequantize.h) take element `odd` of register `reg` of step `step` of a lane's
+  /// fragment from this bit of the lane's 128 bits.
   static constexpr int converter_bit(int step, int reg, int odd) {
     return kBits == 4 ? step * 32 + (reg + 4 * odd) * 4 : step * 64 + (2 * reg + odd) * 8;
   }
 
-  /// Whether that is the place where layout.h keeps the code of the m16n8k16 A fragment's element: register `reg` of lane 4g + t
-  /// holds row g + 8 * (reg % 2), k = 2t + 8 * (reg / 2) + odd (PTX ISA, "Matrix Fragments for mma.m16n8k16").
+  /// Whether that is the place where layout.h keeps the code of the m16n8k16 A fragment's element: register `reg` of
+  /// lane 4g + t holds row g + 8 * (reg % 2), k = 2t + 8 * (reg / 2) + odd (PTX ISA, "Matrix Fragments for
+  /// mma.m16n8k16").
   static constexpr bool agrees_with_layout() {
     for (int lane = 0; lane < 32; ++lane)
       for (int step = 0; step < kSteps; ++step)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
+#include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/transposed_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_multistage.h"
 
@@ -47,9 +48,12 @@ class PackedGemm {
     int const first = int(int64_t(stages) * tile.k() / params.tiles.k());
     int const last = int(int64_t(stages) * (tile.k() + 1) / params.tiles.k());
 
+    arch::wait_for_prior_grids();
     typename Mma::FragmentC accumulators;
-    Mma mma(storage.mainloop, params.mma, channel, token, first * Shape::kK, fast_min(params.mma.k, last * Shape::kK), warp, lane);
+    Mma mma(storage.mainloop, params.mma, channel, token, first * Shape::kK, fast_min(params.mma.k, last * Shape::kK),
+            warp, lane);
     mma(accumulators);
+    arch::allow_next_grid();  // late, when nothing is left to load: its blocks take the places that become free
 
     Epilogue epilogue(storage.epilogue, thread, warp, lane);
     if (params.partials != nullptr) {

@@ -9,9 +9,10 @@
 
 namespace cutlass::gemm::threadblock {
 
-/// Copies row-major activations [m, k] into CUTLASS's XOR-swizzled shared memory, which ldmatrix then reads without conflicts: to
-/// the product they are operand B, a column-major k x tokens matrix. Rows start at 16-byte boundaries and k is a multiple of 8.
-/// (PredicatedTileAccessIterator is not used: it takes the ragged tile of k first, the packed weights have theirs last.)
+/// Copies row-major activations [m, k] into CUTLASS's XOR-swizzled shared memory, which ldmatrix then reads without
+/// conflicts: to the product they are operand B, a column-major k x tokens matrix. Rows start at 16-byte boundaries and
+/// k is a multiple of 8. (PredicatedTileAccessIterator is not used: it takes the ragged tile of k first, the packed
+/// weights have theirs last.)
 template <class Element, int kStageK, int kTokens, int kStages, int kThreads>
 class ActivationLoader {
  public:
@@ -31,7 +32,8 @@ class ActivationLoader {
 
   /// Rows from first_row on of a matrix of `rows` rows, `k` columns from first_k on.
   CUTLASS_DEVICE
-  ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k, int k, TensorRef const& shared)
+  ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k, int k,
+                   TensorRef const& shared)
       : shared_(shared, threadIdx.x), row_step_(stride * ThreadMap::Delta::kStrided), rows_left_(rows - first_row) {
     auto const offset = ThreadMap::initial_offset(threadIdx.x);
     pointer_ = activations + int64_t(first_row + offset.strided()) * stride + first_k + offset.contiguous();
@@ -43,7 +45,8 @@ class ActivationLoader {
     shared_.set_iteration_index(i);
     arch::cp_async_zfill<16, arch::CacheOperation::Global>(
         shared_.get(),
-        pointer_ + int64_t(i / kContiguous) * row_step_ + i % kContiguous * ThreadMap::Delta::kContiguous, mask_ >> i & 1);
+        pointer_ + int64_t(i / kContiguous) * row_step_ + i % kContiguous * ThreadMap::Delta::kContiguous,
+        mask_ >> i & 1);
   }
 
   /// `k`: what is left of it.

@@ -1,5 +1,5 @@
-// The multistage mainloop with packed low-bit weights as operand A: MmaMultistage's skeleton (cp.async ring, ldmatrix, one barrier a
-// stage, warps sliced along k) with three differences:
+// The multistage mainloop with packed low-bit weights as operand A: MmaMultistage's skeleton (cp.async ring, ldmatrix,
+// one barrier a stage, warps sliced along k) with three differences:
 //   - operand A needs one 128-bit shared load for several k16 steps, and is dequantised in registers between the MMAs;
 //   - scales and zeros travel in the ring as a third operand;
 //   - the ragged end of k lies in the last stage, as in the packed tensor.
@@ -13,8 +13,8 @@
 
 namespace cutlass::gemm::threadblock {
 
-/// Shape: channels x tokens x k of a stage. WarpShape: channels x tokens x 64; Shape::kK / 64 warps share a warp tile, one 64-k slice
-/// of each stage a warp. Their partial sums are added by the epilogue.
+/// Shape: channels x tokens x k of a stage. WarpShape: channels x tokens x 64; Shape::kK / 64 warps share a warp tile,
+/// one 64-k slice of each stage a warp. Their partial sums are added by the epilogue.
 template <class Shape_, class WarpShape_, int Stages_, class Element_, qcutlass::Packing kPacking_,
           qcutlass::ScaleMode kMode_>
 class MmaPackedMultistage {
@@ -45,14 +45,13 @@ class MmaPackedMultistage {
   static constexpr int kSliceRows = qcutlass::scale_rows(kMode);
   static constexpr int kRowSteps = kSteps / kSliceRows;  // k16 steps that one row of scales serves
   static constexpr int kRowK = WarpShape::kK / kSliceRows;
-  using ScaleLoader =
-      GroupRowLoader<Shape::kM, kSlices * kSliceRows, kRowK, qcutlass::scale_bytes(kMode), kThreads>;
+  using ScaleLoader = GroupRowLoader<Shape::kM, kSlices * kSliceRows, kRowK, qcutlass::scale_bytes(kMode), kThreads>;
   using ZeroLoader = GroupRowLoader<Shape::kM, kSlices * kSliceRows, kRowK, qcutlass::zero_bytes(kMode), kThreads>;
   using Scales = warp::GroupScales<Element, LayoutA::kBits, kMode>;
   using Operands = typename Scales::Operands;
 
-  /// Stock warp operator, for operand B's iterator, the fragments and the instruction. Operand A's layout is never read. Slices are
-  /// ours: CUTLASS's iterator partitions k within one swizzled row, a slice here is a whole row of 64.
+  /// Stock warp operator, for operand B's iterator, the fragments and the instruction. Operand A's layout is never
+  /// read. Slices are ours: CUTLASS's iterator partitions k within one swizzled row, a slice here is a whole row of 64.
   using Operator = typename warp::DefaultMmaTensorOp<
       WarpShape, GemmShape<16, 8, 16>, Element, layout::RowMajorTensorOpMultiplicandCrosswise<16, 64>, Element,
       typename TokenLoader::Layout, float, layout::RowMajor, arch::OpMultiplyAdd>::Type;
@@ -76,10 +75,11 @@ class MmaPackedMultistage {
     GroupMatrix scales, zeros;
   };
 
-  /// The block's tile starts at (channel, token), its share of k is [first_k, end_k); first_k is a multiple of Shape::kK, and so is
-  /// end_k unless it is the end of the matrix.
+  /// The block's tile starts at (channel, token), its share of k is [first_k, end_k); first_k is a multiple of
+  /// Shape::kK, and so is end_k unless it is the end of the matrix.
   CUTLASS_DEVICE
-  MmaPackedMultistage(SharedStorage& storage, Arguments const& args, int channel, int token, int first_k, int end_k, int warp, int lane)
+  MmaPackedMultistage(SharedStorage& storage, Arguments const& args, int channel, int token, int first_k, int end_k,
+                      int warp, int lane)
       : storage_(storage),
         args_(args),
         channel_(channel),
@@ -137,8 +137,8 @@ class MmaPackedMultistage {
   static constexpr int kParts = kSteps - 1;        // of a stage's copies: the last step before the barrier commits them
   static constexpr int kWeightsAPart = (WeightLoader::kIterations + kParts - 1) / kParts;
   static constexpr int kTokensAPart = (TokenLoader::kIterations + kParts - 1) / kParts;
-  /// Stages per loop body: where arithmetic is the limit, ptxas gains from moving work across stage boundaries; a decode loop runs
-  /// few iterations and gains from fewer instructions to fetch.
+  /// Stages per loop body: where arithmetic is the limit, ptxas gains from moving work across stage boundaries; a
+  /// decode loop runs few iterations and gains from fewer instructions to fetch.
   static constexpr int kUnroll = kSlices == 1 ? 1 : 1;
 
   CUTLASS_DEVICE void copy_part(int part) {
@@ -183,7 +183,8 @@ class MmaPackedMultistage {
     uint8_t const* z = storage_.zeros[read_stage_] + (slice_ * kSliceRows + row) * ZeroLoader::kRowBytes;
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < kStrips; ++m)
-      operands_[m] = Scales::load(s, z, warp_m_ * WarpShape::kM + m * 16 + lane_ / 4, args_.scales.type, args_.zeros.type);
+      operands_[m] =
+          Scales::load(s, z, warp_m_ * WarpShape::kM + m * 16 + lane_ / 4, args_.scales.type, args_.zeros.type);
   }
 
   /// Register `r` of the A fragment of k16 step `step`. All indices are constants after unrolling.

@@ -16,7 +16,8 @@ struct GroupMatrix {
   qcutlass::DType type;
 };
 
-/// k -> group without a branch: FastDivmod for any divisor but 1, so it counts in eighths of k, and groups are multiples of 16.
+/// k -> group without a branch: FastDivmod for any divisor but 1, so it counts in eighths of k, and groups are
+/// multiples of 16.
 struct GroupSize {
   static constexpr int kUnit = 8;
   FastDivmod divisor;
@@ -27,19 +28,20 @@ struct GroupSize {
   CUTLASS_DEVICE int group(int k) const { return __umulhi(k / kUnit, divisor.multiplier) >> divisor.shift_right; }
 };
 
-/// Row r of a stage serves k = r * kRowK .. + kRowK, and is the row of the group that k lies in. A stage takes `kRows` of them.
-/// kElementBytes is the widest type's size: rows of narrower types leave the tail of their place unused.
+/// Row r of a stage serves k = r * kRowK .. + kRowK, and is the row of the group that k lies in. A stage takes `kRows`
+/// of them. kElementBytes is the widest type's size: rows of narrower types leave the tail of their place unused.
 template <int kChannels, int kRows, int kRowK, int kElementBytes, int kThreads>
 struct GroupRowLoader {
   static constexpr int kRowBytes = kChannels * kElementBytes;
   static constexpr int kStageBytes = kRows * kRowBytes;
 
-  /// All rows of the stage that starts at k, `left` before the end, in 16-byte chunks spread over the threads. Rows beyond the end
-  /// are zeros, since what lies in the ring may be NaN; channels beyond the matrix are left as they are and not stored.
-  static CUTLASS_DEVICE void copy(uint8_t* stage, GroupMatrix const& matrix, GroupSize const& group_size, int first_channel, int k,
-                                  int left) {
-    // Few threads have anything to do here, and a mainloop has no registers to spare: the thread index is read anew, so that nothing
-    // computed from it is kept from one stage to the next.
+  /// All rows of the stage that starts at k, `left` before the end, in 16-byte chunks spread over the threads. Rows
+  /// beyond the end are zeros, since what lies in the ring may be NaN; channels beyond the matrix are left as they are
+  /// and not stored.
+  static CUTLASS_DEVICE void copy(uint8_t* stage, GroupMatrix const& matrix, GroupSize const& group_size,
+                                  int first_channel, int k, int left) {
+    // Few threads have anything to do here, and a mainloop has no registers to spare: the thread index is read anew, so
+    // that nothing computed from it is kept from one stage to the next.
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     CUTLASS_PRAGMA_UNROLL
@@ -48,8 +50,8 @@ struct GroupRowLoader {
       int const first_byte = first_channel * matrix.element_bytes + byte;
       if (row < kRows && byte < kChannels * matrix.element_bytes && first_byte < matrix.row_bytes)
         arch::cp_async_zfill<16, arch::CacheOperation::Global>(
-            stage + row * kRowBytes + byte, matrix.data + group_size.group(k + row * kRowK) * matrix.stride + first_byte,
-            row * kRowK < left);
+            stage + row * kRowBytes + byte,
+            matrix.data + group_size.group(k + row * kRowK) * matrix.stride + first_byte, row * kRowK < left);
     }
   }
 

@@ -27,8 +27,8 @@ struct GroupScales {
   using Operands = typename Converter::Operands;
 
   /// Rows `row` and `row + 8` of the block's channels.
-  static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* zeros, int row, qcutlass::DType /*scale_type*/,
-                                      qcutlass::DType zero_type) {
+  static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* zeros, int row,
+                                      qcutlass::DType /*scale_type*/, qcutlass::DType zero_type) {
     uint16_t const* s = reinterpret_cast<uint16_t const*>(scales) + row;
     uint32_t z[2] = {qcutlass::symmetric_zero(Bits), qcutlass::symmetric_zero(Bits)};
     if (zero_type != qcutlass::DType::kNone) {
@@ -51,7 +51,7 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
     for (int i = 0; i < 2; ++i) {
       op.scale[i] = load_as_float(scales, row + 8 * i, scale_type);
       op.zero[i] = zero_type == qcutlass::DType::kNone ? float(qcutlass::symmetric_zero(Bits))
-                                                              : load_as_float(zeros, row + 8 * i, zero_type);
+                                                       : load_as_float(zeros, row + 8 * i, zero_type);
     }
     return op;
   }
