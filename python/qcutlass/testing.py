@@ -36,12 +36,7 @@ _STEP: Final = 2.0**-23  # tensor cores truncate inside a step: a whole unit in 
 _TINY: Final = 2.0**-25  # half of fp16's smallest subnormal
 _EVALUATION: Final = 2.0**-22  # error of an activation function computed in fp32, relative to its argument
 _EXACT_LIMIT: Final = 2**24  # fp32 holds every integer up to here
-_EPILOGUE: Final = (
-    "bias",
-    "activation",
-    "act_scale",
-    "perm",
-)  # optional arguments that Problem, reference and gemm share
+_EPILOGUE: Final = ("bias", "activation", "act_scale", "perm")  # what Problem, reference and gemm share
 
 # Largest slope of each activation, rounded up: how much an error of the argument can grow.
 # SiLU: 1.0999 at 2.40; GELU: 1.1289 at sqrt(2); its tanh form: 1.1290 near there.
@@ -328,6 +323,10 @@ class Case:
     act_scale: bool = False
     perm: bool = False
 
+    @property
+    def _zero_span(self) -> int:  # int8 holds half of what 8-bit codes need
+        return 1 << (min(self.bits, 7) if self.zero_dtype == torch.int8 else self.bits)
+
     def _problem(self, seed: int, **tensors: Tensor | None) -> Problem:
         """Casts float64 or integer tensors to the case's types."""
         scale_dtype = self.scale_dtype or self.dtype
@@ -351,7 +350,8 @@ class Case:
 
         a = torch.randn(self.m, k, generator=g, device=device)
         a[:, integers(k, 1 + k // 256)] *= 16
-        zeros = {"none": None, "int": integers(span, groups, n), "real": (0.25 + uniform(groups, n) / 2) * span}
+        whole, real = integers(self._zero_span, groups, n), (0.25 + uniform(groups, n) / 2) * span
+        zeros = {"none": None, "int": whole, "real": real}
         return self._problem(
             seed,
             a=a,
@@ -388,7 +388,8 @@ class Case:
             a *= torch.rand(self.m, k, generator=g, device=device) < headroom
         a[::3] = a[::3].abs()
 
-        zeros = None if self.zeros == "none" else integers(0, span - 1, groups, n).double() / (2 if halves else 1)
+        some = integers(0, self._zero_span - 1, groups, n).double() / (2 if halves else 1)
+        zeros = None if self.zeros == "none" else some
         codes = integers(0, span - 1, n, k).to(torch.uint8)
         floor = torch.full((groups, n), span // 2, device=device) if zeros is None else zeros.ceil()
         floor = floor.to(torch.uint8).T.repeat_interleave(min(self.group_size, k), dim=1)[:, :k]

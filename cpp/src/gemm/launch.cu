@@ -83,6 +83,13 @@ void reduce(Launch const& launch, cudaStream_t stream) {
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 
+/// Whether early blocks of the next product could pile up on some SMs while others idle: where an SM has room for two
+/// blocks but the grid gives it one. Measured: such launches lose up to half by starting early, all others gain about 1
+/// us.
+bool piles_up(GemmArguments const& a, Tactic const& tactic, Plan const& plan, DeviceTraits const& device) {
+  return tactic.min_blocks > 1 && plan.split_k == 1 && tiles(a, tactic) <= device.sm_count;
+}
+
 }  // namespace
 
 bool is_built() { return true; }
@@ -161,7 +168,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.activation = a.activation;
   launch.split_k = plan.split_k;
   launch.cluster = plan.cluster;
-  launch.programmatic = traits.compute_capability >= 90;
+  launch.programmatic = traits.compute_capability >= 90 && !piles_up(a, kTactics[tactic], plan, traits);
   launch.partials = plan.split_k > 1 && !plan.cluster ? reinterpret_cast<float*>(base + space.partials) : nullptr;
   launch.partial_stride = space.partial_stride;
 

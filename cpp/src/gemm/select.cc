@@ -90,6 +90,8 @@ Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::str
     for (int candidate : kSplits) {
       int const split = split_k > 0 ? split_k : candidate;
       if (!splittable(arguments, t, split)) break;
+      // Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
+      if (split_k == 0 && split > 1 && tiles(arguments, t) > device.sm_count) break;
       double const cost = predict(arguments, device, t, split, uses_cluster(device, split)).total;
       if (best < 0 || cost < best_cost) best = i, best_split = split, best_cost = cost;
     }

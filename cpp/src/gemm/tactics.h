@@ -99,6 +99,11 @@ constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mo
   return mainloop > epilogue ? mainloop : epilogue;
 }
 
+/// Output tiles of a product, which are blocks if k is not shared.
+constexpr int64_t tiles(GemmArguments const& arguments, Tactic const& t) {
+  return layout::ceil_div(arguments.weights.n, t.channels) * layout::ceil_div(arguments.m, t.tokens);
+}
+
 /// The scale mode that serves a problem.
 ScaleMode scale_mode(GemmArguments const& arguments);
 

@@ -30,7 +30,8 @@ struct GroupSize {
 
 /// Row r of a stage serves k = r * kRowK .. + kRowK, and is the row of the group that k lies in. A stage takes `kRows`
 /// of them. kElementBytes is the widest type's size: rows of narrower types leave the tail of their place unused.
-template <int kChannels, int kRows, int kRowK, int kElementBytes, int kThreads>
+/// kSkipIdleWarps: a branch around the copies for the warps that have none, instead of predicates.
+template <int kChannels, int kRows, int kRowK, int kElementBytes, int kThreads, bool kSkipIdleWarps>
 struct GroupRowLoader {
   static constexpr int kRowBytes = kChannels * kElementBytes;
   static constexpr int kStageBytes = kRows * kRowBytes;
@@ -44,6 +45,7 @@ struct GroupRowLoader {
     // that nothing computed from it is kept from one stage to the next.
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    if (kSkipIdleWarps && thread >= kActive) return;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kIterations; ++i) {
       int const row = thread / kChunks + i * kRowStep, byte = thread % kChunks * 16;
@@ -58,6 +60,7 @@ struct GroupRowLoader {
  private:
   static constexpr int kChunks = kRowBytes / 16;  // a row
   static constexpr int kRowStep = kThreads / kChunks;
+  static constexpr int kActive = (kChunks * kRows + 31) / 32 * 32;  // whole warps
   static constexpr int kIterations = (kRows + kRowStep - 1) / kRowStep;
   static_assert(kThreads % kChunks == 0);
 };
