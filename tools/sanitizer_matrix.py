@@ -38,10 +38,10 @@ SCHEMES: list[dict[str, Any]] = [
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
 
 
-def cases() -> Iterator[testing.Case]:
+def cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Case]:
     """Every kind of problem; the epilogues take turns."""
     choose = random.Random(1)
-    kinds = itertools.product((4, 8), (torch.float16, torch.bfloat16), SCHEMES, SHAPES)
+    kinds = itertools.product((4, 8), (torch.float16, torch.bfloat16), SCHEMES, shapes)
     for bits, dtype, scheme, (m, n, k) in kinds:
         bias, act_scale, perm = (choose.random() < 0.5 for _ in range(3))
         yield testing.Case(
@@ -75,12 +75,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tactic", default="", help="only kernels whose name contains this")
     parser.add_argument("--split-k", type=int, nargs="+", default=[1, 2], help="split-K of each kernel")
+    parser.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="this shape alone")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
 
+    shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
     begin, launches, worst = time.perf_counter(), 0, 0.0
     wanted, launched = set(), set()
-    for seed, case in enumerate(cases(), start=arguments.seed):
+    for seed, case in enumerate(cases(shapes), start=arguments.seed):
         problem = case.random(seed=seed)
         reference = problem.reference(case.dtype)
         gpu = on_gpu(problem)

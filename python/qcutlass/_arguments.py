@@ -190,6 +190,9 @@ class Product:
         """
         arguments, rows, threads = self.arguments, self.out.shape[0], torch.get_num_threads()
         block = max(_CPU_MIN_ROWS, _CPU_BLOCK // self.shape.k)
+        if rows <= block:
+            _C.gemm_host(arguments, threads)
+            return
         a, a_pitch = arguments.a, arguments.a_stride * self.a.element_size()
         out, out_pitch = arguments.out, arguments.out_stride * self.out.element_size()
         for row in range(0, rows, block):

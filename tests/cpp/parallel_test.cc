@@ -1,6 +1,8 @@
 #include "host/parallel.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -50,6 +52,75 @@ TEST(ParallelFor, RethrowsAnExceptionAfterAllThreadsHaveFinished) {
     }
     EXPECT_EQ(running, 0);
   }
+}
+
+/// Sum of [0, count), one index a range.
+int64_t parallel_sum(int64_t count, int threads) {
+  std::atomic<int64_t> sum{0};
+  host::parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sum += i;
+  });
+  return sum;
+}
+
+TEST(ParallelFor, CutsEvenRanges) {
+  for (int threads : {2, 3}) {
+    std::atomic<int> ranges{0};
+    host::parallel_for(100, 12, threads, [&](int64_t begin, int64_t end) {
+      EXPECT_GE(end - begin, 12);
+      ++ranges;
+    });
+    EXPECT_EQ(ranges % threads, 0) << threads;
+  }
+}
+
+TEST(ParallelFor, SharesWorkWithOtherThreads) {
+  // The first body to run waits for one on another thread.
+  std::atomic<int> arrived{0};
+  auto const end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  host::parallel_for(2, 1, 2, [&](int64_t, int64_t) {
+    ++arrived;
+    while (arrived < 2 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    EXPECT_EQ(arrived, 2);
+  });
+}
+
+TEST(ParallelFor, WorksOnThreadsThatHaveFallenAsleep) {
+  for (int i = 0; i < 20; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_EQ(parallel_sum(100, 3), 4950);
+  }
+}
+
+TEST(ParallelFor, Nests) {
+  std::atomic<int64_t> sum{0};
+  host::parallel_for(20, 1, 3, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sum += parallel_sum(20, 3);
+  });
+  EXPECT_EQ(sum, 20 * 190);
+}
+
+TEST(ParallelFor, ServesConcurrentCallers) {
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([] {
+      for (int i = 0; i < 500; ++i) ASSERT_EQ(parallel_sum(50, 3), 1225);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+TEST(ParallelFor, WorksInAChildProcess) {
+  ASSERT_EQ(parallel_sum(100, 3), 4950);
+  pid_t const child = fork();
+  ASSERT_NE(child, -1);
+  if (child == 0) {
+    alarm(10);  // a child that waits for its parent's threads ends here
+    _exit(parallel_sum(100, 3) == 4950 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ void check_supported(GemmArguments const& arguments) {
   constexpr int64_t kMaxRows = int64_t(1) << 30, kMaxChannels = int64_t(1) << 28;
   if (arguments.m > kMaxRows || w.n > kMaxChannels || w.k > kMaxStride)
     throw Unsupported(
-        "a, w_packed: the CUDA kernels take up to 2^30 rows, 2^28 channels and 2^26 columns; split the product");
+        "a, w_packed: the CUDA kernels take up to 2^30 rows, 2^28 channels and 2^24 columns; split the product");
 }
 
 bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {

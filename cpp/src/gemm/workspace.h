@@ -13,7 +13,7 @@ namespace qcutlass {
 inline constexpr int kAlignment = 16;
 
 /// Largest k, and largest row stride of the activations, in elements.
-inline constexpr int64_t kMaxStride = int64_t(1) << 26;
+inline constexpr int64_t kMaxStride = int64_t(1) << 24;
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

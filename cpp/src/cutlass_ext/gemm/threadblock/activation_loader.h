@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cutlass/arch/memory_sm80.h"
+#include "cutlass/fast_math.h"
 #include "cutlass/gemm/gemm.h"
 #include "cutlass/layout/tensor_op_multiplicand_sm75.h"
 #include "cutlass/transform/pitch_linear_thread_map.h"
@@ -30,29 +31,32 @@ class ActivationLoader {
     return {storage, Layout::packed({kStageK * kStages, kTokens})};
   }
 
-  /// Rows from first_row on of a matrix of `rows` rows, `k` columns from first_k on.
+  /// Rows from first_row on of a matrix of `rows` rows, columns from first_k on.
   CUTLASS_DEVICE
-  ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k, int k,
+  ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k,
                    TensorRef const& shared)
-      : shared_(shared, threadIdx.x), row_step_(stride * ThreadMap::Delta::kStrided), rows_left_(rows - first_row) {
+      : shared_(shared, threadIdx.x) {
     auto const offset = ThreadMap::initial_offset(threadIdx.x);
-    pointer_ = activations + int64_t(first_row + offset.strided()) * stride + first_k + offset.contiguous();
-    clip(k);
+    column_ = offset.contiguous();
+    pointer_ = activations + int64_t(first_row) * stride + first_k + column_;
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < ThreadMap::Iterations::kStrided; ++s) {
+      int const row = offset.strided() + s * ThreadMap::Delta::kStrided, last = rows - 1 - first_row;
+      row_[s] = fast_min(row, last) * stride;
+      exists_[s] = kRepeatRows || row <= last;
+    }
   }
 
-  /// Chunk `i` of this thread, 8 elements; zeros beyond the matrix.
-  CUTLASS_DEVICE void copy(int i) {
+  /// Chunk `i` of this thread, 8 elements; zeros from column `k` on.
+  CUTLASS_DEVICE void copy(int i, int k) {
+    int const s = i / kContiguous, column = i % kContiguous * ThreadMap::Delta::kContiguous;
     shared_.set_iteration_index(i);
-    arch::cp_async_zfill<16, arch::CacheOperation::Global>(
-        shared_.get(),
-        pointer_ + int64_t(i / kContiguous) * row_step_ + i % kContiguous * ThreadMap::Delta::kContiguous,
-        mask_ >> i & 1);
+    arch::cp_async_zfill<16, arch::CacheOperation::Global>(shared_.get(), pointer_ + row_[s] + column,
+                                                           exists_[s] && column_ + column < k);
   }
 
-  /// `k`: what is left of it.
-  CUTLASS_DEVICE void next_stage(int k) {
+  CUTLASS_DEVICE void next_stage() {
     pointer_ += kStageK;
-    if (k < kStageK) clip(k);
     shared_.add_tile_offset({1, 0});
   }
 
@@ -61,21 +65,15 @@ class ActivationLoader {
 
  private:
   static constexpr int kContiguous = ThreadMap::Iterations::kContiguous;
-
-  CUTLASS_DEVICE void clip(int k) {
-    auto const offset = ThreadMap::initial_offset(threadIdx.x);
-    mask_ = 0;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kIterations; ++i)
-      if (offset.strided() + i / kContiguous * ThreadMap::Delta::kStrided < rows_left_ &&
-          offset.contiguous() + i % kContiguous * ThreadMap::Delta::kContiguous < k)
-        mask_ |= 1u << i;
-  }
+  /// Rows beyond the last, whose results are not stored: copies of it, which takes no predicate, or zeros, which takes
+  /// no bandwidth. Small tiles are often mostly empty.
+  static constexpr bool kRepeatRows = kTokens >= 64;
 
   SharedIterator shared_;
   Element const* pointer_;
-  int row_step_, rows_left_;
-  unsigned mask_;  // bit i: chunk i exists
+  int row_[ThreadMap::Iterations::kStrided];  // elements from the block's first row
+  bool exists_[ThreadMap::Iterations::kStrided];
+  int column_;
 };
 
 }  // namespace cutlass::gemm::threadblock

@@ -94,8 +94,8 @@ class MmaPackedMultistage {
         load_k_(first_k),
         end_k_(end_k),
         stages_((end_k - first_k + Shape::kK - 1) / Shape::kK),
-        weights_(args.weights, args.tiles_n, args.tiles_k, channel / 16, first_k / LayoutA::kTileK, tiles_left()),
-        tokens_(args.activations, args.activation_stride, args.tokens, token, first_k, end_k - first_k,
+        weights_(args.weights, args.tiles_n, args.tiles_k, channel / 16, first_k / LayoutA::kTileK),
+        tokens_(args.activations, args.activation_stride, args.tokens, token, first_k,
                 TokenLoader::reference(storage.activations)),
         warp_tokens_(TokenLoader::reference(storage.activations), lane) {
     warp_tokens_.add_tile_offset({kSteps * slice_, warp % kWarpsN});
@@ -138,10 +138,10 @@ class MmaPackedMultistage {
   CUTLASS_DEVICE void copy_part(int part) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = part * kTokensAPart; i < (part + 1) * kTokensAPart; ++i)
-      if (i < TokenLoader::kIterations) tokens_.copy(i);
+      if (i < TokenLoader::kIterations) tokens_.copy(i, end_k_ - load_k_);
     CUTLASS_PRAGMA_UNROLL
     for (int i = part * kWeightsAPart; i < (part + 1) * kWeightsAPart; ++i)
-      if (i < WeightLoader::kIterations) weights_.copy(storage_.weights[write_stage_], i);
+      if (i < WeightLoader::kIterations) weights_.copy(storage_.weights[write_stage_], i, tiles_left());
   }
 
   /// Packed tiles between load_k_ and the end.
@@ -153,8 +153,8 @@ class MmaPackedMultistage {
     ZeroLoader::copy(storage_.zeros[write_stage_], args_.zeros, args_.group_size, channel_, load_k_, left);
     arch::cp_async_fence();
     load_k_ += Shape::kK;
-    weights_.next_stage(tiles_left());
-    tokens_.next_stage(end_k_ - load_k_);
+    weights_.next_stage();
+    tokens_.next_stage();
     if (++write_stage_ == kStages) {
       tokens_.wrap();
       write_stage_ = 0;
