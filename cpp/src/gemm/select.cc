@@ -86,12 +86,15 @@ Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::str
   for (int i = 0; i < kTacticCount; ++i) {
     Tactic const& t = kTactics[i];
     if (only >= 0 && i != only) continue;
-    if (resident_blocks(t, arguments.weights.packing, mode, device) == 0) continue;
+    int const resident = resident_blocks(t, arguments.weights.packing, mode, device);
+    if (resident == 0) continue;
     for (int candidate : kSplits) {
       int const split = split_k > 0 ? split_k : candidate;
       if (!splittable(arguments, t, split)) break;
       // Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
-      if (split_k == 0 && split > 1 && tiles(arguments, t) > device.sm_count) break;
+      if (split_k == 0 && split > 1 &&
+          (tiles(arguments, t) > device.sm_count || tiles(arguments, t) * split > device.sm_count * resident))
+        break;
       double const cost = predict(arguments, device, t, split, uses_cluster(device, split)).total;
       if (best < 0 || cost < best_cost) best = i, best_split = split, best_cost = cost;
     }

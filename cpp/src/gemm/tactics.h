@@ -54,6 +54,7 @@ inline constexpr Tactic kTactics[] = {
     {32, 32, 32, 32, 8, 3, 1},
     {64, 32, 32, 32, 4, 3, 1},
     {128, 32, 32, 32, 2, 4, 1},
+    {48, 64, 48, 64, 4, 3, 1},  // 6144 channels in one wave of 128 blocks
     {64, 64, 32, 64, 4, 3, 1},
     {128, 64, 32, 64, 2, 3, 1},
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
@@ -79,7 +80,7 @@ constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode) {
 
 /// fp32 words between two token rows of the epilogue's transposing buffer: 4 mod 32, so that the accumulator's lanes
 /// (g, t) hit bank 8t + g of the 32, each once.
-constexpr int epilogue_row(Tactic const& t) { return t.channels + 4; }
+constexpr int epilogue_row(Tactic const& t) { return (t.channels + 31) / 32 * 32 + 4; }
 
 /// Token columns (in blocks of 8 per warp) that the epilogue transposes between two barriers: as many as fit the memory
 /// that the mainloop no longer needs.

@@ -20,8 +20,11 @@ namespace qcutlass::host {
 
 namespace {
 
-/// Multiply-adds that one range of the parallel loop should at least hold.
-constexpr int64_t kGrainOperations = int64_t{1} << 20;
+/// Weights times groups of four rows that one range of the parallel loop should at least hold: about 10 microseconds.
+constexpr int64_t kGrainOperations = int64_t{1} << 17;
+
+/// Up to so many rows weights go from registers into the product.
+constexpr int64_t kFewRows = 4;
 
 void check_gemm(GemmArguments const& arguments, int threads) {
   check_threads(threads);
@@ -96,7 +99,7 @@ float activate(Activation activation, float x) {
 }
 
 /// Adds the products of one strip of 16 channels to sums [m][16].
-template <Packing kPacking>
+template <Packing kPacking, int kLanes>
 QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
                                     float* sums) {
   constexpr int kTileK = layout::tile_k(kPacking);
@@ -106,7 +109,7 @@ QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, float const*
   int64_t group = -1, group_end = 0;
 
   for (int64_t tile = 0; tile < tiles_k; ++tile) {
-    TileMath<kPacking> math;
+    TileMath<kPacking, kLanes> math;
     math.decode(packed + tile * layout::kTileBytes);
     int64_t const begin = tile * kTileK;
     int64_t const end = std::min(begin + kTileK, weights.k);
@@ -116,30 +119,52 @@ QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, float const*
         group_end = group == weights.groups() - 1 ? weights.k : group_end + weights.group_size;
       }
       int64_t const run_end = std::min(end, group_end);
-      math.dequantize(static_cast<int>(k - begin), static_cast<int>(run_end - begin), parameters);
+      auto const run_first = static_cast<int>(k - begin), run_last = static_cast<int>(run_end - begin);
+      if (m <= kFewRows) {
+        math.dequantize_multiply(run_first, run_last, parameters, activations + begin, weights.k, m, sums);
+      } else {
+        math.dequantize(run_first, run_last, parameters);
+      }
       k = run_end;
     }
-    math.multiply(activations + begin, weights.k, m, static_cast<int>(end - begin), sums);
+    if (m > kFewRows) math.multiply(activations + begin, weights.k, m, static_cast<int>(end - begin), sums);
   }
 }
 
+// Eight lanes are an AVX register; other instruction sets than AVX-512 split them.
 QCUTLASS_MULTIVERSION void multiply_strip_w4(WeightArguments const& weights, float const* activations, int64_t m,
                                              int64_t strip, float* sums) {
-  multiply_strip<Packing::kW4A16>(weights, activations, m, strip, sums);
+  multiply_strip<Packing::kW4A16, 8>(weights, activations, m, strip, sums);
 }
 QCUTLASS_MULTIVERSION void multiply_strip_w8(WeightArguments const& weights, float const* activations, int64_t m,
                                              int64_t strip, float* sums) {
-  multiply_strip<Packing::kW8A16>(weights, activations, m, strip, sums);
+  multiply_strip<Packing::kW8A16, 8>(weights, activations, m, strip, sums);
+}
+QCUTLASS_AVX512 void multiply_strip_w4_avx512(WeightArguments const& weights, float const* activations, int64_t m,
+                                              int64_t strip, float* sums) {
+  multiply_strip<Packing::kW4A16, 16>(weights, activations, m, strip, sums);
+}
+QCUTLASS_AVX512 void multiply_strip_w8_avx512(WeightArguments const& weights, float const* activations, int64_t m,
+                                              int64_t strip, float* sums) {
+  multiply_strip<Packing::kW8A16, 16>(weights, activations, m, strip, sums);
 }
 
-void store_strip(GemmArguments const& arguments, int64_t strip, float* sums) {
+auto choose_multiply_strip(int bits) {
+  if (has_avx512()) return bits == 4 ? multiply_strip_w4_avx512 : multiply_strip_w8_avx512;
+  return bits == 4 ? multiply_strip_w4 : multiply_strip_w8;
+}
+
+QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t strip, float* sums) {
   int64_t const n = strip * layout::kTileN;
   int64_t const count = std::min<int64_t>(layout::kTileN, arguments.weights.n - n);
   float bias[layout::kTileN] = {};
   load_floats(arguments.bias_type, arguments.bias, n, count, bias);
   for (int64_t m = 0; m < arguments.m; ++m) {
     float* const row = sums + m * layout::kTileN;
-    for (int i = 0; i < count; ++i) row[i] = activate(arguments.activation, row[i] + bias[i]);
+    for (int i = 0; i < layout::kTileN; ++i) row[i] += bias[i];
+    if (arguments.activation != Activation::kNone) {
+      for (int i = 0; i < count; ++i) row[i] = activate(arguments.activation, row[i]);
+    }
     store_floats(arguments.a_type, row, count, arguments.out, m * arguments.out_stride + n);
   }
 }
@@ -151,7 +176,7 @@ void gemm(GemmArguments const& arguments, int threads) {
   WeightArguments const& weights = arguments.weights;
   if (arguments.m == 0 || weights.n == 0) return;
   std::vector<float> const activations = load_activations(arguments, threads);
-  auto const multiply = weights.bits() == 4 ? multiply_strip_w4 : multiply_strip_w8;
+  auto const multiply = choose_multiply_strip(weights.bits());
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 4 + 1);
   parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> sums(arguments.m * layout::kTileN);

@@ -4,6 +4,10 @@
 // that it should be compiled together with are marked QCUTLASS_INLINE. The levels differ in instructions (a fused
 // multiply-add may replace a multiplication and an addition), not in the order of operations, so the same error bounds
 // hold for each.
+//
+// Vectors of 16 lanes are worth code of their own, since the compiler splits them badly where registers are narrower: a
+// function marked QCUTLASS_AVX512 may be called where has_avx512(). It may cut sums into other parts than the rest
+// does, within the same bounds.
 #pragma once
 
 #define QCUTLASS_INLINE inline __attribute__((always_inline))
@@ -11,6 +15,24 @@
 #if defined(QCUTLASS_MULTIVERSION)
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define QCUTLASS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define QCUTLASS_AVX512 __attribute__((target("arch=x86-64-v4")))
 #else
 #define QCUTLASS_MULTIVERSION
 #endif
+
+namespace qcutlass::host {
+
+#if defined(QCUTLASS_AVX512)
+inline bool has_avx512() { return __builtin_cpu_supports("x86-64-v4"); }
+#else
+#define QCUTLASS_AVX512
+inline bool has_avx512() {
+#if defined(__AVX512F__)
+  return true;
+#else
+  return false;
+#endif
+}
+#endif
+
+}  // namespace qcutlass::host

@@ -1,4 +1,4 @@
-// A parallel loop over index ranges with plain threads.
+// A parallel loop over index ranges.
 #pragma once
 
 #include <algorithm>
@@ -6,22 +6,21 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "host/thread_pool.h"
 
 namespace qcutlass::host {
 
-/// Calls body(begin, end) for consecutive ranges of at most `grain` indices that cover [0, count), on up to `threads`
-/// threads, the caller's included. Choose `grain` so that a range is worth far more than starting a thread (tens of
-/// microseconds): with one range nothing is started. The first exception of a body stops the loop and is rethrown after
-/// every thread has finished.
+/// Calls body(begin, end) for consecutive ranges that cover [0, count), on up to `threads` threads, the caller's
+/// included. Ranges are as even as whole indices allow, and hold at least `grain` indices where there are several:
+/// choose it so that a range is worth a few microseconds, what handing it to another thread takes. The first exception
+/// of a body stops the loop and is rethrown after every thread has finished.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, int threads, Body const& body) {
-  grain = std::max<int64_t>(grain, 1);
-  int64_t const ranges = count / grain + (count % grain != 0);
-  int64_t const workers = std::min<int64_t>(threads, ranges);
-  if (workers <= 1) {
+  constexpr int64_t kRangesPerThread = 8;  // so that a thread that is held up leaves most of its share to others
+  int64_t ranges = std::min(count / std::max<int64_t>(grain, 1), kRangesPerThread * threads);
+  if (ranges > threads) ranges -= ranges % threads;
+  if (threads <= 1 || ranges <= 1) {
     if (count > 0) body(int64_t{0}, count);
     return;
   }
@@ -29,10 +28,10 @@ void parallel_for(int64_t count, int64_t grain, int threads, Body const& body) {
   std::atomic<int64_t> next{0};
   std::mutex mutex;
   std::exception_ptr error;
-  auto work = [&] {
+  auto const work = [&] {
     for (int64_t i = next++; i < ranges; i = next++) {
       try {
-        body(i * grain, std::min(count, (i + 1) * grain));
+        body(i * count / ranges, (i + 1) * count / ranges);
       } catch (...) {
         next = ranges;
         std::lock_guard<std::mutex> lock(mutex);
@@ -40,15 +39,7 @@ void parallel_for(int64_t count, int64_t grain, int threads, Body const& body) {
       }
     }
   };
-  std::vector<std::thread> started;
-  started.reserve(workers - 1);
-  try {
-    while (static_cast<int64_t>(started.size()) < workers - 1) started.emplace_back(work);
-  } catch (std::system_error const&) {
-    // The system gives no more threads: the ones there are share the work.
-  }
-  work();
-  for (std::thread& thread : started) thread.join();
+  ThreadPool::instance().run(static_cast<int>(std::min<int64_t>(threads, ranges)) - 1, work);
   if (error) std::rethrow_exception(error);
 }
 

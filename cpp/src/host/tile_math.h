@@ -4,25 +4,17 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "host/channel_parameters.h"
+#include "host/channel_vector.h"
 #include "host/multiversion.h"
 #include "qcutlass/layout.h"
 
 namespace qcutlass::host {
 
-/// Eight lanes: one AVX register; other instruction sets split it.
-typedef float FloatVector __attribute__((vector_size(32)));
-typedef int32_t IntVector __attribute__((vector_size(32)));
-
-template <class Vector>
-QCUTLASS_INLINE Vector load_vector(void const* source) {
-  Vector result;
-  std::memcpy(&result, source, sizeof(Vector));
-  return result;
-}
-
-template <Packing kPacking>
+/// `kLanes`: channels that a vector register holds.
+template <Packing kPacking, int kLanes>
 class TileMath {
  public:
   static constexpr int kTileK = layout::tile_k(kPacking);
@@ -36,38 +28,52 @@ class TileMath {
     shuffle(source, x);
     shuffle(x, y);
     shuffle(y, x);
+#pragma GCC unroll 16
     for (int word = 0; word < kWordsPerGroup; ++word) {
-      IntVector const bits = load_vector<IntVector>(x + 8 * word);
+      Half lower;
+      std::memcpy(&lower, x + 8 * word, sizeof(lower));
+      Half const upper = lower >> kUpperShift;
+      typename Vector::Int bits[Vector::kParts];
+      if constexpr (Vector::kParts == 1) {
+        bits[0] = __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      } else {
+        bits[0] = lower;
+        bits[1] = upper;
+      }
       for (int i = 0; i < kCodesPerWord; ++i) {
-        float* const out = weights_[kColumn[word * kCodesPerWord + i]];
-        FloatVector const lower = __builtin_convertvector((bits >> 8 * i) & kMask, FloatVector);
-        FloatVector const upper = __builtin_convertvector((bits >> (8 * i + kUpperShift)) & kMask, FloatVector);
-        std::memcpy(out, &lower, sizeof(lower));
-        std::memcpy(out + 8, &upper, sizeof(upper));
+        Vector codes;
+        codes.extract(bits, 8 * i, kMask);
+        codes.store(weights_[kColumn[word * kCodesPerWord + i]]);
       }
     }
   }
 
   /// Turns the codes of columns [begin, end) into weights.
   QCUTLASS_INLINE void dequantize(int begin, int end, ChannelParameters const& parameters) {
-    for (int half = 0; half < 2; ++half) {
-      FloatVector const scale = load_vector<FloatVector>(parameters.scales + 8 * half);
-      FloatVector const zero = load_vector<FloatVector>(parameters.zeros + 8 * half);
-      for (int k = begin; k < end; ++k) {
-        FloatVector const weight = (load_vector<FloatVector>(weights_[k] + 8 * half) - zero) * scale;
-        std::memcpy(weights_[k] + 8 * half, &weight, sizeof(weight));
-      }
+    Dequantized const weight(*this, parameters);
+    for (int k = begin; k < end; ++k) {
+      weight(k).store(weights_[k]);
     }
   }
 
-  /// sums[m][channel] += sum of a[m][k] * weight[k][channel] over the first `count` columns.
+  /// sums[m][channel] += sum of a[m][k] * weight[k][channel] over the first `count` columns, which are dequantised.
   QCUTLASS_INLINE void multiply(float const* a, int64_t a_stride, int64_t m, int count, float* sums) const {
-    for (; m >= 4; m -= 4, a += 4 * a_stride, sums += 4 * layout::kTileN) multiply_rows<4>(a, a_stride, count, sums);
-    for (; m >= 2; m -= 2, a += 2 * a_stride, sums += 2 * layout::kTileN) multiply_rows<2>(a, a_stride, count, sums);
-    if (m > 0) multiply_rows<1>(a, a_stride, count, sums);
+    multiply(Stored(*this), a, a_stride, m, 0, count, sums);
+  }
+
+  /// The same over the codes of columns [begin, end), which stay codes: saves few rows a pass over the tile.
+  QCUTLASS_INLINE void dequantize_multiply(int begin, int end, ChannelParameters const& parameters, float const* a,
+                                           int64_t a_stride, int64_t m, float* sums) const {
+    multiply(Dequantized(*this, parameters), a, a_stride, m, begin, end, sums);
   }
 
  private:
+  using Vector = ChannelVector<kLanes>;
+  using Half = Vectors<layout::kTileN / 2>::Int;
+
+  static_assert(kLanes == layout::kTileN || kLanes == layout::kTileN / 2);
+
+  static constexpr int kMaxRows = kLanes / 2;  ///< eight registers of sums: as many as chains of additions hide latency
   static constexpr int kWords = layout::kTileBytes / 4;
   static constexpr int kWordsPerGroup = kWords / 8;
   static constexpr int kMask = (1 << bits_of(kPacking)) - 1;
@@ -112,32 +118,67 @@ class TileMath {
     }
   }
 
-  template <int kRows>
-  QCUTLASS_INLINE void multiply_rows(float const* __restrict a, int64_t a_stride, int count,
-                                     float* __restrict sums) const {
-    // Eight chains of additions hide the latency of one.
-    constexpr int kSplit = 4 / kRows;
-    FloatVector partial[kSplit][kRows][2] = {};
-    auto const add = [&](int split, int k) {
-      FloatVector const lower = load_vector<FloatVector>(weights_[k]);
-      FloatVector const upper = load_vector<FloatVector>(weights_[k] + 8);
-      for (int row = 0; row < kRows; ++row) {
-        partial[split][row][0] += lower * a[row * a_stride + k];
-        partial[split][row][1] += upper * a[row * a_stride + k];
+  /// Weights of a column: as they lie there, or from codes.
+  struct Stored {
+    TileMath const& tile;
+
+    QCUTLASS_INLINE explicit Stored(TileMath const& tile) : tile(tile) {}
+    QCUTLASS_INLINE Vector operator()(int k) const {
+      Vector weight;
+      weight.load(tile.weights_[k]);
+      return weight;
+    }
+  };
+  struct Dequantized {
+    TileMath const& tile;
+    Vector scale, zero;
+
+    QCUTLASS_INLINE Dequantized(TileMath const& tile, ChannelParameters const& parameters) : tile(tile) {
+      scale.load(parameters.scales);
+      zero.load(parameters.zeros);
+    }
+    QCUTLASS_INLINE Vector operator()(int k) const {
+      Vector weight;
+      weight.load(tile.weights_[k]);
+      weight.dequantize(zero, scale);
+      return weight;
+    }
+  };
+
+  template <class Weight>
+  static QCUTLASS_INLINE void multiply(Weight const& weight, float const* a, int64_t a_stride, int64_t m, int begin,
+                                       int end, float* sums) {
+    auto const rows = [&](auto count) {
+      constexpr int kRows = decltype(count)::value;
+      for (; m >= kRows; m -= kRows, a += kRows * a_stride, sums += kRows * layout::kTileN) {
+        multiply_rows<kRows>(weight, a, a_stride, begin, end, sums);
       }
     };
-    int k = 0;
-    for (; k + kSplit <= count; k += kSplit) {
+    if constexpr (kMaxRows >= 8) rows(std::integral_constant<int, 8>{});
+    rows(std::integral_constant<int, 4>{});
+    rows(std::integral_constant<int, 2>{});
+    rows(std::integral_constant<int, 1>{});
+  }
+
+  template <int kRows, class Weight>
+  static QCUTLASS_INLINE void multiply_rows(Weight const& weight, float const* __restrict a, int64_t a_stride,
+                                            int begin, int end, float* __restrict sums) {
+    constexpr int kSplit = kMaxRows / kRows;
+    Vector partial[kSplit][kRows];
+    auto const add = [&](int split, int k) {
+      Vector const column = weight(k);
+      for (int row = 0; row < kRows; ++row) partial[split][row].add_product(column, a[row * a_stride + k]);
+    };
+    int k = begin;
+    for (; k + kSplit <= end; k += kSplit) {
       for (int split = 0; split < kSplit; ++split) add(split, k + split);
     }
-    for (; k < count; ++k) add(0, k);
+    for (; k < end; ++k) add(0, k);
     for (int row = 0; row < kRows; ++row) {
-      for (int half = 0; half < 2; ++half) {
-        float* const sum = sums + row * layout::kTileN + 8 * half;
-        FloatVector total = load_vector<FloatVector>(sum);
-        for (int split = 0; split < kSplit; ++split) total += partial[split][row][half];
-        std::memcpy(sum, &total, sizeof(total));
-      }
+      Vector sum;
+      sum.load(sums + row * layout::kTileN);
+      for (int split = 0; split < kSplit; ++split) sum.add(partial[split][row]);
+      sum.store(sums + row * layout::kTileN);
     }
   }
 

@@ -23,7 +23,6 @@ class TransposedEpilogue {
   static constexpr int kPasses = Mma::kColumns / kBlocks;
   static constexpr int kVector = 8;
   static constexpr int kVectors = Shape::kM / kVector;  // a row
-  static_assert(Mma::kThreads % kVectors == 0, "a thread stays with its channels");
   static_assert(kRow % 32 == 4, "lane (g, t) then writes bank 8t + g: no conflicts");
 
   struct SharedStorage {
@@ -50,7 +49,7 @@ class TransposedEpilogue {
         arch::cluster_sync();
       }
       int const step = kCluster ? kRowStep * blocks : kRowStep;
-      for (int row = kCluster ? thread_ / kVectors * blocks + rank : thread_ / kVectors; row < kTokens; row += step) {
+      for (int row = kCluster ? first_row() * blocks + rank : first_row(); row < kTokens; row += step) {
         float sum[kVector] = {};
         if constexpr (kCluster)
           for (int block = 0; block < blocks; ++block) add(sum, load_pair(row, 0, block));
@@ -64,6 +63,9 @@ class TransposedEpilogue {
 
  private:
   static constexpr int kRowStep = Mma::kThreads / kVectors;
+
+  /// A thread stays with its channels and goes from row to row; threads that make no whole row have none.
+  CUTLASS_DEVICE int first_row() const { return thread_ < kRowStep * kVectors ? thread_ / kVectors : kTokens; }
 
   /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time, fragment[8 m + ..] = D[channel 8m +
   /// g][token 2t + i]. CUTLASS has no store iterator to go with it.
@@ -113,7 +115,7 @@ class TransposedEpilogue {
 
   /// Leaves the sum of all planes in the first.
   CUTLASS_DEVICE void fold_slices() {
-    for (int row = thread_ / kVectors; row < kTokens; row += kRowStep) {
+    for (int row = first_row(); row < kTokens; row += kRowStep) {
       float sum[kVector] = {};
       add_slices(sum, row);
       float4* p = reinterpret_cast<float4*>(&storage_.sums[0][row][channel()]);

@@ -50,7 +50,8 @@ struct GroupRowLoader {
     for (int i = 0; i < kIterations; ++i) {
       int const row = thread / kChunks + i * kRowStep, byte = thread % kChunks * 16;
       int const first_byte = first_channel * matrix.element_bytes + byte;
-      if (row < kRows && byte < kChannels * matrix.element_bytes && first_byte < matrix.row_bytes)
+      if (thread < kRowStep * kChunks && row < kRows && byte < kChannels * matrix.element_bytes &&
+          first_byte < matrix.row_bytes)
         arch::cp_async_zfill<16, arch::CacheOperation::Global>(
             stage + row * kRowBytes + byte,
             matrix.data + group_size.group(k + row * kRowK) * matrix.stride + first_byte, row * kRowK < left);
@@ -62,7 +63,6 @@ struct GroupRowLoader {
   static constexpr int kRowStep = kThreads / kChunks;
   static constexpr int kActive = (kChunks * kRows + 31) / 32 * 32;  // whole warps
   static constexpr int kIterations = (kRows + kRowStep - 1) / kRowStep;
-  static_assert(kThreads % kChunks == 0);
 };
 
 }  // namespace cutlass::gemm::threadblock

@@ -1,0 +1,55 @@
+// One fp32 value for each of the 16 channels of a strip, in vector registers.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "host/multiversion.h"
+#include "qcutlass/layout.h"
+
+namespace qcutlass::host {
+
+/// GCC's vectors: lane by lane arithmetic in whatever registers the target has.
+template <int kLanes>
+struct Vectors {
+  typedef float Float __attribute__((vector_size(4 * kLanes)));
+  typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
+};
+
+/// `kLanes`: channels that a register holds.
+template <int kLanes>
+class ChannelVector {
+ public:
+  static constexpr int kParts = layout::kTileN / kLanes;
+  using Float = typename Vectors<kLanes>::Float;
+  using Int = typename Vectors<kLanes>::Int;
+
+  // Part by part: a copy of the whole array would keep it in memory.
+  QCUTLASS_INLINE void load(float const* source) {
+    for (int i = 0; i < kParts; ++i) std::memcpy(&part_[i], source + i * kLanes, sizeof(Float));
+  }
+  QCUTLASS_INLINE void store(float* target) const {
+    for (int i = 0; i < kParts; ++i) std::memcpy(target + i * kLanes, &part_[i], sizeof(Float));
+  }
+
+  /// Bits [shift, shift + width of mask) of each channel's integer.
+  QCUTLASS_INLINE void extract(Int const (&bits)[kParts], int shift, int mask) {
+    for (int i = 0; i < kParts; ++i) part_[i] = __builtin_convertvector((bits[i] >> shift) & mask, Float);
+  }
+
+  /// this = (this - zero) * scale
+  QCUTLASS_INLINE void dequantize(ChannelVector const& zero, ChannelVector const& scale) {
+    for (int i = 0; i < kParts; ++i) part_[i] = (part_[i] - zero.part_[i]) * scale.part_[i];
+  }
+  QCUTLASS_INLINE void add(ChannelVector const& x) {
+    for (int i = 0; i < kParts; ++i) part_[i] += x.part_[i];
+  }
+  QCUTLASS_INLINE void add_product(ChannelVector const& x, float factor) {
+    for (int i = 0; i < kParts; ++i) part_[i] += x.part_[i] * factor;
+  }
+
+ private:
+  Float part_[kParts] = {};
+};
+
+}  // namespace qcutlass::host
