@@ -16,6 +16,12 @@ def _extent(tensor: Tensor) -> int:
     )
 
 
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and past the last."""
+    begin = tensor.data_ptr()
+    return begin, begin + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor))
+
+
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may share memory; exact where dimensions are nested, as in slices of a larger tensor."""
     if tensor.numel() == 0:
@@ -30,8 +36,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share memory; exact for matrices with one row pitch, as in column slices of one buffer."""
-    begin_a, begin_b = a.data_ptr(), b.data_ptr()
-    if begin_a + _extent(a) <= begin_b or begin_b + _extent(b) <= begin_a or not a.numel() or not b.numel():
+    (begin_a, end_a), (begin_b, end_b) = _span(a), _span(b)
+    if end_a <= begin_b or end_b <= begin_a or not a.numel() or not b.numel():
         return False
     if a.dim() != 2 or b.dim() != 2 or a.stride(1) != 1 or b.stride(1) != 1:
         return True
@@ -45,11 +51,15 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 def check_out_memory(out: Tensor, call: GemmCall) -> None:
     """Raises ValueError if writing `out` would change an input, or one element of `out` with another."""
-    if overlaps_itself(out):
+    if not out.is_contiguous() and overlaps_itself(out):
         raise ValueError(
             f"out: expected elements that do not overlap, got shape {list(out.shape)} with strides "
             f"{list(out.stride())}; pass out.clone()"
         )
+    begin, end = _span(out)
     for name, value in zip(call._fields, call, strict=True):
-        if isinstance(value, Tensor) and overlap(out, value):
+        if not isinstance(value, Tensor):
+            continue
+        other_begin, other_end = _span(value)  # almost always apart: no need to look closer
+        if begin < other_end and other_begin < end and overlap(out, value):
             raise ValueError(f"out overlaps {name} in memory: pass a tensor with memory of its own")
