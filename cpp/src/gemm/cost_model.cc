@@ -24,8 +24,8 @@ GpuClass const& gpu_class(int compute_capability) {
   return *best;
 }
 
-// The constants below are fitted to the times of every tactic and split on sm_90, at 4 shapes and M = 1 .. 4096: the
-// choice is then at most 8 % behind the best of them, mostly equal to it.
+// The constants below were fitted to the times of every tactic and split on sm_90, at 4 shapes and M = 1 .. 4096; in
+// that sweep the choice was at most 8 % behind the best, mostly equal to it.
 
 /// Issue clocks of one quarter of an SM, measured on sm_90: an m16n8k16 MMA occupies it for 6, and nothing else issues
 /// meanwhile.

@@ -8,6 +8,7 @@
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
 #include "gemm/cuda_check.h"
 #include "gemm/family.h"
+#include "gemm/output.cuh"
 
 namespace qcutlass::cuda {
 
@@ -47,14 +48,7 @@ struct Family<kType, kPacking, kMode>::Impl {
                   cutlass::gemm::threadblock::GroupSize(launch.group_size),
                   group_matrix(launch.scales),
                   group_matrix(launch.zeros)};
-    params.output = {static_cast<Element*>(launch.output),
-                     launch.output_stride,
-                     launch.tokens,
-                     launch.channels,
-                     launch.output_vectors,
-                     launch.bias,
-                     launch.bias_type,
-                     launch.activation};
+    params.output = output_params<Element>(launch);
     params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);

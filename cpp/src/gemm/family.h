@@ -6,7 +6,7 @@
 
 namespace qcutlass::cuda {
 
-/// A product whose operands already have the alignment that the kernels need: see align.h.
+/// A product whose operands already have the alignment that the kernels need: see workspace.h.
 struct Launch {
   struct Groups {  // scales or zeros: rows of `row_bytes` bytes, a multiple of 16
     void const* data = nullptr;

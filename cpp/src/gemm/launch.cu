@@ -8,6 +8,7 @@
 #include "gemm/copy_rows.cuh"
 #include "gemm/cuda_check.h"
 #include "gemm/family.h"
+#include "gemm/output.cuh"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 
@@ -68,18 +69,10 @@ void gather(GemmArguments const& a, void* out, int64_t out_stride, cudaStream_t 
 
 template <class Element>
 void reduce(Launch const& launch, cudaStream_t stream) {
-  typename cutlass::epilogue::thread::BiasActivation<Element>::Params const params{static_cast<Element*>(launch.output),
-                                                                                   launch.output_stride,
-                                                                                   launch.tokens,
-                                                                                   launch.channels,
-                                                                                   launch.output_vectors,
-                                                                                   launch.bias,
-                                                                                   launch.bias_type,
-                                                                                   launch.activation};
   int64_t const vectors = launch.partial_stride / 8 * launch.tokens;
   unsigned const blocks = unsigned(std::min<int64_t>(layout::ceil_div(vectors, kCopyThreads), 4096));
-  reduce_partials<Element>
-      <<<blocks, kCopyThreads, 0, stream>>>(launch.partials, launch.partial_stride, launch.split_k, params);
+  reduce_partials<Element><<<blocks, kCopyThreads, 0, stream>>>(launch.partials, launch.partial_stride, launch.split_k,
+                                                                output_params<Element>(launch));
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 
