@@ -97,6 +97,11 @@ def weight_arguments(
     return arguments, operands
 
 
+def _placement(matrix: Tensor) -> tuple[int, int]:
+    """What decides whether kernels read a matrix where it lies; apart, as one row has no use for its stride."""
+    return matrix.data_ptr() % _ALIGNMENT, matrix.stride(0)
+
+
 class Product:
     """A product's arguments; keeps the operands that they point into."""
 
@@ -132,7 +137,6 @@ class Product:
         call, a, out = self.call, self.a, self.out
         zeros = self.operands[2] if call.zeros is not None else None
         scales = self.operands[1]
-        scale_bytes = scales.element_size() * scales.stride(0)
         return (
             device,
             out.shape[0],
@@ -144,12 +148,9 @@ class Product:
             call.split_k,
             call.bias is None,
             call.act_scale is None and call.perm is None,
-            (a.data_ptr() | 2 * a.stride(0)) % _ALIGNMENT,
-            (out.data_ptr() | 2 * out.stride(0)) % _ALIGNMENT,
-            (scales.data_ptr() | scale_bytes) % _ALIGNMENT,
-            zeros
-            if zeros is None
-            else (zeros.dtype, (zeros.data_ptr() | zeros.element_size() * zeros.stride(0)) % _ALIGNMENT),
+            _placement(a),
+            _placement(scales),
+            zeros if zeros is None else (zeros.dtype, _placement(zeros)),
         )
 
     def plan(self, device: int) -> _C.Plan:
