@@ -2,6 +2,7 @@
 // tactics. One translation unit a family: see cpp/cmake/instances.cmake.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "cutlass/device_kernel.h"
@@ -19,13 +20,16 @@ struct Family<kType, kPacking, kMode>::Impl {
   template <int kIndex>
   struct Configuration {
     static constexpr Tactic kTactic = kTactics[kIndex];
-    using Mma = cutlass::gemm::threadblock::MmaPackedMultistage<
-        cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k()>,
-        cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kSliceK>, kTactic.stages, Element,
-        kPacking, kMode>;
+    using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k()>;
+    using WarpShape = cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kTactic.slice_k()>;
+    using Stream =
+        cutlass::gemm::threadblock::MmaPackedStream<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>;
+    using Multistage =
+        cutlass::gemm::threadblock::MmaPackedMultistage<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>;
+    using Mma = std::conditional_t<kTactic.mainloop == Mainloop::kStream, Stream, Multistage>;
     using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kPacking, kMode),
                                                      epilogue_row(kTactic), kTactic.min_blocks>;
-    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode);
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
     static_assert(Mma::kThreads == kTactic.threads());
   };
@@ -52,13 +56,18 @@ struct Family<kType, kPacking, kMode>::Impl {
     params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
+    int const stages = int(layout::ceil_div(launch.k, Shape::kK));
+    params.stages_a_share = stages / launch.split_k;
+    params.stages_left = stages % launch.split_k;
+    params.prefetch = launch.prefetch;
     params.cluster = launch.cluster;
     params.partials = launch.partials;
     params.partial_stride = launch.partial_stride;
 
     auto const kernel = cutlass::device_kernel<Kernel>;
     if (launch.first_use)
-      QCUTLASS_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedMemory));
+      QCUTLASS_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               std::min(C::kSharedMemory, launch.shared_memory_limit)));
     cudaLaunchAttribute attributes[2];
     int count = 0;
     if (launch.programmatic) {
@@ -73,7 +82,7 @@ struct Family<kType, kPacking, kMode>::Impl {
     cudaLaunchConfig_t config{};
     config.gridDim = Kernel::Swizzle::get_grid_shape(params.tiles);
     config.blockDim = dim3(C::kTactic.threads());
-    config.dynamicSmemBytes = C::kSharedMemory;
+    config.dynamicSmemBytes = size_t(shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens));
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = unsigned(count);

@@ -32,9 +32,11 @@ struct Launch {
   int split_k;
   bool cluster;
   bool programmatic;  // the kernel itself waits for what precedes it: sm_90
+  bool prefetch;      // and loads weights, scales and zeros meanwhile
   float* partials;
   int64_t partial_stride;
-  bool first_use;  // of the configuration on this device: its shared-memory limit is still to be raised
+  bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
+  int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do
 };
 
 template <DType kType, Packing kPacking, ScaleMode kMode>

@@ -6,6 +6,7 @@
 
 #include "gemm/architectures.h"
 #include "gemm/copy_rows.cuh"
+#include "gemm/cost_model.h"
 #include "gemm/cuda_check.h"
 #include "gemm/family.h"
 #include "gemm/output.cuh"
@@ -76,11 +77,14 @@ void reduce(Launch const& launch, cudaStream_t stream) {
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 
-/// Whether early blocks of the next product could pile up on some SMs while others idle: where an SM has room for two
-/// blocks but the grid gives it one. Measured: such launches lose up to half by starting early, all others gain about 1
-/// us.
-bool piles_up(GemmArguments const& a, Tactic const& tactic, Plan const& plan, DeviceTraits const& device) {
-  return tactic.min_blocks > 1 && plan.split_k == 1 && tiles(a, tactic) <= device.sm_count;
+/// Whether early blocks of the next product could pile up on some SMs while others idle, where a launch leaves room for
+/// many. Measured: such launches lose up to half by starting early, all others gain 1 to 2 us. Streaming blocks, which
+/// wait for memory most of the time, suffer only where several of them meet.
+bool piles_up(GemmArguments const& a, Tactic const& t, Plan const& plan, DeviceTraits const& device) {
+  int64_t const blocks = tiles(a, t) * plan.split_k;
+  if (t.mainloop == Mainloop::kStream)
+    return resident_blocks(a, device, t) >= 4 * layout::ceil_div(blocks, device.sm_count);
+  return t.min_blocks > 1 && blocks <= int64_t(device.sm_count) * t.min_blocks;
 }
 
 }  // namespace
@@ -162,6 +166,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.split_k = plan.split_k;
   launch.cluster = plan.cluster;
   launch.programmatic = traits.compute_capability >= 90 && !piles_up(a, kTactics[tactic], plan, traits);
+  // Copies made by this call are there only after the wait.
+  launch.prefetch = launch.programmatic && !space.copy_scales && !space.copy_zeros;
   launch.partials = plan.split_k > 1 && !plan.cluster ? reinterpret_cast<float*>(base + space.partials) : nullptr;
   launch.partial_stride = space.partial_stride;
 
@@ -170,6 +176,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   static std::atomic<bool> used[kMaxDevices][2][2][kScaleModes][kTacticCount];
   std::atomic<bool>& seen = used[device % kMaxDevices][bf16][packing][mode][tactic];
   launch.first_use = !seen.load(std::memory_order_acquire);
+  launch.shared_memory_limit = traits.shared_memory_per_block;
 
   if (space.copy_activations)
     bf16 ? gather<cutlass::bfloat16_t>(a, base + space.activations, space.activation_stride, stream)

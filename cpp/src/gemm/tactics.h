@@ -19,14 +19,23 @@ enum class ScaleMode : uint8_t {
 inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float"};
 inline constexpr int kScaleModes = 3;
 
-/// k extent a warp works on between two barriers: one 4-bit tile, two 8-bit tiles.
+/// How the kernels' main loop is organised: see cutlass_ext/gemm/threadblock/mma_packed_<mainloop>.h.
+enum class Mainloop : uint8_t {
+  kStream,      ///< few tokens: every slice of warps streams weights through a ring of its own
+  kMultistage,  ///< more: one ring, operands shared by all warps of a block
+};
+
+/// k extent a warp of the multistage loop works on between two barriers: one 4-bit tile, two 8-bit tiles.
 inline constexpr int kSliceK = 64;
+/// k extent of a stage of the streaming loop.
+inline constexpr int kStreamK = 128;
 /// k extent of one tensor-core step (m16n8k16); a group boundary may fall between any two of them.
 inline constexpr int kStepK = 16;
 
-/// One configuration of the multistage mainloop. The block's tile is `channels` x `tokens`, its warps tiles of
-/// `warp_channels` x `warp_tokens`; `slices` warps share one such tile and work on different 64-k slices of each stage.
+/// One configuration. The block's tile is `channels` x `tokens`, its warps' tiles are `warp_channels` x `warp_tokens`;
+/// `slices` warps share one such tile and split the k extent of each stage.
 struct Tactic {
+  Mainloop mainloop;
   int channels, tokens;
   int warp_channels, warp_tokens;
   int slices;
@@ -35,7 +44,8 @@ struct Tactic {
 
   constexpr int warps() const { return channels / warp_channels * (tokens / warp_tokens) * slices; }
   constexpr int threads() const { return 32 * warps(); }
-  constexpr int stage_k() const { return slices * kSliceK; }
+  constexpr int slice_k() const { return mainloop == Mainloop::kStream ? kStreamK : kSliceK; }
+  constexpr int stage_k() const { return slices * slice_k(); }
   /// What the launch bounds leave a thread of the 65536 registers of an SM; 255 is the instruction set's limit.
   constexpr int max_registers() const {
     int const share = 65536 / (threads() * min_blocks) / 8 * 8;
@@ -44,37 +54,59 @@ struct Tactic {
 };
 
 inline constexpr Tactic kTactics[] = {
-    // decode: few tokens, weights stream through; all warps along k
-    {32, 8, 32, 8, 8, 4, 2},
-    {64, 8, 32, 8, 4, 4, 2},
-    {32, 16, 32, 16, 8, 4, 2},
-    {64, 16, 32, 16, 4, 4, 2},
-    {64, 16, 32, 16, 2, 3, 2},  // small enough for 99 KB of shared memory in every scheme
-    {128, 16, 32, 16, 2, 4, 2},
-    {32, 32, 32, 32, 8, 3, 1},
-    {64, 32, 32, 32, 4, 3, 1},
-    {128, 32, 32, 32, 2, 4, 1},
-    {48, 64, 48, 64, 4, 3, 1},  // 6144 channels in one wave of 128 blocks
-    {64, 64, 32, 64, 4, 3, 1},
-    {128, 64, 32, 64, 2, 3, 1},
+    // decode: weights stream past few tokens; all warps along k, unless a block has many channels
+    {Mainloop::kStream, 32, 8, 32, 8, 8, 3, 2},
+    {Mainloop::kStream, 32, 8, 32, 8, 16, 2, 1},
+    {Mainloop::kStream, 48, 8, 48, 8, 8, 3, 2},
+    {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4},
+    {Mainloop::kStream, 64, 8, 64, 8, 4, 2, 4},
+    {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1},
+    {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2},
+    {Mainloop::kStream, 80, 8, 80, 8, 8, 3, 2},
+    {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1},
+    {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
+    {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
+    {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2},
+    {Mainloop::kStream, 64, 16, 32, 16, 8, 2, 1},
+    {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1},
+    {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1},
+    {Mainloop::kStream, 64, 32, 32, 32, 4, 3, 1},
+    {Mainloop::kStream, 48, 32, 48, 32, 8, 2, 1},
+    {Mainloop::kStream, 80, 32, 80, 32, 8, 2, 1},
+    {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1},
+    {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1},
+    // up to 64 tokens: all warps along k still
+    {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2},  // fits 99 KB of shared memory in every scheme
+    {Mainloop::kMultistage, 48, 64, 48, 64, 4, 3, 1},  // 6144 channels in one wave of 128 blocks
+    {Mainloop::kMultistage, 64, 64, 32, 64, 4, 3, 1},
+    {Mainloop::kMultistage, 128, 64, 32, 64, 2, 3, 1},
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
-    {64, 64, 32, 32, 1, 3, 2},  // as above
-    {128, 128, 32, 64, 1, 4, 1},
-    {256, 64, 32, 64, 1, 4, 1},
-    {256, 128, 32, 128, 1, 3, 1},
+    {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2},  // as above
+    {Mainloop::kMultistage, 128, 128, 32, 64, 1, 4, 1},
+    {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1},
+    {Mainloop::kMultistage, 256, 128, 32, 128, 1, 3, 1},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
-/// Rows of scales that a 64-k slice may need.
-constexpr int scale_rows(ScaleMode mode) { return mode == ScaleMode::kNative ? 1 : kSliceK / kStepK; }
+/// Rows of scales that `k` columns of weights may need.
+constexpr int scale_rows(ScaleMode mode, int k = kSliceK) {
+  return k / (mode == ScaleMode::kNative ? kSliceK : kStepK);
+}
+/// The streaming loop scales sums instead of weights where a group spans many columns: nothing is rounded then.
+constexpr bool rounds_weights(Tactic const& t, ScaleMode mode) {
+  return t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative;
+}
 /// Bytes kept per scale and per zero in shared memory: kFloat takes any type up to 4 bytes.
 constexpr int scale_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 2; }
 constexpr int zero_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 1; }
 
-constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode) {
+/// Shared memory of a stage for m rows of activations.
+constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode, int64_t m) {
+  int const rows =
+      t.mainloop == Mainloop::kStream && m < t.tokens ? int(m) : t.tokens;  // the ring of kStream has no others
   int const weights = t.channels * t.stage_k() * bits_of(packing) / 8;
-  int const activations = t.tokens * t.stage_k() * 2;
-  int const scales = t.channels * t.slices * scale_rows(mode) * (scale_bytes(mode) + zero_bytes(mode));
+  int const activations = rows * t.stage_k() * 2;
+  int const scales = t.channels * scale_rows(mode, t.stage_k()) * (scale_bytes(mode) + zero_bytes(mode));
   return weights + activations + scales;
 }
 
@@ -85,18 +117,18 @@ constexpr int epilogue_row(Tactic const& t) { return (t.channels + 31) / 32 * 32
 /// Token columns (in blocks of 8 per warp) that the epilogue transposes between two barriers: as many as fit the memory
 /// that the mainloop no longer needs.
 constexpr int epilogue_blocks(Tactic const& t, Packing packing, ScaleMode mode) {
-  int const available = t.stages * stage_bytes(t, packing, mode);
+  int const available = t.stages * stage_bytes(t, packing, mode, t.tokens);
   int const block = t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
   int blocks = t.warp_tokens / 8;
   while (blocks > 1 && blocks * block > available) blocks /= 2;
   return blocks;
 }
 
-/// Dynamic shared memory of a block; the kernels assert that it is their own.
-constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mode) {
+/// Dynamic shared memory of a block for m rows of activations; the kernels assert that it is their own for a full tile.
+constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mode, int64_t m) {
   int const epilogue =
       epilogue_blocks(t, packing, mode) * t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
-  int const mainloop = t.stages * stage_bytes(t, packing, mode);
+  int const mainloop = t.stages * stage_bytes(t, packing, mode, m);
   return mainloop > epilogue ? mainloop : epilogue;
 }
 

@@ -3,9 +3,11 @@
 //
 // Every converter has
 //   Operands               what a lane needs of the scales and zeros of rows g and g + 8 of a 16-channel strip
-//   make(...)              builds them
+//   make(...)              builds them; native ones take scales as the 16 bits of the activation type
 //   convert<I>(words, op)  register I of the fragment of the k16 step whose codes are `words`; odd I belong to row g +
 //   8
+// and native ones also
+//   difference<I>(words, op)  the same without the scale: code - zero, exact
 #pragma once
 
 #include <cuda_fp16.h>
@@ -18,92 +20,89 @@ namespace cutlass::arch {
 constexpr uint32_t kHalf1024 = 0x64006400;
 constexpr uint32_t kBfloat128 = 0x43004300;
 
-/// Weights in 16-bit arithmetic: the difference code - zero is exact, the product with the scale rounds once.
-/// make(): scales as the 16 bits of the activation type, zeros as integers in [0, 2^Bits] (the range for which all
-/// steps are exact is wider and is stated below).
+/// The difference code - zero in 16-bit arithmetic, exact.
+/// offset(): zeros as integers in [0, 2^Bits] (the range for which all steps are exact is wider and is stated below).
 template <class Element, int Bits>
-struct NativeConverter;
+struct NativeDifference;
 
 template <>
-struct NativeConverter<half_t, 4> {
+struct NativeDifference<half_t, 4> {
   using Math = PairMath<half_t>;
   struct Operands {
     uint32_t scale;   // s(g), s(g + 8)
     uint32_t offset;  // 1024 + z(g), -(64 + z(g + 8)); exact for z in [0, 255]
   };
 
-  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
+  static CUTLASS_DEVICE uint32_t offset(uint32_t zero_low, uint32_t zero_high) {
     uint32_t const z = kHalf1024 + make_pair(zero_low, zero_high);
     // low: z * 1 + 0; high: z * -1 + 960 = -(64 + zero). 0x3c00 = 1, 0xbc00 = -1, 0x6380 = 960.
-    return {make_pair(scale_low, scale_high), Math::fma(z, 0xbc003c00, 0x63800000)};
+    return Math::fma(z, 0xbc003c00, 0x63800000);
   }
 
   template <int I>
-  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+  static CUTLASS_DEVICE uint32_t difference(uint32_t const* words, Operands const& op) {
     uint32_t const codes = shift_right<I / 2 * 8>(words[0]), offset = broadcast<I % 2>(op.offset);
-    uint32_t const difference =
-        I % 2 == 0
-            ? Math::sub(and_or(codes, 0x000f000f, kHalf1024), offset)               // (1024 + q) - (1024 + z)
-            : Math::fma(and_or(codes, 0x00f000f0, kHalf1024), 0x2c002c00, offset);  // (1024 + 16 q) / 16 - (64 + z)
-    return Math::mul(difference, broadcast<I % 2>(op.scale));
+    return I % 2 == 0
+               ? Math::sub(and_or(codes, 0x000f000f, kHalf1024), offset)               // (1024 + q) - (1024 + z)
+               : Math::fma(and_or(codes, 0x00f000f0, kHalf1024), 0x2c002c00, offset);  // (1024 + 16 q) / 16 - (64 + z)
   }
 };
 
 template <>
-struct NativeConverter<half_t, 8> {
+struct NativeDifference<half_t, 8> {
   using Math = PairMath<half_t>;
   struct Operands {
     uint32_t scale;   // s(g), s(g + 8)
     uint32_t offset;  // 1024 + z(g), 1024 + z(g + 8); exact for z in [0, 255]
   };
 
-  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
-    return {make_pair(scale_low, scale_high), kHalf1024 + make_pair(zero_low, zero_high)};
+  static CUTLASS_DEVICE uint32_t offset(uint32_t zero_low, uint32_t zero_high) {
+    return kHalf1024 + make_pair(zero_low, zero_high);
   }
 
   template <int I>
-  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+  static CUTLASS_DEVICE uint32_t difference(uint32_t const* words, Operands const& op) {
     uint32_t const codes = interleave_bytes<I % 2>(words[I / 2], 0x64);  // 1024 + u: 0x64 is 1024's upper byte
-    return Math::mul(Math::sub(codes, broadcast<I % 2>(op.offset)), broadcast<I % 2>(op.scale));
+    return Math::sub(codes, broadcast<I % 2>(op.offset));
   }
 };
 
 template <>
-struct NativeConverter<bfloat16_t, 4> {
+struct NativeDifference<bfloat16_t, 4> {
   using Math = PairMath<bfloat16_t>;
   struct Operands {
     uint32_t scale;   // s(g), s(g + 8)
     uint32_t offset;  // -(128 + z(g)), -(128 + z(g + 8)); exact for z in [0, 128]
   };
 
-  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
-    return {make_pair(scale_low, scale_high), (kBfloat128 | 0x80008000) + make_pair(zero_low, zero_high)};
+  static CUTLASS_DEVICE uint32_t offset(uint32_t zero_low, uint32_t zero_high) {
+    return (kBfloat128 | 0x80008000) + make_pair(zero_low, zero_high);
   }
 
   template <int I>
-  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+  static CUTLASS_DEVICE uint32_t difference(uint32_t const* words, Operands const& op) {
     // Every pair is shifted down: 16 q has no room beside 128 in a mantissa of 8 bits.
     uint32_t const codes = and_or(shift_right<I * 4>(words[0]), 0x000f000f, kBfloat128);
-    return Math::mul(Math::add(codes, broadcast<I % 2>(op.offset)), broadcast<I % 2>(op.scale));
+    return Math::add(codes, broadcast<I % 2>(op.offset));
   }
 };
 
 template <>
-struct NativeConverter<bfloat16_t, 8> {
+struct NativeDifference<bfloat16_t, 8> {
   using Math = PairMath<bfloat16_t>;
   struct Operands {
     uint32_t scale;   // s(g), s(g + 8)
     uint32_t offset;  // z(g) - 128, z(g + 8) - 128; exact for z in [0, 255]
   };
 
-  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
-    return {make_pair(scale_low, scale_high), centre(make_pair(zero_low, zero_high))};
+  static CUTLASS_DEVICE uint32_t offset(uint32_t zero_low, uint32_t zero_high) {
+    return centre(make_pair(zero_low, zero_high));
   }
 
   template <int I>
-  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+  static CUTLASS_DEVICE uint32_t difference(uint32_t const* words, Operands const& op) {
     uint32_t const centred = centre(interleave_bytes<I % 2>(words[I / 2], 0));
-    return Math::mul(Math::sub(centred, broadcast<I % 2>(op.offset)), broadcast<I % 2>(op.scale));
+    return Math::sub(centred, broadcast<I % 2>(op.offset));
   }
 
  private:
@@ -111,6 +110,22 @@ struct NativeConverter<bfloat16_t, 8> {
   /// subtrahend instead: (128 + u % 128) - (u < 128 ? 256 : 128). 0x4300 | 0x80 = 0x4380 is 256.
   static CUTLASS_DEVICE uint32_t centre(uint32_t bytes) {
     return Math::sub(and_or(bytes, 0x007f007f, kBfloat128), and_not_or(bytes, 0x00800080, kBfloat128));
+  }
+};
+
+/// Weights in 16-bit arithmetic: the difference is exact, the product with the scale rounds once.
+template <class Element, int Bits>
+struct NativeConverter : NativeDifference<Element, Bits> {
+  using Operands = typename NativeDifference<Element, Bits>::Operands;
+
+  static CUTLASS_DEVICE Operands make(uint32_t scale_low, uint32_t scale_high, uint32_t zero_low, uint32_t zero_high) {
+    return {make_pair(scale_low, scale_high), NativeDifference<Element, Bits>::offset(zero_low, zero_high)};
+  }
+
+  template <int I>
+  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
+    return PairMath<Element>::mul(NativeDifference<Element, Bits>::template difference<I>(words, op),
+                                  broadcast<I % 2>(op.scale));
   }
 };
 

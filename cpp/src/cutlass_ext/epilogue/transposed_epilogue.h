@@ -35,30 +35,29 @@ class TransposedEpilogue {
   /// First of the 8 channels, within the block's tile, that this thread passes on.
   CUTLASS_DEVICE int channel() const { return thread_ % kVectors * kVector; }
 
-  /// Calls output(token within the tile, sums of 8 channels) for every token of the tile; with kCluster, for this
-  /// block's share of them, the sums being those of all `blocks` of the cluster.
-  template <bool kCluster, class Output>
+  /// Calls output(token within the tile, sums of 8 channels) for every token of the tile. Where `blocks` > 1 blocks of
+  /// a cluster share k: for this block's share of the tokens, the sums being those of all of them.
+  template <class Output>
   CUTLASS_DEVICE void run(typename Mma::FragmentC const& accumulators, int blocks, int rank, Output const& output) {
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      if (pass > 0) barrier<kCluster>();
+      if (pass > 0) blocks > 1 ? arch::cluster_sync() : __syncthreads();
       write(accumulators, pass);
       __syncthreads();
-      if constexpr (kCluster) {  // one plane a block is what the others read: their memory is far
+      if (blocks > 1) {  // one plane a block is what the others read: their memory is far
         if constexpr (Mma::kSlices > 1) fold_slices();
         arch::cluster_sync();
       }
-      int const step = kCluster ? kRowStep * blocks : kRowStep;
-      for (int row = kCluster ? first_row() * blocks + rank : first_row(); row < kTokens; row += step) {
+      for (int row = first_row() * blocks + rank; row < kTokens; row += kRowStep * blocks) {
         float sum[kVector] = {};
-        if constexpr (kCluster)
+        if (blocks > 1)
           for (int block = 0; block < blocks; ++block) add(sum, load_pair(row, 0, block));
         else
           add_slices(sum, row);
         output(row / (kBlocks * 8) * WarpShape::kN + pass * kBlocks * 8 + row % (kBlocks * 8), sum);
       }
     }
-    if (kCluster) arch::cluster_sync();  // the others may still be reading this block's memory
+    if (blocks > 1) arch::cluster_sync();  // the others may still be reading this block's memory
   }
 
  private:
@@ -122,14 +121,6 @@ class TransposedEpilogue {
       p[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
       p[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     }
-  }
-
-  template <bool kCluster>
-  static CUTLASS_DEVICE void barrier() {
-    if constexpr (kCluster)
-      arch::cluster_sync();
-    else
-      __syncthreads();
   }
 
   SharedStorage& storage_;

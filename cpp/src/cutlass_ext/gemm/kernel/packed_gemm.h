@@ -5,6 +5,7 @@
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/transposed_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_multistage.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_stream.h"
 
 namespace cutlass::gemm::kernel {
 
@@ -24,9 +25,11 @@ class PackedGemm {
   struct Params {
     typename Mma::Arguments mma;
     typename OutputOp::Params output;
-    GemmCoord tiles;  // grid in tiles: channels, tokens, shares of k
-    int log_tile;     // of the swizzle
-    bool cluster;     // the shares of k of a tile form a cluster, which adds them
+    GemmCoord tiles;                  // grid in tiles: channels, tokens, shares of k
+    int log_tile;                     // of the swizzle
+    int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
+    bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
+    bool cluster;   // the shares of k of a tile form a cluster, which adds them
     /// fp32 [shares][tokens][partial_stride] when k is shared without a cluster: another kernel adds them, in order.
     float* partials;
     int64_t partial_stride;
@@ -44,35 +47,33 @@ class PackedGemm {
 
     int const thread = threadIdx.x, warp = canonical_warp_idx_sync(), lane = thread % 32;
     int const channel = tile.m() * Shape::kM, token = tile.n() * Shape::kN;
-    int const stages = (params.mma.k + Shape::kK - 1) / Shape::kK;
-    int const first = int(int64_t(stages) * tile.k() / params.tiles.k());
-    int const last = int(int64_t(stages) * (tile.k() + 1) / params.tiles.k());
+    // The first shares take a stage more where the stages do not divide evenly.
+    int const first = tile.k() * params.stages_a_share + fast_min(tile.k(), params.stages_left);
+    int const last = first + params.stages_a_share + (tile.k() < params.stages_left);
 
-    arch::wait_for_prior_grids();
     typename Mma::FragmentC accumulators;
     Mma mma(storage.mainloop, params.mma, channel, token, first * Shape::kK, fast_min(params.mma.k, last * Shape::kK),
             warp, lane);
+    if (!params.prefetch) arch::wait_for_prior_grids();
+    mma.prefetch_weights();
+    if (params.prefetch) arch::wait_for_prior_grids();
     mma(accumulators);
     arch::allow_next_grid();  // late, when nothing is left to load: its blocks take the places that become free
 
     Epilogue epilogue(storage.epilogue, thread, warp, lane);
-    if (params.partials != nullptr) {
-      int const c = channel + epilogue.channel();
-      float* partials = params.partials + tile.k() * int64_t(params.mma.tokens) * params.partial_stride + c;
-      epilogue.template run<false>(accumulators, 1, 0, [&](int row, float const(&sum)[8]) {
-        if (token + row >= params.mma.tokens || c >= params.partial_stride) return;
-        float4* out = reinterpret_cast<float4*>(partials + (token + row) * params.partial_stride);
+    int const c = channel + epilogue.channel();
+    OutputOp const output(params.output, c);
+    auto const store = [&](int row, float(&sum)[OutputOp::kVector]) {
+      if (params.partials == nullptr) {
+        output.store(token + row, sum);
+      } else if (token + row < params.mma.tokens && c < params.partial_stride) {
+        int64_t const out_row = int64_t(tile.k()) * params.mma.tokens + token + row;
+        float4* out = reinterpret_cast<float4*>(params.partials + out_row * params.partial_stride + c);
         out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-      });
-      return;
-    }
-    OutputOp const output(params.output, channel + epilogue.channel());
-    auto const store = [&](int row, float const(&sum)[8]) { output.store(token + row, sum); };
-    if (params.cluster)
-      epilogue.template run<true>(accumulators, params.tiles.k(), tile.k(), store);
-    else
-      epilogue.template run<false>(accumulators, 1, 0, store);
+      }
+    };
+    epilogue.run(accumulators, params.cluster ? params.tiles.k() : 1, params.cluster ? tile.k() : 0, store);
   }
 };
 

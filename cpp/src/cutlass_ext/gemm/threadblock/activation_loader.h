@@ -4,76 +4,72 @@
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/fast_math.h"
 #include "cutlass/gemm/gemm.h"
-#include "cutlass/layout/tensor_op_multiplicand_sm75.h"
-#include "cutlass/transform/pitch_linear_thread_map.h"
-#include "cutlass/transform/threadblock/regular_tile_access_iterator_tensor_op.h"
 
 namespace cutlass::gemm::threadblock {
 
-/// Copies row-major activations [m, k] into CUTLASS's XOR-swizzled shared memory, which ldmatrix then reads without
-/// conflicts: to the product they are operand B, a column-major k x tokens matrix. Rows start at 16-byte boundaries and
-/// k is a multiple of 8. (PredicatedTileAccessIterator is not used: it takes the ragged tile of k first, the packed
-/// weights have theirs last.)
-template <class Element, int kStageK, int kTokens, int kStages, int kThreads>
+/// Copies row-major activations [m, k] to where ldmatrix reads them without bank conflicts: to the product they are
+/// operand B, a column-major k x tokens matrix. Rows start at 16-byte boundaries and k is a multiple of 8. A stage in
+/// shared memory is [k / 64][tokens][64], and the 16-byte chunks of each row of 128 bytes, which cover all banks once,
+/// are permuted as by CUTLASS's ColumnMajorTensorOpMultiplicandCrosswise. (CUTLASS's iterators are not used: the
+/// predicated one takes the ragged tile of k first, the packed weights have theirs last, and the position in the ring
+/// is a variable to them, here it is a constant.)
+template <class Element, int kStageK, int kTokens, int kThreads>
 class ActivationLoader {
  public:
-  static constexpr int kCrosswise = 64;  // elements of one swizzled row: 128 bytes, all banks once
-  using Layout = layout::ColumnMajorTensorOpMultiplicandCrosswise<sizeof_bits<Element>::value, kCrosswise>;
-  using ThreadMap = transform::PitchLinearWarpRakedThreadMap<layout::PitchLinearShape<kStageK, kTokens>, kThreads,
-                                                             layout::PitchLinearShape<8, 4>, 8>;
-  using SharedIterator =
-      transform::threadblock::RegularTileAccessIterator<MatrixShape<kStageK, kTokens>, Element, Layout, 1, ThreadMap>;
-  using TensorRef = TensorRef<Element, Layout>;
-  static constexpr int kIterations = ThreadMap::Iterations::kCount;
-  static constexpr int kElements = kStageK * kTokens;  // a stage
+  static constexpr int kRowK = 64, kRowBytes = 128;
+  static constexpr int kSliceBytes = kTokens * kRowBytes;
+  static constexpr int kStageBytes = kStageK / kRowK * kSliceBytes;
 
-  static CUTLASS_DEVICE TensorRef reference(Element* storage) {
-    return {storage, Layout::packed({kStageK * kStages, kTokens})};
-  }
+  /// Where chunk `chunk` of row `row` lies within the row.
+  static CUTLASS_DEVICE int swizzled(int row, int chunk) { return (chunk ^ row % 8) * 16; }
 
-  /// Rows from first_row on of a matrix of `rows` rows, columns from first_k on.
+  /// Rows from first_row on of a matrix of `rows` rows, columns from first_k to end_k.
   CUTLASS_DEVICE
-  ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k,
-                   TensorRef const& shared)
-      : shared_(shared, threadIdx.x) {
-    auto const offset = ThreadMap::initial_offset(threadIdx.x);
-    column_ = offset.contiguous();
-    pointer_ = activations + int64_t(first_row) * stride + first_k + column_;
+  ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k, int end_k) {
+    int const thread_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks, column = first_k + chunk * 8;
+    place_ = thread_row * kRowBytes + swizzled(thread_row, chunk);
+    left_ = end_k - column;
     CUTLASS_PRAGMA_UNROLL
-    for (int s = 0; s < ThreadMap::Iterations::kStrided; ++s) {
-      int const row = offset.strided() + s * ThreadMap::Delta::kStrided, last = rows - 1 - first_row;
-      row_[s] = fast_min(row, last) * stride;
-      exists_[s] = kRepeatRows || row <= last;
+    for (int i = 0; i < kRowsAThread; ++i) {
+      int const row = thread_row + i * kRowStep, last = rows - 1 - first_row;
+      pointer_[i] = activations + int64_t(first_row + fast_min(row, last)) * stride + column;
+      exists_[i] = kRepeatRows || row <= last;
     }
   }
 
-  /// Chunk `i` of this thread, 8 elements; zeros from column `k` on.
-  CUTLASS_DEVICE void copy(int i, int k) {
-    int const s = i / kContiguous, column = i % kContiguous * ThreadMap::Delta::kContiguous;
-    shared_.set_iteration_index(i);
-    arch::cp_async_zfill<16, arch::CacheOperation::Global>(shared_.get(), pointer_ + row_[s] + column,
-                                                           exists_[s] && column_ + column < k);
+  /// The stage that lies `ahead` of the next one; zeros beyond the end.
+  CUTLASS_DEVICE void copy(uint8_t* stage, int ahead) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slice = 0; slice < kStageK / kRowK; ++slice) {
+      bool const inside = left_ > ahead * kStageK + slice * kRowK;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowsAThread; ++i)
+        arch::cp_async_zfill<16, arch::CacheOperation::Global>(
+            stage + place_ + slice * kSliceBytes + i * kRowStep * kRowBytes,
+            pointer_[i] + ahead * kStageK + slice * kRowK, inside && exists_[i]);
+    }
   }
 
-  CUTLASS_DEVICE void next_stage() {
-    pointer_ += kStageK;
-    shared_.add_tile_offset({1, 0});
+  CUTLASS_DEVICE void advance(int stages) {
+    left_ -= stages * kStageK;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsAThread; ++i) pointer_[i] += stages * kStageK;
   }
-
-  /// After the last stage of the ring.
-  CUTLASS_DEVICE void wrap() { shared_.add_tile_offset({-kStages, 0}); }
 
  private:
-  static constexpr int kContiguous = ThreadMap::Iterations::kContiguous;
+  static constexpr int kChunks = kRowBytes / 16;  // a row
+  static constexpr int kRowStep = kThreads / kChunks;
+  static constexpr int kRowsAThread = kTokens / kRowStep;
+  static_assert(kTokens % kRowStep == 0, "every thread copies the same number of rows");
+  static_assert(kRowStep % 8 == 0, "a thread's rows have the same permutation");
   /// Rows beyond the last, whose results are not stored: copies of it, which takes no predicate, or zeros, which takes
   /// no bandwidth. Small tiles are often mostly empty.
   static constexpr bool kRepeatRows = kTokens >= 64;
 
-  SharedIterator shared_;
-  Element const* pointer_;
-  int row_[ThreadMap::Iterations::kStrided];  // elements from the block's first row
-  bool exists_[ThreadMap::Iterations::kStrided];
-  int column_;
+  Element const* pointer_[kRowsAThread];  // one a row: advancing them once a round is cheaper than adding offsets
+  bool exists_[kRowsAThread];
+  int left_;   // columns from this thread's first one to the end
+  int place_;  // of this thread's first chunk in a stage
 };
 
 }  // namespace cutlass::gemm::threadblock

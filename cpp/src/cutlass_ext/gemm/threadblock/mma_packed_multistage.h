@@ -1,11 +1,14 @@
 // The multistage mainloop with packed low-bit weights as operand A: MmaMultistage's skeleton (cp.async ring, ldmatrix,
-// one barrier a stage, warps sliced along k) with three differences:
+// one barrier a stage, warps sliced along k) with these differences:
 //   - operand A needs one 128-bit shared load for several k16 steps, and is dequantised in registers between the MMAs;
 //   - scales and zeros travel in the ring as a third operand;
-//   - the ragged end of k lies in the last stage, as in the packed tensor.
+//   - the ragged end of k lies in the last stage, as in the packed tensor;
+//   - the loop is unrolled over the places of the ring. mma.sync overlaps with nothing in its quarter of an SM, so
+//     every other instruction costs: with the place a constant, addresses need next to none.
 #pragma once
 
-#include "cutlass/gemm/warp/default_mma_tensor_op.h"
+#include "cutlass/arch/memory_sm75.h"
+#include "cutlass/arch/mma_sm80.h"
 #include "cutlass_ext/gemm/threadblock/activation_loader.h"
 #include "cutlass_ext/gemm/threadblock/packed_weight_loader.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
@@ -39,35 +42,24 @@ class MmaPackedMultistage {
   static constexpr int kStageTiles = Shape::kK / LayoutA::kTileK;
   static constexpr int kSliceTiles = kStageTiles / kSlices;
   using WeightLoader = PackedWeightLoader<LayoutA, Shape::kM / 16, kStageTiles, kThreads>;
-
-  using TokenLoader = ActivationLoader<Element, Shape::kK, Shape::kN, kStages, kThreads>;
+  using TokenLoader = ActivationLoader<Element, Shape::kK, Shape::kN, kThreads>;
+  static_assert(TokenLoader::kRowK == WarpShape::kK);
 
   static constexpr int kSliceRows = qcutlass::scale_rows(kMode);
   static constexpr int kRowSteps = kSteps / kSliceRows;  // k16 steps that one row of scales serves
-  static constexpr int kRowK = WarpShape::kK / kSliceRows;
-  /// Measured on sm_90: the branch ends a scheduling region, which helps where registers are scarce (-4 %), and hurts
-  /// elsewhere.
-  static constexpr bool kSkipIdleWarps = WarpShape::kN >= 128;
-  using ScaleLoader =
-      GroupRowLoader<Shape::kM, kSlices * kSliceRows, kRowK, qcutlass::scale_bytes(kMode), kThreads, kSkipIdleWarps>;
-  using ZeroLoader =
-      GroupRowLoader<Shape::kM, kSlices * kSliceRows, kRowK, qcutlass::zero_bytes(kMode), kThreads, kSkipIdleWarps>;
+  using GroupLoader = GroupRowLoader<Shape::kM, kSlices * kSliceRows, WarpShape::kK / kSliceRows,
+                                     qcutlass::scale_bytes(kMode), qcutlass::zero_bytes(kMode), kThreads>;
   using Scales = warp::GroupScales<Element, LayoutA::kBits, kMode>;
   using Operands = typename Scales::Operands;
 
-  /// Stock warp operator, for operand B's iterator, the fragments and the instruction. Operand A's layout is never
-  /// read. Slices are ours: CUTLASS's iterator partitions k within one swizzled row, a slice here is a whole row of 64.
-  using Operator = typename warp::DefaultMmaTensorOp<
-      WarpShape, GemmShape<16, 8, 16>, Element, layout::RowMajorTensorOpMultiplicandCrosswise<16, 64>, Element,
-      typename TokenLoader::Layout, float, layout::RowMajor, arch::OpMultiplyAdd>::Type;
-  using ArchMma = typename Operator::ArchMmaOperator;
-  using FragmentC = typename Operator::FragmentC;
+  using ArchMma = arch::Mma<GemmShape<16, 8, 16>, 32, Element, layout::RowMajor, Element, layout::ColumnMajor, float,
+                            layout::RowMajor, arch::OpMultiplyAdd>;
+  using FragmentC = Array<float, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
 
   struct alignas(16) SharedStorage {
+    uint8_t activations[kStages][TokenLoader::kStageBytes];
     uint8_t weights[kStages][WeightLoader::kStageBytes];
-    Element activations[kStages * TokenLoader::kElements];
-    uint8_t scales[kStages][ScaleLoader::kStageBytes];
-    uint8_t zeros[kStages][ZeroLoader::kStageBytes];
+    uint8_t groups[kStages][GroupLoader::kStageBytes];
   };
 
   struct Arguments {
@@ -87,83 +79,88 @@ class MmaPackedMultistage {
                       int warp, int lane)
       : storage_(storage),
         args_(args),
-        channel_(channel),
         lane_(lane),
         warp_m_(warp / kWarpsN % kWarpsM),
         slice_(warp / (kWarpsN * kWarpsM)),
         load_k_(first_k),
         end_k_(end_k),
         stages_((end_k - first_k + Shape::kK - 1) / Shape::kK),
-        weights_(args.weights, args.tiles_n, args.tiles_k, channel / 16, first_k / LayoutA::kTileK),
-        tokens_(args.activations, args.activation_stride, args.tokens, token, first_k,
-                TokenLoader::reference(storage.activations)),
-        warp_tokens_(TokenLoader::reference(storage.activations), lane) {
-    warp_tokens_.add_tile_offset({kSteps * slice_, warp % kWarpsN});
+        weights_(args.weights, args.tiles_n, args.tiles_k, channel / 16, first_k / LayoutA::kTileK,
+                 (end_k + LayoutA::kTileK - 1) / LayoutA::kTileK),
+        tokens_(args.activations, args.activation_stride, args.tokens, token, first_k, end_k),
+        groups_(args.scales, args.zeros, args.group_size, channel) {
+    // ldmatrix of 16 tokens x 16 k: lanes 0-7 and 8-15 name the rows of the two k halves of 8 tokens, 16-31 of the
+    // others
+    int const row = warp % kWarpsN * WarpShape::kN + lane / 16 * 8 + lane % 8;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < kSteps; ++k)
+      token_place_[k] = slice_ * TokenLoader::kSliceBytes + row * TokenLoader::kRowBytes +
+                        TokenLoader::swizzled(row, 2 * k + lane / 8 % 2);
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < kStrips; ++m) operands_[m] = Scales::symmetric();
   }
 
-  /// Accumulates the block's share of k. Shared memory is free for other uses when it returns.
+  /// Requests the weights, scales and zeros of the first stages; they do not depend on the kernel before this one.
+  CUTLASS_DEVICE void prefetch_weights() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < kStages - 1; ++s) copy_weights(s, s);
+  }
+
+  /// Accumulates the block's share of k, after prefetch_weights(). Shared memory is free for other uses when it
+  /// returns.
   CUTLASS_DEVICE void operator()(FragmentC& accumulators) {
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kStages - 1; ++s) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int part = 0; part < kParts; ++part) copy_part(part);
-      finish_stage();
+      tokens_.copy(storage_.activations[s], s);
+      arch::cp_async_fence();
     }
+    advance(kStages - 1);
     arch::cp_async_wait<kStages - 2>();
     __syncthreads();
 
-    typename Operator::FragmentA frag_a[2];
-    typename Operator::FragmentB frag_b[2];
-    warp_tokens_.set_kgroup_index(0);
-    warp_tokens_.load(frag_b[0]);
-    ++warp_tokens_;
-    load_codes(0);
-    load_operands(0);
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kRegistersA; ++r) dequantize(frag_a[0], 0, r);
+    for (int n = 0; n < kColumns; n += 2) load_tokens(0, 0, n);
+    load_codes(0, 0);
+    load_operands(0, 0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRegistersA; ++r) dequantize(0, r);
     accumulators.clear();
 
+    int left = stages_;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int left = stages_; left > 0; --left) stage(accumulators, frag_a, frag_b);
+    while (round(accumulators, left)) {
+    }
     arch::cp_async_wait<0>();
     __syncthreads();
   }
 
  private:
   static constexpr int kRegistersA = kStrips * 4;  // per k16 step
-  static constexpr int kParts = kSteps - 1;        // of a stage's copies: the last step before the barrier commits them
-  static constexpr int kWeightsAPart = (WeightLoader::kIterations + kParts - 1) / kParts;
-  static constexpr int kTokensAPart = (TokenLoader::kIterations + kParts - 1) / kParts;
+  /// Wide warp tiles have no registers for two fragments, and time enough between the last use of a part of one and the
+  /// first use of the part that takes its place.
+  static constexpr int kBuffersB = kColumns >= 16 ? 1 : 2;
 
-  CUTLASS_DEVICE void copy_part(int part) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = part * kTokensAPart; i < (part + 1) * kTokensAPart; ++i)
-      if (i < TokenLoader::kIterations) tokens_.copy(i, end_k_ - load_k_);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = part * kWeightsAPart; i < (part + 1) * kWeightsAPart; ++i)
-      if (i < WeightLoader::kIterations) weights_.copy(storage_.weights[write_stage_], i, tiles_left());
+  /// Copies into a place of the ring the stage that lies `ahead` of the next one to load.
+  CUTLASS_DEVICE void copy_weights(int place, int ahead) {
+    weights_.copy(storage_.weights[place], ahead);
+    groups_.copy(storage_.groups[place], load_k_ + ahead * Shape::kK, end_k_);
   }
 
-  /// Packed tiles between load_k_ and the end.
-  CUTLASS_DEVICE int tiles_left() const { return (end_k_ - load_k_ + LayoutA::kTileK - 1) / LayoutA::kTileK; }
+  CUTLASS_DEVICE void advance(int stages) {
+    load_k_ += stages * Shape::kK;
+    weights_.advance(stages);
+    tokens_.advance(stages);
+  }
 
-  CUTLASS_DEVICE void finish_stage() {
-    int const left = end_k_ - load_k_;
-    ScaleLoader::copy(storage_.scales[write_stage_], args_.scales, args_.group_size, channel_, load_k_, left);
-    ZeroLoader::copy(storage_.zeros[write_stage_], args_.zeros, args_.group_size, channel_, load_k_, left);
-    arch::cp_async_fence();
-    load_k_ += Shape::kK;
-    weights_.next_stage();
-    tokens_.next_stage();
-    if (++write_stage_ == kStages) {
-      tokens_.wrap();
-      write_stage_ = 0;
-    }
+  /// The lane's part of the activations of a step, n8 blocks `n` and `n + 1` of the warp: one ldmatrix.
+  CUTLASS_DEVICE void load_tokens(int place, int step, int n) {
+    arch::ldsm<layout::RowMajor, 4>(reinterpret_cast<Array<unsigned, 4>&>(frag_b_[step % kBuffersB][n]),
+                                    storage_.activations[place] + token_place_[step] + n * 8 * TokenLoader::kRowBytes);
   }
 
   /// The lane's codes of packed tile `tile` of its slice: one 128-bit load a strip.
-  CUTLASS_DEVICE void load_codes(int tile) {
-    uint8_t const* w = storage_.weights[read_stage_] + warp_m_ * kStrips * WeightLoader::kStripBytes +
+  CUTLASS_DEVICE void load_codes(int place, int tile) {
+    uint8_t const* w = storage_.weights[place] + warp_m_ * kStrips * WeightLoader::kStripBytes +
                        (slice_ * kSliceTiles + tile) * LayoutA::kTileBytes + lane_ * 16;
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < kStrips; ++m) {
@@ -172,21 +169,18 @@ class MmaPackedMultistage {
     }
   }
 
-  CUTLASS_DEVICE void load_operands(int row) {
-    uint8_t const* s = storage_.scales[read_stage_] + (slice_ * kSliceRows + row) * ScaleLoader::kRowBytes;
-    uint8_t const* z = storage_.zeros[read_stage_] + (slice_ * kSliceRows + row) * ZeroLoader::kRowBytes;
-    CUTLASS_PRAGMA_UNROLL
-    for (int m = 0; m < kStrips; ++m)
-      operands_[m] =
-          Scales::load(s, z, warp_m_ * WarpShape::kM + m * 16 + lane_ / 4, args_.scales.type, args_.zeros.type);
+  CUTLASS_DEVICE void load_operands(int place, int row) {
+    uint8_t const* scales = storage_.groups[place] + (slice_ * kSliceRows + row) * GroupLoader::kRowBytes;
+    Scales::load(operands_, scales, scales + GroupLoader::kZeros, warp_m_ * WarpShape::kM, lane_, args_.scales.type,
+                 args_.zeros.type);
   }
 
   /// Register `r` of the A fragment of k16 step `step`. All indices are constants after unrolling.
-  CUTLASS_DEVICE void dequantize(typename Operator::FragmentA& fragment, int step, int r) {
+  CUTLASS_DEVICE void dequantize(int step, int r) {
     using Converter = typename Scales::Converter;
     uint32_t const* words = codes_[r / 4] + step % LayoutA::kSteps * LayoutA::kWords;
     Operands const& op = operands_[r / 4];
-    uint32_t& out = reinterpret_cast<uint32_t*>(&fragment)[r];
+    uint32_t& out = frag_a_[step % 2][r / 4][r % 4];
     switch (r % 4) {
       case 0: out = Converter::template convert<0>(words, op); break;
       case 1: out = Converter::template convert<1>(words, op); break;
@@ -195,55 +189,69 @@ class MmaPackedMultistage {
     }
   }
 
-  CUTLASS_DEVICE void stage(FragmentC& accumulators, typename Operator::FragmentA (&frag_a)[2],
-                            typename Operator::FragmentB (&frag_b)[2]) {
+  /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more.
+  CUTLASS_DEVICE bool round(FragmentC& accumulators, int& left) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int place = 0; place < kStages; ++place) {
+      stage(accumulators, place);
+      if (--left == 0) return false;
+    }
+    advance(kStages);
+    return true;
+  }
+
+  CUTLASS_DEVICE void stage(FragmentC& accumulators, int place) {
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < kSteps; ++k) {
-      int const next = (k + 1) % kSteps;  // the step whose fragments are made ready during this one's MMAs
-      warp_tokens_.set_kgroup_index(next);
-      warp_tokens_.load(frag_b[(k + 1) % 2]);
-      ++warp_tokens_;
-      if (next % LayoutA::kSteps == 0) load_codes(next / LayoutA::kSteps);
-      if (next % kRowSteps == 0) load_operands(next / kRowSteps);
+      // The step whose fragments are made ready during this one's MMAs, and where it lies.
+      int const next = (k + 1) % kSteps, next_place = (place + (k + 1) / kSteps) % kStages;
+      if (kBuffersB == 2) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < kColumns; n += 2) load_tokens(next_place, next, n);
+      }
+      if (next % LayoutA::kSteps == 0) load_codes(next_place, next / LayoutA::kSteps);
+      if (next % kRowSteps == 0) load_operands(next_place, next / kRowSteps);
 
-      // Row-wise serpentine over the MMAs, so that one operand always stays; between them, evenly, the next A fragment.
+      // Row by row over the MMAs, so that operand A stays; between them, evenly, the next A fragment.
       auto* c = reinterpret_cast<typename ArchMma::FragmentC*>(&accumulators);
-      auto const* a = reinterpret_cast<typename ArchMma::FragmentA const*>(&frag_a[k % 2]);
-      auto const* b = reinterpret_cast<typename ArchMma::FragmentB const*>(&frag_b[k % 2]);
+      auto const* a = reinterpret_cast<typename ArchMma::FragmentA const*>(frag_a_[k % 2]);
+      auto const* b = reinterpret_cast<typename ArchMma::FragmentB const*>(frag_b_[k % kBuffersB]);
       constexpr int kMmas = kStrips * kColumns;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kMmas; ++i) {
-        int const m = i / kColumns, n = m % 2 ? kColumns - 1 - i % kColumns : i % kColumns;
+        int const m = i / kColumns, n = i % kColumns;
         mma_(c[m + n * kStrips], a[m], b[n], c[m + n * kStrips]);
+        if (kBuffersB == 1 && m == kStrips - 1 && n % 2) load_tokens(next_place, next, n - 1);
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < kRegistersA; ++r)
-          if (r * kMmas / kRegistersA == i) dequantize(frag_a[(k + 1) % 2], next, r);
+          if (r * kMmas / kRegistersA == i) dequantize(next, r);
       }
 
-      if (k < kParts) copy_part(k);
-      if (k + 2 == kSteps) {
-        finish_stage();
+      if (k == 0) {  // into the place whose last reader passed the barrier of the stage before
+        int const free = (place + kStages - 1) % kStages;
+        tokens_.copy(storage_.activations[free], place);
+        copy_weights(free, place);
+        arch::cp_async_fence();
+      }
+      if (k + 2 == kSteps) {  // everything of this stage has been read, the next step reads the next one
         arch::cp_async_wait<kStages - 2>();
         __syncthreads();
-        warp_tokens_.add_tile_offset({(kSlices - 1) * kSteps, 0});  // over the other warps' slices
-        if (++read_stage_ == kStages) {
-          warp_tokens_.add_tile_offset({-kStages * kSlices * kSteps, 0});
-          read_stage_ = 0;
-        }
       }
     }
   }
 
   SharedStorage& storage_;
   Arguments const& args_;
-  int const channel_, lane_, warp_m_, slice_;
+  int const lane_, warp_m_, slice_;
   int load_k_;  // where the next stage to load begins
   int const end_k_, stages_;
   WeightLoader weights_;
   TokenLoader tokens_;
-  typename Operator::IteratorB warp_tokens_;
+  GroupLoader groups_;
+  int token_place_[kSteps];
   ArchMma mma_;
-  int write_stage_ = 0, read_stage_ = 0;
+  uint32_t frag_a_[2][kStrips][4];  // of even and odd steps
+  uint32_t frag_b_[kBuffersB][kColumns][2];
   uint32_t codes_[kStrips][4];
   Operands operands_[kStrips];
 };

@@ -17,41 +17,49 @@ class PackedWeightLoader {
   static constexpr int kStripBytes = kTilesK * Layout::kTileBytes;
   static constexpr int kStageBytes = kStrips * kStripBytes;
   static constexpr int kChunks = kStripBytes / 16;  // a strip
-  static constexpr int kIterations = kStrips * kChunks / kThreads;
   static_assert(kStrips * kChunks % kThreads == 0 && (kThreads % kChunks == 0 || kChunks % kThreads == 0),
                 "every thread copies the same number of chunks, at a fixed step");
 
-  /// The packed tensor is tiles_n x tiles_k; this block copies from (first_strip, first_tile) on.
+  /// The packed tensor is tiles_n x tiles_k; this block copies from (first_strip, first_tile) on, up to end_tile.
   CUTLASS_DEVICE
-  PackedWeightLoader(uint8_t const* packed, int tiles_n, int tiles_k, int first_strip, int first_tile) {
-    int const thread = threadIdx.x, chunk = thread % kChunks;
-    tile_ = chunk / kChunksATile;
-    pointer_ = packed + (int64_t(first_strip) * tiles_k + first_tile) * Layout::kTileBytes + chunk * 16;
+  PackedWeightLoader(uint8_t const* packed, int tiles_n, int tiles_k, int first_strip, int first_tile, int end_tile)
+      : left_(end_tile - first_tile - int(threadIdx.x) % kChunks / kChunksATile) {
     CUTLASS_PRAGMA_UNROLL
-    for (int s = 0; s < kStripsAThread; ++s)  // strips beyond the last are copies of it, whose channels are not stored
-      strip_[s] = fast_min(thread / kChunks + s * kStripStep, tiles_n - 1 - first_strip) * tiles_k * kChunksATile;
+    for (int s = 0; s < kStripsAThread;
+         ++s) {  // strips beyond the last are copies of it, whose channels are not stored
+      int const strip = fast_min(first_strip + int(threadIdx.x) / kChunks + s * kStripStep, tiles_n - 1);
+      pointer_[s] = packed + (int64_t(strip) * tiles_k + first_tile) * Layout::kTileBytes + threadIdx.x % kChunks * 16;
+    }
   }
 
-  /// Chunk `i` of this thread, zeros from `tiles` tiles on. (The plain predicated copy would do, but ptxas puts three
-  /// dummy shared loads before every predicated cp.async on sm_90, none before the zero-filling form.)
-  CUTLASS_DEVICE void copy(uint8_t* stage, int i, int tiles) const {
-    int const chunk = i % kChunksAThread * kThreads;
-    arch::cp_async_zfill<16, arch::CacheOperation::Global>(
-        stage + (threadIdx.x + i * kThreads) * 16, pointer_ + int64_t(strip_[i / kChunksAThread]) * 16 + chunk * 16,
-        tile_ + chunk / kChunksATile < tiles);
+  /// The stage that lies `ahead` of the next one; zeros beyond the end. (The plain predicated copy would do, but the
+  /// zero-filling form takes fewer instructions.)
+  CUTLASS_DEVICE void copy(uint8_t* stage, int ahead) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < kStripsAThread; ++s) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kChunksAThread; ++c)
+        arch::cp_async_zfill<16, arch::CacheOperation::Global>(
+            stage + (threadIdx.x + (s * kChunksAThread + c) * kThreads) * 16,
+            pointer_[s] + ahead * kStripBytes + c * kThreads * 16,
+            left_ > ahead * kTilesK + c * kThreads / kChunksATile);
+    }
   }
 
-  CUTLASS_DEVICE void next_stage() { pointer_ += kStripBytes; }
+  CUTLASS_DEVICE void advance(int stages) {
+    left_ -= stages * kTilesK;
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < kStripsAThread; ++s) pointer_[s] += stages * kStripBytes;
+  }
 
  private:
   static constexpr int kChunksATile = Layout::kTileBytes / 16;
   static constexpr int kStripStep = kThreads > kChunks ? kThreads / kChunks : 1;      // between two chunks of a thread
   static constexpr int kChunksAThread = kChunks > kThreads ? kChunks / kThreads : 1;  // of a strip
-  static constexpr int kStripsAThread = kIterations / kChunksAThread;
+  static constexpr int kStripsAThread = kStrips * kChunks / kThreads / kChunksAThread;
 
-  uint8_t const* pointer_;
-  int strip_[kStripsAThread];  // chunks from the block's first strip
-  int tile_;                   // of the stage, that this thread's first chunk belongs to
+  uint8_t const* pointer_[kStripsAThread];  // one a strip: advancing them once a round is cheaper than adding offsets
+  int left_;                                // tiles from that of this thread's first chunk to the end
 };
 
 }  // namespace cutlass::gemm::threadblock

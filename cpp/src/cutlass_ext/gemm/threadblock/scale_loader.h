@@ -3,7 +3,7 @@
 
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/fast_math.h"
-#include "gemm/tactics.h"
+#include "qcutlass/types.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -25,44 +25,58 @@ struct GroupSize {
   GroupSize() = default;
   explicit GroupSize(int group_size) : divisor(group_size / kUnit) {}
 
-  CUTLASS_DEVICE int group(int k) const { return __umulhi(k / kUnit, divisor.multiplier) >> divisor.shift_right; }
+  CUTLASS_DEVICE int group(int k) const {
+    return __umulhi(unsigned(k) / kUnit, divisor.multiplier) >> divisor.shift_right;
+  }
 };
 
-/// Row r of a stage serves k = r * kRowK .. + kRowK, and is the row of the group that k lies in. A stage takes `kRows`
-/// of them. kElementBytes is the widest type's size: rows of narrower types leave the tail of their place unused.
-/// kSkipIdleWarps: a branch around the copies for the warps that have none, instead of predicates.
-template <int kChannels, int kRows, int kRowK, int kElementBytes, int kThreads, bool kSkipIdleWarps>
-struct GroupRowLoader {
-  static constexpr int kRowBytes = kChannels * kElementBytes;
+/// Copies the rows of scales and zeros of a stage: row r serves k = r * kRowK .. + kRowK and is that of the group that
+/// k lies in. Both rows lie side by side in shared memory, so that one copy by a few threads brings both. kScaleBytes
+/// and kZeroBytes are the widest type's sizes: narrower types leave the tail of their place unused.
+template <int kChannels, int kRows, int kRowK, int kScaleBytes, int kZeroBytes, int kThreads>
+class GroupRowLoader {
+ public:
+  static constexpr int kZeros = kChannels * kScaleBytes;  // where a row's zeros begin
+  static constexpr int kRowBytes = kZeros + kChannels * kZeroBytes;
   static constexpr int kStageBytes = kRows * kRowBytes;
 
-  /// All rows of the stage that starts at k, `left` before the end, in 16-byte chunks spread over the threads. Rows
-  /// beyond the end are zeros, since what lies in the ring may be NaN; channels beyond the matrix are left as they are
-  /// and not stored.
-  static CUTLASS_DEVICE void copy(uint8_t* stage, GroupMatrix const& matrix, GroupSize const& group_size,
-                                  int first_channel, int k, int left) {
-    // Few threads have anything to do here, and a mainloop has no registers to spare: the thread index is read anew, so
-    // that nothing computed from it is kept from one stage to the next.
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    if (kSkipIdleWarps && thread >= kActive) return;
+  CUTLASS_DEVICE
+  GroupRowLoader(GroupMatrix const& scales, GroupMatrix const& zeros, GroupSize const& group_size, int first_channel)
+      : group_size_(group_size) {
+    int const chunk = threadIdx.x % kChunks;
+    bool const zero = chunk * 16 >= kZeros;
+    GroupMatrix const& matrix = zero ? zeros : scales;
+    int const byte = chunk * 16 - (zero ? kZeros : 0), first_byte = first_channel * matrix.element_bytes + byte;
+    // Channels beyond the matrix keep what lies in the ring and are not stored.
+    row_ = threadIdx.x < kRowStep * kChunks && byte < kChannels * matrix.element_bytes && first_byte < matrix.row_bytes
+               ? threadIdx.x / kChunks
+               : kRows;
+    data_ = matrix.data + first_byte;
+    stride_ = unsigned(matrix.stride / 16);
+  }
+
+  /// The rows of the stage at k; zeros from end_k on, since what lies in the ring may be NaN.
+  CUTLASS_DEVICE void copy(uint8_t* stage, int k, int end_k) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kIterations; ++i) {
-      int const row = thread / kChunks + i * kRowStep, byte = thread % kChunks * 16;
-      int const first_byte = first_channel * matrix.element_bytes + byte;
-      if (thread < kRowStep * kChunks && row < kRows && byte < kChannels * matrix.element_bytes &&
-          first_byte < matrix.row_bytes)
+      int const row_k = kRows == 1 ? k : k + (row_ + i * kRowStep) * kRowK;
+      if (row_ + i * kRowStep < kRows)
         arch::cp_async_zfill<16, arch::CacheOperation::Global>(
-            stage + row * kRowBytes + byte,
-            matrix.data + group_size.group(k + row * kRowK) * matrix.stride + first_byte, row * kRowK < left);
+            stage + threadIdx.x * 16 + i * kRowStep * kRowBytes,
+            data_ + uint64_t(unsigned(group_size_.group(row_k))) * stride_ * 16, row_k < end_k);
     }
   }
 
  private:
   static constexpr int kChunks = kRowBytes / 16;  // a row
   static constexpr int kRowStep = kThreads / kChunks;
-  static constexpr int kActive = (kChunks * kRows + 31) / 32 * 32;  // whole warps
   static constexpr int kIterations = (kRows + kRowStep - 1) / kRowStep;
+  static_assert(kChannels % 16 == 0 && kRowStep > 0);
+
+  GroupSize const& group_size_;
+  uint8_t const* data_;
+  unsigned stride_;  // of the matrix, in chunks: 32 bits are enough
+  int row_;          // this thread's first; kRows if it has none
 };
 
 }  // namespace cutlass::gemm::threadblock

@@ -1,7 +1,8 @@
 // Shared memory -> register operands of the converters: the scales and zeros of a lane's two rows of each strip.
 #pragma once
 
-#include "cutlass/cutlass.h"
+#include "cutlass/arch/memory_sm75.h"
+#include "cutlass/fast_math.h"
 #include "cutlass_ext/arch/dequantize.h"
 #include "gemm/tactics.h"
 
@@ -37,6 +38,31 @@ struct GroupScales {
     }
     return Converter::make(s[0], s[8], z[0], z[1]);
   }
+
+  /// The same for all strips of a warp, from channel `channel` on; operands that are the same for every group are there
+  /// from symmetric().
+  template <int kStrips>
+  static CUTLASS_DEVICE void load(Operands (&operands)[kStrips], uint8_t const* scales, uint8_t const* zeros,
+                                  int channel, int lane, qcutlass::DType /*scale_type*/, qcutlass::DType zero_type) {
+    // A transposing ldmatrix over rows of 8 scales gives lane 4g + t the elements g of rows 2t and 2t + 1. With the
+    // strip's first 8 scales as every even row and the others as every odd one, that is the pair s(g), s(g + 8).
+    constexpr int kMatrices = kStrips == 3 ? 4 : kStrips;
+    Array<unsigned, kMatrices> pairs;
+    arch::ldsm<layout::ColumnMajor, kMatrices>(
+        pairs, scales + (channel + fast_min(lane / 8, kStrips - 1) * 16 + lane % 2 * 8) * 2);
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < kStrips; ++m) operands[m].scale = pairs[m];
+    if (zero_type == qcutlass::DType::kNone) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < kStrips; ++m) {
+      uint8_t const* z = zeros + channel + m * 16 + lane / 4;
+      operands[m].offset = Converter::offset(z[0], z[8]);
+    }
+  }
+
+  static CUTLASS_DEVICE Operands symmetric() {
+    return Converter::make(0, 0, qcutlass::symmetric_zero(Bits), qcutlass::symmetric_zero(Bits));
+  }
 };
 
 template <class Element, int Bits>
@@ -55,6 +81,16 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
     }
     return op;
   }
+
+  template <int kStrips>
+  static CUTLASS_DEVICE void load(Operands (&operands)[kStrips], uint8_t const* scales, uint8_t const* zeros,
+                                  int channel, int lane, qcutlass::DType scale_type, qcutlass::DType zero_type) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < kStrips; ++m)
+      operands[m] = load(scales, zeros, channel + m * 16 + lane / 4, scale_type, zero_type);
+  }
+
+  static CUTLASS_DEVICE Operands symmetric() { return {}; }
 };
 
 }  // namespace cutlass::gemm::warp
