@@ -1,11 +1,14 @@
 // Selection without a GPU: a pure function over a table, for every scheme, shape and class of device.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "gemm/architectures.h"
 #include "gemm/cost_model.h"
+#include "gemm/dense.h"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
@@ -17,6 +20,10 @@ namespace {
 constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kRtx4090{89, 128, 99 * 1024},
     kH200{90, 132, 227 * 1024};
 constexpr DeviceTraits kDevices[] = {kA100, kRtx3090, kRtx4090, kH200};
+
+using Shape = std::pair<int64_t, int64_t>;  // n, k
+constexpr Shape kShapes[] = {{4096, 4096}, {28672, 4096}, {4096, 14336}, {8192, 8192}, {6144, 4096}, {10240, 8192}};
+constexpr int64_t kTokens[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384};
 
 GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t group_size = 128, DType type = DType::kFloat16,
                       Packing packing = Packing::kW4A16) {
@@ -88,21 +95,81 @@ TEST(Select, SharesKWhereChannelsAreFew) {
   EXPECT_EQ(select(problem(4096, 28672, 4096), kH200).split_k, 1);
 }
 
+TEST(Select, SharesKOnlyWhereTilesLeaveSmsIdle) {
+  for (DeviceTraits const& device : kDevices)
+    for (auto [n, k] : kShapes)
+      for (int64_t m : kTokens) {
+        GemmArguments const a = problem(m, n, k);
+        for (Candidate const& c : candidates(a, device)) {
+          TacticTraits const t = traits_of(a, c.plan.tactic);
+          int64_t const tiles = layout::ceil_div(n, t.channels) * layout::ceil_div(m, t.tokens);
+          EXPECT_TRUE(c.plan.split_k == 1 || tiles <= device.sm_count) << c.plan.tactic << " split " << c.plan.split_k;
+        }
+      }
+}
+
 TEST(Select, IsRepeatable) {
-  GemmArguments const a = problem(33, 6144, 4096);
-  Plan const first = select(a, kH200), second = select(a, kH200);
-  EXPECT_EQ(first.tactic, second.tactic);
-  EXPECT_EQ(first.split_k, second.split_k);
+  GemmArguments const a = problem(300, 6144, 4096);
+  std::vector<Candidate> const first = candidates(a, kH200, {}, 0, true), second = candidates(a, kH200, {}, 0, true);
+  ASSERT_EQ(first.size(), second.size());
+  for (size_t i = 0; i < first.size(); ++i) {
+    EXPECT_EQ(first[i].plan.tactic, second[i].plan.tactic);
+    EXPECT_EQ(first[i].plan.split_k, second[i].plan.split_k);
+    EXPECT_EQ(first[i].plan.slice, second[i].plan.slice);
+    EXPECT_EQ(first[i].cost.total, second[i].cost.total);
+  }
+}
+
+TEST(Select, TakesTheFirstCandidate) {
+  for (int64_t m : kTokens)
+    for (bool dense : {false, true}) {
+      GemmArguments const a = problem(m, 4096, 4096);
+      std::vector<Candidate> const all = candidates(a, kH200, {}, 0, dense);
+      Plan const plan = select(a, kH200, {}, 0, dense);
+      EXPECT_EQ(plan.tactic, all[0].plan.tactic);
+      EXPECT_EQ(plan.split_k, all[0].plan.split_k);
+      std::set<std::pair<std::string, int>> seen;
+      for (size_t i = 0; i < all.size(); ++i) {
+        Cost const& c = all[i].cost;
+        EXPECT_TRUE(i == 0 || all[i - 1].cost.total <= c.total);
+        EXPECT_TRUE(c.load > 0 && c.compute > 0 && c.fixed > 0);
+        EXPECT_GE(c.total, std::max(c.load, c.compute) + c.fixed);
+        EXPECT_LE(c.total, (c.load + c.compute + c.fixed) * (1 + 1e-12));
+        EXPECT_TRUE(seen.insert({all[i].plan.tactic, all[i].plan.split_k}).second) << "listed twice";
+      }
+    }
+}
+
+TEST(Select, MoreWorkTakesNoLess) {
+  for (DeviceTraits const& device : kDevices)
+    for (auto [n, k] : kShapes) {
+      double last = 0;
+      for (int64_t m : kTokens) {
+        double const total = candidates(problem(m, n, k), device, {}, 0, true)[0].cost.total;
+        EXPECT_GE(total, last) << m << " tokens, " << n << " x " << k;
+        EXPECT_LE(total, candidates(problem(m, 2 * n, k), device, {}, 0, true)[0].cost.total) << m;
+        EXPECT_LE(total, candidates(problem(m, n, 2 * k), device, {}, 0, true)[0].cost.total) << m;
+        last = total;
+      }
+    }
 }
 
 TEST(Select, TakesAForcedTactic) {
   GemmArguments const a = problem(33, 6144, 4096);
   for (TacticTraits const& t : tactics(a)) {
-    if (t.shared_memory > kH200.shared_memory_per_block) continue;
+    if (t.shared_memory > kH200.shared_memory_per_block) {
+      EXPECT_THROW(select(a, kH200, t.name), Unsupported);
+      continue;
+    }
     EXPECT_EQ(select(a, kH200, t.name).tactic, t.name);
-    EXPECT_EQ(select(a, kH200, t.name, 3).split_k, 3);
-    EXPECT_FALSE(select(a, kH200, t.name, 3).workspace_bytes);
-    EXPECT_EQ(select(a, kA100, tactics(a)[0].name, 3).workspace_bytes, size_t{3} * 33 * 6144 * 4);
+    int const split = static_cast<int>(std::min<int64_t>(3, layout::ceil_div(4096, t.k)));
+    Plan const plan = select(a, kH200, t.name, split);
+    EXPECT_EQ(plan.split_k, split);
+    EXPECT_EQ(plan.workspace_bytes, 0u) << "clusters add their sums without memory";
+    EXPECT_THROW(select(a, kH200, t.name, 4096 / 64 + 1), Unsupported) << "more shares than stages";
+    if (t.shared_memory <= kA100.shared_memory_per_block && split > 1) {
+      EXPECT_EQ(select(a, kA100, t.name, split).workspace_bytes, size_t(split) * 33 * 6144 * 4);
+    }
   }
 }
 
@@ -141,12 +208,95 @@ TEST(Select, RefusesWhatIsNotBuilt) {
 }
 
 TEST(Select, EveryTacticStatesItsNeeds) {
-  for (GemmArguments const& a : schemes(1, 4096, 4096))
+  for (GemmArguments const& a : schemes(1, 4096, 4096)) {
+    bool small = false;
     for (TacticTraits const& t : tactics(a)) {
       EXPECT_GT(t.shared_memory, 0);
-      EXPECT_LE(t.shared_memory, kH200.shared_memory_per_block) << t.name;
       EXPECT_LE(t.max_registers * t.warps * 32, 65536) << t.name;
+      bool const smallest = a.weights.packing == Packing::kW4A16 && scale_mode(a) == ScaleMode::kNative;
+      EXPECT_TRUE(!smallest || t.shared_memory <= kH200.shared_memory_per_block) << t.name << " fits no scheme";
+      small |= t.shared_memory <= kRtx3090.shared_memory_per_block;
     }
+    EXPECT_TRUE(small) << "nothing for GPUs with little shared memory";
+  }
+}
+
+TEST(Dense, IsChosenFromSomeNumberOfTokensUp) {
+  for (auto [n, k] : kShapes) {
+    bool chosen = false;
+    for (int64_t m : kTokens) {
+      GemmArguments const a = problem(m, n, k);
+      Plan const plan = select(a, kH200, {}, 0, true);
+      EXPECT_TRUE(plan.dense || !chosen) << m << " tokens, " << n << " x " << k;
+      EXPECT_EQ(plan.dense, plan.tactic == "w4a16_f16_dequantize_dense");
+      EXPECT_FALSE(plan.dense && m < dense::kMinRows);
+      EXPECT_FALSE(select(a, kH200).dense) << "the caller did not offer to run it";
+      chosen = plan.dense;
+    }
+    EXPECT_TRUE(chosen) << n << " x " << k;
+  }
+}
+
+TEST(Dense, IsOfferedOnceFrom128TokensUp) {
+  for (int64_t m : kTokens) {
+    std::vector<Candidate> const all = candidates(problem(m, 4096, 4096), kH200, {}, 0, true);
+    auto const count =
+        std::count_if(all.begin(), all.end(), [](Candidate const& candidate) { return candidate.plan.dense; });
+    EXPECT_EQ(count, m >= dense::kMinRows ? 1 : 0) << m;
+  }
+}
+
+TEST(Dense, SlicesAreBounded) {
+  for (DeviceTraits const& device : kDevices)
+    for (auto [n, k] :
+         {Shape{4096, 4096}, {28672, 4096}, {57344, 8192}, {1, 1}, {97, 1000}, {129, 262144}, {152064, 64}})
+      for (int64_t m : {1, 128, 1000, 16384})
+        for (Activation activation : {Activation::kNone, Activation::kSilu}) {
+          GemmArguments a = problem(m, n, k);
+          a.activation = activation;
+          Plan const plan = select(a, device, dense_tactic(a), 0, true);
+          EXPECT_TRUE(plan.dense);
+          EXPECT_EQ(plan.split_k, 1);
+          EXPECT_GT(plan.slice, 0);
+          EXPECT_TRUE(plan.slice == n || (plan.slice < n && plan.slice % dense::kSliceRows == 0)) << plan.slice;
+          int64_t const weights = plan.slice * k * 2;
+          int64_t const sums = activation == Activation::kNone ? 0 : m * round_up(plan.slice, 8) * 4;
+          EXPECT_LE(weights, int64_t(64) << 20);
+          EXPECT_LE(sums, int64_t(64) << 20);
+          EXPECT_GE(plan.workspace_bytes, size_t(weights + sums));
+          EXPECT_LT(plan.workspace_bytes, size_t(weights + sums + 512)) << "and nothing else";
+        }
+}
+
+TEST(Dense, SizesItsWorkspace) {
+  GemmArguments a = problem(1000, 4096, 4096);
+  auto const bytes = [&] { return select(a, kH200, dense_tactic(a), 0, true).workspace_bytes; };
+  size_t const plain = bytes();
+  int32_t perm = 0;
+  a.perm = &perm;
+  EXPECT_EQ(bytes(), plain + size_t{1000} * 4096 * 2);
+  a.perm = nullptr;
+  a.bias_type = DType::kFloat16;
+  EXPECT_EQ(bytes(), plain + size_t{1000} * 4096 * 4);
+}
+
+TEST(Dense, IsRefusedWhereItDoesNotFit) {
+  GemmArguments const a = problem(128, 4096, 4096);
+  EXPECT_THROW(select(a, kH200, dense_tactic(a)), Unsupported) << "the caller did not offer to run it";
+  EXPECT_THROW(select(a, kH200, dense_tactic(a), 2, true), Unsupported) << "k is not shared";
+  EXPECT_THROW(select(problem(128, 256, (1 << 18) + 1), kH200, dense_tactic(a), 0, true), Unsupported)
+      << "128 rows are more than the workspace holds";
+  EXPECT_THROW(select(problem(128, 256, 64, 64, DType::kBFloat16), kH200, dense_tactic(a), 0, true), InvalidArgument)
+      << "the name of another type's tactic";
+}
+
+TEST(KernelSetHash, TellsBuildsApart) {
+  std::string const hash = kernel_set_hash({"80-real", "90-real"});
+  EXPECT_EQ(hash.size(), 16u);
+  EXPECT_EQ(hash.find_first_not_of("0123456789abcdef"), std::string::npos);
+  EXPECT_EQ(hash, kernel_set_hash({"80-real", "90-real"}));
+  EXPECT_NE(hash, kernel_set_hash({"80-real"}));
+  EXPECT_NE(hash, kernel_set_hash({"80-rea", "l90-real"}));
 }
 
 TEST(Workspace, CopiesOnlyWhatIsMisaligned) {

@@ -48,6 +48,26 @@ struct Plan {
   int split_k = 1;       ///< blocks that share the k extent of one output tile
   bool cluster = false;  ///< those blocks form a thread block cluster (sm_90) and need no workspace for their sums
   size_t workspace_bytes = 0;  ///< scratch memory the launch needs
+  /// Weights are rounded to the activations' type before the product; if not, (code - zero) * scale enters unrounded.
+  bool rounds_weights = true;
+  /// The caller dequantises `slice` rows of the weights at a time and multiplies them with a dense 16-bit product;
+  /// cuda::gemm refuses such a plan.
+  bool dense = false;
+  int64_t slice = 0;  ///< rows of a slice but the last; 0 unless dense
+};
+
+/// Parts of a predicted time, microseconds.
+struct Cost {
+  double load = 0;     ///< bytes through DRAM, L2 and the copy rings; dequantising, if dense
+  double compute = 0;  ///< issue slots of MMAs and conversions; the dense product, if dense
+  double fixed = 0;    ///< launches, prologue, epilogue, and the exchange of partial sums
+  double total = 0;    ///< less than the sum where loads and arithmetic overlap
+};
+
+/// A plan and what it is expected to take.
+struct Candidate {
+  Plan plan;
+  Cost cost;
 };
 
 /// What selection knows of a GPU. Plain data, so that selection can be tested without one.
@@ -69,11 +89,22 @@ struct TacticTraits {
 /// Every configuration that is built for this kind of problem (types, packing, zeros, group size), whatever the GPU.
 std::vector<TacticTraits> tactics(GemmArguments const& arguments);
 
-/// Chooses a configuration for the problem on the device; a pure function of its arguments. `tactic` forces a
-/// configuration by name (empty: choose) and `split_k` its split (0: choose). Throws Unsupported if nothing fits,
-/// InvalidArgument for an unknown name.
-Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic = {},
-            int split_k = 0);
+/// Name of the tactic that dequantises and multiplies densely: `<packing>_<activation type>_dequantize_dense`.
+std::string dense_tactic(GemmArguments const& arguments);
+
+/// What may serve the problem on the device, the least predicted time first; a pure function of its arguments. `tactic`
+/// forces a configuration by name (empty: any) and `split_k` its split (0: any); `dense` says that the caller runs
+/// dense plans. Throws Unsupported if nothing fits, InvalidArgument for an unknown name.
+std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device,
+                                  std::string const& tactic = {}, int split_k = 0, bool dense = false);
+
+/// The first of the candidates.
+Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic = {}, int split_k = 0,
+            bool dense = false);
+
+/// Identifies the table of configurations and what it was built with: `build` names architectures and versions.
+/// Measured times of another set of kernels say nothing about this one.
+std::string kernel_set_hash(std::vector<std::string> const& build);
 
 namespace cuda {
 
@@ -91,6 +122,15 @@ DeviceTraits const& device_traits(int device);
 /// Launches the plan on `stream` of the current device. No allocation, no synchronisation, no device query after the
 /// first call for a device: safe under graph capture.
 void gemm(GemmArguments const& arguments, Plan const& plan, void* stream);
+
+/// What a caller that runs dense plans does around its products, as safe under graph capture as gemm.
+///
+/// Writes the activations as the product sees them, permuted and scaled: `a_out` [m, k].
+void prepare_activations(GemmArguments const& arguments, void* a_out, int64_t a_out_stride, void* stream);
+/// Writes channels [begin, end) of out from the sums over k: activation(sums + bias), rounded once. `sums`
+/// [m, end - begin], 32-byte aligned, its stride a multiple of 8.
+void finish(GemmArguments const& arguments, float const* sums, int64_t sums_stride, int64_t begin, int64_t end,
+            void* stream);
 
 }  // namespace cuda
 

@@ -1,4 +1,5 @@
-// What a launch is expected to cost: a printable model of waves, bytes and tensor-core issue slots.
+// What a product is expected to take: a pure function of waves, bytes, issue slots and fixed costs. Its constants are
+// those of gpu_class.h.
 #pragma once
 
 #include "gemm/tactics.h"
@@ -6,18 +7,11 @@
 
 namespace qcutlass {
 
-/// Parts of a prediction, microseconds.
-struct Cost {
-  double load = 0;     ///< bytes through DRAM, L2 and the copy rings
-  double compute = 0;  ///< issue slots of MMAs and dequantisation
-  double fixed = 0;    ///< launch, prologue, epilogue, and the second kernel of a split
-  double total = 0;
-};
-
+/// Prediction for one configuration and split.
 Cost predict(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic, int split_k,
              bool cluster);
 
 /// Blocks of a configuration that an SM holds at once; 0 if not even one fits.
-int resident_blocks(Tactic const& tactic, Packing packing, ScaleMode mode, DeviceTraits const& device);
+int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic);
 
 }  // namespace qcutlass

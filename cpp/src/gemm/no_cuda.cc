@@ -23,6 +23,8 @@ std::string cutlass_version() { return "none"; }
 
 DeviceTraits const& device_traits(int) { throw_not_built(); }
 void gemm(GemmArguments const&, Plan const&, void*) { throw_not_built(); }
+void prepare_activations(GemmArguments const&, void*, int64_t, void*) { throw_not_built(); }
+void finish(GemmArguments const&, float const*, int64_t, int64_t, int64_t, void*) { throw_not_built(); }
 void pack(PackArguments const&, void*) { throw_not_built(); }
 void unpack(PackArguments const&, void*) { throw_not_built(); }
 void dequantize(DequantizeArguments const&, void*) { throw_not_built(); }

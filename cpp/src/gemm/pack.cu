@@ -1,8 +1,4 @@
-// Packing, unpacking and dequantising on the GPU. One thread a lane of a packed tile: 16 bytes, read or written at
-// once.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+// Packing and unpacking on the GPU. One thread a lane of a packed tile: 16 bytes, read or written at once.
 #include <algorithm>
 #include <type_traits>
 
@@ -101,47 +97,6 @@ __global__ void unpack_kernel(PackArguments a, int64_t lanes, int64_t tiles_k) {
   }
 }
 
-// Calls, not inlined: unrolled over a lane's codes, the switches over types would keep ptxas busy for minutes.
-__device__ __noinline__ float load(void const* data, DType type, int64_t i) {
-  switch (type) {
-    case DType::kFloat16: return __half2float(static_cast<__half const*>(data)[i]);
-    case DType::kBFloat16: return __bfloat162float(static_cast<__nv_bfloat16 const*>(data)[i]);
-    case DType::kFloat32: return static_cast<float const*>(data)[i];
-    case DType::kUInt8: return float(static_cast<uint8_t const*>(data)[i]);
-    case DType::kInt8: return float(static_cast<int8_t const*>(data)[i]);
-    case DType::kInt32: return float(static_cast<int32_t const*>(data)[i]);
-    default: return 0.f;
-  }
-}
-
-__device__ __noinline__ void store(void* data, DType type, int64_t i, float value) {
-  switch (type) {
-    case DType::kFloat16: static_cast<__half*>(data)[i] = __float2half_rn(value); break;
-    case DType::kBFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value); break;
-    default: static_cast<float*>(data)[i] = value; break;
-  }
-}
-
-/// `first` is the first lane of the strip that row_begin lies in.
-template <Packing kPacking>
-__global__ void dequantize_kernel(DequantizeArguments a, int64_t first, int64_t lanes, int64_t tiles_k) {
-  constexpr int kBits = bits_of(kPacking);
-  WeightArguments const& w = a.weights;
-  for (int64_t index = first + blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes;
-       index += int64_t(gridDim.x) * kThreads) {
-    uint4 const v = static_cast<uint4 const*>(w.packed)[index];
-    for_each_code<kPacking>(index, tiles_k, [&](int i, int64_t n, int64_t k) {
-      if (n < a.row_begin || n >= a.row_end || k >= w.k) return;
-      int64_t const g = w.group_size >= w.k ? 0 : k / w.group_size;
-      float const zero = w.zero_type == DType::kNone ? float(symmetric_zero(kBits))
-                                                     : load(w.zeros, w.zero_type, g * w.zero_stride + n);
-      float const scale = load(w.scales, w.scale_type, g * w.scale_stride + n);
-      store(a.out, a.out_type, (n - a.row_begin) * a.out_stride + k,
-            __fmul_rn(__fsub_rn(float(code_of<kBits>(v, i)), zero), scale));
-    });
-  }
-}
-
 unsigned blocks_for(int64_t lanes) { return unsigned(std::min<int64_t>(layout::ceil_div(lanes, kThreads), 1 << 20)); }
 
 /// Runs `launch` with the packing as a constant.
@@ -172,17 +127,6 @@ void unpack(PackArguments const& a, void* stream) {
   dispatch(a.packing, [&](auto packing) {
     unpack_kernel<packing.value>
         <<<blocks_for(lanes), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, lanes, tiles_k);
-  });
-}
-
-void dequantize(DequantizeArguments const& a, void* stream) {
-  WeightArguments const& w = a.weights;
-  int64_t const tiles_k = layout::tiles_k(w.packing, w.k), strip = tiles_k * layout::kLanes;
-  int64_t const first = a.row_begin / layout::kTileN * strip, lanes = layout::tiles_n(a.row_end) * strip;
-  if (a.row_end <= a.row_begin || w.k == 0) return;
-  dispatch(w.packing, [&](auto packing) {
-    dequantize_kernel<packing.value>
-        <<<blocks_for(lanes - first), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, first, lanes, tiles_k);
   });
 }
 

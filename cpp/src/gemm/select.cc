@@ -1,7 +1,9 @@
 // Problem -> configuration: a pure function over the table of tactics.
-#include <stdexcept>
+#include <algorithm>
+#include <cstdio>
 
 #include "gemm/cost_model.h"
+#include "gemm/dense.h"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 
@@ -13,13 +15,18 @@ constexpr int kSplits[] = {1, 2, 4, 8, 16};
 /// Largest cluster size that every GPU with clusters supports.
 constexpr int kMaxCluster = 8;
 
-char const* activation_name(DType type) { return type == DType::kFloat16 ? "f16" : "bf16"; }
+/// What the names of tactics begin with.
+std::string tactic_prefix(GemmArguments const& arguments) {
+  return std::string(arguments.weights.packing == Packing::kW4A16 ? "w4a16_" : "w8a16_") +
+         (arguments.a_type == DType::kFloat16 ? "f16_" : "bf16_");
+}
 
 std::string tactic_name(GemmArguments const& arguments, Tactic const& t) {
-  return std::string(arguments.weights.packing == Packing::kW4A16 ? "w4a16_" : "w8a16_") +
-         activation_name(arguments.a_type) + "_" + kScaleModeNames[static_cast<int>(scale_mode(arguments))] +
-         "_sm80_n" + std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" + std::to_string(t.stage_k()) +
-         "_s" + std::to_string(t.stages);
+  bool const stream = t.mainloop == Mainloop::kStream;
+  return tactic_prefix(arguments) + kScaleModeNames[static_cast<int>(scale_mode(arguments))] + "_sm80_" +
+         (stream ? "stream_n" : "n") + std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" +
+         std::to_string(t.stage_k()) + (stream ? "w" + std::to_string(t.warps()) : "") + "_s" +
+         std::to_string(t.stages);
 }
 
 /// What the CUDA kernels cover, beyond what the arguments' types already say.
@@ -46,10 +53,32 @@ bool uses_cluster(DeviceTraits const& device, int split_k) {
   return split_k > 1 && split_k <= kMaxCluster && device.compute_capability >= 90;
 }
 
-std::string limits(DeviceTraits const& device) {
-  return "compute capability " + std::to_string(device.compute_capability / 10) + "." +
-         std::to_string(device.compute_capability % 10) + ", " + std::to_string(device.shared_memory_per_block) +
-         " bytes of shared memory a block";
+/// Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
+bool split_pays(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& t, int split_k) {
+  int64_t const count = tiles(arguments, t);
+  return split_k == 1 || (count <= device.sm_count &&
+                          count * split_k <= int64_t(device.sm_count) * resident_blocks(arguments, device, t));
+}
+
+Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& t, int split_k) {
+  bool const cluster = uses_cluster(device, split_k);
+  Candidate result;
+  result.plan.tactic = tactic_name(arguments, t);
+  result.plan.split_k = split_k;
+  result.plan.cluster = cluster;
+  result.plan.workspace_bytes = Workspace(arguments, split_k, cluster).bytes;
+  result.plan.rounds_weights = rounds_weights(t, scale_mode(arguments));
+  result.cost = predict(arguments, device, t, split_k, cluster);
+  return result;
+}
+
+[[noreturn]] void throw_nothing_fits(DeviceTraits const& device, std::string const& tactic, int split_k) {
+  throw Unsupported("no kernel configuration" + (tactic.empty() ? "" : " '" + tactic + "'") +
+                    (split_k > 0 ? " with split_k = " + std::to_string(split_k) : "") +
+                    " fits this problem on a GPU of compute capability " +
+                    std::to_string(device.compute_capability / 10) + "." +
+                    std::to_string(device.compute_capability % 10) + ", " +
+                    std::to_string(device.shared_memory_per_block) + " bytes of shared memory a block");
 }
 
 }  // namespace
@@ -72,39 +101,61 @@ std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
   check_supported(arguments);
   std::vector<TacticTraits> result;
   for (Tactic const& t : kTactics)
-    result.push_back({tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(), t.warps(), t.stages,
-                      shared_memory_bytes(t, arguments.weights.packing, scale_mode(arguments)), t.max_registers()});
+    result.push_back(
+        {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(), t.warps(), t.stages,
+         shared_memory_bytes(t, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1)),
+         t.max_registers()});
   return result;
 }
 
-Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic, int split_k) {
+std::string dense_tactic(GemmArguments const& arguments) { return tactic_prefix(arguments) + "dequantize_dense"; }
+
+std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic,
+                                  int split_k, bool dense) {
   check_supported(arguments);
-  int const only = tactic.empty() ? -1 : tactic_index(arguments, tactic);
-  ScaleMode const mode = scale_mode(arguments);
-  int best = -1, best_split = 1;
-  double best_cost = 0;
-  for (int i = 0; i < kTacticCount; ++i) {
+  bool const dense_forced = tactic == dense_tactic(arguments);
+  if (dense_forced && !dense)
+    throw Unsupported("tactic: '" + tactic + "' is run by the caller of the library, and this one does not offer to");
+  int const only = tactic.empty() || dense_forced ? -1 : tactic_index(arguments, tactic);
+  std::vector<Candidate> result;
+  for (int i = 0; i < kTacticCount && !dense_forced; ++i) {
     Tactic const& t = kTactics[i];
-    if (only >= 0 && i != only) continue;
-    int const resident = resident_blocks(t, arguments.weights.packing, mode, device);
-    if (resident == 0) continue;
-    for (int candidate : kSplits) {
-      int const split = split_k > 0 ? split_k : candidate;
-      if (!splittable(arguments, t, split)) break;
-      // Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
-      if (split_k == 0 && split > 1 &&
-          (tiles(arguments, t) > device.sm_count || tiles(arguments, t) * split > device.sm_count * resident))
-        break;
-      double const cost = predict(arguments, device, t, split, uses_cluster(device, split)).total;
-      if (best < 0 || cost < best_cost) best = i, best_split = split, best_cost = cost;
+    if ((only >= 0 && i != only) || resident_blocks(arguments, device, t) == 0) continue;
+    if (split_k > 0) {
+      if (splittable(arguments, t, split_k)) result.push_back(candidate(arguments, device, t, split_k));
+      continue;
     }
+    for (int split : kSplits)
+      if (splittable(arguments, t, split) && split_pays(arguments, device, t, split))
+        result.push_back(candidate(arguments, device, t, split));
   }
-  if (best < 0)
-    throw Unsupported("no kernel configuration" + (tactic.empty() ? "" : " '" + tactic + "'") +
-                      (split_k > 0 ? " with split_k = " + std::to_string(split_k) : "") +
-                      " fits this problem on a GPU of " + limits(device));
-  bool const cluster = uses_cluster(device, best_split);
-  return {tactic_name(arguments, kTactics[best]), best_split, cluster, Workspace(arguments, best_split, cluster).bytes};
+  bool const dense_wanted = dense_forced || (dense && tactic.empty() && arguments.m >= dense::kMinRows);
+  if (dense_wanted && split_k <= 1 && dense::fits(arguments)) result.push_back(dense::candidate(arguments, device));
+  if (result.empty()) throw_nothing_fits(device, tactic, split_k);
+  std::stable_sort(result.begin(), result.end(),
+                   [](Candidate const& a, Candidate const& b) { return a.cost.total < b.cost.total; });
+  return result;
+}
+
+Plan select(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic, int split_k,
+            bool dense) {
+  return candidates(arguments, device, tactic, split_k, dense).front().plan;
+}
+
+std::string kernel_set_hash(std::vector<std::string> const& build) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  auto const add = [&hash](std::string const& text) {
+    for (char c : text + '\n') hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  };
+  for (std::string const& fact : build) add(fact);
+  add("layout " + std::to_string(layout::kVersion));
+  for (Tactic const& t : kTactics)
+    for (int64_t field : {int64_t(t.mainloop), int64_t{t.channels}, int64_t{t.tokens}, int64_t{t.warp_channels},
+                          int64_t{t.warp_tokens}, int64_t{t.slices}, int64_t{t.stages}, int64_t{t.min_blocks}})
+      add(std::to_string(field));
+  char digits[17];
+  std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(hash));
+  return digits;
 }
 
 }  // namespace qcutlass

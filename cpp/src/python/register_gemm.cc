@@ -16,7 +16,18 @@ void register_plans(py::module_& module) {
       .def_readonly("tactic", &Plan::tactic)
       .def_readonly("split_k", &Plan::split_k)
       .def_readonly("cluster", &Plan::cluster)
-      .def_readonly("workspace_bytes", &Plan::workspace_bytes);
+      .def_readonly("workspace_bytes", &Plan::workspace_bytes)
+      .def_readonly("rounds_weights", &Plan::rounds_weights)
+      .def_readonly("dense", &Plan::dense)
+      .def_readonly("slice", &Plan::slice);
+  py::class_<Cost>(module, "Cost")
+      .def_readonly("load", &Cost::load)
+      .def_readonly("compute", &Cost::compute)
+      .def_readonly("fixed", &Cost::fixed)
+      .def_readonly("total", &Cost::total);
+  py::class_<Candidate>(module, "Candidate")
+      .def_readonly("plan", &Candidate::plan)
+      .def_readonly("cost", &Candidate::cost);
   py::class_<DeviceTraits>(module, "DeviceTraits")
       .def(py::init([](int compute_capability, int sm_count, int shared_memory_per_block) {
              return DeviceTraits{compute_capability, sm_count, shared_memory_per_block};
@@ -48,7 +59,27 @@ void register_gemm(py::module_& module) {
         cuda::gemm(arguments, plan, to_pointer(stream));
       },
       "arguments"_a, "plan"_a, "stream"_a);
-  module.def("select", &select, "arguments"_a, "device"_a, "tactic"_a = "", "split_k"_a = 0);
+  module.def(
+      "prepare_activations",
+      [](GemmArguments const& arguments, uintptr_t a_out, int64_t a_out_stride, uintptr_t stream) {
+        cuda::prepare_activations(arguments, to_pointer(a_out), a_out_stride, to_pointer(stream));
+      },
+      "arguments"_a, "a_out"_a, "a_out_stride"_a, "stream"_a);
+  module.def(
+      "finish",
+      [](GemmArguments const& arguments, uintptr_t sums, int64_t sums_stride, int64_t begin, int64_t end,
+         uintptr_t stream) {
+        cuda::finish(arguments, to_pointer<float const>(sums), sums_stride, begin, end, to_pointer(stream));
+      },
+      "arguments"_a, "sums"_a, "sums_stride"_a, "begin"_a, "end"_a, "stream"_a);
+  module.def("select", &select, "arguments"_a, "device"_a, "tactic"_a = "", "split_k"_a = 0, "dense"_a = false);
+  module.def("candidates", &candidates, "arguments"_a, "device"_a, "tactic"_a = "", "split_k"_a = 0, "dense"_a = false);
+  module.def("dense_tactic", &dense_tactic, "arguments"_a);
+  module.def("kernel_set_hash", [] {
+    std::vector<std::string> build = cuda::built_architectures();
+    build.insert(build.end(), {QCUTLASS_VERSION, cuda::toolkit_version(), cuda::cutlass_version()});
+    return kernel_set_hash(build);
+  });
   module.def("tactics", &tactics, "arguments"_a);
 }
 

@@ -1,4 +1,8 @@
 // Enumerations, the argument structs and exceptions.
+#include <pybind11/stl.h>
+
+#include <array>
+
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 #include "qcutlass/scheme.h"
@@ -72,6 +76,22 @@ void register_arguments(py::module_& module) {
   def_pointer(gemm, "act_scale", &GemmArguments::act_scale);
   def_pointer(gemm, "perm", &GemmArguments::perm);
   def_pointer(gemm, "workspace", &GemmArguments::workspace);
+  gemm.def(
+      "at",
+      [](GemmArguments product, std::array<uintptr_t, 7> const& operands, uintptr_t out) {
+        product.a = to_pointer(operands[0]);
+        product.weights.packed = to_pointer(operands[1]);
+        product.weights.scales = to_pointer(operands[2]);
+        product.weights.zeros = to_pointer(operands[3]);
+        product.bias = to_pointer(operands[4]);
+        product.act_scale = to_pointer(operands[5]);
+        product.perm = to_pointer<int32_t>(operands[6]);
+        product.out = to_pointer(out);
+        return product;
+      },
+      py::arg("operands"), py::arg("out"),
+      "The same product elsewhere in memory: a, w_packed, scales, zeros, bias, act_scale, perm; 0 for what it has "
+      "not.");
 }
 
 }  // namespace

@@ -1,0 +1,28 @@
+// The tactic that dequantises slices of the weights, rows n to n + slice, into a workspace and multiplies each with the
+// vendor's dense 16-bit product. The caller runs it; here it is named, sized and priced.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "qcutlass/gemm.h"
+
+namespace qcutlass::dense {
+
+/// Fewer rows of activations never pay.
+inline constexpr int64_t kMinRows = 128;
+/// Bounds the dequantised weights of a slice, and the fp32 sums of one where a bias or an activation follows.
+inline constexpr int64_t kMaxSliceBytes = int64_t(64) << 20;
+/// Slices but the last are multiples of this many rows.
+inline constexpr int64_t kSliceRows = 128;
+
+/// Whether a slice of some width keeps to the bounds.
+bool fits(GemmArguments const& arguments);
+
+/// The slice with the least predicted time, and that time. `workspace_bytes` holds, each rounded up to 256 bytes: the
+/// weights `[slice, k]`; the fp32 sums `[m, slice rounded up to 8]` if there is a bias or an activation; the
+/// activations
+/// `[m, k]` if they are permuted or scaled.
+Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device);
+
+}  // namespace qcutlass::dense

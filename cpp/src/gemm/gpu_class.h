@@ -1,0 +1,75 @@
+// Speeds of the classes of GPUs, as the cost model needs them: the only constants it has.
+//
+// Those of sm_90 were fitted to times measured on an H200. The other classes keep its overheads and take their rates
+// from what the architectures document; selection needs the ratios more than the values.
+#pragma once
+
+namespace qcutlass {
+
+struct MemorySpeed {
+  double dram;  ///< TB/s
+  double l2;    ///< TB/s
+};
+
+/// Issue clocks of one quarter of an SM. While it issues an MMA, nothing else issues.
+struct IssueSpeed {
+  double clock;       ///< GHz under tensor-core load
+  double mma;         ///< clocks of an m16n8k16 MMA with fp32 accumulation
+  double alu = 1.92;  ///< clocks of an instruction that converts weights
+};
+
+/// What a kind of main loop costs beside bytes, MMAs and conversions.
+struct MainloopCosts {
+  double latency;  ///< microseconds from a request to its bytes in shared memory, loaded memory system
+  double slice;    ///< clocks of a warp's slice of k: copies, addresses, shared-memory loads, barriers
+  double column;   ///< clocks of loading an n8 block of the activations' fragments
+  double kernel;   ///< microseconds: launch, first bytes, last stores
+  double output;   ///< microseconds of the epilogue, per output of a block
+};
+inline constexpr MainloopCosts kStreamCosts = {1.22, 22.3, 2.71, 1.67, 4.0e-4};
+inline constexpr MainloopCosts kMultistageCosts = {0.31, 28.9, 0.96, 2.04, 3.0e-4};
+
+/// Microseconds of combining the blocks that share k, and of small kernels.
+struct LaunchTimes {
+  double split = 5.4;  ///< the kernel that adds partial sums, beside its traffic
+  double peer = 0.19;  ///< clusters: exchanging sums, per block and peer
+  double copy = 2.0;   ///< a kernel that copies activations or finishes outputs, beside its traffic
+  /// Share of the SMs that clusters beyond pairs can use, since they do not fit every group of SMs that may hold one.
+  double cluster_share = 0.85;
+};
+
+/// Dequantising slices of the weights and multiplying them with the vendor's dense 16-bit product.
+struct DenseSpeed {
+  double product;         ///< TFLOP/s of one SM in full waves of large tiles
+  double dequantize;      ///< TB/s of 16-bit weights written
+  double launches = 4.0;  ///< microseconds of launching both for a slice
+};
+
+struct GpuClass {
+  int compute_capability;
+  MemorySpeed memory;
+  IssueSpeed issue;
+  DenseSpeed dense;
+  MainloopCosts stream = kStreamCosts, multistage = kMultistageCosts;
+  LaunchTimes launch = {};
+  double exposed = 0.077;  ///< how much of the shorter of loads and arithmetic is not hidden behind the longer
+};
+
+inline constexpr GpuClass kGpuClasses[] = {
+    {80, {1.8, 4.0}, {1.3, 8}, {2.5, 1.2}},     // A100
+    {86, {0.7, 2.5}, {1.6, 16}, {0.8, 0.5}},    // A10, RTX 30
+    {89, {0.9, 4.5}, {2.2, 16}, {1.3, 1.2}},    // L40S, RTX 40
+    {90, {4.27, 7.2}, {1.77, 6}, {5.87, 3.3}},  // H100, H200: 775 TFLOP/s on 132 SMs
+    {100, {7.0, 9.0}, {1.8, 6}, {10.0, 5.0}},   // B200
+    {120, {1.6, 5.0}, {2.4, 16}, {1.3, 1.2}},   // RTX 50
+};
+
+/// The class of a GPU: the newest one that is not newer than it.
+constexpr GpuClass const& gpu_class(int compute_capability) {
+  GpuClass const* best = &kGpuClasses[0];
+  for (GpuClass const& c : kGpuClasses)
+    if (c.compute_capability <= compute_capability) best = &c;
+  return *best;
+}
+
+}  // namespace qcutlass
