@@ -22,6 +22,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import testing
+from qcutlass.selection import weight_dtype
 
 # (M, N, K): no extent is a multiple of any tile's; the second has whole tiles of every configuration as well, and more
 # stages than any pipeline. K % 8 decides how activations are copied.
@@ -84,7 +85,7 @@ def main() -> None:
     wanted, launched = set(), set()
     for seed, case in enumerate(cases(shapes), start=arguments.seed):
         problem = case.random(seed=seed)
-        reference = problem.reference(case.dtype)
+        references = {dtype: problem.reference(dtype) for dtype in (case.dtype, torch.float32)}
         gpu = on_gpu(problem)
         packed = check_weights(problem, gpu)
         operands = (gpu.a, packed, gpu.scales, gpu.zeros)
@@ -93,7 +94,8 @@ def main() -> None:
         for tactic in tactics:
             for split_k in arguments.split_k:
                 with contextlib.suppress(qcutlass.UnsupportedError):  # too little shared memory, or too short a K
-                    out = qcutlass.gemm(*operands, **gpu.keywords, tactic=tactic, split_k=split_k)
+                    options = gpu.keywords | {"tactic": tactic, "split_k": split_k}
+                    out, reference = qcutlass.gemm(*operands, **options), references[weight_dtype(*operands, **options)]
                     label = f"{tactic} split {split_k}: {problem}"
                     worst = max(worst, testing.assert_close(out.cpu(), reference, splits=split_k, label=label))
                     launched.add(tactic)

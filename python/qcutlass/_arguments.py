@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from qcutlass import _C
+from qcutlass import _C, _dense, tuning
 from qcutlass._validation import ACTIVATIONS, PACKINGS, GemmCall, WeightShape
 
 DTYPES: Final[dict[torch.dtype, _C.DType]] = {
@@ -19,13 +19,9 @@ DTYPES: Final[dict[torch.dtype, _C.DType]] = {
     torch.int8: _C.DType.INT8,
     torch.int32: _C.DType.INT32,
 }
-_ALIGNMENT: Final = 16  # bytes of a vector access
-_CPU_BLOCK: Final = 1 << 20  # fp32 activations that a block of rows holds: 4 MB
-_CPU_MIN_ROWS: Final = 16
-_MAX_PLANS: Final = 1 << 14
+ALIGNMENT: Final = 16  # bytes of a vector access
 
 _devices: dict[int, _C.DeviceTraits] = {}
-_plans: dict[tuple[Any, ...], _C.Plan] = {}
 
 
 def device_traits(index: int) -> _C.DeviceTraits:
@@ -72,7 +68,7 @@ def as_separate_rows(matrix: Tensor) -> Tensor:
 
 def aligned(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy where it is on a GPU at an address that kernels cannot read in vectors."""
-    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % _ALIGNMENT else tensor
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def weight_arguments(
@@ -97,13 +93,8 @@ def weight_arguments(
     return arguments, operands
 
 
-def _placement(matrix: Tensor) -> tuple[int, int]:
-    """What decides whether kernels read a matrix where it lies; apart, as one row has no use for its stride."""
-    return matrix.data_ptr() % _ALIGNMENT, matrix.stride(0)
-
-
 class Product:
-    """A product's arguments; keeps the operands that they point into."""
+    """A checked product of operands in memory; keeps alive what its arguments point into."""
 
     def __init__(self, call: GemmCall, shape: WeightShape, out: Tensor) -> None:
         """`out`: `[M, N]` with unit stride along N."""
@@ -127,76 +118,24 @@ class Product:
         if call.perm is not None:
             arguments.perm = self._vector(call.perm).data_ptr()
 
+    @property
+    def addresses(self) -> list[int]:
+        """Of the operands, in the order of `GemmArguments.at`; 0 for those it has not."""
+        arguments, weights = self.arguments, self.arguments.weights
+        of_weights = [weights.packed, weights.scales, weights.zeros]
+        return [arguments.a, *of_weights, arguments.bias, arguments.act_scale, arguments.perm]
+
     def _vector(self, vector: Tensor) -> Tensor:
         vector = vector.contiguous()
         self.operands.append(vector)
         return vector
 
-    def _key(self, device: int) -> tuple[Any, ...]:
-        """All that the choice of a configuration and the size of its workspace depend on."""
-        call, a, out = self.call, self.a, self.out
-        zeros = self.operands[2] if call.zeros is not None else None
-        scales = self.operands[1]
-        return (
-            device,
-            out.shape[0],
-            self.shape,
-            a.dtype,
-            scales.dtype,
-            call.activation,
-            call.tactic,
-            call.split_k,
-            call.bias is None,
-            call.act_scale is None and call.perm is None,
-            _placement(a),
-            _placement(scales),
-            zeros if zeros is None else (zeros.dtype, _placement(zeros)),
-        )
-
     def plan(self, device: int) -> _C.Plan:
-        """The configuration for this product on GPU `device`."""
-        key = self._key(device)
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _C.select(self.arguments, device_traits(device), self.call.tactic or "", self.call.split_k)
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-        return plan
-
-    def run(self) -> None:
-        """Writes `out`: on the CPU with torch's number of threads, on a GPU on the current stream."""
-        if not self.out.is_cuda:
-            self._run_cpu()
-            return
-        device = self.out.get_device()
-        if device == torch._C._cuda_getDevice():
-            self._launch(device)
-        else:
-            with torch.cuda.device(device):
-                self._launch(device)
-
-    def _launch(self, device: int) -> None:
-        plan, arguments = self.plan(device), self.arguments
-        if plan.workspace_bytes:
-            workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self.out.device)
-            arguments.workspace, arguments.workspace_bytes = workspace.data_ptr(), plan.workspace_bytes
-        _C.gemm_cuda(arguments, plan, torch._C._cuda_getCurrentRawStream(device))
-
-    def _run_cpu(self) -> None:
-        """In blocks of rows whose fp32 copies stay in cache while all weights pass by.
-
-        Decoding the weights anew for each block costs a few percent; torch's product of dequantised slices was
-        measured slower at every number of rows, and its idle threads compete for the cores.
-        """
-        arguments, rows, threads = self.arguments, self.out.shape[0], torch.get_num_threads()
-        block = max(_CPU_MIN_ROWS, _CPU_BLOCK // self.shape.k)
-        if rows <= block:
-            _C.gemm_host(arguments, threads)
-            return
-        a, a_pitch = arguments.a, arguments.a_stride * self.a.element_size()
-        out, out_pitch = arguments.out, arguments.out_stride * self.out.element_size()
-        for row in range(0, rows, block):
-            arguments.m = min(block, rows - row)
-            arguments.a, arguments.out = a + row * a_pitch, out + row * out_pitch
-            _C.gemm_host(arguments, threads)
+        """The configuration for this product on GPU `device`: the one asked for, the tuned one, or the cost model's."""
+        call, traits = self.call, device_traits(device)
+        dense = _dense.is_available(call.bias, call.activation) and (bool(call.tactic) or _dense.is_ready(device))
+        if not call.tactic and not call.split_k:
+            tuned = tuning.lookup(self.arguments, traits, device)
+            if tuned is not None and (dense or not tuned.dense):
+                return tuned
+        return _C.select(self.arguments, traits, call.tactic or "", call.split_k, dense)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qcutlass import _C
+from qcutlass import _C, _launch
 from qcutlass._arguments import DTYPES, Product, aligned, as_separate_rows, backend, current_device, weight_arguments
 from qcutlass._overlap import check_out_memory
 from qcutlass._validation import (
@@ -29,12 +29,22 @@ from qcutlass._validation import (
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
 
 
+def is_traced() -> bool:
+    """Whether something looks at the calls of this thread, so that they must go through torch's dispatcher."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def is_eager(*values: object) -> bool:
     """Whether the tensors among `values` are ordinary ones that nothing traces, so that their addresses may be taken.
 
     The device of the first value decides; operands elsewhere are refused by the checks.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if is_traced():
         return False
     for value in values:
         if value is not None and type(value) not in _PLAIN and isinstance(value, Tensor):
@@ -49,7 +59,7 @@ def gemm(call: GemmCall) -> Tensor:
     rows = a.shape[0] if a.dim() == 2 else a.shape[:-1].numel()
     out = a.new_empty((rows, shape.n))
     if out.numel():
-        Product(call, shape, out).run()
+        _launch.run(Product(call, shape, out), None)
     return out if a.dim() == 2 else out.view(*a.shape[:-1], shape.n)
 
 
@@ -60,7 +70,7 @@ def gemm_out(call: GemmCall, out: Tensor) -> None:
     if not out.numel():
         return
     target = _as_matrix(out, shape)
-    Product(call, shape, target).run()
+    _launch.run(Product(call, shape, target), out)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
     elif not out.is_inference():

@@ -7,7 +7,7 @@ from torch import Tensor
 from qcutlass._validation import GemmCall
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Bytes from the first to past the last element."""
     if tensor.numel() == 0:
         return 0
@@ -19,7 +19,7 @@ def _extent(tensor: Tensor) -> int:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Addresses of the first byte and past the last."""
     begin = tensor.data_ptr()
-    return begin, begin + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor))
+    return begin, begin + (tensor.nbytes if tensor.is_contiguous() else extent(tensor))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

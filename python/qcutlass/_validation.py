@@ -54,6 +54,11 @@ class GemmCall(NamedTuple):
     tactic: str | None = None
     split_k: int = 0
 
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """The tensors, in the order of `GemmArguments.at`."""
+        return self.a, self.w_packed, self.scales, self.zeros, self.bias, self.act_scale, self.perm
+
 
 class DequantizeCall(NamedTuple):
     """The arguments of a dequantisation, in the order of the schema; `qcutlass.dequantize` describes them."""

@@ -20,10 +20,21 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, open_checkpoint
 from qcutlass.info import collect
 from qcutlass.quickstart import LayerResult, Options, default_model, run
+from qcutlass.tuning.cache import BUCKETS, cache_folder
+from qcutlass.tuning.tuner import TunedProduct
+from qcutlass.tuning.tuner import tune as tune_shapes
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 _USER_ERRORS = (UnsupportedError, CheckpointError, FileNotFoundError, ValueError)
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int32": torch.int32,
+}
 
 
 class Device(str, Enum):
@@ -38,6 +49,25 @@ class Bits(str, Enum):
 
     four = "4"
     eight = "8"
+
+
+class Activations(str, Enum):
+    """Types of activations and scales."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class Zeros(str, Enum):
+    """Types of zero points."""
+
+    none = "none"
+    uint8 = "uint8"
+    int8 = "int8"
+    int32 = "int32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 @app.callback()
@@ -183,3 +213,56 @@ def _print_info(facts: dict[str, Any]) -> None:
     for device, outcome in facts["self_check"].items():
         table.add_row(f"self-check, {device}", outcome)
     Console().print(table)
+
+
+@app.command()
+def tune(
+    shapes: Annotated[list[str], typer.Argument(help="Shapes of weights, NxK: 4096x14336.")],
+    bits: Annotated[Bits, typer.Option(help="Of a weight.")] = Bits.four,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1: one scale a channel.")] = 128,
+    dtype: Annotated[Activations, typer.Option(help="Of activations and scales.")] = Activations.float16,
+    zeros: Annotated[Zeros, typer.Option(help="Type of the zeros; none: symmetric.")] = Zeros.none,
+    m: Annotated[list[int] | None, typer.Option("--m", help="Rows of activations; repeat it. Default: all.")] = None,
+    device: Annotated[str, typer.Option(help="The GPU.")] = "cuda",
+) -> None:
+    """Measure the kernels for products with weights of these shapes; gemm uses the fastest from then on.
+
+    The winners are kept in the user's cache folder; QCUTLASS_CACHE_DIR names another.
+    """
+    try:
+        found = tune_shapes(
+            [_shape(text) for text in shapes],
+            ms=BUCKETS if m is None else m,
+            bits=int(bits.value),
+            group_size=group_size,
+            dtype=_DTYPES[dtype.value],
+            zero_dtype=_DTYPES.get(zeros.value),
+            device=device,
+        )
+    except (*_USER_ERRORS, RuntimeError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
+        raise typer.Exit(2) from error
+    console = Console()
+    console.print(_tuning_table(found))
+    console.print(f"kept in {cache_folder()}", soft_wrap=True)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    n, _, k = text.partition("x")
+    if not (n.isdecimal() and k.isdecimal()):
+        raise ValueError(f"shapes: expected NxK, say 4096x14336, got {text!r}")
+    return int(n), int(k)
+
+
+def _tuning_table(found: Sequence[TunedProduct]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, caption="untuned: microseconds of the cost model's choice")
+    table.add_column("layer", overflow="fold")
+    table.add_column("M", justify="right")
+    table.add_column("tactic", overflow="fold")
+    for heading in ("split", "us", "untuned", "gain", "measured"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for product in found:
+        plan = product.plan
+        times = f"{plan.microseconds:.1f}", f"{product.untuned.microseconds:.1f}", f"{product.gain:.2f}"
+        table.add_row(str(product.layer), str(product.m), plan.tactic, str(plan.split_k), *times, str(product.measured))
+    return table

@@ -9,6 +9,7 @@ import torch
 
 from qcutlass import _C, testing
 from qcutlass.products import gemm
+from qcutlass.selection import weight_dtype
 from qcutlass.weights import preprocess_weights
 
 
@@ -56,11 +57,11 @@ def self_check(device: str) -> str:
         for rows in (1, 37):
             problem = testing.random_problem(rows, 80, 320, bits=bits, group_size=64, device=device)
             try:
-                out = gemm(problem.a, preprocess_weights(problem.codes, bits), problem.scales, problem.zeros)
+                operands = (problem.a, preprocess_weights(problem.codes, bits), problem.scales, problem.zeros)
+                out, dtype = gemm(*operands), weight_dtype(*operands)
             except (RuntimeError, NotImplementedError) as error:
                 return f"failed: {error}"
-            weight_dtype = problem.a.dtype if problem.a.is_cuda else None
-            ratio = testing.error_ratio(out, problem.reference(weight_dtype))
+            ratio = testing.error_ratio(out, problem.reference(dtype))
             if ratio > 1:
                 return f"failed: {problem!r} is off by {ratio:.3g} times the error bound"
     return "passed"

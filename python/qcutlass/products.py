@@ -1,15 +1,12 @@
-"""The weight-only product and what can be asked about it."""
+"""The weight-only product."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qcutlass import _C, _ops
-from qcutlass._arguments import Product
-from qcutlass._validation import GemmCall, check_gemm, check_inference
+from qcutlass import _launch, _ops
+from qcutlass._validation import GemmCall, check_inference
 
 
 def gemm(
@@ -68,9 +65,12 @@ def gemm(
         >>> qcutlass.gemm(torch.randn(2, 3, 256), w_packed, q.scales, q.zeros, activation="silu").shape
         torch.Size([2, 3, 48])
     """
+    call = GemmCall(a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k)
+    repeated = None if _ops.is_traced() else _launch.repeat(call, out)
+    if repeated is not None:
+        return repeated
     if torch.is_grad_enabled():
         check_inference(a=a, scales=scales, zeros=zeros, bias=bias, act_scale=act_scale)
-    call = GemmCall(a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k)
     if out is not None:
         if _ops.is_eager(*call, out):
             _ops.gemm_out(call, out)
@@ -81,51 +81,3 @@ def gemm(
         return _ops.gemm(call)
     result: Tensor = torch.ops.qcutlass.gemm(*call)
     return result
-
-
-def tactics(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any) -> list[str]:
-    """Names of the kernel configurations built for a product, on whatever GPU; `gemm` takes them as `tactic`.
-
-    Args:
-        a, w_packed, scales, zeros, options: as for `gemm`. CPU tensors of a 16-bit type do.
-
-    Raises:
-        UnsupportedError: the CUDA kernels do not cover this kind of product.
-
-    Example:
-        >>> import torch, qcutlass
-        >>> q = qcutlass.quantize(torch.randn(48, 256, dtype=torch.float16))
-        >>> w_packed = qcutlass.preprocess_weights(q.codes, bits=4)
-        >>> names = qcutlass.tactics(torch.randn(8, 256, dtype=torch.float16), w_packed, q.scales, q.zeros)
-        >>> all(name.startswith("w4a16_f16_") for name in names)
-        True
-    """
-    return [traits.name for traits in _C.tactics(_query(a, w_packed, scales, zeros, options).arguments)]
-
-
-def plan(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any) -> _C.Plan:
-    """The configuration, split and workspace that `gemm` would use for CUDA tensors; nothing is launched.
-
-    Args:
-        a, w_packed, scales, zeros, options: as for `gemm`, on one GPU.
-
-    Raises:
-        ValueError: the tensors are not on a GPU, or as for `gemm`.
-        UnsupportedError: as for `gemm`.
-
-    Example:
-        >>> import torch, qcutlass
-        >>> if torch.cuda.is_available():
-        ...     q = qcutlass.quantize(torch.randn(48, 256, dtype=torch.float16, device="cuda"))
-        ...     a = torch.randn(8, 256, dtype=torch.float16, device="cuda")
-        ...     name = qcutlass.plan(a, qcutlass.preprocess_weights(q.codes, bits=4), q.scales, q.zeros).tactic
-    """
-    if isinstance(a, Tensor) and not a.is_cuda:
-        raise ValueError(f"a: configurations are chosen for a GPU, got a tensor on {a.device}")
-    return _query(a, w_packed, scales, zeros, options).plan(a.get_device())
-
-
-def _query(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None, options: dict[str, Any]) -> Product:
-    call = GemmCall(a, w_packed, scales, zeros, **options)
-    shape = check_gemm(call, None)
-    return Product(call, shape, a.new_empty((a.shape[:-1].numel(), shape.n)))

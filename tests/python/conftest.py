@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass import testing
+from qcutlass import testing, tuning
+from qcutlass.selection import weight_dtype
 
 _SESSION_SEED = int(os.environ.get("QCUTLASS_TEST_SEED", random.SystemRandom().randrange(2**31)))
 
@@ -98,6 +99,25 @@ def seeds(seed: int) -> Iterator[int]:
     return iter(range(seed, seed + 2**31))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_tuned_plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the user of this machine tuned is neither used nor changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QCUTLASS_CACHE_DIR", str(tmp_path_factory.mktemp("no_tuned_plans")))
+        tuning.forget()
+        yield
+
+
+@pytest.fixture
+def plan_folder(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder of tuned plans, in use by a process that knows none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QCUTLASS_CACHE_DIR", str(tmp_path / "cache"))
+        tuning.forget()
+        yield tmp_path / "cache"
+    tuning.forget()
+
+
 @pytest.fixture(scope="session")
 def multiply() -> Callable[..., Tensor]:
     """multiply(problem, **keywords): packs the problem's codes and calls qcutlass.gemm."""
@@ -105,6 +125,18 @@ def multiply() -> Callable[..., Tensor]:
     def run(problem: testing.Problem, **keywords: Any) -> Tensor:
         packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
         return qcutlass.gemm(problem.a, packed, problem.scales, problem.zeros, **(problem.keywords | keywords))
+
+    return run
+
+
+@pytest.fixture
+def reference() -> Callable[..., testing.Reference]:
+    """reference(problem, **keywords): the answer for the weights that multiply(problem, **keywords) works with."""
+
+    def run(problem: testing.Problem, **keywords: Any) -> testing.Reference:
+        packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
+        options = problem.keywords | keywords
+        return problem.reference(weight_dtype(problem.a, packed, problem.scales, problem.zeros, **options))
 
     return run
 

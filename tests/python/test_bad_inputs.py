@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, testing
+from qcutlass import _C, _launch, testing
 
 M, N, K = 3, 48, 128  # 4-bit: three by two tiles
 GROUPS = 4
@@ -87,9 +87,13 @@ BAD: list[Row] = [
 ]
 
 
+@pytest.mark.parametrize("after", ["nothing", "a valid call"])
 @pytest.mark.parametrize(("name", "change", "error", "parts"), BAD, ids=[f"{i}-{row[0]}" for i, row in enumerate(BAD)])
-def test_gemm_refuses(name: str, change: Change, error: type[Exception], parts: tuple[str, ...]) -> None:
+def test_gemm_refuses(name: str, change: Change, error: type[Exception], parts: tuple[str, ...], after: str) -> None:
     values = arguments()
+    _launch.forget()
+    if after == "a valid call":  # calls like it are not checked again: none of these is
+        qcutlass.gemm(**values, out=half(M, N))
     box = testing.Poisoned((M, N), torch.float16)
     values["out"] = box.tensor
     values[name] = change(values)

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import testing
+from qcutlass.selection import weight_dtype
 
 pytestmark = pytest.mark.gpu
 
 Multiply = Callable[..., Tensor]
+Expect = Callable[..., testing.Reference]
 SLEEP = 20_000_000  # clock cycles: some 10 ms
 
 
@@ -45,6 +47,59 @@ def test_runs_on_the_current_stream(m: int, seed: int, ledger: Any) -> None:
         out = qcutlass.gemm(late, weights, problem.scales, problem.zeros, **problem.keywords)
     stream.synchronize()
     ledger.equal(out, expected, problem)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("m", [1, 16, 48])
+def test_weights_written_by_the_kernel_just_before(m: int, captured: bool, seeds: Iterator[int], ledger: Any) -> None:
+    """Kernels load weights before the kernel that precedes them in the stream has ended; none may see the old ones."""
+    problems = [testing.exact_problem(m, 4096, 4096, device="cuda", seed=next(seeds)) for _ in range(2)]
+    contents = [(packed(p), p.scales, p.zeros) for p, _ in problems]
+    inputs = [p.a for p, _ in problems]
+    a, operands = torch.empty_like(inputs[0]), [torch.empty_like(t) for t in contents[0]]
+    outs = [torch.empty_like(expected) for _, expected in problems]
+    qcutlass.gemm(inputs[0], *contents[0], out=outs[0])  # warm
+
+    def rewrite_and_multiply() -> None:
+        for content, new_a, out in zip(contents, inputs, outs, strict=True):
+            a.copy_(new_a)
+            for operand, tensor in zip(reversed(operands), reversed(content), strict=True):  # the codes last
+                operand.copy_(tensor)
+            qcutlass.gemm(a, *operands, out=out)
+
+    replay: Callable[[], None] = rewrite_and_multiply
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rewrite_and_multiply()
+        replay = graph.replay
+    for _ in range(200):
+        for out in outs:
+            out.fill_(torch.nan)
+        replay()
+        for out, (problem, expected) in zip(outs, problems, strict=True):
+            ledger.equal(out, expected, problem)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 4096, 4096), (8, 6144, 4096), (16, 4096, 14336), (32, 8192, 8192), (64, 4096, 4096)]
+)
+def test_a_thousand_repetitions_beside_a_busy_stream(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
+    problem = testing.random_problem(m, n, k, device="cuda", seed=seed)
+    weights = packed(problem)
+    operands = (problem.a, weights, problem.scales, problem.zeros)
+    first = qcutlass.gemm(*operands)
+    busy, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
+    outs = first.new_empty(50, *first.shape)
+    for round_ in range(20):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(busy):
+            for _ in range(round_ * 3):  # from an idle neighbour to one that outlasts the round
+                torch.mm(matrix, matrix)
+        for out in outs.fill_(torch.nan):
+            qcutlass.gemm(*operands, out=out)
+        torch.cuda.synchronize()
+        ledger.equal(outs, first.expand_as(outs), problem)
 
 
 def test_packs_on_the_current_stream(seed: int, ledger: Any) -> None:
@@ -154,8 +209,9 @@ def test_more_than_2_to_the_31_weights(seed: int, ledger: Any) -> None:
         out = qcutlass.gemm(problem.a, weights, problem.scales)
         last = replace(problem, codes=problem.codes[-4096:], scales=problem.scales[:, -4096:])
         first = replace(problem, codes=problem.codes[:4096], scales=problem.scales[:, :4096])
-        ledger.close(out[:, -4096:], last.reference(out.dtype), problem)
-        ledger.close(out[:, :4096], first.reference(out.dtype), problem)
+        rounded = weight_dtype(problem.a, weights, problem.scales)
+        ledger.close(out[:, -4096:], last.reference(rounded), problem)
+        ledger.close(out[:, :4096], first.reference(rounded), problem)
     codes = qcutlass.unpack_weights(weights, bits=4, shape=(n, k))
     ledger.equal(codes[-100:], problem.codes[-100:], problem)
     dense = qcutlass.dequantize(weights, problem.scales, k=k)
@@ -169,10 +225,11 @@ def test_more_than_2_to_the_31_outputs(seed: int, ledger: Any) -> None:
     m, n = 33000, 65544
     assert m * n > 2**31
     problem = testing.random_problem(m, n, 64, group_size=64, device="cuda", seed=seed)
-    out = qcutlass.gemm(problem.a, packed(problem), problem.scales, problem.zeros)
+    operands = (problem.a, packed(problem), problem.scales, problem.zeros)
+    out = qcutlass.gemm(*operands)
     for rows in (slice(0, 128), slice(m - 300, m)):
         part = replace(problem, a=problem.a[rows])
-        ledger.close(out[rows], part.reference(out.dtype), problem)
+        ledger.close(out[rows], part.reference(weight_dtype(*operands)), problem)
 
 
 def test_more_than_2_to_the_31_activations(seed: int, ledger: Any) -> None:
@@ -182,8 +239,9 @@ def test_more_than_2_to_the_31_activations(seed: int, ledger: Any) -> None:
     problem = testing.random_problem(4, 24, k, group_size=128, device="cuda", seed=seed)
     a = torch.zeros(m, k, dtype=torch.float16, device="cuda")
     a[-4:], a[:4] = problem.a, problem.a.flip(0)
-    out = qcutlass.gemm(a, packed(problem), problem.scales, problem.zeros)
-    ref = problem.reference(out.dtype)
+    operands = (a, packed(problem), problem.scales, problem.zeros)
+    out = qcutlass.gemm(*operands)
+    ref = problem.reference(weight_dtype(*operands))
     ledger.close(out[-4:], ref, problem)
     ledger.close(out[:4].flip(0), ref, problem)
     assert bool((out[4:-4] == 0).all())
@@ -221,7 +279,7 @@ def test_no_memory_is_kept(seed: int, multiply: Multiply) -> None:
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_compiles_in_one_graph(activation: str | None, seeds: Iterator[int], ledger: Any) -> None:
+def test_compiles_in_one_graph(activation: str | None, seeds: Iterator[int], reference: Expect, ledger: Any) -> None:
     case = testing.Case(16, 256, 512, activation=activation, bias=True)
     problem = case.random(device="cuda", seed=next(seeds))
     weights = packed(problem)
@@ -230,7 +288,7 @@ def test_compiles_in_one_graph(activation: str | None, seeds: Iterator[int], led
         return qcutlass.gemm(a * 2, weights, problem.scales, problem.zeros, **problem.keywords)
 
     out = torch.compile(layer, fullgraph=True)(problem.a)
-    ledger.close(out, replace(problem, a=problem.a * 2).reference(out.dtype), problem)
+    ledger.close(out, reference(replace(problem, a=problem.a * 2)), problem)
 
 
 @pytest.mark.parametrize("forbidden", ["codes", "scales"])

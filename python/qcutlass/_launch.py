@@ -1,0 +1,174 @@
+"""Running products, and remembering how: a call like an earlier one is neither checked nor planned again.
+
+What is remembered neither depends on where operands lie in memory, beyond their alignment, nor keeps them alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from qcutlass import _C, _dense, tuning
+from qcutlass._arguments import ALIGNMENT, Product
+from qcutlass._overlap import extent
+from qcutlass._validation import GemmCall
+
+Signature: TypeAlias = tuple[Any, ...]
+
+_CPU_BLOCK: Final = 1 << 20  # fp32 activations that a block of rows holds: 4 MB
+_CPU_MIN_ROWS: Final = 16
+_MOST_LAUNCHES: Final = 4096  # some 2 KB each
+
+_launches: dict[Signature, Launch] = {}
+
+
+class Launch:
+    """How to run a product, wherever its operands lie. Never changed, so that threads share it."""
+
+    def __init__(self, product: Product) -> None:
+        a, out = product.call.a, product.out
+        new_out = a.new_empty((*a.shape[:-1], out.shape[1]), device="meta")
+        self._new_out: Final = functools.partial(  # faster than new_empty
+            torch.empty_strided, new_out.shape, new_out.stride(), dtype=a.dtype, device=a.device
+        )
+        self._arguments: Final = product.arguments
+        self._device: Final = a.get_device()
+        self._plan: Final = product.plan(self._device) if a.is_cuda else None
+        self._workspace_bytes: Final = 0 if self._plan is None else self._plan.workspace_bytes
+        self._dense: Final = self._plan is not None and self._plan.dense
+        self._extents: Final = [0 if operand is None else extent(operand) for operand in product.call.operands]
+        self._out_extent: Final = extent(out)
+
+    def is_ready(self) -> bool:
+        """Whether this thread can run it now."""
+        return not self._dense or _dense.is_ready(self._device)
+
+    def may_overlap(self, addresses: list[int], out: int) -> bool:
+        """Whether an output at address `out` reaches into the span of an operand."""
+        out_end = out + self._out_extent
+        return any(begin < out_end and out < begin + size for begin, size in zip(addresses, self._extents, strict=True))
+
+    def run(self, addresses: list[int], a: Tensor, out: Tensor | None) -> Tensor:
+        """Writes `out`, or a new tensor, from operands at `addresses`, of which `a` is the first; returns it.
+
+        On the CPU with torch's number of threads, on a GPU on the current stream.
+        """
+        if out is None:
+            out = self._new_out()
+        arguments = self._arguments.at(addresses, out.data_ptr())
+        if self._plan is None:
+            _run_cpu(arguments, a.element_size())
+        elif self._device == torch._C._cuda_getDevice():
+            self._run_cuda(self._plan, arguments, a, out)
+        else:
+            with torch.cuda.device(self._device):
+                self._run_cuda(self._plan, arguments, a, out)
+        return out
+
+    def _run_cuda(self, plan: _C.Plan, arguments: _C.GemmArguments, a: Tensor, out: Tensor) -> None:
+        if self._dense:
+            _dense.run(arguments, plan, a.view(-1, a.shape[-1]), out.view(-1, out.shape[-1]))
+            return
+        if self._workspace_bytes:
+            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=out.device)
+            arguments.workspace, arguments.workspace_bytes = workspace.data_ptr(), self._workspace_bytes
+        _C.gemm_cuda(arguments, plan, torch._C._cuda_getCurrentRawStream(self._device))
+
+
+def _run_cpu(arguments: _C.GemmArguments, element_size: int) -> None:
+    """In blocks of rows whose fp32 copies stay in cache while all weights pass by.
+
+    Decoding the weights anew for each block costs a few percent; torch's product of dequantised slices was measured
+    slower at every number of rows, and its idle threads compete for the cores.
+    """
+    rows, threads = arguments.m, torch.get_num_threads()
+    block = max(_CPU_MIN_ROWS, _CPU_BLOCK // arguments.weights.k)
+    if rows <= block:
+        _C.gemm_host(arguments, threads)
+        return
+    a, a_pitch = arguments.a, arguments.a_stride * element_size
+    out, out_pitch = arguments.out, arguments.out_stride * element_size
+    for row in range(0, rows, block):
+        arguments.m = min(block, rows - row)
+        arguments.a, arguments.out = a + row * a_pitch, out + row * out_pitch
+        _C.gemm_host(arguments, threads)
+
+
+def _signature(call: GemmCall, out: Tensor | None) -> tuple[Signature, list[int]] | None:
+    """All that checks, plans and strides depend on, and the addresses of the operands; None if any is no plain tensor.
+
+    Every operand's address has its place in the list, the last one is that of `out`.
+    """
+    a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k = call
+    records_gradients = torch.is_grad_enabled()
+    # Types, since True and 1.0 equal 1.
+    key: list[Any] = [activation, tactic, group_size, type(group_size), bits, type(bits), split_k, type(split_k)]
+    addresses: list[int] = []
+    for operand in (a, w_packed, scales, zeros, bias, act_scale, perm, out):
+        if operand is None:
+            key.append(None)
+            addresses.append(0)
+            continue
+        kind = type(operand)
+        if kind is not Tensor and kind is not Parameter:
+            return None
+        address = operand.data_ptr()
+        addresses.append(address)
+        key += (
+            operand.shape,
+            operand.is_contiguous() or operand.stride(),  # contiguous: any other strides serve as well
+            operand.dtype,
+            operand.device,
+            records_gradients and operand.requires_grad,
+            address % ALIGNMENT,
+        )
+    return tuple(key), addresses
+
+
+def repeat(call: GemmCall, out: Tensor | None) -> Tensor | None:
+    """The product, where a call of the same signature has been remembered; None: to be checked first."""
+    found = _signature(call, out)
+    if found is None:
+        return None
+    signature, addresses = found
+    try:
+        launch = _launches.get(signature)
+    except TypeError:  # an argument of a type that no check lets pass
+        return None
+    if launch is None or not launch.is_ready():
+        return None
+    address = addresses.pop()
+    if out is None:
+        return launch.run(addresses, call.a, None)
+    if launch.may_overlap(addresses, address):
+        return None
+    launch.run(addresses, call.a, out)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def run(product: Product, out: Tensor | None) -> None:
+    """Runs a product that was checked, and remembers how if it reads and writes the very tensors of its call."""
+    launch = Launch(product)
+    launch.run(product.addresses, product.a, product.out)
+    found = _signature(product.call, out)
+    if found is None or (product.out.is_cuda and not _dense.is_ready(product.out.get_device())):
+        return  # a plan made while a graph is captured may not be the best one later
+    signature, (*addresses, address) = found
+    if addresses == product.addresses and (out is None or address == product.out.data_ptr()):
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[signature] = launch
+
+
+def forget() -> None:
+    """Drops what is remembered."""
+    _launches.clear()
+
+
+tuning.on_change(forget)

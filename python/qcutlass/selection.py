@@ -1,0 +1,276 @@
+"""Which kernel serves a product, and why: what was built, what is chosen, what each choice is predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C, _dense, tuning
+from qcutlass._arguments import Product, device_traits
+from qcutlass._validation import GemmCall, WeightShape, check_gemm
+
+GPUS: Final = {
+    "a100": _C.DeviceTraits(80, 108, 166912),
+    "a10": _C.DeviceTraits(86, 72, 101376),
+    "l40s": _C.DeviceTraits(89, 142, 101376),
+    "rtx4090": _C.DeviceTraits(89, 128, 101376),
+    "h100": _C.DeviceTraits(90, 132, 232448),
+    "h200": _C.DeviceTraits(90, 132, 232448),
+    "b200": _C.DeviceTraits(100, 148, 232448),
+}
+"""GPUs that `explain` knows by name."""
+
+Source: TypeAlias = Literal["cost model", "tuned", "forced"]
+
+_REASONS: Final[dict[str, str]] = {
+    "cost model": "chosen by the cost model",
+    "tuned": "measured as the fastest by qcutlass.tune",
+    "forced": "forced by the caller",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a product is computed the way it is; `str()` is a table.
+
+    Attributes:
+        problem: the product, in words.
+        device: the GPU, in words.
+        source: "cost model", "tuned" or "forced".
+        plan: what runs: tactic, split, workspace.
+        candidates: all that was considered, the least predicted time first. Each has a `plan` and a `cost` with
+            `load`, `compute`, `fixed` and `total` in microseconds; loads and arithmetic overlap, so that the total is
+            less than their sum.
+    """
+
+    problem: str
+    device: str
+    source: Source
+    plan: _C.Plan
+    candidates: tuple[_C.Candidate, ...]
+
+    @property
+    def cost(self) -> _C.Cost:
+        """Prediction for the plan."""
+        return next(c.cost for c in self.candidates if _name(c.plan) == _name(self.plan))
+
+    def __str__(self) -> str:
+        return "\n".join((self.problem, f"on {self.device}: {self._launch()}", self._reason(), "", *self._table()))
+
+    def _launch(self) -> str:
+        plan = self.plan
+        if plan.dense:
+            how = f"slices of {plan.slice} rows of the weights, dequantised and multiplied by torch.mm"
+        elif plan.split_k == 1:
+            how = "K not shared"
+        else:
+            how = f"K shared by {plan.split_k} blocks{' of a cluster' if plan.cluster else ''}"
+        space = f"{plan.workspace_bytes / 2**20:.1f} MiB" if plan.workspace_bytes else "no"
+        return f"{plan.tactic}, {how}, {space} workspace"
+
+    def _reason(self) -> str:
+        cost, plan = self.cost, self.plan
+        parts = (
+            {"dequantising": cost.load, "the dense product": cost.compute, "launches": cost.fixed}
+            if plan.dense
+            else {"loads": cost.load, "arithmetic": cost.compute, "fixed costs": cost.fixed}
+        )
+        part = max(parts, key=lambda name: parts[name])
+        reason = f"{_REASONS[self.source]}: {cost.total:.1f} us predicted, most of it {part} ({parts[part]:.1f} us)"
+        others = [c for c in self.candidates if c.plan.tactic != plan.tactic]
+        if not others:
+            return reason
+        best = others[0]
+        return f"{reason}; the best other tactic {best.cost.total:.1f} us ({best.cost.total / cost.total - 1:+.0%})"
+
+    def _table(self) -> list[str]:
+        """A row for the plan, and one for the best split of each other tactic."""
+        rows = {c.plan.tactic: c for c in reversed(self.candidates)}  # the first of a tactic wins
+        rows[self.plan.tactic] = next(c for c in self.candidates if _name(c.plan) == _name(self.plan))
+        shown = sorted(rows.values(), key=lambda c: c.cost.total)
+        width = max(len(tactic) for tactic in rows)
+        lines = [f"  {'tactic':<{width}}  split    loads  arithmetic    fixed  total us"]
+        for c in shown:
+            mark, cost = ">" if _name(c.plan) == _name(self.plan) else " ", c.cost
+            lines.append(
+                f"{mark} {c.plan.tactic:<{width}}  {c.plan.split_k:5d} {cost.load:8.1f} {cost.compute:11.1f} "
+                f"{cost.fixed:8.1f} {cost.total:9.1f}"
+            )
+        hidden = len(self.candidates) - len(shown)
+        return [*lines, f"  and {hidden} other splits of these tactics"] if hidden else lines
+
+
+def _name(plan: _C.Plan) -> tuple[str, int]:
+    return plan.tactic, plan.split_k
+
+
+def explain(
+    a: Tensor,
+    w_packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    device: str | _C.DeviceTraits | None = None,
+    **options: Any,
+) -> Explanation:
+    """Says which kernel `gemm` would use for a product, why, and what each other one was predicted to take.
+
+    Predictions are those of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of
+    GPUs), which ranks kernels; `tune` measures. Nothing is launched.
+
+    Args:
+        a, w_packed, scales, zeros, options: as for `gemm`. CPU and meta tensors of a 16-bit type do if `device` is
+            given.
+        device: "a100", "a10", "l40s", "rtx4090", "h100", "h200" or "b200", or the traits of any other GPU. Default:
+            the GPU of the tensors, with what was tuned for it.
+
+    Raises:
+        TypeError, ValueError: as for `gemm`; no such GPU; or an empty product, for which nothing runs.
+        UnsupportedError: no kernel serves this product.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> q = qcutlass.quantize(torch.randn(4096, 1024, dtype=torch.float16), bits=4, group_size=128)
+        >>> w_packed, a = qcutlass.preprocess_weights(q.codes, bits=4), torch.randn(16, 1024, dtype=torch.float16)
+        >>> why = qcutlass.explain(a, w_packed, q.scales, q.zeros, device="h200")
+        >>> why.source, why.plan.tactic == why.candidates[0].plan.tactic
+        ('cost model', True)
+        >>> print(str(why).splitlines()[0])
+        16 x 1024 float16 activations by 4096 x 1024 4-bit weights, groups of 128, float16 scales, uint8 zeros
+    """
+    call = GemmCall(a, w_packed, scales, zeros, **options)
+    shape = check_gemm(call, None)
+    rows = a.shape[:-1].numel()
+    if rows == 0 or shape.n == 0:
+        raise ValueError(f"a, scales: a product of M = {rows}, N = {shape.n} is empty, and no kernel runs")
+    index, traits, name = _target(a, device)
+    arguments = _query(call, shape).arguments
+    if a.is_meta:  # tensors without addresses: what counts is that these operands are there
+        arguments.perm = 0 if call.perm is None else _SOME_ADDRESS
+        arguments.act_scale = 0 if call.act_scale is None else _SOME_ADDRESS
+    dense = _dense.is_available(call.bias, call.activation)
+    candidates = _C.candidates(arguments, traits, dense=dense)
+    source: Source = "cost model"
+    plan = candidates[0].plan
+    if call.tactic or call.split_k:
+        source = "forced"
+        plan = _C.select(arguments, traits, call.tactic or "", call.split_k, dense)
+    elif index is not None:
+        tuned = tuning.lookup(arguments, traits, index)
+        if tuned is not None:
+            source, plan = "tuned", tuned
+    if all(_name(c.plan) != _name(plan) for c in candidates):  # a choice that the rules of selection leave out
+        candidates += _C.candidates(arguments, traits, plan.tactic, plan.split_k, dense)
+        candidates.sort(key=lambda candidate: candidate.cost.total)
+    capability = divmod(traits.compute_capability, 10)
+    where = f"{name} (compute capability {capability[0]}.{capability[1]}, {traits.sm_count} SMs)"
+    return Explanation(_describe(call, shape, rows), where, source, plan, tuple(candidates))
+
+
+_SOME_ADDRESS: Final = 4096
+
+
+def _target(a: Tensor, device: object) -> tuple[int | None, _C.DeviceTraits, str]:
+    """Index of the GPU if it is the tensors' own, its traits, its name."""
+    known = f"expected one of {', '.join(map(repr, GPUS))}, or qcutlass._C.DeviceTraits"
+    if isinstance(device, _C.DeviceTraits):
+        return None, device, "a GPU"
+    if isinstance(device, str):
+        name = device.lower().replace(" ", "").replace("-", "").replace("_", "")
+        if name not in GPUS:
+            raise ValueError(f"device: {known}, got {device!r}")
+        return None, GPUS[name], name.upper()
+    if device is not None:
+        raise TypeError(f"device: {known}, got {type(device).__name__}")
+    if not a.is_cuda:
+        raise ValueError(f"device: the tensors are on {a.device}, so name a GPU: {known}")
+    index = a.get_device()
+    return index, device_traits(index), torch.cuda.get_device_name(index)
+
+
+def _describe(call: GemmCall, shape: WeightShape, rows: int) -> str:
+    def name(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    parts = [
+        f"{rows} x {shape.k} {name(call.a.dtype)} activations by {shape.n} x {shape.k} {shape.bits}-bit weights",
+        "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
+        f"{name(call.scales.dtype)} scales",
+        "symmetric" if call.zeros is None else f"{name(call.zeros.dtype)} zeros",
+    ]
+    parts += [word for word, operand in (("bias", call.bias), ("act_scale", call.act_scale), ("perm", call.perm))
+              if operand is not None]  # fmt: skip
+    if call.activation is not None:
+        parts.append(call.activation)
+    return ", ".join(parts)
+
+
+def tactics(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any) -> list[str]:
+    """Names of the kernel configurations built for a product, on whatever GPU; `gemm` takes them as `tactic`.
+
+    The last is the one that dequantises slices of the weights and multiplies them with `torch.mm`.
+
+    Args:
+        a, w_packed, scales, zeros, options: as for `gemm`. CPU tensors of a 16-bit type do.
+
+    Raises:
+        UnsupportedError: the CUDA kernels do not cover this kind of product.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> q = qcutlass.quantize(torch.randn(48, 256, dtype=torch.float16))
+        >>> w_packed = qcutlass.preprocess_weights(q.codes, bits=4)
+        >>> names = qcutlass.tactics(torch.randn(8, 256, dtype=torch.float16), w_packed, q.scales, q.zeros)
+        >>> all(name.startswith("w4a16_f16_") for name in names)
+        True
+    """
+    call = GemmCall(a, w_packed, scales, zeros, **options)
+    arguments = _query(call, check_gemm(call, None)).arguments
+    return [*(traits.name for traits in _C.tactics(arguments)), _C.dense_tactic(arguments)]
+
+
+def plan(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any) -> _C.Plan:
+    """The configuration, split and workspace that `gemm` would use for CUDA tensors; nothing is launched.
+
+    Args:
+        a, w_packed, scales, zeros, options: as for `gemm`, on one GPU.
+
+    Raises:
+        ValueError: the tensors are not on a GPU, or as for `gemm`.
+        UnsupportedError: as for `gemm`.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> if torch.cuda.is_available():
+        ...     q = qcutlass.quantize(torch.randn(48, 256, dtype=torch.float16, device="cuda"))
+        ...     a = torch.randn(8, 256, dtype=torch.float16, device="cuda")
+        ...     name = qcutlass.plan(a, qcutlass.preprocess_weights(q.codes, bits=4), q.scales, q.zeros).tactic
+    """
+    if isinstance(a, Tensor) and not a.is_cuda:
+        raise ValueError(f"a: configurations are chosen for a GPU, got a tensor on {a.device}")
+    call = GemmCall(a, w_packed, scales, zeros, **options)
+    return _query(call, check_gemm(call, None)).plan(a.get_device())
+
+
+def weight_dtype(
+    a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any
+) -> torch.dtype:
+    """The type that the weights of a product are rounded to before they meet the activations.
+
+    float32, which holds (code - zero) * scale as it is, on the CPU and in the streaming kernels, which scale sums; the
+    type of `a` in the others.
+
+    Args:
+        a, w_packed, scales, zeros, options: as for `gemm`.
+    """
+    if not a.is_cuda:
+        return torch.float32
+    return a.dtype if plan(a, w_packed, scales, zeros, **options).rounds_weights else torch.float32
+
+
+def _query(call: GemmCall, shape: WeightShape) -> Product:
+    a = call.a
+    return Product(call, shape, a.new_empty((a.shape[:-1].numel(), shape.n)))

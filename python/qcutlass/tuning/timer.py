@@ -1,0 +1,107 @@
+"""Timing plans on a GPU: launches in CUDA graphs, with weights that are cold in L2."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass._validation import PACKINGS, packed_shape
+from qcutlass.errors import UnsupportedError
+from qcutlass.products import gemm
+from qcutlass.tuning.layers import Layer
+
+_ROTATION_BYTES: Final = 256 << 20  # weights that pass between two uses of the same copy: more than any L2 holds
+_MOST_COPIES: Final = 256
+_FEWEST_LAUNCHES: Final = 4
+_GRAPH_SECONDS: Final = 1e-3  # long enough to time
+_FLOPS: Final = 8e14  # of the fastest GPUs: sizes the graphs, nothing else
+_ROUNDS: Final = 7
+
+Operands = tuple[Tensor, Tensor, Tensor | None]
+
+
+class GraphTimer:
+    """Callable: microseconds of each plan for m rows of a layer, the median of replays in turn; None: cannot run.
+
+    Every launch of a graph reads the next copy of the weights, as the layers of a model do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._layer: Layer | None = None
+        self._copies: list[Operands] = []
+
+    def __call__(self, layer: Layer, m: int, plans: Sequence[_C.Plan]) -> list[float | None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+            if layer != self._layer:
+                self._copies.clear()  # before the next ones take their memory
+                self._copies, self._layer = _copies(layer, self._device), layer
+            a = torch.randn(m, layer.k, dtype=layer.dtype, device=self._device)
+            out = torch.empty(m, layer.n, dtype=layer.dtype, device=self._device)
+            launches = math.ceil(_GRAPH_SECONDS / (2 * m * layer.n * layer.k / _FLOPS))
+            launches = min(len(self._copies), max(_FEWEST_LAUNCHES, launches))
+            graphs = [self._capture(layer, plan, a, out, launches) for plan in plans]
+            samples: list[list[float]] = [[] for _ in plans]
+            for _ in range(1 + _ROUNDS):
+                for graph, times in zip(graphs, samples, strict=True):
+                    if graph is not None:
+                        times.append(_replay(graph) / launches)
+            self._stream.synchronize()
+        return [statistics.median(times[1:]) if times else None for times in samples]
+
+    def _capture(
+        self, layer: Layer, plan: _C.Plan, a: Tensor, out: Tensor, launches: int
+    ) -> torch.cuda.CUDAGraph | None:
+        def launch(index: int) -> None:
+            gemm(
+                a,
+                *self._copies[index],
+                group_size=layer.group_size,
+                bits=layer.bits,
+                out=out,
+                tactic=plan.tactic,
+                split_k=plan.split_k,
+            )
+
+        try:
+            launch(0)
+        except (UnsupportedError, torch.cuda.OutOfMemoryError):
+            return None
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()  # torch.cuda.graph would collect garbage every time
+        try:
+            for index in range(launches):
+                launch(index)
+        finally:
+            graph.capture_end()
+        return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(begin.elapsed_time(end))
+
+
+def _copies(layer: Layer, device: torch.device) -> list[Operands]:
+    """Random weights: any bytes are codes."""
+    shape = packed_shape(layer.n, layer.k, PACKINGS[layer.bits])
+    groups = (math.ceil(layer.k / layer.group_size), layer.n)
+    count = min(_MOST_COPIES, math.ceil(_ROTATION_BYTES / math.prod(shape)) + 1)
+    packed = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    scales = torch.rand(groups, device=device).add_(0.5).div_(layer.k).to(layer.scale_dtype)
+    zeros = None
+    if layer.zero_dtype is not None:
+        zeros = torch.randint(0, 16, groups, device=device).to(layer.zero_dtype)
+    return [(packed.clone(), scales.clone(), None if zeros is None else zeros.clone()) for _ in range(count)]

@@ -1,0 +1,195 @@
+"""Measuring the configurations that may serve a product, and remembering the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+
+from qcutlass import _C
+from qcutlass._arguments import device_traits
+from qcutlass._validation import check_integer
+from qcutlass.errors import UnsupportedError
+from qcutlass.tuning.cache import BUCKETS, TunedPlan, bucket, product_key, store
+from qcutlass.tuning.layers import Layer, check_types, layers_from, layers_of
+from qcutlass.tuning.timer import GraphTimer
+
+_TACTICS: Final = 6  # measured for a product: the fastest by prediction, each with all of its splits
+_MARGIN: Final = 0.01  # a plan replaces the cost model's choice if it is faster by more than noise
+
+Timer: TypeAlias = Callable[[Layer, int, Sequence[_C.Plan]], Sequence[float | None]]
+"""Microseconds of each plan for m rows of a layer; None where it cannot run."""
+
+
+@dataclass(frozen=True)
+class TunedProduct:
+    """What tuning found for one layer and number of rows.
+
+    Attributes:
+        layer: the weights.
+        m: rows of activations.
+        plan: the fastest configuration, as it is remembered.
+        untuned: the cost model's choice.
+        measured: number of configurations that ran.
+    """
+
+    layer: Layer
+    m: int
+    plan: TunedPlan
+    untuned: TunedPlan
+    measured: int
+
+    @property
+    def gain(self) -> float:
+        """Time of the cost model's choice over that of the plan: 1 where the choice was right."""
+        return self.untuned.microseconds / self.plan.microseconds
+
+
+def tune(
+    model_or_shapes: nn.Module | Iterable[tuple[int, int]],
+    *,
+    ms: Iterable[int] = BUCKETS,
+    bits: int = 4,
+    group_size: int = 128,
+    dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype | None = None,
+    zero_dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    progress: bool = True,
+) -> list[TunedProduct]:
+    """Measures the kernels that may serve a model's products on this GPU, and has `gemm` use the fastest from then on.
+
+    Optional: without it a cost model chooses. For each layer and number of rows, the best few configurations by
+    prediction run with every split in CUDA graphs, with weights that are cold in L2. The winners are kept in a file of
+    the user's cache folder (`QCUTLASS_CACHE_DIR` names another) for this GPU model and these kernels, and serve later
+    processes too. Every kernel keeps its error bound; the last bits of results may differ from those of another one.
+
+    Args:
+        model_or_shapes: a module, whose submodules with `w_packed`, `scales`, `zeros` and `in_features` are tuned; or
+            pairs (N, K) of the scheme that the following arguments describe.
+        ms: numbers of rows, up to 16384; each stands for all up to it from the next smaller one of `tuning.BUCKETS`.
+        bits: 4 or 8, with shapes.
+        group_size: columns that share a scale, with shapes; -1: one group a channel.
+        dtype: of the activations, float16 or bfloat16. Default: that of a module's scales; float16 with shapes.
+        scale_dtype: of the scales, with shapes. Default: `dtype`.
+        zero_dtype: of the zeros, with shapes. None: symmetric.
+        device: a GPU. Default: the current one.
+        progress: show a progress bar on standard error.
+
+    Returns:
+        What was found, by layer and number of rows.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        RuntimeError: a CUDA graph is being captured.
+        UnsupportedError: no GPU, or no kernel for this scheme.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> if torch.cuda.is_available():
+        ...     found = qcutlass.tune([(4096, 4096)], ms=[1, 16], progress=False)
+    """
+    if isinstance(model_or_shapes, nn.Module):
+        check_types(dtype, None, None)
+        layers = layers_of(model_or_shapes, dtype)
+    else:
+        check_types(dtype, scale_dtype, zero_dtype)
+        activations = dtype or torch.float16
+        layers = layers_from(model_or_shapes, bits, group_size, activations, scale_dtype or activations, zero_dtype)
+    sizes = buckets_of(ms)
+    gpu = _gpu(device)
+    traits = device_traits(gpu.index)
+    for layer in layers:
+        contenders(layer, sizes[0], traits)  # refuses what has no kernel before anything is measured
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    found = []
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        task = bar.add_task("tuning", total=len(layers) * len(sizes))
+        for product in tune_layers(layers, sizes, traits, gpu.index, GraphTimer(gpu)):
+            found.append(product)
+            bar.update(task, advance=1, description=f"{product.layer}, M = {product.m}")
+    return found
+
+
+def tune_layers(
+    layers: Sequence[Layer], ms: Sequence[int], traits: _C.DeviceTraits, device: int, timer: Timer
+) -> Iterator[TunedProduct]:
+    """Measures every layer at every bucket, and remembers the plans of each layer as soon as it is done."""
+    for layer in layers:
+        plans = {}
+        for m in ms:
+            product = best_plan(layer, m, traits, timer)
+            plans[product_key(layer.arguments(m), m)] = product.plan
+            yield product
+        store(plans, traits, device)
+
+
+def best_plan(layer: Layer, m: int, traits: _C.DeviceTraits, timer: Timer) -> TunedProduct:
+    """Measures the contenders for m rows of a layer.
+
+    Raises:
+        UnsupportedError: none of them runs.
+    """
+    plans = contenders(layer, m, traits)
+    measured = [
+        TunedPlan(plan.tactic, plan.split_k, round(time, 3))
+        for plan, time in zip(plans, timer(layer, m, plans), strict=True)
+        if time is not None
+    ]
+    if not measured:
+        raise UnsupportedError(f"{layer}: none of {len(plans)} configurations runs for M = {m} on this GPU")
+    untuned, fastest = measured[0], min(measured, key=lambda plan: plan.microseconds)
+    if fastest.microseconds > (1 - _MARGIN) * untuned.microseconds:
+        fastest = untuned
+    return TunedProduct(layer, m, fastest, untuned, len(measured))
+
+
+def contenders(layer: Layer, m: int, traits: _C.DeviceTraits) -> list[_C.Plan]:
+    """What is worth measuring, the cost model's choice first."""
+    found = [candidate.plan for candidate in _C.candidates(layer.arguments(m), traits, dense=True)]
+    best = list(dict.fromkeys(plan.tactic for plan in found))[:_TACTICS]
+    return [plan for plan in found if plan.tactic in best or plan.dense]
+
+
+def buckets_of(ms: Iterable[int]) -> list[int]:
+    """The buckets of some numbers of rows, each once, in order.
+
+    Raises:
+        TypeError, ValueError: a number is no integer, less than 1 or beyond the largest bucket.
+    """
+    found = set()
+    for m in ms:
+        check_integer("ms", m, minimum=1)
+        size = bucket(m)
+        if size is None:
+            raise ValueError(f"ms: plans are tuned for up to {BUCKETS[-1]} rows, got {m}")
+        found.add(size)
+    if not found:
+        raise ValueError("ms: expected at least one number of rows, got none")
+    return sorted(found)
+
+
+def _gpu(device: torch.device | str | int | None) -> torch.device:
+    """The GPU to measure on.
+
+    Raises:
+        UnsupportedError: torch sees no GPU.
+        ValueError: `device` is no GPU.
+        RuntimeError: a graph is being captured.
+    """
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda":
+        raise ValueError(f"device: plans are tuned on a GPU, got {chosen}")
+    if not torch.cuda.is_available():
+        raise UnsupportedError("tune: torch sees no GPU to measure on")
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "tune: a CUDA graph is being captured, and measuring would become part of it; "
+            "call qcutlass.tune before torch.cuda.graph"
+        )
+    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)

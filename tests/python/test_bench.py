@@ -1,0 +1,325 @@
+"""The bench without its measurements: peers that are absent, reports of several runs, figures. One run on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench import gpu_report, gpu_timing, peers, plots, timing
+from bench.__main__ import app
+from bench.peers import base
+from typer.testing import CliRunner
+
+from qcutlass import testing
+
+GPU = "NVIDIA H200"
+MS = (1, 16, 64, 512, 4096)
+
+
+def row(shape: str, m: int, tactic: str, microseconds: float, **more: Any) -> dict[str, Any]:
+    """A row as the GPU bench writes it: the selected tactic's, unless `more` says otherwise."""
+    n, k = map(int, shape.split("x"))
+    moved = n * k // 2 + 2 * m * (n + k)
+    limit = 1e6 * max(moved / 4.56e12, 2 * m * n * k / 635e12) + 0.6
+    return {
+        "scheme": "w4a16_g128",
+        "shape": shape,
+        "m": m,
+        "tactic": tactic,
+        "selected": True,
+        "qcutlass_us": microseconds,
+        "spread": 0.01,
+        "limit_us": limit,
+        "limit_share": limit / microseconds if microseconds else None,
+        "moved_bytes": moved,
+    } | more
+
+
+def write(path: Path, rows: list[dict[str, Any]], **facts: Any) -> Path:
+    path.write_text(json.dumps({"title": gpu_report.TITLE, "facts": {"GPU": GPU} | facts, "rows": rows}))
+    return path
+
+
+@pytest.fixture
+def whole_run(tmp_path: Path) -> Path:
+    """Two shapes with three peers, one of which takes few rows only."""
+    rows = []
+    for shape in ("4096x4096", "8192x8192"):
+        for m in MS:
+            rows.append(row(shape, m, "stream", 0.0))
+            ours = 1.25 * rows[-1]["limit_us"]
+            theirs = {"cublas_us": 2.2 * ours, "humming_us": 1.5 * ours} | ({"int4pack_us": ours + m} if m < 64 else {})
+            rows[-1] |= {"qcutlass_us": ours, "limit_share": 0.8} | theirs
+            rows[-1] |= gpu_report.comparison(rows[-1], [key.removesuffix("_us") for key in theirs])
+    return write(tmp_path / "whole.json", rows, skipped={"gemlite": ["not installed"]})
+
+
+def test_comparison_names_the_best_peer() -> None:
+    measured = {"qcutlass_us": 4.0, "cublas_us": 13.0, "humming_us": 8.0}
+    assert gpu_report.comparison(measured, ["cublas", "humming"]) == {
+        "best_peer": "humming",
+        "best_peer_us": 8.0,
+        "ratio": 2.0,
+        "cublas_ratio": 3.25,
+    }
+    assert gpu_report.comparison(measured, []) == {}
+
+
+def test_choices_compare_with_the_best_tactic_of_the_same_cell() -> None:
+    rows = [
+        row("4096x4096", 1, "a", 10.0),
+        row("4096x4096", 1, "b", 9.8, selected=False),
+        row("4096x4096", 16, "a", 10.0),
+        row("4096x4096", 16, "b", 8.0, selected=False),
+        row("4096x4096", 16, "c", 9.0, selected=False),
+        row("4096x4096", 64, "a", 10.0),  # nothing beside it: says nothing about the choice
+        row("8192x8192", 1, "b", 30.0),
+        row("8192x8192", 1, "a", 40.0, selected=False),
+    ]
+    found = gpu_report.choices(rows)
+    assert [(choice.cell[1:], choice.best) for choice in found] == [
+        (("4096x4096", 1), "b"),
+        (("4096x4096", 16), "b"),
+        (("8192x8192", 1), "b"),
+    ]
+    assert [choice.excess for choice in found] == [10 / 9.8 - 1, 0.25, 0]
+    head, *far = gpu_report.choice_summary(found)
+    assert "within 5% of the best measured one in 2 of 3 cells" in head
+    assert far == ["Farther: w4a16_g128 4096x4096 M=16: +25.0%, chosen a, best b"]
+    assert gpu_report.choice_summary(found[:1])[1].startswith("Worst: w4a16_g128 4096x4096 M=1: +2.0%")
+    assert gpu_report.choice_summary([]) == []
+
+
+def test_merge_takes_whole_cells_from_the_last_file(tmp_path: Path) -> None:
+    first = write(
+        tmp_path / "a.json",
+        [
+            row("4096x4096", 16, "a", 10.0),
+            row("4096x4096", 16, "b", 11.0, selected=False),
+            row("8192x8192", 1, "a", 20.0),
+        ],
+        torch="2.11",
+        skipped={"gemlite": ["not installed"]},
+    )
+    second = write(
+        tmp_path / "b.json",
+        [row("4096x4096", 16, "c", 9.0), row("4096x4096", 1, "c", 8.0)],
+        torch="2.12",
+        skipped={"gemlite": ["not installed", "M > 64"], "int4pack": ["no"]},
+    )
+    report = gpu_report.merge([first, second])
+    assert [(r["shape"], r["m"], r["tactic"]) for r in report.rows] == [
+        ("4096x4096", 1, "c"),
+        ("4096x4096", 16, "c"),
+        ("8192x8192", 1, "a"),
+    ]
+    assert report.facts["torch"] == "2.11 | 2.12"
+    assert report.facts["skipped"] == {"gemlite": ["not installed", "M > 64"], "int4pack": ["no"]}
+    assert gpu_report.merge([first, first]).facts == gpu_report.merge([first]).facts
+
+
+def test_merge_refuses_other_gpus_and_other_files(tmp_path: Path) -> None:
+    ours = write(tmp_path / "ours.json", [row("64x64", 1, "a", 1.0)])
+    other = write(tmp_path / "other.json", [row("64x64", 1, "a", 1.0)], GPU="NVIDIA L4")
+    with pytest.raises(ValueError, match=r"NVIDIA L4.*NVIDIA H200"):
+        gpu_report.merge([ours, other])
+    for name, text in (("cpu.json", json.dumps({"title": "CPU backend", "rows": []})), ("text.json", "M = 1")):
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"{name}.*bench gpu --json"):
+            gpu_report.merge([path])
+
+
+def test_markdown_says_what_was_skipped_and_shows_every_row(whole_run: Path) -> None:
+    text = gpu_report.merge([whole_run]).markdown()
+    assert "skipped: gemlite (not installed)" in text
+    assert "| 1 | **3.1** / 4.1 int4pack (1.33x) / 80% | **10.0** / 11.0 int4pack (1.10x) / 80% |" in text
+    assert "| 512 | **34.6** / 51.9 humming (1.50x) / 80% |" in text
+    assert sum(line.startswith("| w4a16_g128 |") for line in text.splitlines()) == 2 * len(MS)
+
+
+def test_report_command_writes_and_draws(whole_run: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures"
+    out = tmp_path / "new" / "folder" / "merged.json"
+    arguments = ["report", str(whole_run), "--json", str(out), "--markdown", str(tmp_path / "a.md"), "--plots"]
+    result = CliRunner().invoke(app, [*arguments, str(figures)])
+    assert result.exit_code == 0, result.output
+    assert gpu_report.merge([out]).rows == gpu_report.merge([whole_run]).rows
+    assert (tmp_path / "a.md").read_text() == gpu_report.merge([whole_run]).markdown()
+    names = {"w4a16_g128_4096x4096.png", "w4a16_g128_8192x8192.png", "w4a16_g128_roofline.png"}
+    assert {path.name for path in figures.iterdir()} == names
+
+    missing = CliRunner().invoke(app, ["report", str(tmp_path / "a.md")])
+    assert missing.exit_code == 2
+    assert "bench gpu --json" in " ".join(missing.output.split())
+
+
+def test_figures_are_small_and_not_empty(whole_run: Path, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    files = plots.draw(gpu_report.merge([whole_run]), tmp_path / "figures")
+    assert len(files) == 3
+    for path in files:
+        assert path.stat().st_size < 150_000, path
+        height, width, _ = imread(path).shape
+        assert 300 < height < width < 1200
+        dark = imread(path)[..., :3].min(axis=2) < 0.6
+        assert 0.01 < dark.mean() < 0.5, path
+
+
+def test_figures_need_rows_of_selected_tactics_but_no_known_gpu(tmp_path: Path) -> None:
+    forced = write(tmp_path / "forced.json", [row("64x64", 1, "a", 1.0, selected=False)])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plots.draw(gpu_report.merge([forced]), tmp_path / "figures")
+    rows = [row("64x64", m, "a", 1.0, limit_us=None, limit_share=None) for m in (1, 2)]
+    unknown = write(tmp_path / "unknown.json", rows, GPU="NVIDIA L4")
+    assert [path.name for path in plots.draw(gpu_report.merge([unknown]), tmp_path / "figures")] == [
+        "w4a16_g128_64x64.png",
+        "w4a16_g128_roofline.png",
+    ]
+
+
+def test_every_peer_says_why_it_is_skipped_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    everyone = peers.select([])
+    assert [peer.key for peer in everyone] == [peer.key for peer in peers.CLASSES] == list(gpu_report.LABELS)
+    for peer in everyone:
+        with pytest.raises(base.Skip, match="no CUDA device"):
+            peer.load()
+
+
+def test_absent_libraries_are_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("QCUTLASS_BENCH_DENSE", raising=False)
+    find_spec = importlib.util.find_spec
+    absent = ("humming", "gemlite")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
+    reasons = {"humming": "pip install humming-kernels", "gemlite": "pip install gemlite", "cutlass": "not built"}
+    for peer in peers.select(list(reasons)):
+        with pytest.raises(base.Skip, match=reasons[peer.key]):
+            peer.load()
+    for path in (tmp_path / "absent.so", tmp_path):
+        (peer,) = peers.select(["cutlass"], dense_library=path)
+        with pytest.raises(base.Skip, match="OSError"):
+            peer.load()
+    (tmp_path / "broken_peer.py").write_text("raise RuntimeError('no kernel for this GPU')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(base.Skip, match="import broken_peer fails: RuntimeError: no kernel for this GPU"):
+        base.import_library("broken_peer", "broken-peer")
+
+
+def test_peers_by_name() -> None:
+    assert [peer.key for peer in peers.select(["humming", "cublas"])] == ["cublas", "humming"]
+    with pytest.raises(ValueError, match=r"peer 'marlin': expected one of cublas, cutlass, int4pack, humming, gemlite"):
+        peers.select(["marlin"])
+    with pytest.raises(ValueError, match=r"autotune mode 'slow': expected one of default, fast, max"):
+        peers.select([], gemlite_autotune="slow")
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (testing.Case(1, 64, 256, bits=8), "takes 4 bits"),
+        (testing.Case(1, 64, 256, group_size=16), "takes 4 bits in whole groups of 32, 64, 128, 256"),
+        (testing.Case(1, 60, 256), "N % 8 = 0 and K % 128 = 0"),
+        (testing.Case(1, 64, 192, group_size=64), "N % 8 = 0 and K % 128 = 0"),
+    ],
+    ids=["bits", "groups", "n", "k"],
+)
+def test_int4pack_refuses_what_it_does_not_take(case: testing.Case, why: str) -> None:
+    (peer,) = peers.select(["int4pack"])
+    layer: Any = SimpleNamespace(case=case, problem=None)
+    with pytest.raises(base.Skip, match=why):
+        peer.prepare(layer)
+
+
+def test_relative_error_tells_a_wrong_result() -> None:
+    expected = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    assert base.relative_error(expected.half(), expected) == 0
+    assert base.relative_error(torch.tensor([[3.0, 4.5]]), expected) == 0.1
+    assert base.relative_error(-expected, expected) == 2
+    assert math.isnan(base.relative_error(torch.full((1, 2), math.nan), expected))
+
+
+def test_interleave_runs_everyone_once_a_round_in_changing_order() -> None:
+    order: list[str] = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    samples = timing.interleave([lambda name=name: measure(name) for name in "abcd"], [8, 8, 8, 2])
+    assert [len(sample.times) for sample in samples] == [8, 8, 8, 2]
+    rounds = [order[i : i + 4] for i in range(0, 12, 4)] + [order[i : i + 3] for i in range(12, 30, 3)]
+    assert [sorted(names) for names in rounds] == [list("abcd")] * 3 + [list("abc")] * 6
+    assert len({tuple(names) for names in rounds}) > 3
+    counted = sorted(time for sample in samples for time in sample.times)
+    assert counted == [float(i) for i in range(5, 31)]  # the first round was to warm up
+    (alone,) = timing.interleave([lambda: 2.0], 4, warmup=0)
+    assert alone.times == [2.0] * 4
+
+
+def test_measure_pauses_and_spares_those_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(gpu_timing.time, "sleep", pauses.append)
+    times = [2.0**-17, 2.0**-16, 2.0**-15, 2.0**-10]  # seconds
+    graphs: Any = [SimpleNamespace(seconds=lambda time=time: time, launches=100) for time in times]
+    samples = gpu_timing.measure(graphs)
+    assert [len(sample.times) for sample in samples] == [gpu_timing.ROUNDS] * 2 + [gpu_timing.FAR_ROUNDS] * 2
+    assert [sample.median for sample in samples] == times
+    assert sorted(set(pauses)) == [500 * times[0], 500 * times[1], 500 * times[2], 0.02]  # 5 replays, at most 20 ms
+
+
+class _Failing(peers.Peer):
+    """Takes part in nothing: `problem` is what it does instead."""
+
+    label = "failing"
+
+    def __init__(self, key: str, problem: str) -> None:
+        self.key = key  # type: ignore[misc]
+        self._problem = problem
+
+    def load(self) -> str:
+        return "1.0"
+
+    def prepare(self, layer: Any) -> base.Product:
+        if self._problem == "raises":
+            raise RuntimeError("no such layer")
+
+        def contestants(a: torch.Tensor) -> list[gpu_timing.Contestant]:
+            if self._problem == "skips":
+                raise base.Skip(f"M = {len(a)}")
+            return [gpu_timing.Contestant(self.key, lambda index, out: out.zero_(), 1)]
+
+        return contestants
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_survives_its_peers() -> None:
+    from bench import gpu, schemes
+
+    failing = [_Failing("cutlass", "raises"), _Failing("int4pack", "skips"), _Failing("gemlite", "wrong")]
+    bench = gpu.Bench([*peers.select(["cublas"]), *failing], gpu.Options(tactics="", eager=True))
+    cells = list(bench.rows([schemes.parse("w4a16_g64_int")], [(256, 512)], [1, 16]))
+    assert [(cell[0]["shape"], cell[0]["m"]) for cell in cells] == [("256x512", 1), ("256x512", 16)]
+    for selected, *forced in cells:
+        assert selected["selected"]
+        assert forced
+        assert not any(row["selected"] for row in forced)
+        assert selected["best_peer"] == "cublas"
+        assert selected["ratio"] == selected["cublas_us"] / selected["qcutlass_us"] > 0
+        assert 0 <= selected["error"] <= 1
+        assert selected["cublas_error"] < base.MAX_ERROR
+        assert selected["eager_us"] > 0
+    assert bench.skipped["cutlass"] == ["w4a16_g64_int 256x512: RuntimeError: no such layer"]
+    assert bench.skipped["int4pack"] == ["w4a16_g64_int: M = 1", "w4a16_g64_int: M = 16"]
+    assert bench.skipped["gemlite"] == ["w4a16_g64_int: wrong result: relative error 1"]
+    report = bench.report([row for cell in cells for row in cell])
+    assert len(report.summary) >= 1
+    assert report.facts["skipped"] == bench.skipped

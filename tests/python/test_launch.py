@@ -1,0 +1,273 @@
+"""Calls that repeat an earlier one skip its checks; nothing else may differ, and nothing unchecked may slip through."""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcutlass
+from qcutlass import _C, _launch, testing, tuning
+from qcutlass._arguments import Product
+from qcutlass._validation import GemmCall, check_gemm
+
+M, N, K = 3, 48, 128
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    _launch.forget()
+    yield
+    _launch.forget()
+
+
+def arguments(m: int = M, **options: Any) -> dict[str, Any]:
+    p = testing.random_problem(m, N, K, group_size=32, seed=1, **options)
+    packed = qcutlass.preprocess_weights(p.codes, bits=p.bits)
+    return {"a": p.a, "w_packed": packed, "scales": p.scales, "zeros": p.zeros, **p.keywords}
+
+
+def fresh(values: dict[str, Any]) -> Tensor:
+    """The product with nothing remembered before or after."""
+    before = dict(_launch._launches)
+    _launch.forget()
+    out = qcutlass.gemm(**values)
+    _launch._launches.clear()
+    _launch._launches.update(before)
+    return out
+
+
+def moved(tensor: Tensor, choose: random.Random) -> Tensor:
+    """The same values elsewhere: contiguous, at an odd address, or with other strides."""
+    kind = choose.randrange(5)
+    if kind == 0:
+        return tensor.clone()
+    if kind == 1:
+        return torch.nn.Parameter(tensor.clone(), requires_grad=False)
+    flat = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)
+    if kind == 2:
+        offset = choose.randrange(9)
+        return flat[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
+    wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1] + 1, dtype=tensor.dtype)
+    if kind == 3:
+        return wide[..., 1 : 1 + tensor.shape[-1]].copy_(tensor)
+    return wide[..., : 2 * tensor.shape[-1] : 2].copy_(tensor)
+
+
+def test_a_repeated_call_is_remembered_and_reads_its_own_operands() -> None:
+    values = arguments(bias=True, activation="silu")
+    qcutlass.gemm(**values)
+    assert len(_launch._launches) == 1
+    for _ in range(3):
+        values |= {"a": values["a"] * 2, "bias": values["bias"] + 1, "w_packed": values["w_packed"].flip(0).clone()}
+        testing.assert_equal(qcutlass.gemm(**values), fresh(values))
+    assert len(_launch._launches) == 1
+
+
+def test_calls_of_many_kinds_in_any_order(seed: int) -> None:
+    choose = random.Random(seed)
+    cases: list[dict[str, Any]] = []
+    for dtype in (torch.float16, torch.float32):
+        for bits in (4, 8):
+            for zeros in ("none", "int", "real"):
+                for m in (1, 5, 5):
+                    epilogue = {name: choose.random() < 0.4 for name in ("bias", "act_scale", "perm")}
+                    activation = choose.choice([None, "relu", "gelu"])
+                    case = testing.Case(m, N, K, bits, 32, zeros, dtype, activation=activation, **epilogue)
+                    p = case.random(seed=choose.randrange(2**31))
+                    packed = qcutlass.preprocess_weights(p.codes, bits=bits)
+                    cases.append({"a": p.a, "w_packed": packed, "scales": p.scales, "zeros": p.zeros, **p.keywords})
+    for _ in range(400):
+        values = dict(choose.choice(cases))
+        for name in ("a", "scales", "zeros", "bias", "act_scale", "perm"):
+            if isinstance(values.get(name), Tensor) and choose.random() < 0.5:
+                values[name] = moved(values[name], choose)
+        if choose.random() < 0.2:
+            values["a"] = values["a"].expand(2, *values["a"].shape)
+        values |= choose.choice([{}, {}, {"bits": 4 if values["w_packed"].shape[1] == 2 else 8}, {"group_size": 32}])
+        expected = fresh(values)
+        if choose.random() < 0.5:
+            out = moved(torch.full_like(expected, torch.nan), choose)
+            assert qcutlass.gemm(**values, out=out) is out
+            testing.assert_equal(out.detach(), expected)
+        testing.assert_equal(qcutlass.gemm(**values), expected)
+    assert len(_launch._launches) > 50
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), [("split_k", 0, False), ("bits", 4, 4.0), ("group_size", 32, 32.0)])
+def test_equal_values_of_other_types_are_still_refused(name: str, good: object, bad: object) -> None:
+    values = arguments()
+    qcutlass.gemm(**values, **{name: good})
+    assert len(_launch._launches) == 1
+    if bad is False:  # what no check minds
+        testing.assert_equal(qcutlass.gemm(**values, **{name: bad}), fresh(values))
+    else:
+        with pytest.raises(TypeError, match=name):
+            qcutlass.gemm(**values, **{name: bad})
+
+
+@pytest.mark.parametrize("activation", [["relu"], {}, 3])
+def test_activations_of_odd_types_are_refused(activation: Any) -> None:
+    values = arguments()
+    qcutlass.gemm(**values)
+    with pytest.raises((TypeError, ValueError)):
+        qcutlass.gemm(**values, activation=activation)
+
+
+@pytest.mark.parametrize("name", ["a", "scales", "bias", "act_scale"])
+def test_gradients_are_refused_after_calls_without(name: str) -> None:
+    values = arguments(bias=True, act_scale=True)
+    expected = qcutlass.gemm(**values)
+    values[name] = values[name].clone().requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            testing.assert_equal(qcutlass.gemm(**values), expected)
+        with torch.inference_mode():
+            assert qcutlass.gemm(**values).is_inference()
+        with pytest.raises(RuntimeError, match=rf"{name} requires grad"):
+            qcutlass.gemm(**values)
+
+
+def test_out_must_not_overlap_after_calls_where_it_did_not() -> None:
+    values = arguments(m=N)
+    storage = torch.zeros(N * K + N * N, dtype=torch.float16)
+    values["a"] = storage[: N * K].view(N, K).copy_(values["a"])
+    expected = qcutlass.gemm(**values)
+    for _ in range(2):
+        out = storage[N * K :].view(N, N)
+        assert qcutlass.gemm(**values, out=out) is out
+        testing.assert_equal(out, expected)
+    before = storage.clone()
+    with pytest.raises(ValueError, match="out overlaps a"):
+        qcutlass.gemm(**values, out=storage[N * K - 64 : -64].view(N, N))
+    assert torch.equal(storage, before)
+
+
+def test_out_may_lie_between_the_rows_of_an_operand() -> None:
+    values = arguments()
+    storage = torch.zeros(M, K + N, dtype=torch.float16)
+    values["a"] = storage[:, :K].copy_(values["a"])
+    expected = fresh(values)
+    for _ in range(3):
+        testing.assert_equal(qcutlass.gemm(**values, out=storage[:, K:]), expected)
+
+
+def test_writing_a_repeated_out_is_seen_by_autograd() -> None:
+    values = arguments()
+    out = torch.empty(M, N, dtype=torch.float16)
+    versions = []
+    for _ in range(3):
+        qcutlass.gemm(**values, out=out)
+        versions.append(out._version)
+    assert versions[0] < versions[1] < versions[2]
+
+
+def test_a_parameter_with_new_data_is_a_new_operand() -> None:
+    values = arguments()
+    weight, scales = (torch.nn.Parameter(values[name], requires_grad=False) for name in ("w_packed", "scales"))
+    values |= {"w_packed": weight, "scales": scales}
+    qcutlass.gemm(**values)
+    scales.data = (scales.data * 2).float()
+    testing.assert_equal(qcutlass.gemm(**values), fresh(values))
+    weight.data = weight.data[:2].clone()
+    with pytest.raises(ValueError, match="w_packed"):
+        qcutlass.gemm(**values)
+
+
+def test_operands_are_not_kept() -> None:
+    values = arguments(bias=True, act_scale=True, perm=True)
+    qcutlass.gemm(**values)
+    assert len(_launch._launches) == 1
+    references = [weakref.ref(value) for value in values.values() if isinstance(value, Tensor)]
+    assert len(references) == 7
+    values.clear()
+    assert [reference() for reference in references] == [None] * 7
+
+
+def test_a_remembered_plan_fits_its_operands() -> None:
+    """The workspace of a plan must be what the operands need, wherever these lie in memory."""
+    traits = _C.DeviceTraits(90, 132, 227 * 1024)
+    problem = testing.random_problem(1, 64, 64, group_size=64, zeros="int")
+    weights = qcutlass.preprocess_weights(problem.codes, bits=4)
+    buffers = {name: torch.zeros(4096, dtype=getattr(problem, name).dtype) for name in ("a", "scales", "zeros")}
+    remembered: dict[object, tuple[_C.GemmArguments, int]] = {}
+    hits = 0
+    for name, buffer in buffers.items():
+        for offset in (0, 8 // buffer.element_size(), 1024):  # 8 bytes past an aligned address
+            for stride in (64, 64 + 8 // buffer.element_size(), 1024):
+                view = buffer.as_strided((1, 64), (stride, 1), offset)
+                operands = {"a": problem.a, "scales": problem.scales, "zeros": problem.zeros, name: view}
+                call = GemmCall(operands["a"], weights, operands["scales"], operands["zeros"])
+                product = Product(call, check_gemm(call, None), torch.empty(1, 64, dtype=torch.float16))
+                found = _launch._signature(call, None)
+                assert found is not None
+                signature, addresses = found
+                assert addresses == [*product.addresses, 0]
+                needed = _C.select(product.arguments, traits).workspace_bytes
+                arguments, planned = remembered.setdefault(signature, (product.arguments, needed))
+                moved = arguments.at(product.addresses, product.out.data_ptr())
+                assert _C.select(moved, traits).workspace_bytes == planned, f"{name}, offset {offset}, stride {stride}"
+                hits += moved.a != arguments.a or moved.weights.scales != arguments.weights.scales
+    assert hits > 0, "no call was like an earlier one"
+    assert len({planned for _, planned in remembered.values()}) > 1, "no view was misaligned"
+
+
+def test_the_number_of_remembered_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "_MOST_LAUNCHES", 4)
+    for m in range(1, 12):
+        values = arguments(m=m)
+        testing.assert_equal(qcutlass.gemm(**values), fresh(values))
+        assert 1 <= len(_launch._launches) <= 4
+
+
+def test_new_tuned_plans_have_everything_planned_anew() -> None:
+    qcutlass.gemm(**arguments())
+    assert len(_launch._launches) == 1
+    tuning.forget()
+    assert len(_launch._launches) == 0
+
+
+def test_threads_share_what_is_remembered() -> None:
+    work = [arguments(m=m) | {"a": torch.randn(m, K).half()} for m in (1, 1, 4, 4)]
+    expected = [fresh(values) for values in work]
+    failures: list[BaseException] = []
+
+    def loop(index: int) -> None:
+        try:
+            for step in range(300):
+                if step % 100 == index * 10:
+                    _launch.forget()
+                testing.assert_equal(qcutlass.gemm(**work[index]), expected[index])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=loop, args=(index,)) for index in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_goes_through_the_operator() -> None:
+    values = arguments(m=4)
+    a = values.pop("a")
+    expected = torch.stack([qcutlass.gemm(row, **values) for row in a])
+    out = torch.func.vmap(lambda row: qcutlass.gemm(row, **values))(a)
+    testing.assert_equal(out, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_function_computes_with_its_own_arguments() -> None:
+    values = arguments()
+    qcutlass.gemm(**values)
+    a = values.pop("a")
+    traced = torch.jit.trace(lambda a: qcutlass.gemm(a, **values), (a,), check_trace=False)
+    testing.assert_equal(traced(a * 2), qcutlass.gemm(a * 2, **values))
