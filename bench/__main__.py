@@ -1,4 +1,4 @@
-"""Command line of the benches: ``python -m bench cpu``, ``python -m bench gpu``."""
+"""Command line of the benches: ``python -m bench cpu``, ``python -m bench gpu``, ``python -m bench report``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import cpu, dense, gpu, schemes, shapes
+from bench import cpu, gpu, gpu_report, peers, plots, schemes, shapes
+from bench.peers import cutlass, gemlite
 from bench.report import Row
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(width=None if sys.stdout.isatty() else 240)
 
 Shapes = Annotated[
-    list[str], typer.Option("--shapes", help="bench, all, a model (llama3-8b, ...), or NxK; repeatable.")
+    list[str], typer.Option("--shapes", help="main, bench, all, a model (llama3-8b, ...), or NxK; repeatable.")
 ]
 Rows = Annotated[list[int], typer.Option("--m", min=1, help="Rows of activations; repeatable.")]
 Schemes = Annotated[
@@ -38,15 +39,17 @@ def _parsed(parse: Callable[[], _Result]) -> _Result:
         raise typer.BadParameter(str(error)) from error
 
 
-def _collect(rows: Iterable[Row], total: int) -> list[Row]:
-    """Runs the bench with a progress bar that names what was measured last."""
-    collected = []
+def _collect(cells: Iterable[list[Row]], total: int, save: Callable[[list[Row]], None] | None = None) -> list[Row]:
+    """Runs the bench with a progress bar that names what was measured last; `save` gets the rows after each cell."""
+    collected: list[Row] = []
     with Progress(*Progress.get_default_columns(), "{task.fields[last]}", console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=total, last="")
-        for row in rows:
-            collected.append(row)
-            done = len({(r["scheme"], r["shape"], r["m"]) for r in collected})
-            progress.update(task, completed=done, last=f"{row['scheme']} {row['shape']} M={row['m']}")
+        for cell in cells:
+            collected += cell
+            if save is not None:
+                save(collected)
+            last = "{scheme} {shape} M={m}".format(**cell[-1])
+            progress.update(task, advance=1, last=last)
     return collected
 
 
@@ -64,7 +67,8 @@ def cpu_command(
     if threads is not None:
         torch.set_num_threads(threads)
     seconds = cpu.pack_seconds()
-    rows = _collect(cpu.run(kinds, layers, m, torch.float32), len(kinds) * len(layers) * len(m))
+    cells = ([row] for row in cpu.run(kinds, layers, m, torch.float32))
+    rows = _collect(cells, len(kinds) * len(layers) * len(m))
     report = cpu.report(rows, seconds)
     report.print(console)
     report.write(json_path, markdown_path)
@@ -73,8 +77,8 @@ def cpu_command(
 
 @app.command("gpu")
 def gpu_command(
-    shape: Shapes = ["bench"],  # noqa: B006
-    m: Rows = [1, 16, 64, 512, 4096],  # noqa: B006
+    shape: Shapes = ["main"],  # noqa: B006
+    m: Rows = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],  # noqa: B006
     scheme: Schemes = ["w4a16_g128"],  # noqa: B006
     json_path: Json = None,
     markdown_path: Markdown = None,
@@ -82,26 +86,51 @@ def gpu_command(
         str | None, typer.Option(help="all, or a part of the names: also time these one by one.")
     ] = None,
     split_k: Annotated[list[int], typer.Option(min=0, help="Split-K of these (0: chosen); repeatable.")] = [0],  # noqa: B006
+    peer: Annotated[
+        list[str], typer.Option(help=f"Only these of {', '.join(gpu_report.LABELS)}; repeatable.", show_default=False)
+    ] = [],  # noqa: B006
+    use_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to run peers beside.")] = True,
     dense_library: Annotated[
-        Path | None, typer.Option(help=f"libqcutlass_bench_dense.so; default: {dense.ENVIRONMENT_VARIABLE}.")
+        Path | None, typer.Option(help=f"libqcutlass_bench_dense.so; default: {cutlass.ENVIRONMENT_VARIABLE}.")
     ] = None,
-    peers: Annotated[bool, typer.Option(help="Whether to run cuBLAS, CUTLASS and int4pack beside.")] = True,
+    gemlite_autotune: Annotated[
+        str, typer.Option(help=f"How much gemlite tunes: {', '.join(gemlite.AUTOTUNE_MODES)}.")
+    ] = "fast",
     eager: Annotated[bool, typer.Option(help="Also measure the host time of an eager call.")] = False,
 ) -> None:
-    """GPU kernels against dense fp16 products in the same run; stops at the first wrong result."""
+    """GPU kernels against their peers in the same run; stops at the first wrong result."""
     layers, kinds = _parsed(lambda: shapes.parse(shape)), _parsed(lambda: [schemes.parse(name) for name in scheme])
+    others = _parsed(lambda: peers.select(peer, dense_library=dense_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
-    options = gpu.Options(
-        tactics="" if tactics == "all" else tactics,
-        splits=split_k,
-        dense=dense.load(dense_library),
-        peers=peers,
-        eager=eager,
-    )
-    report = gpu.report(_collect(gpu.run(kinds, layers, m, options), len(kinds) * len(layers) * len(m)))
+    options = gpu.Options(tactics="" if tactics == "all" else tactics, splits=split_k, eager=eager)
+    bench = gpu.Bench(others if use_peers else [], options)
+
+    def save(rows: list[Row]) -> None:
+        bench.report(rows).write(json_path, None)
+
+    rows = _collect(bench.rows(kinds, layers, m), len(kinds) * len(layers) * len(m), save)
+    report = bench.report(rows)
     report.print(console)
     report.write(json_path, markdown_path)
+
+
+@app.command("report")
+def report_command(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="From bench gpu --json.")],
+    json_path: Json = None,
+    markdown_path: Markdown = None,
+    plots_path: Annotated[
+        Path | None, typer.Option("--plots", file_okay=False, help="Draw figures into this folder (matplotlib).")
+    ] = None,
+) -> None:
+    """One report from the files of several runs on one GPU; a cell comes from the last file that has it."""
+    report = _parsed(lambda: gpu_report.merge(files))
+    report.print(console)
+    report.write(json_path, markdown_path)
+    if plots_path is not None:
+        for path in _parsed(lambda: plots.draw(report, plots_path)):
+            console.print(str(path), highlight=False)
 
 
 if __name__ == "__main__":

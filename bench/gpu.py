@@ -1,41 +1,23 @@
-"""GPU kernels against dense fp16 products in the same run: one harness for every contestant."""
+"""GPU kernels against their peers in the same run: one harness for every contestant."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
-from torch import Tensor
 
-from bench.dense import DenseLibrary
-from bench.gpu_timing import ROTATION_BYTES, ROUNDS, Contestant, eager_seconds, measure, outputs
+from bench import gpu_report, limits
+from bench.gpu_timing import FAR_ROUNDS, ROTATION_BYTES, ROUNDS, Contestant, Graph, eager_seconds, measure, outputs
 from bench.layer import Layer
-from bench.report import Column, Report, Row
+from bench.peers.base import MAX_ERROR, Peer, Product, Skip, reason, relative_error
+from bench.peers.cublas import Cublas
+from bench.report import Report, Row
 from bench.schemes import Scheme
 from bench.shapes import Shape
-from bench.timing import Sample
 from qcutlass import _C, testing
 
-COLUMNS: Final = [
-    Column("scheme", "scheme"),
-    Column("shape", "N x K"),
-    Column("m", "M", "{:d}"),
-    Column("qcutlass_us", "qcutlass us", "{:.2f}"),
-    Column("spread", "spread", "{:.0%}"),
-    Column("cublas_us", "cuBLAS fp16 us", "{:.2f}"),
-    Column("cutlass_us", "CUTLASS fp16 us", "{:.2f}"),
-    Column("int4pack_us", "int4pack us", "{:.2f}"),
-    Column("speedup", "cuBLAS / qcutlass", "{:.2f}"),
-    Column("cutlass_ratio", "CUTLASS / qcutlass", "{:.2f}"),
-    Column("limit_share", "of limit", "{:.0%}"),
-    Column("error", "error / bound", "{:.3f}"),
-    Column("eager_us", "eager us", "{:.1f}"),
-    Column("cublas_eager_us", "torch.mm eager us", "{:.1f}"),
-    Column("tactic", "tactic"),
-]
-_UNKNOWN_LIMIT: Final = 5e-6  # seconds that a launch takes at least, where the GPU's ceilings are unknown
+_UNKNOWN_LIMIT = 5e-6  # seconds that a launch takes at least, where the GPU's ceilings are unknown
 
 
 @dataclass(frozen=True)
@@ -45,85 +27,149 @@ class Options:
     Attributes:
         tactics: None: the selected tactic alone; otherwise also every one whose name contains this.
         splits: split-K of each of these; 0 leaves it to selection.
-        dense: stock CUTLASS, if it was built.
-        peers: whether to run torch.mm, stock CUTLASS and int4pack.
         eager: whether to measure the host time of an eager call.
     """
 
     tactics: str | None = None
     splits: Sequence[int] = (0,)
-    dense: DenseLibrary | None = None
-    peers: bool = True
     eager: bool = False
 
 
-def run_rows(layer: Layer, m: int, options: Options) -> list[Row]:
-    """Times everyone at M = m: one row for the selected tactic, one for each forced one."""
-    a, reference = layer.problem.a[:m], layer.reference.rows(0, m)
-    selected = layer.qcutlass_contestant(a)
-    forced = [] if options.tactics is None else list(layer.forced_contestants(a, options.tactics, options.splits))
-    peers: dict[str, list[Contestant]] = {}
-    if options.peers:
-        peers["cublas"] = [layer.cublas_contestant(a)]
-        peers["cutlass"] = layer.cutlass_contestants(a, options.dense) if options.dense else []
-        peers["int4pack"] = layer.int4pack_contestants(a)
-    errors: dict[str, float] = {}
+@dataclass(frozen=True)
+class _Entry:
+    """A graph whose result was checked: `error` is a share of the bound (ours) or relative (a peer's)."""
 
-    def check(contestant: Contestant, out: Tensor) -> None:
-        if contestant.name in ("cublas", "int4pack"):  # they may accumulate or round in other ways: recorded only
-            errors[contestant.name] = testing.error_ratio(out, reference)
-        else:
-            errors[contestant.name] = testing.assert_close(out, reference, label=(contestant.name, layer.case))
-
-    limit = layer.limit_seconds(m)
-    outs = outputs(m, layer.case.n, layer.case.dtype)
-    everyone = [selected, *forced, *(contestant for group in peers.values() for contestant in group)]
-    samples = measure(everyone, outs, limit or _UNKNOWN_LIMIT, check)
-    ours, theirs = samples[: 1 + len(forced)], iter(samples[1 + len(forced) :])
-    best = {key: min(next(theirs).median for _ in group) for key, group in peers.items() if group}
-    common: Row = {"scheme": layer.scheme.name, "shape": f"{layer.case.n}x{layer.case.k}", "m": m}
-    common |= {f"{key}_us": 1e6 * seconds for key, seconds in best.items()}
-    common |= {f"{key}_error": errors[key] for key in ("cublas", "int4pack") if key in errors}
-
-    def row(contestant: Contestant, sample: Sample) -> Row:
-        return common | {
-            "tactic": contestant.name,
-            "qcutlass_us": 1e6 * sample.median,
-            "spread": sample.spread,
-            "speedup": best["cublas"] / sample.median if "cublas" in best else None,
-            "cutlass_ratio": best["cutlass"] / sample.median if "cutlass" in best else None,
-            "limit_share": limit / sample.median if limit else None,
-            "error": errors[contestant.name],
-        }
-
-    rows = [row(*pair) for pair in zip([selected, *forced], ours, strict=True)]
-    if options.eager:
-        rows[0]["eager_us"] = 1e6 * eager_seconds(selected, outs[0])
-        rows[0]["cublas_eager_us"] = 1e6 * eager_seconds(layer.cublas_contestant(a), outs[0])
-    return rows
+    name: str
+    graph: Graph
+    error: float
 
 
-def run(schemes: Sequence[Scheme], shapes: Sequence[Shape], ms: Sequence[int], options: Options) -> Iterator[Row]:
-    """Rows as they are measured: schemes, then shapes, then M.
+class Bench:
+    """A run with some peers.
 
-    Raises:
-        AssertionError: a kernel's result is out of its bound.
+    Attributes:
+        versions: what each peer that takes part is.
+        skipped: why each of the others does not, or not everywhere.
     """
-    for scheme in schemes:
-        for shape in shapes:
-            layer = Layer(scheme, shape, max(ms))
-            for m in ms:
-                yield from run_rows(layer, m, options)
-            del layer  # before the next one takes its memory
 
+    def __init__(self, peers: Sequence[Peer], options: Options) -> None:
+        self.versions: dict[str, str] = {}
+        self.skipped: dict[str, list[str]] = {}
+        self._options = options
+        self._peers: list[Peer] = []
+        for peer in peers:
+            try:
+                self.versions[peer.key] = peer.load()
+                self._peers.append(peer)
+            except Skip as skip:
+                self._skip(peer.key, str(skip))
 
-def report(rows: list[Row]) -> Report:
-    facts = {
-        "GPU": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "built for": " ".join(_C.cuda_architectures()),
-        "method": f"microseconds a call in one CUDA graph, weights cold in L2 (rotation > {ROTATION_BYTES >> 20} MB), "
-        f"median of {ROUNDS} interleaved replays, spread = (max - min) / median",
-    }
-    return Report("GPU kernels", facts, COLUMNS, rows)
+    def rows(self, schemes: Sequence[Scheme], shapes: Sequence[Shape], ms: Sequence[int]) -> Iterator[list[Row]]:
+        """The rows of each cell as it is measured: schemes, then shapes, then M.
+
+        Raises:
+            AssertionError: one of our kernels' results is out of its bound, or two launches differ.
+        """
+        for scheme in schemes:
+            for shape in shapes:
+                layer = Layer(scheme, shape, max(ms))
+                products = self._prepare(layer)
+                for m in ms:
+                    yield self._cell(layer, products, m)
+                del layer, products  # before the next one takes its memory
+
+    def report(self, rows: list[Row]) -> Report:
+        facts: Row = {
+            "GPU": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "CUDA": torch.version.cuda,
+            "built for": " ".join(_C.cuda_architectures()),
+            "method": f"microseconds a call in one CUDA graph, random data, weights cold in L2 (rotation > "
+            f"{ROTATION_BYTES >> 20} MB), median of {ROUNDS} interleaved replays in changing order, each "
+            f"after a pause ({FAR_ROUNDS} of contestants that are far behind), spread = (max - min) / median",
+            "peers": self.versions,
+            "skipped": self.skipped,
+        }
+        return gpu_report.report(facts, rows)
+
+    def _skip(self, key: str, why: str) -> None:
+        reasons = self.skipped.setdefault(key, [])
+        if why not in reasons:
+            reasons.append(why)
+
+    def _prepare(self, layer: Layer) -> dict[str, Product]:
+        products = {}
+        for peer in self._peers:
+            try:
+                products[peer.key] = peer.prepare(layer)
+            except Skip as skip:
+                self._skip(peer.key, f"{layer.scheme.name}: {skip}")
+            except Exception as error:  # a library of others may raise anything, which must not end the run
+                self._skip(peer.key, f"{layer.name}: {reason(error)}")
+        return products
+
+    def _cell(self, layer: Layer, products: dict[str, Product], m: int) -> list[Row]:
+        """One row for the selected tactic, with the peers, and one for each forced tactic."""
+        a, options = layer.problem.a[:m], self._options
+        expected = layer.reference().rows(0, m).value
+        machine = limits.machine(torch.cuda.get_device_name())
+        moved = layer.moved_bytes(m)
+        limit = machine.seconds(moved, layer.flop(m)) if machine else None
+        outs = outputs(m, layer.case.n, layer.case.dtype)
+
+        def ours(contestant: Contestant) -> _Entry:
+            graph = Graph.of(contestant, outs, limit or _UNKNOWN_LIMIT)
+            first, *others = graph.run()
+            reference = layer.reference(contestant.weight_dtype).rows(0, m)
+            error = testing.assert_close(first, reference, label=(contestant.name, layer.case))
+            assert all(torch.equal(first, other) for other in others), f"{contestant.name}: two launches differ"
+            return _Entry(contestant.name, graph, error)
+
+        def theirs(contestant: Contestant) -> _Entry:
+            graph = Graph.of(contestant, outs, limit or _UNKNOWN_LIMIT)
+            error = relative_error(graph.run()[0], expected)
+            if not error <= MAX_ERROR:  # NaN too
+                raise Skip(f"wrong result: relative error {error:.2g}")
+            return _Entry(contestant.name, graph, error)
+
+        selected = layer.qcutlass_contestant(a)
+        wanted = [] if options.tactics is None else layer.forced_contestants(a, options.tactics, options.splits)
+        everyone = {selected.name: selected} | {one.name: one for one in wanted if one.name != selected.name}
+        entries = {"": [ours(contestant) for contestant in everyone.values()]}
+        for key, product in products.items():
+            try:
+                entries[key] = [theirs(contestant) for contestant in product(a)]
+            except Skip as skip:
+                self._skip(key, f"{layer.scheme.name}: {skip}")
+            except Exception as error:
+                self._skip(key, f"{layer.name} M={m}: {reason(error)}")
+        samples = iter(measure([entry.graph for group in entries.values() for entry in group]))
+        timed = {key: [(entry, next(samples)) for entry in group] for key, group in entries.items()}
+
+        cell: Row = {"scheme": layer.scheme.name, "shape": layer.shape, "m": m}
+        rows: list[Row] = []
+        for entry, sample in timed.pop(""):
+            seconds = sample.median
+            rows.append(
+                cell
+                | {
+                    "tactic": entry.name,
+                    "selected": not rows,
+                    "qcutlass_us": 1e6 * seconds,
+                    "spread": sample.spread,
+                    "limit_share": limit / seconds if limit else None,
+                    "bandwidth_share": moved / machine.bandwidth / seconds if machine else None,
+                    "error": entry.error,
+                    "to_chosen": 1e6 * seconds / rows[0]["qcutlass_us"] if rows else None,
+                }
+            )
+        rows[0] |= {"moved_bytes": moved, "limit_us": 1e6 * limit if limit else None}
+        for key, group in timed.items():
+            entry, sample = min(group, key=lambda pair: pair[1].median)
+            rows[0] |= {f"{key}_us": 1e6 * sample.median, f"{key}_spread": sample.spread, f"{key}_error": entry.error}
+            rows[0][f"{key}_kernel"] = entry.name
+        rows[0] |= gpu_report.comparison(rows[0], list(timed))
+        if options.eager:
+            rows[0]["eager_us"] = 1e6 * eager_seconds(selected, outs[0])
+            rows[0]["cublas_eager_us"] = 1e6 * eager_seconds(Cublas().prepare(layer)(a)[0], outs[0])
+        return rows

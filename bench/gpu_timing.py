@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,16 +15,28 @@ from torch import Tensor
 from bench.timing import Sample, interleave, wall_time
 
 ROTATION_BYTES: Final = 256 << 20  # weights that pass between two uses of the same copy: more than any L2 holds
-ROUNDS: Final = 9
+ROUNDS: Final = 9  # replays of each contestant
+FAR_ROUNDS: Final = 3  # of one that is more than this many times slower than the fastest
+_FAR: Final = 2.0
 _MOST_COPIES: Final = 1024
 _OUTPUTS: Final = 4
-_REPLAY_SECONDS: Final = 1e-3  # a replay lasts about this long or more
+# A pause before each replay, in replays and at most in seconds: it keeps the GPU under its power limit, at which the
+# times of large products depend on what ran before (they spread by 10 to 20 % on an H200, with the pause by 1 %).
+_REST: Final = 5.0
+_MOST_REST: Final = 0.02
+_LEAST_SECONDS: Final = 1e-3  # a replay lasts about this long or more
+_MOST_SECONDS: Final = 4e-3  # and stops short of a whole rotation, if a kernel at its limit would take longer
 _EAGER_CALLS: Final = 200  # fewer than the launch queue holds
 
 
 def copies_for(weight_bytes: int) -> int:
     """How many copies of a weight matrix make a rotation."""
     return min(_MOST_COPIES, math.ceil(ROTATION_BYTES / weight_bytes) + 1)
+
+
+def rotation(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """As many copies as it takes that each is cold in L2 when its turn comes."""
+    return [[t.clone() for t in tensors] for _ in range(copies_for(sum(t.nbytes for t in tensors)))]
 
 
 def outputs(m: int, n: int, dtype: torch.dtype) -> list[Tensor]:
@@ -40,11 +53,13 @@ class Contestant:
         launch: launches one product with copy i of the weights on the current stream; takes i and a buffer for the
             output, and returns the output (which may be another tensor).
         copies: of the weights.
+        weight_dtype: the type it rounds the weights to; None: that of the activations.
     """
 
     name: str
     launch: Callable[[int, Tensor], Tensor]
     copies: int
+    weight_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,8 @@ class Graph:
     @classmethod
     def of(cls, contestant: Contestant, outs: Sequence[Tensor], least_seconds: float) -> Graph:
         """Captures; `least_seconds`, what a launch takes at least, sizes the graph."""
-        launches = contestant.copies * max(1, round(_REPLAY_SECONDS / (contestant.copies * least_seconds)))
+        launches = contestant.copies * max(1, round(_LEAST_SECONDS / (contestant.copies * least_seconds)))
+        launches = min(launches, max(_OUTPUTS, round(_MOST_SECONDS / least_seconds)))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -78,6 +94,13 @@ class Graph:
                     results.append(result)
         return cls(graph, launches, results)
 
+    def run(self) -> list[Tensor]:
+        """Outputs of the first launches of one replay, which are poisoned before it."""
+        for result in self.results:
+            result.fill_(math.nan)
+        self.graph.replay()
+        return self.results
+
     def seconds(self) -> float:
         """Seconds a launch takes, from events around one replay."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -88,34 +111,18 @@ class Graph:
         return float(begin.elapsed_time(end)) / 1e3 / self.launches
 
 
-def measure(
-    contestants: Sequence[Contestant],
-    outs: Sequence[Tensor],
-    least_seconds: float,
-    check: Callable[[Contestant, Tensor], None],
-) -> list[Sample]:
-    """Captures each contestant, checks what its graph computes, then times all of them in turn.
+def measure(graphs: Sequence[Graph]) -> list[Sample]:
+    """Replays all of them in turn, each after a pause; those that are far behind less often."""
+    once = [graph.seconds() for graph in graphs]
+    rounds = [FAR_ROUNDS if seconds > _FAR * min(once) else ROUNDS for seconds in once]
 
-    Args:
-        contestants: to be compared.
-        outs: output buffers; they are poisoned before the checked replay.
-        least_seconds: that a launch can take, to size the graphs.
-        check: called with each contestant and its output; raises if that is wrong.
+    def rested(graph: Graph, pause: float) -> float:
+        time.sleep(pause)
+        return graph.seconds()
 
-    Raises:
-        AssertionError: two launches of one graph gave different results.
-    """
-    graphs = []
-    for contestant in contestants:
-        graph = Graph.of(contestant, outs, least_seconds)
-        for result in graph.results:
-            result.fill_(math.nan)
-        graph.graph.replay()
-        first, *others = graph.results
-        check(contestant, first)
-        assert all(torch.equal(first, other) for other in others), f"{contestant.name}: two launches differ"
-        graphs.append(graph)
-    return interleave([graph.seconds for graph in graphs], ROUNDS)
+    pauses = [min(_MOST_REST, _REST * seconds * graph.launches) for graph, seconds in zip(graphs, once, strict=True)]
+    pairs = zip(graphs, pauses, strict=True)
+    return interleave([functools.partial(rested, graph, pause) for graph, pause in pairs], rounds)
 
 
 def eager_seconds(contestant: Contestant, out: Tensor) -> float:

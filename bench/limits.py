@@ -13,11 +13,13 @@ class Machine:
     Attributes:
         bandwidth: bytes/s read from HBM.
         mma_rate: flop/s of mma.sync on fp16 or bf16 with fp32 accumulation.
+        dense_rate: flop/s of cuBLAS's largest 16-bit products, which may use faster instructions.
         launch: seconds an empty kernel takes inside a CUDA graph.
     """
 
     bandwidth: float
     mma_rate: float
+    dense_rate: float
     launch: float
 
     def seconds(self, moved_bytes: int, flop: int) -> float:
@@ -26,7 +28,7 @@ class Machine:
 
 
 # By the start of torch.cuda.get_device_name(). A GPU that is not listed gets no "limit" column.
-MACHINES: Final = {"NVIDIA H200": Machine(bandwidth=4.56e12, mma_rate=635e12, launch=0.6e-6)}
+MACHINES: Final = {"NVIDIA H200": Machine(bandwidth=4.56e12, mma_rate=635e12, dense_rate=790e12, launch=0.6e-6)}
 
 
 def machine(device_name: str) -> Machine | None:

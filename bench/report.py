@@ -1,4 +1,4 @@
-"""Rows of results: printed with rich, written as JSON or as a Markdown table."""
+"""Rows of results: printed with rich, written as JSON or as Markdown."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Row: TypeAlias = dict[str, Any]
@@ -29,41 +30,67 @@ class Column:
         return "" if value is None else self.form.format(value)
 
 
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """A table in Markdown; `right` says which columns are aligned so."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + "|".join("---:" if r else "---" for r in right) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _text(value: object) -> str:
+    """A fact in words: lists and dictionaries too."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} ({_text(inner)})" for key, inner in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_text, value))
+    return str(value)
+
+
 @dataclass(frozen=True)
 class Report:
-    """Rows under common facts (device, versions, method)."""
+    """Rows under common facts (device, versions, method).
+
+    Attributes:
+        summary: what the rows come to, lines of plain text.
+        tables: extracts of the rows in Markdown.
+    """
 
     title: str
     facts: Row
     columns: Sequence[Column]
     rows: list[Row]
+    summary: Sequence[str] = ()
+    tables: Sequence[str] = ()
 
     def used_columns(self) -> list[Column]:
         return [column for column in self.columns if any(row.get(column.key) is not None for row in self.rows)]
 
     def print(self, console: Console) -> None:
-        """Prints the table; failures in red."""
-        table = Table(title=self.title, caption=self.caption(), caption_justify="left")
+        """Prints the table, failures in red, and the summary."""
+        table = Table(title=self.title, caption=escape("\n".join(self._facts())), caption_justify="left")
         columns = self.used_columns()
         for column in columns:
             table.add_column(column.heading, justify="right" if ":" in column.form else "left", no_wrap=True)
         for row in self.rows:
             table.add_row(*(column.cell(row).replace("FAIL", "[red]FAIL[/red]") for column in columns))
         console.print(table)
+        for line in self.summary:
+            console.print(line, highlight=False, markup=False)
 
-    def caption(self) -> str:
-        return "; ".join(f"{key}: {value}" for key, value in self.facts.items())
+    def _facts(self) -> list[str]:
+        return [f"{key}: {_text(value)}" for key, value in self.facts.items() if value not in ({}, [])]
 
     def markdown(self) -> str:
+        """Facts, summary, extracts, and all rows."""
         columns = self.used_columns()
-        lines = [f"### {self.title}", "", self.caption(), ""]
-        lines.append("| " + " | ".join(column.heading for column in columns) + " |")
-        lines.append("|" + "|".join("---:" if ":" in column.form else "---" for column in columns) + "|")
-        lines += ["| " + " | ".join(column.cell(row) for column in columns) + " |" for row in self.rows]
-        return "\n".join(lines) + "\n"
+        rows = [[column.cell(row) for column in columns] for row in self.rows]
+        everything = markdown_table([c.heading for c in columns], rows, [":" in c.form for c in columns])
+        facts = "\n".join(f"- {fact}" for fact in self._facts())
+        return "\n\n".join([f"### {self.title}", facts, *self.summary, *self.tables, everything]) + "\n"
 
     def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
-        """Writes the files asked for."""
+        """Writes the files asked for; makes their folders."""
+        for path in filter(None, (json_path, markdown_path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if json_path is not None:
             content = {"title": self.title, "facts": self.facts, "rows": self.rows}
             json_path.write_text(json.dumps(content, indent=1) + "\n")

@@ -21,10 +21,11 @@ BENCH: Final[list[Shape]] = [
     (6144, 4096),
     (10240, 8192),
 ]
+MAIN: Final = BENCH[:4]
 
 
 def parse(names: list[str]) -> list[Shape]:
-    """Shapes from names: "bench", "all", a model's name, or "NxK"; each once, in order.
+    """Shapes from names: "main", "bench", "all", a model's name, or "NxK"; each once, in order.
 
     Raises:
         ValueError: a name is none of these.
@@ -33,7 +34,7 @@ def parse(names: list[str]) -> list[Shape]:
         >>> parse(["smollm2-135m", "64x128"])
         [(576, 576), (192, 576), (1536, 576), (576, 1536), (64, 128)]
     """
-    groups = MODELS | {"bench": BENCH, "all": [shape for shapes in MODELS.values() for shape in shapes]}
+    groups = MODELS | {"main": MAIN, "bench": BENCH, "all": [shape for shapes in MODELS.values() for shape in shapes]}
     found: list[Shape] = []
     for name in names:
         n, _, k = name.partition("x")

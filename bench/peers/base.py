@@ -1,0 +1,85 @@
+"""What every peer offers, and how far from the reference it may be."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bench.gpu_timing import Contestant
+
+if TYPE_CHECKING:
+    from bench.layer import Layer
+
+MAX_ERROR: Final = 0.02
+"""Relative Frobenius error up to which a peer's result counts. It is no judgement of the peer, which may round or
+accumulate in its own way: it tells a wrongly wired adapter, whose error is of the order of 1."""
+
+Product: TypeAlias = Callable[[Tensor], list[Contestant]]
+"""Contestants for activations [M, K]; the fastest of them counts. Raises `Skip` if the peer does not take this M."""
+
+
+class Skip(Exception):
+    """A peer does not take part; the message says why, and is stored with the results."""
+
+
+class Peer(ABC):
+    """Somebody else's product of activations and quantised (or dequantised) weights.
+
+    Attributes:
+        key: its name on the command line, and of its columns.
+        label: its name in tables and figures.
+    """
+
+    key: ClassVar[str]
+    label: ClassVar[str]
+
+    @abstractmethod
+    def load(self) -> str:
+        """Loads the library and returns what it is: a version, settings.
+
+        Raises:
+            Skip: it is absent or does not run here.
+        """
+
+    @abstractmethod
+    def prepare(self, layer: Layer) -> Product:
+        """Brings the layer's weights into the peer's form, with copies that make them cold in L2.
+
+        Raises:
+            Skip: the peer does not take the scheme or the shape.
+        """
+
+
+def require_gpu() -> None:
+    """Raises `Skip` where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise Skip("torch sees no CUDA device")
+
+
+def import_library(module: str, package: str) -> ModuleType:
+    """The imported module of a package from PyPI; raises `Skip` if it is absent or does not import."""
+    require_gpu()
+    if importlib.util.find_spec(module) is None:
+        raise Skip(f"not installed: pip install {package}")
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # whatever the package does when it is imported
+        raise Skip(f"import {module} fails: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """One line for an exception of a peer's library."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error of `out` against a float64 reference; NaN counts."""
+    return float((out.double() - expected).norm() / expected.norm())

@@ -1,0 +1,176 @@
+"""Figures of a report: times and share of the limit against M for each shape, and a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bench import limits
+from bench.gpu_report import LABELS
+from bench.report import Report, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DPI: Final = 110
+# Okabe and Ito's palette, which the colour-blind can tell apart; markers say the same once more.
+_COLORS: Final = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+_OURS: Final = "qcutlass"
+_STYLE: Final[dict[Any, Any]] = {
+    "font.size": 9.0,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 4.0,
+}
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """Draws every scheme and shape of the report, and a roofline for each scheme, as PNG.
+
+    Args:
+        report: of the GPU bench (`bench.gpu_report.merge`).
+        folder: where the files go; made if it is not there.
+
+    Returns:
+        The files: `<scheme>_<N>x<K>.png` and `<scheme>_roofline.png`.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed (`pip install "qcutlass[bench]"`).
+        ValueError: the report has no row of a selected tactic.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    rows = [row for row in report.rows if row["selected"]]
+    if not rows:
+        raise ValueError("there is nothing to draw: no row of a selected tactic")
+    gpu, files = str(report.facts["GPU"]), []
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(_STYLE):
+        for scheme in dict.fromkeys(row["scheme"] for row in rows):
+            layers = [row for row in rows if row["scheme"] == scheme]
+            for shape in dict.fromkeys(row["shape"] for row in layers):
+                here = sorted((row for row in layers if row["shape"] == shape), key=lambda row: int(row["m"]))
+                files.append(_save(_shape_figure(here, f"{scheme}, {shape}, {gpu}"), folder / f"{scheme}_{shape}.png"))
+            files.append(_save(_roofline(layers, f"{scheme}, {gpu}", gpu), folder / f"{scheme}_roofline.png"))
+    return files
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
+    """A figure of its own, which no global state keeps alive."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+
+
+def _series(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
+    """(M, microseconds) of a contestant, where it was measured."""
+    return [(row["m"], row[f"{key}_us"]) for row in rows if row.get(f"{key}_us") is not None]
+
+
+def _powers(axes: Axes, ms: Sequence[int]) -> None:
+    """M in powers of two, every one with its number."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ms, [str(m) for m in ms], rotation=45)
+    axes.minorticks_off()
+    axes.set_xlabel("M (rows of activations)")
+
+
+def _logarithmic(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _shape_figure(rows: Sequence[Row], title: str) -> Figure:
+    """Microseconds, and share of the limit, of everybody against M."""
+    figure, (times, shares) = _figure(9, 4.2, 2)
+    ms = [row["m"] for row in rows]
+    limit = {row["m"]: row["limit_us"] for row in rows if row.get("limit_us")}
+    contestants = {_OURS: _OURS} | LABELS
+    for index, (key, label) in enumerate(contestants.items()):
+        points = _series(rows, key)
+        if not points:
+            continue
+        style: dict[str, Any] = {"color": _COLORS[index], "marker": _MARKERS[index], "label": label}
+        style |= {"linewidth": 2.2, "zorder": 5} if key == _OURS else {}
+        times.plot(*zip(*points, strict=True), **style)
+        bounded = [(m, 100 * limit[m] / us) for m, us in points if m in limit]
+        if bounded:
+            shares.plot(*zip(*bounded, strict=True), **style)
+    if limit:
+        times.plot(
+            list(limit),
+            list(limit.values()),
+            color="#888888",
+            linestyle="--",
+            linewidth=1,
+            label="limit (memory, mma.sync)",
+        )
+        shares.axhline(100, color="#888888", linestyle="--", linewidth=1)
+    _logarithmic(times)
+    times.set_ylabel("microseconds a call")
+    shares.set_ylabel("share of the limit, %")
+    shares.set_ylim(bottom=0)
+    for axes in (times, shares):
+        _powers(axes, ms)
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _roofline(rows: Sequence[Row], title: str, gpu: str) -> Figure:
+    """Rate against arithmetic intensity: ours with full markers, the best peer's with hollow ones, a colour a shape."""
+    figure, (axes,) = _figure(6.5, 4.4, 1)
+    intensities = []
+    for index, shape in enumerate(dict.fromkeys(row["shape"] for row in rows)):
+        n, k = map(int, shape.split("x"))
+        here = sorted((row for row in rows if row["shape"] == shape), key=lambda row: int(row["m"]))
+        color, marker = _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
+        flop = [2 * row["m"] * n * k for row in here]
+        x = [work / row["moved_bytes"] for work, row in zip(flop, here, strict=True)]
+        y = [1e-6 * work / row["qcutlass_us"] for work, row in zip(flop, here, strict=True)]  # TFLOP/s
+        axes.plot(x, y, color=color, marker=marker, label=shape)
+        theirs = [
+            (intensity, 1e-6 * work / row["best_peer_us"])
+            for intensity, work, row in zip(x, flop, here, strict=True)
+            if row.get("best_peer_us")
+        ]
+        if theirs:
+            axes.plot(*zip(*theirs, strict=True), color=color, marker=marker, linestyle="none", markerfacecolor="none")
+        intensities += x
+    machine = limits.machine(gpu)
+    if machine is not None:
+        for rate, name, line in ((machine.mma_rate, "mma.sync", "--"), (machine.dense_rate, "cuBLAS at best", ":")):
+            ridge = rate / machine.bandwidth
+            ends = sorted({min(intensities) / 1.3, ridge, max(*intensities, ridge) * 1.3})
+            roof = [1e-12 * min(rate, machine.bandwidth * intensity) for intensity in ends]
+            label = f"{1e-12 * machine.bandwidth:.2f} TB/s, {1e-12 * rate:.0f} TFLOP/s ({name})"
+            axes.plot(ends, roof, color="#777777", linestyle=line, linewidth=1.2, label=label)
+    axes.set_xscale("log")
+    _logarithmic(axes)
+    axes.set_xlabel("arithmetic intensity, flop per byte moved")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(fontsize=8, title="qcutlass; hollow: best peer", title_fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
