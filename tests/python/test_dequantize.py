@@ -155,3 +155,11 @@ def test_nothing_but_the_rows_is_written(dtype: torch.dtype, padding: int, offse
         box.check(p)
         testing.assert_equal(box.tensor, p.weight(dtype)[11:41], label=p)
         assert len(operands) == 2 + (zeros != "none")
+
+
+@pytest.mark.gpu
+def test_more_channels_than_a_launch_takes(seed: int) -> None:
+    n = 16 * 65535 + 40
+    p = testing.random_problem(1, n, 16, group_size=16, device="cuda", seed=seed)
+    packed = qcutlass.preprocess_weights(p.codes, bits=4)
+    testing.assert_equal(qcutlass.dequantize(packed, p.scales, p.zeros, k=16, bits=4), p.weight(torch.float16))

@@ -16,9 +16,10 @@ namespace qcutlass::cuda {
 namespace {
 
 constexpr int kVector = 8;            // neighbouring weights of a channel
-constexpr int kVectorsPerThread = 4;  // 32 vectors apart; loaded together
+constexpr int kVectorsPerThread = 2;  // 32 vectors apart; loaded together
 constexpr int kWarps = layout::kTileN / 2;
 constexpr int kBlockK = kVectorsPerThread * 32 * kVector;
+constexpr int64_t kMaxStrips = 65535;  // of a launch: the grid's limit
 constexpr int kTileWords = layout::kTileBytes / 4, kLaneWords = layout::kLaneBytes / 4;
 
 /// Where the codes of a vector lie.
@@ -176,7 +177,7 @@ struct FloatMath {
   }
 };
 
-/// Block (x, y) makes columns kBlockK * y .. + kBlockK of strip first_strip + x.
+/// Block (x, y) makes columns kBlockK * x .. + kBlockK of strip first_strip + y.
 template <Packing kPacking, class Math>
 __global__ void __launch_bounds__(kWarps * 32)
     dequantize_kernel(__grid_constant__ DequantizeArguments const a, __grid_constant__ Math const math,
@@ -185,23 +186,22 @@ __global__ void __launch_bounds__(kWarps * 32)
   using Codes = VectorCodes<kPacking>;
   WeightArguments const& w = a.weights;
   int const lane = threadIdx.x % 32, g = threadIdx.x / 32, columns = int(w.k), last = (columns - 1) / kVector;
-  int64_t const strip = first_strip + blockIdx.x;
+  int64_t const strip = first_strip + blockIdx.y;
   int64_t const rows[2] = {strip * layout::kTileN + g, strip * layout::kTileN + g + 8};
   int64_t const n[2] = {min(rows[0], w.n - 1), min(rows[1], w.n - 1)};  // the others are not stored
   uint32_t const* const packed =
       static_cast<uint32_t const*>(w.packed) + strip * layout::tiles_k(kPacking, w.k) * kTileWords + g * 4 * kLaneWords;
 
-  int vectors[kVectorsPerThread];
+  int const first = blockIdx.x * kVectorsPerThread * 32 + lane;
   Words words[kVectorsPerThread];
   typename Math::Group groups[kVectorsPerThread];
 #pragma unroll
   for (int i = 0; i < kVectorsPerThread; ++i) {
-    vectors[i] = min(int(blockIdx.y * kVectorsPerThread + i) * 32 + lane, last);  // some are made twice at the end
-    int const tile = vectors[i] / Codes::kVectorsPerTile, vector = vectors[i] % Codes::kVectorsPerTile;
+    int const vector = min(first + i * 32, last), place = vector % Codes::kVectorsPerTile;
+    uint32_t const* const tile = packed + int64_t(vector / Codes::kVectorsPerTile) * kTileWords;
 #pragma unroll
-    for (int t = 0; t < 4; ++t)
-      words[i][t] = __ldg(packed + int64_t(tile) * kTileWords + t * kLaneWords + Codes::word(vector));
-    groups[i] = math.group(w, vectors[i] * kVector, n);
+    for (int t = 0; t < 4; ++t) words[i][t] = __ldg(tile + t * kLaneWords + Codes::word(place)) >> Codes::shift(place);
+    groups[i] = math.group(w, vector * kVector, n);
   }
   Element* out[2];
   bool wanted[2];
@@ -212,9 +212,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 #pragma unroll
   for (int i = 0; i < kVectorsPerThread; ++i) {
-    int const k = vectors[i] * kVector;
-#pragma unroll
-    for (int t = 0; t < 4; ++t) words[i][t] >>= Codes::shift(vectors[i] % Codes::kVectorsPerTile);
+    int const k = (first + i * 32) * kVector;
+    if (k >= columns) return;
     Vector<Element> weights[2];
     math.weights(w, words[i], groups[i], k, n, weights);
 #pragma unroll
@@ -235,12 +234,15 @@ template <Packing kPacking, class Math>
 void launch(DequantizeArguments const& a, cudaStream_t stream) {
   using Element = typename Math::Element;
   constexpr int64_t kAlignment = alignof(Vector<Element>);
-  int64_t const first = a.row_begin / layout::kTileN, strips = layout::tiles_n(a.row_end) - first;
   bool const aligned =
       reinterpret_cast<uintptr_t>(a.out) % kAlignment == 0 && a.out_stride * int64_t(sizeof(Element)) % kAlignment == 0;
-  dim3 const grid(unsigned(strips), unsigned(layout::ceil_div(a.weights.k, kBlockK)));
-  dequantize_kernel<kPacking><<<grid, kWarps * 32, 0, stream>>>(a, Math(a.weights), first, aligned);
-  QCUTLASS_CUDA_CHECK(cudaGetLastError());
+  unsigned const blocks = unsigned(layout::ceil_div(a.weights.k, kBlockK));
+  int64_t const end = layout::tiles_n(a.row_end);
+  for (int64_t strip = a.row_begin / layout::kTileN; strip < end; strip += kMaxStrips) {
+    dim3 const grid(blocks, unsigned(end - strip < kMaxStrips ? end - strip : kMaxStrips));
+    dequantize_kernel<kPacking><<<grid, kWarps * 32, 0, stream>>>(a, Math(a.weights), strip, aligned);
+    QCUTLASS_CUDA_CHECK(cudaGetLastError());
+  }
 }
 
 template <Packing kPacking, class Element>
