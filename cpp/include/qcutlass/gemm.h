@@ -45,8 +45,10 @@ void gemm(GemmArguments const& arguments, int threads);
 /// A kernel configuration and how to launch it for one problem.
 struct Plan {
   std::string tactic;    ///< name of the configuration, as in tactics()
+  int row = -1;          ///< of the configuration in tactics(); -1 if dense
   int split_k = 1;       ///< blocks that share the k extent of one output tile
   bool cluster = false;  ///< those blocks form a thread block cluster (sm_90) and need no workspace for their sums
+  bool early = false;    ///< may start, and load weights, while the kernel before it in the stream ends (sm_90)
   size_t workspace_bytes = 0;  ///< scratch memory the launch needs
   /// Weights are rounded to the activations' type before the product; if not, (code - zero) * scale enters unrounded.
   bool rounds_weights = true;

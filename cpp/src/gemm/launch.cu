@@ -6,7 +6,6 @@
 
 #include "gemm/architectures.h"
 #include "gemm/copy_rows.cuh"
-#include "gemm/cost_model.h"
 #include "gemm/cuda_check.h"
 #include "gemm/family.h"
 #include "gemm/output.cuh"
@@ -61,30 +60,12 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, W
 }
 
 template <class Element>
-void gather(GemmArguments const& a, void* out, int64_t out_stride, cudaStream_t stream) {
-  gather_activations<Element><<<row_grid(out_stride, a.m), kCopyThreads, 0, stream>>>(
-      static_cast<Element const*>(a.a), a.a_stride, a.perm, a.act_scale, a.act_scale_type, a.m, a.weights.k,
-      static_cast<Element*>(out), out_stride);
-  QCUTLASS_CUDA_CHECK(cudaGetLastError());
-}
-
-template <class Element>
 void reduce(Launch const& launch, cudaStream_t stream) {
   int64_t const vectors = launch.partial_stride / 8 * launch.tokens;
   unsigned const blocks = unsigned(std::min<int64_t>(layout::ceil_div(vectors, kCopyThreads), 4096));
   reduce_partials<Element><<<blocks, kCopyThreads, 0, stream>>>(launch.partials, launch.partial_stride, launch.split_k,
                                                                 output_params<Element>(launch));
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
-}
-
-/// Whether early blocks of the next product could pile up on some SMs while others idle, where a launch leaves room for
-/// many. Measured: such launches lose up to half by starting early, all others gain 1 to 2 us. Streaming blocks, which
-/// wait for memory most of the time, suffer only where several of them meet.
-bool piles_up(GemmArguments const& a, Tactic const& t, Plan const& plan, DeviceTraits const& device) {
-  int64_t const blocks = tiles(a, t) * plan.split_k;
-  if (t.mainloop == Mainloop::kStream)
-    return resident_blocks(a, device, t) >= 4 * layout::ceil_div(blocks, device.sm_count);
-  return t.min_blocks > 1 && blocks <= int64_t(device.sm_count) * t.min_blocks;
 }
 
 }  // namespace
@@ -130,7 +111,9 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   WeightArguments const& w = a.weights;
   if (a.m == 0 || w.n == 0) return;
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  int const tactic = tactic_index(a, plan.tactic);
+  if (plan.row < 0 || plan.row >= kTacticCount)
+    throw InvalidArgument("plan: '" + plan.tactic + "' is run by the caller of the library, not by a kernel");
+  int const tactic = plan.row;
   Workspace const space(a, plan.split_k, plan.cluster);
   if (space.bytes > a.workspace_bytes)
     throw InvalidArgument("workspace: " + std::to_string(space.bytes) +
@@ -165,7 +148,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.activation = a.activation;
   launch.split_k = plan.split_k;
   launch.cluster = plan.cluster;
-  launch.programmatic = traits.compute_capability >= 90 && !piles_up(a, kTactics[tactic], plan, traits);
+  launch.programmatic = plan.early;
   // Copies made by this call are there only after the wait.
   launch.prefetch = launch.programmatic && !space.copy_scales && !space.copy_zeros;
   launch.partials = plan.split_k > 1 && !plan.cluster ? reinterpret_cast<float*>(base + space.partials) : nullptr;
@@ -178,9 +161,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
 
-  if (space.copy_activations)
-    bf16 ? gather<cutlass::bfloat16_t>(a, base + space.activations, space.activation_stride, stream)
-         : gather<cutlass::half_t>(a, base + space.activations, space.activation_stride, stream);
+  if (space.copy_activations) prepare_activations(a, base + space.activations, space.activation_stride, stream);
   kFamilies[bf16][packing][mode](tactic, launch, stream);
   seen.store(true, std::memory_order_release);
   if (launch.partials != nullptr)

@@ -140,8 +140,4 @@ constexpr int64_t tiles(GemmArguments const& arguments, Tactic const& t) {
 /// The scale mode that serves a problem.
 ScaleMode scale_mode(GemmArguments const& arguments);
 
-/// Index in kTactics of a plan's configuration, whose name is `<packing>_<activation type>_<scale
-/// mode>_sm80_n<channels>m<tokens>k<k>_s<stages>`.
-int tactic_index(GemmArguments const& arguments, std::string const& name);
-
 }  // namespace qcutlass
