@@ -29,6 +29,8 @@ def gemm(
 
     `w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n]` with g = k // group_size, and
     `a'[m, k] = round_to_dtype_of_a(a[m, p] * act_scale[p])` with p = perm[k], or k without `perm`.
+    On CUDA, `w` is rounded to the type of `a`, except by the kernels for few rows where a group has 64 columns or more:
+    those scale sums of exact products (`plan(...).rounds_weights` tells). The CPU keeps `w` in fp32.
 
     Args:
         a: `[..., K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.

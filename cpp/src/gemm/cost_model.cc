@@ -43,20 +43,25 @@ double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves 
 }
 
 /// Instructions per A register (two weights) of the converters, broadcasting folded: see cutlass_ext/arch/dequantize.h.
-double convert_instructions(DType type, Packing packing, ScaleMode mode) {
+double convert_instructions(DType type, Packing packing, ScaleMode mode, bool scales) {
   if (mode == ScaleMode::kFloat) return 10;
-  if (type == DType::kFloat16) return packing == Packing::kW4A16 ? 3.3 : 3.0;
-  return packing == Packing::kW4A16 ? 3.8 : 6.0;
+  double const multiply = scales ? 1 : 0;
+  if (type == DType::kFloat16) return multiply + (packing == Packing::kW4A16 ? 2.25 : 2.0);
+  return multiply + (packing == Packing::kW4A16 ? 2.75 : 5.0);
 }
 
-/// Issue slots of the busiest SM's quarters.
+/// Issue slots of the busiest SM's quarters; or, where warps are too few to take turns, one warp's own way.
 double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
   MainloopCosts const& costs = mainloop_costs(gpu, t);
+  ScaleMode const mode = scale_mode(a);
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
-  double const converting = 4 * convert_instructions(a.a_type, a.weights.packing, scale_mode(a)) * gpu.issue.alu;
+  double const converting =
+      4 * convert_instructions(a.a_type, a.weights.packing, mode, rounds_weights(t, mode)) * gpu.issue.alu;
   double const step = strips * (columns * gpu.issue.mma + converting) + columns * costs.column;
   double const slice = static_cast<double>(t.slice_k()) / kStepK * step + costs.slice;
-  return waves.busiest * waves.stages * slice * std::max(1.0, t.warps() / 4.0) / (gpu.issue.clock * 1e3);
+  double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps() / 4.0);
+  double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + costs.wait);
+  return std::max(issued, alone) / (gpu.issue.clock * 1e3);
 }
 
 /// Launch, prologue, epilogue, and the exchange of partial sums.
@@ -65,7 +70,7 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
   MainloopCosts const& costs = mainloop_costs(gpu, t);
   double const outputs = static_cast<double>(a.m) * static_cast<double>(a.weights.n);
   double const block = costs.kernel + t.tokens * t.channels * waves.busiest * costs.output;
-  if (cluster) return block + gpu.launch.peer * waves.busiest * (split_k - 1);
+  if (cluster) return block + gpu.launch.cluster;
   if (split_k == 1) return block;
   return block + gpu.launch.split + outputs * 4 * split_k * 2 / (gpu.memory.l2 * 1e6);
 }

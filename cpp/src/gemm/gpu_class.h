@@ -21,19 +21,20 @@ struct IssueSpeed {
 /// What a kind of main loop costs beside bytes, MMAs and conversions.
 struct MainloopCosts {
   double latency;  ///< microseconds from a request to its bytes in shared memory, loaded memory system
-  double slice;    ///< clocks of a warp's slice of k: copies, addresses, shared-memory loads, barriers
-  double column;   ///< clocks of loading an n8 block of the activations' fragments
+  double slice;    ///< clocks of a warp's slice of k: copies, addresses, barriers
+  double column;   ///< clocks of loading an n8 block of the activations' fragments for a step
+  double wait;     ///< clocks that a warp alone waits for its own results in a slice; other warps' work hides them
   double kernel;   ///< microseconds: launch, first bytes, last stores
   double output;   ///< microseconds of the epilogue, per output of a block
 };
-inline constexpr MainloopCosts kStreamCosts = {1.22, 22.3, 2.71, 1.67, 4.0e-4};
-inline constexpr MainloopCosts kMultistageCosts = {0.31, 28.9, 0.96, 2.04, 3.0e-4};
+inline constexpr MainloopCosts kStreamCosts = {0.74, 0, 6.1, 198, 1.86, 5.9e-4};
+inline constexpr MainloopCosts kMultistageCosts = {0.55, 9.3, 1.3, 58, 2.03, 2.3e-4};
 
 /// Microseconds of combining the blocks that share k, and of small kernels.
 struct LaunchTimes {
-  double split = 5.4;  ///< the kernel that adds partial sums, beside its traffic
-  double peer = 0.19;  ///< clusters: exchanging sums, per block and peer
-  double copy = 2.0;   ///< a kernel that copies activations or finishes outputs, beside its traffic
+  double split = 0.9;    ///< the kernel that adds partial sums, beside its traffic
+  double cluster = 0.8;  ///< clusters: exchanging sums
+  double copy = 2.0;     ///< a kernel that copies activations or finishes outputs, beside its traffic
   /// Share of the SMs that clusters beyond pairs can use, since they do not fit every group of SMs that may hold one.
   double cluster_share = 0.85;
 };

@@ -82,9 +82,9 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 64, 32, 64, 2, 3, 1},
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
     {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2},  // as above
-    {Mainloop::kMultistage, 128, 128, 32, 64, 1, 4, 1},
+    {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2},
     {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1},
-    {Mainloop::kMultistage, 256, 128, 32, 128, 1, 3, 1},
+    {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
