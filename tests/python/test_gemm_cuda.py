@@ -167,7 +167,7 @@ def test_identity_returns_every_code_from_every_position(
     n, k = torch.arange(16 * 2**bits, device="cuda")[:, None], torch.arange(576, device="cuda")
     codes = ((n // 16 + 5 * n + 3 * k) % 2**bits).to(torch.uint8)
     for index in TACTICS:
-        case = testing.Case(1, 16 * 2**bits, 576, bits, dtype=dtype, **scheme.options(choose))
+        case = testing.Case(576, 16 * 2**bits, 576, bits, dtype=dtype, **scheme.options(choose))
         tactic = tactic_of(case, index)
         if tactic is None:
             continue

@@ -27,6 +27,9 @@ struct Waves {
         stages(std::ceil(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k())) / split_k)) {}
 };
 
+/// Time of two things that overlap, though not perfectly.
+double overlapped(double a, double b, GpuClass const& gpu) { return std::max(a, b) + gpu.exposed * std::min(a, b); }
+
 /// The slowest of: distinct bytes through DRAM, all bytes through L2, the copy rings' bytes in flight.
 double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
   WeightArguments const& w = a.weights;
@@ -50,7 +53,7 @@ double convert_instructions(DType type, Packing packing, ScaleMode mode, bool sc
   return multiply + (packing == Packing::kW4A16 ? 2.75 : 5.0);
 }
 
-/// Issue slots of the busiest SM's quarters; or, where warps are too few to take turns, one warp's own way.
+/// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
 double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
   MainloopCosts const& costs = mainloop_costs(gpu, t);
   ScaleMode const mode = scale_mode(a);
@@ -61,7 +64,7 @@ double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Wav
   double const slice = static_cast<double>(t.slice_k()) / kStepK * step + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps() / 4.0);
   double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + costs.wait);
-  return std::max(issued, alone) / (gpu.issue.clock * 1e3);
+  return overlapped(issued, alone, gpu) / (gpu.issue.clock * 1e3);
 }
 
 /// Launch, prologue, epilogue, and the exchange of partial sums.
@@ -69,7 +72,8 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
              bool cluster) {
   MainloopCosts const& costs = mainloop_costs(gpu, t);
   double const outputs = static_cast<double>(a.m) * static_cast<double>(a.weights.n);
-  double const block = costs.kernel + t.tokens * t.channels * waves.busiest * costs.output;
+  double const block = costs.kernel + (waves.busiest - 1) * gpu.launch.block +
+                       t.tokens * t.channels * t.slices * waves.busiest * costs.output;
   if (cluster) return block + gpu.launch.cluster;
   if (split_k == 1) return block;
   return block + gpu.launch.split + outputs * 4 * split_k * 2 / (gpu.memory.l2 * 1e6);
@@ -95,7 +99,7 @@ Cost predict(GemmArguments const& arguments, DeviceTraits const& device, Tactic 
   cost.load = load(arguments, gpu, tactic, waves);
   cost.compute = compute(arguments, gpu, tactic, waves);
   cost.fixed = fixed(arguments, gpu, tactic, waves, split_k, cluster);
-  cost.total = std::max(cost.load, cost.compute) + gpu.exposed * std::min(cost.load, cost.compute) + cost.fixed;
+  cost.total = overlapped(cost.load, cost.compute, gpu) + cost.fixed;
   return cost;
 }
 

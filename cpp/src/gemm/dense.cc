@@ -9,12 +9,8 @@
 namespace qcutlass::dense {
 namespace {
 
-/// Tiles of dense products, and the share of the full rate that they reach. Fitted on sm_90.
-struct Tile {
-  int tokens, channels;
-  double share;
-};
-constexpr Tile kTiles[] = {{128, 256, 1.0}, {128, 128, 0.88}, {64, 128, 0.82}, {64, 64, 0.55}};
+/// Granularity at which dense products fill the GPU: the vendor's library has a tile for every size. Fitted on sm_90.
+constexpr int kTile = 64;
 
 bool finishes(GemmArguments const& a) { return a.bias_type != DType::kNone || a.activation != Activation::kNone; }
 
@@ -28,17 +24,11 @@ int64_t max_slice(GemmArguments const& a) {
   return rows / kSliceRows * kSliceRows;
 }
 
-/// Microseconds of the dense product [m, k] x [k, rows] with operands in L2: whole waves of the best tile.
+/// Microseconds of the dense product [m, k] x [k, rows] with operands in L2: whole waves of tiles.
 double product(GemmArguments const& a, DeviceTraits const& device, GpuClass const& gpu, int64_t rows) {
-  double best = 0;
-  for (Tile const& t : kTiles) {
-    int64_t const tiles = layout::ceil_div(a.m, t.tokens) * layout::ceil_div(rows, t.channels);
-    double const waves = static_cast<double>(layout::ceil_div(tiles, device.sm_count));
-    double const flop = 2.0 * t.tokens * t.channels * static_cast<double>(a.weights.k);
-    double const time = waves * flop / (gpu.dense.product * t.share * 1e6);
-    if (best == 0 || time < best) best = time;
-  }
-  return best;
+  int64_t const tiles = layout::ceil_div(a.m, kTile) * layout::ceil_div(rows, kTile);
+  double const waves = static_cast<double>(layout::ceil_div(tiles, device.sm_count));
+  return waves * 2.0 * kTile * kTile * static_cast<double>(a.weights.k) / (gpu.dense.product * 1e6);
 }
 
 Cost predict(GemmArguments const& a, DeviceTraits const& device, int64_t slice) {

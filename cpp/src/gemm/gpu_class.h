@@ -15,7 +15,7 @@ struct MemorySpeed {
 struct IssueSpeed {
   double clock;       ///< GHz under tensor-core load
   double mma;         ///< clocks of an m16n8k16 MMA with fp32 accumulation
-  double alu = 1.92;  ///< clocks of an instruction that converts weights
+  double alu = 1.19;  ///< clocks of an instruction that converts weights
 };
 
 /// What a kind of main loop costs beside bytes, MMAs and conversions.
@@ -25,25 +25,26 @@ struct MainloopCosts {
   double column;   ///< clocks of loading an n8 block of the activations' fragments for a step
   double wait;     ///< clocks that a warp alone waits for its own results in a slice; other warps' work hides them
   double kernel;   ///< microseconds: launch, first bytes, last stores
-  double output;   ///< microseconds of the epilogue, per output of a block
+  double output;   ///< microseconds of the epilogue, per output of a block and slice of k
 };
-inline constexpr MainloopCosts kStreamCosts = {0.74, 0, 6.1, 198, 1.86, 5.9e-4};
-inline constexpr MainloopCosts kMultistageCosts = {0.55, 9.3, 1.3, 58, 2.03, 2.3e-4};
+inline constexpr MainloopCosts kStreamCosts = {0.732, 126, 6.51, 350, 1.31, 1.48e-4};
+inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.91e-5};
 
 /// Microseconds of combining the blocks that share k, and of small kernels.
 struct LaunchTimes {
-  double split = 0.9;    ///< the kernel that adds partial sums, beside its traffic
-  double cluster = 0.8;  ///< clusters: exchanging sums
-  double copy = 2.0;     ///< a kernel that copies activations or finishes outputs, beside its traffic
+  double split = 5.4;     ///< the kernel that adds partial sums, beside its traffic
+  double cluster = 1.22;  ///< clusters: exchanging sums
+  double block = 0.05;    ///< starting one more block on an SM
+  double copy = 2.0;      ///< a kernel that copies activations or finishes outputs, beside its traffic
   /// Share of the SMs that clusters beyond pairs can use, since they do not fit every group of SMs that may hold one.
-  double cluster_share = 0.85;
+  double cluster_share = 0.918;
 };
 
 /// Dequantising slices of the weights and multiplying them with the vendor's dense 16-bit product.
 struct DenseSpeed {
   double product;         ///< TFLOP/s of one SM in full waves of large tiles
   double dequantize;      ///< TB/s of 16-bit weights written
-  double launches = 4.0;  ///< microseconds of launching both for a slice
+  double launches = 2.5;  ///< microseconds of launching both for a slice
 };
 
 struct GpuClass {
@@ -53,16 +54,16 @@ struct GpuClass {
   DenseSpeed dense;
   MainloopCosts stream = kStreamCosts, multistage = kMultistageCosts;
   LaunchTimes launch = {};
-  double exposed = 0.077;  ///< how much of the shorter of loads and arithmetic is not hidden behind the longer
+  double exposed = 0.155;  ///< how much of the shorter of two that overlap is not hidden behind the longer
 };
 
 inline constexpr GpuClass kGpuClasses[] = {
-    {80, {1.8, 4.0}, {1.3, 8}, {2.5, 1.2}},     // A100
-    {86, {0.7, 2.5}, {1.6, 16}, {0.8, 0.5}},    // A10, RTX 30
-    {89, {0.9, 4.5}, {2.2, 16}, {1.3, 1.2}},    // L40S, RTX 40
-    {90, {4.27, 7.2}, {1.77, 6}, {5.87, 3.3}},  // H100, H200: 775 TFLOP/s on 132 SMs
-    {100, {7.0, 9.0}, {1.8, 6}, {10.0, 5.0}},   // B200
-    {120, {1.6, 5.0}, {2.4, 16}, {1.3, 1.2}},   // RTX 50
+    {80, {1.8, 4.0}, {1.3, 8}, {2.5, 1.2}},      // A100
+    {86, {0.7, 2.5}, {1.6, 16}, {0.8, 0.5}},     // A10, RTX 30
+    {89, {0.9, 4.5}, {2.2, 16}, {1.3, 1.2}},     // L40S, RTX 40
+    {90, {4.1, 9.67}, {1.77, 6}, {6.19, 2.54}},  // H100, H200: 817 TFLOP/s on 132 SMs
+    {100, {7.0, 9.0}, {1.8, 6}, {10.0, 5.0}},    // B200
+    {120, {1.6, 5.0}, {2.4, 16}, {1.3, 1.2}},    // RTX 50
 };
 
 /// The class of a GPU: the newest one that is not newer than it.

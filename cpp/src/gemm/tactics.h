@@ -67,7 +67,7 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
     {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
     {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2},
-    {Mainloop::kStream, 64, 16, 32, 16, 8, 2, 1},
+    {Mainloop::kStream, 64, 16, 64, 16, 8, 3, 1},
     {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1},
     {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1},
     {Mainloop::kStream, 64, 32, 32, 32, 4, 3, 1},
