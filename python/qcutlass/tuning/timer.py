@@ -19,8 +19,11 @@ from qcutlass.tuning.layers import Layer
 _ROTATION_BYTES: Final = 256 << 20  # weights that pass between two uses of the same copy: more than any L2 holds
 _MOST_COPIES: Final = 256
 _FEWEST_LAUNCHES: Final = 4
-_GRAPH_SECONDS: Final = 1e-3  # long enough to time
-_FLOPS: Final = 8e14  # of the fastest GPUs: sizes the graphs, nothing else
+_GRAPH_SECONDS: Final = 5e-4  # long enough for what starting a graph takes not to matter
+# What the fastest GPUs do, to size the graphs: operations and bytes a second, seconds a launch.
+_FLOPS: Final = 8e14
+_BANDWIDTH: Final = 4e12
+_LAUNCH_SECONDS: Final = 2e-6
 _ROUNDS: Final = 7
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
@@ -45,8 +48,9 @@ class GraphTimer:
                 self._copies, self._layer = _copies(layer, self._device), layer
             a = torch.randn(m, layer.k, dtype=layer.dtype, device=self._device)
             out = torch.empty(m, layer.n, dtype=layer.dtype, device=self._device)
-            launches = math.ceil(_GRAPH_SECONDS / (2 * m * layer.n * layer.k / _FLOPS))
-            launches = min(len(self._copies), max(_FEWEST_LAUNCHES, launches))
+            arithmetic, loads = 2 * m * layer.n * layer.k / _FLOPS, self._copies[0][0].nbytes / _BANDWIDTH
+            least = max(arithmetic, loads, _LAUNCH_SECONDS)
+            launches = max(_FEWEST_LAUNCHES, math.ceil(_GRAPH_SECONDS / least))
             graphs = [self._capture(layer, plan, a, out, launches) for plan in plans]
             samples: list[list[float]] = [[] for _ in plans]
             for _ in range(1 + _ROUNDS):
@@ -62,7 +66,7 @@ class GraphTimer:
         def launch(index: int) -> None:
             gemm(
                 a,
-                *self._copies[index],
+                *self._copies[index % len(self._copies)],
                 group_size=layer.group_size,
                 bits=layer.bits,
                 out=out,
