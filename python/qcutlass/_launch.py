@@ -24,6 +24,7 @@ _CPU_MIN_ROWS: Final = 16
 _MOST_LAUNCHES: Final = 4096  # some 2 KB each
 
 _launches: dict[Signature, Launch] = {}
+_generation = 0  # counts calls of forget()
 
 
 class Launch:
@@ -116,14 +117,17 @@ def _signature(call: GemmCall, out: Tensor | None) -> tuple[Signature, list[int]
         kind = type(operand)
         if kind is not Tensor and kind is not Parameter:
             return None
+        if (records_gradients and operand.requires_grad) or operand.layout is not torch.strided or operand.is_neg():
+            return None
         address = operand.data_ptr()
+        if address == 0:  # empty, or its storage was taken away
+            return None
         addresses.append(address)
         key += (
             operand.shape,
             operand.is_contiguous() or operand.stride(),  # contiguous: any other strides serve as well
             operand.dtype,
             operand.device,
-            records_gradients and operand.requires_grad,
             address % ALIGNMENT,
         )
     return tuple(key), addresses
@@ -154,13 +158,15 @@ def repeat(call: GemmCall, out: Tensor | None) -> Tensor | None:
 
 def run(product: Product, out: Tensor | None) -> None:
     """Runs a product that was checked, and remembers how if it reads and writes the very tensors of its call."""
+    generation = _generation
     launch = Launch(product)
     launch.run(product.addresses, product.a, product.out)
     found = _signature(product.call, out)
     if found is None or (product.out.is_cuda and not _dense.is_ready(product.out.get_device())):
         return  # a plan made while a graph is captured may not be the best one later
     signature, (*addresses, address) = found
-    if addresses == product.addresses and (out is None or address == product.out.data_ptr()):
+    unchanged = generation == _generation  # no plan was tuned meanwhile
+    if unchanged and addresses == product.addresses and (out is None or address == product.out.data_ptr()):
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[signature] = launch
@@ -168,6 +174,8 @@ def run(product: Product, out: Tensor | None) -> None:
 
 def forget() -> None:
     """Drops what is remembered."""
+    global _generation
+    _generation += 1
     _launches.clear()
 
 

@@ -21,6 +21,7 @@ from qcutlass._validation import (
     WeightShape,
     check_dequantize,
     check_gemm,
+    check_memory,
     check_pack,
     check_unpack,
     packed_shape,
@@ -47,7 +48,9 @@ def is_eager(*values: object) -> bool:
     if is_traced():
         return False
     for value in values:
-        if value is not None and type(value) not in _PLAIN and isinstance(value, Tensor):
+        if value is None or not isinstance(value, Tensor):
+            continue
+        if type(value) not in _PLAIN or value.is_neg():
             return False
     first = values[0]
     return not isinstance(first, Tensor) or first.is_cpu or first.is_cuda
@@ -56,6 +59,7 @@ def is_eager(*values: object) -> bool:
 def gemm(call: GemmCall) -> Tensor:
     """The product in a new tensor."""
     shape, a = check_gemm(call, None), call.a
+    check_memory(call.tensors)
     rows = a.shape[0] if a.dim() == 2 else a.shape[:-1].numel()
     out = a.new_empty((rows, shape.n))
     if out.numel():
@@ -66,6 +70,7 @@ def gemm(call: GemmCall) -> Tensor:
 def gemm_out(call: GemmCall, out: Tensor) -> None:
     """The product in `out`, whose strides are arbitrary."""
     shape = check_gemm(call, out)
+    check_memory(call.tensors | {"out": out})
     check_out_memory(out, call)
     if not out.numel():
         return

@@ -5,7 +5,7 @@ Only shapes, types and devices are looked at, so that everything here works on f
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final, NamedTuple, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ TILE: Final = (32, 16)  # lanes, bytes of a lane
 _TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()}
 _AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
 _CUDA_GROUP_STEP: Final = 16
+_MOST_SPLITS: Final = 2**16  # blocks that a grid has in this direction
 
 ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
     None: _C.Activation.NONE,
@@ -36,6 +37,9 @@ ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
     "gelu_tanh": _C.Activation.GELU_TANH,
     "silu": _C.Activation.SILU,
 }
+
+
+_OPERANDS: Final = ("a", "w_packed", "scales", "zeros", "bias", "act_scale", "perm")
 
 
 class GemmCall(NamedTuple):
@@ -58,6 +62,11 @@ class GemmCall(NamedTuple):
     def operands(self) -> tuple[Tensor | None, ...]:
         """The tensors, in the order of `GemmArguments.at`."""
         return self.a, self.w_packed, self.scales, self.zeros, self.bias, self.act_scale, self.perm
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The same by name."""
+        return dict(zip(_OPERANDS, self.operands, strict=True))
 
 
 class DequantizeCall(NamedTuple):
@@ -265,8 +274,12 @@ def check_gemm(call: GemmCall, out: Tensor | None) -> WeightShape:
         raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     if tactic is not None and not isinstance(tactic, str):
         raise TypeError(f"tactic: expected the name of a kernel configuration, got {type(tactic).__name__}")
-    if split_k != 0:
+    if tactic is not None and not tactic.isascii():
+        raise ValueError(f"tactic: expected the name of a kernel configuration, got {tactic!r}")
+    if type(split_k) is not int or split_k != 0:
         check_integer("split_k", split_k, minimum=0)
+        if split_k > _MOST_SPLITS:
+            raise ValueError(f"split_k: expected at most {_MOST_SPLITS}, got {split_k}")
     if out is not None:
         _check_operand("out", out, (a.dtype,), device, "a")
         if out.shape != (*a.shape[:-1], n):
@@ -281,12 +294,28 @@ def check_gemm(call: GemmCall, out: Tensor | None) -> WeightShape:
 
 def check_inference(**tensors: Tensor | None) -> None:
     """Raises RuntimeError if autograd would have to record the operation."""
+    forward = torch.autograd.forward_ad._current_level >= 0
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.requires_grad:
             raise RuntimeError(
                 f"{name} requires grad, but qcutlass is for inference: call under torch.no_grad() or "
                 f"torch.inference_mode(), or pass {name}.detach()"
             )
+        if forward and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise RuntimeError(f"{name} has a forward-mode tangent, but qcutlass is for inference: pass its primal")
+
+
+def check_memory(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises unless each tensor has elements in memory, at strides."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}: pass {name}.to_dense()")
+        if tensor.numel() and tensor.data_ptr() == 0:
+            raise ValueError(f"{name}: its {tensor.numel()} elements have no storage; was it freed?")
 
 
 def check_device(name: str, value: Tensor) -> None:

@@ -72,7 +72,7 @@ def gemm(
     if repeated is not None:
         return repeated
     if torch.is_grad_enabled():
-        check_inference(a=a, scales=scales, zeros=zeros, bias=bias, act_scale=act_scale)
+        check_inference(a=a, scales=scales, zeros=zeros, bias=bias, act_scale=act_scale, out=out)
     if out is not None:
         if _ops.is_eager(*call, out):
             _ops.gemm_out(call, out)

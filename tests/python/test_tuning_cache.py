@@ -160,8 +160,10 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "tactic type": entry(tactic=5),
     "tactic empty": entry(tactic=""),
     "tactic long": entry(tactic="x" * 10_000),
+    "tactic no text": entry(tactic="\ud800"),
     "split 0": entry(split_k=0),
     "split huge": entry(split_k=10**9),
+    "split 3": entry(split_k=3),
     "split float": entry(split_k=1.0),
     "split bool": entry(split_k=True),
     "time 0": entry(microseconds=0),
@@ -298,3 +300,8 @@ def test_the_examples_of_the_documentation() -> None:
     result = doctest.testmod(cache)
     assert result.attempted > 3
     assert result.failed == 0
+
+
+def test_a_folder_of_a_user_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QCUTLASS_CACHE_DIR", "~no such user/plans")
+    assert tuning.cache_folder() == Path("~no such user/plans")

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import tempfile
 import threading
 import warnings
@@ -29,7 +30,7 @@ BUCKETS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 409
 
 _FORMAT: Final = 1
 _MOST_BYTES: Final = 1 << 24
-_MOST_SPLITS: Final = 64
+_SPLITS: Final = (1, 2, 4, 8, 16)  # that selection makes
 _MOST_MICROSECONDS: Final = 1e9
 
 
@@ -67,7 +68,11 @@ def cache_folder() -> Path:
         >>> folder = qcutlass.tuning.cache_folder()
     """
     chosen = os.environ.get("QCUTLASS_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("qcutlass", appauthor=False))
+    if not chosen:
+        return Path(platformdirs.user_cache_dir("qcutlass", appauthor=False))
+    with contextlib.suppress(RuntimeError):  # "~name" of a user that does not exist: a folder of that name
+        return Path(chosen).expanduser()
+    return Path(chosen)
 
 
 def bucket(m: int) -> int | None:
@@ -106,8 +111,10 @@ def _integer(value: object, low: int, high: int) -> bool:
 def _parse_plan(key: object, value: object) -> TunedPlan:
     _check(isinstance(value, dict) and set(value) == set(TunedPlan._fields), f"the entry {key!r} has other fields")
     plan = TunedPlan(**value)  # type: ignore[arg-type]
-    _check(isinstance(plan.tactic, str) and 0 < len(plan.tactic) < 200, f"the tactic of {key!r} is no name")
-    _check(_integer(plan.split_k, 1, _MOST_SPLITS), f"split_k of {key!r} is not in 1 .. {_MOST_SPLITS}")
+    named = isinstance(plan.tactic, str) and 0 < len(plan.tactic) < 200 and plan.tactic.isascii()
+    _check(named, f"the tactic of {key!r} is no name")
+    splits = _integer(plan.split_k, 1, max(_SPLITS)) and plan.split_k in _SPLITS
+    _check(splits, f"split_k of {key!r} is none of {', '.join(map(str, _SPLITS))}")
     time = plan.microseconds
     number = isinstance(time, int | float) and not isinstance(time, bool) and 0 < time < _MOST_MICROSECONDS
     _check(number, f"microseconds of {key!r} are not in 0 .. {_MOST_MICROSECONDS:g}")
@@ -159,7 +166,10 @@ class PlanCache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 self._plans = {**known, **self._read(), **plans}
-                self._write(_render(self._plans, self.gpu, self.kernels))
+                text = _render(self._plans, self.gpu, self.kernels)
+                if len(text) > _MOST_BYTES:
+                    raise OSError(f"it would be larger than {_MOST_BYTES >> 20} MiB; remove it to begin anew")
+                self._write(text)
         except OSError as error:
             _warn_once(self.path, f"cannot be written ({error}); the tuned plans stay in memory")
             return False
@@ -167,7 +177,9 @@ class PlanCache:
 
     def _read(self) -> dict[str, TunedPlan]:
         try:
-            _check(self.path.stat().st_size <= _MOST_BYTES, f"it is larger than {_MOST_BYTES >> 20} MiB")
+            status = self.path.stat()
+            _check(stat.S_ISREG(status.st_mode), "it is no regular file")
+            _check(status.st_size <= _MOST_BYTES, f"it is larger than {_MOST_BYTES >> 20} MiB")
             return parse(self.path.read_text(encoding="utf-8"), self.gpu, self.kernels)
         except FileNotFoundError:
             return {}
