@@ -28,7 +28,7 @@ _generation = 0  # counts calls of forget()
 
 
 class Launch:
-    """How to run a product, wherever its operands lie. Never changed, so that threads share it."""
+    """How to run a product, wherever its operands lie. Threads share it: only what it has seen grows."""
 
     def __init__(self, product: Product) -> None:
         a, out = product.call.a, product.out
@@ -43,6 +43,7 @@ class Launch:
         self._dense: Final = self._plan is not None and self._plan.dense
         self._extents: Final = [0 if operand is None else extent(operand) for operand in product.call.operands]
         self._out_extent: Final = extent(out)
+        self._seen: Final[set[tuple[int, ...]]] = set()
 
     def is_ready(self) -> bool:
         """Whether this thread can run it now."""
@@ -60,7 +61,15 @@ class Launch:
         """
         if out is None:
             out = self._new_out()
-        arguments = self._arguments.at(addresses, out.data_ptr())
+        # A kernel may read weights while the one before it in the stream ends. Weights that were multiplied before were
+        # not written just now.
+        weights = (addresses[1], addresses[2], addresses[3])
+        settled = weights in self._seen
+        if not settled:
+            if len(self._seen) >= _MOST_LAUNCHES:
+                self._seen.clear()
+            self._seen.add(weights)
+        arguments = self._arguments.at(addresses, out.data_ptr(), settled)
         if self._plan is None:
             _run_cpu(arguments, a.element_size())
         elif self._device == torch._C._cuda_getDevice():

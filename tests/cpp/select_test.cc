@@ -314,15 +314,48 @@ TEST(Workspace, CopiesOnlyWhatIsMisaligned) {
   EXPECT_TRUE(Workspace(a, 1, false).copy_activations);
 }
 
+TEST(Workspace, CopiesScalesWhoseRowsLieFarApart) {
+  GemmArguments far = problem(3, 4096, 4096);
+  far.weights.scale_stride = int64_t(1) << 31;
+  EXPECT_TRUE(Workspace(far, 1, false).copy_scales);
+  far.weights.group_size = far.weights.k;  // one row
+  EXPECT_FALSE(Workspace(far, 1, false).copy_scales);
+}
+
+TEST(Select, StaysWithinTheGrid) {
+  GemmArguments tall = problem(int64_t(1) << 25, 16, 64);
+  for (Candidate const& c : candidates(tall, kH200)) {
+    Tactic const& t = kTactics[c.plan.row];
+    EXPECT_LE(layout::ceil_div(layout::ceil_div(tall.m, t.tokens), 8), 65535) << c.plan.tactic;
+  }
+  tall.m = int64_t(1) << 27;
+  EXPECT_THROW(select(tall, kH200), Unsupported);
+}
+
+TEST(Select, LeavesWhatIsCompiledForHopperToItsCode) {
+  DeviceTraits old_code = kH200;
+  old_code.code_capability = 80;  // PTX of an older architecture
+  for (int64_t m : {1, 16, 300})
+    for (Candidate const& c : candidates(problem(m, 192, 8192), old_code)) {
+      EXPECT_FALSE(c.plan.cluster) << c.plan.tactic;
+      EXPECT_FALSE(c.plan.early) << c.plan.tactic;
+    }
+}
+
 TEST(Architectures, ServeTheirGpus) {
   std::vector<std::string> const built = split_architectures("80-real,90-real,90-virtual");
   EXPECT_EQ(built.size(), 3u);
-  for (int capability : {80, 86, 89, 90, 100, 120}) EXPECT_TRUE(architecture_serves(built, capability)) << capability;
-  EXPECT_FALSE(architecture_serves(built, 75));
-  EXPECT_FALSE(architecture_serves({"90-real"}, 80));
-  EXPECT_FALSE(architecture_serves({"90-real"}, 100));
-  EXPECT_TRUE(architecture_serves({"86"}, 89));
-  EXPECT_FALSE(architecture_serves({"89-real"}, 86));
+  for (int capability : {80, 86, 89, 90, 100, 120}) EXPECT_GT(serving_architecture(built, capability), 0) << capability;
+  EXPECT_EQ(serving_architecture(built, 89), 80);
+  EXPECT_EQ(serving_architecture(built, 90), 90);
+  EXPECT_EQ(serving_architecture(built, 100), 90);
+  EXPECT_EQ(serving_architecture(built, 75), 0);
+  EXPECT_EQ(serving_architecture({"90-real"}, 80), 0);
+  EXPECT_EQ(serving_architecture({"90-real"}, 100), 0);
+  EXPECT_EQ(serving_architecture({"86"}, 89), 86);
+  EXPECT_EQ(serving_architecture({"80-real", "86-real", "80-virtual"}, 89), 86);
+  EXPECT_EQ(serving_architecture({"80-real", "80-virtual"}, 90), 80);
+  EXPECT_EQ(serving_architecture({"89-real"}, 86), 0);
 }
 
 }  // namespace

@@ -90,6 +90,12 @@ def test_only_the_bindings_include_pybind11(repository: Path) -> None:
     assert all(path.is_relative_to(repository / "cpp/src/python") for path in users), users
 
 
+def test_kernels_use_nothing_that_traps_on_older_gpus(repository: Path) -> None:
+    """CUTLASS's barrier wrappers compile for any architecture, but to a trap below sm_90."""
+    paths = list(sources(repository, "cpp/src", suffixes=CXX_SUFFIXES))
+    assert offenders(paths, r"cutlass/arch/barrier\.h|\bNamedBarrier::", repository) == []
+
+
 def test_no_code_is_switched_off(repository: Path) -> None:
     paths = list(sources(repository, "cpp", "tests/cpp", suffixes=CXX_SUFFIXES))
     assert offenders(paths, r"^\s*#\s*if\s+0\b", repository) == []

@@ -30,6 +30,9 @@ struct GemmArguments {
   void const* act_scale = nullptr;  ///< [k]
   int32_t const* perm = nullptr;    ///< [k]
   Activation activation = Activation::kNone;
+  /// Not even the kernel that precedes the launch in its stream writes the weights, scales or zeros: they may be read
+  /// while it ends.
+  bool settled = false;
   void* workspace = nullptr;  ///< workspace_bytes() bytes, 16-byte aligned, contents undefined before and after
   size_t workspace_bytes = 0;
 };
@@ -77,6 +80,8 @@ struct DeviceTraits {
   int compute_capability = 0;  ///< 10 * major + minor
   int sm_count = 0;
   int shared_memory_per_block = 0;  ///< opt-in limit, bytes
+  /// What the code that the GPU runs was compiled for: older than the GPU where only older PTX was built.
+  int code_capability = compute_capability;
 };
 
 /// What a kernel configuration needs, for one scheme.

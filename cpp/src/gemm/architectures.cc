@@ -1,5 +1,6 @@
 #include "gemm/architectures.h"
 
+#include <algorithm>
 #include <sstream>
 
 namespace qcutlass {
@@ -12,17 +13,17 @@ std::vector<std::string> split_architectures(std::string const& list) {
   return result;
 }
 
-bool architecture_serves(std::vector<std::string> const& built, int compute_capability) {
+int serving_architecture(std::vector<std::string> const& built, int compute_capability) {
+  int machine_code = 0, ptx = 0;
   for (std::string const& item : built) {
     size_t const dash = item.find('-');
     std::string const kind = dash == std::string::npos ? "" : item.substr(dash + 1);  // none: both forms
     int const version = std::stoi(item);
-    bool const machine_code =
-        kind != "virtual" && version / 10 == compute_capability / 10 && version % 10 <= compute_capability % 10;
-    bool const ptx = kind != "real" && version <= compute_capability;
-    if (machine_code || ptx) return true;
+    if (version > compute_capability) continue;
+    if (kind != "virtual" && version / 10 == compute_capability / 10) machine_code = std::max(machine_code, version);
+    if (kind != "real") ptx = std::max(ptx, version);
   }
-  return false;
+  return machine_code > 0 ? machine_code : ptx;
 }
 
 }  // namespace qcutlass

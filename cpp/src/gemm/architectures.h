@@ -9,8 +9,9 @@ namespace qcutlass {
 /// Splits CMake's list form, "80-real,90-virtual".
 std::vector<std::string> split_architectures(std::string const& list);
 
-/// Whether code for `built` runs on a GPU of this compute capability (10 * major + minor): machine code runs on the
-/// same major version from its minor version up, PTX on everything from its version up.
-bool architecture_serves(std::vector<std::string> const& built, int compute_capability);
+/// The architecture of those `built` whose code a GPU of this compute capability (10 * major + minor) runs; 0: none.
+/// Machine code runs on the same major version from its minor version up; failing that, PTX on everything from its
+/// version up.
+int serving_architecture(std::vector<std::string> const& built, int compute_capability);
 
 }  // namespace qcutlass

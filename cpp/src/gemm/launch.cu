@@ -96,7 +96,8 @@ DeviceTraits const& device_traits(int device) {
         10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
     traits.sm_count = attribute(cudaDevAttrMultiProcessorCount);
     traits.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    if (!architecture_serves(built_architectures(), traits.compute_capability))
+    traits.code_capability = serving_architecture(built_architectures(), traits.compute_capability);
+    if (traits.code_capability == 0)
       throw Unsupported(
           "GPU " + std::to_string(device) + " has compute capability " +
           std::to_string(traits.compute_capability / 10) + "." + std::to_string(traits.compute_capability % 10) +
@@ -150,7 +151,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.cluster = plan.cluster;
   launch.programmatic = plan.early;
   // Copies made by this call are there only after the wait.
-  launch.prefetch = launch.programmatic && !space.copy_scales && !space.copy_zeros;
+  launch.prefetch = launch.programmatic && a.settled && !space.copy_scales && !space.copy_zeros;
   launch.partials = plan.split_k > 1 && !plan.cluster ? reinterpret_cast<float*>(base + space.partials) : nullptr;
   launch.partial_stride = space.partial_stride;
 

@@ -50,8 +50,15 @@ bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {
   return split_k <= layout::ceil_div(arguments.weights.k, t.stage_k());
 }
 
+/// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.
+bool fits_grid(GemmArguments const& arguments, Tactic const& t) {
+  constexpr int64_t kMostRows = 65535, kSwizzled = 8;
+  return layout::ceil_div(arguments.m, t.tokens) <= kMostRows * kSwizzled;
+}
+
+/// Clusters and early starts are compiled into code for sm_90 and newer, whatever the GPU.
 bool uses_cluster(DeviceTraits const& device, int split_k) {
-  return split_k > 1 && split_k <= kMaxCluster && device.compute_capability >= 90;
+  return split_k > 1 && split_k <= kMaxCluster && device.code_capability >= 90;
 }
 
 /// Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
@@ -79,7 +86,7 @@ Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, 
   result.plan.row = row;
   result.plan.split_k = split_k;
   result.plan.cluster = cluster;
-  result.plan.early = device.compute_capability >= 90 && !piles_up(arguments, device, t, split_k);
+  result.plan.early = device.code_capability >= 90 && !piles_up(arguments, device, t, split_k);
   result.plan.workspace_bytes = Workspace(arguments, split_k, cluster).bytes;
   result.plan.rounds_weights = rounds_weights(t, scale_mode(arguments));
   result.cost = predict(arguments, device, t, split_k, cluster);
@@ -135,7 +142,7 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
   std::vector<Candidate> result;
   for (int i = 0; i < kTacticCount && !dense_forced; ++i) {
     Tactic const& t = kTactics[i];
-    if ((only >= 0 && i != only) || resident_blocks(arguments, device, t) == 0) continue;
+    if ((only >= 0 && i != only) || resident_blocks(arguments, device, t) == 0 || !fits_grid(arguments, t)) continue;
     if (split_k > 0) {
       if (splittable(arguments, t, split_k)) result.push_back(candidate(arguments, device, i, split_k));
       continue;

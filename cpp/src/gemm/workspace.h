@@ -15,6 +15,9 @@ inline constexpr int kAlignment = 16;
 /// Largest k, and largest row stride of the activations, in elements.
 inline constexpr int64_t kMaxStride = int64_t(1) << 24;
 
+/// Largest row stride of scales and zeros, bytes: the kernels keep it in 32 bits.
+inline constexpr int64_t kMaxRowBytes = (int64_t(1) << 31) - 1;
+
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 /// Whether rows of `columns` elements can be read in whole vectors.
@@ -39,8 +42,13 @@ struct Workspace {
     // The same pass gathers columns and applies act_scale. The kernels' offsets within a tile of rows are 32-bit.
     copy_activations = a.perm != nullptr || a.act_scale != nullptr || a.a_stride > kMaxStride ||
                        !rows_aligned(a.a, a.a_stride, w.k, a.m, a.a_type);
-    copy_scales = !rows_aligned(w.scales, w.scale_stride, w.n, w.groups(), w.scale_type);
-    copy_zeros = w.zero_type != DType::kNone && !rows_aligned(w.zeros, w.zero_stride, w.n, w.groups(), w.zero_type);
+    auto const far = [&w](int64_t stride, DType type) {
+      return w.groups() > 1 && stride * size_of(type) > kMaxRowBytes;
+    };
+    copy_scales =
+        far(w.scale_stride, w.scale_type) || !rows_aligned(w.scales, w.scale_stride, w.n, w.groups(), w.scale_type);
+    copy_zeros = w.zero_type != DType::kNone && (far(w.zero_stride, w.zero_type) ||
+                                                 !rows_aligned(w.zeros, w.zero_stride, w.n, w.groups(), w.zero_type));
     activation_stride = copy_activations ? padded(w.k, a.a_type) : a.a_stride;
     scale_stride = copy_scales ? padded(w.n, w.scale_type) : w.scale_stride;
     zero_stride = copy_zeros ? padded(w.n, w.zero_type) : w.zero_stride;

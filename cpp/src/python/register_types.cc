@@ -78,7 +78,7 @@ void register_arguments(py::module_& module) {
   def_pointer(gemm, "workspace", &GemmArguments::workspace);
   gemm.def(
       "at",
-      [](GemmArguments product, std::array<uintptr_t, 7> const& operands, uintptr_t out) {
+      [](GemmArguments product, std::array<uintptr_t, 7> const& operands, uintptr_t out, bool settled) {
         product.a = to_pointer(operands[0]);
         product.weights.packed = to_pointer(operands[1]);
         product.weights.scales = to_pointer(operands[2]);
@@ -87,9 +87,10 @@ void register_arguments(py::module_& module) {
         product.act_scale = to_pointer(operands[5]);
         product.perm = to_pointer<int32_t>(operands[6]);
         product.out = to_pointer(out);
+        product.settled = settled;
         return product;
       },
-      py::arg("operands"), py::arg("out"),
+      py::arg("operands"), py::arg("out"), py::arg("settled") = false,
       "The same product elsewhere in memory: a, w_packed, scales, zeros, bias, act_scale, perm; 0 for what it has "
       "not.");
 }

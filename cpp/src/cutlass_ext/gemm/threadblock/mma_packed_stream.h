@@ -8,11 +8,11 @@
 //   - the ring holds the rows of activations that exist, not the tile's.
 #pragma once
 
-#include "cutlass/arch/barrier.h"
 #include "cutlass/arch/memory_sm75.h"
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/arch/mma_sm80.h"
 #include "cutlass_ext/arch/grid_dependency.h"
+#include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
 #include "cutlass_ext/gemm/warp/group_scales.h"
 #include "cutlass_ext/layout/packed_weights.h"
@@ -40,6 +40,7 @@ class MmaPackedStream {
   static constexpr int kStageK = qcutlass::kStreamK;
   static constexpr int kSteps = kStageK / qcutlass::kStepK;
   static_assert(WarpShape::kK == kStageK);
+  static_assert(kSetThreads == 32 || kSlices <= arch::kNamedBarriers);
 
   using LayoutA = layout::PackedWeights<kPacking_>;
   static constexpr int kTiles = kStageK / LayoutA::kTileK;  // packed tiles of a strip and stage
@@ -187,7 +188,7 @@ class MmaPackedStream {
     if constexpr (kSetThreads == 32)
       __syncwarp();
     else
-      arch::NamedBarrier::sync(kSetThreads, slice_);
+      arch::named_barrier_sync<kSetThreads>(slice_);
   }
 
   /// This thread's part in copying the groups' rows of a stage.
