@@ -84,7 +84,8 @@ class Graph:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            contestant.launch(0, outs[0])  # what a first call sets up must not be captured
+            for copy in range(contestant.copies):  # what first calls set up, or treat with care, must not be captured
+                contestant.launch(copy, outs[0])
         stream.synchronize()
         graph, results = torch.cuda.CUDAGraph(), []
         with torch.cuda.graph(graph, stream=stream):

@@ -32,8 +32,8 @@ def gemm(
     On CUDA, `w` is rounded to the type of `a`, except by the kernels for few rows where a group has 64 columns or more:
     those scale sums of exact products (`plan(...).rounds_weights` tells). The CPU keeps `w` in fp32.
 
-    From sm_90 on, weights that were multiplied before are read while the kernel just before in the stream ends. Rewriting
-    them in place is fine, except by a kernel that itself lets its successor start early, which torch's do not.
+    From sm_90 on, weights that were multiplied before are read while the kernel just before in the stream ends.
+    Rewriting them in place is fine, except by a kernel that itself lets its successor start early; torch's do not.
 
     Args:
         a: `[..., K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.
