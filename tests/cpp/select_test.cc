@@ -322,6 +322,22 @@ TEST(Workspace, CopiesScalesWhoseRowsLieFarApart) {
   EXPECT_FALSE(Workspace(far, 1, false).copy_scales);
 }
 
+TEST(Select, OffersOnlyWhatIsCompiled) {
+  DeviceTraits huge = kH200;
+  huge.shared_memory_per_block *= 4;
+  int left_out = 0;
+  for (DType zeros : {DType::kNone, DType::kFloat32})
+    for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
+      GemmArguments a = problem(1, 4096, 4096);
+      a.weights.packing = packing;
+      a.weights.zero_type = zeros;
+      for (Candidate const& c : candidates(a, huge))
+        EXPECT_TRUE(is_compiled(kTactics[c.plan.row], packing, scale_mode(a))) << c.plan.tactic;
+      for (Tactic const& t : kTactics) left_out += !is_compiled(t, packing, scale_mode(a));
+    }
+  EXPECT_GT(left_out, 0);
+}
+
 TEST(Select, StaysWithinTheGrid) {
   GemmArguments tall = problem(int64_t(1) << 25, 16, 64);
   for (Candidate const& c : candidates(tall, kH200)) {

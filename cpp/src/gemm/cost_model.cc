@@ -84,7 +84,7 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
 int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic) {
   int const shared =
       shared_memory_bytes(tactic, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1));
-  if (shared > device.shared_memory_per_block) return 0;
+  if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;
   constexpr int kReserved = 1024;  // the system's share of every block
   int const by_memory = (device.shared_memory_per_block + kReserved) / (shared + kReserved);
   int const by_warps = (device.compute_capability == 86 || device.compute_capability == 89 ? 48 : 64) / tactic.warps();

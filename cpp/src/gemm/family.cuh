@@ -94,9 +94,14 @@ struct Family<kType, kPacking, kMode>::Impl {
   }
 
   using Function = void (*)(Launch const&, cudaStream_t);
+  template <int kIndex>
+  static constexpr Function entry() {
+    if constexpr (is_compiled(kTactics[kIndex], kPacking, kMode)) return launch<kIndex>;
+    return nullptr;  // selection knows that it fits no GPU
+  }
   template <int... kIndices>
   static constexpr Function function(int index, std::integer_sequence<int, kIndices...>) {
-    Function const table[] = {launch<kIndices>...};
+    Function const table[] = {entry<kIndices>()...};
     return table[index];
   }
 };

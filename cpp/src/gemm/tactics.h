@@ -132,6 +132,14 @@ constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mo
   return mainloop > epilogue ? mainloop : epilogue;
 }
 
+/// The most shared memory that a block may have on any GPU so far (sm_90, sm_100).
+inline constexpr int kMostSharedMemory = 227 * 1024;
+
+/// Whether some GPU can run the configuration, if only for one row of activations; others are not compiled.
+constexpr bool is_compiled(Tactic const& t, Packing packing, ScaleMode mode) {
+  return shared_memory_bytes(t, packing, mode, 1) <= kMostSharedMemory;
+}
+
 /// Output tiles of a product, which are blocks if k is not shared.
 constexpr int64_t tiles(GemmArguments const& arguments, Tactic const& t) {
   return layout::ceil_div(arguments.weights.n, t.channels) * layout::ceil_div(arguments.m, t.tokens);

@@ -2,9 +2,8 @@
 // of their way. Differences from MmaPackedMultistage:
 //   - k is dealt out to the block's slices in turns of 128; the warps of a slice share a cp.async ring of their own and
 //     never wait for another slice before the epilogue. With one warp a slice the loop has no block-wide barrier;
-//   - where a group of scales spans at least 64 k, sums of (code - zero) * activation, exact products, are scaled once
-//   a
-//     group, in fp32: cheaper than scaling the weights as long as there are few tokens, and nothing is rounded;
+//   - where a group of scales spans at least 64 k, sums of (code - zero) * activation, exact products, are scaled in
+//     fp32, once a group: cheaper than scaling the weights as long as there are few tokens, and nothing is rounded;
 //   - the ring holds the rows of activations that exist, not the tile's.
 #pragma once
 
@@ -130,7 +129,8 @@ class MmaPackedStream {
     }
   }
 
-  /// Requests the weights, scales and zeros of the first stages; they do not depend on the kernel before this one.
+  /// Requests the weights, scales and zeros of the first stages, which may be done before the wait for the kernel
+  /// before this one.
   CUTLASS_DEVICE void prefetch_weights() {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int s = 0; s < fast_min(kStages - 1, stages_); ++s) copy_weights(ring_ + s * place_bytes_);
