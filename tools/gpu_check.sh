@@ -14,6 +14,7 @@
 #   CUDA_ARCHITECTURES=90-real  what to compile for, without QCUTLASS_CUDA_LIBRARY
 #   QCUTLASS_BENCH_DENSE=FILE   libqcutlass_bench_dense.so built elsewhere; else it is built here if there are headers
 #   PYTEST_ARGUMENTS, MATRIX_ARGUMENTS, BENCH_ARGUMENTS, SANITIZERS="memcheck racecheck"
+#   PARALLEL=1                  tests and sanitizers side by side, which share a GPU well; benches wait for them
 # shellcheck disable=SC2086,SC2329  # *_ARGUMENTS hold several words; functions are called through run
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -52,6 +53,22 @@ run() {
     tail -n "${FAILURE_LINES:-25}" "$logs/$name.log" | sed 's/^/    | /'
   fi
   return $status
+}
+
+# start NAME COMMAND...: the same, beside others where PARALLEL says so; finish waits for them.
+background=()
+start() {
+  if [ -n "${PARALLEL:-}" ]; then
+    run "$@" &
+    background+=($!)
+  else
+    run "$@"
+  fi
+}
+finish() {
+  local pid
+  for pid in "${background[@]}"; do wait "$pid" || failed=1; done
+  background=()
 }
 
 install_wheels() {
@@ -98,14 +115,15 @@ run build install_package || exit 1
 for step in $steps; do
   case $step in
     test)
-      run pytest "$python" -m pytest -p no:cacheprovider ${PYTEST_ARGUMENTS:-}
+      start pytest "$python" -m pytest -p no:cacheprovider ${PYTEST_ARGUMENTS:-}
       ;;
     sanitize)
       for tool in ${SANITIZERS:-memcheck racecheck}; do
-        run "$tool" sanitize "$tool"
+        start "$tool" sanitize "$tool"
       done
       ;;
     bench)
+      finish
       dense=$build/bench/libqcutlass_bench_dense.so
       [ -n "${QCUTLASS_BENCH_DENSE:-}" ] || run dense build_dense
       if [ -z "${QCUTLASS_BENCH_DENSE:-}" ] && [ -e "$dense" ]; then export QCUTLASS_BENCH_DENSE=$dense; fi
@@ -113,4 +131,5 @@ for step in $steps; do
       ;;
   esac
 done
+finish
 exit $failed
