@@ -126,9 +126,12 @@ def _signature(call: GemmCall, out: Tensor | None) -> tuple[Signature, list[int]
         kind = type(operand)
         if kind is not Tensor and kind is not Parameter:
             return None
-        if (records_gradients and operand.requires_grad) or operand.layout is not torch.strided or operand.is_neg():
+        if (records_gradients and operand.requires_grad) or operand.is_neg():
             return None
-        address = operand.data_ptr()
+        try:
+            address = operand.data_ptr()
+        except RuntimeError:  # sparse
+            return None
         if address == 0:  # empty, or its storage was taken away
             return None
         addresses.append(address)

@@ -294,11 +294,11 @@ def check_gemm(call: GemmCall, out: Tensor | None) -> WeightShape:
 
 def check_inference(**tensors: Tensor | None) -> None:
     """Raises RuntimeError if autograd would have to record the operation."""
-    forward = torch.autograd.forward_ad._current_level >= 0
+    backward, forward = torch.is_grad_enabled(), torch.autograd.forward_ad._current_level >= 0
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             continue
-        if tensor.requires_grad:
+        if backward and tensor.requires_grad:
             raise RuntimeError(
                 f"{name} requires grad, but qcutlass is for inference: call under torch.no_grad() or "
                 f"torch.inference_mode(), or pass {name}.detach()"

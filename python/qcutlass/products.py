@@ -71,10 +71,11 @@ def gemm(
         torch.Size([2, 3, 48])
     """
     call = GemmCall(a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k)
-    repeated = None if _ops.is_traced() else _launch.repeat(call, out)
+    forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
+    repeated = None if forward or _ops.is_traced() else _launch.repeat(call, out)
     if repeated is not None:
         return repeated
-    if torch.is_grad_enabled():
+    if forward or torch.is_grad_enabled():
         check_inference(a=a, scales=scales, zeros=zeros, bias=bias, act_scale=act_scale, out=out)
     if out is not None:
         if _ops.is_eager(*call, out):
