@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.absent_gpu import NAME
 from torch import Tensor
 
 import qcutlass
@@ -116,6 +117,13 @@ def plan_folder(tmp_path: Path) -> Iterator[Path]:
         tuning.forget()
         yield tmp_path / "cache"
     tuning.forget()
+
+
+@pytest.fixture
+def plans(plan_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of plans, for a GPU that is not there."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAME)
+    return plan_folder
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.absent_gpu import H200, LAYER, look_up
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -17,22 +18,6 @@ from qcutlass.cli import app
 from qcutlass.tuning import cache, tuner
 from qcutlass.tuning.cache import TunedPlan, product_key
 from qcutlass.tuning.layers import Layer, layers_of
-
-H200 = _C.DeviceTraits(90, 132, 232448)
-NAME = "NVIDIA Test GPU, 141 GB"
-LAYER = Layer(4096, 1024)
-
-
-@pytest.fixture
-def plans(plan_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of plans, for a GPU that is not there."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAME)
-    return plan_folder
-
-
-def look_up(m: int, layer: Layer = LAYER, traits: _C.DeviceTraits = H200) -> tuple[str, int] | None:
-    plan = tuning.lookup(layer.arguments(m), traits, 0)
-    return None if plan is None else (plan.tactic, plan.split_k)
 
 
 class FakeTimer:

@@ -13,22 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.absent_gpu import H200, LAYER, NAME, look_up
 
 from qcutlass import _C, tuning
 from qcutlass.tuning import cache
 from qcutlass.tuning.cache import Gpu, PlanCache, TunedPlan, product_key
 from qcutlass.tuning.layers import Layer
-
-H200 = _C.DeviceTraits(90, 132, 232448)
-NAME = "NVIDIA Test GPU, 141 GB"
-LAYER = Layer(4096, 1024)
-
-
-@pytest.fixture
-def plans(plan_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of plans, for a GPU that is not there."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAME)
-    return plan_folder
 
 
 def candidate(m: int, rank: int, layer: Layer = LAYER) -> TunedPlan:
@@ -39,11 +29,6 @@ def candidate(m: int, rank: int, layer: Layer = LAYER) -> TunedPlan:
 
 def remember(m: int, plan: TunedPlan, layer: Layer = LAYER) -> Path | None:
     return cache.store({product_key(layer.arguments(m), m): plan}, H200, 0)
-
-
-def look_up(m: int, layer: Layer = LAYER, traits: _C.DeviceTraits = H200) -> tuple[str, int] | None:
-    plan = tuning.lookup(layer.arguments(m), traits, 0)
-    return None if plan is None else (plan.tactic, plan.split_k)
 
 
 def test_a_stored_plan_is_found_by_later_processes(plans: Path) -> None:
