@@ -18,6 +18,8 @@ class DType(metaclass=_pybind11_type):
     UINT8: ClassVar[DType]
     INT8: ClassVar[DType]
     INT32: ClassVar[DType]
+    FLOAT8_E4M3: ClassVar[DType]
+    FLOAT8_E5M2: ClassVar[DType]
     __members__: ClassVar[dict[str, DType]]
     def __init__(self, value: int) -> None: ...
     def __int__(self) -> int: ...
@@ -71,11 +73,23 @@ class WeightArguments(metaclass=_pybind11_type):
     zeros: int
     zero_stride: int
 
+class SumScales(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    a_scale: int
+    a_scale_stride: int
+    w_scale: int
+    w_scale_stride: int
+    azp: int
+    azp_stride: int
+    channel_sums: int
+
 class GemmArguments(metaclass=_pybind11_type):
     def __init__(self) -> None: ...
     m: int
     weights: WeightArguments
     a_type: DType
+    out_type: DType
+    sums: SumScales
     a: int
     a_stride: int
     out: int
@@ -89,6 +103,7 @@ class GemmArguments(metaclass=_pybind11_type):
     workspace: int
     workspace_bytes: int
     def at(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
+    def at_sums(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
 
 class Plan(metaclass=_pybind11_type):
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...

@@ -1,7 +1,15 @@
-// The weight-only product: out[m, n] = activation(sum_k a'[m, k] * w[n, k] + bias[n]), fp32 accumulation.
+// The products, of 16-bit activations by packed codes and of 8-bit activations by weights of 8 bits.
+//
+// Weight-only: out[m, n] = activation(sum_k a'[m, k] * w[n, k] + bias[n]), fp32 accumulation.
 //
 //   a'[m, k] = round_to_a_type(a[m, p] * act_scale[p]),  p = perm ? perm[k] : k      (act_scale: in the columns' own
 //   order)
+//
+// 8 by 8 bits (Packing::kW8A8): out[m, n] = activation(sum * a_scale[m] * w_scale[n] + bias[n]), with
+//
+//   sum = sum_k (a[m, k] - azp[m]) * w[n, k]      int8: exact in int32; fp8: fp32 accumulation, no azp
+//
+// evaluated in fp32 from the left, rounded once. int32 outputs are the sums themselves.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +22,33 @@
 
 namespace qcutlass {
 
+/// What turns the sums of an 8-by-8-bit product into numbers. A stride is 1, or 0 where one element serves all.
+struct SumScales {
+  float const* a_scale = nullptr;  ///< [m] or [1]; nullptr where out_type is kInt32
+  int a_scale_stride = 0;
+  float const* w_scale = nullptr;  ///< [n] or [1]; likewise
+  int w_scale_stride = 0;
+  int32_t const* azp = nullptr;  ///< zero points of int8 activations, [m] or [1]; nullptr: 0
+  int azp_stride = 0;
+  int32_t const* channel_sums = nullptr;  ///< sum_k w[n, k], [n]; with azp
+};
+
+/// Largest k of int8 products: sums of products of two int8 stay below 2^31. (What zero points take off is subtracted
+/// in 64 bits; int32 outputs are exact modulo 2^32.)
+inline constexpr int64_t kMaxInt8K = (int64_t(1) << 31) / (128 * 128) - 1;
+static_assert(kMaxInt8K == 131071);
+
 /// One product. Plain data: pointers, sizes and strides in elements; nothing is owned. Unit stride along the last
 /// dimension.
 struct GemmArguments {
   int64_t m = 0;  ///< rows of a and out; n and k are those of the weights
   WeightArguments weights;
-  DType a_type = DType::kNone;  ///< fp16, bf16; on the host also fp32. out has the same type.
-  void const* a = nullptr;      ///< [m, k]
+  /// fp16, bf16, on the host also fp32; with Packing::kW8A8 int8, fp8 e4m3, fp8 e5m2 (the weights then are e4m3).
+  DType a_type = DType::kNone;
+  /// kNone: a_type. With Packing::kW8A8 fp16, bf16, fp32 or, from int8, int32: then scales, bias and activation are
+  /// none.
+  DType out_type = DType::kNone;
+  void const* a = nullptr;  ///< [m, k]
   int64_t a_stride = 0;
   void* out = nullptr;  ///< [m, n]
   int64_t out_stride = 0;
@@ -30,6 +58,7 @@ struct GemmArguments {
   void const* act_scale = nullptr;  ///< [k]
   int32_t const* perm = nullptr;    ///< [k]
   Activation activation = Activation::kNone;
+  SumScales sums;  ///< of Packing::kW8A8, whose weights have no scales and zeros of their own
   /// Not even the kernel that precedes the launch in its stream writes the weights, scales or zeros: they may be read
   /// while it ends.
   bool settled = false;

@@ -5,7 +5,8 @@
 
 namespace qcutlass {
 
-enum class DType : uint8_t { kNone, kFloat16, kBFloat16, kFloat32, kUInt8, kInt8, kInt32 };
+/// kFloat8E4M3 has no infinities (torch.float8_e4m3fn); kFloat8E5M2 is IEEE-like.
+enum class DType : uint8_t { kNone, kFloat16, kBFloat16, kFloat32, kUInt8, kInt8, kInt32, kFloat8E4M3, kFloat8E5M2 };
 
 /// Activation applied to the fp32 result after the bias. kGelu is the exact (erf) form, kGeluTanh its tanh
 /// approximation.
@@ -15,14 +16,16 @@ enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 enum class Packing : uint8_t {
   kW4A16,  ///< 4-bit codes for fp16 / bf16 activations (mma m16n8k16)
   kW8A16,  ///< 8-bit codes for fp16 / bf16 activations (mma m16n8k16)
-  kW8A8,   ///< int8 weights for int8 activations (mma m16n8k32); nothing to dequantise
+  kW8A8,   ///< int8 or fp8 weights for activations of 8 bits (mma m16n8k32); nothing to dequantise
 };
 
 constexpr int size_of(DType type) {
   switch (type) {
     case DType::kNone: return 0;
     case DType::kUInt8:
-    case DType::kInt8: return 1;
+    case DType::kInt8:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2: return 1;
     case DType::kFloat16:
     case DType::kBFloat16: return 2;
     case DType::kFloat32:
@@ -34,6 +37,8 @@ constexpr int size_of(DType type) {
 constexpr bool is_floating(DType type) {
   return type == DType::kFloat16 || type == DType::kBFloat16 || type == DType::kFloat32;
 }
+
+constexpr bool is_float8(DType type) { return type == DType::kFloat8E4M3 || type == DType::kFloat8E5M2; }
 
 constexpr int bits_of(Packing packing) { return packing == Packing::kW4A16 ? 4 : 8; }
 

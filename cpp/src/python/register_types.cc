@@ -17,7 +17,7 @@ namespace {
 
 /// A pointer member as a read-write integer property.
 template <class Class, class Struct, class Pointer>
-void def_pointer(Class& cls, char const* name, Pointer Struct::*member) {
+void def_pointer(Class& cls, char const* name, Pointer Struct::* member) {
   cls.def_property(
       name, [member](Struct const& self) { return reinterpret_cast<uintptr_t>(self.*member); },
       [member](Struct& self, uintptr_t address) { self.*member = reinterpret_cast<Pointer>(address); });
@@ -31,7 +31,9 @@ void register_enumerations(py::module_& module) {
       .value("FLOAT32", DType::kFloat32)
       .value("UINT8", DType::kUInt8)
       .value("INT8", DType::kInt8)
-      .value("INT32", DType::kInt32);
+      .value("INT32", DType::kInt32)
+      .value("FLOAT8_E4M3", DType::kFloat8E4M3)
+      .value("FLOAT8_E5M2", DType::kFloat8E5M2);
   py::enum_<Activation>(module, "Activation")
       .value("NONE", Activation::kNone)
       .value("RELU", Activation::kRelu)
@@ -59,11 +61,23 @@ void register_arguments(py::module_& module) {
   def_pointer(weights, "scales", &WeightArguments::scales);
   def_pointer(weights, "zeros", &WeightArguments::zeros);
 
+  py::class_<SumScales> sums(module, "SumScales");
+  sums.def(py::init<>())
+      .def_readwrite("a_scale_stride", &SumScales::a_scale_stride)
+      .def_readwrite("w_scale_stride", &SumScales::w_scale_stride)
+      .def_readwrite("azp_stride", &SumScales::azp_stride);
+  def_pointer(sums, "a_scale", &SumScales::a_scale);
+  def_pointer(sums, "w_scale", &SumScales::w_scale);
+  def_pointer(sums, "azp", &SumScales::azp);
+  def_pointer(sums, "channel_sums", &SumScales::channel_sums);
+
   py::class_<GemmArguments> gemm(module, "GemmArguments");
   gemm.def(py::init<>())
       .def_readwrite("m", &GemmArguments::m)
       .def_readwrite("weights", &GemmArguments::weights)
       .def_readwrite("a_type", &GemmArguments::a_type)
+      .def_readwrite("out_type", &GemmArguments::out_type)
+      .def_readwrite("sums", &GemmArguments::sums)
       .def_readwrite("a_stride", &GemmArguments::a_stride)
       .def_readwrite("out_stride", &GemmArguments::out_stride)
       .def_readwrite("bias_type", &GemmArguments::bias_type)
@@ -93,6 +107,22 @@ void register_arguments(py::module_& module) {
       py::arg("operands"), py::arg("out"), py::arg("settled") = false,
       "The same product elsewhere in memory: a, w_packed, scales, zeros, bias, act_scale, perm; 0 for what it has "
       "not.");
+  gemm.def(
+      "at_sums",
+      [](GemmArguments product, std::array<uintptr_t, 7> const& operands, uintptr_t out, bool settled) {
+        product.a = to_pointer(operands[0]);
+        product.weights.packed = to_pointer(operands[1]);
+        product.sums.a_scale = to_pointer<float>(operands[2]);
+        product.sums.w_scale = to_pointer<float>(operands[3]);
+        product.sums.azp = to_pointer<int32_t>(operands[4]);
+        product.sums.channel_sums = to_pointer<int32_t>(operands[5]);
+        product.bias = to_pointer(operands[6]);
+        product.out = to_pointer(out);
+        product.settled = settled;
+        return product;
+      },
+      py::arg("operands"), py::arg("out"), py::arg("settled") = false,
+      "The same of an 8-by-8-bit product: a, w_packed, a_scale, w_scale, azp, channel_sums, bias.");
 }
 
 }  // namespace
