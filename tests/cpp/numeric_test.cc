@@ -94,5 +94,23 @@ TEST(LoadFloats, ReadsEveryType) {
   }
 }
 
+TEST(LoadFloats, ReadsEveryEightBitFloat) {
+  uint8_t bytes[256];
+  for (int i = 0; i < 256; ++i) bytes[i] = static_cast<uint8_t>(i);
+  for (DType type : {DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+    float values[256];
+    host::load_floats(type, bytes, 0, 256, values);
+    for (int i = 0; i < 256; ++i) {
+      double const expected = test::get(type, bytes, i);
+      ASSERT_EQ(std::isnan(values[i]), std::isnan(expected)) << i;
+      ASSERT_EQ(std::signbit(values[i]), std::signbit(expected)) << i;
+      if (!std::isnan(expected)) ASSERT_EQ(values[i], expected) << i;
+    }
+  }
+  EXPECT_EQ(test::value_of_e4m3(0x7e), 448);
+  EXPECT_EQ(test::value_of_e4m3(0x01), 0x1p-9);
+  EXPECT_EQ(test::value_of_e5m2(0x7b), 57344);
+}
+
 }  // namespace
 }  // namespace qcutlass

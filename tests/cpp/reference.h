@@ -24,6 +24,8 @@ inline std::string name_of(DType type) {
     case DType::kUInt8: return "u8";
     case DType::kInt8: return "i8";
     case DType::kInt32: return "i32";
+    case DType::kFloat8E4M3: return "e4m3";
+    case DType::kFloat8E5M2: return "e5m2";
   }
   return "?";
 }
@@ -79,6 +81,18 @@ inline double value_of_bits(uint16_t bits, int exponent_bits) {
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 
+/// Value of an e4m3 byte: exponents biased by 7, the largest of which is ordinary but for one NaN.
+inline double value_of_e4m3(uint8_t bits) {
+  int const field = bits >> 3 & 15, fraction = bits & 7;
+  double const magnitude = field == 15 && fraction == 7 ? std::numeric_limits<double>::quiet_NaN()
+                           : field == 0                 ? std::ldexp(fraction, -9)
+                                                        : std::ldexp(8 + fraction, field - 10);
+  return bits & 0x80 ? -magnitude : magnitude;
+}
+
+/// Value of an e5m2 byte: the upper half of an fp16.
+inline double value_of_e5m2(uint8_t bits) { return value_of_bits(static_cast<uint16_t>(bits << 8), 5); }
+
 /// Element `index` of an array of `type`.
 inline double get(DType type, void const* data, int64_t index) {
   switch (type) {
@@ -88,6 +102,8 @@ inline double get(DType type, void const* data, int64_t index) {
     case DType::kUInt8: return static_cast<uint8_t const*>(data)[index];
     case DType::kInt8: return static_cast<int8_t const*>(data)[index];
     case DType::kInt32: return static_cast<int32_t const*>(data)[index];
+    case DType::kFloat8E4M3: return value_of_e4m3(static_cast<uint8_t const*>(data)[index]);
+    case DType::kFloat8E5M2: return value_of_e5m2(static_cast<uint8_t const*>(data)[index]);
     case DType::kNone: break;
   }
   return 0;
@@ -119,6 +135,13 @@ inline void set(DType type, void* data, int64_t index, double value) {
     case DType::kUInt8: static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(value); return;
     case DType::kInt8: static_cast<int8_t*>(data)[index] = static_cast<int8_t>(value); return;
     case DType::kInt32: static_cast<int32_t*>(data)[index] = static_cast<int32_t>(value); return;
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+      for (int bits = 0; bits < 256; ++bits) {
+        static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(bits);
+        if (get(type, data, index) == value) return;
+      }
+      return;
     case DType::kNone: return;
   }
 }

@@ -4,12 +4,21 @@
 
 #include <math_constants.h>
 
+#include <algorithm>
+
 #include "cutlass_ext/epilogue/bias_activation.h"
 #include "qcutlass/types.h"
 
 namespace qcutlass::cuda {
 
 inline constexpr int kCopyThreads = 256;
+
+/// A grid for kernels that go over columns and rows in steps of it.
+inline dim3 row_grid(int64_t columns, int64_t rows) {
+  constexpr int64_t kMostColumns = 1024, kMostRows = 32768;
+  return dim3(unsigned(std::min((columns + kCopyThreads - 1) / kCopyThreads, kMostColumns)),
+              unsigned(std::min(rows, kMostRows)));
+}
 
 /// Copies [rows, columns] into rows of `out_stride` >= columns elements, the rest zero. Strides in elements of Word.
 template <class Word>
@@ -50,22 +59,22 @@ __global__ void gather_activations(Element const* a, int64_t a_stride, int32_t c
 }
 
 /// Adds the `shares` partial products in order and finishes the output.
-template <class Element>
-__global__ void reduce_partials(float const* partials, int64_t partial_stride, int shares,
-                                typename cutlass::epilogue::thread::BiasActivation<Element>::Params params) {
-  using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
+template <class OutputOp>
+__global__ void reduce_partials(typename OutputOp::Sum const* partials, int64_t partial_stride, int shares,
+                                typename OutputOp::Params params) {
+  using Half = cutlass::Array<typename OutputOp::Sum, OutputOp::kVector / 2>;
   int64_t const vectors = partial_stride / OutputOp::kVector, total = vectors * params.tokens;
   for (int64_t v = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; v < total;
        v += int64_t(gridDim.x) * kCopyThreads) {
     int const token = int(v / vectors), channel = int(v % vectors) * OutputOp::kVector;
-    float sum[OutputOp::kVector];
+    typename OutputOp::Sum sum[OutputOp::kVector];
     for (int s = 0; s < shares; ++s) {
-      float4 const* in =
-          reinterpret_cast<float4 const*>(partials + (int64_t(s) * params.tokens + token) * partial_stride + channel);
-      float4 const low = in[0], high = in[1];
-      float const part[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      uint4 const* in =
+          reinterpret_cast<uint4 const*>(partials + (int64_t(s) * params.tokens + token) * partial_stride + channel);
+      uint4 const words[2] = {in[0], in[1]};
+      Half const* part = reinterpret_cast<Half const*>(words);
 #pragma unroll
-      for (int i = 0; i < OutputOp::kVector; ++i) sum[i] = s == 0 ? part[i] : sum[i] + part[i];
+      for (int i = 0; i < OutputOp::kVector; ++i) sum[i] = s == 0 ? part[i / 4][i % 4] : sum[i] + part[i / 4][i % 4];
     }
     OutputOp(params, channel).store(token, sum);
   }

@@ -24,7 +24,7 @@ struct Waves {
       : blocks(static_cast<double>(tiles(a, t)) * split_k),
         busiest(std::ceil(blocks / (device.sm_count * (cluster && split_k > 2 ? gpu.launch.cluster_share : 1.0)))),
         resident(resident_blocks(a, device, t)),
-        stages(std::ceil(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k())) / split_k)) {}
+        stages(std::ceil(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k(a.weights.packing))) / split_k)) {}
 };
 
 /// Time of two things that overlap, though not perfectly.
@@ -34,19 +34,23 @@ double overlapped(double a, double b, GpuClass const& gpu) { return std::max(a, 
 double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
   WeightArguments const& w = a.weights;
   double const rows = static_cast<double>(std::min<int64_t>(a.m, t.tokens));  // tokens beyond m are not read
-  double const weight_bytes = t.channels * t.stage_k() * w.bits() / 8.0;
-  double const scale_bytes = t.channels * std::ceil(t.stage_k() / static_cast<double>(std::min(w.group_size, w.k))) *
+  int const stage_k = t.stage_k(w.packing), activation_size = activation_bytes(w.packing);
+  double const weight_bytes = t.channels * stage_k * w.bits() / 8.0;
+  double const scale_bytes = t.channels * std::ceil(stage_k / static_cast<double>(std::min(w.group_size, w.k))) *
                              (size_of(w.scale_type) + size_of(w.zero_type));
-  double const stage = weight_bytes + scale_bytes + rows * t.stage_k() * 2;
+  double const stage = weight_bytes + scale_bytes + rows * stage_k * activation_size;
   double const distinct = static_cast<double>(w.n) * static_cast<double>(w.k) * w.bits() / 8 +
-                          static_cast<double>(a.m) * static_cast<double>(w.k + w.n) * 2;
+                          static_cast<double>(a.m) * static_cast<double>(w.k * activation_size + w.n * 2);
   double const in_flight = std::min(waves.resident, waves.busiest) * (t.stages - 1) * stage;
-  return std::max({distinct / (gpu.memory.dram * 1e6), waves.blocks * waves.stages * stage / (gpu.memory.l2 * 1e6),
+  double const again = std::max(0.0, waves.blocks * waves.stages * stage - distinct);
+  return std::max({(distinct + gpu.reread * again) / (gpu.memory.dram * 1e6),
+                   waves.blocks * waves.stages * stage / (gpu.memory.l2 * 1e6),
                    waves.busiest * waves.stages * stage / in_flight * mainloop_costs(gpu, t).latency});
 }
 
 /// Instructions per A register (two weights) of the converters, broadcasting folded: see cutlass_ext/arch/dequantize.h.
 double convert_instructions(DType type, Packing packing, ScaleMode mode, bool scales) {
+  if (mode == ScaleMode::kNone) return 0;
   if (mode == ScaleMode::kFloat) return 10;
   double const multiply = scales ? 1 : 0;
   if (type == DType::kFloat16) return multiply + (packing == Packing::kW4A16 ? 2.25 : 2.0);
@@ -60,8 +64,9 @@ double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Wav
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
   double const converting =
       4 * convert_instructions(a.a_type, a.weights.packing, mode, rounds_weights(t, mode)) * gpu.issue.alu;
-  double const step = strips * (columns * gpu.issue.mma + converting) + columns * costs.column;
-  double const slice = static_cast<double>(t.slice_k()) / kStepK * step + costs.slice;
+  double const step = strips * (columns * gpu.issue.mma + converting + costs.strip) + columns * costs.column;
+  double const slice =
+      static_cast<double>(t.slice_k(a.weights.packing)) / step_k(a.weights.packing) * step + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps() / 4.0);
   double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + costs.wait);
   return overlapped(issued, alone, gpu) / (gpu.issue.clock * 1e3);
@@ -82,6 +87,7 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
 }  // namespace
 
 int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic) {
+  if (!tactic.serves(arguments.weights.packing)) return 0;
   int const shared =
       shared_memory_bytes(tactic, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1));
   if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;
@@ -93,7 +99,8 @@ int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, 
 
 Cost predict(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic, int split_k,
              bool cluster) {
-  GpuClass const& gpu = gpu_class(device.compute_capability);
+  GpuClass gpu = gpu_class(device.compute_capability);
+  if (arguments.weights.packing == Packing::kW8A8) gpu = for_eight_bits(gpu, is_float8(arguments.a_type));
   Waves const waves(arguments, device, gpu, tactic, split_k, cluster);
   Cost cost;
   cost.load = load(arguments, gpu, tactic, waves);

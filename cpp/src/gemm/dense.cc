@@ -59,7 +59,9 @@ size_t workspace_bytes(GemmArguments const& a, int64_t slice) {
 
 }  // namespace
 
-bool fits(GemmArguments const& arguments) { return max_slice(arguments) > 0; }
+bool fits(GemmArguments const& arguments) {
+  return arguments.weights.packing != Packing::kW8A8 && max_slice(arguments) > 0;
+}
 
 Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device) {
   constexpr int64_t kChoices = 64;

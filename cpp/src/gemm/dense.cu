@@ -13,11 +13,9 @@ constexpr int64_t kMaxBlocks = 4096;
 
 template <class Element>
 void prepare(GemmArguments const& a, void* out, int64_t out_stride, cudaStream_t stream) {
-  dim3 const grid(unsigned(std::min<int64_t>(layout::ceil_div(out_stride, kCopyThreads), 1024)),
-                  unsigned(std::min<int64_t>(a.m, 32768)));
-  gather_activations<Element><<<grid, kCopyThreads, 0, stream>>>(static_cast<Element const*>(a.a), a.a_stride, a.perm,
-                                                                 a.act_scale, a.act_scale_type, a.m, a.weights.k,
-                                                                 static_cast<Element*>(out), out_stride);
+  gather_activations<Element><<<row_grid(out_stride, a.m), kCopyThreads, 0, stream>>>(
+      static_cast<Element const*>(a.a), a.a_stride, a.perm, a.act_scale, a.act_scale_type, a.m, a.weights.k,
+      static_cast<Element*>(out), out_stride);
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -26,9 +24,10 @@ void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int6
             cudaStream_t stream) {
   Element* const out = static_cast<Element*>(a.out) + begin;
   auto const* const bias = static_cast<char const*>(a.bias) + begin * size_of(a.bias_type);
-  bool const vectors = rows_aligned(out, a.out_stride, end - begin, a.m, a.a_type);
+  bool const vectors = stores_vectors(out, a.out_stride, end - begin, a.m, a.a_type);
   int64_t const blocks = layout::ceil_div(sums_stride / 8 * a.m, kCopyThreads);
-  reduce_partials<Element><<<unsigned(std::min(blocks, kMaxBlocks)), kCopyThreads, 0, stream>>>(
+  using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
+  reduce_partials<OutputOp><<<unsigned(std::min(blocks, kMaxBlocks)), kCopyThreads, 0, stream>>>(
       sums, sums_stride, 1, {out, a.out_stride, int(a.m), int(end - begin), vectors, bias, a.bias_type, a.activation});
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
@@ -37,8 +36,15 @@ void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int6
 
 void prepare_activations(GemmArguments const& a, void* a_out, int64_t a_out_stride, void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  a.a_type == DType::kBFloat16 ? prepare<cutlass::bfloat16_t>(a, a_out, a_out_stride, stream)
-                               : prepare<cutlass::half_t>(a, a_out, a_out_stride, stream);
+  switch (a.a_type) {
+    case DType::kFloat16: prepare<cutlass::half_t>(a, a_out, a_out_stride, stream); break;
+    case DType::kBFloat16: prepare<cutlass::bfloat16_t>(a, a_out, a_out_stride, stream); break;
+    default: {  // 8 bits: nothing to scale or permute
+      copy_rows<<<row_grid(a_out_stride, a.m), kCopyThreads, 0, stream>>>(
+          static_cast<uint8_t const*>(a.a), a.a_stride, a.m, a.weights.k, static_cast<uint8_t*>(a_out), a_out_stride);
+      QCUTLASS_CUDA_CHECK(cudaGetLastError());
+    }
+  }
 }
 
 void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int64_t begin, int64_t end,

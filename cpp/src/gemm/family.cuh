@@ -13,15 +13,24 @@
 
 namespace qcutlass::cuda {
 
+template <DType kType>
+constexpr auto element_of() {
+  if constexpr (kType == DType::kFloat16) return cutlass::half_t{};
+  if constexpr (kType == DType::kBFloat16) return cutlass::bfloat16_t{};
+  if constexpr (kType == DType::kInt8) return int8_t{};
+  if constexpr (kType == DType::kFloat8E4M3) return cutlass::float_e4m3_t{};
+  if constexpr (kType == DType::kFloat8E5M2) return cutlass::float_e5m2_t{};
+}
+
 template <DType kType, Packing kPacking, ScaleMode kMode>
 struct Family<kType, kPacking, kMode>::Impl {
-  using Element = std::conditional_t<kType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = decltype(element_of<kType>());
 
   template <int kIndex>
   struct Configuration {
     static constexpr Tactic kTactic = kTactics[kIndex];
-    using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k()>;
-    using WarpShape = cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kTactic.slice_k()>;
+    using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
+    using WarpShape = cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kTactic.slice_k(kPacking)>;
     using Stream =
         cutlass::gemm::threadblock::MmaPackedStream<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>;
     using Multistage =
@@ -52,7 +61,7 @@ struct Family<kType, kPacking, kMode>::Impl {
                   cutlass::gemm::threadblock::GroupSize(launch.group_size),
                   group_matrix(launch.scales),
                   group_matrix(launch.zeros)};
-    params.output = output_params<Element>(launch);
+    params.output = output_params<typename Kernel::OutputOp>(launch);
     params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
@@ -61,7 +70,7 @@ struct Family<kType, kPacking, kMode>::Impl {
     params.stages_left = stages % launch.split_k;
     params.prefetch = launch.prefetch;
     params.cluster = launch.cluster;
-    params.partials = launch.partials;
+    params.partials = static_cast<typename Kernel::Sum*>(launch.partials);
     params.partial_stride = launch.partial_stride;
 
     auto const kernel = cutlass::device_kernel<Kernel>;

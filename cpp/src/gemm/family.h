@@ -18,22 +18,24 @@ struct Launch {
 
   void const* weights;
   int tiles_n, tiles_k;
-  void const* activations;  // [tokens, k rounded up to 8]
+  void const* activations;  // [tokens, k rounded up to a multiple of 16 bytes]
   int64_t activation_stride;
   int channels, tokens, k;
   int group_size;
   Groups scales, zeros;
   void* output;
+  DType output_type;
   int64_t output_stride;
   bool output_vectors;
   void const* bias;
   DType bias_type;
   Activation activation;
+  SumScales sums;
   int split_k;
   bool cluster;
   bool programmatic;  // the kernel itself waits for what precedes it: sm_90
   bool prefetch;      // and loads weights, scales and zeros meanwhile
-  float* partials;
+  void* partials;     // of the type of the sums
   int64_t partial_stride;
   bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
   int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do

@@ -20,15 +20,27 @@ struct IssueSpeed {
 
 /// What a kind of main loop costs beside bytes, MMAs and conversions.
 struct MainloopCosts {
-  double latency;  ///< microseconds from a request to its bytes in shared memory, loaded memory system
-  double slice;    ///< clocks of a warp's slice of k: copies, addresses, barriers
-  double column;   ///< clocks of loading an n8 block of the activations' fragments for a step
-  double wait;     ///< clocks that a warp alone waits for its own results in a slice; other warps' work hides them
-  double kernel;   ///< microseconds: launch, first bytes, last stores
-  double output;   ///< microseconds of the epilogue, per output of a block and slice of k
+  double latency;    ///< microseconds from a request to its bytes in shared memory, loaded memory system
+  double slice;      ///< clocks of a warp's slice of k: copies, addresses, barriers
+  double column;     ///< clocks of loading an n8 block of the activations' fragments for a step
+  double wait;       ///< clocks that a warp alone waits for its own results in a slice; other warps' work hides them
+  double kernel;     ///< microseconds: launch, first bytes, last stores
+  double output;     ///< microseconds of the epilogue, per output of a block and slice of k
+  double strip = 0;  ///< clocks of loading a strip's fragment for a step, beside what conversions take
 };
 inline constexpr MainloopCosts kStreamCosts = {0.732, 126, 6.51, 350, 1.31, 1.48e-4};
 inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.91e-5};
+
+/// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
+/// main loops without conversions, whose blocks are fewer and longer.
+struct EightBitCosts {
+  double dram = 1.11, l2 = 1.29, mma = 0.71;
+  double exposed = 0.197;
+  double reread = 0.17;  ///< share of what tiles of tokens read again that comes through DRAM again
+  double float8 = 2.1;  ///< MMAs of 8-bit floats: on sm_90 two of fp16 and conversions, elsewhere half the integer rate
+  MainloopCosts stream = {0.725, 22.8, 0.48, 550, 1.35, 1.42e-4, 2.12};
+  MainloopCosts multistage = {0.841, 17.1, 3.49, 262, 1.87, 2.15e-4, 6.4};
+};
 
 /// Microseconds of combining the blocks that share k, and of small kernels.
 struct LaunchTimes {
@@ -55,6 +67,8 @@ struct GpuClass {
   MainloopCosts stream = kStreamCosts, multistage = kMultistageCosts;
   LaunchTimes launch = {};
   double exposed = 0.155;  ///< how much of the shorter of two that overlap is not hidden behind the longer
+  double reread = 0;       ///< see EightBitCosts
+  EightBitCosts eight_bits = {};
 };
 
 inline constexpr GpuClass kGpuClasses[] = {
@@ -65,6 +79,18 @@ inline constexpr GpuClass kGpuClasses[] = {
     {100, {7.0, 9.0}, {1.8, 6}, {10.0, 5.0}},    // B200
     {120, {1.6, 5.0}, {2.4, 16}, {1.3, 1.2}},    // RTX 50
 };
+
+/// The class as 8-by-8-bit products see it.
+constexpr GpuClass for_eight_bits(GpuClass gpu, bool float8) {
+  EightBitCosts const& costs = gpu.eight_bits;
+  gpu.memory = {gpu.memory.dram * costs.dram, gpu.memory.l2 * costs.l2};
+  gpu.issue.mma *= costs.mma * (float8 ? costs.float8 : 1);
+  gpu.exposed = costs.exposed;
+  gpu.reread = costs.reread;
+  gpu.stream = costs.stream;
+  gpu.multistage = costs.multistage;
+  return gpu;
+}
 
 /// The class of a GPU: the newest one that is not newer than it.
 constexpr GpuClass const& gpu_class(int compute_capability) {

@@ -16,23 +16,44 @@ namespace qcutlass::cuda {
 namespace {
 
 constexpr int kMaxDevices = 64;
-constexpr int kMaxGridRows = 32768;
-
-dim3 row_grid(int64_t columns, int64_t rows) {
-  return dim3(unsigned(std::min<int64_t>(layout::ceil_div(columns, kCopyThreads), 1024)),
-              unsigned(std::min<int64_t>(rows, kMaxGridRows)));
-}
-
 using FamilyLaunch = void (*)(int, Launch const&, void*);
 
-/// The one list of families at run time: [activation type][packing][scale mode].
-template <DType kType, Packing kPacking>
-constexpr FamilyLaunch kModes[kScaleModes] = {Family<kType, kPacking, ScaleMode::kNative>::launch,
-                                              Family<kType, kPacking, ScaleMode::kFine>::launch,
-                                              Family<kType, kPacking, ScaleMode::kFloat>::launch};
-constexpr FamilyLaunch const* kFamilies[2][2] = {
-    {kModes<DType::kFloat16, Packing::kW4A16>, kModes<DType::kFloat16, Packing::kW8A16>},
-    {kModes<DType::kBFloat16, Packing::kW4A16>, kModes<DType::kBFloat16, Packing::kW8A16>}};
+/// The one list of families at run time.
+struct FamilyEntry {
+  DType type;
+  Packing packing;
+  ScaleMode mode;
+  FamilyLaunch launch;
+};
+template <DType kType, Packing kPacking, ScaleMode kMode>
+constexpr FamilyEntry kFamily = {kType, kPacking, kMode, Family<kType, kPacking, kMode>::launch};
+constexpr FamilyEntry kFamilies[] = {
+    kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kNative>,
+    kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kFine>,
+    kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kFloat>,
+    kFamily<DType::kFloat16, Packing::kW8A16, ScaleMode::kNative>,
+    kFamily<DType::kFloat16, Packing::kW8A16, ScaleMode::kFine>,
+    kFamily<DType::kFloat16, Packing::kW8A16, ScaleMode::kFloat>,
+    kFamily<DType::kBFloat16, Packing::kW4A16, ScaleMode::kNative>,
+    kFamily<DType::kBFloat16, Packing::kW4A16, ScaleMode::kFine>,
+    kFamily<DType::kBFloat16, Packing::kW4A16, ScaleMode::kFloat>,
+    kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kNative>,
+    kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kFine>,
+    kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kFloat>,
+    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kNone>,
+    kFamily<DType::kFloat8E4M3, Packing::kW8A8, ScaleMode::kNone>,
+    kFamily<DType::kFloat8E5M2, Packing::kW8A8, ScaleMode::kNone>,
+};
+constexpr int kFamilyCount = sizeof(kFamilies) / sizeof(kFamilies[0]);
+
+int family_index(DType type, Packing packing, ScaleMode mode) {
+  int i = 0;
+  while (i < kFamilyCount &&
+         (kFamilies[i].type != type || kFamilies[i].packing != packing || kFamilies[i].mode != mode))
+    ++i;
+  if (i == kFamilyCount) throw Unsupported("a: no kernels are built for its type with weights packed like these");
+  return i;
+}
 
 /// Scales or zeros, copied into rows of whole vectors where they are not already.
 Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, WeightArguments const& w, void* copy_to,
@@ -59,13 +80,24 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, W
   return result;
 }
 
-template <class Element>
+template <class OutputOp>
 void reduce(Launch const& launch, cudaStream_t stream) {
   int64_t const vectors = launch.partial_stride / 8 * launch.tokens;
   unsigned const blocks = unsigned(std::min<int64_t>(layout::ceil_div(vectors, kCopyThreads), 4096));
-  reduce_partials<Element><<<blocks, kCopyThreads, 0, stream>>>(launch.partials, launch.partial_stride, launch.split_k,
-                                                                output_params<Element>(launch));
+  reduce_partials<OutputOp>
+      <<<blocks, kCopyThreads, 0, stream>>>(static_cast<typename OutputOp::Sum const*>(launch.partials),
+                                            launch.partial_stride, launch.split_k, output_params<OutputOp>(launch));
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
+}
+
+void reduce(DType type, Launch const& launch, cudaStream_t stream) {
+  namespace output = cutlass::epilogue::thread;
+  switch (type) {
+    case DType::kFloat16: reduce<output::BiasActivation<cutlass::half_t>>(launch, stream); break;
+    case DType::kBFloat16: reduce<output::BiasActivation<cutlass::bfloat16_t>>(launch, stream); break;
+    case DType::kInt8: reduce<output::ScaledSums<int32_t>>(launch, stream); break;
+    default: reduce<output::ScaledSums<float>>(launch, stream); break;
+  }
 }
 
 }  // namespace
@@ -136,37 +168,37 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.channels = int(w.n);
   launch.tokens = int(a.m);
   launch.k = int(w.k);
-  launch.group_size = int(w.groups() == 1 ? round_up(w.k, kSliceK) : w.group_size);
+  launch.group_size = int(w.groups() == 1 ? round_up(w.k, kNativeGroup) : w.group_size);
   launch.scales = groups(space.copy_scales, w.scales, w.scale_type, w.scale_stride, w, base + space.scales,
                          space.scale_stride, stream);
   launch.zeros =
       groups(space.copy_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros, space.zero_stride, stream);
   launch.output = a.out;
+  launch.output_type = a.out_type == DType::kNone ? a.a_type : a.out_type;
   launch.output_stride = a.out_stride;
-  launch.output_vectors = rows_aligned(a.out, a.out_stride, w.n, a.m, a.a_type);
+  launch.output_vectors = stores_vectors(a.out, a.out_stride, w.n, a.m, launch.output_type);
   launch.bias = a.bias;
   launch.bias_type = a.bias_type;
   launch.activation = a.activation;
+  launch.sums = a.sums;
   launch.split_k = plan.split_k;
   launch.cluster = plan.cluster;
   launch.programmatic = plan.early;
   // Copies made by this call are there only after the wait.
   launch.prefetch = launch.programmatic && a.settled && !space.copy_scales && !space.copy_zeros;
-  launch.partials = plan.split_k > 1 && !plan.cluster ? reinterpret_cast<float*>(base + space.partials) : nullptr;
+  launch.partials = plan.split_k > 1 && !plan.cluster ? base + space.partials : nullptr;
   launch.partial_stride = space.partial_stride;
 
-  bool const bf16 = a.a_type == DType::kBFloat16;
-  int const packing = w.packing == Packing::kW4A16 ? 0 : 1, mode = static_cast<int>(scale_mode(a));
-  static std::atomic<bool> used[kMaxDevices][2][2][kScaleModes][kTacticCount];
-  std::atomic<bool>& seen = used[device % kMaxDevices][bf16][packing][mode][tactic];
+  int const family = family_index(a.a_type, w.packing, scale_mode(a));
+  static std::atomic<bool> used[kMaxDevices][kFamilyCount][kTacticCount];
+  std::atomic<bool>& seen = used[device % kMaxDevices][family][tactic];
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
 
   if (space.copy_activations) prepare_activations(a, base + space.activations, space.activation_stride, stream);
-  kFamilies[bf16][packing][mode](tactic, launch, stream);
+  kFamilies[family].launch(tactic, launch, stream);
   seen.store(true, std::memory_order_release);
-  if (launch.partials != nullptr)
-    bf16 ? reduce<cutlass::bfloat16_t>(launch, stream) : reduce<cutlass::half_t>(launch, stream);
+  if (launch.partials != nullptr) reduce(a.a_type, launch, stream);
 }
 
 }  // namespace qcutlass::cuda

@@ -2,6 +2,7 @@
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 #include "qcutlass/pack.h"
+#include "qcutlass/quantize.h"
 
 namespace qcutlass::cuda {
 
@@ -28,5 +29,6 @@ void finish(GemmArguments const&, float const*, int64_t, int64_t, int64_t, void*
 void pack(PackArguments const&, void*) { throw_not_built(); }
 void unpack(PackArguments const&, void*) { throw_not_built(); }
 void dequantize(DequantizeArguments const&, void*) { throw_not_built(); }
+void quantize(QuantizeArguments const&, void*) { throw_not_built(); }
 
 }  // namespace qcutlass::cuda

@@ -1,21 +1,28 @@
 // A launch's output as the epilogue takes it: for the kernels, and for the sum of their partial products.
 #pragma once
 
-#include "cutlass_ext/epilogue/bias_activation.h"
+#include "cutlass_ext/epilogue/scaled_sums.h"
 #include "gemm/family.h"
 
 namespace qcutlass::cuda {
 
-template <class Element>
-typename cutlass::epilogue::thread::BiasActivation<Element>::Params output_params(Launch const& launch) {
-  return {static_cast<Element*>(launch.output),
-          launch.output_stride,
-          launch.tokens,
-          launch.channels,
-          launch.output_vectors,
-          launch.bias,
-          launch.bias_type,
-          launch.activation};
+/// The parameters of an output operator.
+template <class OutputOp>
+typename OutputOp::Params output_params(Launch const& launch) {
+  typename OutputOp::Params params{};
+  if constexpr (std::is_same_v<OutputOp, cutlass::epilogue::thread::ScaledSums<typename OutputOp::Sum>>) {
+    params.output_type = launch.output_type;
+    params.scales = launch.sums;
+  }
+  params.output = static_cast<decltype(params.output)>(launch.output);
+  params.stride = launch.output_stride;
+  params.tokens = launch.tokens;
+  params.channels = launch.channels;
+  params.vectors = launch.output_vectors;
+  params.bias = launch.bias;
+  params.bias_type = launch.bias_type;
+  params.activation = launch.activation;
+  return params;
 }
 
 }  // namespace qcutlass::cuda

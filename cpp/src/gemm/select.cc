@@ -17,27 +17,54 @@ constexpr int kMaxCluster = 8;
 
 /// What the names of tactics begin with.
 std::string tactic_prefix(GemmArguments const& arguments) {
-  return std::string(arguments.weights.packing == Packing::kW4A16 ? "w4a16_" : "w8a16_") +
-         (arguments.a_type == DType::kFloat16 ? "f16_" : "bf16_");
+  std::string packing, type;
+  switch (arguments.weights.packing) {
+    case Packing::kW4A16: packing = "w4a16_"; break;
+    case Packing::kW8A16: packing = "w8a16_"; break;
+    case Packing::kW8A8: packing = "w8a8_"; break;
+  }
+  switch (arguments.a_type) {
+    case DType::kFloat16: type = "f16_"; break;
+    case DType::kBFloat16: type = "bf16_"; break;
+    case DType::kInt8: type = "s8_"; break;
+    case DType::kFloat8E4M3: type = "e4m3_"; break;
+    case DType::kFloat8E5M2: type = "e5m2_"; break;
+    default: break;
+  }
+  return packing + type;
 }
 
-/// `<packing>_<activation type>_<scale mode>_sm80_[stream_]n<channels>m<tokens>k<stage's k>[w<warps>]_s<stages>`.
+/// Compute capability that the kernels' instructions need.
+int instruction_capability(GemmArguments const& arguments) { return is_float8(arguments.a_type) ? 89 : 80; }
+
+/// `<packing>_<activation type>_[<scale mode>_]sm<80 or 89>_[stream_]n<channels>m<tokens>k<stage's
+/// k>[w<warps>]_s<stages>`.
 std::string tactic_name(GemmArguments const& arguments, Tactic const& t) {
   bool const stream = t.mainloop == Mainloop::kStream;
-  return tactic_prefix(arguments) + kScaleModeNames[static_cast<int>(scale_mode(arguments))] + "_sm80_" +
-         (stream ? "stream_n" : "n") + std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" +
-         std::to_string(t.stage_k()) + (stream ? "w" + std::to_string(t.warps()) : "") + "_s" +
+  ScaleMode const mode = scale_mode(arguments);
+  return tactic_prefix(arguments) +
+         (mode == ScaleMode::kNone ? "" : kScaleModeNames[static_cast<int>(mode)] + std::string("_")) + "sm" +
+         std::to_string(instruction_capability(arguments)) + (stream ? "_stream_n" : "_n") +
+         std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" +
+         std::to_string(t.stage_k(arguments.weights.packing)) + (stream ? "w" + std::to_string(t.warps()) : "") + "_s" +
          std::to_string(t.stages);
 }
 
 /// What the CUDA kernels cover, beyond what the arguments' types already say.
 void check_supported(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
-  if (arguments.a_type != DType::kFloat16 && arguments.a_type != DType::kBFloat16)
+  bool const sixteen_bits = arguments.a_type == DType::kFloat16 || arguments.a_type == DType::kBFloat16;
+  bool const eight_bits = arguments.a_type == DType::kInt8 || is_float8(arguments.a_type);
+  if (w.packing == Packing::kW8A8) {
+    if (!eight_bits) throw Unsupported("a: weights packed for activations of 8 bits meet int8 or float8 ones only");
+    if (arguments.a_type == DType::kInt8 && w.k > kMaxInt8K)
+      throw InvalidArgument("a: int8 products have at most K = " + std::to_string(kMaxInt8K) +
+                            ", where int32 sums cannot overflow; got " + std::to_string(w.k) + ". Split K");
+  } else if (!sixteen_bits) {
     throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
-  if (w.packing == Packing::kW8A8) throw Unsupported("w_packed: int8 activations have their own product, not gemm");
-  if (w.group_size < w.k && w.group_size % kStepK != 0)
-    throw Unsupported("group_size: the CUDA kernels take multiples of " + std::to_string(kStepK) +
+  }
+  if (w.group_size < w.k && w.group_size % kGroupStep != 0)
+    throw Unsupported("group_size: the CUDA kernels take multiples of " + std::to_string(kGroupStep) +
                       " or one group a channel, got " + std::to_string(w.group_size) + "; re-quantise, or use the CPU");
   // Indices of rows, and offsets within a row or between neighbouring ones, are 32-bit in the kernels.
   constexpr int64_t kMaxRows = int64_t(1) << 30, kMaxChannels = int64_t(1) << 28;
@@ -47,7 +74,7 @@ void check_supported(GemmArguments const& arguments) {
 }
 
 bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {
-  return split_k <= layout::ceil_div(arguments.weights.k, t.stage_k());
+  return split_k <= layout::ceil_div(arguments.weights.k, t.stage_k(arguments.weights.packing));
 }
 
 /// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.
@@ -96,7 +123,7 @@ Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, 
 /// Row of kTactics that has the name.
 int tactic_row(GemmArguments const& arguments, std::string const& name) {
   for (int i = 0; i < kTacticCount; ++i)
-    if (tactic_name(arguments, kTactics[i]) == name) return i;
+    if (kTactics[i].serves(arguments.weights.packing) && tactic_name(arguments, kTactics[i]) == name) return i;
   throw InvalidArgument("tactic: '" + name + "' is not a configuration for this problem, which has e.g. '" +
                         tactic_name(arguments, kTactics[0]) + "'; qcutlass.tactics() lists them");
 }
@@ -114,19 +141,22 @@ int tactic_row(GemmArguments const& arguments, std::string const& name) {
 
 ScaleMode scale_mode(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
+  if (w.packing == Packing::kW8A8) return ScaleMode::kNone;
   bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
   if (!native) return ScaleMode::kFloat;
-  return w.group_size >= w.k || w.group_size % kSliceK == 0 ? ScaleMode::kNative : ScaleMode::kFine;
+  return w.group_size >= w.k || w.group_size % kNativeGroup == 0 ? ScaleMode::kNative : ScaleMode::kFine;
 }
 
 std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
   check_supported(arguments);
   std::vector<TacticTraits> result;
-  for (Tactic const& t : kTactics)
+  for (Tactic const& t : kTactics) {
+    if (!t.serves(arguments.weights.packing)) continue;
     result.push_back(
-        {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(), t.warps(), t.stages,
+        {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(arguments.weights.packing), t.warps(), t.stages,
          shared_memory_bytes(t, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1)),
          t.max_registers()});
+  }
   return result;
 }
 
@@ -135,6 +165,12 @@ std::string dense_tactic(GemmArguments const& arguments) { return tactic_prefix(
 std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic,
                                   int split_k, bool dense) {
   check_supported(arguments);
+  if (is_float8(arguments.a_type) && device.code_capability < instruction_capability(arguments))
+    throw Unsupported(
+        "a: products of float8 need a GPU of compute capability 8.9 or newer and code built for it; this one has " +
+        std::to_string(device.compute_capability / 10) + "." + std::to_string(device.compute_capability % 10) +
+        ", and runs code for " + std::to_string(device.code_capability / 10) + "." +
+        std::to_string(device.code_capability % 10) + ". Use int8 activations, or CPU tensors");
   bool const dense_forced = tactic == dense_tactic(arguments);
   if (dense_forced && !dense)
     throw Unsupported("tactic: '" + tactic + "' is run by the caller of the library, and this one does not offer to");
@@ -172,8 +208,9 @@ std::string kernel_set_hash(std::vector<std::string> const& build) {
   for (std::string const& fact : build) add(fact);
   add("layout " + std::to_string(layout::kVersion));
   for (Tactic const& t : kTactics)
-    for (int64_t field : {int64_t(t.mainloop), int64_t{t.channels}, int64_t{t.tokens}, int64_t{t.warp_channels},
-                          int64_t{t.warp_tokens}, int64_t{t.slices}, int64_t{t.stages}, int64_t{t.min_blocks}})
+    for (int64_t field :
+         {int64_t(t.mainloop), int64_t{t.channels}, int64_t{t.tokens}, int64_t{t.warp_channels}, int64_t{t.warp_tokens},
+          int64_t{t.slices}, int64_t{t.stages}, int64_t{t.min_blocks}, int64_t(t.products)})
       add(std::to_string(field));
   char digits[17];
   std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(hash));

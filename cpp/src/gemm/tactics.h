@@ -14,10 +14,11 @@ enum class ScaleMode : uint8_t {
   kNative,  ///< scales in the activation type, zeros uint8 or none, one group per 64 k: 16-bit arithmetic
   kFine,    ///< the same with groups of any multiple of 16
   kFloat,   ///< any scale and zero type, real-valued zeros: fp32 arithmetic, one rounding to the activation type
+  kNone,    ///< 8-by-8-bit products: nothing before the sums, which the epilogue scales
 };
 
-inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float"};
-inline constexpr int kScaleModes = 3;
+inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float", "none"};
+inline constexpr int kScaleModes = 4;
 
 /// How the kernels' main loop is organised: see cutlass_ext/gemm/threadblock/mma_packed_<mainloop>.h.
 enum class Mainloop : uint8_t {
@@ -25,12 +26,18 @@ enum class Mainloop : uint8_t {
   kMultistage,  ///< more: one ring, operands shared by all warps of a block
 };
 
-/// k extent a warp of the multistage loop works on between two barriers: one 4-bit tile, two 8-bit tiles.
-inline constexpr int kSliceK = 64;
+constexpr int activation_bytes(Packing packing) { return packing == Packing::kW8A8 ? 1 : 2; }
+/// k extent of one tensor-core step (m16n8k16, m16n8k32); a group boundary may fall between any two of them.
+constexpr int step_k(Packing packing) { return 32 / activation_bytes(packing); }
+/// k extent a warp of the multistage loop works on between two barriers: rows of activations of 128 bytes.
+constexpr int slice_k(Packing packing) { return 128 / activation_bytes(packing); }
 /// k extent of a stage of the streaming loop.
 inline constexpr int kStreamK = 128;
-/// k extent of one tensor-core step (m16n8k16); a group boundary may fall between any two of them.
-inline constexpr int kStepK = 16;
+/// Groups of scales whose size is a multiple of this are those of ScaleMode::kNative, of kGroupStep those of kFine.
+inline constexpr int kNativeGroup = slice_k(Packing::kW4A16), kGroupStep = step_k(Packing::kW4A16);
+
+/// The products that a configuration is built for: of 16-bit activations by low-bit weights, of 8 by 8 bits, or both.
+enum class Products : uint8_t { kAll, kWeightOnly, kEightByEight };
 
 /// One configuration. The block's tile is `channels` x `tokens`, its warps' tiles are `warp_channels` x `warp_tokens`;
 /// `slices` warps share one such tile and split the k extent of each stage.
@@ -41,11 +48,17 @@ struct Tactic {
   int slices;
   int stages;
   int min_blocks;  ///< blocks per SM that the register budget must allow (launch bounds)
+  Products products = Products::kAll;
 
+  constexpr bool serves(Packing packing) const {
+    return products == Products::kAll || (products == Products::kEightByEight) == (packing == Packing::kW8A8);
+  }
   constexpr int warps() const { return channels / warp_channels * (tokens / warp_tokens) * slices; }
   constexpr int threads() const { return 32 * warps(); }
-  constexpr int slice_k() const { return mainloop == Mainloop::kStream ? kStreamK : kSliceK; }
-  constexpr int stage_k() const { return slices * slice_k(); }
+  constexpr int slice_k(Packing packing) const {
+    return mainloop == Mainloop::kStream ? kStreamK : qcutlass::slice_k(packing);
+  }
+  constexpr int stage_k(Packing packing) const { return slices * slice_k(packing); }
   /// What the launch bounds leave a thread of the 65536 registers of an SM; 255 is the instruction set's limit.
   constexpr int max_registers() const {
     int const share = 65536 / (threads() * min_blocks) / 8 * 8;
@@ -61,20 +74,24 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 2, 4},
     {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1},
-    {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2},
+    {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2, Products::kWeightOnly},
     {Mainloop::kStream, 80, 8, 80, 8, 8, 3, 2},
     {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1},
     {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
     {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
     {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2},
     {Mainloop::kStream, 64, 16, 64, 16, 8, 3, 1},
-    {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1},
-    {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1},
+    {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1, Products::kWeightOnly},
+    {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1, Products::kWeightOnly},
     {Mainloop::kStream, 64, 32, 32, 32, 4, 3, 1},
-    {Mainloop::kStream, 48, 32, 48, 32, 8, 2, 1},
-    {Mainloop::kStream, 80, 32, 80, 32, 8, 2, 1},
-    {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1},
-    {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1},
+    {Mainloop::kStream, 48, 32, 48, 32, 8, 2, 1, Products::kWeightOnly},
+    {Mainloop::kStream, 80, 32, 80, 32, 8, 2, 1, Products::kWeightOnly},
+    {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1, Products::kWeightOnly},
+    {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1, Products::kWeightOnly},
+    // weights of 8 bits for 8-bit activations fill the rings sooner
+    {Mainloop::kStream, 224, 8, 112, 8, 2, 3, 1, Products::kEightByEight},
+    {Mainloop::kStream, 224, 16, 112, 16, 2, 3, 1, Products::kEightByEight},
+    {Mainloop::kStream, 224, 32, 112, 32, 2, 3, 1, Products::kEightByEight},
     // up to 64 tokens: all warps along k still
     {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2},  // fits 99 KB of shared memory in every scheme
     {Mainloop::kMultistage, 48, 64, 48, 64, 4, 3, 1},  // 6144 channels in one wave of 128 blocks
@@ -82,19 +99,27 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 64, 32, 64, 2, 3, 1},
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
     {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2},  // as above
-    {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2},
+    {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2, Products::kWeightOnly},
     {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1},
-    {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1},
+    {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1, Products::kWeightOnly},
+    // the same without conversions to share: square warp tiles read the least from shared memory
+    {Mainloop::kMultistage, 224, 64, 112, 32, 2, 3, 1, Products::kEightByEight},
+    {Mainloop::kMultistage, 224, 128, 112, 32, 1, 4, 1, Products::kEightByEight},
+    {Mainloop::kMultistage, 128, 128, 64, 64, 2, 3, 1, Products::kEightByEight},
+    {Mainloop::kMultistage, 128, 128, 64, 64, 1, 3, 2, Products::kEightByEight},
+    {Mainloop::kMultistage, 256, 128, 64, 64, 1, 4, 1, Products::kEightByEight},
+    {Mainloop::kMultistage, 128, 256, 64, 64, 1, 4, 1, Products::kEightByEight},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
 /// Rows of scales that `k` columns of weights may need.
-constexpr int scale_rows(ScaleMode mode, int k = kSliceK) {
-  return k / (mode == ScaleMode::kNative ? kSliceK : kStepK);
+constexpr int scale_rows(ScaleMode mode, int k = kNativeGroup) {
+  if (mode == ScaleMode::kNone) return 0;
+  return k / (mode == ScaleMode::kNative ? kNativeGroup : kGroupStep);
 }
 /// The streaming loop scales sums instead of weights where a group spans many columns: nothing is rounded then.
 constexpr bool rounds_weights(Tactic const& t, ScaleMode mode) {
-  return t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative;
+  return mode != ScaleMode::kNone && (t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative);
 }
 /// Bytes kept per scale and per zero in shared memory: kFloat takes any type up to 4 bytes.
 constexpr int scale_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 2; }
@@ -104,9 +129,10 @@ constexpr int zero_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 
 constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode, int64_t m) {
   int const rows =
       t.mainloop == Mainloop::kStream && m < t.tokens ? int(m) : t.tokens;  // the ring of kStream has no others
-  int const weights = t.channels * t.stage_k() * bits_of(packing) / 8;
-  int const activations = rows * t.stage_k() * 2;
-  int const scales = t.channels * scale_rows(mode, t.stage_k()) * (scale_bytes(mode) + zero_bytes(mode));
+  int const stage_k = t.stage_k(packing);
+  int const weights = t.channels * stage_k * bits_of(packing) / 8;
+  int const activations = rows * stage_k * activation_bytes(packing);
+  int const scales = t.channels * scale_rows(mode, stage_k) * (scale_bytes(mode) + zero_bytes(mode));
   return weights + activations + scales;
 }
 
@@ -135,9 +161,9 @@ constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mo
 /// The most shared memory that a block may have on any GPU so far (sm_90, sm_100).
 inline constexpr int kMostSharedMemory = 227 * 1024;
 
-/// Whether some GPU can run the configuration, if only for one row of activations; others are not compiled.
+/// Whether the configuration is for such products, and some GPU can run it, if only for one row of activations.
 constexpr bool is_compiled(Tactic const& t, Packing packing, ScaleMode mode) {
-  return shared_memory_bytes(t, packing, mode, 1) <= kMostSharedMemory;
+  return t.serves(packing) && shared_memory_bytes(t, packing, mode, 1) <= kMostSharedMemory;
 }
 
 /// Output tiles of a product, which are blocks if k is not shared.

@@ -26,6 +26,11 @@ inline bool rows_aligned(void const* data, int64_t stride, int64_t columns, int6
          (rows <= 1 || stride * size_of(type) % kAlignment == 0);
 }
 
+/// Whether rows of `columns` outputs can be written 8 at a time, in whole vectors.
+inline bool stores_vectors(void const* data, int64_t stride, int64_t columns, int64_t rows, DType type) {
+  return columns % 8 == 0 && rows_aligned(data, stride, columns, rows, type);
+}
+
 /// Offsets of the parts of the workspace; a part that is not needed is empty.
 struct Workspace {
   bool copy_activations, copy_scales, copy_zeros;

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "host/multiversion.h"
+#include "host/numeric.h"
 #include "qcutlass/layout.h"
 
 namespace qcutlass::host {
@@ -23,6 +24,17 @@ class ChannelVector {
   static constexpr int kParts = layout::kTileN / kLanes;
   using Float = typename Vectors<kLanes>::Float;
   using Int = typename Vectors<kLanes>::Int;
+  using Half = Vectors<layout::kTileN / 2>::Int;
+
+  /// Integers of channels 0 to 7 and 8 to 15, as registers hold them.
+  static QCUTLASS_INLINE void join(Half lower, Half upper, Int (&bits)[kParts]) {
+    if constexpr (kParts == 1) {
+      bits[0] = __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    } else {
+      bits[0] = lower;
+      bits[1] = upper;
+    }
+  }
 
   // Part by part: a copy of the whole array would keep it in memory.
   QCUTLASS_INLINE void load(float const* source) {
@@ -35,6 +47,11 @@ class ChannelVector {
   /// Bits [shift, shift + width of mask) of each channel's integer.
   QCUTLASS_INLINE void extract(Int const (&bits)[kParts], int shift, int mask) {
     for (int i = 0; i < kParts; ++i) part_[i] = __builtin_convertvector((bits[i] >> shift) & mask, Float);
+  }
+
+  /// The e4m3 number in bits [shift, shift + 8) of each channel's integer.
+  QCUTLASS_INLINE void extract_e4m3(Int const (&bits)[kParts], int shift) {
+    for (int i = 0; i < kParts; ++i) part_[i] = decode_e4m3<Float>(bits[i] >> shift);
   }
 
   /// this = (this - zero) * scale

@@ -1,16 +1,16 @@
-// The product on the CPU: each tile of packed weights is dequantised once into the first-level cache and multiplied
-// with every row of activations. The 16 channels of a tile lie across vector lanes, so scales and zeros are vectors as
-// they come.
+// The weight-only product on the CPU: each tile of packed weights is dequantised once into the first-level cache and
+// multiplied with every row of activations. The 16 channels of a tile lie across vector lanes, so scales and zeros are
+// vectors as they come.
 #include "qcutlass/gemm.h"
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <vector>
 
 #include "host/channel_parameters.h"
 #include "host/check.h"
-#include "host/lane_group.h"
+#include "host/epilogue.h"
+#include "host/gemm_w8a8.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
@@ -83,21 +83,6 @@ std::vector<float> load_activations(GemmArguments const& arguments, int threads)
   return result;
 }
 
-float activate(Activation activation, float x) {
-  switch (activation) {
-    case Activation::kNone: return x;
-    case Activation::kRelu: return x < 0.0f ? 0.0f : x;  // NaN stays
-    case Activation::kGelu: return 0.5f * x * std::erfc(x * -0.70710678f);
-    case Activation::kGeluTanh: {
-      // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), without the cancellation of the left side.
-      float const y = 0.79788456f * (x + 0.044715f * x * x * x);
-      return x / (1.0f + std::exp(-2.0f * y));
-    }
-    case Activation::kSilu: return x / (1.0f + std::exp(-x));
-  }
-  return x;
-}
-
 /// Adds the products of one strip of 16 channels to sums [m][16].
 template <Packing kPacking, int kLanes>
 QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
@@ -162,9 +147,7 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t s
   for (int64_t m = 0; m < arguments.m; ++m) {
     float* const row = sums + m * layout::kTileN;
     for (int i = 0; i < layout::kTileN; ++i) row[i] += bias[i];
-    if (arguments.activation != Activation::kNone) {
-      for (int i = 0; i < count; ++i) row[i] = activate(arguments.activation, row[i]);
-    }
+    activate(arguments.activation, count, row);
     store_floats(arguments.a_type, row, count, arguments.out, m * arguments.out_stride + n);
   }
 }
@@ -172,6 +155,7 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t s
 }  // namespace
 
 void gemm(GemmArguments const& arguments, int threads) {
+  if (arguments.weights.packing == Packing::kW8A8) return gemm_w8a8(arguments, threads);
   check_gemm(arguments, threads);
   WeightArguments const& weights = arguments.weights;
   if (arguments.m == 0 || weights.n == 0) return;

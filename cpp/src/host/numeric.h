@@ -1,4 +1,5 @@
-// fp16 and bf16 to and from fp32, exact and round-to-nearest-even, as bit operations that the compiler can vectorise.
+// fp16 and bf16 to and from fp32, exact and round-to-nearest-even, as bit operations that the compiler can vectorise;
+// 8-bit floats to fp32.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,13 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+/// Storage of the 8-bit ones.
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
 
 QCUTLASS_INLINE float to_float(Half value) {
   uint32_t const sign = (value.bits & 0x8000u) << 16;
@@ -36,6 +44,21 @@ QCUTLASS_INLINE float to_float(Half value) {
   return bit_cast<float>(bits | sign);
 }
 QCUTLASS_INLINE float to_float(BFloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
+
+/// The value of an e4m3 number, or of a vector of them, in the low bits of 32-bit integers.
+template <class Float, class Int>
+QCUTLASS_INLINE Float decode_e4m3(Int bits) {
+  Int const sign = (bits & 0x80) << 24;
+  Int const magnitude = (bits & 0x7f) << 20;
+  Int const normal = magnitude + (120 << 23);
+  // As for fp16: the bits below the exponent of 2^-6 are a normal number that is 2^-6 too large.
+  Int const subnormal = bit_cast<Int>(bit_cast<Float>(magnitude + (121 << 23)) - 0x1p-6f);
+  Int const nan = magnitude * 0 + 0x7fc00000;  // the format has one, and no infinities
+  Int const finite = magnitude < (1 << 23) ? subnormal : normal;
+  return bit_cast<Float>((magnitude == 0x7f << 20 ? nan : finite) | sign);
+}
+QCUTLASS_INLINE float to_float(Float8E4M3 value) { return decode_e4m3<float>(int32_t{value.bits}); }
+QCUTLASS_INLINE float to_float(Float8E5M2 value) { return to_float(Half{static_cast<uint16_t>(value.bits << 8)}); }
 QCUTLASS_INLINE float to_float(float value) { return value; }
 QCUTLASS_INLINE float to_float(uint8_t value) { return value; }
 QCUTLASS_INLINE float to_float(int8_t value) { return value; }
@@ -83,6 +106,8 @@ QCUTLASS_INLINE void load_floats(DType type, void const* data, int64_t offset, i
     case DType::kUInt8: return load_floats<uint8_t>(data, offset, count, out);
     case DType::kInt8: return load_floats<int8_t>(data, offset, count, out);
     case DType::kInt32: return load_floats<int32_t>(data, offset, count, out);
+    case DType::kFloat8E4M3: return load_floats<Float8E4M3>(data, offset, count, out);
+    case DType::kFloat8E5M2: return load_floats<Float8E5M2>(data, offset, count, out);
   }
 }
 

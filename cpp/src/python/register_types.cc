@@ -17,7 +17,7 @@ namespace {
 
 /// A pointer member as a read-write integer property.
 template <class Class, class Struct, class Pointer>
-void def_pointer(Class& cls, char const* name, Pointer Struct::* member) {
+void def_pointer(Class& cls, char const* name, Pointer Struct::*member) {
   cls.def_property(
       name, [member](Struct const& self) { return reinterpret_cast<uintptr_t>(self.*member); },
       [member](Struct& self, uintptr_t address) { self.*member = reinterpret_cast<Pointer>(address); });

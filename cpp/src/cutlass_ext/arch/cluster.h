@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cutlass/arch/memory.h"
+#include "cutlass/array.h"
 #include "cutlass/cutlass.h"
 
 namespace cutlass::arch {
@@ -15,19 +16,21 @@ CUTLASS_DEVICE void cluster_sync() {
 }
 
 /// Four words at the place in block `rank`'s shared memory that `pointer` has in this block's.
-CUTLASS_DEVICE float4 load_from_cluster(float const* pointer, int rank) {
-  float4 v = make_float4(0, 0, 0, 0);
+template <class Word>
+CUTLASS_DEVICE Array<Word, 4> load_from_cluster(Word const* pointer, int rank) {
+  static_assert(sizeof(Word) == 4);
+  uint4 v = make_uint4(0, 0, 0, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(address)
                : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+  asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address)
                : "memory");
 #endif
-  return v;
+  return reinterpret_cast<Array<Word, 4> const&>(v);
 }
 
 }  // namespace cutlass::arch

@@ -32,11 +32,50 @@ CUTLASS_DEVICE void activate(float (&x)[kCount], qcutlass::Activation activation
   }
 }
 
+/// Channels that a thread has of a token, in every operator below.
+inline constexpr int kVectorChannels = 8;
+
+/// `values` of 8 channels from `channel` on; 0 from `channels` on.
+template <class Value, class Element>
+CUTLASS_DEVICE void load_channels(Value (&values)[kVectorChannels], Element const* data, int channel, int channels) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kVectorChannels; ++i) values[i] = channel + i < channels ? Value(data[channel + i]) : Value(0);
+}
+
+CUTLASS_DEVICE void load_channels(float (&values)[kVectorChannels], void const* data, qcutlass::DType type, int channel,
+                                  int channels) {
+  switch (type) {
+    case qcutlass::DType::kFloat16: load_channels(values, static_cast<half_t const*>(data), channel, channels); break;
+    case qcutlass::DType::kBFloat16:
+      load_channels(values, static_cast<bfloat16_t const*>(data), channel, channels);
+      break;
+    default: load_channels(values, static_cast<float const*>(data), channel, channels); break;
+  }
+}
+
+/// Rounds the values to Element and stores those that exist. `vectors`: all 8 do, and `out` is 16-byte aligned.
+template <class Element, class Value>
+CUTLASS_DEVICE void store_channels(Element* out, Value const (&values)[kVectorChannels], int count, bool vectors) {
+  Array<Element, kVectorChannels> const result = NumericArrayConverter<Element, Value, kVectorChannels>::convert(
+      reinterpret_cast<Array<Value, kVectorChannels> const&>(values));
+  if (vectors) {
+    constexpr int kWords = sizeof(result) / sizeof(uint4);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kWords; ++i)
+      if (count > 0) reinterpret_cast<uint4*>(out)[i] = reinterpret_cast<uint4 const*>(&result)[i];
+  } else {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVectorChannels; ++i)
+      if (i < count) out[i] = result[i];
+  }
+}
+
 /// Maps vectors of 8 consecutive channels of one token from fp32 sums to the output.
 template <class Element>
 class BiasActivation {
  public:
-  static constexpr int kVector = 8;
+  static constexpr int kVector = kVectorChannels;
+  using Sum = float;
 
   struct Params {
     Element* output;  // [tokens, channels]
@@ -49,7 +88,8 @@ class BiasActivation {
   };
 
   CUTLASS_DEVICE BiasActivation(Params const& params, int channel) : params_(params), channel_(channel) {
-    if (params.bias_type != qcutlass::DType::kNone) load_bias();
+    if (params.bias_type != qcutlass::DType::kNone)
+      load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
@@ -59,34 +99,11 @@ class BiasActivation {
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
     }
     activate(sum, params_.activation);
-    Array<Element, kVector> const result =
-        NumericArrayConverter<Element, float, kVector>::convert(reinterpret_cast<Array<float, kVector> const&>(sum));
-    Element* out = params_.output + token * params_.stride + channel_;
-    if (params_.vectors) {
-      if (channel_ < params_.channels) *reinterpret_cast<uint4*>(out) = reinterpret_cast<uint4 const&>(result);
-    } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVector; ++i)
-        if (channel_ + i < params_.channels) out[i] = result[i];
-    }
+    store_channels(params_.output + token * params_.stride + channel_, sum, params_.channels - channel_,
+                   params_.vectors);
   }
 
  private:
-  CUTLASS_DEVICE void load_bias() {
-    switch (params_.bias_type) {
-      case qcutlass::DType::kFloat16: load_bias<half_t>(); break;
-      case qcutlass::DType::kBFloat16: load_bias<bfloat16_t>(); break;
-      default: load_bias<float>(); break;
-    }
-  }
-
-  template <class Bias>
-  CUTLASS_DEVICE void load_bias() {
-    Bias const* bias = static_cast<Bias const*>(params_.bias) + channel_;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) bias_[i] = channel_ + i < params_.channels ? float(bias[i]) : 0.f;
-  }
-
   Params const& params_;
   int channel_;
   float bias_[kVector];

@@ -1,4 +1,4 @@
-// From the transposed accumulators (channels x tokens) of MmaPackedMultistage to row-major [token][channel].
+// From the transposed accumulators (channels x tokens) of the mainloops to row-major [token][channel].
 //
 // Through shared memory, some token columns at a time: warps write their fragments transposed, every slice of k in a
 // plane of its own; then each thread adds the planes in order and owns 8 consecutive channels of a token. Blocks of a
@@ -8,7 +8,6 @@
 #include "cutlass/epilogue/warp/fragment_iterator_tensor_op.h"
 #include "cutlass/layout/matrix.h"
 #include "cutlass_ext/arch/cluster.h"
-#include "cutlass_ext/epilogue/bias_activation.h"
 
 namespace cutlass::epilogue::threadblock {
 
@@ -19,6 +18,8 @@ class TransposedEpilogue {
  public:
   using Shape = typename Mma::Shape;
   using WarpShape = typename Mma::WarpShape;
+  using Sum = typename Mma::Accumulator;
+  static_assert(sizeof(Sum) == 4);
   static constexpr int kTokens = Mma::kWarpsN * kBlocks * 8;  // rows of a pass
   static constexpr int kPasses = Mma::kColumns / kBlocks;
   static constexpr int kVector = 8;
@@ -26,7 +27,7 @@ class TransposedEpilogue {
   static_assert(kRow % 32 == 4, "lane (g, t) then writes bank 8t + g: no conflicts");
 
   struct SharedStorage {
-    alignas(16) float sums[Mma::kSlices][kTokens][kRow];
+    alignas(16) Sum sums[Mma::kSlices][kTokens][kRow];
   };
 
   CUTLASS_DEVICE TransposedEpilogue(SharedStorage& storage, int thread, int warp, int lane)
@@ -49,9 +50,9 @@ class TransposedEpilogue {
         arch::cluster_sync();
       }
       for (int row = first_row() * blocks + rank; row < kTokens; row += kRowStep * blocks) {
-        float sum[kVector] = {};
+        Sum sum[kVector] = {};
         if (blocks > 1)
-          for (int block = 0; block < blocks; ++block) add(sum, load_pair(row, 0, block));
+          for (int block = 0; block < blocks; ++block) add(sum, load(row, 0, block));
         else
           add_slices(sum, row);
         output(row / (kBlocks * 8) * WarpShape::kN + pass * kBlocks * 8 + row % (kBlocks * 8), sum);
@@ -68,8 +69,8 @@ class TransposedEpilogue {
 
   /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time, fragment[8 m + ..] = D[channel 8m +
   /// g][token 2t + i]. CUTLASS has no store iterator to go with it.
-  using FragmentIterator = warp::FragmentIteratorTensorOp<WarpShape, gemm::GemmShape<16, 8, 16>, float, Array<float, 4>,
-                                                          layout::ColumnMajor>;
+  using FragmentIterator =
+      warp::FragmentIteratorTensorOp<WarpShape, gemm::GemmShape<16, 8, 16>, Sum, Array<Sum, 4>, layout::ColumnMajor>;
 
   CUTLASS_DEVICE void write(typename Mma::FragmentC const& accumulators, int pass) {
     constexpr int kOctets = WarpShape::kM / 8;
@@ -80,7 +81,7 @@ class TransposedEpilogue {
     for (int block = 0; block < kBlocks; ++block) {
       typename FragmentIterator::Fragment fragment;
       fragments.load(fragment, pass * kBlocks + block);
-      float* row =
+      Sum* row =
           &storage_.sums[slice][(warp_n * kBlocks + block) * 8 + lane_ % 4 * 2][warp_m * WarpShape::kM + lane_ / 4];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2; ++i) {
@@ -90,36 +91,37 @@ class TransposedEpilogue {
     }
   }
 
-  struct Pair {
-    float4 low, high;
+  using Half = Array<Sum, kVector / 2>;  // one access of 16 bytes
+  struct Vector {
+    Half halves[2];
   };
 
   /// This thread's 8 channels of a row of a slice's plane; of block `rank` of the cluster if that is not negative.
-  CUTLASS_DEVICE Pair load_pair(int row, int slice, int rank = -1) const {
-    float const* p = &storage_.sums[slice][row][channel()];
+  CUTLASS_DEVICE Vector load(int row, int slice, int rank = -1) const {
+    Sum const* p = &storage_.sums[slice][row][channel()];
     if (rank >= 0) return {arch::load_from_cluster(p, rank), arch::load_from_cluster(p + 4, rank)};
-    return {reinterpret_cast<float4 const*>(p)[0], reinterpret_cast<float4 const*>(p)[1]};
+    uint4 const words[2] = {reinterpret_cast<uint4 const*>(p)[0], reinterpret_cast<uint4 const*>(p)[1]};
+    return reinterpret_cast<Vector const&>(words);
   }
 
-  static CUTLASS_DEVICE void add(float (&sum)[kVector], Pair const& v) {
-    float const part[kVector] = {v.low.x, v.low.y, v.low.z, v.low.w, v.high.x, v.high.y, v.high.z, v.high.w};
+  static CUTLASS_DEVICE void add(Sum (&sum)[kVector], Vector const& part) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) sum[i] += part[i];
+    for (int i = 0; i < kVector; ++i) sum[i] += part.halves[i / 4][i % 4];
   }
 
-  CUTLASS_DEVICE void add_slices(float (&sum)[kVector], int row) const {
+  CUTLASS_DEVICE void add_slices(Sum (&sum)[kVector], int row) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int slice = 0; slice < Mma::kSlices; ++slice) add(sum, load_pair(row, slice));
+    for (int slice = 0; slice < Mma::kSlices; ++slice) add(sum, load(row, slice));
   }
 
   /// Leaves the sum of all planes in the first.
   CUTLASS_DEVICE void fold_slices() {
     for (int row = first_row(); row < kTokens; row += kRowStep) {
-      float sum[kVector] = {};
+      alignas(16) Sum sum[kVector] = {};
       add_slices(sum, row);
-      float4* p = reinterpret_cast<float4*>(&storage_.sums[0][row][channel()]);
-      p[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      p[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+      uint4* p = reinterpret_cast<uint4*>(&storage_.sums[0][row][channel()]);
+      p[0] = reinterpret_cast<uint4 const*>(sum)[0];
+      p[1] = reinterpret_cast<uint4 const*>(sum)[1];
     }
   }
 

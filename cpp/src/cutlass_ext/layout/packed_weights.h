@@ -7,8 +7,8 @@
 
 namespace cutlass::layout {
 
-/// Fragment-order weights for 16-bit activations. A lane's 16 bytes of a tile are `kSteps` k16 steps of `kWords` 32-bit
-/// words.
+/// Fragment-order weights. A lane's 16 bytes of a tile are `kSteps` steps, of 16 k for 16-bit activations and of 32 k
+/// for those of 8 bits, of `kWords` 32-bit words.
 template <qcutlass::Packing kPacking_>
 struct PackedWeights {
   static constexpr qcutlass::Packing kPacking = kPacking_;
@@ -16,26 +16,31 @@ struct PackedWeights {
   static constexpr int kTileK = qcutlass::layout::tile_k(kPacking);
   static constexpr int kTileBytes = qcutlass::layout::kTileBytes;
   static constexpr int kTileChannels = qcutlass::layout::kTileN;
-  static constexpr int kSteps = kTileK / 16;
+  static constexpr bool kConverts = kPacking != qcutlass::Packing::kW8A8;
+  static constexpr int kStepK = kConverts ? 16 : 32;
+  static constexpr int kSteps = kTileK / kStepK;
   static constexpr int kWords = 4 / kSteps;
+  static constexpr int kRegisterK = kStepK / 8;  // elements of an A fragment's register
 
-  /// The register converters (arch/dequantize.h) take element `odd` of register `reg` of step `step` of a lane's
-  /// fragment from this bit of the lane's 128 bits.
-  static constexpr int converter_bit(int step, int reg, int odd) {
-    return kBits == 4 ? step * 32 + (reg + 4 * odd) * 4 : step * 64 + (2 * reg + odd) * 8;
+  /// Element `i` of register `reg` of step `step` of a lane's fragment is taken from this bit of the lane's 128 bits:
+  /// by the register converters (arch/dequantize.h), or, with 8-bit activations, as the fragment itself.
+  static constexpr int fragment_bit(int step, int reg, int i) {
+    if (!kConverts) return reg * 32 + i * 8;
+    return kBits == 4 ? step * 32 + (reg + 4 * i) * 4 : step * 64 + (2 * reg + i) * 8;
   }
 
-  /// Whether that is the place where layout.h keeps the code of the m16n8k16 A fragment's element: register `reg` of
-  /// lane 4g + t holds row g + 8 * (reg % 2), k = 2t + 8 * (reg / 2) + odd (PTX ISA, "Matrix Fragments for
-  /// mma.m16n8k16").
+  /// Whether that is the place where layout.h keeps the code of that element: register `reg` of lane 4g + t holds row
+  /// g + 8 * (reg % 2) and the k from kRegisterK * t + kStepK / 2 * (reg / 2) on (PTX ISA, "Matrix Fragments for
+  /// mma.m16n8k16" and "m16n8k32").
   static constexpr bool agrees_with_layout() {
     for (int lane = 0; lane < 32; ++lane)
       for (int step = 0; step < kSteps; ++step)
         for (int reg = 0; reg < 4; ++reg)
-          for (int odd = 0; odd < 2; ++odd) {
-            int const row = lane / 4 + 8 * (reg % 2), k = step * 16 + lane % 4 * 2 + 8 * (reg / 2) + odd;
+          for (int i = 0; i < kRegisterK; ++i) {
+            int const row = lane / 4 + 8 * (reg % 2);
+            int const k = step * kStepK + lane % 4 * kRegisterK + kStepK / 2 * (reg / 2) + i;
             auto const p = qcutlass::layout::position_in_tile(kPacking, row, k);
-            if (p.byte * 8 + p.bit != lane * 128 + converter_bit(step, reg, odd)) return false;
+            if (p.byte * 8 + p.bit != lane * 128 + fragment_bit(step, reg, i)) return false;
           }
     return true;
   }
@@ -43,5 +48,6 @@ struct PackedWeights {
 
 static_assert(PackedWeights<qcutlass::Packing::kW4A16>::agrees_with_layout());
 static_assert(PackedWeights<qcutlass::Packing::kW8A16>::agrees_with_layout());
+static_assert(PackedWeights<qcutlass::Packing::kW8A8>::agrees_with_layout());
 
 }  // namespace cutlass::layout

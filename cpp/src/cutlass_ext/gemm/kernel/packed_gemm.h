@@ -3,6 +3,7 @@
 
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
 #include "cutlass_ext/arch/grid_dependency.h"
+#include "cutlass_ext/epilogue/scaled_sums.h"
 #include "cutlass_ext/epilogue/transposed_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_multistage.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_stream.h"
@@ -16,7 +17,9 @@ class PackedGemm {
   using Element = typename Mma::Element;
   using Shape = typename Mma::Shape;
   using Epilogue = epilogue::threadblock::TransposedEpilogue<Mma, kEpilogueBlocks, kEpilogueRow>;
-  using OutputOp = epilogue::thread::BiasActivation<Element>;
+  using Sum = typename Mma::Accumulator;
+  using OutputOp = std::conditional_t<Mma::kMode == qcutlass::ScaleMode::kNone, epilogue::thread::ScaledSums<Sum>,
+                                      epilogue::thread::BiasActivation<Element>>;
   /// Neighbouring blocks share activations and weights in L2: 8 tiles of tokens side by side.
   using Swizzle = gemm::threadblock::GemmIdentityThreadblockSwizzle<8>;
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;
@@ -30,8 +33,8 @@ class PackedGemm {
     int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
     bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
     bool cluster;   // the shares of k of a tile form a cluster, which adds them
-    /// fp32 [shares][tokens][partial_stride] when k is shared without a cluster: another kernel adds them, in order.
-    float* partials;
+    /// [shares][tokens][partial_stride] when k is shared without a cluster: another kernel adds them, in order.
+    Sum* partials;
     int64_t partial_stride;
   };
 
@@ -41,6 +44,7 @@ class PackedGemm {
   };
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
+    if constexpr (!Mma::Traits::kIsSupported) return;
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     GemmCoord const tile = Swizzle::get_tile_offset(params.log_tile);
     if (tile.m() >= params.tiles.m() || tile.n() >= params.tiles.n()) return;
@@ -63,14 +67,13 @@ class PackedGemm {
     Epilogue epilogue(storage.epilogue, thread, warp, lane);
     int const c = channel + epilogue.channel();
     OutputOp const output(params.output, c);
-    auto const store = [&](int row, float(&sum)[OutputOp::kVector]) {
+    auto const store = [&](int row, Sum(&sum)[OutputOp::kVector]) {
       if (params.partials == nullptr) {
         output.store(token + row, sum);
       } else if (token + row < params.mma.tokens && c < params.partial_stride) {
         int64_t const out_row = int64_t(tile.k()) * params.mma.tokens + token + row;
-        float4* out = reinterpret_cast<float4*>(params.partials + out_row * params.partial_stride + c);
-        out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-        out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+        epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + c, sum, OutputOp::kVector,
+                                         true);
       }
     };
     epilogue.run(accumulators, params.cluster ? params.tiles.k() : 1, params.cluster ? tile.k() : 0, store);

@@ -8,15 +8,15 @@
 namespace cutlass::gemm::threadblock {
 
 /// Copies row-major activations [m, k] to where ldmatrix reads them without bank conflicts: to the product they are
-/// operand B, a column-major k x tokens matrix. Rows start at 16-byte boundaries and k is a multiple of 8. A stage in
-/// shared memory is [k / 64][tokens][64], and the 16-byte chunks of each row of 128 bytes, which cover all banks once,
-/// are permuted as by CUTLASS's ColumnMajorTensorOpMultiplicandCrosswise. (CUTLASS's iterators are not used: the
-/// predicated one takes the ragged tile of k first, the packed weights have theirs last, and the position in the ring
-/// is a variable to them, here it is a constant.)
+/// operand B, a column-major k x tokens matrix. Rows start at 16-byte boundaries and are whole chunks of 16 bytes. A
+/// stage in shared memory is [slice][tokens][128 bytes], and the 16-byte chunks of each row of 128 bytes, which cover
+/// all banks once, are permuted as by CUTLASS's ColumnMajorTensorOpMultiplicandCrosswise. (CUTLASS's iterators are not
+/// used: the predicated one takes the ragged tile of k first, the packed weights have theirs last, and the position in
+/// the ring is a variable to them, here it is a constant.)
 template <class Element, int kStageK, int kTokens, int kThreads>
 class ActivationLoader {
  public:
-  static constexpr int kRowK = 64, kRowBytes = 128;
+  static constexpr int kRowBytes = 128, kRowK = kRowBytes / int(sizeof(Element));
   static constexpr int kSliceBytes = kTokens * kRowBytes;
   static constexpr int kStageBytes = kStageK / kRowK * kSliceBytes;
 
@@ -26,7 +26,7 @@ class ActivationLoader {
   /// Rows from first_row on of a matrix of `rows` rows, columns from first_k to end_k.
   CUTLASS_DEVICE
   ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k, int end_k) {
-    int const thread_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks, column = first_k + chunk * 8;
+    int const thread_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks, column = first_k + chunk * kChunkK;
     place_ = thread_row * kRowBytes + swizzled(thread_row, chunk);
     left_ = end_k - column;
     CUTLASS_PRAGMA_UNROLL
@@ -58,6 +58,7 @@ class ActivationLoader {
 
  private:
   static constexpr int kChunks = kRowBytes / 16;  // a row
+  static constexpr int kChunkK = 16 / int(sizeof(Element));
   static constexpr int kRowStep = kThreads / kChunks;
   static constexpr int kRowsAThread = kTokens / kRowStep;
   static_assert(kTokens % kRowStep == 0, "every thread copies the same number of rows");

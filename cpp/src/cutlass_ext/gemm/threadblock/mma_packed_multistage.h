@@ -8,16 +8,15 @@
 #pragma once
 
 #include "cutlass/arch/memory_sm75.h"
-#include "cutlass/arch/mma_sm80.h"
 #include "cutlass_ext/gemm/threadblock/activation_loader.h"
+#include "cutlass_ext/gemm/threadblock/packed_mma.h"
 #include "cutlass_ext/gemm/threadblock/packed_weight_loader.h"
-#include "cutlass_ext/gemm/threadblock/scale_loader.h"
-#include "cutlass_ext/gemm/warp/group_scales.h"
 
 namespace cutlass::gemm::threadblock {
 
-/// Shape: channels x tokens x k of a stage. WarpShape: channels x tokens x 64; Shape::kK / 64 warps share a warp tile,
-/// one 64-k slice of each stage a warp. Their partial sums are added by the epilogue.
+/// Shape: channels x tokens x k of a stage. WarpShape: channels x tokens x a slice of k, which is 128 bytes of a
+/// token's row; Shape::kK / WarpShape::kK warps share a warp tile, one slice of each stage a warp. Their partial sums
+/// are added by the epilogue.
 template <class Shape_, class WarpShape_, int Stages_, class Element_, qcutlass::Packing kPacking_,
           qcutlass::ScaleMode kMode_>
 class MmaPackedMultistage {
@@ -26,8 +25,10 @@ class MmaPackedMultistage {
   using WarpShape = WarpShape_;
   using Element = Element_;
   static constexpr int kStages = Stages_;
-  static constexpr qcutlass::Packing kPacking = kPacking_;
   static constexpr qcutlass::ScaleMode kMode = kMode_;
+  using Traits = PackedMma<Element, kPacking_, kMode>;
+  using Arguments = typename Traits::Arguments;
+  using Accumulator = typename Traits::Accumulator;
 
   static constexpr int kWarpsM = Shape::kM / WarpShape::kM;
   static constexpr int kWarpsN = Shape::kN / WarpShape::kN;
@@ -35,41 +36,33 @@ class MmaPackedMultistage {
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN * kSlices;
   static constexpr int kStrips = WarpShape::kM / 16;  // per warp
   static constexpr int kColumns = WarpShape::kN / 8;  // n8 blocks per warp
-  static constexpr int kSteps = WarpShape::kK / qcutlass::kStepK;
-  static_assert(WarpShape::kK == qcutlass::kSliceK);
+  static constexpr int kSteps = WarpShape::kK / Traits::kStepK;
 
-  using LayoutA = layout::PackedWeights<kPacking>;
+  using LayoutA = typename Traits::LayoutA;
   static constexpr int kStageTiles = Shape::kK / LayoutA::kTileK;
   static constexpr int kSliceTiles = kStageTiles / kSlices;
   using WeightLoader = PackedWeightLoader<LayoutA, Shape::kM / 16, kStageTiles, kThreads>;
   using TokenLoader = ActivationLoader<Element, Shape::kK, Shape::kN, kThreads>;
   static_assert(TokenLoader::kRowK == WarpShape::kK);
 
-  static constexpr int kSliceRows = qcutlass::scale_rows(kMode);
-  static constexpr int kRowSteps = kSteps / kSliceRows;  // k16 steps that one row of scales serves
-  using GroupLoader = GroupRowLoader<Shape::kM, kSlices * kSliceRows, WarpShape::kK / kSliceRows,
-                                     qcutlass::scale_bytes(kMode), qcutlass::zero_bytes(kMode), kThreads>;
-  using Scales = warp::GroupScales<Element, LayoutA::kBits, kMode>;
+  static constexpr int kSliceRows = qcutlass::scale_rows(kMode, WarpShape::kK);
+  static constexpr int kRowSteps = kSliceRows > 0 ? kSteps / kSliceRows : 0;  // steps that one row of scales serves
+  using GroupLoader = typename GroupRowLoaderOf<Shape::kM, kSlices, kSliceRows, WarpShape::kK, kMode, kThreads>::Type;
+  using Scales = typename Traits::Scales;
   using Operands = typename Scales::Operands;
 
-  using ArchMma = arch::Mma<GemmShape<16, 8, 16>, 32, Element, layout::RowMajor, Element, layout::ColumnMajor, float,
-                            layout::RowMajor, arch::OpMultiplyAdd>;
-  using FragmentC = Array<float, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
+  using ArchMma = typename Traits::ArchMma;
+  using FragmentC = Array<Accumulator, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
 
+  /// Three rings, one after the other; the last one may be empty.
   struct alignas(16) SharedStorage {
-    uint8_t activations[kStages][TokenLoader::kStageBytes];
-    uint8_t weights[kStages][WeightLoader::kStageBytes];
-    uint8_t groups[kStages][GroupLoader::kStageBytes];
-  };
+    static constexpr int kWeights = kStages * TokenLoader::kStageBytes;
+    static constexpr int kGroups = kWeights + kStages * WeightLoader::kStageBytes;
+    uint8_t rings[kGroups + kStages * GroupLoader::kStageBytes];
 
-  struct Arguments {
-    uint8_t const* weights;
-    Element const* activations;
-    int activation_stride;
-    int channels, tokens, k;
-    int tiles_n, tiles_k;
-    GroupSize group_size;
-    GroupMatrix scales, zeros;
+    CUTLASS_DEVICE uint8_t* activations(int place) { return rings + place * TokenLoader::kStageBytes; }
+    CUTLASS_DEVICE uint8_t* weights(int place) { return rings + kWeights + place * WeightLoader::kStageBytes; }
+    CUTLASS_DEVICE uint8_t* groups(int place) { return rings + kGroups + place * GroupLoader::kStageBytes; }
   };
 
   /// The block's tile starts at (channel, token), its share of k is [first_k, end_k); first_k is a multiple of
@@ -89,7 +82,7 @@ class MmaPackedMultistage {
                  (end_k + LayoutA::kTileK - 1) / LayoutA::kTileK),
         tokens_(args.activations, args.activation_stride, args.tokens, token, first_k, end_k),
         groups_(args.scales, args.zeros, args.group_size, channel) {
-    // ldmatrix of 16 tokens x 16 k: lanes 0-7 and 8-15 name the rows of the two k halves of 8 tokens, 16-31 of the
+    // ldmatrix of 16 tokens x a step: lanes 0-7 and 8-15 name the rows of the two k halves of 8 tokens, 16-31 of the
     // others
     int const row = warp % kWarpsN * WarpShape::kN + lane / 16 * 8 + lane % 8;
     CUTLASS_PRAGMA_UNROLL
@@ -111,7 +104,7 @@ class MmaPackedMultistage {
   CUTLASS_DEVICE void operator()(FragmentC& accumulators) {
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kStages - 1; ++s) {
-      tokens_.copy(storage_.activations[s], s);
+      tokens_.copy(storage_.activations(s), s);
       arch::cp_async_fence();
     }
     advance(kStages - 1);
@@ -135,15 +128,15 @@ class MmaPackedMultistage {
   }
 
  private:
-  static constexpr int kRegistersA = kStrips * 4;  // per k16 step
+  static constexpr int kRegistersA = kStrips * 4;  // per step
   /// Wide warp tiles have no registers for two fragments, and time enough between the last use of a part of one and the
   /// first use of the part that takes its place.
   static constexpr int kBuffersB = kColumns >= 16 ? 1 : 2;
 
   /// Copies into a place of the ring the stage that lies `ahead` of the next one to load.
   CUTLASS_DEVICE void copy_weights(int place, int ahead) {
-    weights_.copy(storage_.weights[place], ahead);
-    groups_.copy(storage_.groups[place], load_k_ + ahead * Shape::kK, end_k_);
+    weights_.copy(storage_.weights(place), ahead);
+    groups_.copy(storage_.groups(place), load_k_ + ahead * Shape::kK, end_k_);
   }
 
   CUTLASS_DEVICE void advance(int stages) {
@@ -155,12 +148,12 @@ class MmaPackedMultistage {
   /// The lane's part of the activations of a step, n8 blocks `n` and `n + 1` of the warp: one ldmatrix.
   CUTLASS_DEVICE void load_tokens(int place, int step, int n) {
     arch::ldsm<layout::RowMajor, 4>(reinterpret_cast<Array<unsigned, 4>&>(frag_b_[step % kBuffersB][n]),
-                                    storage_.activations[place] + token_place_[step] + n * 8 * TokenLoader::kRowBytes);
+                                    storage_.activations(place) + token_place_[step] + n * 8 * TokenLoader::kRowBytes);
   }
 
   /// The lane's codes of packed tile `tile` of its slice: one 128-bit load a strip.
   CUTLASS_DEVICE void load_codes(int place, int tile) {
-    uint8_t const* w = storage_.weights[place] + warp_m_ * kStrips * WeightLoader::kStripBytes +
+    uint8_t const* w = storage_.weights(place) + warp_m_ * kStrips * WeightLoader::kStripBytes +
                        (slice_ * kSliceTiles + tile) * LayoutA::kTileBytes + lane_ * 16;
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < kStrips; ++m) {
@@ -170,12 +163,14 @@ class MmaPackedMultistage {
   }
 
   CUTLASS_DEVICE void load_operands(int place, int row) {
-    uint8_t const* scales = storage_.groups[place] + (slice_ * kSliceRows + row) * GroupLoader::kRowBytes;
-    Scales::load(operands_, scales, scales + GroupLoader::kZeros, warp_m_ * WarpShape::kM, lane_, args_.scales.type,
-                 args_.zeros.type);
+    if constexpr (kSliceRows > 0) {
+      uint8_t const* scales = storage_.groups(place) + (slice_ * kSliceRows + row) * GroupLoader::kRowBytes;
+      Scales::load(operands_, scales, scales + GroupLoader::kZeros, warp_m_ * WarpShape::kM, lane_, args_.scales.type,
+                   args_.zeros.type);
+    }
   }
 
-  /// Register `r` of the A fragment of k16 step `step`. All indices are constants after unrolling.
+  /// Register `r` of the A fragment of step `step`. All indices are constants after unrolling.
   CUTLASS_DEVICE void dequantize(int step, int r) {
     using Converter = typename Scales::Converter;
     uint32_t const* words = codes_[r / 4] + step % LayoutA::kSteps * LayoutA::kWords;
@@ -210,7 +205,9 @@ class MmaPackedMultistage {
         for (int n = 0; n < kColumns; n += 2) load_tokens(next_place, next, n);
       }
       if (next % LayoutA::kSteps == 0) load_codes(next_place, next / LayoutA::kSteps);
-      if (next % kRowSteps == 0) load_operands(next_place, next / kRowSteps);
+      if constexpr (kSliceRows > 0) {
+        if (next % kRowSteps == 0) load_operands(next_place, next / kRowSteps);
+      }
 
       // Row by row over the MMAs, so that operand A stays; between them, evenly, the next A fragment.
       auto* c = reinterpret_cast<typename ArchMma::FragmentC*>(&accumulators);
@@ -229,7 +226,7 @@ class MmaPackedMultistage {
 
       if (k == 0) {  // into the place whose last reader passed the barrier of the stage before
         int const free = (place + kStages - 1) % kStages;
-        tokens_.copy(storage_.activations[free], place);
+        tokens_.copy(storage_.activations(free), place);
         copy_weights(free, place);
         arch::cp_async_fence();
       }

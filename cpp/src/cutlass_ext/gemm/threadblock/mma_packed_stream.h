@@ -9,12 +9,9 @@
 
 #include "cutlass/arch/memory_sm75.h"
 #include "cutlass/arch/memory_sm80.h"
-#include "cutlass/arch/mma_sm80.h"
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/arch/named_barrier.h"
-#include "cutlass_ext/gemm/threadblock/scale_loader.h"
-#include "cutlass_ext/gemm/warp/group_scales.h"
-#include "cutlass_ext/layout/packed_weights.h"
+#include "cutlass_ext/gemm/threadblock/packed_mma.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -28,6 +25,9 @@ class MmaPackedStream {
   using Element = Element_;
   static constexpr int kStages = Stages_;
   static constexpr qcutlass::ScaleMode kMode = kMode_;
+  using Traits = PackedMma<Element, kPacking_, kMode>;
+  using Arguments = typename Traits::Arguments;
+  using Accumulator = typename Traits::Accumulator;
 
   static constexpr int kWarpsM = Shape::kM / WarpShape::kM;
   static constexpr int kWarpsN = Shape::kN / WarpShape::kN;
@@ -37,30 +37,30 @@ class MmaPackedStream {
   static constexpr int kStrips = WarpShape::kM / 16;  // per warp
   static constexpr int kColumns = WarpShape::kN / 8;  // n8 blocks per warp
   static constexpr int kStageK = qcutlass::kStreamK;
-  static constexpr int kSteps = kStageK / qcutlass::kStepK;
+  static constexpr int kStepK = Traits::kStepK;
+  static constexpr int kSteps = kStageK / kStepK;
   static_assert(WarpShape::kK == kStageK);
   static_assert(kSetThreads == 32 || kSlices <= arch::kNamedBarriers);
 
-  using LayoutA = layout::PackedWeights<kPacking_>;
+  using LayoutA = typename Traits::LayoutA;
   static constexpr int kTiles = kStageK / LayoutA::kTileK;  // packed tiles of a strip and stage
   static constexpr int kStripBytes = kTiles * LayoutA::kTileBytes;
   static constexpr int kBlockStrips = Shape::kM / 16;
 
-  using Scales = warp::GroupScales<Element, LayoutA::kBits, kMode>;
+  using Scales = typename Traits::Scales;
   using Converter = typename Scales::Converter;
   using Operands = typename Scales::Operands;
   /// Scale the sums instead of the weights. Where groups may be as short as 16 it does not pay, and real-valued zeros
   /// would have to be multiplied out of the sums, which cancels digits.
   static constexpr bool kScaleSums = kMode == qcutlass::ScaleMode::kNative;
   static constexpr int kRows = qcutlass::scale_rows(kMode, kStageK);
-  static constexpr int kRowSteps = kSteps / kRows;  // k16 steps that one row of scales serves
+  static constexpr int kRowSteps = kRows > 0 ? kSteps / kRows : kSteps;  // steps that one row of scales serves
   static constexpr int kScaleRowBytes = Shape::kM * qcutlass::scale_bytes(kMode);
   static constexpr int kZeroRowBytes = Shape::kM * qcutlass::zero_bytes(kMode);
 
-  using ArchMma = arch::Mma<GemmShape<16, 8, 16>, 32, Element, layout::RowMajor, Element, layout::ColumnMajor, float,
-                            layout::RowMajor, arch::OpMultiplyAdd>;
+  using ArchMma = typename Traits::ArchMma;
   using Sums = typename ArchMma::FragmentC;
-  using FragmentC = Array<float, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
+  using FragmentC = Array<Accumulator, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
   /// Strips whose MMAs take turns: one strip's, with few tokens, would wait for their own results.
   static constexpr int kTogether = kColumns == 1 ? (kStrips % 3 == 0 ? 3 : 2) : kColumns == 2 ? 2 : 1;
 
@@ -75,16 +75,6 @@ class MmaPackedStream {
 
   struct alignas(16) SharedStorage {
     uint8_t ring[kSlices * kStages * (Place::kTokens + Shape::kN * Place::kTokenBytes)];
-  };
-
-  struct Arguments {
-    uint8_t const* weights;
-    Element const* activations;
-    int activation_stride;
-    int channels, tokens, k;
-    int tiles_n, tiles_k;
-    GroupSize group_size;
-    GroupMatrix scales, zeros;
   };
 
   /// The block's tile starts at (channel, token), its share of k is [first_k, end_k); first_k is a multiple of
@@ -113,8 +103,8 @@ class MmaPackedStream {
       strip_[i] = fast_min(thread_ / kChunksAStrip + i * kStripStep, args.tiles_n - 1 - channel / 16) * args.tiles_k *
                   (LayoutA::kTileBytes / 16);
     activations_ = args.activations + int64_t(token + thread_ / kChunksAToken) * args.activation_stride + tokens_k_;
-    scales_ = RowCopy<kScaleRowBytes>(args.scales, channel, thread_);
-    zeros_ = RowCopy<kZeroRowBytes>(args.zeros, channel, thread_);
+    scales_ = ScaleCopy(args.scales, channel, thread_);
+    zeros_ = ZeroCopy(args.zeros, channel, thread_);
     // Tokens beyond the last read the last one's row; their sums are not stored.
     int const first_token = warp % kWarpsN * WarpShape::kN;
     CUTLASS_PRAGMA_UNROLL
@@ -179,10 +169,10 @@ class MmaPackedStream {
   static constexpr int kTokensACopy = kSetThreads / kChunksAToken;
   static constexpr int kTokenCopies = (Shape::kN + kTokensACopy - 1) / kTokensACopy;
 
-  /// Where row `row` keeps its chunk `chunk` of 16 bytes: ldmatrix reads one chunk of 8 rows, which lie 256 bytes
-  /// apart.
+  /// Where row `row` keeps its chunk `chunk` of 16 bytes: ldmatrix reads one chunk of 8 rows, which lie 128 or 256
+  /// bytes apart.
   static CUTLASS_DEVICE int swizzled(int row, int chunk) { return chunk ^ row % 8; }
-  CUTLASS_DEVICE int column() const { return thread_ % kChunksAToken * 8; }
+  CUTLASS_DEVICE int column() const { return thread_ % kChunksAToken * (16 / int(sizeof(Element))); }
 
   CUTLASS_DEVICE void synchronize_slice() const {
     if constexpr (kSetThreads == 32)
@@ -222,6 +212,14 @@ class MmaPackedStream {
       }
     }
   };
+
+  struct NoCopy {
+    NoCopy() = default;
+    CUTLASS_DEVICE NoCopy(GroupMatrix const&, int, int) {}
+    CUTLASS_DEVICE void run(uint8_t*, Arguments const&, GroupMatrix const&, int, int) const {}
+  };
+  using ScaleCopy = std::conditional_t<kRows == 0, NoCopy, RowCopy<kScaleRowBytes>>;
+  using ZeroCopy = std::conditional_t<kRows == 0, NoCopy, RowCopy<kZeroRowBytes>>;
 
   /// Requests the next stage's weights, scales and zeros; tiles beyond the end of k are zeros.
   CUTLASS_DEVICE void copy_weights(uint8_t* place) {
@@ -265,7 +263,7 @@ class MmaPackedStream {
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kColumns; ++n) {
       CUTLASS_PRAGMA_UNROLL
-      for (int s = 0; s < kSteps; s += 2) {  // ldmatrix: the 4 chunks that hold 32 k; the swizzle flips their bit 2
+      for (int s = 0; s < kSteps; s += 2) {  // ldmatrix: the 4 chunks of two steps; the swizzle flips their bit 2
         Array<unsigned, 4> fragment;
         int const offset = s % 4 == 0 ? token_offset_[n] : token_offset_[n] ^ 64;
         arch::ldsm<layout::RowMajor, 4>(fragment, place + Place::kTokens + s / 4 * 128 + offset);
@@ -336,19 +334,22 @@ class MmaPackedStream {
   /// Bit s: step s of the stage being accumulated is the first of a group, though it is not the stage's first step.
   CUTLASS_DEVICE unsigned group_starts() const {
     unsigned starts = 0;
-    if (!whole_groups_) {
+    if (kRows > 0 && !whole_groups_) {
       CUTLASS_PRAGMA_UNROLL
       for (int s = kRowSteps; s < kSteps; s += kRowSteps) {
-        int const k = read_k_ + s * qcutlass::kStepK;
-        if (args_.group_size.group(k) != args_.group_size.group(k - qcutlass::kStepK)) starts |= 1u << s;
+        int const k = read_k_ + s * kStepK;
+        if (args_.group_size.group(k) != args_.group_size.group(k - kStepK)) starts |= 1u << s;
       }
     }
     return starts;
   }
 
   CUTLASS_DEVICE Operands operands(uint8_t const* place, int row, int channel) const {
-    return Scales::load(place + Place::kScales + row * kScaleRowBytes, place + Place::kZeros + row * kZeroRowBytes,
-                        channel, args_.scales.type, kScaleSums ? qcutlass::DType::kUInt8 : args_.zeros.type);
+    if constexpr (kRows == 0)
+      return Scales::symmetric();
+    else
+      return Scales::load(place + Place::kScales + row * kScaleRowBytes, place + Place::kZeros + row * kZeroRowBytes,
+                          channel, args_.scales.type, kScaleSums ? qcutlass::DType::kUInt8 : args_.zeros.type);
   }
 
   /// A step's A fragment: the weights, or code - zero where the sums are scaled.
@@ -395,8 +396,8 @@ class MmaPackedStream {
   int strip_[kStripCopies];            // chunks from the block's first strip
   uint8_t const* weights_;
   Element const* activations_;
-  RowCopy<kScaleRowBytes> scales_;
-  RowCopy<kZeroRowBytes> zeros_;
+  ScaleCopy scales_;
+  ZeroCopy zeros_;
   int token_offset_[kColumns];
   Operands offsets_[kScaleSums ? kStrips : 1];  // zeros of the strips
 };

@@ -3,6 +3,7 @@
 
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/fast_math.h"
+#include "gemm/tactics.h"
 #include "qcutlass/types.h"
 
 namespace cutlass::gemm::threadblock {
@@ -77,6 +78,24 @@ class GroupRowLoader {
   uint8_t const* data_;
   unsigned stride_;  // of the matrix, in chunks: 32 bits are enough
   int row_;          // this thread's first; kRows if it has none
+};
+
+/// Where there are no scales.
+struct NoGroupRows {
+  static constexpr int kStageBytes = 0;
+  CUTLASS_DEVICE NoGroupRows(GroupMatrix const&, GroupMatrix const&, GroupSize const&, int) {}
+  CUTLASS_DEVICE void copy(uint8_t*, int, int) const {}
+};
+
+/// The loader of a scale mode: kRows rows for each of the kSlices slices of kSliceK columns of a stage.
+template <int kChannels, int kSlices, int kRows, int kSliceK, qcutlass::ScaleMode kMode, int kThreads>
+struct GroupRowLoaderOf {
+  using Type = GroupRowLoader<kChannels, kSlices * kRows, kSliceK / kRows, qcutlass::scale_bytes(kMode),
+                              qcutlass::zero_bytes(kMode), kThreads>;
+};
+template <int kChannels, int kSlices, int kSliceK, qcutlass::ScaleMode kMode, int kThreads>
+struct GroupRowLoaderOf<kChannels, kSlices, 0, kSliceK, kMode, kThreads> {
+  using Type = NoGroupRows;
 };
 
 }  // namespace cutlass::gemm::threadblock

@@ -93,4 +93,17 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
   static CUTLASS_DEVICE Operands symmetric() { return {}; }
 };
 
+/// Weights that are operands as they are.
+template <class Element, int Bits>
+struct GroupScales<Element, Bits, qcutlass::ScaleMode::kNone> {
+  struct Operands {};
+  struct Converter {
+    template <int kRegister>
+    static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const&) {
+      return words[kRegister];
+    }
+  };
+  static CUTLASS_DEVICE Operands symmetric() { return {}; }
+};
+
 }  // namespace cutlass::gemm::warp

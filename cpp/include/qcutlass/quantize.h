@@ -1,0 +1,76 @@
+// Quantising activations and weights to 8 bits, on the host and on a GPU, bit for bit alike (but for the bits of NaN).
+//
+// Every operation is one fp32 operation, rounded to nearest even. With x = a[m, k], or a[m, k] / smooth[k], and range
+// either one row of x or all of it,
+//
+//   symmetric    scale = max|range| / largest_code(type);               code = round(x / scale)
+//   asymmetric   scale = (hi - lo) / 255, lo = min(range, 0), hi = max(range, 0);
+//                azp = -128 - round(lo / scale);                        code = round(x / scale) + azp       (int8)
+//
+// where round() goes to the nearest code, to the even one of two, and saturates: symmetric int8 at +-127, asymmetric
+// at -128 and 127, fp8 at its largest finite values. A scale is at least kLeastScale, and 1 for a range of zeros.
+//
+// NaN and infinities: with a range's own scale, that scale becomes NaN or infinity, int8 codes 0, fp8 codes of finite
+// values 0 and of the others NaN, azp 0. With a given scale infinities saturate; fp8 keeps NaN, int8 makes it 0 + azp
+// and reports a scale of NaN. Either way a product shows it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "qcutlass/types.h"
+
+namespace qcutlass {
+
+/// What symmetric codes reach.
+constexpr float largest_code(DType type) {
+  return type == DType::kInt8 ? 127.0f : type == DType::kFloat8E4M3 ? 448.0f : 57344.0f;
+}
+inline constexpr float kAsymmetricSteps = 255.0f;
+
+/// The smallest normal number: quotients by it neither lose bits nor overflow.
+inline constexpr float kLeastScale = 0x1p-126f;
+
+/// The scale of a range of values. NaN stays NaN.
+constexpr float scale_of(float extent, float steps) {
+  float const scale = extent / steps;
+  return extent == 0.0f ? 1.0f : scale < kLeastScale ? kLeastScale : scale;
+}
+
+/// One matrix to quantise. Plain data: pointers, sizes and strides in elements; nothing is owned.
+struct QuantizeArguments {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  DType a_type = DType::kNone;  ///< fp16, bf16, fp32
+  void const* a = nullptr;      ///< [rows, columns], unit stride along columns
+  int64_t a_stride = 0;
+  float const* smooth = nullptr;       ///< [columns]: a is divided by it first; nullptr: not
+  bool per_tensor = false;             ///< one range, and one scale, for all rows
+  bool asymmetric = false;             ///< int8 with zero points
+  float const* given_scale = nullptr;  ///< [1]: this one, instead of one from a range; with per_tensor
+  int32_t const* given_azp = nullptr;  ///< [1], in [-128, 127]: with given_scale and asymmetric
+  DType code_type = DType::kNone;      ///< int8, fp8
+  void* codes = nullptr;               ///< written: [rows, columns], no gaps
+  float* scale = nullptr;              ///< written: [rows], or [1] with per_tensor
+  int32_t* azp = nullptr;              ///< written: likewise, where asymmetric without given_azp
+  void* workspace = nullptr;           ///< kQuantizeWorkspaceBytes, aligned to them; on a GPU, with per_tensor
+};
+
+inline constexpr size_t kQuantizeWorkspaceBytes = 8;
+
+namespace host {
+
+/// Throws InvalidArgument before anything is written. `threads` >= 1.
+void quantize(QuantizeArguments const& arguments, int threads);
+
+}  // namespace host
+
+namespace cuda {
+
+/// The same on the device that `stream` belongs to, which must be current; pointers are device pointers. The value of
+/// given_azp is not checked.
+void quantize(QuantizeArguments const& arguments, void* stream);
+
+}  // namespace cuda
+
+}  // namespace qcutlass

@@ -1,0 +1,91 @@
+// The end of 8-by-8-bit products: zero points, scales of tokens and channels, bias, activation, one rounding. The
+// elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one operator on
+// the transposed sums, which its row-major visitors do not take.
+#pragma once
+
+#include "cutlass_ext/epilogue/bias_activation.h"
+#include "qcutlass/gemm.h"
+
+namespace cutlass::epilogue::thread {
+
+/// Maps vectors of 8 consecutive channels of one token from int32 (int8 operands) or fp32 (fp8 operands) sums to the
+/// output, whose type is the launch's.
+template <class Sum_>
+class ScaledSums {
+ public:
+  static constexpr int kVector = kVectorChannels;
+  using Sum = Sum_;
+  static constexpr bool kInteger = std::is_same_v<Sum, int32_t>;
+
+  struct Params {
+    void* output;  // [tokens, channels]
+    qcutlass::DType output_type;
+    int64_t stride;
+    int tokens, channels;
+    bool vectors;  // as in BiasActivation
+    void const* bias;
+    qcutlass::DType bias_type;
+    qcutlass::Activation activation;
+    qcutlass::SumScales scales;
+  };
+
+  CUTLASS_DEVICE ScaledSums(Params const& params, int channel) : params_(params), channel_(channel) {
+    qcutlass::SumScales const& scales = params.scales;
+    if (scales.w_scale_stride != 0)
+      load_channels(w_scale_, scales.w_scale, channel, params.channels);
+    else if (scales.w_scale != nullptr)
+      CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) w_scale_[i] = *scales.w_scale;
+    if (params.bias_type != qcutlass::DType::kNone)
+      load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
+    if (kInteger && scales.azp != nullptr) load_channels(channel_sums_, scales.channel_sums, channel, params.channels);
+  }
+
+  CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
+    if (token >= params_.tokens) return;
+    qcutlass::SumScales const& scales = params_.scales;
+    int32_t const azp = scales.azp != nullptr ? scales.azp[token * scales.azp_stride] : 0;
+    if (kInteger && params_.output_type == qcutlass::DType::kInt32) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector && scales.azp != nullptr; ++i)  // exact modulo 2^32
+        sum[i] = Sum(uint32_t(sum[i]) - uint32_t(azp) * uint32_t(channel_sums_[i]));
+      put<Sum>(token, sum);
+      return;
+    }
+    float value[kVector];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      if (kInteger && scales.azp != nullptr)  // the zero point's part alone may exceed 32 bits
+        value[i] = float(int64_t(sum[i]) - int64_t(azp) * channel_sums_[i]);
+      else
+        value[i] = float(sum[i]);
+    }
+    float const a_scale = scales.a_scale[token * scales.a_scale_stride];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) value[i] = value[i] * a_scale * w_scale_[i];
+    if (params_.bias_type != qcutlass::DType::kNone) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; ++i) value[i] += bias_[i];
+    }
+    activate(value, params_.activation);
+    switch (params_.output_type) {
+      case qcutlass::DType::kFloat16: put<half_t>(token, value); break;
+      case qcutlass::DType::kBFloat16: put<bfloat16_t>(token, value); break;
+      default: put<float>(token, value); break;
+    }
+  }
+
+ private:
+  template <class Element, class Value>
+  CUTLASS_DEVICE void put(int token, Value const (&values)[kVector]) const {
+    store_channels(static_cast<Element*>(params_.output) + token * params_.stride + channel_, values,
+                   params_.channels - channel_, params_.vectors);
+  }
+
+  Params const& params_;
+  int channel_;
+  float w_scale_[kVector], bias_[kVector];
+  int32_t channel_sums_[kVector];
+};
+
+}  // namespace cutlass::epilogue::thread

@@ -1,0 +1,60 @@
+// What the mainloops have in common: the operands, the tensor-core instruction, and how weights get their scales.
+#pragma once
+
+#include <type_traits>
+
+#include "cutlass/arch/mma.h"
+#include "cutlass_ext/arch/mma_float8.h"
+#include "cutlass_ext/gemm/threadblock/scale_loader.h"
+#include "cutlass_ext/gemm/warp/group_scales.h"
+#include "cutlass_ext/layout/packed_weights.h"
+
+namespace cutlass::gemm::threadblock {
+
+/// Packed weights (operand A) times activations of type Element (operand B, k x tokens).
+template <class Element_, qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_>
+struct PackedMma {
+  using Element = Element_;
+  static constexpr qcutlass::Packing kPacking = kPacking_;
+  static constexpr qcutlass::ScaleMode kMode = kMode_;
+  using LayoutA = layout::PackedWeights<kPacking>;
+  static constexpr int kStepK = LayoutA::kStepK;
+  static_assert(kStepK == qcutlass::step_k(kPacking) && sizeof(Element) == qcutlass::activation_bytes(kPacking));
+
+  static constexpr bool kInteger = std::is_same_v<Element, int8_t>;
+  static constexpr bool kFloat8 = sizeof(Element) == 1 && !kInteger;
+  /// Selection offers products of 8-bit floats from sm_89 on; older code has empty kernels in their place.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+  static constexpr bool kIsSupported = !kFloat8;
+#else
+  static constexpr bool kIsSupported = true;
+#endif
+  using Weight = std::conditional_t<kFloat8, float_e4m3_t, Element>;
+  using Accumulator = std::conditional_t<kInteger, int32_t, float>;
+  /// CUTLASS has the integer instruction with saturation only; sums within kMaxInt8K do not reach it.
+  using Operator = std::conditional_t<kInteger, arch::OpMultiplyAddSaturate, arch::OpMultiplyAdd>;
+  template <class A, class B, bool kFloat8>
+  struct MmaOf {
+    using Type = arch::Mma<GemmShape<16, 8, kStepK>, 32, A, layout::RowMajor, B, layout::ColumnMajor, Accumulator,
+                           layout::RowMajor, Operator>;
+  };
+  template <class A, class B>
+  struct MmaOf<A, B, true> {
+    using Type = arch::MmaFloat8<A, B>;
+  };
+  using ArchMma = typename MmaOf<Weight, Element, kFloat8>::Type;
+
+  using Scales = warp::GroupScales<Element, LayoutA::kBits, kMode>;
+
+  struct Arguments {
+    uint8_t const* weights;
+    Element const* activations;
+    int activation_stride;
+    int channels, tokens, k;
+    int tiles_n, tiles_k;
+    GroupSize group_size;
+    GroupMatrix scales, zeros;
+  };
+};
+
+}  // namespace cutlass::gemm::threadblock

@@ -1,0 +1,141 @@
+// Selection of 8-by-8-bit products: the same pure function over the same table.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+
+#include "gemm/cost_model.h"
+#include "gemm/workspace.h"
+#include "qcutlass/error.h"
+#include "qcutlass/gemm.h"
+
+namespace qcutlass {
+namespace {
+
+constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kRtx4090{89, 128, 99 * 1024},
+    kH200{90, 132, 227 * 1024};
+constexpr DType kTypes[] = {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2};
+
+GemmArguments problem(int64_t m, int64_t n, int64_t k, DType type = DType::kInt8) {
+  GemmArguments a;
+  a.m = m;
+  a.a_type = type;
+  a.out_type = DType::kBFloat16;
+  a.a_stride = k;
+  a.out_stride = n;
+  a.weights.packing = Packing::kW8A8;
+  a.weights.n = n;
+  a.weights.k = k;
+  a.weights.group_size = k;
+  return a;
+}
+
+TacticTraits traits_of(GemmArguments const& a, std::string const& name) {
+  for (TacticTraits const& t : tactics(a))
+    if (t.name == name) return t;
+  ADD_FAILURE() << name << " is not in the list";
+  return {};
+}
+
+TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
+  std::set<std::string> names;
+  size_t count = 0;
+  for (DType type : kTypes)
+    for (TacticTraits const& t : tactics(problem(16, 4096, 4096, type))) {
+      ++count;
+      names.insert(t.name);
+      char const* prefix = type == DType::kInt8         ? "w8a8_s8_sm80_"
+                           : type == DType::kFloat8E4M3 ? "w8a8_e4m3_sm89_"
+                                                        : "w8a8_e5m2_sm89_";
+      EXPECT_EQ(t.name.rfind(prefix, 0), 0u) << t.name;
+      EXPECT_EQ(t.k % 128, 0) << t.name;
+    }
+  EXPECT_EQ(names.size(), count);
+  EXPECT_EQ(names.count("w8a8_s8_sm80_n128m128k128_s3"), 1u);
+  EXPECT_EQ(names.count("w8a8_s8_sm80_stream_n32m8k1024w8_s3"), 1u);
+}
+
+TEST(SelectW8A8, ConfigurationsForOtherProductsAreNotOffered) {
+  GemmArguments weight_only = problem(256, 4096, 4096, DType::kFloat16);
+  weight_only.weights.packing = Packing::kW8A16;
+  weight_only.weights.scale_type = DType::kFloat16;
+  auto const warp_tiles_of_64 = [](GemmArguments const& a) {
+    int count = 0;
+    for (TacticTraits const& t : tactics(a)) count += t.channels == 128 && t.tokens == 256;
+    return count;
+  };
+  EXPECT_EQ(warp_tiles_of_64(weight_only), 0);
+  EXPECT_EQ(warp_tiles_of_64(problem(256, 4096, 4096)), 1);
+  EXPECT_THROW(select(weight_only, kH200, "w8a16_f16_native_sm80_n128m256k64_s4"), InvalidArgument);
+}
+
+TEST(SelectW8A8, FitsTheDevice) {
+  for (DeviceTraits const& device : {kA100, kRtx3090, kRtx4090, kH200})
+    for (DType type : kTypes)
+      for (auto [n, k] : {std::pair<int64_t, int64_t>{4096, 4096}, {28672, 4096}, {576, 1536}, {1, 1}, {97, 1000}})
+        for (int64_t m : {1, 8, 17, 64, 200, 4096}) {
+          if (is_float8(type) && device.compute_capability < 89) continue;
+          GemmArguments const a = problem(m, n, k, type);
+          Plan const plan = select(a, device);
+          TacticTraits const t = traits_of(a, plan.tactic);
+          EXPECT_LE(t.shared_memory, device.shared_memory_per_block) << plan.tactic;
+          EXPECT_LE(plan.split_k, layout::ceil_div(k, t.k)) << plan.tactic;
+          EXPECT_EQ(plan.workspace_bytes, Workspace(a, plan.split_k, plan.cluster).bytes);
+          EXPECT_FALSE(plan.rounds_weights);
+          EXPECT_FALSE(plan.dense);
+        }
+}
+
+TEST(SelectW8A8, NothingIsDequantised) {
+  for (int64_t m : {512, 4096})
+    for (Candidate const& c : candidates(problem(m, 4096, 4096), kH200, "", 0, true)) EXPECT_FALSE(c.plan.dense);
+}
+
+TEST(SelectW8A8, Float8NeedsItsInstructions) {
+  for (DType type : {DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+    EXPECT_THROW(select(problem(8, 256, 256, type), kA100), Unsupported);
+    EXPECT_THROW(select(problem(8, 256, 256, type), kRtx3090), Unsupported);
+    EXPECT_NO_THROW(select(problem(8, 256, 256, type), kRtx4090));
+    DeviceTraits old_code = kH200;  // code for sm_80 runs there, without the instructions
+    old_code.code_capability = 80;
+    EXPECT_THROW(select(problem(8, 256, 256, type), old_code), Unsupported);
+  }
+  try {
+    select(problem(8, 256, 256, DType::kFloat8E4M3), kRtx3090);
+    FAIL();
+  } catch (Unsupported const& error) {
+    EXPECT_NE(std::string(error.what()).find("8.6"), std::string::npos) << error.what();
+  }
+}
+
+TEST(SelectW8A8, SumsCannotOverflow) {
+  EXPECT_NO_THROW(select(problem(8, 256, 131071), kH200));
+  EXPECT_THROW(select(problem(8, 256, 131072), kH200), InvalidArgument);
+  EXPECT_NO_THROW(select(problem(8, 256, 131072, DType::kFloat8E4M3), kH200));
+}
+
+TEST(SelectW8A8, ActivationsAndWeightsMustAgree) {
+  EXPECT_THROW(select(problem(8, 256, 256, DType::kFloat16), kH200), Unsupported);
+  GemmArguments a = problem(8, 256, 256);
+  a.weights.packing = Packing::kW8A16;
+  EXPECT_THROW(select(a, kH200), Unsupported);
+}
+
+TEST(SelectW8A8, UnalignedActivationsAreCopied) {
+  GemmArguments a = problem(8, 256, 100);  // rows of 100 bytes
+  EXPECT_EQ(Workspace(a, 1, false).activation_stride, 112);
+  EXPECT_EQ(Workspace(a, 1, false).bytes, 1024u);  // 8 rows of 112, rounded up to 256
+  EXPECT_EQ(Workspace(problem(8, 256, 128), 1, false).bytes, 0u);
+}
+
+TEST(SelectW8A8, MoreTokensTakeMoreTime) {
+  double last = 0;
+  for (int64_t m : {1, 16, 64, 256, 1024, 4096}) {
+    double const total = candidates(problem(m, 8192, 8192), kH200).front().cost.total;
+    EXPECT_GT(total, last * 0.95) << m;
+    last = total;
+  }
+}
+
+}  // namespace
+}  // namespace qcutlass
