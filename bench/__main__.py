@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import cpu, gpu, gpu_report, peers, plots, schemes, shapes
+from bench import cpu, gpu, gpu_report, peers, plots, quantizers, schemes, shapes
 from bench.peers import cutlass, gemlite
 from bench.report import Row
 
@@ -23,9 +23,7 @@ Shapes = Annotated[
     list[str], typer.Option("--shapes", help="main, bench, all, a model (llama3-8b, ...), or NxK; repeatable.")
 ]
 Rows = Annotated[list[int], typer.Option("--m", min=1, help="Rows of activations; repeatable.")]
-Schemes = Annotated[
-    list[str], typer.Option("--scheme", help="w<4|8>a16_<g<size>|channel>[_int|_real][_f16|_bf16]; repeatable.")
-]
+Schemes = Annotated[list[str], typer.Option("--scheme", help=f"{schemes.PATTERNS}; repeatable.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")]
 
@@ -63,7 +61,8 @@ def cpu_command(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and qcutlass.")] = None,
 ) -> None:
     """CPU backend against torch's fp32 product; exits with 1 if a promise (time, memory, packing) is broken."""
-    layers, kinds = _parsed(lambda: shapes.parse(shape)), _parsed(lambda: [schemes.parse(name) for name in scheme])
+    layers = _parsed(lambda: shapes.parse(shape))
+    kinds = _parsed(lambda: [schemes.parse_weight_only(name) for name in scheme])
     if threads is not None:
         torch.set_num_threads(threads)
     seconds = cpu.pack_seconds()
@@ -90,8 +89,8 @@ def gpu_command(
         list[str], typer.Option(help=f"Only these of {', '.join(gpu_report.LABELS)}; repeatable.", show_default=False)
     ] = [],  # noqa: B006
     use_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to run peers beside.")] = True,
-    dense_library: Annotated[
-        Path | None, typer.Option(help=f"libqcutlass_bench_dense.so; default: {cutlass.ENVIRONMENT_VARIABLE}.")
+    cutlass_library: Annotated[
+        Path | None, typer.Option(help=f"libqcutlass_bench_cutlass.so; default: {cutlass.ENVIRONMENT_VARIABLE}.")
     ] = None,
     gemlite_autotune: Annotated[
         str, typer.Option(help=f"How much gemlite tunes: {', '.join(gemlite.AUTOTUNE_MODES)}.")
@@ -100,7 +99,7 @@ def gpu_command(
 ) -> None:
     """GPU kernels against their peers in the same run; stops at the first wrong result."""
     layers, kinds = _parsed(lambda: shapes.parse(shape)), _parsed(lambda: [schemes.parse(name) for name in scheme])
-    others = _parsed(lambda: peers.select(peer, dense_library=dense_library, gemlite_autotune=gemlite_autotune))
+    others = _parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
     options = gpu.Options(tactics="" if tactics == "all" else tactics, splits=split_k, eager=eager)
@@ -113,6 +112,23 @@ def gpu_command(
     report = bench.report(rows)
     report.print(console)
     report.write(json_path, markdown_path)
+
+
+@app.command("quantize")
+def quantize_command(
+    shape: Annotated[list[str], typer.Option("--shapes", help="MxK; repeatable.")] = ["4096x8192", "16x8192"],  # noqa: B006
+    json_path: Json = None,
+    markdown_path: Markdown = None,
+) -> None:
+    """Quantisers on a GPU against a copy of as many bytes; exits with 1 if a promise is broken."""
+    sizes = _parsed(lambda: shapes.parse(shape))
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device")
+    rows = [row for cell in quantizers.run(sizes, [torch.float16, torch.bfloat16]) for row in cell]
+    report = quantizers.report(rows)
+    report.print(console)
+    report.write(json_path, markdown_path)
+    raise typer.Exit(1 if any(row["goal_ok"] is False for row in rows) else 0)
 
 
 @app.command("report")

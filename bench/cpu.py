@@ -17,7 +17,7 @@ import torch
 
 import qcutlass
 from bench.report import Column, Report, Row
-from bench.schemes import Scheme, parse
+from bench.schemes import WeightOnly
 from bench.shapes import Shape
 from bench.timing import interleave, wall_time
 from qcutlass import testing
@@ -59,14 +59,14 @@ def _release_free_memory() -> None:
 
 
 def _extra_memory(
-    scheme_name: str, shape: Shape, ms: Sequence[int], dtype: torch.dtype, threads: int
+    scheme: WeightOnly, shape: Shape, ms: Sequence[int], dtype: torch.dtype, threads: int
 ) -> dict[int, float]:
     """Peak resident memory (MB) that calls add to a fresh process which holds the arguments and the output.
 
     The baseline is taken before the first call, so buffers that libraries keep count too.
     """
     torch.set_num_threads(threads)
-    case = parse(scheme_name).case(max(ms), *shape, dtype)
+    case = scheme.case(max(ms), *shape, dtype)
     problem = case.random(seed=1)
     packed = qcutlass.preprocess_weights(problem.codes, bits=case.bits)
     a, scales, zeros, keywords = problem.a, problem.scales, problem.zeros, problem.keywords
@@ -83,14 +83,14 @@ def _extra_memory(
     return extra
 
 
-def extra_memory(scheme: Scheme, shape: Shape, ms: Sequence[int], dtype: torch.dtype) -> dict[int, float]:
+def extra_memory(scheme: WeightOnly, shape: Shape, ms: Sequence[int], dtype: torch.dtype) -> dict[int, float]:
     """`_extra_memory` in a process of its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(_extra_memory, scheme.name, shape, ms, dtype, torch.get_num_threads()).result()
+        return pool.submit(_extra_memory, scheme, shape, ms, dtype, torch.get_num_threads()).result()
 
 
-def run_layer(scheme: Scheme, shape: Shape, ms: Sequence[int], dtype: torch.dtype) -> list[Row]:
+def run_layer(scheme: WeightOnly, shape: Shape, ms: Sequence[int], dtype: torch.dtype) -> list[Row]:
     """One row for each number of activation rows in `ms`."""
     extra = extra_memory(scheme, shape, ms, dtype)
     case = scheme.case(max(ms), *shape, dtype)
@@ -147,7 +147,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def run(schemes: Sequence[Scheme], shapes: Sequence[Shape], ms: Sequence[int], dtype: torch.dtype) -> Iterator[Row]:
+def run(schemes: Sequence[WeightOnly], shapes: Sequence[Shape], ms: Sequence[int], dtype: torch.dtype) -> Iterator[Row]:
     """Rows as they are measured: schemes, then shapes, then M."""
     for scheme in schemes:
         for shape in shapes:

@@ -1,13 +1,10 @@
 // Stock CUTLASS 2.x dense fp16 products, the yardstick for the fused kernels: out[M, N] = a[M, K] . w[N, K]^T with fp32
 // accumulation, multistage mma.sync, in a handful of tile shapes. Reached from Python through ctypes: plain C
 // functions.
-#include <cuda_runtime.h>
-
-#include <cstdint>
-
 #include "cutlass/epilogue/thread/linear_combination.h"
 #include "cutlass/gemm/device/gemm_universal.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
+#include "cutlass_tiles.cuh"
 
 namespace {
 
@@ -26,12 +23,7 @@ struct Tile {
   static int run(void const* a, void const* w, void* out, int m, int n, int k, cudaStream_t stream) {
     typename Gemm::Arguments const arguments(cutlass::gemm::GemmUniversalMode::kGemm, {m, n, k}, 1, {1.f, 0.f}, a, w,
                                              out, out, 0, 0, 0, 0, k, k, n, n);
-    cutlass::Status status = Gemm::can_implement(arguments);
-    if (status != cutlass::Status::kSuccess) return static_cast<int>(status);
-    Gemm gemm;
-    status = gemm.initialize(arguments, nullptr, stream);
-    if (status == cutlass::Status::kSuccess) status = gemm.run(stream);
-    return static_cast<int>(status);
+    return launch<Gemm>(arguments, stream);
   }
 };
 
@@ -50,16 +42,13 @@ constexpr int kEntryCount = static_cast<int>(sizeof(kEntries) / sizeof(kEntries[
 
 }  // namespace
 
-extern "C" {
+QCUTLASS_BENCH_EXPORT int qcutlass_bench_dense_count() { return kEntryCount; }
 
-__attribute__((visibility("default"))) int qcutlass_bench_dense_count() { return kEntryCount; }
-
-__attribute__((visibility("default"))) char const* qcutlass_bench_dense_name(int index) { return kEntries[index].name; }
+QCUTLASS_BENCH_EXPORT char const* qcutlass_bench_dense_name(int index) { return kEntries[index].name; }
 
 /// Launches tile `index`; device pointers to fp16 matrices. Returns a cutlass::Status: 0 on success.
-__attribute__((visibility("default"))) int qcutlass_bench_dense_run(int index, void const* a, void const* w, void* out,
-                                                                    int m, int n, int k, void* stream) {
+QCUTLASS_BENCH_EXPORT int qcutlass_bench_dense_run(int index, void const* a, void const* w, void* out, int m, int n,
+                                                   int k, void* stream) {
   if (index < 0 || index >= kEntryCount) return static_cast<int>(cutlass::Status::kErrorInvalidProblem);
   return kEntries[index].run(a, w, out, m, n, k, static_cast<cudaStream_t>(stream));
-}
 }

@@ -9,13 +9,14 @@ import torch
 
 from bench import gpu_report, limits
 from bench.gpu_timing import FAR_ROUNDS, ROTATION_BYTES, ROUNDS, Contestant, Graph, eager_seconds, measure, outputs
-from bench.layer import Layer
+from bench.layer import Layer, WeightOnlyLayer
+from bench.layer_w8a8 import EightBitLayer
 from bench.peers.base import MAX_ERROR, Peer, Product, Skip, reason, relative_error
 from bench.peers.cublas import Cublas
 from bench.report import Report, Row
-from bench.schemes import Scheme
+from bench.schemes import Scheme, WeightOnly
 from bench.shapes import Shape
-from qcutlass import _C, testing
+from qcutlass import _C
 
 _UNKNOWN_LIMIT = 5e-6  # seconds that a launch takes at least, where the GPU's ceilings are unknown
 
@@ -42,6 +43,13 @@ class _Entry:
     name: str
     graph: Graph
     error: float
+
+
+def layer_of(scheme: Scheme, shape: Shape, most_rows: int) -> Layer:
+    """A layer of this scheme and shape, with activations for `most_rows` rows."""
+    if isinstance(scheme, WeightOnly):
+        return WeightOnlyLayer(scheme, shape, most_rows)
+    return EightBitLayer(scheme, shape, most_rows)
 
 
 class Bench:
@@ -72,7 +80,7 @@ class Bench:
         """
         for scheme in schemes:
             for shape in shapes:
-                layer = Layer(scheme, shape, max(ms))
+                layer = layer_of(scheme, shape, max(ms))
                 products = self._prepare(layer)
                 for m in ms:
                     yield self._cell(layer, products, m)
@@ -110,35 +118,34 @@ class Bench:
 
     def _cell(self, layer: Layer, products: dict[str, Product], m: int) -> list[Row]:
         """One row for the selected tactic, with the peers, and one for each forced tactic."""
-        a, options = layer.problem.a[:m], self._options
-        expected = layer.reference().rows(0, m).value
+        options = self._options
+        expected = layer.expected(m)
         machine = limits.machine(torch.cuda.get_device_name())
         moved = layer.moved_bytes(m)
-        limit = machine.seconds(moved, layer.flop(m)) if machine else None
-        outs = outputs(m, layer.case.n, layer.case.dtype)
+        limit = machine.seconds(moved, layer.operations(m), layer.scheme.operands) if machine else None
+        outs = outputs(m, layer.n, layer.dtype)
 
         def ours(contestant: Contestant) -> _Entry:
             graph = Graph.of(contestant, outs, limit or _UNKNOWN_LIMIT)
             first, *others = graph.run()
-            reference = layer.reference(contestant.weight_dtype).rows(0, m)
-            error = testing.assert_close(first, reference, label=(contestant.name, layer.case))
+            error = layer.check(contestant, first)
             assert all(torch.equal(first, other) for other in others), f"{contestant.name}: two launches differ"
             return _Entry(contestant.name, graph, error)
 
         def theirs(contestant: Contestant) -> _Entry:
             graph = Graph.of(contestant, outs, limit or _UNKNOWN_LIMIT)
-            error = relative_error(graph.run()[0], expected)
+            error = relative_error(contestant.completed(graph.run()[0]), expected)
             if not error <= MAX_ERROR:  # NaN too
                 raise Skip(f"wrong result: relative error {error:.2g}")
             return _Entry(contestant.name, graph, error)
 
-        selected = layer.qcutlass_contestant(a)
-        wanted = [] if options.tactics is None else layer.forced_contestants(a, options.tactics, options.splits)
+        selected = layer.plan(m)
+        wanted = [] if options.tactics is None else layer.forced(m, options.tactics, options.splits)
         everyone = {selected.name: selected} | {one.name: one for one in wanted if one.name != selected.name}
         entries = {"": [ours(contestant) for contestant in everyone.values()]}
         for key, product in products.items():
             try:
-                entries[key] = [theirs(contestant) for contestant in product(a)]
+                entries[key] = [theirs(contestant) for contestant in product(m)]
             except Skip as skip:
                 self._skip(key, f"{layer.scheme.name}: {skip}")
             except Exception as error:
@@ -171,5 +178,5 @@ class Bench:
         rows[0] |= gpu_report.comparison(rows[0], list(timed))
         if options.eager:
             rows[0]["eager_us"] = 1e6 * eager_seconds(selected, outs[0])
-            rows[0]["cublas_eager_us"] = 1e6 * eager_seconds(Cublas().prepare(layer)(a)[0], outs[0])
+            rows[0]["cublas_eager_us"] = 1e6 * eager_seconds(Cublas().prepare(layer)(m)[0], outs[0])
         return rows

@@ -16,6 +16,14 @@ CLOSE: Final = 0.05
 """The chosen tactic should be no slower than the best measured one by more than this share."""
 
 LABELS: Final = {peer.key: peer.label for peer in peers.CLASSES}
+YARDSTICKS: Final = {
+    "cublas": "cuBLAS",
+    "cutlass": "CUTLASS",
+    "cutlass_int8": "CUTLASS int8",
+    "int_mm": "_int_mm",
+    "scaled_mm": "_scaled_mm",
+}
+"""Peers whose times are also shown as multiples of ours."""
 
 COLUMNS: Final = [
     Column("scheme", "scheme"),
@@ -26,8 +34,7 @@ COLUMNS: Final = [
     *(Column(f"{key}_us", f"{label} us", "{:.2f}") for key, label in LABELS.items()),
     Column("best_peer", "best peer"),
     Column("ratio", "best peer / qcutlass", "{:.2f}"),
-    Column("cublas_ratio", "cuBLAS / qcutlass", "{:.2f}"),
-    Column("cutlass_ratio", "CUTLASS / qcutlass", "{:.2f}"),
+    *(Column(f"{key}_ratio", f"{name} / qcutlass", "{:.2f}") for key, name in YARDSTICKS.items()),
     Column("limit_share", "of limit", "{:.0%}"),
     Column("bandwidth_share", "of bandwidth", "{:.0%}"),
     Column("error", "error / bound", "{:.3f}"),
@@ -51,7 +58,7 @@ def comparison(row: Row, keys: Iterable[str]) -> Row:
     if not times:
         return {}
     best = min(times, key=lambda key: times[key])
-    ratios = {f"{key}_ratio": times[key] / row["qcutlass_us"] for key in ("cublas", "cutlass") if key in times}
+    ratios = {f"{key}_ratio": times[key] / row["qcutlass_us"] for key in YARDSTICKS if key in times}
     return {"best_peer": best, "best_peer_us": times[best], "ratio": times[best] / row["qcutlass_us"]} | ratios
 
 

@@ -54,12 +54,17 @@ class Contestant:
             output, and returns the output (which may be another tensor).
         copies: of the weights.
         weight_dtype: the type it rounds the weights to; None: that of the activations.
+        complete: what its output lacks to be the product, to be added before the output is checked; None: nothing.
     """
 
     name: str
     launch: Callable[[int, Tensor], Tensor]
     copies: int
     weight_dtype: torch.dtype | None = None
+    complete: Callable[[Tensor], Tensor] | None = None
+
+    def completed(self, out: Tensor) -> Tensor:
+        return out if self.complete is None else self.complete(out)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Graph:
     def run(self) -> list[Tensor]:
         """Outputs of the first launches of one replay, which are poisoned before it."""
         for result in self.results:
-            result.fill_(math.nan)
+            result.fill_(math.nan if result.is_floating_point() else torch.iinfo(result.dtype).min)
         self.graph.replay()
         return self.results
 

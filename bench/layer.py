@@ -3,45 +3,129 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import qcutlass
 from bench.gpu_timing import Contestant, rotation
-from bench.schemes import Scheme
+from bench.schemes import Scheme, WeightOnly
 from bench.shapes import Shape
 from qcutlass import testing
 from qcutlass.selection import weight_dtype
 
 
-class Layer:
-    """Random weights of one scheme and shape: packed and dequantised."""
+class Layer(ABC):
+    """Random weights and activations of one scheme and shape.
 
-    def __init__(self, scheme: Scheme, shape: Shape, most_rows: int) -> None:
+    Attributes:
+        kind: what such a layer multiplies, in words.
+        scheme, n, k: what it is.
+        dtype: 16-bit type of the output, and of the dense forms.
+        bias: `[N]` or None.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, scheme: Scheme, shape: Shape, dtype: torch.dtype, bias: Tensor | None) -> None:
         self.scheme = scheme
-        self.case = scheme.case(most_rows, *shape, torch.float16)
-        self.problem = self.case.random(device="cuda", seed=1)
-        self.weight = self.problem.weight(self.case.dtype)
+        self.n, self.k = shape
+        self.dtype = dtype
+        self.bias = bias
         self._references: dict[torch.dtype, testing.Reference] = {}
-
-    def reference(self, weight_dtype: torch.dtype | None = None) -> testing.Reference:
-        """The answer for all rows, with weights rounded to `weight_dtype` (None: the activations' type)."""
-        dtype = weight_dtype or self.case.dtype
-        if dtype not in self._references:
-            self._references[dtype] = self.problem.reference(dtype)
-        return self._references[dtype]
 
     @property
     def shape(self) -> str:
-        return f"{self.case.n}x{self.case.k}"
+        return f"{self.n}x{self.k}"
 
     @property
     def name(self) -> str:
         return f"{self.scheme.name} {self.shape}"
+
+    @cached_property
+    def dense(self) -> list[list[Tensor]]:
+        """Copies of the weights in 16 bits, `[N, K]`."""
+        return rotation([self.dense_weight()])
+
+    @property
+    @abstractmethod
+    def packed(self) -> list[list[Tensor]]:
+        """Copies of what qcutlass reads of the weights."""
+
+    @abstractmethod
+    def dense_weight(self) -> Tensor:
+        """The weights in 16 bits, `[N, K]`."""
+
+    @abstractmethod
+    def dense_rows(self, m: int) -> Tensor:
+        """The first m activations in 16 bits, `[m, K]`."""
+
+    @abstractmethod
+    def reference(self, weight_dtype: torch.dtype) -> testing.Reference:
+        """The answer for all rows, with weights rounded to `weight_dtype` where they are rounded."""
+
+    def _rows(self, weight_dtype: torch.dtype, m: int) -> testing.Reference:
+        if weight_dtype not in self._references:
+            self._references[weight_dtype] = self.reference(weight_dtype)
+        return self._references[weight_dtype].rows(0, m)
+
+    def expected(self, m: int) -> Tensor:
+        """float64 `[m, N]`: what the first m rows give."""
+        return self._rows(self.dtype, m).value
+
+    def check(self, contestant: Contestant, out: Tensor) -> float:
+        """The largest error of qcutlass's result for the first rows, as a share of its bound.
+
+        Raises:
+            AssertionError: it is out of its bound.
+        """
+        reference = self._rows(contestant.weight_dtype or self.dtype, len(out))
+        return testing.assert_close(out, reference, label=(contestant.name, self.name))
+
+    @abstractmethod
+    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
+        """qcutlass on the first m rows, through the public function; the tactic is the selected one or forced."""
+
+    @abstractmethod
+    def tactics(self, m: int) -> list[str]:
+        """Names of all tactics."""
+
+    @abstractmethod
+    def moved_bytes(self, m: int) -> int:
+        """What m rows have to move: weights, what belongs to them, and activations read once, the output written."""
+
+    def forced(self, m: int, wanted: str, splits: Sequence[int]) -> Iterator[Contestant]:
+        """Each tactic whose name contains `wanted`, with each split-K, as far as the GPU and K allow."""
+        for tactic in self.tactics(m):
+            for split in splits if wanted in tactic else ():
+                with contextlib.suppress(qcutlass.UnsupportedError):
+                    yield self.plan(m, tactic, split)
+
+    def operations(self, m: int) -> int:
+        return 2 * m * self.n * self.k
+
+
+def plan_name(tactic: str, split_k: int) -> str:
+    """A tactic with its split in words."""
+    return tactic if split_k == 1 else f"{tactic} split {split_k}"
+
+
+class WeightOnlyLayer(Layer):
+    """16-bit activations; weights packed and dequantised."""
+
+    kind = "16-bit activations by quantised weights"
+
+    def __init__(self, scheme: WeightOnly, shape: Shape, most_rows: int, device: str = "cuda") -> None:
+        self.case = scheme.case(most_rows, *shape, torch.float16)
+        self.problem = self.case.random(device=device, seed=1)
+        super().__init__(scheme, shape, self.case.dtype, self.problem.bias)
+
+    def reference(self, weight_dtype: torch.dtype) -> testing.Reference:
+        return self.problem.reference(weight_dtype)
 
     @cached_property
     def packed(self) -> list[list[Tensor]]:
@@ -49,31 +133,25 @@ class Layer:
         packed = qcutlass.preprocess_weights(self.problem.codes, bits=self.case.bits)
         return rotation([t for t in (packed, self.problem.scales, self.problem.zeros) if t is not None])
 
-    @cached_property
-    def dense(self) -> list[list[Tensor]]:
-        return rotation([self.weight])
+    def dense_weight(self) -> Tensor:
+        return self.problem.weight(self.dtype)
 
-    def qcutlass_contestant(self, a: Tensor, tactic: str = "", split_k: int = 0) -> Contestant:
-        """The fused product, through the public function; the tactic is the selected one or forced by name."""
+    def dense_rows(self, m: int) -> Tensor:
+        return self.problem.a[:m]
+
+    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
+        a = self.problem.a[:m]
         keywords: dict[str, Any] = self.problem.keywords | ({"tactic": tactic, "split_k": split_k} if tactic else {})
 
         def launch(index: int, out: Tensor) -> Tensor:
             return qcutlass.gemm(a, *self.packed[index], out=out, **keywords)
 
         plan = qcutlass.plan(a, *self.packed[0], **keywords)
-        name = plan.tactic if plan.split_k == 1 else f"{plan.tactic} split {plan.split_k}"
-        return Contestant(name, launch, len(self.packed), weight_dtype(a, *self.packed[0], **keywords))
+        rounded = weight_dtype(a, *self.packed[0], **keywords)
+        return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(self.packed), weight_dtype=rounded)
 
-    def forced_contestants(self, a: Tensor, wanted: str, splits: Sequence[int]) -> Iterator[Contestant]:
-        """Each tactic whose name contains `wanted`, with each split-K, as far as the GPU and K allow."""
-        for tactic in qcutlass.tactics(a, *self.packed[0], **self.problem.keywords):
-            for split in splits if wanted in tactic else ():
-                with contextlib.suppress(qcutlass.UnsupportedError):
-                    yield self.qcutlass_contestant(a, tactic, split)
+    def tactics(self, m: int) -> list[str]:
+        return qcutlass.tactics(self.problem.a[:m], *self.packed[0], **self.problem.keywords)
 
     def moved_bytes(self, m: int) -> int:
-        """What m rows have to move: weights, scales, zeros and activations read once, the output written once."""
-        return sum(t.nbytes for t in self.packed[0]) + 2 * m * (self.case.k + self.case.n)
-
-    def flop(self, m: int) -> int:
-        return 2 * m * self.case.n * self.case.k
+        return sum(t.nbytes for t in self.packed[0]) + 2 * m * (self.k + self.n)

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
+
+Operands: TypeAlias = Literal["16-bit", "int8", "fp8"]
+"""What the tensor cores multiply: fp16 or bf16, int8, fp8."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations/s of the tensor cores on operands of one kind.
+
+    Attributes:
+        mma: of mma.sync, accumulating in fp32 or int32.
+        dense: of cuBLAS's largest products, which may use faster instructions; None: not measured.
+    """
+
+    mma: float
+    dense: float | None
 
 
 @dataclass(frozen=True)
@@ -12,23 +29,31 @@ class Machine:
 
     Attributes:
         bandwidth: bytes/s read from HBM.
-        mma_rate: flop/s of mma.sync on fp16 or bf16 with fp32 accumulation.
-        dense_rate: flop/s of cuBLAS's largest 16-bit products, which may use faster instructions.
         launch: seconds an empty kernel takes inside a CUDA graph.
+        rates: by operands.
     """
 
     bandwidth: float
-    mma_rate: float
-    dense_rate: float
     launch: float
+    rates: Mapping[Operands, Rates]
 
-    def seconds(self, moved_bytes: int, flop: int) -> float:
+    def seconds(self, moved_bytes: int, operations: int, operands: Operands) -> float:
         """The least time for a kernel that moves so many bytes and does so many operations."""
-        return max(moved_bytes / self.bandwidth, flop / self.mma_rate) + self.launch
+        return max(moved_bytes / self.bandwidth, operations / self.rates[operands].mma) + self.launch
 
 
 # By the start of torch.cuda.get_device_name(). A GPU that is not listed gets no "limit" column.
-MACHINES: Final = {"NVIDIA H200": Machine(bandwidth=4.56e12, mma_rate=635e12, dense_rate=790e12, launch=0.6e-6)}
+MACHINES: Final = {
+    "NVIDIA H200": Machine(
+        bandwidth=4.56e12,
+        launch=0.6e-6,
+        rates={
+            "16-bit": Rates(mma=635e12, dense=790e12),
+            "int8": Rates(mma=1288e12, dense=924e12),  # cuBLAS's int8 products reach less than mma.sync
+            "fp8": Rates(mma=635e12, dense=None),  # sm_90 runs an mma.sync on fp8 as one on fp16
+        },
+    )
+}
 
 
 def machine(device_name: str) -> Machine | None:

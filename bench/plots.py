@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bench import limits
+from bench import limits, schemes
 from bench.gpu_report import LABELS
 from bench.report import Report, Row
 
@@ -58,10 +58,12 @@ def draw(report: Report, folder: Path) -> list[Path]:
     with matplotlib.rc_context(_STYLE):
         for scheme in dict.fromkeys(row["scheme"] for row in rows):
             layers = [row for row in rows if row["scheme"] == scheme]
+            contestants = _contestants(layers)
             for shape in dict.fromkeys(row["shape"] for row in layers):
                 here = sorted((row for row in layers if row["shape"] == shape), key=lambda row: int(row["m"]))
-                files.append(_save(_shape_figure(here, f"{scheme}, {shape}, {gpu}"), folder / f"{scheme}_{shape}.png"))
-            files.append(_save(_roofline(layers, f"{scheme}, {gpu}", gpu), folder / f"{scheme}_roofline.png"))
+                figure = _shape_figure(here, contestants, f"{scheme}, {shape}, {gpu}")
+                files.append(_save(figure, folder / f"{scheme}_{shape}.png"))
+            files.append(_save(_roofline(layers, scheme, gpu), folder / f"{scheme}_roofline.png"))
     return files
 
 
@@ -76,6 +78,11 @@ def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axe
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+
+
+def _contestants(rows: Sequence[Row]) -> dict[str, str]:
+    """Keys and labels of us and of the peers that these rows have: those of one scheme, so that colours last."""
+    return {_OURS: _OURS} | {key: label for key, label in LABELS.items() if _series(rows, key)}
 
 
 def _series(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
@@ -101,12 +108,11 @@ def _logarithmic(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _shape_figure(rows: Sequence[Row], title: str) -> Figure:
+def _shape_figure(rows: Sequence[Row], contestants: dict[str, str], title: str) -> Figure:
     """Microseconds, and share of the limit, of everybody against M."""
     figure, (times, shares) = _figure(9, 4.2, 2)
     ms = [row["m"] for row in rows]
     limit = {row["m"]: row["limit_us"] for row in rows if row.get("limit_us")}
-    contestants = {_OURS: _OURS} | LABELS
     for index, (key, label) in enumerate(contestants.items()):
         points = _series(rows, key)
         if not points:
@@ -138,17 +144,18 @@ def _shape_figure(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
-def _roofline(rows: Sequence[Row], title: str, gpu: str) -> Figure:
+def _roofline(rows: Sequence[Row], scheme: str, gpu: str) -> Figure:
     """Rate against arithmetic intensity: ours with full markers, the best peer's with hollow ones, a colour a shape."""
     figure, (axes,) = _figure(6.5, 4.4, 1)
-    intensities = []
+    operands, intensities = schemes.parse(scheme).operands, []
+    unit = "TOP/s" if operands == "int8" else "TFLOP/s"
     for index, shape in enumerate(dict.fromkeys(row["shape"] for row in rows)):
         n, k = map(int, shape.split("x"))
         here = sorted((row for row in rows if row["shape"] == shape), key=lambda row: int(row["m"]))
         color, marker = _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
         flop = [2 * row["m"] * n * k for row in here]
         x = [work / row["moved_bytes"] for work, row in zip(flop, here, strict=True)]
-        y = [1e-6 * work / row["qcutlass_us"] for work, row in zip(flop, here, strict=True)]  # TFLOP/s
+        y = [1e-6 * work / row["qcutlass_us"] for work, row in zip(flop, here, strict=True)]
         axes.plot(x, y, color=color, marker=marker, label=shape)
         theirs = [
             (intensity, 1e-6 * work / row["best_peer_us"])
@@ -160,17 +167,20 @@ def _roofline(rows: Sequence[Row], title: str, gpu: str) -> Figure:
         intensities += x
     machine = limits.machine(gpu)
     if machine is not None:
-        for rate, name, line in ((machine.mma_rate, "mma.sync", "--"), (machine.dense_rate, "cuBLAS at best", ":")):
+        rates = machine.rates[operands]
+        for rate, name, line in ((rates.mma, "mma.sync", "--"), (rates.dense, "cuBLAS at best", ":")):
+            if rate is None:
+                continue
             ridge = rate / machine.bandwidth
             ends = sorted({min(intensities) / 1.3, ridge, max(*intensities, ridge) * 1.3})
             roof = [1e-12 * min(rate, machine.bandwidth * intensity) for intensity in ends]
-            label = f"{1e-12 * machine.bandwidth:.2f} TB/s, {1e-12 * rate:.0f} TFLOP/s ({name})"
+            label = f"{1e-12 * machine.bandwidth:.2f} TB/s, {1e-12 * rate:.0f} {unit} ({name})"
             axes.plot(ends, roof, color="#777777", linestyle=line, linewidth=1.2, label=label)
     axes.set_xscale("log")
     _logarithmic(axes)
-    axes.set_xlabel("arithmetic intensity, flop per byte moved")
+    axes.set_xlabel("arithmetic intensity, operations per byte moved")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("TFLOP/s")
+    axes.set_ylabel(unit)
     axes.legend(fontsize=8, title="qcutlass; hollow: best peer", title_fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{scheme}, {gpu}", fontsize=10)
     return figure

@@ -1,22 +1,29 @@
-"""Quantisation schemes by name: ``w4a16_g128``, ``w8a16_channel``, ``w4a16_g64_int``, ``w4a16_g32_real_bf16``."""
+"""Quantisation schemes by name: ``w4a16_g128``, ``w8a16_channel``, ``w4a16_g64_int_bf16``, ``w8a8``, ``fp8_e5m2``."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
+from bench.limits import Operands
 from qcutlass import testing
 
-_PATTERN: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real))?(?:_(f16|bf16|f32))?")
+PATTERNS: Final = (
+    "w<4|8>a16_<g<size>|channel>[_int|_real][_f16|_bf16|_f32], w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16]"
+)
+_DTYPE: Final = r"(?:_(f16|bf16))?"
+_WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real))?(?:_(f16|bf16|f32))?")
+_INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
+_FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
 _DTYPES: Final = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """What a name stands for.
+class WeightOnly:
+    """16-bit activations by codes.
 
     Attributes:
         name: as given.
@@ -32,6 +39,11 @@ class Scheme:
     zeros: testing.Zeros
     dtype: torch.dtype | None
 
+    @property
+    def operands(self) -> Operands:
+        """What the tensor cores multiply."""
+        return "16-bit"
+
     def case(self, m: int, n: int, k: int, default_dtype: torch.dtype) -> testing.Case:
         """The product of this scheme at (m, n, k)."""
         return testing.Case(
@@ -45,21 +57,72 @@ class Scheme:
         )
 
 
+@dataclass(frozen=True)
+class EightBit:
+    """8-bit activations by 8-bit weights, a scale for each token, a scale and a bias for each channel.
+
+    Attributes:
+        name: as given.
+        a_dtype: of the activations: int8, which the weights are then too, float8_e4m3fn or float8_e5m2.
+        azp: whether each token has a zero point.
+        dtype: of the output and the bias.
+    """
+
+    name: str
+    a_dtype: torch.dtype
+    azp: bool
+    dtype: torch.dtype
+
+    @property
+    def operands(self) -> Operands:
+        """What the tensor cores multiply."""
+        return "int8" if self.a_dtype == torch.int8 else "fp8"
+
+    def case(self, m: int, n: int, k: int) -> testing.EightBitCase:
+        """The product of this scheme at (m, n, k)."""
+        return testing.EightBitCase(
+            m,
+            n,
+            k,
+            dtype=self.a_dtype,
+            out_dtype=self.dtype,
+            azp="each" if self.azp else "none",
+            bias=True,
+            bias_dtype=self.dtype,
+        )
+
+
+Scheme: TypeAlias = WeightOnly | EightBit
+
+
 def parse(name: str) -> Scheme:
     """A scheme from its name.
 
     Raises:
-        ValueError: the name does not follow the pattern.
+        ValueError: the name follows none of the patterns.
 
     Example:
         >>> parse("w4a16_g64_int").group_size
         64
+        >>> parse("w8a8_azp").dtype
+        torch.bfloat16
     """
-    match = _PATTERN.fullmatch(name)
-    if match is None:
-        raise ValueError(
-            f"scheme {name!r}: expected w<4|8>a16_<g<size>|channel>[_int|_real][_f16|_bf16|_f32], say w4a16_g128"
-        )
-    bits, group, zeros, dtype = match.groups()
-    kinds: dict[str | None, testing.Zeros] = {None: "none", "int": "int", "real": "real"}
-    return Scheme(name, int(bits), int(group) if group else None, kinds[zeros], _DTYPES[dtype] if dtype else None)
+    if match := _WEIGHT_ONLY.fullmatch(name):
+        bits, group, zeros, dtype = match.groups()
+        kinds: dict[str | None, testing.Zeros] = {None: "none", "int": "int", "real": "real"}
+        return WeightOnly(name, int(bits), int(group) if group else None, kinds[zeros], _DTYPES.get(dtype))
+    if match := _INT8.fullmatch(name):
+        azp, dtype = match.groups()
+        return EightBit(name, torch.int8, azp is not None, _DTYPES[dtype or "bf16"])
+    if match := _FLOAT8.fullmatch(name):
+        e5m2, dtype = match.groups()
+        return EightBit(name, torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn, False, _DTYPES[dtype or "bf16"])
+    raise ValueError(f"scheme {name!r}: expected {PATTERNS}, say w4a16_g128 or w8a8")
+
+
+def parse_weight_only(name: str) -> WeightOnly:
+    """The same for benches of weight-only products alone."""
+    scheme = parse(name)
+    if not isinstance(scheme, WeightOnly):
+        raise ValueError(f"scheme {name!r}: this bench measures weight-only schemes, say w4a16_g128")
+    return scheme

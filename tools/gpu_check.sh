@@ -12,7 +12,7 @@
 #   QCUTLASS_CUDA_LIBRARY=FILE  a libqcutlass_cuda.a built elsewhere: only the extension module is compiled and linked
 #   QCUTLASS_CUTLASS_DIR=DIR    CUTLASS headers, where the nvidia-cutlass wheel is not installed
 #   CUDA_ARCHITECTURES=90-real  what to compile for, without QCUTLASS_CUDA_LIBRARY
-#   QCUTLASS_BENCH_DENSE=FILE   libqcutlass_bench_dense.so built elsewhere; else it is built here if there are headers
+#   QCUTLASS_BENCH_CUTLASS=FILE libqcutlass_bench_cutlass.so built elsewhere; else it is built here if there are headers
 #   PYTEST_ARGUMENTS, MATRIX_ARGUMENTS, BENCH_ARGUMENTS, SANITIZERS="memcheck racecheck"
 #   PARALLEL=1                  tests and sanitizers side by side, which share a GPU well; benches wait for them
 # shellcheck disable=SC2086,SC2329  # *_ARGUMENTS hold several words; functions are called through run
@@ -85,7 +85,7 @@ install_package() {
     --no-build-isolation --no-cache-dir --upgrade --target "$site" "${options[@]}" .
 }
 
-build_dense() {
+build_cutlass() {
   if [ -z "${QCUTLASS_CUTLASS_DIR:-}" ] && ! "$python" -c 'import cutlass_library'; then
     echo "no CUTLASS headers: the bench goes without stock CUTLASS"
     return 0
@@ -102,7 +102,7 @@ sanitize() {
 }
 
 export PYTHONPATH=$site:$wheels${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$wheels/bin:$PATH PYTHONUNBUFFERED=1
-for variable in QCUTLASS_CUDA_LIBRARY QCUTLASS_CUTLASS_DIR QCUTLASS_BENCH_DENSE; do
+for variable in QCUTLASS_CUDA_LIBRARY QCUTLASS_CUTLASS_DIR QCUTLASS_BENCH_CUTLASS; do
   if [ -n "${!variable:-}" ]; then export "$variable=$(realpath "${!variable}")"; fi
 done
 "$python" -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' || exit 1
@@ -124,9 +124,9 @@ for step in $steps; do
       ;;
     bench)
       finish
-      dense=$build/bench/libqcutlass_bench_dense.so
-      [ -n "${QCUTLASS_BENCH_DENSE:-}" ] || run dense build_dense
-      if [ -z "${QCUTLASS_BENCH_DENSE:-}" ] && [ -e "$dense" ]; then export QCUTLASS_BENCH_DENSE=$dense; fi
+      cutlass=$build/bench/libqcutlass_bench_cutlass.so
+      [ -n "${QCUTLASS_BENCH_CUTLASS:-}" ] || run cutlass build_cutlass
+      if [ -z "${QCUTLASS_BENCH_CUTLASS:-}" ] && [ -e "$cutlass" ]; then export QCUTLASS_BENCH_CUTLASS=$cutlass; fi
       run bench "$python" -m bench gpu --json "$logs/bench.json" --markdown "$logs/bench.md" ${BENCH_ARGUMENTS:-}
       ;;
   esac

@@ -13,9 +13,9 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ SCHEMES: list[dict[str, Any]] = [
 ]
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
 
+_Problem = TypeVar("_Problem", testing.Problem, testing.EightBitProblem)
+
 
 def cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Case]:
     """Every kind of problem; the epilogues take turns."""
@@ -51,12 +53,12 @@ def cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Case]:
         )  # fmt: skip
 
 
-def on_gpu(problem: testing.Problem) -> testing.Problem:
+def on_gpu(problem: _Problem) -> _Problem:
     values: dict[str, Any] = {}
-    for field in fields(problem):
-        value = getattr(problem, field.name)
-        values[field.name] = value.cuda() if isinstance(value, Tensor) else value
-    return testing.Problem(**values)
+    for member in fields(problem):
+        value = getattr(problem, member.name)
+        values[member.name] = value.cuda() if isinstance(value, Tensor) else value
+    return type(problem)(**values)
 
 
 def check_weights(problem: testing.Problem, gpu: testing.Problem) -> Tensor:
@@ -72,6 +74,82 @@ def check_weights(problem: testing.Problem, gpu: testing.Problem) -> Tensor:
     return packed
 
 
+@dataclass
+class Run:
+    """What was launched so far.
+
+    Attributes:
+        wanted: part of the names of the tactics to launch.
+        splits: of K, for each of them.
+    """
+
+    wanted: str
+    splits: list[int]
+    launches: int = 0
+    worst: float = 0.0
+    known: set[str] = field(default_factory=set)
+    launched: set[str] = field(default_factory=set)
+
+    def products(self, names: list[str], check: Callable[[str, int], float]) -> None:
+        """Runs `check` for every tactic and split that this GPU and K allow; it returns |error| / bound."""
+        tactics = [name for name in names if self.wanted in name]
+        self.known |= set(tactics)
+        for tactic, split_k in itertools.product(tactics, self.splits):
+            with contextlib.suppress(qcutlass.UnsupportedError):  # too little shared memory, or too short a K
+                self.worst = max(self.worst, check(tactic, split_k))
+                self.launched.add(tactic)
+                self.launches += 1
+
+
+def run_weight_only(run: Run, case: testing.Case, seed: int) -> None:
+    problem = case.random(seed=seed)
+    references = {dtype: problem.reference(dtype) for dtype in (case.dtype, torch.float32)}
+    gpu = on_gpu(problem)
+    operands = (gpu.a, check_weights(problem, gpu), gpu.scales, gpu.zeros)
+
+    def check(tactic: str, split_k: int) -> float:
+        options = gpu.keywords | {"tactic": tactic, "split_k": split_k}
+        out, reference = qcutlass.gemm(*operands, **options), references[weight_dtype(*operands, **options)]
+        label = f"{tactic} split {split_k}: {problem}"
+        return testing.assert_close(out.cpu(), reference, splits=split_k, label=label)
+
+    run.products(qcutlass.tactics(*operands, **gpu.keywords), check)
+
+
+def eight_bit_cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.EightBitCase]:
+    """Both kinds of 8-by-8-bit products; outputs and epilogues take turns."""
+    outputs = itertools.cycle([torch.float16, torch.bfloat16, torch.float32])
+    for (m, n, k), dtype in itertools.product(shapes, (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)):
+        azp: testing.Scope = "each" if dtype == torch.int8 else "none"
+        yield testing.EightBitCase(m, n, k, dtype=dtype, out_dtype=next(outputs), azp=azp, bias=True, activation="silu")
+
+
+def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
+    """Quantises activations on the GPU too, which is compared with the CPU."""
+    problem = case.random(seed=seed)
+    reference = problem.reference()
+    gpu = on_gpu(problem)
+    is_int8 = case.dtype == torch.int8
+    multiply = qcutlass.gemm_w8a8 if is_int8 else qcutlass.gemm_fp8
+    packed = qcutlass.preprocess_weights(gpu.w, bits=8, activations="int8" if is_int8 else "fp8")
+    operands: tuple[Any, ...] = (gpu.a, packed, gpu.a_scale, gpu.w_scale)
+
+    def check(tactic: str, split_k: int) -> float:
+        out = multiply(*operands, **gpu.keywords, tactic=tactic, split_k=split_k)
+        label = f"{tactic} split {split_k}: {problem}"
+        return testing.assert_close(out.cpu(), reference, splits=split_k, label=label)
+
+    run.products(qcutlass.tactics(*operands, **gpu.keywords), check)
+    floats = torch.randn(case.m, case.k, dtype=torch.float16)
+    kinds: list[dict[str, Any]] = (
+        [{}, {"per_tensor": True}, {"asymmetric": True}] if is_int8 else [{"dtype": case.dtype}]
+    )
+    for options in kinds:
+        ours = qcutlass.quantize_activations(floats.cuda(), **options)
+        for on_device, expected in zip(ours, qcutlass.quantize_activations(floats, **options), strict=True):
+            testing.assert_equal(on_device.cpu().float(), expected.float(), label=(options, case))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tactic", default="", help="only kernels whose name contains this")
@@ -81,30 +159,17 @@ def main() -> None:
     arguments = parser.parse_args()
 
     shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
-    begin, launches, worst = time.perf_counter(), 0, 0.0
-    wanted, launched = set(), set()
+    begin, run = time.perf_counter(), Run(arguments.tactic, arguments.split_k)
     for seed, case in enumerate(cases(shapes), start=arguments.seed):
-        problem = case.random(seed=seed)
-        references = {dtype: problem.reference(dtype) for dtype in (case.dtype, torch.float32)}
-        gpu = on_gpu(problem)
-        packed = check_weights(problem, gpu)
-        operands = (gpu.a, packed, gpu.scales, gpu.zeros)
-        tactics = [name for name in qcutlass.tactics(*operands, **gpu.keywords) if arguments.tactic in name]
-        wanted |= set(tactics)
-        for tactic in tactics:
-            for split_k in arguments.split_k:
-                with contextlib.suppress(qcutlass.UnsupportedError):  # too little shared memory, or too short a K
-                    options = gpu.keywords | {"tactic": tactic, "split_k": split_k}
-                    out, reference = qcutlass.gemm(*operands, **options), references[weight_dtype(*operands, **options)]
-                    label = f"{tactic} split {split_k}: {problem}"
-                    worst = max(worst, testing.assert_close(out.cpu(), reference, splits=split_k, label=label))
-                    launched.add(tactic)
-                    launches += 1
-    if not launches:
+        run_weight_only(run, case, seed)
+    for seed, eight_bits in enumerate(eight_bit_cases(shapes), start=arguments.seed):
+        run_eight_bit(run, eight_bits, seed)
+    if not run.launches:
         raise SystemExit(f"no kernel's name contains {arguments.tactic!r}")
     seconds = time.perf_counter() - begin
-    print(f"kernels that do not fit this GPU: {', '.join(sorted(wanted - launched)) or 'none'}")
-    print(f"{launches} products by {len(launched)} kernels, largest |error| / bound {worst:.3f}, {seconds:.0f} s")
+    print(f"kernels that do not fit this GPU: {', '.join(sorted(run.known - run.launched)) or 'none'}")
+    print(f"{run.launches} products by {len(run.launched)} kernels, largest |error| / bound {run.worst:.3f}, ", end="")
+    print(f"{seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -7,22 +7,23 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant
+from bench.layer import Layer
 
-if TYPE_CHECKING:
-    from bench.layer import Layer
+_Kind = TypeVar("_Kind", bound=Layer)
 
 MAX_ERROR: Final = 0.02
 """Relative Frobenius error up to which a peer's result counts. It is no judgement of the peer, which may round or
 accumulate in its own way: it tells a wrongly wired adapter, whose error is of the order of 1."""
 
-Product: TypeAlias = Callable[[Tensor], list[Contestant]]
-"""Contestants for activations [M, K]; the fastest of them counts. Raises `Skip` if the peer does not take this M."""
+Product: TypeAlias = Callable[[int], list[Contestant]]
+"""Contestants for the first M rows of the layer's activations; the fastest of them counts. Raises `Skip` if the peer
+does not take this M."""
 
 
 class Skip(Exception):
@@ -55,6 +56,13 @@ class Peer(ABC):
         Raises:
             Skip: the peer does not take the scheme or the shape.
         """
+
+
+def require(layer: Layer, kind: type[_Kind]) -> _Kind:
+    """The layer, if it is of this kind; raises `Skip` if it is not."""
+    if not isinstance(layer, kind):
+        raise Skip(f"multiplies {kind.kind} alone")
+    return layer
 
 
 def require_gpu() -> None:

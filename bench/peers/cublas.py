@@ -1,17 +1,13 @@
-"""torch.mm on weights that are dequantised already: cuBLAS."""
+"""torch.mm, or torch.addmm where there is a bias, on weights and activations that are dequantised already: cuBLAS."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant
+from bench.layer import Layer
 from bench.peers.base import Peer, Product, require_gpu
-
-if TYPE_CHECKING:
-    from bench.layer import Layer
 
 
 class Cublas(Peer):
@@ -25,11 +21,14 @@ class Cublas(Peer):
         return f"torch {torch.__version__}"
 
     def prepare(self, layer: Layer) -> Product:
-        weights = layer.dense
+        weights, bias = layer.dense, layer.bias
 
-        def contestants(a: Tensor) -> list[Contestant]:
+        def contestants(m: int) -> list[Contestant]:
+            a = layer.dense_rows(m)
+
             def launch(index: int, out: Tensor) -> Tensor:
-                return torch.mm(a, weights[index][0].T, out=out)
+                weight = weights[index][0].T
+                return torch.mm(a, weight, out=out) if bias is None else torch.addmm(bias, a, weight, out=out)
 
             return [Contestant(self.key, launch, len(weights))]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant, rotation
-from bench.peers.base import Peer, Product, Skip, import_library
-
-if TYPE_CHECKING:
-    from bench.layer import Layer
+from bench.layer import Layer, WeightOnlyLayer
+from bench.peers.base import Peer, Product, Skip, import_library, require
 
 AUTOTUNE_MODES: Final = ("default", "fast", "max")
 _MOST_ROWS: Final = 64  # beyond, each M tunes dozens of kernels that are slower than a dense product
@@ -47,6 +45,7 @@ class Gemlite(Peer):
 
     def prepare(self, layer: Layer) -> Product:
         gemlite = import_library("gemlite", "gemlite")
+        layer = require(layer, WeightOnlyLayer)
         case, problem = layer.case, layer.problem
         dtype = {torch.float16: gemlite.DType.FP16, torch.bfloat16: gemlite.DType.BF16}[case.dtype]
         linear = gemlite.GemLiteLinear(
@@ -63,9 +62,10 @@ class Gemlite(Peer):
         weights = rotation(linear.get_tensor_args())
         settings = linear.get_meta_args()
 
-        def contestants(a: Tensor) -> list[Contestant]:
-            if len(a) > _MOST_ROWS:
+        def contestants(m: int) -> list[Contestant]:
+            if m > _MOST_ROWS:
                 raise Skip(f"M > {_MOST_ROWS}: not tuned here")
+            a = problem.a[:m]
 
             def launch(index: int, out: Tensor) -> Tensor:  # allocates its output
                 result: Tensor = gemlite.forward_functional(a, None, weights[index], settings)

@@ -1,18 +1,19 @@
-"""humming-kernels (PyPI): weight-only products compiled for their shape when they are first used."""
+"""humming-kernels (PyPI): products compiled for their shape when they are first used."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant, copies_for
-from bench.peers.base import Peer, Product, import_library
+from bench.layer import Layer, WeightOnlyLayer
+from bench.layer_w8a8 import EightBitLayer
+from bench.peers.base import Peer, Product, Skip, import_library, require
 
-if TYPE_CHECKING:
-    from bench.layer import Layer
+_CODES: Final = {torch.int8: "int8", torch.float8_e4m3fn: "float8e4m3", torch.float8_e5m2: "float8e5m2"}
 
 
 class Humming(Peer):
@@ -26,41 +27,82 @@ class Humming(Peer):
         return version
 
     def prepare(self, layer: Layer) -> Product:
-        humming = import_library("humming.layer", "humming-kernels")
-        pack = import_library("humming.ops", "humming-kernels").pack_weight
-        case, problem = layer.case, layer.problem
-        groups = case.k // case.group_size
+        if isinstance(layer, EightBitLayer):
+            return _eight_bit(layer)
+        return _weight_only(require(layer, WeightOnlyLayer))
 
-        # Codes are packed along K, integer zeros along N; both are [N, ...] as the scales are.
-        tensors = {
-            "weight": pack(problem.codes.to(torch.int32).contiguous(), case.bits),
-            "weight_scale": problem.scales.reshape(groups, case.n).T.to(case.dtype).contiguous(),
-        }
-        if case.zeros == "int":
-            assert problem.zeros is not None
-            tensors["zero_point"] = pack(problem.zeros.to(torch.int32).contiguous(), case.bits).T.contiguous()
-        elif case.zeros == "real":
-            assert problem.zeros is not None
-            tensors["zero_point"] = problem.zeros.T.to(case.dtype).contiguous()
-        config: dict[str, Any] = {
-            "dtype": f"uint{case.bits}",
-            "group_size": 0 if groups == 1 else case.group_size,
-            "has_zero_point": case.zeros != "none",
-            "is_fp_zero_point": case.zeros == "real",
-        }
-        first = humming.HummingLayer(
-            shape_n=case.n, shape_k=case.k, weight_config=config, torch_dtype=case.dtype
-        ).cuda()
-        first.load_from_tensors(tensors)
-        first.transform()
-        copies = copies_for(sum(parameter.nbytes for parameter in first.parameters()))
-        layers = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
 
-        def contestants(a: Tensor) -> list[Contestant]:
-            def launch(index: int, out: Tensor) -> Tensor:
-                layers[index](a, outputs=out)
-                return out
+def _layers(layer: Layer, tensors: dict[str, Tensor], weight: dict[str, Any], **options: Any) -> list[Any]:
+    """Copies of the layer in humming's own form."""
+    humming = import_library("humming.layer", "humming-kernels")
+    first = humming.HummingLayer(
+        shape_n=layer.n, shape_k=layer.k, weight_config=weight, torch_dtype=layer.dtype, **options
+    ).cuda()
+    first.load_from_tensors(tensors)
+    first.transform()
+    copies = copies_for(sum(parameter.nbytes for parameter in first.parameters()))
+    return [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
 
-            return [Contestant(self.key, launch, copies)]
 
-        return contestants
+def _weight_only(layer: WeightOnlyLayer) -> Product:
+    pack = import_library("humming.ops", "humming-kernels").pack_weight
+    case, problem = layer.case, layer.problem
+    groups = case.k // case.group_size
+
+    # Codes are packed along K, integer zeros along N; both are [N, ...] as the scales are.
+    tensors = {
+        "weight": pack(problem.codes.to(torch.int32).contiguous(), case.bits),
+        "weight_scale": problem.scales.reshape(groups, case.n).T.to(case.dtype).contiguous(),
+    }
+    if case.zeros == "int":
+        assert problem.zeros is not None
+        tensors["zero_point"] = pack(problem.zeros.to(torch.int32).contiguous(), case.bits).T.contiguous()
+    elif case.zeros == "real":
+        assert problem.zeros is not None
+        tensors["zero_point"] = problem.zeros.T.to(case.dtype).contiguous()
+    config: dict[str, Any] = {
+        "dtype": f"uint{case.bits}",
+        "group_size": 0 if groups == 1 else case.group_size,
+        "has_zero_point": case.zeros != "none",
+        "is_fp_zero_point": case.zeros == "real",
+    }
+    layers = _layers(layer, tensors, config)
+
+    def contestants(m: int) -> list[Contestant]:
+        a = problem.a[:m]
+
+        def launch(index: int, out: Tensor) -> Tensor:
+            layers[index](a, outputs=out)
+            return out
+
+        return [Contestant(Humming.key, launch, len(layers))]
+
+    return contestants
+
+
+def _eight_bit(layer: EightBitLayer) -> Product:
+    """Activations are given as codes, so that humming does not quantise."""
+    if layer.azp is not None:
+        raise Skip("takes no zero points of activations")
+    pack = import_library("humming.ops", "humming-kernels").pack_weight
+    # Integers are stored with an offset of 128.
+    codes = layer.w.int() + 128 if layer.w.dtype == torch.int8 else layer.w.view(torch.uint8).int()
+    tensors = {
+        "weight": pack(codes.contiguous(), 8),
+        "weight_scale": layer.w_scale[:, None].to(layer.dtype),
+        "bias": layer.bias,
+    }
+    config = {"dtype": _CODES[layer.w.dtype], "group_size": 0, "has_zero_point": False}
+    inputs = {"dtype": _CODES[layer.a.dtype], "quant_mode": "dynamic_token"}
+    layers = _layers(layer, tensors, config, input_config=inputs, has_bias=True)
+
+    def contestants(m: int) -> list[Contestant]:
+        a, a_scale = layer.a[:m], layer.a_scale[:m, None]
+
+        def launch(index: int, out: Tensor) -> Tensor:
+            layers[index](a, outputs=out, input_scale=a_scale)
+            return out
+
+        return [Contestant(Humming.key, launch, len(layers))]
+
+    return contestants

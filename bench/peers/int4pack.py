@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant, rotation
-from bench.peers.base import Peer, Product, Skip, require_gpu
-
-if TYPE_CHECKING:
-    from bench.layer import Layer
+from bench.layer import Layer, WeightOnlyLayer
+from bench.peers.base import Peer, Product, Skip, require, require_gpu
 
 _GROUPS: Final = (32, 64, 128, 256)
 _MOST_ROWS: Final = 64  # beyond, it is many times slower than dense
@@ -29,6 +27,7 @@ class Int4pack(Peer):
         return f"torch {torch.__version__}"
 
     def prepare(self, layer: Layer) -> Product:
+        layer = require(layer, WeightOnlyLayer)
         case, problem = layer.case, layer.problem
         if case.bits != 4 or case.group_size not in _GROUPS or case.k % case.group_size != 0:
             raise Skip(f"takes 4 bits in whole groups of {', '.join(map(str, _GROUPS))}")
@@ -40,10 +39,10 @@ class Int4pack(Peer):
         packed = torch._convert_weight_to_int4pack(nibbles, _INNER_K_TILES)
         weights = rotation([packed, torch.stack([scales, shift], dim=2).bfloat16().contiguous()])
 
-        def contestants(a: Tensor) -> list[Contestant]:
-            if len(a) > _MOST_ROWS:
+        def contestants(m: int) -> list[Contestant]:
+            if m > _MOST_ROWS:
                 raise Skip(f"M > {_MOST_ROWS}: made for fewer rows, many times slower than a dense product")
-            rows = a.bfloat16()
+            rows = problem.a[:m].bfloat16()
 
             def launch(index: int, out: Tensor) -> Tensor:  # allocates its output
                 codes, scales_and_zeros = weights[index]
