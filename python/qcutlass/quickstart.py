@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qcutlass import testing
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import Checkpoint
+from qcutlass.formats import Checkpoint, Int8Linear
 from qcutlass.products import gemm
 from qcutlass.quantization import QuantizedTensor, quantize
 from qcutlass.selection import weight_dtype
@@ -96,17 +96,19 @@ class Options:
 
 
 def run(checkpoint: Checkpoint, options: Options) -> Iterator[LayerResult]:
-    """Yields a result for each of `checkpoint.linears`, one layer in memory at a time.
+    """Yields a result for each layer of `checkpoint`, one in memory at a time.
 
     Raises:
         CheckpointError: a tensor is damaged.
-        UnsupportedError: the device is not there, or no kernel was built for it.
+        UnsupportedError: the device is not there, no kernel was built for it, or a layer wants int8 activations.
     """
     if options.device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
     generator = torch.Generator(options.device).manual_seed(options.seed)
-    for name in checkpoint.linears:
-        yield run_layer(name, checkpoint.load(name), options, generator)
+    for name, layer in checkpoint.items():
+        if isinstance(layer, Int8Linear):
+            raise UnsupportedError(f"{name}: layers with int8 activations are not run here")
+        yield run_layer(name, layer.weight, options, generator)
 
 
 def run_layer(name: str, weight: QuantizedTensor | Tensor, options: Options, generator: torch.Generator) -> LayerResult:

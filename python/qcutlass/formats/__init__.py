@@ -1,83 +1,200 @@
-"""Checkpoint files: each format yields linear layers in canonical form, or as floats that are still to be quantised."""
+"""Checkpoints: each format yields linear layers in canonical form, or as floats that are still to be quantised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.formats import awq, compressed_tensors, floats, gguf, gptq, hqq, marlin, tensorrt_llm
+from qcutlass.formats.checkpoint import Checkpoint, Format
+from qcutlass.formats.config import Config, read_config
+from qcutlass.formats.layers import CanonicalLinear, FloatLinear, Int8Linear, Layer
+from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, open_folder
 
-__all__ = ["FORMATS", "Checkpoint", "open_checkpoint"]
+__all__ = [
+    "FORMATS",
+    "CanonicalLinear",
+    "Checkpoint",
+    "FloatLinear",
+    "Format",
+    "Int8Linear",
+    "Layer",
+    "detect",
+    "load",
+]
 
+_ROUNDED: Final = ("auto-round", "intel/auto-round")  # AutoRound writes other people's formats
 
-class Checkpoint(Protocol):
-    """An open file. Tensors are read when asked for."""
+_TABLE: Final = (
+    Format(
+        "gptq", "GPTQ v1 and v2, 4 and 8 bits, with and without act-order",
+        "qweight", gptq.SUFFIXES, ("gptq", *_ROUNDED), gptq.matches, gptq.load,
+    ),
+    Format("awq", "AWQ gemm, 4 bits", "qweight", awq.SUFFIXES, ("awq", *_ROUNDED), awq.matches, awq.load),
+    Format(
+        "compressed-tensors", "pack-quantized, 4 and 8 bits; int-quantized (W8A8)",
+        "weight_scale", compressed_tensors.SUFFIXES, ("compressed-tensors",),
+        compressed_tensors.matches, compressed_tensors.load,
+    ),
+    Format("marlin", "Marlin v1, 4 bits", "B", marlin.SUFFIXES, ("marlin", "gptq"), marlin.matches, marlin.load),
+    Format("hqq", "HQQ axis 1, 4 and 8 bits", "W_q", hqq.SUFFIXES, ("hqq",), hqq.matches, hqq.load),
+    Format(
+        "tensorrt-llm", "groupwise 4 bits with scales and Z, not yet interleaved",
+        "weights_scaling_factor", tensorrt_llm.SUFFIXES, ("w4a16_awq", "w4a16_gptq"),
+        tensorrt_llm.matches, tensorrt_llm.load,
+    ),
+    Format(
+        "gguf", "Q4_0, Q4_1, Q8_0; F32, F16, BF16 as floats",
+        "weight", gguf.SUFFIXES, (), gguf.matches, gguf.load, selects=True, obstacle=gguf.obstacle,
+    ),
+    Format(
+        "floats", "F32, F16, BF16 in safetensors, to be quantised",
+        "weight", floats.SUFFIXES, (), floats.matches, floats.load, selects=True, obstacle=floats.obstacle,
+    ),
+)  # fmt: skip
 
-    @property
-    def linears(self) -> Sequence[str]:
-        """Names of the weights of linear layers that can be loaded, in the order of the file."""
+FORMATS: Final[dict[str, Format]] = {row.name: row for row in _TABLE}
+"""What can be read, by name."""
 
-    @property
-    def skipped(self) -> Mapping[str, str]:
-        """Names of weights of linear layers that cannot be loaded, and why."""
-
-    def load(self, name: str) -> QuantizedTensor | Tensor:
-        """One weight `[N, K]`: quantised if the file holds it so, else float16, bfloat16 or float32.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-
-
-def _gguf(path: Path) -> Checkpoint:
-    from qcutlass.formats.gguf import GGUFCheckpoint
-
-    return GGUFCheckpoint(path)
-
-
-def _safetensors(path: Path) -> Checkpoint:
-    from qcutlass.formats.safetensors import SafetensorsCheckpoint
-
-    return SafetensorsCheckpoint(path)
-
-
-FORMATS: Final[dict[str, Callable[[Path], Checkpoint]]] = {".gguf": _gguf, ".safetensors": _safetensors}
-"""What opens a file, by its suffix."""
-
+_FILES: Final = (".gguf", ".safetensors")
 _PICKLES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl"})
 
 
-def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint file.
+def load(
+    checkpoint: str | PathLike[str] | Mapping[str, Tensor],
+    format: str = "auto",
+    config: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint.
+
+    Headers and configuration are read and checked at once; tensors when a layer is asked for, one layer in memory at a
+    time. The format is told by the tensors' names, types and shapes; a configuration that says something else is not
+    believed, with a warning.
 
     Args:
-        path: a `.gguf` file, or a `.safetensors` file with float weights.
+        checkpoint: a folder with safetensors files (and their index, `config.json`), or with one GGUF file; such a
+            file; or tensors by name. Pickles are never read.
+        format: a key of `FORMATS`, or "auto".
+        config: replaces what the checkpoint says of its quantisation, key by key: `{"checkpoint_format": "gptq_v2"}`.
+
+    Returns:
+        A mapping from the names of linear layers to `CanonicalLinear` (the weights in canonical form, act-order, bias),
+        `Int8Linear` (W8A8) or `FloatLinear`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnsupportedError: the format is not one of `FORMATS`. Pickles are never read.
-        CheckpointError: the file is damaged.
+        FileNotFoundError: there is no such file or folder.
+        UnsupportedError: pickles, and formats that are not in `FORMATS`.
+        CheckpointError: a file is damaged, or it contradicts its index, its configuration or itself.
+        ValueError: `format` is not a key of `FORMATS`.
 
     Example:
-        >>> from qcutlass.formats import open_checkpoint
-        >>> checkpoint = open_checkpoint("model.gguf")  # doctest: +SKIP
-        >>> weight = checkpoint.load(checkpoint.linears[0])  # doctest: +SKIP
+        >>> import torch
+        >>> from qcutlass import formats
+        >>> tensors = {
+        ...     "up.qweight": torch.zeros(8, 32, dtype=torch.int32),  # K * 4 / 32 x N
+        ...     "up.qzeros": torch.full((1, 4), 0x77777777, dtype=torch.int32),
+        ...     "up.scales": torch.ones(1, 32, dtype=torch.float16),
+        ... }
+        >>> checkpoint = formats.load(tensors, config={"quant_method": "gptq", "sym": True})
+        >>> checkpoint.format, {name: layer.shape for name, layer in checkpoint.items()}
+        ('gptq', {'up': (32, 64)})
     """
-    path = Path(path)
+    if format != "auto" and format not in FORMATS:
+        raise ValueError(f"format: expected 'auto' or one of {', '.join(FORMATS)}, got {format!r}")
+    source, found = _open(checkpoint)
+    found = found.updated(config)
+    return Checkpoint(source, _detect(source, found) if format == "auto" else FORMATS[format], found)
+
+
+def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> str:
+    """The format of a checkpoint, by its content.
+
+    Args:
+        checkpoint, config: as for `load`.
+
+    Returns:
+        A key of `FORMATS`.
+
+    Raises:
+        FileNotFoundError, UnsupportedError, CheckpointError: as for `load`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass import formats
+        >>> formats.detect({"up.weight": torch.ones(32, 64)})
+        'floats'
+    """
+    return load(checkpoint, config=config).format
+
+
+def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[TensorSource, Config]:
+    if isinstance(checkpoint, Mapping):
+        return MemorySource(checkpoint), Config()
+    path = Path(checkpoint)
     suffix = path.suffix.lower()
+    if path.is_dir() and suffix not in _FILES:
+        return _open_folder(path)
     if suffix in _PICKLES:
         raise UnsupportedError(
             f"{path}: pickled checkpoints can run code and are not read; convert to safetensors first"
         )
-    if suffix not in FORMATS:
-        raise UnsupportedError(f"{path}: expected a file named *{' or *'.join(FORMATS)}")
+    if suffix and suffix not in _FILES:
+        raise UnsupportedError(f"{path}: expected a folder, or a file named *{' or *'.join(_FILES)}")
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: expected a file")
-    return FORMATS[suffix](path)
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    if not path.is_file() or not suffix:
+        raise CheckpointError(f"{path}: expected a folder, or a file named *{' or *'.join(_FILES)}")
+    if suffix == ".gguf":
+        return gguf.GGUFSource(path), Config()
+    return SafetensorsSource([path]), read_config(path.parent)
+
+
+def _open_folder(folder: Path) -> tuple[TensorSource, Config]:
+    source = open_folder(folder)
+    if source is not None:
+        return source, read_config(folder)
+    models = sorted(folder.glob("*.gguf"))
+    if len(models) == 1:
+        return _open(models[0])
+    if models:
+        names = ", ".join(path.name for path in models[:8])
+        raise CheckpointError(f"{folder}: expected one .gguf file, got {names}; pass one of them")
+    pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix.lower() in _PICKLES]
+    if pickles:
+        raise UnsupportedError(
+            f"{folder}: pickled checkpoints ({pickles[0]}) can run code and are not read; convert to safetensors first"
+        )
+    raise CheckpointError(f"{folder}: expected .safetensors files or a .gguf file, got none")
+
+
+def _detect(source: TensorSource, config: Config) -> Format:
+    """The format of the tensors; labels decide only where tensors do not."""
+    if isinstance(source, gguf.GGUFSource):
+        return FORMATS["gguf"]
+    label = config.text("quant_method", "quant_algo")
+    labelled = [row for row in _TABLE if label in row.labels]
+    quantised = [row for row in _TABLE if not row.selects]
+    found = [row for row in quantised if any(map(row.matches, row.candidates(source, config)))]
+    if len(found) > 1:
+        found = [row for row in found if row in labelled] or found
+    if len(found) > 1:
+        names = ", ".join(row.name for row in found)
+        raise CheckpointError(f"{config.where}: tensors of several formats ({names}); pass format=")
+    if not found:  # damaged throughout: the loader of the label says how
+        found = [row for row in labelled if any(row.candidates(source, config))][:1]
+    if not found and label is not None and not labelled:
+        known = sorted({known for row in _TABLE for known in row.labels})
+        raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {', '.join(known)}")
+    row = found[0] if found else FORMATS["floats"]
+    if label is not None and row not in labelled:
+        warnings.warn(
+            f"{config.where}: quant_method is {label!r}, but the tensors are those of {row.name}: read as {row.name}",
+            stacklevel=4,
+        )
+    return row

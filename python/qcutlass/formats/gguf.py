@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp): linear layers in blocks of 32 along K, converted to the canonical form without loss.
+"""GGUF files (llama.cpp): linear layers in blocks of 32 along K.
 
 A block of Q4_0 holds a float16 scale d and sixteen bytes, w = d * (q - 8); of Q4_1 a further float16 minimum m,
 w = d * q + m; of Q8_0 32 signed bytes, w = d * q. Low nibbles are elements 0 to 15, high nibbles 16 to 31.
@@ -7,19 +7,26 @@ The format is described in the ggml project's docs/gguf.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qcutlass.errors import CheckpointError
+from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats.affine import from_minima
+from qcutlass.formats.gguf_header import read_header
+from qcutlass.formats.layers import CanonicalLinear, FloatLinear
+from qcutlass.formats.source import TensorInfo
+from qcutlass.formats.tensors import LayerTensors
 from qcutlass.quantization import QuantizedTensor
 
+SUFFIXES: Final = ("weight", "bias")
 GROUP: Final = 32
 _NOT_LINEAR: Final = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
+_FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _halves(blocks: Tensor, begin: int) -> Tensor:
@@ -38,11 +45,7 @@ def _q4_0(blocks: Tensor) -> QuantizedTensor:
 
 
 def _q4_1(blocks: Tensor) -> QuantizedTensor:
-    codes, scales, minima = _nibbles(blocks, 4), _halves(blocks, 0).float(), _halves(blocks, 2).float()
-    flat = scales == 0  # every weight is the minimum m: (0 - -1) * m
-    zeros = torch.where(flat, -1.0, -minima / torch.where(flat, 1.0, scales))
-    codes.view(len(blocks), -1, GROUP).masked_fill_(flat.T[:, :, None], 0)
-    return QuantizedTensor(codes, torch.where(flat, minima, scales).half(), zeros, 4, GROUP)
+    return from_minima(_nibbles(blocks, 4), _halves(blocks, 0), _halves(blocks, 2), 4, GROUP)
 
 
 def _q8_0(blocks: Tensor) -> QuantizedTensor:
@@ -50,64 +53,84 @@ def _q8_0(blocks: Tensor) -> QuantizedTensor:
     return QuantizedTensor(codes, _halves(blocks, 0), None, 8, GROUP)
 
 
-_QUANTIZED: Final[dict[str, Callable[[Tensor], QuantizedTensor]]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
-_FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCK_BYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+class _Blocks(NamedTuple):
+    decode: Callable[[Tensor], QuantizedTensor]
+    halves: int  # float16 numbers at the begin of a block
 
 
-class GGUFCheckpoint:
-    """An open GGUF file; `qcutlass.formats.Checkpoint` describes the members.
+_QUANTIZED: Final = {"Q4_0": _Blocks(_q4_0, 1), "Q4_1": _Blocks(_q4_1, 2), "Q8_0": _Blocks(_q8_0, 1)}
+_READABLE: Final = tuple(sorted(_QUANTIZED.keys() | _FLOATS.keys()))
+
+
+def matches(layer: LayerTensors) -> bool:
+    """Whether there is the weight of a linear layer."""
+    return len(layer.info("weight").shape) == 2 and not layer.name.startswith(_NOT_LINEAR)
+
+
+def obstacle(layer: LayerTensors) -> str | None:
+    """Why a layer cannot be loaded."""
+    kind = layer.info("weight").dtype
+    return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}"
+
+
+def load(layer: LayerTensors) -> CanonicalLinear | FloatLinear:
+    """See `qcutlass.formats.load`."""
+    n, _ = layer.matrix("weight", _READABLE)
+    kind = layer.info("weight").dtype
+    bias = layer.bias(n)
+    if kind in _FLOATS:
+        return FloatLinear(layer.finite("weight"), bias)
+    blocks = layer.read("weight")
+    head = blocks[:, :, : 2 * _QUANTIZED[kind].halves].contiguous().view(torch.float16)
+    if not bool(head.isfinite().all()):
+        raise layer.error("weight", "expected finite scales and minima, got NaN or infinity; download it again")
+    return CanonicalLinear(_QUANTIZED[kind].decode(blocks), bias)
+
+
+class GGUFSource:
+    """The tensors of a GGUF file; blocks are read as uint8 `[N, K / 32, bytes]`.
 
     Args:
-        path: of the file, which is mapped into memory.
+        path: of the file, whose header is read as a whole.
+
+    Attributes:
+        metadata: numbers and strings of the header, by key; arrays are left out.
 
     Raises:
+        UnsupportedError: version 1, or big-endian.
         CheckpointError: the file is not GGUF, is truncated, or its header contradicts itself.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        tensors = _read_header(path)
-        matrices = {t.name: t for t in tensors if _is_linear(t.name) and len(t.shape) == 2}
-        types = {name: t.tensor_type.name for name, t in matrices.items()}
-        readable = _QUANTIZED.keys() | _FLOATS.keys()
-        self._tensors = {name: t for name, t in matrices.items() if types[name] in readable}
-        self.linears: list[str] = list(self._tensors)
-        self.skipped: dict[str, str] = {
-            name: f"{kind} blocks are not read, only {', '.join(sorted(readable))}"
-            for name, kind in types.items()
-            if kind not in readable
-        }
+        self.metadata, self._stored = read_header(path)
+        self._infos = {name: stored.info for name, stored in self._stored.items()}
 
-    def load(self, name: str) -> QuantizedTensor | Tensor:
-        """See `qcutlass.formats.Checkpoint`; KeyError for a name that is not in `linears`."""
-        tensor = self._tensors[name]
-        kind = tensor.tensor_type.name
-        k, n = (int(extent) for extent in tensor.shape)
-        data = torch.from_numpy(np.array(tensor.data))  # a copy: the map is read-only
-        if kind in _FLOATS:
-            weight = data.contiguous().view(_FLOATS[kind]).reshape(n, k)
-            if not bool(weight.isfinite().all()):
-                raise CheckpointError(f"{self._path}: {name} holds NaN or infinity")
-            return weight
-        if k % GROUP != 0 or data.numel() != n * (k // GROUP) * _BLOCK_BYTES[kind]:
-            raise CheckpointError(f"{self._path}: {name} of shape {[n, k]} is no whole number of {kind} blocks")
-        quantized = _QUANTIZED[kind](data.reshape(n, k // GROUP, _BLOCK_BYTES[kind]))
-        for part in (quantized.scales, quantized.zeros):
-            if part is not None and not bool(part.isfinite().all()):
-                raise CheckpointError(f"{self._path}: {name} has a scale or a minimum that is NaN or infinite")
-        return quantized
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See `TensorSource`."""
+        return self._infos
 
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource`; KeyError for a name that is not there."""
+        info, begin, size = self._stored[name]
+        data = torch.empty(size, dtype=torch.uint8)
+        buffer: Any = data.numpy()
+        with self._path.open("rb") as file:
+            file.seek(begin)
+            if file.readinto(buffer) != size:
+                raise CheckpointError(f"{self._path}: {name}: the file changed: it has no longer all of {size} bytes")
+        if info.dtype in _FLOATS:
+            return data.view(_FLOATS[info.dtype]).view(info.shape)
+        if info.dtype not in _QUANTIZED:
+            raise UnsupportedError(f"{self._path}: {name}: {info.dtype} is not read, only {', '.join(_READABLE)}")
+        groups = info.shape[-1] // GROUP
+        rows = math.prod(info.shape[:-1])
+        return data.view(rows, groups, size // (rows * groups))
 
-def _is_linear(name: str) -> bool:
-    return name.endswith(".weight") and not name.startswith(_NOT_LINEAR)
-
-
-def _read_header(path: Path) -> list[Any]:
-    """The tensors of a file, each with name, type, shape and mapped data."""
-    from gguf import GGUFReader
-
-    try:
-        return list(GGUFReader(path).tensors)
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path}: not a whole GGUF file ({type(error).__name__}: {error})") from error
+    def plain(self, name: str) -> Tensor:
+        """See `TensorSource`; float32 where the file holds blocks."""
+        info, data = self._infos[name], self.read(name)
+        if info.dtype in _FLOATS:
+            return data
+        return _QUANTIZED[info.dtype].decode(data).dequantize(torch.float32).view(info.shape)

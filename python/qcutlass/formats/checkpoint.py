@@ -1,0 +1,107 @@
+"""An open checkpoint, whatever its format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from qcutlass.formats.config import Config
+from qcutlass.formats.layers import Layer
+from qcutlass.formats.source import TensorSource
+from qcutlass.formats.tensors import LayerTensors
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row of the table of formats.
+
+    Attributes:
+        name: for `qcutlass.formats.load`.
+        summary: what is read.
+        key: suffix of the tensor that marks a layer.
+        suffixes: of all tensors that may belong to one.
+        labels: values of `quant_method` that mean this format.
+        matches: whether types and shapes of a layer's tensors are those of this format.
+        load: reads one layer.
+        selects: whether only what matches is a layer; else what does not is a damaged one.
+        obstacle: why a layer cannot be loaded; None if it can.
+    """
+
+    name: str
+    summary: str
+    key: str
+    suffixes: Sequence[str]
+    labels: Sequence[str]
+    matches: Callable[[LayerTensors], bool]
+    load: Callable[[LayerTensors], Layer]
+    selects: bool = False
+    obstacle: Callable[[LayerTensors], str | None] = lambda layer: None
+
+    def candidates(self, source: TensorSource, config: Config) -> Iterator[LayerTensors]:
+        """What has a tensor `*.key`."""
+        for tensor in source.tensors:
+            name, _, suffix = tensor.rpartition(".")
+            if suffix == self.key:
+                yield LayerTensors(source, name, config)
+
+
+class Checkpoint(Mapping[str, Layer]):
+    """The linear layers of a checkpoint, by name; each is read when it is asked for, and not kept.
+
+    Attributes:
+        format: a name in `qcutlass.formats.FORMATS`.
+        config: what the checkpoint says of its quantisation.
+        skipped: names of layers that cannot be loaded, and why.
+        rest: names of the tensors that belong to no layer: embeddings, norms, layers that were not quantised.
+    """
+
+    def __init__(self, source: TensorSource, layout: Format, config: Config) -> None:
+        self.format: str = layout.name
+        self.config: Mapping[str, Any] = config.values
+        self.skipped: dict[str, str] = {}
+        self._source, self._layout = source, layout
+        self._layers: dict[str, LayerTensors] = {}
+        self._add_layers(config)
+        taken = {layer.full_name(suffix) for layer in self._layers.values() for suffix in layout.suffixes}
+        self.rest: list[str] = [name for name in source.tensors if name not in taken]
+
+    def _add_layers(self, config: Config) -> None:
+        for layer in self._layout.candidates(self._source, config):
+            if self._layout.selects and not self._layout.matches(layer):
+                continue
+            reason = self._layout.obstacle(layer)
+            if reason is None:
+                self._layers[layer.name] = layer
+            else:
+                self.skipped[layer.name] = reason
+
+    def __getitem__(self, name: str) -> Layer:
+        """One layer.
+
+        Raises:
+            KeyError: no layer has this name.
+            CheckpointError: its tensors contradict each other or the configuration, or hold NaN or infinity.
+            UnsupportedError: it is whole, but of a kind that is not read.
+        """
+        return self._layout.load(self._layers[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layers
+
+    def tensor(self, name: str) -> Tensor:
+        """One of `rest`, as numbers: blocks of GGUF are dequantised to float32.
+
+        Raises:
+            KeyError: no tensor has this name.
+            UnsupportedError: torch has no such type.
+        """
+        return self._source.plain(name)

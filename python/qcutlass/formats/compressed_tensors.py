@@ -1,0 +1,140 @@
+"""compressed-tensors (llm-compressor): "pack-quantized" weights of 4 and 8 bits, and "int-quantized" ones.
+
+pack-quantized: `weight_packed` int32 `[N, ceil(K * bits / 32)]`, fields from low to high bits with 2**(bits - 1) added
+to their signed value, `weight_scale` `[N, G]`, `weight_zero_point` int32 `[ceil(N * bits / 32), G]` packed alike along
+N (or int8 `[N, G]`), `weight_shape` int64 (N, K), `weight_g_idx` int32 `[K]`.
+int-quantized: `weight` int8 `[N, K]`, `weight_scale` `[N, 1]`, for int8 activations; their scale is computed token by
+token, or it is `input_scale`, one number. Where no activations are quantised, only the storage is int8.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qcutlass._validation import ceil_div
+from qcutlass.errors import UnsupportedError
+from qcutlass.formats.config import Config
+from qcutlass.formats.layers import CanonicalLinear, Int8Linear
+from qcutlass.formats.tensors import FLOATS, INT32, LayerTensors, permuted, settle_zeros, unpack
+from qcutlass.quantization import QuantizedTensor
+
+SUFFIXES: Final = (
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
+    "weight", "input_scale", "input_zero_point", "bias",
+)  # fmt: skip
+_INT8: Final = ("I8",)
+
+
+def matches(layer: LayerTensors) -> bool:
+    """Whether there are packed or int8 weights."""
+    return "weight_packed" in layer or ("weight" in layer and layer.info("weight").dtype == "I8")
+
+
+def load(layer: LayerTensors) -> CanonicalLinear | Int8Linear:
+    """See `qcutlass.formats.load`."""
+    for key, reason in {"transform_config": "weights behind a transform", "sparsity_config": "sparse weights"}.items():
+        section = layer.config.section(key)
+        if section and section.text("format") != "dense":
+            raise UnsupportedError(f"{section.where}: {reason} are not read")
+    return _load_packed(layer) if "weight_packed" in layer else _load_int8(layer)
+
+
+def _arguments(config: Config) -> tuple[Config, bool | None]:
+    """What is said of weights, and whether there are activations to quantise; nothing where groups of layers differ."""
+    groups = config.section("config_groups")
+    if len(groups.values) != 1:
+        return Config({}, groups.where), None
+    group = groups.section(next(iter(groups.values)))
+    return group.section("weights"), bool(group.section("input_activations"))
+
+
+def _load_packed(layer: LayerTensors) -> CanonicalLinear:
+    if layer.info("weight_packed").dtype != "I32":
+        raise UnsupportedError(f"{layer.full_name('weight_packed')}: only integers in int32 words are read, no floats")
+    weights, quantizes_activations = _arguments(layer.config)
+    if quantizes_activations:
+        raise UnsupportedError(f"{layer.config.where}: packed weights with quantised activations are not read")
+    layer = layer.with_config(weights)
+    n, width = layer.matrix("weight_packed", INT32)
+    layer.check("weight_shape", ("I64", "I32"), (2,))
+    rows, k = layer.read("weight_shape").tolist()
+    if rows != n or k < 1:
+        raise layer.error("weight_shape", f"expected {n} rows as weight_packed has, got shape {[rows, k]}")
+    bits = next((bits for bits in range(1, 9) if ceil_div(k * bits, 32) == width), 0)
+    said = weights.integer("num_bits")
+    if said is not None and 1 <= said <= 8 and ceil_div(k * said, 32) == width:
+        bits = said  # a few columns fill as many words with more bits as with fewer
+    if bits == 0:
+        raise layer.error("weight_packed", f"expected words for rows of {k} 4-bit or 8-bit fields, got {width} words")
+    layer.check_bits("weight_packed", bits)
+    groups = _check_scales(layer, n)
+    size = layer.group_size("weight_scale", k, groups)
+    perm = layer.act_order("weight_g_idx", k, groups, size)
+    bias = layer.bias(n)
+    zeros = _zeros(layer, n, groups, bits)
+    scales = _scales(layer, n)
+    codes = unpack(layer.read("weight_packed"), bits)[:, :k]
+    return CanonicalLinear(QuantizedTensor(permuted(codes, perm).contiguous(), scales, zeros, bits, size), bias, perm)
+
+
+def _load_int8(layer: LayerTensors) -> CanonicalLinear | Int8Linear:
+    weights, quantizes_activations = _arguments(layer.config)
+    if layer.info("weight").dtype not in _INT8:
+        raise UnsupportedError(
+            f"{layer.full_name('weight')}: {layer.info('weight').dtype} weights are not read, only I8"
+        )
+    layer = layer.with_config(weights)
+    n, k = layer.matrix("weight", _INT8)
+    groups = _check_scales(layer, n)
+    size = layer.group_size("weight_scale", k, groups)
+    bias = layer.bias(n)
+    if quantizes_activations is False:  # only the storage is int8
+        zeros = _zeros(layer, n, groups, 8)
+        codes = layer.read("weight").view(torch.uint8) ^ 0x80
+        return CanonicalLinear(QuantizedTensor(codes, _scales(layer, n), zeros, 8, size), bias)
+    if groups != 1:
+        raise UnsupportedError(f"{layer.full_name('weight_scale')}: int8 activations need one scale a channel")
+    for suffix in ("weight_zero_point", "input_zero_point"):
+        if suffix in layer and bool(layer.read(suffix).any()):
+            raise UnsupportedError(f"{layer.full_name(suffix)}: only symmetric int8 weights and activations are read")
+    scales = _scales(layer, n).view(n).float()
+    input_scale = None
+    if "input_scale" in layer:
+        shape = layer.info("input_scale").shape
+        layer.check("input_scale", FLOATS, shape if shape in ((), (1, 1)) else (1,))
+        input_scale = layer.finite("input_scale").reshape(1).float()
+    return Int8Linear(layer.read("weight"), scales, input_scale, bias)
+
+
+def _check_scales(layer: LayerTensors, n: int) -> int:
+    """The number of groups."""
+    shape = layer.info("weight_scale").shape
+    if shape in ((), (1,), (1, 1)):  # one for the whole tensor
+        layer.check("weight_scale", FLOATS, shape)
+        return 1
+    _, groups = layer.matrix("weight_scale", FLOATS)
+    layer.check("weight_scale", FLOATS, (n, groups))
+    return groups
+
+
+def _scales(layer: LayerTensors, n: int) -> Tensor:
+    """`[G, N]`."""
+    scales = layer.finite("weight_scale")
+    return scales.reshape(1, 1).repeat(1, n) if scales.numel() == 1 else scales.T.contiguous()
+
+
+def _zeros(layer: LayerTensors, n: int, groups: int, bits: int) -> Tensor | None:
+    """`[G, N]`, or None."""
+    suffix = "weight_zero_point"
+    if suffix not in layer:
+        return None
+    if layer.info(suffix).dtype == "I8":
+        shape = layer.info(suffix).shape
+        layer.check(suffix, _INT8, (n, groups) if shape not in ((), (1,)) else shape)
+        stored = layer.read(suffix).reshape(-1, groups).expand(n, groups).T
+        return settle_zeros(stored.to(torch.int16) + 2 ** (bits - 1), bits)
+    layer.check(suffix, INT32, (ceil_div(n * bits, 32), groups))
+    return settle_zeros(unpack(layer.read(suffix).T, bits)[:, :n], bits)

@@ -1,0 +1,113 @@
+"""JSON files beside the weights: what a checkpoint says of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from qcutlass.errors import CheckpointError
+
+_MOST_BYTES: Final = 32 << 20
+_SECTIONS: Final = {  # file: where in it the quantisation is described; "": everywhere
+    "config.json": ("quantization_config", "compression_config", "quantization"),
+    "quantize_config.json": ("",),
+    "quant_config.json": ("",),
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: the file holds something else, or is larger than 32 MiB.
+    """
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise CheckpointError(f"{path}: expected at most {_MOST_BYTES} bytes of JSON, got {size}")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class Config:
+    """The quantisation that a checkpoint claims to have.
+
+    Attributes:
+        values: keys and values; empty where nothing describes it.
+        where: for messages.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "config"
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def updated(self, values: Mapping[str, Any] | None) -> Config:
+        """With some values replaced."""
+        return Config({**self.values, **values}, self.where) if values else self
+
+    def section(self, *keys: str) -> Config:
+        """The object under nested keys, empty where it is absent or null."""
+        values: Any = self.values
+        where = self.where
+        for key in keys:
+            values = values.get(key)
+            where = f"{where}: {key}"
+            if values is None:
+                return Config({}, where)
+            if not isinstance(values, dict):
+                raise CheckpointError(f"{where}: expected an object, got {_short(values)}")
+        return Config(values, where)
+
+    def integer(self, *keys: str) -> int | None:
+        """The value of the first key that is there; None where none is, or where it is null."""
+        found = self._first(keys, (int,), "an integer")
+        return None if found is None else int(found)
+
+    def text(self, *keys: str) -> str | None:
+        """As `integer`, in lower case."""
+        found = self._first(keys, (str,), "a string")
+        return None if found is None else str(found).lower()
+
+    def flag(self, *keys: str) -> bool | None:
+        """As `integer`."""
+        found = self._first(keys, (bool,), "true or false")
+        return None if found is None else bool(found)
+
+    def _first(self, keys: tuple[str, ...], types: tuple[type, ...], expected: str) -> Any:
+        for key in keys:
+            value = self.values.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise CheckpointError(f"{self.where}: {key}: expected {expected}, got {_short(value)}")
+            return value
+        return None
+
+
+def read_config(folder: Path) -> Config:
+    """What the JSON files in a folder say about quantisation."""
+    for name, keys in _SECTIONS.items():
+        path = folder / name
+        if not path.is_file():
+            continue
+        whole = Config(read_json(path), str(path))
+        for key in keys:
+            found = whole.section(key) if key else whole
+            if found:
+                return found
+    return Config({}, str(folder / "config.json"))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

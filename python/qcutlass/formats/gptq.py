@@ -1,0 +1,84 @@
+"""GPTQ (AutoGPTQ, GPTQModel, AutoRound): `qweight` int32 `[K * bits / 32, N]` packed along K, `qzeros` int32
+`[G, N * bits / 32]` packed along N, `scales` `[G, N]`, `g_idx` int32 `[K]`: the group of each column.
+
+Fields lie from low to high bits. `checkpoint_format` "gptq" (version 1) stores zero points minus one, modulo 2**bits;
+"gptq_v2" stores them as they are. GPTQModel writes version 1 by subtracting one from all fields of a word at once,
+which borrows from the next field where a zero point is 0; AutoGPTQ, and what reads its files, take each field for
+itself. The method: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
+(2022).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Final
+
+from torch import Tensor
+
+from qcutlass.errors import UnsupportedError
+from qcutlass.formats.layers import CanonicalLinear
+from qcutlass.formats.tensors import FLOATS, INT32, LayerTensors, permuted, settle_zeros, unpack
+from qcutlass.quantization import QuantizedTensor
+
+SUFFIXES: Final = ("qweight", "qzeros", "scales", "g_idx", "bias")
+_VERSIONS: Final = {"gptq": 1, "gptq_v2": 2}
+
+
+def matches(layer: LayerTensors) -> bool:
+    """Whether there is one column of `qweight` for each of `scales`."""
+    return "scales" in layer and layer.info("qweight").shape[1:] == layer.info("scales").shape[1:]
+
+
+def load(layer: LayerTensors) -> CanonicalLinear:
+    """See `qcutlass.formats.load`."""
+    groups, n = layer.matrix("scales", FLOATS)
+    rows, _ = layer.matrix("qweight", INT32)
+    _, width = layer.matrix("qzeros", INT32)
+    bits = layer.bits("qzeros", width, n)
+    layer.check("qzeros", INT32, (groups, width), f"scales has {groups} groups")
+    layer.check("qweight", INT32, (rows, n), f"scales has {n} channels")
+    k = rows * 32 // bits
+    size = layer.group_size("scales", k, groups)
+    perm = layer.act_order("g_idx", k, groups, size)
+    bias = layer.bias(n)
+    scales = layer.finite("scales")
+    zeros = _zeros(layer, layer.read("qzeros"), bits)
+    codes = permuted(unpack(layer.read("qweight").T, bits), perm)
+    return CanonicalLinear(QuantizedTensor(codes, scales, zeros, bits, size), bias, perm)
+
+
+def _zeros(layer: LayerTensors, words: Tensor, bits: int) -> Tensor | None:
+    """Zero points uint8 `[G, N]`; None if they are in the middle."""
+    stored = unpack(words, bits)
+    middle = 2 ** (bits - 1)
+    label = layer.config.text("checkpoint_format")
+    if label is not None and label not in _VERSIONS:
+        raise UnsupportedError(f"{layer.config.where}: checkpoint_format {label!r} is not read, only gptq and gptq_v2")
+    symmetric = layer.config.flag("sym")
+    low, high = int(stored.min()), int(stored.max())
+    if low == high and low in (middle - 1, middle) and symmetric is not False:
+        found = "gptq" if low == middle - 1 else "gptq_v2"
+        if label is not None and label != found:
+            warnings.warn(
+                f"{layer.config.where}: checkpoint_format is {label}, but the zero points of symmetric weights are all "
+                f"stored as {low}, as in {found}: read as {found}",
+                stacklevel=2,
+            )
+        return None
+    if label is None and (symmetric or not layer.config):
+        said = "the weights are said to be symmetric" if symmetric else "nothing says which version this is"
+        raise layer.error(
+            "qzeros",
+            f"expected zero points all {middle - 1} (version 1) or all {middle} (version 2), got {low} to {high}, and "
+            f"{said}; pass config={{'checkpoint_format': 'gptq'}} or 'gptq_v2'",
+        )
+    if symmetric:
+        warnings.warn(
+            f"{layer.config.where}: sym is true, but zero points are stored as {low} to {high}: read as {label}",
+            stacklevel=2,
+        )
+    if _VERSIONS[label or "gptq"] == 1:  # files without the label are older than version 2
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        borrows = "gptqmodel" in str(layer.config.section("meta").values.get("quantizer"))
+        stored = unpack(words + ones, bits) if borrows else (stored + 1) & (2**bits - 1)
+    return settle_zeros(stored, bits)

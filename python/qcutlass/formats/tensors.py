@@ -1,0 +1,179 @@
+"""The tensors of one layer: checked against their header before they are read, and taken apart field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qcutlass._validation import ceil_div
+from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats.config import Config
+from qcutlass.formats.source import TensorInfo, TensorSource
+
+FLOATS: Final = ("F16", "BF16", "F32")
+INT32: Final = ("I32",)
+_BITS: Final = (4, 8)
+
+
+class LayerTensors:
+    """What a source holds under one name.
+
+    Args:
+        source: of the tensors.
+        name: of the layer; its tensors are `name.suffix`.
+        config: what the checkpoint says of its quantisation.
+    """
+
+    def __init__(self, source: TensorSource, name: str, config: Config) -> None:
+        self._source, self.name, self.config = source, name, config
+
+    def with_config(self, config: Config) -> LayerTensors:
+        """The same tensors, described by something else."""
+        return LayerTensors(self._source, self.name, config)
+
+    def full_name(self, suffix: str) -> str:
+        return f"{self.name}.{suffix}" if self.name else suffix
+
+    def __contains__(self, suffix: str) -> bool:
+        return self.full_name(suffix) in self._source.tensors
+
+    def info(self, suffix: str) -> TensorInfo:
+        """Type and shape; CheckpointError if it is absent."""
+        info = self._source.tensors.get(self.full_name(suffix))
+        if info is None:
+            tensors = self._source.tensors
+            present = [name for name in tensors if name.rpartition(".")[0] == self.name]
+            where = tensors[present[0]].file if present else "checkpoint"
+            raise CheckpointError(f"{where}: {self.name}: expected a tensor {suffix}, got {', '.join(present[:12])}")
+        return info
+
+    def error(self, suffix: str, message: str) -> CheckpointError:
+        """An error that names file and tensor."""
+        info = self._source.tensors.get(self.full_name(suffix))
+        return CheckpointError(f"{info.file if info else 'checkpoint'}: {self.full_name(suffix)}: {message}")
+
+    def matrix(self, suffix: str, dtypes: Sequence[str]) -> tuple[int, int]:
+        """The shape of a matrix with at least one element; CheckpointError if it is something else."""
+        info = self.info(suffix)
+        if info.dtype not in dtypes or len(info.shape) != 2 or min(info.shape) < 1:
+            got = f"{info.dtype} {list(info.shape)}"
+            raise self.error(suffix, f"expected a matrix of {' or '.join(dtypes)} with at least one element, got {got}")
+        return info.shape[0], info.shape[1]
+
+    def check(self, suffix: str, dtypes: Sequence[str], shape: Sequence[int], why: str = "") -> None:
+        """Raises CheckpointError unless the tensor has one of `dtypes` and this shape."""
+        info = self.info(suffix)
+        if info.dtype not in dtypes or info.shape != tuple(shape):
+            expected = f"{' or '.join(dtypes)} {list(shape)}"
+            raise self.error(suffix, f"expected {expected}, got {info.dtype} {list(info.shape)}{why and f'; {why}'}")
+
+    def read(self, suffix: str) -> Tensor:
+        """A tensor whose shape has been checked."""
+        tensor, info = self._source.read(self.full_name(suffix)), self.info(suffix)
+        if tensor.dtype != torch.uint8 and tuple(tensor.shape) != info.shape:
+            raise self.error(suffix, f"the file changed: expected {list(info.shape)}, got {list(tensor.shape)}")
+        return tensor
+
+    def finite(self, suffix: str) -> Tensor:
+        """A floating tensor without NaN and infinity."""
+        tensor = self.read(suffix)
+        if not bool(tensor.isfinite().all()):
+            where = (~tensor.isfinite()).nonzero()[0].tolist()
+            raise self.error(suffix, f"expected finite numbers, got NaN or infinity at {where}; download it again")
+        return tensor
+
+    def number(self, suffix: str) -> int | None:
+        """The one element of an integer tensor; None if it is absent."""
+        if suffix not in self:
+            return None
+        info = self.info(suffix)
+        if info.dtype not in ("U8", "I32", "I64") or info.shape not in ((), (1,)):
+            raise self.error(suffix, f"expected one integer, got {info.dtype} {list(info.shape)}")
+        return int(self.read(suffix).item())
+
+    def bias(self, n: int) -> Tensor | None:
+        """The tensor `bias` `[N]`; None if it is absent."""
+        if "bias" not in self:
+            return None
+        self.check("bias", FLOATS, (n,))
+        return self.finite("bias")
+
+    def bits(self, suffix: str, width: int, fields: int) -> int:
+        """Bits of a field, from `width` words of 32 bits that hold `fields` of them."""
+        bits = 32 * width // fields
+        if 32 * width != bits * fields or not 1 <= bits <= 8:
+            raise self.error(suffix, f"expected {fields} fields of 4 or 8 bits, got {width} words of 32 bits")
+        return self.check_bits(suffix, bits)
+
+    def check_bits(self, suffix: str, bits: int) -> int:
+        """`bits`, if it is supported and the configuration agrees."""
+        if bits not in _BITS:
+            raise UnsupportedError(f"{self.full_name(suffix)}: {bits}-bit weights are not supported, only 4 and 8")
+        said = self.config.integer("bits", "w_bit", "num_bits")
+        if said is not None and said != bits and not self.config.section("dynamic"):
+            raise self.error(suffix, f"holds {bits}-bit fields, {self.config.where} says {said}; correct one of them")
+        return bits
+
+    def group_size(self, suffix: str, k: int, groups: int) -> int:
+        """Columns that share a scale, from the number of groups; the configuration must agree."""
+        said = self.config.integer("group_size", "q_group_size")
+        if said is None or self.config.section("dynamic"):
+            if k % groups:
+                raise self.error(suffix, f"{groups} groups do not divide K = {k}; pass config={{'group_size': ...}}")
+            return k // groups
+        size = k if said == -1 else min(said, k)
+        if size < 1 or ceil_div(k, size) != groups:
+            raise self.error(
+                suffix,
+                f"has {groups} groups of K = {k} columns, {self.config.where} says group_size {said}; correct it",
+            )
+        return size
+
+    def act_order(self, suffix: str, k: int, groups: int, size: int) -> Tensor | None:
+        """The permutation int32 `[K]` that sorts columns by their group; None if they are sorted."""
+        if suffix not in self or self.info(suffix).shape == (0,):
+            return None
+        self.check(suffix, ("I32", "I64"), (k,))
+        index = self.read(suffix).long()
+        if bool((index == -1).all()):  # compressed-tensors: not used
+            return None
+        outside = ((index < 0) | (index >= groups)).nonzero()
+        if len(outside):
+            at = int(outside[0])
+            raise self.error(suffix, f"expected groups in [0, {groups}), got {int(index[at])} at column {at}")
+        sorted_groups = torch.arange(k) // size
+        if bool((index == sorted_groups).all()):
+            return None
+        perm = index.argsort(stable=True)
+        if not bool((index[perm] == sorted_groups).all()):
+            counts, expected = index.bincount(minlength=groups), sorted_groups.bincount(minlength=groups)
+            group = int((counts != expected).nonzero()[0])
+            raise self.error(
+                suffix,
+                f"expected {int(expected[group])} columns in group {group}, got {int(counts[group])}: uneven groups",
+            )
+        return perm.to(torch.int32)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Fields of int32 words `[rows, columns]`, low bits first, as uint8 `[rows, columns * 32 / bits]`."""
+    stored = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # strides of [1, n] too
+    if bits == 8:
+        return stored
+    return torch.stack([stored & 15, stored >> 4], dim=2).view(len(words), -1)
+
+
+def settle_zeros(zeros: Tensor, bits: int) -> Tensor | None:
+    """Zeros in the most special type that holds them: None (all in the middle), uint8, or the floats that they are."""
+    if bool((zeros == 2 ** (bits - 1)).all()):
+        return None
+    whole = (zeros >= 0) & (zeros < 2**bits) & (zeros == zeros.floor()) if zeros.is_floating_point() else None
+    return (zeros.to(torch.uint8) if whole is None or bool(whole.all()) else zeros).contiguous()
+
+
+def permuted(codes: Tensor, perm: Tensor | None) -> Tensor:
+    """Codes `[N, K]` with columns in the order of `perm`."""
+    return codes if perm is None else codes[:, perm.long()]

@@ -1,0 +1,215 @@
+"""GGUF files, against the gguf package."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.python.formats.stored import canonical, dequantized
+from torch import Tensor
+
+import qcutlass
+from qcutlass import CheckpointError, UnsupportedError, formats, testing
+from qcutlass.formats import FloatLinear
+
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0")}
+Q5_0 = gguf.GGMLQuantizationType.Q5_0
+
+
+def write(path: Path, tensors: dict[str, Any], **types: gguf.GGMLQuantizationType) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("llama.block_count", 1)
+    writer.add_bool("llama.flag", True)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", ""])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 1.5])
+    for name, data in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=types.get(name.split(".")[-2]) if name.endswith("weight") else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def reference(blocks: np.ndarray, kind: str) -> Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(blocks, KINDS[kind]))
+
+
+def test_blocks_worked_out_by_hand(tmp_path: Path) -> None:
+    """Low nibbles are elements 0 to 15 of a block, high ones 16 to 31; 0x3C00 is 1.0, 0x4000 is 2.0, 0xBC00 is -1.0."""
+    nibbles = bytes([0xF0, 0x21, *[0x88] * 14])
+    bytes_of = {
+        "Q4_0": bytes([0x00, 0x40]) + nibbles,
+        "Q4_1": bytes([0x00, 0x40, 0x00, 0xBC]) + nibbles,
+        "Q8_0": bytes([0x00, 0x40, 0x80, 0x7F, *[0] * 30]),
+    }
+    expected = {
+        "Q4_0": [2.0 * (q - 8) for q in [0, 1, *[8] * 14, 15, 2, *[8] * 14]],
+        "Q4_1": [2.0 * q - 1 for q in [0, 1, *[8] * 14, 15, 2, *[8] * 14]],
+        "Q8_0": [-256.0, 254.0, *[0.0] * 30],
+    }
+    for kind, data in bytes_of.items():
+        blocks = np.frombuffer(data, dtype=np.uint8).reshape(1, -1)
+        path = write(tmp_path / f"{kind}.gguf", {"blk.0.ffn_up.weight": blocks}, ffn_up=KINDS[kind])
+        layer = canonical(formats.load(path)["blk.0.ffn_up"])
+        assert dequantized(layer).tolist() == [expected[kind]]
+
+
+@settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(n=st.integers(1, 40), groups=st.integers(1, 5), kind=st.sampled_from(list(KINDS)), seed=st.integers(0, 2**16))
+def test_blocks_of_any_bytes(n: int, groups: int, kind: str, seed: int, tmp_path: Path) -> None:
+    """Random nibbles, scales and minima, a group without scale among them."""
+    random = np.random.default_rng(seed)
+    heads = random.normal(0, 0.1, (n, groups, 2 if kind == "Q4_1" else 1)).astype(np.float16)
+    heads[0, 0, 0] = 0
+    codes = random.integers(0, 256, (n, groups, 32 if kind == "Q8_0" else 16), dtype=np.uint8)
+    blocks = np.concatenate([heads.view(np.uint8), codes], axis=2).reshape(n, -1)
+    path = write(tmp_path / f"{seed}.gguf", {"blk.0.ffn_up.weight": blocks}, ffn_up=KINDS[kind])
+    weight, expected = dequantized(canonical(formats.load(path)["blk.0.ffn_up"])), reference(blocks, kind)
+    path.unlink()
+    if kind == "Q4_1":  # its minimum becomes a real zero point: the same line, rounded at another place
+        testing.assert_close(weight, testing.reference(expected, torch.eye(32 * groups)), label=kind)
+        assert torch.equal(weight[0, :32], expected[0, :32])
+    else:
+        testing.assert_equal(weight, expected, label=kind)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    weight = random.normal(0, 0.05, (48, 96)).astype(np.float32)
+    return write(
+        tmp_path / "tiny.gguf",
+        {
+            "token_embd.weight": gguf.quants.quantize(weight, KINDS["Q8_0"]),
+            "blk.0.attn_norm.weight": weight[0],
+            "blk.0.attn_q.weight": weight.astype(np.float16),
+            "blk.0.attn_q.bias": weight[:, 0].copy(),
+            "blk.0.ffn_up.weight": gguf.quants.quantize(weight, KINDS["Q4_0"]),
+            "blk.0.ffn_up.bias": weight[:, 1].copy(),
+            "blk.0.ffn_down.weight": gguf.quants.quantize(weight, Q5_0),
+        },
+        token_embd=KINDS["Q8_0"], ffn_up=KINDS["Q4_0"], ffn_down=Q5_0,
+    )  # fmt: skip
+
+
+def test_layers_biases_and_the_rest(model: Path) -> None:
+    checkpoint = formats.load(model)
+    assert checkpoint.format == "gguf"
+    assert list(checkpoint) == ["blk.0.attn_q", "blk.0.ffn_up"]
+    assert list(checkpoint.skipped) == ["blk.0.ffn_down"]
+    assert checkpoint.skipped["blk.0.ffn_down"].startswith("Q5_0 blocks are not read")
+    assert checkpoint.rest == ["token_embd.weight", "blk.0.attn_norm.weight", "blk.0.ffn_down.weight"]
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(model).tensors}
+    dense, layer = checkpoint["blk.0.attn_q"], canonical(checkpoint["blk.0.ffn_up"])
+    assert isinstance(dense, FloatLinear)
+    assert torch.equal(dense.weight, torch.from_numpy(tensors["blk.0.attn_q.weight"].copy()))
+    for found, name in ((dense, "attn_q"), (layer, "ffn_up")):
+        assert found.bias is not None
+        assert torch.equal(found.bias, torch.from_numpy(tensors[f"blk.0.{name}.bias"].copy()))
+    embedding = reference(tensors["token_embd.weight"].copy(), "Q8_0")
+    assert torch.equal(checkpoint.tensor("token_embd.weight"), embedding)
+    norm = torch.from_numpy(tensors["blk.0.attn_norm.weight"].copy())
+    assert torch.equal(checkpoint.tensor("blk.0.attn_norm.weight"), norm)
+    with pytest.raises(UnsupportedError, match="Q5_0"):
+        checkpoint.tensor("blk.0.ffn_down.weight")
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    weight = torch.randn(8, 32).bfloat16()
+    data = weight.view(torch.int16).numpy().view(np.uint8)
+    path = write(tmp_path / "tiny.gguf", {"blk.0.ffn_up.weight": data}, ffn_up=gguf.GGMLQuantizationType.BF16)
+    layer = formats.load(path)["blk.0.ffn_up"]
+    assert isinstance(layer, FloatLinear)
+    assert torch.equal(layer.weight, weight)
+
+
+def header(*, tensors: int = 0, pairs: int = 0, body: bytes = b"", version: int = 3, magic: bytes = b"GGUF") -> bytes:
+    return magic + struct.pack("<IQQ", version, tensors, pairs) + body
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def tensor_info(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+F32 = 0
+PAIR = text("key")
+BAD_HEADERS = {
+    "another magic": (header(magic=b"GGML"), "begin with GGUF"),
+    "too many tensors": (header(tensors=2**40), "at most 65536 tensors"),
+    "fewer pairs than said": (header(pairs=2**60), "expected 8 more bytes, got 0"),
+    "a string longer than the file": (header(pairs=1, body=struct.pack("<Q", 2**60)), "more bytes"),
+    "an array longer than the file": (
+        header(pairs=1, body=PAIR + struct.pack("<IIQ", 9, 0, 2**60)),
+        "expected 1152921504606846976 more bytes",
+    ),
+    "an array of arrays without end": (
+        header(pairs=1, body=PAIR + struct.pack("<IIQ", 9, 9, 2**60) + struct.pack("<IQ", 0, 0) * 50),
+        "more bytes",
+    ),
+    "arrays that are too deep": (
+        header(pairs=1, body=PAIR + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),
+        "from 0 to 12, got 9",
+    ),
+    "an unknown type of value": (header(pairs=1, body=PAIR + struct.pack("<IQ", 13, 0)), "from 0 to 12, got 13"),
+    "a key that is not UTF-8": (header(pairs=1, body=struct.pack("<Q", 1) + b"\xff"), "UTF-8"),
+    "no alignment": (header(pairs=1, body=text("general.alignment") + struct.pack("<II", 4, 0)), "alignment"),
+    "five dimensions": (header(tensors=1, body=tensor_info("a", (1,) * 5, F32, 0)), "at most 4 dimensions"),
+    "an unknown type of tensor": (header(tensors=1, body=tensor_info("a", (1,), 999, 0)), "unknown type 999"),
+    "two of one name": (header(tensors=2, body=2 * tensor_info("a", (1,), F32, 0) + bytes(64)), "two tensors"),
+    "half a block": (header(tensors=1, body=tensor_info("a", (16, 2), 2, 0) + bytes(64)), "whole number of Q4_0"),
+    "an odd offset": (header(tensors=1, body=tensor_info("a", (1,), F32, 4) + bytes(64)), "multiple of 32"),
+    "overlapping tensors": (
+        header(tensors=2, body=tensor_info("a", (16,), F32, 0) + tensor_info("b", (1,), F32, 32) + bytes(128)),
+        "also those of another",
+    ),
+    "a shape that lies": (
+        header(tensors=1, body=tensor_info("a.weight", (2**30, 2**30), F32, 0) + bytes(64)),
+        "end at",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_headers_that_lie(case: str, tmp_path: Path) -> None:
+    data, message = BAD_HEADERS[case]
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"bad\.gguf.*{message}"):
+        formats.load(path)
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, 0x03000000])
+def test_other_versions(version: int, tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    path.write_bytes(header(version=version))
+    with pytest.raises(UnsupportedError, match=f"version {version} is not read"):
+        formats.load(path)
+
+
+def test_every_truncation(model: Path) -> None:
+    """None is taken for the whole file."""
+    data = model.read_bytes()
+    end_of_header = len(data) - 20000
+    for length in [*range(0, end_of_header, 7), *range(end_of_header, len(data), 501), len(data) - 1]:
+        model.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
+            formats.load(model)
+
+
+def test_a_file_that_shrinks_while_it_is_open(model: Path) -> None:
+    checkpoint = formats.load(model)
+    model.write_bytes(model.read_bytes()[:-20000])
+    with pytest.raises(qcutlass.CheckpointError, match="the file changed"):
+        checkpoint["blk.0.ffn_up"]
