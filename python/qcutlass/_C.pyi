@@ -212,6 +212,31 @@ def dequantize(
     threads: int = 1,
 ) -> None: ...
 
+# quantising to 8 bits; device as above
+QUANTIZE_WORKSPACE_BYTES: int
+
+def quantize(
+    rows: int,
+    columns: int,
+    a_type: DType,
+    a: int,
+    a_stride: int,
+    code_type: DType,
+    codes: int,
+    scale: int,
+    azp: int,
+    *,
+    smooth: int = 0,
+    per_tensor: bool = False,
+    asymmetric: bool = False,
+    given_scale: int = 0,
+    given_azp: int = 0,
+    workspace: int = 0,
+    device: int = -1,
+    stream: int = 0,
+    threads: int = 1,
+) -> None: ...
+
 # products
 def gemm_host(arguments: GemmArguments, threads: int) -> None: ...
 def gemm_cuda(arguments: GemmArguments, plan: Plan, stream: int) -> None: ...

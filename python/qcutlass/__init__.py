@@ -2,27 +2,45 @@
 
 from qcutlass import _C
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.products import gemm
+from qcutlass.layers import FP8, W8A8, QuantLinear, WeightOnly, replace_linear
+from qcutlass.products import gemm, gemm_fp8, gemm_w8a8, weight_sums
 from qcutlass.quantization import QuantizedTensor, quantize
+from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
 from qcutlass.selection import Explanation, explain, plan, tactics
+from qcutlass.smoothquant import calibrate, fold_smoothing, smooth, smooth_model
 from qcutlass.tuning.tuner import tune
 from qcutlass.weights import dequantize, preprocess_weights, unpack_weights
 
 __version__: str = _C.build_info()["version"]
 
 __all__ = [
+    "FP8",
+    "W8A8",
     "CheckpointError",
     "Explanation",
+    "QuantLinear",
     "QuantizedTensor",
     "UnsupportedError",
+    "WeightOnly",
     "__version__",
+    "calibrate",
     "dequantize",
     "explain",
+    "fold_smoothing",
     "gemm",
+    "gemm_fp8",
+    "gemm_w8a8",
     "plan",
     "preprocess_weights",
     "quantize",
+    "quantize_activations",
+    "quantize_weights_fp8",
+    "quantize_weights_int8",
+    "replace_linear",
+    "smooth",
+    "smooth_model",
     "tactics",
     "tune",
     "unpack_weights",
+    "weight_sums",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from qcutlass import _C, _dense, tuning
-from qcutlass._validation import ACTIVATIONS, PACKINGS, GemmCall, WeightShape
+from qcutlass._eight_bit import Float8Call, Int8Call
+from qcutlass._validation import ACTIVATIONS, PACKINGS, Call, GemmCall, WeightShape
 
 DTYPES: Final[dict[torch.dtype, _C.DType]] = {
     torch.float16: _C.DType.FLOAT16,
@@ -18,6 +20,8 @@ DTYPES: Final[dict[torch.dtype, _C.DType]] = {
     torch.uint8: _C.DType.UINT8,
     torch.int8: _C.DType.INT8,
     torch.int32: _C.DType.INT32,
+    torch.float8_e4m3fn: _C.DType.FLOAT8_E4M3,
+    torch.float8_e5m2: _C.DType.FLOAT8_E5M2,
 }
 ALIGNMENT: Final = 16  # bytes of a vector access
 
@@ -93,25 +97,64 @@ def weight_arguments(
     return arguments, operands
 
 
-class Product:
+class AnyProduct:
     """A checked product of operands in memory; keeps alive what its arguments point into."""
 
-    def __init__(self, call: GemmCall, shape: WeightShape, out: Tensor) -> None:
+    SETTLING: ClassVar[tuple[int, ...]]
+    """Places of the weights, and of what belongs to them, among the addresses: what kernels may read early."""
+
+    def __init__(self, call: Call, shape: WeightShape, out: Tensor) -> None:
         """`out`: `[M, N]` with unit stride along N."""
-        self.call, self.shape, self.out = call, shape, out
+        self.shape, self.out = shape, out
         a = self.a = as_rows(call.a)
-        weights, self.operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros)
         arguments = self.arguments = _C.GemmArguments()
-        arguments.weights = weights
         arguments.m = out.shape[0]
         arguments.a_type = DTYPES[a.dtype]
+        arguments.out_type = DTYPES[out.dtype]
         arguments.a, arguments.a_stride = a.data_ptr(), a.stride(0)
         arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
+        self.operands: list[Tensor] = []
         if call.activation is not None:
             arguments.activation = ACTIVATIONS[call.activation]
         if call.bias is not None:
             bias = self._vector(call.bias)
             arguments.bias, arguments.bias_type = bias.data_ptr(), DTYPES[bias.dtype]
+
+    def _vector(self, vector: Tensor) -> Tensor:
+        vector = vector.contiguous()
+        self.operands.append(vector)
+        return vector
+
+    @property
+    def call(self) -> Call:
+        raise NotImplementedError
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the operands, in the order of `at`; 0 for those it has not."""
+        raise NotImplementedError
+
+    @property
+    def at(self) -> Callable[[list[int], int, bool], _C.GemmArguments]:
+        """The arguments for operands elsewhere in memory."""
+        raise NotImplementedError
+
+    def plan(self, device: int) -> _C.Plan:
+        """The configuration for this product on GPU `device`."""
+        raise NotImplementedError
+
+
+class Product(AnyProduct):
+    """A weight-only product."""
+
+    SETTLING = (1, 2, 3)
+
+    def __init__(self, call: GemmCall, shape: WeightShape, out: Tensor) -> None:
+        super().__init__(call, shape, out)
+        self._call = call
+        arguments = self.arguments
+        arguments.weights, operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros)
+        self.operands += operands
         if call.act_scale is not None:
             act_scale = self._vector(call.act_scale)
             arguments.act_scale, arguments.act_scale_type = act_scale.data_ptr(), DTYPES[act_scale.dtype]
@@ -119,19 +162,21 @@ class Product:
             arguments.perm = self._vector(call.perm).data_ptr()
 
     @property
+    def call(self) -> GemmCall:
+        return self._call
+
+    @property
     def addresses(self) -> list[int]:
-        """Of the operands, in the order of `GemmArguments.at`; 0 for those it has not."""
         arguments, weights = self.arguments, self.arguments.weights
         of_weights = [weights.packed, weights.scales, weights.zeros]
         return [arguments.a, *of_weights, arguments.bias, arguments.act_scale, arguments.perm]
 
-    def _vector(self, vector: Tensor) -> Tensor:
-        vector = vector.contiguous()
-        self.operands.append(vector)
-        return vector
+    @property
+    def at(self) -> Callable[[list[int], int, bool], _C.GemmArguments]:
+        return self.arguments.at
 
     def plan(self, device: int) -> _C.Plan:
-        """The configuration for this product on GPU `device`: the one asked for, the tuned one, or the cost model's."""
+        """The one asked for, the tuned one, or the cost model's."""
         call, traits = self.call, device_traits(device)
         dense = _dense.is_available(call.bias, call.activation) and (bool(call.tactic) or _dense.is_ready(device))
         if not call.tactic and not call.split_k:
@@ -139,3 +184,51 @@ class Product:
             if tuned is not None and (dense or not tuned.dense):
                 return tuned
         return _C.select(self.arguments, traits, call.tactic or "", call.split_k, dense)
+
+
+class EightBitProduct(AnyProduct):
+    """A product of 8-bit activations by packed weights of 8 bits."""
+
+    SETTLING = (1, 3, 5)
+
+    def __init__(self, call: Int8Call | Float8Call, shape: WeightShape, out: Tensor) -> None:
+        """`call`: with weights that are packed, and with `w_sums` where there are zero points."""
+        super().__init__(call, shape, out)
+        self._call = call
+        w_packed = aligned(call.weights)
+        self.operands.append(w_packed)
+        weights = self.arguments.weights
+        weights.packing = _C.Packing.W8A8
+        weights.n, weights.k, weights.group_size = shape.n, shape.k, shape.k
+        weights.packed = w_packed.data_ptr()
+        sums = self.arguments.sums
+        sums.a_scale, sums.a_scale_stride = self._spread(call.a_scale)
+        sums.w_scale, sums.w_scale_stride = self._spread(call.w_scale)
+        sums.azp, sums.azp_stride = self._spread(call.azp)
+        sums.channel_sums, _ = self._spread(call.w_sums)
+
+    def _spread(self, value: Tensor | None) -> tuple[int, int]:
+        """Address and stride of one element for all, or of one for each row or channel."""
+        if value is None:
+            return 0, 0
+        vector = self._vector(value.reshape(-1))
+        return vector.data_ptr(), int(vector.numel() > 1)
+
+    @property
+    def call(self) -> Int8Call | Float8Call:
+        return self._call
+
+    @property
+    def addresses(self) -> list[int]:
+        arguments, sums = self.arguments, self.arguments.sums
+        of_sums = [sums.a_scale, sums.w_scale, sums.azp, sums.channel_sums]
+        return [arguments.a, arguments.weights.packed, *of_sums, arguments.bias]
+
+    @property
+    def at(self) -> Callable[[list[int], int, bool], _C.GemmArguments]:
+        return self.arguments.at_sums
+
+    def plan(self, device: int) -> _C.Plan:
+        """The one asked for, or the cost model's."""
+        call = self.call
+        return _C.select(self.arguments, device_traits(device), call.tactic or "", call.split_k)

@@ -6,6 +6,7 @@ What is remembered neither depends on where operands lie in memory, beyond their
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from qcutlass import _C, _dense, tuning
-from qcutlass._arguments import ALIGNMENT, Product
+from qcutlass._arguments import ALIGNMENT, AnyProduct
 from qcutlass._overlap import extent
-from qcutlass._validation import GemmCall
+from qcutlass._validation import Call
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -30,13 +31,14 @@ _generation = 0  # counts calls of forget()
 class Launch:
     """How to run a product, wherever its operands lie. Threads share it: only what it has seen grows."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: AnyProduct) -> None:
         a, out = product.call.a, product.out
         new_out = a.new_empty((*a.shape[:-1], out.shape[1]), device="meta")
         self._new_out: Final = functools.partial(  # faster than new_empty
-            torch.empty_strided, new_out.shape, new_out.stride(), dtype=a.dtype, device=a.device
+            torch.empty_strided, new_out.shape, new_out.stride(), dtype=out.dtype, device=a.device
         )
-        self._arguments: Final = product.arguments
+        self._at: Final = product.at
+        self._settling: Final = operator.itemgetter(*product.SETTLING)
         self._device: Final = a.get_device()
         self._plan: Final = product.plan(self._device) if a.is_cuda else None
         self._workspace_bytes: Final = 0 if self._plan is None else self._plan.workspace_bytes
@@ -63,13 +65,13 @@ class Launch:
             out = self._new_out()
         # A kernel may read weights while the one before it in the stream ends. Weights that were multiplied before were
         # not written just now.
-        weights = (addresses[1], addresses[2], addresses[3])
+        weights = self._settling(addresses)
         settled = weights in self._seen
         if not settled:
             if len(self._seen) >= _MOST_LAUNCHES:
                 self._seen.clear()
             self._seen.add(weights)
-        arguments = self._arguments.at(addresses, out.data_ptr(), settled)
+        arguments = self._at(addresses, out.data_ptr(), settled)
         if self._plan is None:
             _run_cpu(arguments, a.element_size())
         elif self._device == torch._C._cuda_getDevice():
@@ -97,7 +99,7 @@ def _run_cpu(arguments: _C.GemmArguments, element_size: int) -> None:
     """
     rows, threads = arguments.m, torch.get_num_threads()
     block = max(_CPU_MIN_ROWS, _CPU_BLOCK // arguments.weights.k)
-    if rows <= block:
+    if rows <= block or arguments.weights.packing == _C.Packing.W8A8:  # which the extension cuts by itself
         _C.gemm_host(arguments, threads)
         return
     a, a_pitch = arguments.a, arguments.a_stride * element_size
@@ -108,17 +110,15 @@ def _run_cpu(arguments: _C.GemmArguments, element_size: int) -> None:
         _C.gemm_host(arguments, threads)
 
 
-def _signature(call: GemmCall, out: Tensor | None) -> tuple[Signature, list[int]] | None:
+def _signature(call: Call, out: Tensor | None) -> tuple[Signature, list[int]] | None:
     """All that checks, plans and strides depend on, and the addresses of the operands; None if any is no plain tensor.
 
     Every operand's address has its place in the list, the last one is that of `out`.
     """
-    a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k = call
     records_gradients = torch.is_grad_enabled()
-    # Types, since True and 1.0 equal 1.
-    key: list[Any] = [activation, tactic, group_size, type(group_size), bits, type(bits), split_k, type(split_k)]
+    key: list[Any] = [type(call), *call.options]
     addresses: list[int] = []
-    for operand in (a, w_packed, scales, zeros, bias, act_scale, perm, out):
+    for operand in (*call.operands, out):
         if operand is None:
             key.append(None)
             addresses.append(0)
@@ -145,7 +145,7 @@ def _signature(call: GemmCall, out: Tensor | None) -> tuple[Signature, list[int]
     return tuple(key), addresses
 
 
-def repeat(call: GemmCall, out: Tensor | None) -> Tensor | None:
+def repeat(call: Call, out: Tensor | None) -> Tensor | None:
     """The product, where a call of the same signature has been remembered; None: to be checked first."""
     found = _signature(call, out)
     if found is None:
@@ -168,7 +168,7 @@ def repeat(call: GemmCall, out: Tensor | None) -> Tensor | None:
     return out
 
 
-def run(product: Product, out: Tensor | None) -> None:
+def run(product: AnyProduct, out: Tensor | None) -> None:
     """Runs a product that was checked, and remembers how if it reads and writes the very tensors of its call."""
     generation = _generation
     launch = Launch(product)

@@ -13,14 +13,25 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C, _launch
-from qcutlass._arguments import DTYPES, Product, aligned, as_separate_rows, backend, current_device, weight_arguments
+from qcutlass._arguments import (
+    DTYPES,
+    AnyProduct,
+    EightBitProduct,
+    Product,
+    aligned,
+    as_separate_rows,
+    backend,
+    current_device,
+    weight_arguments,
+)
+from qcutlass._eight_bit import Float8Call, Int8Call, sums_call
 from qcutlass._overlap import check_out_memory
 from qcutlass._validation import (
+    Call,
     DequantizeCall,
     GemmCall,
     WeightShape,
     check_dequantize,
-    check_gemm,
     check_memory,
     check_pack,
     check_unpack,
@@ -56,30 +67,42 @@ def is_eager(*values: object) -> bool:
     return not isinstance(first, Tensor) or first.is_cpu or first.is_cuda
 
 
-def gemm(call: GemmCall) -> Tensor:
+def multiply(call: Call) -> Tensor:
     """The product in a new tensor."""
-    shape, a = check_gemm(call, None), call.a
+    shape, a = call.check(None), call.a
     check_memory(call.tensors)
     rows = a.shape[0] if a.dim() == 2 else a.shape[:-1].numel()
-    out = a.new_empty((rows, shape.n))
+    out = a.new_empty((rows, shape.n), dtype=call.out_dtype)
     if out.numel():
-        _launch.run(Product(call, shape, out), None)
+        _launch.run(_product(call, shape, out), None)
     return out if a.dim() == 2 else out.view(*a.shape[:-1], shape.n)
 
 
-def gemm_out(call: GemmCall, out: Tensor) -> None:
+def multiply_out(call: Call, out: Tensor) -> None:
     """The product in `out`, whose strides are arbitrary."""
-    shape = check_gemm(call, out)
+    shape = call.check(out)
     check_memory(call.tensors | {"out": out})
     check_out_memory(out, call)
     if not out.numel():
         return
     target = _as_matrix(out, shape)
-    _launch.run(Product(call, shape, target), out)
+    _launch.run(_product(call, shape, target), out)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
     elif not out.is_inference():
         torch.autograd.graph.increment_version(out)
+
+
+def _product(call: Call, shape: WeightShape, out: Tensor) -> AnyProduct:
+    """A checked call with its output; what the caller left to be computed at each call is computed."""
+    if isinstance(call, GemmCall):
+        return Product(call, shape, out)
+    assert isinstance(call, (Int8Call, Float8Call))
+    if isinstance(call, Float8Call) and call.w.dim() == 2:
+        call = call._replace(w=pack(call.w, 8, "fp8"), n=shape.n)
+    if isinstance(call, Int8Call) and call.azp is not None and call.w_sums is None:
+        call = call._replace(w_sums=multiply(sums_call(call.w_packed, shape.n)).view(-1))
+    return EightBitProduct(call, shape, out)
 
 
 def _as_matrix(out: Tensor, shape: WeightShape) -> Tensor:
@@ -130,23 +153,6 @@ def dequantize(call: DequantizeCall) -> Tensor:
 # Implementations under the operators' schemas. Torch leaves out trailing arguments that have their default values.
 
 
-def _gemm(*arguments: Any) -> Tensor:
-    return gemm(GemmCall(*arguments))
-
-
-def _gemm_fake(*arguments: Any) -> Tensor:
-    call = GemmCall(*arguments)
-    return call.a.new_empty((*call.a.shape[:-1], check_gemm(call, None).n))
-
-
-def _gemm_out(*arguments: Any, out: Tensor) -> None:
-    gemm_out(GemmCall(*arguments), out)
-
-
-def _gemm_out_fake(*arguments: Any, out: Tensor) -> None:
-    check_gemm(GemmCall(*arguments), out)
-
-
 def _pack_fake(codes: Tensor, bits: int, activations: str) -> Tensor:
     packing = check_pack(codes, bits, activations)
     return codes.new_empty(packed_shape(codes.shape[0], codes.shape[1], packing))
@@ -167,13 +173,23 @@ def _dequantize_fake(*arguments: Any) -> Tensor:
     return call.w_packed.new_empty((end - call.row_begin, shape.k), dtype=dtype)
 
 
+_DEQUANTIZE: Final = (
+    "Tensor w_packed, Tensor scales, Tensor? zeros, SymInt k, int? group_size=None, int? bits=None, "
+    "ScalarType? dtype=None, SymInt row_begin=0, SymInt? row_end=None"
+)
+
+# Fields of the calls, in their order.
 _GEMM: Final = (
     "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
     "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, int split_k=0"
 )
-_DEQUANTIZE: Final = (
-    "Tensor w_packed, Tensor scales, Tensor? zeros, SymInt k, int? group_size=None, int? bits=None, "
-    "ScalarType? dtype=None, SymInt row_begin=0, SymInt? row_end=None"
+_INT8: Final = (
+    "Tensor a_q, Tensor w_packed, Tensor? a_scale, Tensor? w_scale, Tensor? bias, Tensor? azp, str? activation, "
+    "ScalarType out_dtype, SymInt? n=None, Tensor? w_sums=None, str? tactic=None, int split_k=0"
+)
+_FLOAT8: Final = (
+    "Tensor a, Tensor w, Tensor a_scale, Tensor w_scale, Tensor? bias, str? activation, ScalarType out_dtype, "
+    "SymInt? n=None, str? tactic=None, int split_k=0"
 )
 
 _Library: Any = torch.library.Library  # torch leaves its methods untyped
@@ -188,8 +204,30 @@ def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..
     torch.library.register_fake(f"qcutlass::{name}", fake, lib=_library)
 
 
-_register(f"gemm({_GEMM}) -> Tensor", _gemm, _gemm_fake)
-_register(f"gemm_out({_GEMM}, *, Tensor(a!) out) -> ()", _gemm_out, _gemm_out_fake)
+def _register_product(name: str, schema: str, make: Callable[..., Call]) -> None:
+    """Operator `name` with a new tensor, and `<name>_out`; `make` puts their arguments together."""
+
+    def new(*arguments: Any) -> Tensor:
+        return multiply(make(*arguments))
+
+    def new_fake(*arguments: Any) -> Tensor:
+        call = make(*arguments)
+        n = call.check(None).n
+        return call.a.new_empty((*call.a.shape[:-1], n), dtype=call.out_dtype)
+
+    def into(*arguments: Any, out: Tensor) -> None:
+        multiply_out(make(*arguments), out)
+
+    def into_fake(*arguments: Any, out: Tensor) -> None:
+        make(*arguments).check(out)
+
+    _register(f"{name}({schema}) -> Tensor", new, new_fake)
+    _register(f"{name}_out({schema}, *, Tensor(a!) out) -> ()", into, into_fake)
+
+
+_register_product("gemm", _GEMM, GemmCall)
+_register_product("gemm_w8a8", _INT8, Int8Call)
+_register_product("gemm_fp8", _FLOAT8, Float8Call)
 _register("pack(Tensor codes, int bits, str activations) -> Tensor", pack, _pack_fake)
 _register("unpack(Tensor w_packed, int bits, SymInt n, SymInt k) -> Tensor", unpack, _unpack_fake)
 _register(f"dequantize({_DEQUANTIZE}) -> Tensor", _dequantize, _dequantize_fake)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qcutlass._validation import GemmCall
+from qcutlass._validation import Call
 
 
 def extent(tensor: Tensor) -> int:
@@ -49,7 +49,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return offset < width_a or offset + width_b > pitch
 
 
-def check_out_memory(out: Tensor, call: GemmCall) -> None:
+def check_out_memory(out: Tensor, call: Call) -> None:
     """Raises ValueError if writing `out` would change an input, or one element of `out` with another."""
     if not out.is_contiguous() and overlaps_itself(out):
         raise ValueError(
@@ -57,8 +57,8 @@ def check_out_memory(out: Tensor, call: GemmCall) -> None:
             f"{list(out.stride())}; pass out.clone()"
         )
     begin, end = _span(out)
-    for name, value in zip(call._fields, call, strict=True):
-        if not isinstance(value, Tensor):
+    for name, value in call.tensors.items():
+        if value is None:
             continue
         other_begin, other_end = _span(value)  # almost always apart: no need to look closer
         if begin < other_end and other_begin < end and overlap(out, value):

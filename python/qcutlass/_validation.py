@@ -5,8 +5,8 @@ Only shapes, types and devices are looked at, so that everything here works on f
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from typing import Final, NamedTuple, NoReturn
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +38,47 @@ ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
     "silu": _C.Activation.SILU,
 }
 
-
 _OPERANDS: Final = ("a", "w_packed", "scales", "zeros", "bias", "act_scale", "perm")
+
+
+class Call(Protocol):
+    """The arguments of one product, in the order of its operator's schema: what every kind of product has."""
+
+    @property
+    def a(self) -> Tensor:
+        """The activations, the first argument."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def activation(self) -> str | None: ...
+
+    @property
+    def out_dtype(self) -> torch.dtype: ...
+
+    @property
+    def tactic(self) -> str | None: ...
+
+    @property
+    def split_k(self) -> int: ...
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """The tensors, in the order of the extension's `GemmArguments.at` or `at_sums`."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The same by name."""
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """All that is no tensor; types beside values where a wrong one may equal a right one, as True and 1.0 do 1."""
+
+    def check(self, out: Tensor | None) -> WeightShape:
+        """Checks every argument but what needs memory addresses."""
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class GemmCall(NamedTuple):
@@ -59,14 +98,25 @@ class GemmCall(NamedTuple):
     split_k: int = 0
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        return self.a.dtype
+
+    @property
     def operands(self) -> tuple[Tensor | None, ...]:
-        """The tensors, in the order of `GemmArguments.at`."""
         return self.a, self.w_packed, self.scales, self.zeros, self.bias, self.act_scale, self.perm
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """The same by name."""
         return dict(zip(_OPERANDS, self.operands, strict=True))
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        group_size, bits, split_k = self.group_size, self.bits, self.split_k
+        types = (type(group_size), type(bits), type(split_k))
+        return self.activation, self.tactic, group_size, bits, split_k, types
+
+    def check(self, out: Tensor | None) -> WeightShape:
+        return check_gemm(self, out)
 
 
 class DequantizeCall(NamedTuple):
@@ -116,16 +166,19 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype], where:
         _refuse_type(name, value, dtypes, where)
 
 
-def _check_operand(name: str, value: Tensor, dtypes: Sequence[torch.dtype], device: torch.device, first: str) -> None:
+def check_operand(
+    name: str, value: object, dtypes: Sequence[torch.dtype], device: torch.device, first: str, where: str = ""
+) -> None:
+    """Raises unless `value` is a tensor of one of `dtypes` on the `device` that the operand named `first` is on."""
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
-        _refuse_type(name, value, dtypes, "")
+        _refuse_type(name, value, dtypes, where)
     if value.device != device:
         raise ValueError(
             f"{name} is on {value.device}, {first} is on {device}: move one of them, e.g. {name}.to({str(device)!r})"
         )
 
 
-def _check_vector(name: str, value: Tensor, length: int, letter: str) -> None:
+def check_vector(name: str, value: Tensor, length: int, letter: str) -> None:
     if value.shape != (length,):
         raise ValueError(f"{name}: expected shape [{letter}] = [{length}], got {shape_of(value)}")
 
@@ -144,10 +197,20 @@ def _listed(allowed: Container[int]) -> list[int]:
     return [value for value in range(65) if value in allowed]
 
 
-def _check_contiguous(w_packed: Tensor) -> None:
+def check_packed_form(name: str, w_packed: Tensor) -> None:
+    """Raises ValueError unless the shape is that of some packed weight, and its bytes lie together."""
+    if len(w_packed.shape) != 4 or w_packed.shape[2:] != TILE:
+        raise ValueError(
+            f"{name}: expected shape [ceil(N/16), tiles along K, 32, 16] as preprocess_weights returns it, "
+            f"got {shape_of(w_packed)}"
+        )
+    _check_contiguous(name, w_packed)
+
+
+def _check_contiguous(name: str, w_packed: Tensor) -> None:
     if not w_packed.is_contiguous():
         raise ValueError(
-            f"w_packed: expected a contiguous tensor, got strides {list(w_packed.stride())}; call .contiguous() once"
+            f"{name}: expected a contiguous tensor, got strides {list(w_packed.stride())}; call .contiguous() once"
         )
 
 
@@ -204,6 +267,14 @@ def _group_size(groups: int, k: int, group_size: int | None) -> int:
     return k if groups == 1 else group_size
 
 
+def check_channels(source: str, n: int, name: str, w_packed: Tensor) -> None:
+    """Raises ValueError unless the packed weight has as many tiles as `n` channels need; `source` says whence `n`."""
+    if w_packed.shape[0] != ceil_div(n, TILE_N):
+        raise ValueError(
+            f"{source} needs {name} of {ceil_div(n, TILE_N)} tiles of 16 channels, got shape {shape_of(w_packed)}"
+        )
+
+
 def check_weights(
     w_packed: Tensor,
     scales: Tensor,
@@ -220,26 +291,17 @@ def check_weights(
             "w_packed was packed for int8 activations (activations='int8', dtype int8), but this product takes weights "
             "packed for 16-bit activations (dtype uint8): pack the codes with preprocess_weights(codes, bits=8)"
         )
-    _check_operand("w_packed", w_packed, _CODES, device, first)
-    _check_operand("scales", scales, FLOATING, device, first)
-    if len(w_packed.shape) != 4 or w_packed.shape[2:] != TILE:
-        raise ValueError(
-            f"w_packed: expected shape [ceil(N/16), tiles along K, 32, 16] as preprocess_weights returns it, "
-            f"got {shape_of(w_packed)}"
-        )
-    _check_contiguous(w_packed)
+    check_operand("w_packed", w_packed, _CODES, device, first)
+    check_operand("scales", scales, FLOATING, device, first)
+    check_packed_form("w_packed", w_packed)
     if scales.dim() not in (1, 2):
         raise ValueError(f"scales: expected shape [G, N] or [N], got {shape_of(scales)}")
     if k < 1:
         raise ValueError(f"K must be at least 1, got {k}")
     n = scales.shape[-1]
-    if w_packed.shape[0] != ceil_div(n, TILE_N):
-        raise ValueError(
-            f"scales: N = {n} from shape {shape_of(scales)} needs w_packed of {ceil_div(n, TILE_N)} tiles of 16 "
-            f"channels, got shape {shape_of(w_packed)}"
-        )
+    check_channels(f"scales: N = {n} from shape {shape_of(scales)}", n, "w_packed", w_packed)
     if zeros is not None:
-        _check_operand("zeros", zeros, _ZEROS, device, first)
+        check_operand("zeros", zeros, _ZEROS, device, first)
         if zeros.shape != scales.shape:
             raise ValueError(f"zeros: expected the shape of scales, {shape_of(scales)}, got {shape_of(zeros)}")
     groups = scales.shape[0] if scales.dim() == 2 else 1
@@ -249,27 +311,44 @@ def check_weights(
 def check_gemm(call: GemmCall, out: Tensor | None) -> WeightShape:
     """Checks every argument of `qcutlass.gemm` but what needs memory addresses."""
     a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k = call
-    if not isinstance(a, Tensor):
-        _refuse_type("a", a, FLOATING, "")
-    device = a.device
-    dtypes = _ACTIVATIONS_ON.get(device.type)
-    if dtypes is None:
-        raise UnsupportedError(f"a is on {device}: qcutlass runs on cpu and cuda tensors")
-    if a.dtype not in dtypes:
-        _refuse_type("a", a, dtypes, f" on {device.type}")
-    if a.dim() == 0:
-        raise ValueError("a: expected shape [..., K], got a tensor without dimensions")
+    device = check_activations("a", a, _ACTIVATIONS_ON)
     shape = check_weights(w_packed, scales, zeros, a.shape[-1], group_size, bits, device, "a")
     n, k = shape.n, shape.k
     if bias is not None:
-        _check_operand("bias", bias, FLOATING, device, "a")
-        _check_vector("bias", bias, n, "N")
+        check_operand("bias", bias, FLOATING, device, "a")
+        check_vector("bias", bias, n, "N")
     if act_scale is not None:
-        _check_operand("act_scale", act_scale, FLOATING, device, "a")
-        _check_vector("act_scale", act_scale, k, "K")
+        check_operand("act_scale", act_scale, FLOATING, device, "a")
+        check_vector("act_scale", act_scale, k, "K")
     if perm is not None:
-        _check_operand("perm", perm, _PERM, device, "a")
-        _check_vector("perm", perm, k, "K")
+        check_operand("perm", perm, _PERM, device, "a")
+        check_vector("perm", perm, k, "K")
+    check_options(activation, tactic, split_k)
+    if out is not None:
+        check_out("a", a, out, n, a.dtype)
+    if device.type == "cuda" and shape.group_size < k and shape.group_size % _CUDA_GROUP_STEP != 0:
+        raise UnsupportedError(
+            f"group_size: on CUDA groups are multiples of {_CUDA_GROUP_STEP} columns, or one a channel; "
+            f"got {shape.group_size}. Quantise with another group size, or use CPU tensors"
+        )
+    return shape
+
+
+def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch.dtype]]) -> torch.device:
+    """Raises unless `a` has a shape `[..., K]` and a type that is allowed on its device, which is returned."""
+    if not isinstance(a, Tensor):
+        _refuse_type(name, a, allowed["cpu"], "")
+    device = a.device
+    check_device(name, a)
+    if a.dtype not in allowed[device.type]:
+        _refuse_type(name, a, allowed[device.type], f" on {device.type}")
+    if a.dim() == 0:
+        raise ValueError(f"{name}: expected shape [..., K], got a tensor without dimensions")
+    return device
+
+
+def check_options(activation: object, tactic: object, split_k: int) -> None:
+    """Checks what every product takes besides tensors."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     if tactic is not None and not isinstance(tactic, str):
@@ -280,16 +359,13 @@ def check_gemm(call: GemmCall, out: Tensor | None) -> WeightShape:
         check_integer("split_k", split_k, minimum=0)
         if split_k > _MOST_SPLITS:
             raise ValueError(f"split_k: expected at most {_MOST_SPLITS}, got {split_k}")
-    if out is not None:
-        _check_operand("out", out, (a.dtype,), device, "a")
-        if out.shape != (*a.shape[:-1], n):
-            raise ValueError(f"out: expected shape {[*a.shape[:-1], n]}, got {shape_of(out)}")
-    if device.type == "cuda" and shape.group_size < k and shape.group_size % _CUDA_GROUP_STEP != 0:
-        raise UnsupportedError(
-            f"group_size: on CUDA groups are multiples of {_CUDA_GROUP_STEP} columns, or one a channel; "
-            f"got {shape.group_size}. Quantise with another group size, or use CPU tensors"
-        )
-    return shape
+
+
+def check_out(name: str, a: Tensor, out: Tensor, n: int, dtype: torch.dtype, where: str = "") -> None:
+    """Raises unless `out` can hold a product of the activations `a`, called `name`, by `n` channels."""
+    check_operand("out", out, (dtype,), a.device, name, where)
+    if out.shape != (*a.shape[:-1], n):
+        raise ValueError(f"out: expected shape {[*a.shape[:-1], n]}, got {shape_of(out)}")
 
 
 def check_inference(**tensors: Tensor | None) -> None:
@@ -337,30 +413,34 @@ def packed_shape(n: int, k: int, packing: _C.Packing) -> tuple[int, int, int, in
     return (ceil_div(n, TILE_N), ceil_div(k, _C.tile_k(packing)), *TILE)
 
 
+_EIGHT_BIT: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Types of weights by what activations they will meet."""
+
+
 def _packing(bits: int, activations: str) -> _C.Packing:
     check_integer("bits", bits, PACKINGS)
     if activations == "16bit":
         return PACKINGS[bits]
-    if activations != "int8":
-        raise ValueError(f"activations: expected '16bit' or 'int8', got {activations!r}")
+    if activations not in _EIGHT_BIT:
+        raise ValueError(f"activations: expected '16bit', 'int8' or 'fp8', got {activations!r}")
     if bits != 8:
-        raise ValueError(f"bits: weights for int8 activations have 8 bits, got {bits}")
+        raise ValueError(f"bits: weights for {activations} activations have 8 bits, got {bits}")
     return _C.Packing.W8A8
 
 
 def check_pack(codes: Tensor, bits: int, activations: str) -> _C.Packing:
     """Checks the arguments of `qcutlass.preprocess_weights`."""
     packing = _packing(bits, activations)
-    dtype = torch.int8 if packing == _C.Packing.W8A8 else torch.uint8
-    check_matrix("codes", codes, (dtype,), f" for activations={activations!r}")
+    check_matrix("codes", codes, (_EIGHT_BIT.get(activations, torch.uint8),), f" for activations={activations!r}")
     return packing
 
 
 def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
     """Checks the arguments of `qcutlass.unpack_weights`."""
-    check_tensor("w_packed", w_packed, (torch.uint8, torch.int8))
+    check_tensor("w_packed", w_packed, (torch.uint8, *_EIGHT_BIT.values()))
     check_device("w_packed", w_packed)
-    packing = _packing(bits, "int8" if w_packed.dtype == torch.int8 else "16bit")
+    meets = {dtype: activations for activations, dtype in _EIGHT_BIT.items()}
+    packing = _packing(bits, meets.get(w_packed.dtype, "16bit"))
     check_integer("shape[0]", n, minimum=0)
     check_integer("shape[1]", k, minimum=0)
     expected = packed_shape(n, k, packing)
@@ -368,7 +448,7 @@ def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
         raise ValueError(
             f"w_packed: {bits}-bit weights of shape {[n, k]} are packed as {list(expected)}, got {shape_of(w_packed)}"
         )
-    _check_contiguous(w_packed)
+    _check_contiguous("w_packed", w_packed)
     return packing
 
 

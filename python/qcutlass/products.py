@@ -1,4 +1,4 @@
-"""The weight-only product."""
+"""The products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from qcutlass import _launch, _ops
-from qcutlass._validation import GemmCall, check_inference
+from qcutlass._eight_bit import Float8Call, Int8Call, check_weight_sums, sums_call
+from qcutlass._validation import Call, GemmCall, check_inference
 
 
 def gemm(
@@ -71,19 +72,166 @@ def gemm(
         torch.Size([2, 3, 48])
     """
     call = GemmCall(a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k)
+    return _multiply("gemm", call, out)
+
+
+def gemm_w8a8(
+    a_q: Tensor,
+    w_packed: Tensor,
+    a_scale: Tensor | None,
+    w_scale: Tensor | None,
+    bias: Tensor | None = None,
+    azp: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.float16,
+    out: Tensor | None = None,
+    *,
+    n: int | None = None,
+    w_sums: Tensor | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+) -> Tensor:
+    """Multiplies int8 activations by int8 weights: `activation(sum * a_scale * w_scale + bias)`.
+
+    `sum[m, n] = sum over k of (a_q[m, k] - azp[m]) * w[n, k]`, exact; what follows is computed in fp32 from left to
+    right, then rounded once. This is the product of SmoothQuant (Xiao et al., 2022) and other W8A8 schemes.
+
+    Args:
+        a_q: int8 `[..., K]`, M rows in all; K at most 131071. Unit stride along K avoids a copy.
+        w_packed: int8 `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(codes, 8, activations="int8")`.
+        a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`. None with int32
+            outputs.
+        w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`. None with int32 outputs.
+        bias: float16, bfloat16 or float32 `[N]`.
+        azp: int32, zero points of the activations, shaped as `a_scale` may be.
+        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        out_dtype: float16, bfloat16 or float32; or int32: the sums themselves (modulo 2^32), without scales, bias and
+            activation.
+        out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
+        n: N. None: what `w_scale`, `bias` or `w_sums` of N elements tell; where none does, every channel that was
+            packed, a multiple of 16.
+        w_sums: int32 `[N]`, `weight_sums(w_packed)`: needed where `azp` is given, and computed at each call if it is
+            not here, which takes about as long again as a product of one row.
+        tactic: name of a kernel configuration to use; CUDA only.
+        split_k: number of blocks that share the K extent of an output tile; 0: chosen. CUDA only.
+
+    Returns:
+        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+
+    Raises:
+        TypeError: an operand is not a tensor, or not of an allowed type.
+        ValueError: shapes disagree, devices are mixed, K is too large, the weights were packed for other activations,
+            or `out` shares memory with an operand.
+        RuntimeError: an operand requires grad and grad mode is on; qcutlass is for inference.
+        UnsupportedError: valid, but this build or this GPU has no kernel for it.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> a_q, w_q = (torch.randint(-127, 128, size, dtype=torch.int8) for size in ((2, 3, 256), (48, 256)))
+        >>> w_packed = qcutlass.preprocess_weights(w_q, bits=8, activations="int8")
+        >>> a_scale, w_scale = torch.rand(2, 3), torch.rand(48)
+        >>> qcutlass.gemm_w8a8(a_q, w_packed, a_scale, w_scale, out_dtype=torch.bfloat16).shape
+        torch.Size([2, 3, 48])
+    """
+    call = Int8Call(a_q, w_packed, a_scale, w_scale, bias, azp, activation, out_dtype, n, w_sums, tactic, split_k)
+    return _multiply("gemm_w8a8", call, out)
+
+
+def gemm_fp8(
+    a: Tensor,
+    w: Tensor,
+    a_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    *,
+    n: int | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+) -> Tensor:
+    """Multiplies fp8 activations by fp8 weights: `activation(sum * a_scale * w_scale + bias)`.
+
+    `sum[m, n] = sum over k of a[m, k] * w[n, k]` in fp32; what follows is computed in fp32 from left to right, then
+    rounded once. NaN propagates. The formats are those of Micikevicius et al., "FP8 formats for deep learning" (2022).
+
+    Args:
+        a: float8_e4m3fn or float8_e5m2 `[..., K]`, M rows in all. Unit stride along K avoids a copy.
+        w: float8_e4m3fn, packed, `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(w, 8, "fp8")`; or plain,
+            `[N, K]`, which is packed at each call: pack weights once that are used more often.
+        a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
+        w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`.
+        bias: float16, bfloat16 or float32 `[N]`.
+        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        out_dtype: float16, bfloat16 or float32.
+        out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
+        n: N. None: that of plain weights; of packed ones what `w_scale` or `bias` of N elements tell, else every
+            channel that was packed, a multiple of 16.
+        tactic: name of a kernel configuration to use; CUDA only.
+        split_k: number of blocks that share the K extent of an output tile; 0: chosen. CUDA only.
+
+    Returns:
+        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `gemm_w8a8`.
+        UnsupportedError: the GPU has no fp8 instructions (they came with compute capability 8.9), or no kernel was
+            built for it.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> a, w = (torch.randn(size).to(torch.float8_e4m3fn) for size in ((2, 3, 256), (48, 256)))
+        >>> w_packed = qcutlass.preprocess_weights(w, bits=8, activations="fp8")
+        >>> qcutlass.gemm_fp8(a, w_packed, torch.rand(2, 3), torch.rand(48)).shape
+        torch.Size([2, 3, 48])
+    """
+    call = Float8Call(a, w, a_scale, w_scale, bias, activation, out_dtype, n, tactic, split_k)
+    return _multiply("gemm_fp8", call, out)
+
+
+def weight_sums(w: Tensor, n: int | None = None) -> Tensor:
+    """The sum of each channel's int8 weights, which `gemm_w8a8` needs where activations have zero points.
+
+    Args:
+        w: int8 `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights`, or codes `[N, K]`; K at most 131071.
+        n: N, where packed weights have channels of padding. None: all that were packed.
+
+    Returns:
+        int32 `[N]`.
+
+    Raises:
+        TypeError: `w` is not an int8 tensor.
+        ValueError: it has neither shape, or not as many tiles as N needs.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> w_q = torch.randint(-127, 128, (40, 256), dtype=torch.int8)
+        >>> w_packed = qcutlass.preprocess_weights(w_q, bits=8, activations="int8")
+        >>> bool((qcutlass.weight_sums(w_packed, n=40) == w_q.sum(1)).all())
+        True
+    """
+    check_weight_sums(w, n)
+    if w.dim() == 2:
+        return w.sum(1, dtype=torch.int32)
+    return _multiply("gemm_w8a8", sums_call(w, n), None).view(-1)
+
+
+def _multiply(name: str, call: Call, out: Tensor | None) -> Tensor:
+    """Runs a product in the shortest way that is open to it; `name` is that of its operator."""
     forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
     repeated = None if forward or _ops.is_traced() else _launch.repeat(call, out)
     if repeated is not None:
         return repeated
     if forward or torch.is_grad_enabled():
-        check_inference(a=a, scales=scales, zeros=zeros, bias=bias, act_scale=act_scale, out=out)
+        check_inference(**call.tensors, out=out)
     if out is not None:
         if _ops.is_eager(*call, out):
-            _ops.gemm_out(call, out)
+            _ops.multiply_out(call, out)
         else:
-            torch.ops.qcutlass.gemm_out(*call, out=out)
+            getattr(torch.ops.qcutlass, f"{name}_out")(*call, out=out)
         return out
     if _ops.is_eager(*call):
-        return _ops.gemm(call)
-    result: Tensor = torch.ops.qcutlass.gemm(*call)
+        return _ops.multiply(call)
+    result: Tensor = getattr(torch.ops.qcutlass, name)(*call)
     return result

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C, _dense, tuning
-from qcutlass._arguments import Product, device_traits
-from qcutlass._validation import GemmCall, WeightShape, check_gemm
+from qcutlass._arguments import AnyProduct, EightBitProduct, Product, device_traits
+from qcutlass._eight_bit import Float8Call, Int8Call
+from qcutlass._validation import Call, GemmCall, WeightShape
 
 GPUS: Final = {
     "a100": _C.DeviceTraits(80, 108, 166912),
@@ -107,28 +108,21 @@ def _name(plan: _C.Plan) -> tuple[str, int]:
     return plan.tactic, plan.split_k
 
 
-def explain(
-    a: Tensor,
-    w_packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    *,
-    device: str | _C.DeviceTraits | None = None,
-    **options: Any,
-) -> Explanation:
-    """Says which kernel `gemm` would use for a product, why, and what each other one was predicted to take.
+def explain(a: Tensor, *operands: Any, device: str | _C.DeviceTraits | None = None, **options: Any) -> Explanation:
+    """Says which kernel a product would use, why, and what each other one was predicted to take.
 
-    Predictions are those of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of
-    GPUs), which ranks kernels; `tune` measures. Nothing is launched.
+    The product is that of `gemm`, of `gemm_w8a8` for int8 activations, or of `gemm_fp8` for float8 ones. Predictions
+    are those of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of GPUs), which
+    ranks kernels; `tune` measures. Nothing is launched.
 
     Args:
-        a, w_packed, scales, zeros, options: as for `gemm`. CPU and meta tensors of a 16-bit type do if `device` is
-            given.
+        a, operands, options: the arguments of the product. CPU and meta tensors of 8 or 16-bit types do if `device`
+            is given.
         device: "a100", "a10", "l40s", "rtx4090", "h100", "h200" or "b200", or the traits of any other GPU. Default:
             the GPU of the tensors, with what was tuned for it.
 
     Raises:
-        TypeError, ValueError: as for `gemm`; no such GPU; or an empty product, for which nothing runs.
+        TypeError, ValueError: as for the product; no such GPU; or an empty product, for which nothing runs.
         UnsupportedError: no kernel serves this product.
 
     Example:
@@ -141,24 +135,26 @@ def explain(
         >>> print(str(why).splitlines()[0])
         16 x 1024 float16 activations by 4096 x 1024 4-bit weights, groups of 128, float16 scales, uint8 zeros
     """
-    call = GemmCall(a, w_packed, scales, zeros, **options)
-    shape = check_gemm(call, None)
+    call = _call(a, operands, options)
+    shape = call.check(None)
     rows = a.shape[:-1].numel()
     if rows == 0 or shape.n == 0:
-        raise ValueError(f"a, scales: a product of M = {rows}, N = {shape.n} is empty, and no kernel runs")
+        raise ValueError(f"a: a product of M = {rows}, N = {shape.n} is empty, and no kernel runs")
     index, traits, name = _target(a, device)
     arguments = _query(call, shape).arguments
-    if a.is_meta:  # tensors without addresses: what counts is that these operands are there
-        arguments.perm = 0 if call.perm is None else _SOME_ADDRESS
-        arguments.act_scale = 0 if call.act_scale is None else _SOME_ADDRESS
-    dense = _dense.is_available(call.bias, call.activation)
+    dense = False
+    if isinstance(call, GemmCall):
+        if a.is_meta:  # tensors without addresses: what counts is that these operands are there
+            arguments.perm = 0 if call.perm is None else _SOME_ADDRESS
+            arguments.act_scale = 0 if call.act_scale is None else _SOME_ADDRESS
+        dense = _dense.is_available(call.bias, call.activation)
     candidates = _C.candidates(arguments, traits, dense=dense)
     source: Source = "cost model"
     plan = candidates[0].plan
     if call.tactic or call.split_k:
         source = "forced"
         plan = _C.select(arguments, traits, call.tactic or "", call.split_k, dense)
-    elif index is not None:
+    elif index is not None and isinstance(call, GemmCall):
         tuned = tuning.lookup(arguments, traits, index)
         if tuned is not None:
             source, plan = "tuned", tuned
@@ -191,30 +187,38 @@ def _target(a: Tensor, device: object) -> tuple[int | None, _C.DeviceTraits, str
     return index, device_traits(index), torch.cuda.get_device_name(index)
 
 
-def _describe(call: GemmCall, shape: WeightShape, rows: int) -> str:
+def _describe(call: Call, shape: WeightShape, rows: int) -> str:
     def name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    parts = [
-        f"{rows} x {shape.k} {name(call.a.dtype)} activations by {shape.n} x {shape.k} {shape.bits}-bit weights",
-        "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
-        f"{name(call.scales.dtype)} scales",
-        "symmetric" if call.zeros is None else f"{name(call.zeros.dtype)} zeros",
-    ]
-    parts += [word for word, operand in (("bias", call.bias), ("act_scale", call.act_scale), ("perm", call.perm))
-              if operand is not None]  # fmt: skip
+    if isinstance(call, GemmCall):
+        weights = f"{shape.bits}-bit weights"
+        parts = [
+            "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
+            f"{name(call.scales.dtype)} scales",
+            "symmetric" if call.zeros is None else f"{name(call.zeros.dtype)} zeros",
+        ]
+        others = {"bias": call.bias, "act_scale": call.act_scale, "perm": call.perm}
+    else:
+        assert isinstance(call, (Int8Call, Float8Call))
+        weights = f"{name(call.weights.dtype)} weights"
+        parts = [f"{name(call.out_dtype)} out"]
+        others = {"bias": call.bias, "azp": call.azp}
+    parts.insert(0, f"{rows} x {shape.k} {name(call.a.dtype)} activations by {shape.n} x {shape.k} {weights}")
+    parts += [word for word, operand in others.items() if operand is not None]
     if call.activation is not None:
         parts.append(call.activation)
     return ", ".join(parts)
 
 
-def tactics(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any) -> list[str]:
-    """Names of the kernel configurations built for a product, on whatever GPU; `gemm` takes them as `tactic`.
+def tactics(a: Tensor, *operands: Any, **options: Any) -> list[str]:
+    """Names of the kernel configurations built for a product, on whatever GPU; the products take them as `tactic`.
 
-    The last is the one that dequantises slices of the weights and multiplies them with `torch.mm`.
+    Those of `gemm` end with the one that dequantises slices of the weights and multiplies them with `torch.mm`.
 
     Args:
-        a, w_packed, scales, zeros, options: as for `gemm`. CPU tensors of a 16-bit type do.
+        a, operands, options: the arguments of `gemm`, of `gemm_w8a8` for int8 activations, or of `gemm_fp8` for
+            float8 ones. CPU tensors of 8 or 16-bit types do.
 
     Raises:
         UnsupportedError: the CUDA kernels do not cover this kind of product.
@@ -227,20 +231,22 @@ def tactics(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = 
         >>> all(name.startswith("w4a16_f16_") for name in names)
         True
     """
-    call = GemmCall(a, w_packed, scales, zeros, **options)
-    arguments = _query(call, check_gemm(call, None)).arguments
-    return [*(traits.name for traits in _C.tactics(arguments)), _C.dense_tactic(arguments)]
+    call = _call(a, operands, options)
+    arguments = _query(call, call.check(None)).arguments
+    names = [traits.name for traits in _C.tactics(arguments)]
+    return [*names, _C.dense_tactic(arguments)] if isinstance(call, GemmCall) else names
 
 
-def plan(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any) -> _C.Plan:
-    """The configuration, split and workspace that `gemm` would use for CUDA tensors; nothing is launched.
+def plan(a: Tensor, *operands: Any, **options: Any) -> _C.Plan:
+    """The configuration, split and workspace that a product would use for CUDA tensors; nothing is launched.
 
     Args:
-        a, w_packed, scales, zeros, options: as for `gemm`, on one GPU.
+        a, operands, options: the arguments of `gemm`, of `gemm_w8a8` for int8 activations, or of `gemm_fp8` for
+            float8 ones, on one GPU.
 
     Raises:
-        ValueError: the tensors are not on a GPU, or as for `gemm`.
-        UnsupportedError: as for `gemm`.
+        ValueError: the tensors are not on a GPU, or as for the product.
+        UnsupportedError: as for the product.
 
     Example:
         >>> import torch, qcutlass
@@ -251,14 +257,14 @@ def plan(a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = Non
     """
     if isinstance(a, Tensor) and not a.is_cuda:
         raise ValueError(f"a: configurations are chosen for a GPU, got a tensor on {a.device}")
-    call = GemmCall(a, w_packed, scales, zeros, **options)
-    return _query(call, check_gemm(call, None)).plan(a.get_device())
+    call = _call(a, operands, options)
+    return _query(call, call.check(None)).plan(a.get_device())
 
 
 def weight_dtype(
     a: Tensor, w_packed: Tensor, scales: Tensor, zeros: Tensor | None = None, **options: Any
 ) -> torch.dtype:
-    """The type that the weights of a product are rounded to before they meet the activations.
+    """The type that the weights of a `gemm` are rounded to before they meet the activations.
 
     float32, which holds (code - zero) * scale as it is, on the CPU and in the streaming kernels, which scale sums; the
     type of `a` in the others.
@@ -271,6 +277,19 @@ def weight_dtype(
     return a.dtype if plan(a, w_packed, scales, zeros, **options).rounds_weights else torch.float32
 
 
-def _query(call: GemmCall, shape: WeightShape) -> Product:
-    a = call.a
-    return Product(call, shape, a.new_empty((a.shape[:-1].numel(), shape.n)))
+def _call(a: Tensor, operands: tuple[Any, ...], options: dict[str, Any]) -> Call:
+    """The call of the product that takes activations of the type of `a`."""
+    dtype = getattr(a, "dtype", None)
+    if dtype == torch.int8:
+        return Int8Call(a, *operands, **options)
+    if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return Float8Call(a, *operands, **options)
+    return GemmCall(a, *operands, **options)
+
+
+def _query(call: Call, shape: WeightShape) -> AnyProduct:
+    a, rows = call.a, call.a.shape[:-1].numel()
+    if isinstance(call, GemmCall):
+        return Product(call, shape, a.new_empty((rows, shape.n)))
+    assert isinstance(call, (Int8Call, Float8Call))
+    return EightBitProduct(call, shape, a.new_empty((rows, shape.n), dtype=call.out_dtype))

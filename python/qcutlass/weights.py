@@ -14,13 +14,15 @@ def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> 
 
     Args:
         codes: `[N, K]`, on the CPU or a GPU. uint8 with values in [0, 2**bits) for activations="16bit" (larger 4-bit
-            codes are refused on the CPU; CUDA takes their low four bits); int8 for activations="int8".
+            codes are refused on the CPU; CUDA takes their low four bits); int8 for activations="int8"; float8_e4m3fn
+            for activations="fp8".
         bits: 4 or 8.
         activations: type of the activations the weights will meet: "16bit" (float16, bfloat16; also float32 on the
-            CPU) or "int8" (bits=8 only). The two orders differ, and so do the types of the results.
+            CPU), "int8" or "fp8" (bits=8 only). The last two have an order of their own; the type of the result tells
+            all three apart.
 
     Returns:
-        `[ceil(N/16), ceil(K/kt), 32, 16]`, kt = 64 for 4 bits and 32 for 8; uint8 ("16bit") or int8 ("int8").
+        `[ceil(N/16), ceil(K/kt), 32, 16]` of the type of `codes`, kt = 64 for 4 bits and 32 for 8.
 
     Raises:
         TypeError: `codes` is not a tensor of the type named above.
@@ -41,7 +43,7 @@ def unpack_weights(w_packed: Tensor, bits: int, shape: tuple[int, int]) -> Tenso
     """The exact inverse of `preprocess_weights`.
 
     Args:
-        w_packed: uint8 or int8 `[ceil(N/16), ceil(K/kt), 32, 16]`.
+        w_packed: uint8, int8 or float8_e4m3fn `[ceil(N/16), ceil(K/kt), 32, 16]`.
         bits: 4 or 8.
         shape: (N, K).
 

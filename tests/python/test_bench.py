@@ -8,42 +8,20 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from bench import gpu_report, gpu_timing, peers, plots, timing
 from bench.__main__ import app
+from bench.layer import WeightOnlyLayer
 from bench.peers import base
+from tests.python.bench_rows import compared, row, write
 from typer.testing import CliRunner
 
-from qcutlass import testing
+from qcutlass import _C, testing
 
-GPU = "NVIDIA H200"
 MS = (1, 16, 64, 512, 4096)
-
-
-def row(shape: str, m: int, tactic: str, microseconds: float, **more: Any) -> dict[str, Any]:
-    """A row as the GPU bench writes it: the selected tactic's, unless `more` says otherwise."""
-    n, k = map(int, shape.split("x"))
-    moved = n * k // 2 + 2 * m * (n + k)
-    limit = 1e6 * max(moved / 4.56e12, 2 * m * n * k / 635e12) + 0.6
-    return {
-        "scheme": "w4a16_g128",
-        "shape": shape,
-        "m": m,
-        "tactic": tactic,
-        "selected": True,
-        "qcutlass_us": microseconds,
-        "spread": 0.01,
-        "limit_us": limit,
-        "limit_share": limit / microseconds if microseconds else None,
-        "moved_bytes": moved,
-    } | more
-
-
-def write(path: Path, rows: list[dict[str, Any]], **facts: Any) -> Path:
-    path.write_text(json.dumps({"title": gpu_report.TITLE, "facts": {"GPU": GPU} | facts, "rows": rows}))
-    return path
 
 
 @pytest.fixture
@@ -52,11 +30,9 @@ def whole_run(tmp_path: Path) -> Path:
     rows = []
     for shape in ("4096x4096", "8192x8192"):
         for m in MS:
-            rows.append(row(shape, m, "stream", 0.0))
-            ours = 1.25 * rows[-1]["limit_us"]
-            theirs = {"cublas_us": 2.2 * ours, "humming_us": 1.5 * ours} | ({"int4pack_us": ours + m} if m < 64 else {})
-            rows[-1] |= {"qcutlass_us": ours, "limit_share": 0.8} | theirs
-            rows[-1] |= gpu_report.comparison(rows[-1], [key.removesuffix("_us") for key in theirs])
+            few = row(shape, m, "stream", 0.0)
+            theirs = {"cublas": 2.2, "humming": 1.5} | ({"int4pack": 1 + 0.8 * m / few["limit_us"]} if m < 64 else {})
+            rows.append(compared(few, 0.8, **theirs))
     return write(tmp_path / "whole.json", rows, skipped={"gemlite": ["not installed"]})
 
 
@@ -196,17 +172,22 @@ def test_every_peer_says_why_it_is_skipped_without_a_gpu(monkeypatch: pytest.Mon
 
 def test_absent_libraries_are_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("QCUTLASS_BENCH_DENSE", raising=False)
+    monkeypatch.delenv("QCUTLASS_BENCH_CUTLASS", raising=False)
     find_spec = importlib.util.find_spec
     absent = ("humming", "gemlite")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
-    reasons = {"humming": "pip install humming-kernels", "gemlite": "pip install gemlite", "cutlass": "not built"}
+    reasons = {"humming": "pip install humming-kernels", "gemlite": "pip install gemlite"} | dict.fromkeys(
+        ("cutlass", "cutlass_int8"), "not built"
+    )
     for peer in peers.select(list(reasons)):
         with pytest.raises(base.Skip, match=reasons[peer.key]):
             peer.load()
     for path in (tmp_path / "absent.so", tmp_path):
-        (peer,) = peers.select(["cutlass"], dense_library=path)
-        with pytest.raises(base.Skip, match="OSError"):
+        for peer in peers.select(["cutlass", "cutlass_int8"], cutlass_library=path):
+            with pytest.raises(base.Skip, match="OSError"):
+                peer.load()
+    for peer in peers.select(["cutlass", "cutlass_int8"], cutlass_library=Path(_C.__file__)):  # a library of others
+        with pytest.raises(base.Skip, match=r"AttributeError.*qcutlass_bench"):
             peer.load()
     (tmp_path / "broken_peer.py").write_text("raise RuntimeError('no kernel for this GPU')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -216,7 +197,9 @@ def test_absent_libraries_are_named_with_what_to_install(monkeypatch: pytest.Mon
 
 def test_peers_by_name() -> None:
     assert [peer.key for peer in peers.select(["humming", "cublas"])] == ["cublas", "humming"]
-    with pytest.raises(ValueError, match=r"peer 'marlin': expected one of cublas, cutlass, int4pack, humming, gemlite"):
+    with pytest.raises(
+        ValueError, match=r"peer 'marlin': expected one of cublas, cutlass, cutlass_int8, int_mm, .*gemlite"
+    ):
         peers.select(["marlin"])
     with pytest.raises(ValueError, match=r"autotune mode 'slow': expected one of default, fast, max"):
         peers.select([], gemlite_autotune="slow")
@@ -234,7 +217,7 @@ def test_peers_by_name() -> None:
 )
 def test_int4pack_refuses_what_it_does_not_take(case: testing.Case, why: str) -> None:
     (peer,) = peers.select(["int4pack"])
-    layer: Any = SimpleNamespace(case=case, problem=None)
+    layer = mock.Mock(spec=WeightOnlyLayer, case=case, problem=None)
     with pytest.raises(base.Skip, match=why):
         peer.prepare(layer)
 
@@ -292,9 +275,9 @@ class _Failing(peers.Peer):
         if self._problem == "raises":
             raise RuntimeError("no such layer")
 
-        def contestants(a: torch.Tensor) -> list[gpu_timing.Contestant]:
+        def contestants(m: int) -> list[gpu_timing.Contestant]:
             if self._problem == "skips":
-                raise base.Skip(f"M = {len(a)}")
+                raise base.Skip(f"M = {m}")
             return [gpu_timing.Contestant(self.key, lambda index, out: out.zero_(), 1)]
 
         return contestants

@@ -50,7 +50,7 @@ def test_the_choice_is_the_first_candidate(m: int, gpu: str) -> None:
 
 def _call(tensors: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
     call = selection.GemmCall(*tensors, **keywords)
-    return call, selection.check_gemm(call, None)
+    return call, call.check(None)
 
 
 def test_the_table_names_every_tactic_and_marks_the_choice() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tests.python.faults import faults_of
 from torch import Tensor
 
 from qcutlass import testing
@@ -57,32 +58,11 @@ class WithProblem(Model):
         return Model(self.change(self.problem)).run()
 
 
-class LastKDropped(Model):
-    def columns(self) -> Tensor:
-        a = super().columns().clone()
-        a[:, -1] = 0
-        return a
-
-
 class LastK16StepDropped(Model):
     def columns(self) -> Tensor:
         a = super().columns().clone()
         a[:, -16:] = 0
         return a
-
-
-class TwoKSwapped(Model):
-    channels = slice(None)
-
-    def weight(self) -> Tensor:
-        w = super().weight().clone()
-        other = 101 + int((w[37, 101:] != w[37, 100]).int().argmax())  # swapping equal weights would be no fault
-        w[self.channels, 100], w[self.channels, other] = w[self.channels, other].clone(), w[self.channels, 100].clone()
-        return w
-
-
-class TwoKSwappedInOneChannel(TwoKSwapped):
-    channels = slice(37, 38)
 
 
 class ZeroPlusOneEverywhere(WithProblem):
@@ -127,13 +107,6 @@ class SixteenBitAccumulator(Model):
         return total
 
 
-class OneStaleElement(Model):
-    def store(self, out: Tensor) -> Tensor:
-        stale = out.clone()
-        stale[41, 77] = out[40, 77]
-        return stale
-
-
 class OneTileFromAStaleStage(Model):
     def accumulate(self, a: Tensor, w: Tensor) -> Tensor:
         total = super().accumulate(a, w)
@@ -141,25 +114,6 @@ class OneTileFromAStaleStage(Model):
         a_stale[:, 1024:1088] = a[16:24, 960:1024]  # one 64-wide stage still holds the one before
         total[16:24, 32:48] = a_stale @ w[32:48].T
         return total
-
-
-class LastRowUnwritten(Model):
-    def store(self, out: Tensor) -> Tensor:
-        box = testing.Poisoned(tuple(out.shape), out.dtype)
-        box.tensor[:-1] = out[:-1]
-        return box.tensor
-
-
-class LastEightColumnsUnwritten(Model):
-    def store(self, out: Tensor) -> Tensor:
-        box = testing.Poisoned(tuple(out.shape), out.dtype)
-        box.tensor[:, :-8] = out[:, :-8]
-        return box.tensor
-
-
-class LastRowUnwrittenOverZeros(Model):
-    def store(self, out: Tensor) -> Tensor:
-        return torch.cat([out[:-1], torch.zeros_like(out[-1:])])
 
 
 class ScalesRoundedToBfloat16(WithProblem):
@@ -193,21 +147,15 @@ class OutputTruncated(Model):
 
 
 FAULTS: list[type[Model]] = [
-    LastKDropped,
+    *faults_of(Model),
     LastK16StepDropped,
-    TwoKSwapped,
-    TwoKSwappedInOneChannel,
     ZeroPlusOneEverywhere,
     ZeroPlusOneInOneGroup,
     ZeroPlusOneInOneGroupAndChannel,
     GroupBoundaryOffByOne,
     NeighbourScaleInOneGroup,
     SixteenBitAccumulator,
-    OneStaleElement,
     OneTileFromAStaleStage,
-    LastRowUnwritten,
-    LastEightColumnsUnwritten,
-    LastRowUnwrittenOverZeros,
     ScalesRoundedToBfloat16,
     ScaledCodeMinusScaledZero,
     ScaleFoldedIntoTheMagicNumber,

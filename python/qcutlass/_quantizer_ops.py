@@ -1,0 +1,166 @@
+"""The operator behind the quantisers to 8 bits, `torch.ops.qcutlass.quantize_8bit`, and the rules of its arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass._arguments import DTYPES, as_rows, backend, current_device
+from qcutlass._ops import _register
+from qcutlass._validation import FLOATING, check_device, check_memory, check_tensor, shape_of
+
+Quantized: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Codes, scales and zero points; the latter are empty where the call asks for none."""
+
+CODES: Final = {
+    torch.int8: _C.DType.INT8,
+    torch.float8_e4m3fn: _C.DType.FLOAT8_E4M3,
+    torch.float8_e5m2: _C.DType.FLOAT8_E5M2,
+}
+
+
+class QuantizeCall(NamedTuple):
+    """The arguments of one quantisation, in the order of the schema; `qcutlass.quantize_activations` describes them."""
+
+    a: Tensor
+    dtype: torch.dtype
+    per_tensor: bool = False
+    asymmetric: bool = False
+    scale: Tensor | None = None
+    azp: Tensor | None = None
+    smooth: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {"a": self.a, "scale": self.scale, "azp": self.azp, "smooth": self.smooth}
+
+    @property
+    def has_azp(self) -> bool:
+        return self.asymmetric or self.azp is not None
+
+    @property
+    def has_one_range(self) -> bool:
+        return self.per_tensor or self.scale is not None
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def _check_one(name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    check_tensor(name, value, (dtype,))
+    if value.shape not in ((), (1,)):
+        raise ValueError(f"{name}: expected one element, shape [] or [1], got {shape_of(value)}")
+    _check_same_device(name, value, device)
+
+
+def _check_same_device(name: str, value: Tensor, device: torch.device) -> None:
+    if value.device != device:
+        raise ValueError(
+            f"{name} is on {value.device}, a is on {device}: move one of them, e.g. {name}.to({str(device)!r})"
+        )
+
+
+def check_quantize(call: QuantizeCall) -> None:
+    """Checks every argument but what needs memory addresses."""
+    a, dtype, per_tensor, asymmetric, scale, azp, smooth = call
+    check_tensor("a", a, FLOATING)
+    check_device("a", a)
+    if a.dim() == 0:
+        raise ValueError("a: expected shape [..., K], got a tensor without dimensions")
+    k = a.shape[-1]
+    if k < 1:
+        raise ValueError(f"a: K must be at least 1, got shape {shape_of(a)}")
+    if dtype not in CODES:
+        raise TypeError(f"dtype: expected torch.int8, torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
+    _check_flag("per_tensor", per_tensor)
+    _check_flag("asymmetric", asymmetric)
+    if call.has_azp and dtype != torch.int8:
+        name = "asymmetric" if azp is None else "azp"
+        raise ValueError(f"{name}: only int8 codes have zero points, got dtype {dtype}: leave it out")
+    if scale is not None:
+        _check_one("scale", scale, torch.float32, a.device)
+    if azp is not None:
+        _check_one("azp", azp, torch.int32, a.device)
+        if scale is None:
+            raise ValueError(
+                "azp: a given zero point needs a given scale: pass scale=, or asymmetric=True without azp="
+            )
+    if scale is not None and asymmetric and azp is None:
+        raise ValueError("azp: asymmetric=True with a given scale needs a given zero point: pass azp=")
+    if smooth is not None:
+        check_tensor("smooth", smooth, FLOATING)
+        if smooth.shape != (k,):
+            raise ValueError(f"smooth: expected shape [K] = [{k}], got {shape_of(smooth)}")
+        _check_same_device("smooth", smooth, a.device)
+
+
+def _outputs(call: QuantizeCall) -> Quantized:
+    a = call.a
+    ranges = (1,) if call.has_one_range else a.shape[:-1]
+    return (
+        a.new_empty(a.shape, dtype=call.dtype),
+        a.new_empty(ranges, dtype=torch.float32),
+        a.new_empty(ranges if call.asymmetric and call.azp is None else (0,), dtype=torch.int32),
+    )
+
+
+def quantize(call: QuantizeCall) -> Quantized:
+    """The codes of `a`, with scales and zero points of their own or the given ones."""
+    check_quantize(call)
+    check_memory(call.tensors)
+    codes, scale, azp = _outputs(call)
+    if scale.numel() == 0:
+        return codes, scale, azp
+    with current_device(codes):
+        rows, smooth = as_rows(call.a), call.smooth
+        if smooth is not None:
+            smooth = smooth.to(torch.float32).contiguous()
+        workspace = None
+        if codes.is_cuda and call.has_one_range and call.scale is None:
+            workspace = codes.new_empty(_C.QUANTIZE_WORKSPACE_BYTES, dtype=torch.uint8)
+        _C.quantize(
+            rows.shape[0],
+            rows.shape[1],
+            DTYPES[rows.dtype],
+            rows.data_ptr(),
+            rows.stride(0),
+            CODES[call.dtype],
+            codes.data_ptr(),
+            scale.data_ptr(),
+            azp.data_ptr(),
+            smooth=_address(smooth),
+            per_tensor=call.has_one_range,
+            asymmetric=call.has_azp,
+            given_scale=_address(call.scale),
+            given_azp=_address(call.azp),
+            workspace=_address(workspace),
+            **backend(codes),
+        )
+    return codes, scale, azp
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _quantize(*arguments: Any) -> Quantized:
+    return quantize(QuantizeCall(*arguments))
+
+
+def _quantize_fake(*arguments: Any) -> Quantized:
+    call = QuantizeCall(*arguments)
+    check_quantize(call)
+    return _outputs(call)
+
+
+_register(
+    "quantize_8bit(Tensor a, ScalarType dtype, bool per_tensor=False, bool asymmetric=False, Tensor? scale=None, "
+    "Tensor? azp=None, Tensor? smooth=None) -> (Tensor, Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+)

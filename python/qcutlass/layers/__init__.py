@@ -1,0 +1,18 @@
+"""Quantised linear layers, and how a model gets them."""
+
+from qcutlass.layers.base import QuantLinear, Scheme
+from qcutlass.layers.eight_bit import FP8, W8A8, Fp8Linear, Int8Linear
+from qcutlass.layers.replace import replace_linear
+from qcutlass.layers.weight_only import WeightOnly, WeightOnlyLinear
+
+__all__ = [
+    "FP8",
+    "W8A8",
+    "Fp8Linear",
+    "Int8Linear",
+    "QuantLinear",
+    "Scheme",
+    "WeightOnly",
+    "WeightOnlyLinear",
+    "replace_linear",
+]

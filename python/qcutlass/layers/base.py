@@ -1,0 +1,302 @@
+"""What all quantised linear layers have in common: how they are made, saved, loaded and moved."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass import _C
+from qcutlass._validation import ACTIVATIONS, FLOATING, check_integer, check_tensor, shape_of
+from qcutlass.formats import Checkpoint
+from qcutlass.quantization import QuantizedTensor
+from qcutlass.smoothquant import ActivationStatistics
+
+LAYOUT_VERSION: Final = int(_C.build_info()["layout_version"])
+
+Parts = Mapping[str, Tensor | None]
+
+
+class Scheme(ABC):
+    """How a linear layer is quantised. Subclasses are frozen dataclasses of options."""
+
+    @abstractmethod
+    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> QuantLinear:
+        """The quantised layer of a checked `linear`; on the meta device one without values, to be loaded into."""
+
+
+class QuantLinear(nn.Module, ABC):
+    """A linear layer with quantised weights: `activation(x @ w.T + bias)`, for inference.
+
+    `from_linear`, `from_quantized` and `from_checkpoint` make them; the kinds are `qcutlass.layers.WeightOnlyLinear`,
+    `Int8Linear` and `Fp8Linear`.
+
+    A layer's tensors are buffers. They are numbers as quantisation made them, so `.half()`, `.to(dtype)` and the like
+    convert none of them: a layer computes in the type of its input, which its output has too. `.to(device)` moves them.
+
+    `state_dict` holds the buffers under their names, and `layout`, int64 `[5]`: the version of the packed layout, bits,
+    N, K and group size. `load_state_dict` refuses another layout, shape or kind before it changes anything of the
+    layer; types of scales, and which of the optional tensors there are, follow what is loaded. To load without float
+    weights, make the model on the meta device and `load_state_dict(state, assign=True)`. Options that are not numbers,
+    the fused activation and how dynamic activations are quantised, are the code's, not the state's.
+
+    Attributes:
+        in_features, out_features: K, N.
+        bits: of a weight.
+        group_size: columns that share a scale; K: one group.
+        activation: None or the name of the fused one.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> layer = qcutlass.QuantLinear.from_linear(torch.nn.Linear(256, 48), bits=4, group_size=64)
+        >>> layer
+        WeightOnlyLinear(in_features=256, out_features=48, bits=4, group_size=64, zeros=uint8, bias=True)
+        >>> layer(torch.randn(2, 3, 256)).shape
+        torch.Size([2, 3, 48])
+    """
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    """Buffers that may be None."""
+
+    layout: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
+    ) -> None:
+        """`parts`: every buffer by its name, checked by the kind."""
+        super().__init__()
+        check_integer("in_features", in_features, minimum=1)
+        check_integer("out_features", out_features, minimum=1)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+        self.in_features, self.out_features = in_features, out_features
+        self.bits, self.group_size = bits, group_size
+        self.activation = activation
+        self._check(parts)
+        for name, part in parts.items():
+            self.register_buffer(name, None if part is None else part.detach().contiguous())
+        device = next(part.device for part in parts.values() if part is not None)
+        self.register_buffer("layout", torch.tensor(self._layout, device=device))
+
+    @staticmethod
+    def from_linear(
+        linear: nn.Linear,
+        scheme: Scheme | None = None,
+        *,
+        statistics: ActivationStatistics | None = None,
+        activation: str | None = None,
+        **options: Any,
+    ) -> QuantLinear:
+        """Quantises a linear layer, to the nearest.
+
+        Args:
+            linear: with float16, bfloat16 or float32 weights, on any device; it is not changed. The bias is copied.
+            scheme: `WeightOnly`, `W8A8` or `FP8`; None: `WeightOnly(**options)`, that is `bits=4, group_size=128,
+                symmetric=False`.
+            statistics: of the layer's input, from `calibrate` or `smooth_model`; needed by static schemes.
+            activation: to be fused: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+
+        Returns:
+            The layer, on the device of `linear`.
+
+        Raises:
+            TypeError: `linear` is not a Linear with floating weights, or an option is unknown or of another type.
+            ValueError: an option has no such value, weights or statistics are not finite, statistics are missing.
+
+        Example:
+            >>> import torch, qcutlass
+            >>> linear = torch.nn.Linear(64, 16)
+            >>> qcutlass.QuantLinear.from_linear(linear, qcutlass.W8A8(symmetric=False), activation="silu").bits
+            8
+        """
+        from qcutlass.layers.weight_only import WeightOnly  # derives from this class
+
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        if scheme is None:
+            scheme = WeightOnly(**options)
+        elif options:
+            raise TypeError(f"{next(iter(options))}: pass it to the scheme, {type(scheme).__name__}(...)")
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8 or FP8, got {type(scheme).__name__}")
+        check_tensor("linear.weight", linear.weight, FLOATING)
+        if not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
+            raise ValueError("linear.weight: expected finite values, got NaN or infinity")
+        if statistics is not None and statistics.minimum.shape != (linear.in_features,):
+            raise ValueError(
+                f"statistics: expected those of K = {linear.in_features} channels, got {shape_of(statistics.minimum)}"
+            )
+        with torch.no_grad():
+            return scheme.layer(linear, statistics, activation).train(linear.training)
+
+    @staticmethod
+    def from_quantized(
+        quantized: QuantizedTensor,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        act_scale: Tensor | None = None,
+        perm: Tensor | None = None,
+    ) -> QuantLinear:
+        """A weight-only layer of weights in canonical form, as `quantize` and the loaders of checkpoints give them.
+
+        Args:
+            quantized: codes, scales and zeros of an `[N, K]` matrix.
+            bias, activation, act_scale, perm: as for `gemm`.
+
+        Raises:
+            TypeError, ValueError: as for `gemm`; also where `perm` holds values outside [0, K), on any device.
+
+        Example:
+            >>> import torch, qcutlass
+            >>> q = qcutlass.quantize(torch.randn(48, 256), bits=8)
+            >>> qcutlass.QuantLinear.from_quantized(q, bias=torch.zeros(48)).bits
+            8
+        """
+        from qcutlass.layers.weight_only import WeightOnlyLinear  # derives from this class
+
+        return WeightOnlyLinear(quantized, bias=bias, activation=activation, act_scale=act_scale, perm=perm)
+
+    @staticmethod
+    def from_checkpoint(
+        checkpoint: str | PathLike[str] | Mapping[str, Tensor] | Checkpoint,
+        name: str,
+        *,
+        format: str = "auto",
+        config: Mapping[str, Any] | None = None,
+        activation: str | None = None,
+    ) -> QuantLinear:
+        """One layer of a quantised checkpoint, without loss: weights, bias, act-order, activation scales.
+
+        Args:
+            checkpoint: what `qcutlass.formats.load` opens or has opened. For many layers open it once.
+            name: of the layer, a key of the opened checkpoint.
+            format, config: as for `qcutlass.formats.load`.
+            activation: to be fused, as for `from_linear`.
+
+        Returns:
+            The layer, on the CPU: a `WeightOnlyLinear`, or an `Int8Linear` for W8A8.
+
+        Raises:
+            ValueError: no layer has this name, or its weights are not quantised.
+            FileNotFoundError, UnsupportedError, CheckpointError: as for `qcutlass.formats.load`.
+
+        Example:
+            >>> import torch, qcutlass
+            >>> tensors = {
+            ...     "up.qweight": torch.zeros(8, 32, dtype=torch.int32),  # K * 4 / 32 x N
+            ...     "up.qzeros": torch.full((1, 4), 0x77777777, dtype=torch.int32),
+            ...     "up.scales": torch.ones(1, 32, dtype=torch.float16),
+            ... }
+            >>> qcutlass.QuantLinear.from_checkpoint(tensors, "up")
+            WeightOnlyLinear(in_features=64, out_features=32, bits=4, group_size=64, zeros=None, bias=False)
+        """
+        from qcutlass.layers.loading import from_checkpoint  # makes layers of classes derived from this one
+
+        return from_checkpoint(checkpoint, name, format, config, activation)
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless the buffers are those of such a layer, in this layout.
+
+        For code that sets buffers itself; `load_state_dict` checks what it loads.
+
+        Example:
+            >>> import torch, qcutlass
+            >>> qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 16)).check()
+        """
+        self._check_layout(self.layout)
+        self._check({name: part for name, part in self._buffers.items() if name != "layout"})
+
+    @abstractmethod
+    def _check(self, parts: Parts) -> None:
+        """Raises TypeError or ValueError unless these are the buffers of such a layer."""
+
+    @property
+    def _layout(self) -> list[int]:
+        return [LAYOUT_VERSION, self.bits, self.out_features, self.in_features, self.group_size]
+
+    def _check_layout(self, layout: Tensor) -> None:
+        """Raises ValueError unless `layout` describes this layer."""
+        if layout.is_meta:
+            return
+        found = layout.tolist()
+        if not isinstance(found, list) or len(found) != len(self._layout):
+            raise ValueError(f"layout: expected [version, bits, N, K, group_size], got {found}")
+        if found[0] != LAYOUT_VERSION:
+            raise ValueError(
+                f"the weights were packed in layout version {found[0]}, this build reads version {LAYOUT_VERSION}: "
+                "quantise or convert the model again"
+            )
+        if found != self._layout:
+            (_, *theirs), (_, *ours) = found, self._layout
+            names = ("bits", "N", "K", "group_size")
+            differing = [f"{name} = {a}, not {b}" for name, a, b in zip(names, theirs, ours, strict=True) if a != b]
+            raise ValueError(f"the weights to load have {'; '.join(differing)}: build the layer with the same scheme")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Moves the buffers; leaves their types alone."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        parts = {name: state_dict.get(prefix + name) for name in self._buffers}
+        if any(part is not None for part in parts.values()):
+            layout = parts.pop("layout")
+            try:
+                if layout is None:
+                    raise ValueError("no `layout` beside the buffers: not the state of a QuantLinear")
+                self._check_layout(layout)
+                self._check(parts)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+                return
+            device = self.layout.device
+            for name, part in parts.items():
+                own = self._buffers[name]
+                if part is None or own is None or own.dtype != part.dtype or own.shape != part.shape:
+                    self._buffers[name] = None if part is None else torch.empty_like(part, device=device)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._check_layout(self.layout)
+
+    def extra_repr(self) -> str:
+        described = [f"in_features={self.in_features}, out_features={self.out_features}", *self._description()]
+        described.append(f"bias={self.bias is not None}")
+        if self.activation is not None:
+            described.append(f"activation={self.activation!r}")
+        return ", ".join(described)
+
+    def _description(self) -> list[str]:
+        """What `extra_repr` says of the kind."""
+        return []
+
+
+def short(dtype: torch.dtype) -> str:
+    """The name of a type without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+def copy_of_bias(linear: nn.Linear) -> Tensor | None:
+    return None if linear.bias is None else linear.bias.detach().clone()

@@ -1,0 +1,291 @@
+"""Weights and activations of 8 bits: SmoothQuant's W8A8, and the same in fp8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass._eight_bit import Float8Call, Int8Call
+from qcutlass._quantizer_ops import QuantizeCall, check_quantize
+from qcutlass._validation import check_packed_form, check_tensor
+from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
+from qcutlass.products import gemm_fp8, gemm_w8a8, weight_sums
+from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
+from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.weights import preprocess_weights
+
+
+@dataclass(frozen=True)
+class W8A8(Scheme):
+    """int8 weights, one scale a channel, and int8 activations.
+
+    Attributes:
+        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
+        symmetric: whether activations have no zero point. Asymmetric ones suit inputs of one sign, as behind ReLU.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.W8A8("static", symmetric=False)
+        W8A8(activations='static', symmetric=False)
+    """
+
+    activations: Literal["dynamic", "static"] = "dynamic"
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        _check_activations(self.activations)
+
+    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> Int8Linear:
+        weight, smooth = _smoothed_weight(linear, statistics)
+        a_scale = azp = None
+        if self.activations == "static":
+            a_scale, azp = _static_range(statistics, weight.device, torch.int8, not self.symmetric)
+        return Int8Linear(
+            *quantize_weights_int8(weight),
+            bias=copy_of_bias(linear),
+            a_scale=a_scale,
+            azp=azp,
+            smooth=smooth,
+            symmetric=self.symmetric,
+            activation=activation,
+        )
+
+
+@dataclass(frozen=True)
+class FP8(Scheme):
+    """e4m3 weights, one scale a channel, and e4m3 activations.
+
+    Attributes:
+        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.FP8()
+        FP8(activations='dynamic')
+    """
+
+    activations: Literal["dynamic", "static"] = "dynamic"
+
+    def __post_init__(self) -> None:
+        _check_activations(self.activations)
+
+    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> Fp8Linear:
+        weight, smooth = _smoothed_weight(linear, statistics)
+        a_scale = None
+        if self.activations == "static":
+            a_scale, _ = _static_range(statistics, weight.device, torch.float8_e4m3fn)
+        w_q, w_scale = quantize_weights_fp8(weight)
+        return Fp8Linear(w_q, w_scale, bias=copy_of_bias(linear), a_scale=a_scale, smooth=smooth, activation=activation)
+
+
+def _check_activations(activations: object) -> None:
+    if activations not in ("dynamic", "static"):
+        raise ValueError(f"activations: expected 'dynamic' or 'static', got {activations!r}")
+
+
+def _smoothed_weight(linear: nn.Linear, statistics: ActivationStatistics | None) -> tuple[Tensor, Tensor | None]:
+    """The weights, times the factors that the layer is to divide its input by, and those."""
+    weight = linear.weight.detach()
+    if statistics is None or statistics.smooth is None:
+        return weight, None
+    smooth = statistics.smooth.to(weight.device)
+    return weight * smooth, smooth  # in fp32, as the factors are
+
+
+def _static_range(
+    statistics: ActivationStatistics | None, device: torch.device, dtype: torch.dtype, asymmetric: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Scale `[1]`, and zero point `[1]` if asymmetric, that `quantize_activations` gives what was recorded."""
+    if device.type == "meta":
+        ends = torch.empty((1, 2), device=device)
+    elif statistics is None:
+        raise ValueError("statistics: static activations need them; record some with qcutlass.calibrate(model)")
+    else:
+        ends = torch.stack(statistics.extremes())[None].to(device)
+    _, scale, *azp = quantize_activations(ends, dtype=dtype, per_tensor=True, asymmetric=asymmetric)
+    return scale, azp[0] if azp else None
+
+
+class Int8Linear(QuantLinear):
+    """A linear layer on `qcutlass.gemm_w8a8`: `quantize_activations`, then one product. See also `QuantLinear`.
+
+    Buffers: `w_packed` int8; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
+    activations, None for dynamic ones; `azp` int32 `[1]`, the zero point of static asymmetric ones, else None;
+    `w_sums` int32 `[N]`, which zero points need, or None; `smooth` float32 `[K]`, by which the activations are divided
+    first, or None.
+
+    Args:
+        w_q: int8 `[N, K]`: of the weights times `smooth`.
+        w_scale, bias, a_scale, azp, smooth: the buffers.
+        symmetric: False: each token of dynamic activations gets a zero point.
+        activation: as for `gemm_w8a8`.
+
+    Raises:
+        TypeError, ValueError: as for `quantize_activations` and `gemm_w8a8`.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.layers import Int8Linear
+        >>> layer = Int8Linear(*qcutlass.quantize_weights_int8(torch.randn(48, 256)))
+        >>> layer(torch.randn(2, 3, 256)).shape
+        torch.Size([2, 3, 48])
+    """
+
+    OPTIONAL: ClassVar = ("bias", "a_scale", "azp", "w_sums", "smooth")
+
+    w_packed: Tensor
+    w_scale: Tensor
+    a_scale: Tensor | None
+    azp: Tensor | None
+    w_sums: Tensor | None
+    smooth: Tensor | None
+
+    def __init__(
+        self,
+        w_q: Tensor,
+        w_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        a_scale: Tensor | None = None,
+        azp: Tensor | None = None,
+        smooth: Tensor | None = None,
+        symmetric: bool = True,
+        activation: str | None = None,
+    ) -> None:
+        n, k = w_q.shape
+        parts = {
+            "w_packed": preprocess_weights(w_q, 8, "int8"),
+            "w_scale": w_scale,
+            "bias": bias,
+            "a_scale": a_scale,
+            "azp": azp,
+            "w_sums": None if symmetric and azp is None else weight_sums(w_q),
+            "smooth": smooth,
+        }
+        super().__init__(k, n, 8, k, activation, parts)
+        self.symmetric = symmetric
+
+    def _check(self, parts: Parts) -> None:
+        a_q = _check_quantiser(torch.int8, self.in_features, parts)
+        operands: dict[str, Any] = {**parts, "a_scale": a_q.new_empty(1, dtype=torch.float32)}
+        del operands["smooth"]
+        Int8Call(a_q, activation=self.activation, n=self.out_features, **operands).check(None)
+
+    def forward(self, a: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        dynamic = self.a_scale is None
+        a_q, a_scale, *azp = quantize_activations(
+            a, scale=self.a_scale, asymmetric=dynamic and not self.symmetric, azp=self.azp, smooth=self.smooth
+        )
+        return gemm_w8a8(
+            a_q,
+            self.w_packed,
+            a_scale,
+            self.w_scale,
+            bias=self.bias,
+            azp=azp[0] if azp else None,
+            activation=self.activation,
+            out_dtype=a.dtype,
+            n=self.out_features,
+            w_sums=self.w_sums if azp else None,
+        )
+
+    def _description(self) -> list[str]:
+        symmetric = self.symmetric if self.a_scale is None else self.azp is None
+        return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={symmetric}"]
+
+
+class Fp8Linear(QuantLinear):
+    """A linear layer on `qcutlass.gemm_fp8`: `quantize_activations`, then one product. See also `QuantLinear`.
+
+    Buffers: `w_packed` float8_e4m3fn; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
+    activations, None for dynamic ones; `smooth` float32 `[K]`, by which the activations are divided first, or None.
+
+    Args:
+        w_q: float8_e4m3fn `[N, K]`: of the weights times `smooth`.
+        w_scale, bias, a_scale, smooth: the buffers.
+        activation: as for `gemm_fp8`.
+
+    Raises:
+        TypeError, ValueError: as for `quantize_activations` and `gemm_fp8`.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.layers import Fp8Linear
+        >>> layer = Fp8Linear(*qcutlass.quantize_weights_fp8(torch.randn(48, 256)))
+        >>> layer(torch.randn(2, 3, 256, dtype=torch.bfloat16)).shape
+        torch.Size([2, 3, 48])
+    """
+
+    OPTIONAL: ClassVar = ("bias", "a_scale", "smooth")
+
+    w_packed: Tensor
+    w_scale: Tensor
+    a_scale: Tensor | None
+    smooth: Tensor | None
+
+    def __init__(
+        self,
+        w_q: Tensor,
+        w_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        a_scale: Tensor | None = None,
+        smooth: Tensor | None = None,
+        activation: str | None = None,
+    ) -> None:
+        n, k = w_q.shape
+        w_packed = preprocess_weights(w_q, 8, "fp8")
+        parts = {"w_packed": w_packed, "w_scale": w_scale, "bias": bias, "a_scale": a_scale, "smooth": smooth}
+        super().__init__(k, n, 8, k, activation, parts)
+
+    def _check(self, parts: Parts) -> None:
+        a_q = _check_quantiser(torch.float8_e4m3fn, self.in_features, parts)
+        w_packed, w_scale, bias = (parts[name] for name in ("w_packed", "w_scale", "bias"))
+        assert w_packed is not None
+        check_packed_form("w_packed", w_packed)
+        operands: dict[str, Any] = {"a_scale": a_q.new_empty(1, dtype=torch.float32), "w_scale": w_scale, "bias": bias}
+        Float8Call(a_q, w_packed, activation=self.activation, n=self.out_features, **operands).check(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the weights as bytes: torch reads no pickles of float8 tensors."""
+        return self.__dict__ | {"_buffers": self._buffers | {"w_packed": self.w_packed.view(torch.uint8)}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.w_packed = self.w_packed.view(torch.float8_e4m3fn)
+
+    def forward(self, a: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        a_q, a_scale, *_ = quantize_activations(a, dtype=torch.float8_e4m3fn, scale=self.a_scale, smooth=self.smooth)
+        return gemm_fp8(
+            a_q,
+            self.w_packed,
+            a_scale,
+            self.w_scale,
+            bias=self.bias,
+            activation=self.activation,
+            out_dtype=a.dtype,
+            n=self.out_features,
+        )
+
+    def _description(self) -> list[str]:
+        return _describe_activations(self.a_scale, self.smooth)
+
+
+def _check_quantiser(dtype: torch.dtype, k: int, parts: Parts) -> Tensor:
+    """Checks the tensors that quantise activations `[..., k]`; returns codes `[1, k]` beside the weights."""
+    w_packed = parts["w_packed"]
+    check_tensor("w_packed", w_packed, (dtype,))
+    assert w_packed is not None
+    a = torch.empty((1, k), device=w_packed.device)
+    check_quantize(QuantizeCall(a, dtype, scale=parts["a_scale"], azp=parts.get("azp"), smooth=parts["smooth"]))
+    return a.to(dtype)
+
+
+def _describe_activations(a_scale: Tensor | None, smooth: Tensor | None) -> list[str]:
+    described = [f"activations={'dynamic' if a_scale is None else 'static'}"]
+    return described if smooth is None else [*described, "smooth=True"]

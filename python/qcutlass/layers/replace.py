@@ -1,0 +1,95 @@
+"""All linear layers of a model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+from torch import nn
+
+from qcutlass.errors import UnsupportedError
+from qcutlass.layers.base import QuantLinear, Scheme
+from qcutlass.smoothquant import ActivationStatistics
+
+_SKIPPED: Final = ("lm_head",)
+
+
+def replace_linear(
+    model: nn.Module,
+    scheme: Scheme,
+    skip: Sequence[str] | None = None,
+    *,
+    statistics: Mapping[str, ActivationStatistics] | None = None,
+) -> list[str]:
+    """Replaces the Linear layers of a model, in place, by quantised ones.
+
+    Layers of exactly the type `torch.nn.Linear` are replaced, not those of derived types, whose owners may look into
+    them. A layer with several names is quantised once. The new layers are made before the first is put in, so that an
+    error changes nothing; old and new weights are in memory together until then.
+
+    Args:
+        model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
+            `load_state_dict(state, assign=True)`.
+        scheme: `WeightOnly(...)`, `W8A8(...)` or `FP8(...)`.
+        skip: layers to leave alone: names as in `model.named_modules()`, their last parts, or patterns of either
+            (`"*.experts.*"`); a layer inside a skipped module is skipped. None: `lm_head`, where there is one.
+        statistics: from `calibrate` or `smooth_model`; needed by static schemes for every layer.
+
+    Returns:
+        Names of the replaced layers.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: nothing to replace, an entry of `skip` matches no module, or a layer (named) can't be quantised.
+        UnsupportedError: a layer is on a GPU that has no kernel for the scheme.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> qcutlass.replace_linear(model, qcutlass.WeightOnly(bits=4, group_size=32), skip=["2"])
+        ['0']
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8 or FP8, got {type(scheme).__name__}")
+    if isinstance(skip, str):
+        raise TypeError(f"skip: expected a list of names, got the string {skip!r}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    skipped = _skipped(modules, _SKIPPED if skip is None else skip, must_match=skip is not None)
+    names = [name for name, module in modules.items() if type(module) is nn.Linear and module not in skipped]
+    if "" in names:
+        raise ValueError("model: is itself a Linear; use qcutlass.QuantLinear.from_linear(model, scheme)")
+    if not names:
+        raise ValueError("model: it has no torch.nn.Linear to replace (those in skip left out)")
+
+    layers: dict[nn.Module, QuantLinear] = {}
+    for name in names:
+        linear = modules[name]
+        assert isinstance(linear, nn.Linear)
+        if linear in layers:
+            continue
+        try:
+            layers[linear] = QuantLinear.from_linear(linear, scheme, statistics=(statistics or {}).get(name))
+        except (TypeError, ValueError, UnsupportedError) as error:
+            raise type(error)(f"{name}: {error}") from error
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(modules[parent], child, layers[modules[name]])
+    return names
+
+
+def _skipped(modules: Mapping[str, nn.Module], skip: Sequence[str], must_match: bool) -> set[nn.Module]:
+    """The modules that match, and all inside them."""
+    found: set[nn.Module] = set()
+    for pattern in skip:
+        matches = [
+            module
+            for name, module in modules.items()
+            if name and (fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern))
+        ]
+        if must_match and not matches:
+            raise ValueError(f"skip: {pattern!r} matches no module; model.named_modules() lists them")
+        found.update(inner for module in matches for inner in module.modules())
+    return found

@@ -1,0 +1,142 @@
+"""SmoothQuant for all layers of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass.smoothquant.calibration import ActivationStatistics
+from qcutlass.smoothquant.factors import smooth
+from qcutlass.smoothquant.folding import folded, write
+
+Group = tuple[str, Sequence[str]]
+
+# What a Llama-like block calls its parts: a norm, and the linears that read it and nothing else does.
+_BLOCK: Final[tuple[Group, ...]] = (
+    ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+)
+
+
+def smooth_model(
+    model: nn.Module,
+    statistics: Mapping[str, ActivationStatistics],
+    alpha: float = 0.5,
+    *,
+    groups: Iterable[Group] | None = None,
+    others: bool = True,
+) -> dict[str, ActivationStatistics]:
+    """Smooths a model in place: factors go into the norm or linear before, and into the weights behind.
+
+    The model computes what it did, up to the rounding of its weights. Layers in no group are left as they are, but
+    their returned statistics hold factors, by which `replace_linear` has the quantised layer divide its own input.
+
+    Args:
+        model: with Linear layers, not yet quantised.
+        statistics: from `calibrate`.
+        alpha: as for `smooth`.
+        groups: pairs of names, as in `model.named_modules()`: a norm or linear, and all the linears that read its
+            output (see `fold_smoothing` for what may lie in between). None: found in Llama-like blocks, whose only
+            norms are `input_layernorm`, before `self_attn.q_proj`, `k_proj`, `v_proj`, and `post_attention_layernorm`,
+            before `mlp.gate_proj`, `up_proj`.
+        others: whether layers in no group get factors of their own.
+
+    Returns:
+        Statistics of the smoothed model, for `replace_linear`.
+
+    Raises:
+        ValueError: no group was given or found; a name is not in the model or has no statistics; a layer is in two
+            groups; or as for `smooth` and `fold_smoothing`. The model is unchanged then.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 32), torch.nn.SiLU(),
+        ...                             torch.nn.Linear(32, 4))
+        >>> with torch.no_grad(), qcutlass.calibrate(model) as statistics:
+        ...     _ = model(torch.randn(64, 16))
+        >>> statistics = qcutlass.smooth_model(model, statistics, groups=[("0", ["1"])])
+        >>> statistics["1"].smooth is None, statistics["3"].smooth.shape
+        (True, torch.Size([32]))
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    groups = list(_llama_groups(modules) if groups is None else groups)
+    if not groups:
+        raise ValueError(
+            "groups: found no block whose only norms are input_layernorm and post_attention_layernorm, with q_proj, "
+            "k_proj, v_proj in self_attn or gate_proj, up_proj in mlp; pass pairs (norm, [linears])"
+        )
+    _check_names(modules, groups, statistics)
+    result = dict(statistics)
+    work = []
+    for previous, linears in groups:
+        absmax = reduce(torch.maximum, [statistics[name].absmax for name in linears])
+        try:
+            s = smooth(absmax, [_weight(modules[name]) for name in linears], alpha)
+            folded(modules[previous], [modules[name] for name in linears], s)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"group {previous} -> {', '.join(linears)}: {error}") from error
+        result |= {name: statistics[name].divided(s) for name in linears}
+        work.append((previous, linears, s))
+    if others:
+        members = {id(modules[name]) for _, linears in groups for name in linears}
+        for name, record in statistics.items():
+            module = modules.get(name)
+            if isinstance(module, nn.Linear) and id(module) not in members:
+                result[name] = replace(record, smooth=smooth(record.absmax, module.weight, alpha))
+    for previous, linears, s in work:  # computed again: copies of all changed weights at once might not fit
+        write(folded(modules[previous], [modules[name] for name in linears], s))
+    return result
+
+
+def _weight(module: nn.Module) -> Tensor:
+    if not isinstance(module, nn.Linear):
+        raise TypeError(f"expected torch.nn.Linear layers, got {type(module).__name__}")
+    return module.weight
+
+
+def _llama_groups(modules: Mapping[str, nn.Module]) -> Iterator[Group]:
+    """The groups of the blocks that are known to be wired like Llama's: each norm is read by its linears alone.
+
+    A block with other norms, or fewer, is wired in another way: norms behind attention and MLP, or one for both.
+    """
+    norms = {norm for norm, _ in _BLOCK}
+    for name, block in modules.items():
+        if {child for child, _ in block.named_children() if "norm" in child} != norms:
+            continue
+        prefix = f"{name}." if name else ""
+        for norm, linears in _BLOCK:
+            if all(isinstance(modules.get(prefix + linear), nn.Linear) for linear in linears):
+                yield prefix + norm, [prefix + linear for linear in linears]
+
+
+def _check_names(
+    modules: Mapping[str, nn.Module], groups: Sequence[Group], statistics: Mapping[str, ActivationStatistics]
+) -> None:
+    owners = Counter(id(getattr(module, "weight", None)) for module in set(modules.values()))
+    read: set[int] = set()
+    written: set[int] = set()
+    for previous, linears in groups:
+        if isinstance(linears, str):
+            raise TypeError(f"groups: expected a list of names after {previous!r}, got the string {linears!r}")
+        if not linears:
+            raise ValueError(f"groups: expected the names of one linear or more after {previous!r}, got none")
+        for name in (previous, *linears):
+            if name not in modules:
+                raise ValueError(f"groups: the model has no module {name!r}; named_modules() lists them")
+            weight = getattr(modules[name], "weight", None)
+            if weight is not None and owners[id(weight)] > 1:
+                raise ValueError(f"groups: the weight of {name!r} is also another module's, which would change with it")
+        for name in linears:
+            if name not in statistics:
+                raise ValueError(f"statistics: none for {name!r}; was it called while calibrating?")
+        for seen, names in ((written, [previous]), (read, linears)):
+            for name in names:
+                if id(modules[name]) in seen:
+                    raise ValueError(f"groups: {name!r} comes twice; put all the linears behind a layer in one group")
+                seen.add(id(modules[name]))

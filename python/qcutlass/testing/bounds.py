@@ -1,0 +1,232 @@
+"""The float64 answer of a product, and how far a correct one may be from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+UNIT_ROUNDOFF: Final = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+"""Half the distance from 1 to the next number: the relative error of rounding to nearest."""
+
+_ROUNDING_SLACK: Final = 1 + 2.0**-7  # the value that is rounded is itself a little off: u * |x'| against u * |x|
+_STEP: Final = 2.0**-23  # tensor cores truncate inside a step: a whole unit in the last place of fp32
+_TINY: Final = 2.0**-25  # half of fp16's smallest subnormal
+EXACT_LIMIT: Final = 2**24
+"""fp32 holds every integer up to here."""
+_EVALUATION: Final = 2.0**-22  # error of an activation function computed in fp32, relative to its argument
+
+# Largest slope of each activation, rounded up: how much an error of the argument can grow.
+# SiLU: 1.0999 at 2.40; GELU: 1.1289 at sqrt(2); its tanh form: 1.1290 near there.
+SLOPE: Final[dict[str | None, float]] = {None: 1.0, "relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
+
+
+def activate(x: Tensor, activation: str | None) -> Tensor:
+    """Applies None, "relu", "gelu" (erf), "gelu_tanh" or "silu" in the precision of `x`; ValueError for other names."""
+    if activation is None:
+        return x
+    if activation == "relu":
+        return torch.relu(x)
+    if activation == "silu":
+        return torch.nn.functional.silu(x)
+    if activation == "gelu":
+        return torch.nn.functional.gelu(x)
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    raise ValueError(f"activation must be one of {', '.join(map(repr, SLOPE))}, got {activation!r}")
+
+
+def dequantized_weight(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The weights that codes stand for: RN(RN32(RN32(code - zero) * scale)), RN to `dtype`.
+
+    Args:
+        codes: uint8 `[N, K]`.
+        scales: floating `[G, N]`, G = ceil(K / group_size), or `[N]`: one a channel.
+        zeros: shaped as `scales`, integer or floating; None: 2^(bits - 1).
+        group_size: columns that share a scale; the last group may be short.
+        bits: 4 or 8.
+        dtype: type of the result; None: float32, which holds the products as they are.
+
+    Returns:
+        `[N, K]`.
+    """
+    n, k = codes.shape
+    scales = scales.reshape(-1, n).float()
+    shift = torch.full_like(scales, 2.0 ** (bits - 1)) if zeros is None else zeros.reshape(-1, n).float()
+    weight = torch.empty(n, k, dtype=dtype or torch.float32, device=codes.device)
+    for group in range(scales.shape[0]):
+        columns = slice(group * group_size, min(k, (group + 1) * group_size))
+        difference = codes[:, columns].float() - shift[group, :, None]
+        weight[:, columns] = difference * scales[group, :, None]
+    return weight
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The float64 answer of a product and what its bound needs.
+
+    Attributes:
+        sum: float64 `[M, N]`, sum over k of a' * w.
+        spread: float64 `[M, N]`, root of the sum over k of (a' * w)^2: the size of errors that do not conspire.
+        k: number of terms.
+        bias: float64 `[N]` or None.
+        activation: name or None.
+        dtype: type of the activations, hence of the output.
+    """
+
+    sum: Tensor
+    spread: Tensor
+    k: int
+    bias: Tensor | None
+    activation: str | None
+    dtype: torch.dtype
+
+    @property
+    def argument(self) -> Tensor:
+        """float64 `[M, N]`: what the activation function is applied to."""
+        return self.sum if self.bias is None else self.sum + self.bias
+
+    @property
+    def value(self) -> Tensor:
+        """float64 `[M, N]`: activation(sum + bias)."""
+        return activate(self.argument, self.activation)
+
+    def rows(self, begin: int, end: int) -> Reference:
+        """The same for rows [begin, end) alone."""
+        return replace(self, sum=self.sum[begin:end], spread=self.spread[begin:end])
+
+    def sum_error(self, splits: int) -> Tensor:
+        """float64 `[M, N]`: how far from `sum` the fp32 number may be that bias and activation get."""
+        return _STEP * (self.k / 8 + 16 + splits) * (self.sum.abs() + 4 * self.spread)
+
+    @property
+    def underflow(self) -> float:
+        """Error of results near 0, where it is not relative."""
+        return _TINY
+
+
+def scaled_activations(a: Tensor, act_scale: Tensor | None = None, perm: Tensor | None = None) -> Tensor:
+    """The activations as the product sees them: column k is RN(RN32(a * act_scale))[:, perm[k]], RN to `a`'s type."""
+    if act_scale is not None:
+        a = (a.float() * act_scale.float()).to(a.dtype)
+    return a if perm is None else a[..., perm.long()]
+
+
+def reference(
+    a: Tensor,
+    w_hat: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    act_scale: Tensor | None = None,
+    perm: Tensor | None = None,
+) -> Reference:
+    """Multiplies in float64, in blocks of channels, on `a`'s device.
+
+    Args:
+        a: floating `[..., K]`; leading dimensions are flattened.
+        w_hat: floating `[N, K]`, exactly the weights the product under test uses (`dequantized_weight`).
+        bias: floating `[N]`.
+        activation: as `qcutlass.gemm`'s.
+        act_scale: floating `[K]`, multiplied onto `a` and rounded to its type.
+        perm: integer `[K]`, column k of `w_hat` meets column `perm[k]` of the activations.
+    """
+    x = scaled_activations(a, act_scale, perm).reshape(-1, a.shape[-1]).double()
+    (m, k), n = x.shape, w_hat.shape[0]
+    total, squares = (torch.empty(m, n, dtype=torch.float64, device=a.device) for _ in range(2))
+    x_squared = x.square()
+    block = max(16, 2**24 // max(1, k))  # 128 MB of float64 weights
+    for begin in range(0, n, block):
+        w = w_hat[begin : begin + block].double()
+        total[:, begin : begin + block] = x @ w.T
+        squares[:, begin : begin + block] = x_squared @ w.square().T
+    return Reference(total, squares.sqrt(), k, None if bias is None else bias.double(), activation, a.dtype)
+
+
+def bound(ref: Reference, *, splits: int = 1) -> Tensor:
+    """Oracle T: the largest error of a correct product, element by element.
+
+    Without bias and activation it is u*|ref|*(1 + 2^-7) + 2^-23*(K/8 + 16 + splits)*(|ref| + 4Q) + 2^-25, with u the
+    unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term). A bias adds its own
+    fp32 rounding; an activation multiplies the error of its argument by its largest slope and adds 2^-22 of the
+    argument for its evaluation in fp32.
+
+    Args:
+        ref: what `reference` returned.
+        splits: number of partial sums that are added at the end (split-K).
+
+    Returns:
+        float64 `[M, N]`.
+    """
+    value, argument = ref.value, ref.argument
+    error = ref.sum_error(splits)
+    if ref.bias is not None:
+        error = error + _STEP / 2 * argument.abs()
+    if ref.activation is not None:
+        error = SLOPE[ref.activation] * error
+    if ref.activation not in (None, "relu"):
+        error = error + _EVALUATION * argument.abs()
+    return UNIT_ROUNDOFF[ref.dtype] * _ROUNDING_SLACK * value.abs() + error + ref.underflow
+
+
+def error_ratios(out: Tensor, ref: Reference, *, splits: int = 1) -> Tensor:
+    """Element-wise |out - ref| / bound, float64 `[M, N]`.
+
+    NaN is right where the reference has NaN, infinity where the reference is that infinity or rounds to it; elsewhere
+    both count as an infinite error.
+    """
+    actual, value, limit = out.reshape(ref.sum.shape).double(), ref.value, bound(ref, splits=splits)
+    ratio = (actual - value).abs() / limit
+    overflows = value.abs() + limit >= torch.finfo(ref.dtype).max * (1 + UNIT_ROUNDOFF[ref.dtype] / 2)
+    right = (actual.isnan() & value.isnan()) | (actual == value)
+    right |= actual.isinf() & overflows & (actual.sign() == value.sign())
+    return ratio.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(right, 0)
+
+
+def error_ratio(out: Tensor, ref: Reference, *, splits: int = 1) -> float:
+    """Largest |out - ref| / bound: at most 1 for a correct product, 0 for an empty one."""
+    rows = max(1, 2**22 // max(1, ref.sum.shape[1]))
+    out = out.reshape(ref.sum.shape)
+    return max(
+        (
+            float(error_ratios(out[begin : begin + rows], ref.rows(begin, begin + rows), splits=splits).max())
+            for begin in range(0, out.shape[0] if out.numel() else 0, rows)
+        ),
+        default=0.0,
+    )
+
+
+def assert_close(out: Tensor, ref: Reference, *, splits: int = 1, label: object = "") -> float:
+    """Asserts oracle T and returns the largest ratio; `label` (say, a `Problem`) opens the message of a failure."""
+    assert out.dtype == ref.dtype, f"{label}: output has {out.dtype}, expected {ref.dtype}"
+    worst = error_ratio(out, ref, splits=splits)
+    if worst > 1:
+        ratios = error_ratios(out, ref, splits=splits)
+        m, n = divmod(int(ratios.argmax()), ratios.shape[1])
+        got, want = out.reshape(ratios.shape)[m, n].item(), ref.value[m, n].item()
+        limit = bound(ref, splits=splits)[m, n].item()
+        raise AssertionError(
+            f"{label}: {int((ratios > 1).sum())} of {ratios.numel()} elements are out of bounds; worst [{m}, {n}] = "
+            f"{got!r}, reference {want!r}, error {worst:.4g} times the bound {limit:.4g}"
+        )
+    return worst
+
+
+def assert_equal(out: Tensor, expected: Tensor, *, label: object = "") -> None:
+    """Asserts equal type, shape and every value (NaN equals NaN; zeros of either sign are equal)."""
+    assert out.dtype == expected.dtype, f"{label}: dtype {out.dtype}, expected {expected.dtype}"
+    assert out.shape == expected.shape, f"{label}: shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
+    wrong = ~(out == expected)
+    if out.is_floating_point():
+        wrong &= ~(out.isnan() & expected.isnan())
+    if bool(wrong.any()):
+        index = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{label}: {int(wrong.sum())} of {wrong.numel()} elements differ; first {list(index)} = "
+            f"{out[index].item()!r}, expected {expected[index].item()!r}"
+        )

@@ -1,0 +1,202 @@
+"""Weight-only products to test: random ones, and ones whose sums are exact."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qcutlass.testing.bounds import EXACT_LIMIT, Reference, dequantized_weight, reference
+
+Zeros: TypeAlias = Literal["none", "int", "real"]
+
+_EPILOGUE: Final = ("bias", "activation", "act_scale", "perm")  # what Problem, reference and gemm share
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Problem:
+    """A weight-only product: activations, a weight matrix in canonical form, and what the epilogue does."""
+
+    a: Tensor
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+    bias: Tensor | None = None
+    activation: str | None = None
+    act_scale: Tensor | None = None
+    perm: Tensor | None = None
+    seed: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, N, K)."""
+        return self.a.reshape(-1, self.codes.shape[1]).shape[0], *self.codes.shape
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments of `qcutlass.gemm`; group_size and bits only where the shapes do not tell them."""
+        return {name: getattr(self, name) for name in _EPILOGUE if getattr(self, name) is not None} | self.ambiguous
+
+    @property
+    def ambiguous(self) -> dict[str, int]:
+        """Those of group_size and bits that the shapes of weights and scales do not tell."""
+        k = self.codes.shape[1]
+        ragged = min(self.group_size, k) * self.scales.shape[0] != k
+        return ({"group_size": self.group_size} if ragged else {}) | ({"bits": self.bits} if k <= 32 else {})
+
+    def weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`[N, K]` in `dtype` (None: float32), columns in the order of the codes."""
+        return dequantized_weight(self.codes, self.scales, self.zeros, self.group_size, self.bits, dtype)
+
+    def reference(self, weight_dtype: torch.dtype | None = None) -> Reference:
+        """The float64 answer for weights rounded to `weight_dtype` (None: kept in fp32)."""
+        return reference(self.a, self.weight(weight_dtype), **{name: getattr(self, name) for name in _EPILOGUE})
+
+    def __repr__(self) -> str:
+        m, n, k = self.shape
+        zeros = "none" if self.zeros is None else str(self.zeros.dtype).removeprefix("torch.")
+        epilogue = [name for name in ("bias", "act_scale", "perm") if getattr(self, name) is not None]
+        return (
+            f"M={m} N={n} K={k} w{self.bits} g{self.group_size} a={self.a.dtype} scales={self.scales.dtype} "
+            f"zeros={zeros} activation={self.activation} {' '.join(epilogue)} seed={self.seed}"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """What kind of product to test; `random` and `exact` fill it with data.
+
+    Attributes:
+        m, n, k: sizes.
+        bits: 4 or 8.
+        group_size: columns that share a scale.
+        zeros: "none" (symmetric), "int" or "real".
+        dtype: of the activations, the bias, `act_scale` and the output.
+        scale_dtype: of the scales; None: `dtype`.
+        zero_dtype: of the zeros; None: uint8 for zeros="int", the scales' type for zeros="real".
+        bias, act_scale, perm: whether there is one.
+        activation: name or None.
+    """
+
+    m: int
+    n: int
+    k: int
+    bits: int = 4
+    group_size: int = 128
+    zeros: Zeros = "int"
+    dtype: torch.dtype = torch.float16
+    scale_dtype: torch.dtype | None = None
+    zero_dtype: torch.dtype | None = None
+    bias: bool = False
+    activation: str | None = None
+    act_scale: bool = False
+    perm: bool = False
+
+    @property
+    def _zero_span(self) -> int:  # int8 holds half of what 8-bit codes need
+        return 1 << (min(self.bits, 7) if self.zero_dtype == torch.int8 else self.bits)
+
+    def _problem(self, seed: int, **tensors: Tensor | None) -> Problem:
+        """Casts float64 or integer tensors to the case's types."""
+        scale_dtype = self.scale_dtype or self.dtype
+        zero_dtype = self.zero_dtype or (torch.uint8 if self.zeros == "int" else scale_dtype)
+        types = {"codes": torch.uint8, "scales": scale_dtype, "zeros": zero_dtype, "perm": torch.int32}
+        cast: dict[str, Any] = {
+            name: t if t is None else t.to(types.get(name, self.dtype)) for name, t in tensors.items()
+        }
+        return Problem(bits=self.bits, group_size=self.group_size, activation=self.activation, seed=seed, **cast)
+
+    def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
+        """Data as a layer has it: normal activations with outlier columns, every code, scales within a factor of 4."""
+        g = torch.Generator(device).manual_seed(seed)
+        n, k, groups, span = self.n, self.k, -(-self.k // self.group_size), 2**self.bits
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(*shape, generator=g, device=device)
+
+        def integers(end: int, *shape: int) -> Tensor:
+            return torch.randint(0, end, shape, generator=g, device=device, dtype=torch.int32)
+
+        a = torch.randn(self.m, k, generator=g, device=device)
+        a[:, integers(k, 1 + k // 256)] *= 16
+        whole, real = integers(self._zero_span, groups, n), (0.25 + uniform(groups, n) / 2) * span
+        zeros = {"none": None, "int": whole, "real": real}
+        return self._problem(
+            seed,
+            a=a,
+            codes=torch.randint(0, span, (n, k), generator=g, device=device, dtype=torch.uint8),
+            scales=(2 + 6 * uniform(groups, n)) / (span * math.sqrt(k)),  # outputs of a few units
+            zeros=zeros[self.zeros],
+            bias=torch.randn(n, generator=g, device=device) if self.bias else None,
+            act_scale=0.5 + 1.5 * uniform(k) if self.act_scale else None,
+            perm=torch.randperm(k, generator=g, device=device) if self.perm else None,
+        )
+
+    def exact(self, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Problem, Tensor]:
+        """Oracle E: a problem whose sums are exact in fp32 in any order, and the output it must give, `[m, n]`.
+
+        Activations and code - zero are integers (half integers for 4-bit codes with real zeros), scales are powers of
+        two, and the sum of |a * w| stays under 2^24 units of the smallest term. Every third row and every second
+        channel is non-negative, so that sums grow past what 16 bits hold: a 16-bit accumulator shows.
+        ValueError if `activation` is neither None nor "relu": the others are not exact.
+        """
+        if self.activation not in (None, "relu"):
+            raise ValueError(f"activation must be None or 'relu' (the others are not exact), got {self.activation!r}")
+        g = torch.Generator(device).manual_seed(seed)
+        n, k, groups, span = self.n, self.k, -(-self.k // self.group_size), 2**self.bits
+        halves = self.zeros == "real" and self.bits == 4  # 8-bit codes less a half integer would not fit bf16
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:  # both ends included
+            return torch.randint(low, high + 1, shape, generator=g, device=device)
+
+        unit = 2.0 ** -(2 + halves + self.act_scale)
+        headroom = (EXACT_LIMIT * unit - 64) / (k * span * (2 if self.act_scale else 1))
+        largest = min(128, max(1, int(headroom)))
+        a = integers(-largest, largest, self.m, k).double()
+        if headroom < 1:  # so many terms that only some can count
+            a *= torch.rand(self.m, k, generator=g, device=device) < headroom
+        a[::3] = a[::3].abs()
+
+        some = integers(0, self._zero_span - 1, groups, n).double() / (2 if halves else 1)
+        zeros = None if self.zeros == "none" else some
+        codes = integers(0, span - 1, n, k).to(torch.uint8)
+        floor = torch.full((groups, n), span // 2, device=device) if zeros is None else zeros.ceil()
+        floor = floor.to(torch.uint8).T.repeat_interleave(min(self.group_size, k), dim=1)[:, :k]
+        codes[::2] = codes[::2].maximum(floor[::2])
+        scales = torch.exp2(-integers(0, 2, groups, n).double())
+        bias = integers(-64, 64, n).double() if self.bias else None
+        act_scale = torch.exp2(integers(-1, 1, k).double()) if self.act_scale else None
+        perm = torch.randperm(k, generator=g, device=device) if self.perm else None
+
+        def problem(shrink: float) -> Problem:
+            shrunk = {"scales": scales * shrink, "bias": None if bias is None else bias * shrink}
+            return self._problem(seed, a=a, codes=codes, zeros=zeros, act_scale=act_scale, perm=perm, **shrunk)
+
+        result = problem(1.0)
+        total = reference(result.a.abs(), result.weight().abs(), act_scale=result.act_scale, perm=result.perm).sum + 64
+        assert bool((total < EXACT_LIMIT * unit).all()), f"the generator is wrong: {result} is not exact in fp32"
+        value = result.reference().value
+        peak = float(value.abs().max()) if value.numel() else 0.0
+        if self.dtype == torch.float16 and peak > 60000:  # keep clear of overflow; a power of two changes nothing else
+            result = problem(2.0 ** -math.ceil(math.log2(peak / 60000)))
+            value = result.reference().value
+        return result, value.to(self.dtype)
+
+
+def random_problem(
+    m: int, n: int, k: int, *, device: torch.device | str = "cpu", seed: int = 0, **options: Any
+) -> Problem:
+    """`Case(m, n, k, **options).random(...)`."""
+    return Case(m, n, k, **options).random(device=device, seed=seed)
+
+
+def exact_problem(
+    m: int, n: int, k: int, *, device: torch.device | str = "cpu", seed: int = 0, **options: Any
+) -> tuple[Problem, Tensor]:
+    """`Case(m, n, k, **options).exact(...)`."""
+    return Case(m, n, k, **options).exact(device=device, seed=seed)
