@@ -75,11 +75,13 @@ class Graph:
         graph: to be replayed.
         launches: in one replay.
         results: outputs of the first launches.
+        contestant: whose launches these are; it keeps alive what they point into.
     """
 
     graph: torch.cuda.CUDAGraph
     launches: int
     results: list[Tensor]
+    contestant: Contestant
 
     @classmethod
     def of(cls, contestant: Contestant, outs: Sequence[Tensor], least_seconds: float) -> Graph:
@@ -98,7 +100,7 @@ class Graph:
                 result = contestant.launch(index % contestant.copies, outs[index % len(outs)])
                 if index < len(outs):
                     results.append(result)
-        return cls(graph, launches, results)
+        return cls(graph, launches, results, contestant)
 
     def run(self) -> list[Tensor]:
         """Outputs of the first launches of one replay, which are poisoned before it."""

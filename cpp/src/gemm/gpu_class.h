@@ -34,12 +34,12 @@ inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.
 struct EightBitCosts {
-  double dram = 1.11, l2 = 1.29, mma = 0.71;
-  double exposed = 0.197;
-  double reread = 0.17;  ///< share of what tiles of tokens read again that comes through DRAM again
+  double dram = 1.133, l2 = 1.66, mma = 0.582;
+  double exposed = 0.278;
+  double reread = 0.12;  ///< share of what tiles of tokens read again that comes through DRAM again
   double float8 = 2.1;  ///< MMAs of 8-bit floats: on sm_90 two of fp16 and conversions, elsewhere half the integer rate
-  MainloopCosts stream = {0.725, 22.8, 0.48, 550, 1.35, 1.42e-4, 2.12};
-  MainloopCosts multistage = {0.841, 17.1, 3.49, 262, 1.87, 2.15e-4, 6.4};
+  MainloopCosts stream = {0.714, 17.3, 0.342, 646, 1.35, 1.01e-4, 2.88};
+  MainloopCosts multistage = {0.663, 22.4, 4.66, 290, 2.26, 1.51e-4, 8.33};
 };
 
 /// Microseconds of combining the blocks that share k, and of small kernels.

@@ -73,10 +73,10 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 48, 8, 48, 8, 8, 3, 2},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 2, 4},
-    {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1},
+    {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1, Products::kWeightOnly},
     {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2, Products::kWeightOnly},
     {Mainloop::kStream, 80, 8, 80, 8, 8, 3, 2},
-    {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1},
+    {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1, Products::kWeightOnly},
     {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
     {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
     {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2},
@@ -100,7 +100,7 @@ inline constexpr Tactic kTactics[] = {
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
     {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2},  // as above
     {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2, Products::kWeightOnly},
-    {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1},
+    {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1, Products::kWeightOnly},
     {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1, Products::kWeightOnly},
     // the same without conversions to share: square warp tiles read the least from shared memory
     {Mainloop::kMultistage, 224, 64, 112, 32, 2, 3, 1, Products::kEightByEight},
