@@ -15,10 +15,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from qcutlass import __version__
+from qcutlass import __version__, formats
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import Checkpoint, open_checkpoint
+from qcutlass.formats import Checkpoint
 from qcutlass.info import collect
+from qcutlass.layers import WeightOnly
+from qcutlass.models.conversion import SHARD_BYTES, Conversion
+from qcutlass.models.conversion import convert as convert_model
+from qcutlass.models.extras import import_transformers
+from qcutlass.models.inspection import FolderSummary
+from qcutlass.models.inspection import inspect as inspect_model
 from qcutlass.quickstart import LayerResult, Options, default_model, run
 from qcutlass.tuning.cache import BUCKETS, cache_folder
 from qcutlass.tuning.tuner import TunedProduct
@@ -26,7 +32,7 @@ from qcutlass.tuning.tuner import tune as tune_shapes
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-_USER_ERRORS = (UnsupportedError, CheckpointError, FileNotFoundError, ValueError)
+_USER_ERRORS = (UnsupportedError, CheckpointError, FileNotFoundError, FileExistsError, ValueError)
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -56,6 +62,14 @@ class Activations(str, Enum):
 
     float16 = "float16"
     bfloat16 = "bfloat16"
+
+
+class Floats(str, Enum):
+    """Types of embeddings, norms and activations."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 class Zeros(str, Enum):
@@ -100,7 +114,7 @@ def quickstart(
         path = default_model() if model is None else model
         console.print(f"qcutlass {__version__}: {path.name} on {_device_name(options.device)}, seed {seed}")
         with console.status("reading the header"):
-            checkpoint = open_checkpoint(path)
+            checkpoint = formats.load(path)
         results = _run_all(checkpoint, options, console)
     except _USER_ERRORS as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
@@ -124,7 +138,7 @@ def _run_all(checkpoint: Checkpoint, options: Options, console: Console) -> list
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[LayerResult] = []
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("packing and checking", total=len(checkpoint.linears))
+        task = progress.add_task("packing and checking", total=len(checkpoint))
         for result in run(checkpoint, options):
             results.append(result)
             progress.update(task, advance=1, description=result.name)
@@ -266,3 +280,158 @@ def _tuning_table(found: Sequence[TunedProduct]) -> Table:
         times = f"{plan.microseconds:.1f}", f"{product.untuned.microseconds:.1f}", f"{product.gain:.2f}"
         table.add_row(str(product.layer), str(product.m), plan.tactic, str(plan.split_k), *times, str(product.measured))
     return table
+
+
+_Folder = Annotated[Path, typer.Argument(help="A converted folder, or one that formats.load reads.")]
+_Where = Annotated[Device, typer.Option(help="Where the model runs.")]
+_Type = Annotated[Floats | None, typer.Option(help="Of activations; default: float32 on the CPU, 16 bits on a GPU.")]
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors files, or a GGUF file.")],
+    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    format: Annotated[str, typer.Option("--from", help=f"auto, or one of {', '.join(formats.FORMATS)}.")] = "auto",
+    verify: Annotated[bool, typer.Option("--verify", help="Read all back; weights must be equal bit for bit.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
+    bits: Annotated[Bits, typer.Option(help="For float weights, which are quantised.")] = Bits.four,
+    group_size: Annotated[int, typer.Option(help="For float weights; -1: one scale a channel.")] = 128,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="For float weights: no zero points.")] = False,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
+) -> None:
+    """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        scheme = WeightOnly(int(bits.value), group_size, symmetric)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("reading headers", total=None)
+            found = convert_model(
+                source,
+                destination,
+                format=format,
+                scheme=scheme,
+                verify=verify,
+                overwrite=overwrite,
+                shard_bytes=shard_bytes,
+                progress=lambda name, count, total: progress.update(
+                    task, description=name, completed=count, total=total
+                ),
+            )
+    except (*_USER_ERRORS, OSError) as error:
+        raise _failed(error) from error
+    typer.echo(_converted(found, destination))
+
+
+def _failed(error: Exception) -> typer.Exit:
+    """Prints an error of the user's; exit status 2."""
+    Console(stderr=True).print("[red]error:[/red]", str(error), soft_wrap=True)
+    return typer.Exit(2)
+
+
+def _converted(found: Conversion, destination: Path) -> str:
+    verified = f", {found.verified} read back and equal" if found.verified else ""
+    return (
+        f"{found.source}: {found.layers} layers of {found.weights / 1e6:.1f} M weights packed{verified}; "
+        f"{found.size / 1e6:.1f} MB in {destination}"
+    )
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A converted folder, or any checkpoint that formats.load reads.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the linear layers of a model: shapes, schemes, bits a weight, sizes."""
+    try:
+        found = inspect_model(folder)
+    except _USER_ERRORS as error:
+        raise _failed(error) from error
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=1))
+    else:
+        Console().print(_inspection_table(found))
+
+
+def _inspection_table(found: FolderSummary) -> Table:
+    layers, size = sum(group.count for group in found.groups), sum(group.size for group in found.groups)
+    rest = "" if found.rest_size is None else f", {found.rest_size / 1e6:.1f} MB"
+    caption = f"{found.format}: {layers} layers, {size / 1e6:.1f} MB; {found.rest} other tensors{rest}"
+    table = Table(caption=caption, box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("layer", overflow="fold")
+    table.add_column("N x K", no_wrap=True)
+    table.add_column("scheme", overflow="fold")
+    for heading in ("count", "bits", "MB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for group in found.groups:
+        n, k = group.shape
+        sizes = str(group.count), f"{group.bits_per_weight:.2f}", f"{group.size / 1e6:.1f}"
+        table.add_row(group.name, f"{n} x {k}", group.scheme, *sizes)
+    return table
+
+
+@app.command("eval")
+def evaluate(
+    folder: _Folder,
+    text: Annotated[Path, typer.Option(help="A UTF-8 text file.")],
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of it to use; default: all.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens that are predicted from each other.")] = 512,
+    device: _Where = Device.cpu,
+    dtype: _Type = None,
+) -> None:
+    """Compute the perplexity of a text."""
+    console = Console(stderr=True)
+    try:
+        with console.status("loading"):
+            model, tokenizer = _load(folder, device, dtype)
+            ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0][:tokens]
+        from qcutlass.models.evaluation import perplexity
+
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("windows", total=None)
+            found = perplexity(
+                model, ids, window, lambda count, total: progress.update(task, completed=count, total=total)
+            )
+    except (*_USER_ERRORS, OSError) as error:
+        raise _failed(error) from error
+    typer.echo(
+        f"perplexity {found.perplexity:.4f} of {found.tokens} tokens in windows of {window}, "
+        f"{found.tokens / found.seconds:.0f} tokens/s"
+    )
+
+
+@app.command()
+def generate(
+    folder: _Folder,
+    prompt: Annotated[str, typer.Option(help="What to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The model may end earlier.")] = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template.")] = False,
+    device: _Where = Device.cpu,
+    dtype: _Type = None,
+) -> None:
+    """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
+    try:
+        with Console(stderr=True).status("loading"):
+            model, tokenizer = _load(folder, device, dtype)
+        from qcutlass.models.generation import generate as generate_text
+
+        found = generate_text(
+            model, tokenizer, prompt, max_new_tokens, chat=chat, on_text=lambda text: typer.echo(text, nl=False)
+        )
+    except (*_USER_ERRORS, OSError) as error:
+        raise _failed(error) from error
+    typer.echo()
+    typer.echo(
+        f"{found.prompt_tokens} tokens of prompt, the first new one after {1e3 * found.first_seconds:.0f} ms, "
+        f"then {found.tokens_per_second:.1f} tokens/s; {found.tokens} in all",
+        err=True,
+    )
+
+
+def _load(folder: Path, device: Device, dtype: Floats | None) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    import_transformers("a whole model").utils.logging.disable_progress_bar()
+    from qcutlass.models.transformers import load_model
+
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
+    return load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value])

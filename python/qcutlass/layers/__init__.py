@@ -3,6 +3,7 @@
 from qcutlass.layers.base import QuantLinear, Scheme
 from qcutlass.layers.eight_bit import FP8, W8A8, Fp8Linear, Int8Linear
 from qcutlass.layers.replace import replace_linear
+from qcutlass.layers.sharding import shard
 from qcutlass.layers.weight_only import WeightOnly, WeightOnlyLinear
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "WeightOnly",
     "WeightOnlyLinear",
     "replace_linear",
+    "shard",
 ]

@@ -12,6 +12,9 @@ NOISE: Final = 4.0
 Both err by rounding alone, in sums of another order; wrong weights err by thousands of that.
 """
 
+PERPLEXITY: Final = 1e-4
+"""Largest relative difference of perplexities that rounding alone explains, in fp32; a thousand times what it makes."""
+
 
 def noise_ratio(out: Tensor, dense: Tensor, exact: Tensor) -> float:
     """The largest error of `out` over that of `dense`; at most `NOISE` if `out` is correct.

@@ -1,0 +1,109 @@
+"""Parts of a layer, for tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qcutlass._validation import check_integer
+from qcutlass.errors import UnsupportedError
+from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.quantization import QuantizedTensor
+from qcutlass.weights import unpack_weights
+
+
+def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "in"]) -> QuantLinear:
+    """One of `world_size` equal parts of a weight-only layer, for tensor parallelism; `layer` is not changed.
+
+    Args:
+        layer: a `WeightOnlyLinear`, on any device.
+        rank: of the part, in [0, world_size).
+        axis: "out": the part of the output channels; outputs are concatenated ("column parallel"). "in": the part of
+            the input columns, for that part of the activations; outputs are added up ("row parallel"), and the part of
+            rank 0 alone has the bias.
+
+    Returns:
+        The part, with the same weights to the bit.
+
+    Raises:
+        TypeError: `layer` is not a QuantLinear, or a number is not an integer.
+        ValueError: the channels are no multiple of `world_size`; or, with "in", a cut goes through a group of columns,
+            columns are reordered (act-order), so that a group's columns belong to several parts, or an activation is
+            fused, which must come after the sum.
+        UnsupportedError: the activations are quantised.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.layers import shard
+        >>> layer = qcutlass.QuantLinear.from_linear(torch.nn.Linear(256, 48), bits=4, group_size=64)
+        >>> x = torch.randn(3, 256)
+        >>> parts = [shard(layer, rank, 2, "out")(x) for rank in range(2)]
+        >>> torch.equal(torch.cat(parts, dim=1), layer(x))
+        True
+    """
+    if not isinstance(layer, QuantLinear):
+        raise TypeError(f"layer: expected a QuantLinear, got {type(layer).__name__}")
+    check_integer("world_size", world_size, minimum=1)
+    check_integer("rank", rank, range(world_size))
+    if axis not in ("out", "in"):
+        raise ValueError(f"axis: expected 'out' or 'in', got {axis!r}")
+    if not isinstance(layer, WeightOnlyLinear):
+        raise UnsupportedError(f"layer: only a WeightOnlyLinear can be cut, got {type(layer).__name__}")
+    features, name = (layer.out_features, "N") if axis == "out" else (layer.in_features, "K")
+    size = features // world_size
+    if size * world_size != features:
+        raise ValueError(f"world_size: expected a divisor of {name} = {features}, got {world_size}")
+    part = slice(rank * size, (rank + 1) * size)
+    codes = unpack_weights(layer.w_packed, layer.bits, (layer.out_features, layer.in_features))
+    return _rows(layer, codes, part) if axis == "out" else _columns(layer, codes, part)
+
+
+def _rows(layer: WeightOnlyLinear, codes: Tensor, part: slice) -> WeightOnlyLinear:
+    zeros = None if layer.zeros is None else _channels(layer.zeros)[:, part]
+    weight = QuantizedTensor(codes[part], _channels(layer.scales)[:, part], zeros, layer.bits, layer.group_size)
+    bias = None if layer.bias is None else layer.bias[part]
+    return _copy(weight, bias, layer.activation, layer.act_scale, layer.perm)
+
+
+def _columns(layer: WeightOnlyLinear, codes: Tensor, part: slice) -> WeightOnlyLinear:
+    size, step = part.stop - part.start, layer.group_size
+    one_group = step >= layer.in_features
+    if not one_group and size % step:
+        raise ValueError(
+            f"world_size: parts of {size} columns cut through groups of {step}; use a smaller world_size or axis 'out'"
+        )
+    if layer.perm is not None:
+        raise ValueError("layer: act-order mixes the columns of all parts; cut it along axis 'out'")
+    if layer.activation is not None:
+        raise ValueError(f"layer: {layer.activation!r} is fused, but must follow the sum of all parts")
+    groups = slice(None) if one_group else slice(part.start // step, part.stop // step)
+    zeros = None if layer.zeros is None else _channels(layer.zeros)[groups]
+    weight = QuantizedTensor(codes[:, part], _channels(layer.scales)[groups], zeros, layer.bits, min(step, size))
+    act_scale = None if layer.act_scale is None else layer.act_scale[part]
+    return _copy(weight, layer.bias if part.start == 0 else None, None, act_scale, None)
+
+
+def _channels(values: Tensor) -> Tensor:
+    """`[G, N]`."""
+    return values[None] if values.ndim == 1 else values
+
+
+def _copy(
+    weight: QuantizedTensor, bias: Tensor | None, activation: str | None, act_scale: Tensor | None, perm: Tensor | None
+) -> WeightOnlyLinear:
+    """A layer that shares no memory with the one it is cut from."""
+    tensors = (weight.codes, weight.scales, weight.zeros, bias, act_scale, perm)
+    codes, scales, zeros, bias, act_scale, perm = (
+        None if tensor is None else tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors
+    )
+    assert codes is not None and scales is not None  # noqa: PT018
+    return WeightOnlyLinear(
+        QuantizedTensor(codes, scales, zeros, weight.bits, weight.group_size),
+        bias=bias,
+        activation=activation,
+        act_scale=act_scale,
+        perm=perm,
+    )

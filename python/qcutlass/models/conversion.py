@@ -1,0 +1,247 @@
+"""Writes a checkpoint of any format as a folder with packed layers, one layer in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from qcutlass.errors import CheckpointError
+from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
+from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinear
+from qcutlass.layers.loading import from_layer
+from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.models.replacing import new_folder
+from qcutlass.models.shards import ShardedWriter, write_json
+from qcutlass.models.sources import ModelSource, open_source
+from qcutlass.models.specs import LayerSpec, ModelSpec
+from qcutlass.quantization import quantize
+from qcutlass.weights import dequantize, unpack_weights
+
+SHARD_BYTES: Final = 4 << 30
+SKIPPED: Final = ("lm_head",)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` did.
+
+    Attributes:
+        source: the format that was read, a key of `qcutlass.formats.FORMATS`.
+        layers: how many were packed.
+        weights: how many numbers these hold.
+        verified: how many layers were read back and compared.
+        size: bytes of all tensors.
+        files: names of the files with tensors, and of their index.
+    """
+
+    source: str
+    layers: int
+    weights: int
+    verified: int
+    size: int
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How layers are made; the same again when they are verified."""
+
+    source: ModelSource
+    scheme: WeightOnly
+    skip: Sequence[str]
+
+    def is_kept(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern) for pattern in self.skip)
+
+    def layer(self, name: str) -> Layer:
+        """A layer of the source; quantised, unless it is to stay as it is."""
+        layer = self.source.layer(name)
+        if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats" or self.is_kept(name):
+            return layer
+        scheme = self.scheme
+        try:
+            quantized = quantize(
+                layer.weight, scheme.bits, scheme.group_size, scheme.symmetric, scale_dtype=scheme.scale_dtype
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+        return CanonicalLinear(quantized, layer.bias)
+
+
+def convert(
+    source: str | PathLike[str],
+    destination: str | PathLike[str],
+    *,
+    format: str = "auto",
+    config: Mapping[str, Any] | None = None,
+    scheme: WeightOnly | None = None,
+    skip: Sequence[str] = SKIPPED,
+    verify: bool = False,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Writes a model with packed layers, which `transformers` loads once `qcutlass.models.transformers` is imported.
+
+    Quantised layers are taken over without loss. Float layers of a checkpoint that is not quantised are quantised, to
+    the nearest; those in a quantised checkpoint stay floats, as embeddings and norms do. The folder gets safetensors
+    files, `config.json` with `quantization_config`, and the source's tokenizer. It appears as a whole when it is
+    complete and on the disk, or not at all.
+
+    Args:
+        source: a folder with `config.json` and safetensors files, or a GGUF file, which transformers is needed for.
+        destination: a folder that is made.
+        format, config: of the source, as for `qcutlass.formats.load`.
+        scheme: for float layers; None: `WeightOnly()`.
+        skip: float layers to leave alone: names, their last parts, or patterns of either.
+        verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
+            the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
+        overwrite: replaces a converted folder.
+        shard_bytes: largest size of a file.
+        progress: called with a layer's name, the number of layers done and the number of all.
+
+    Raises:
+        FileNotFoundError: no such source.
+        FileExistsError: `destination` is there and `overwrite` is False.
+        ValueError: source and destination are the same folder or one in the other; the source is converted already; a
+            folder to overwrite is not a converted one.
+        CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; what was written is not what was read.
+        OSError: the disk is full.
+
+    Example:
+        >>> import json, pathlib, tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> from qcutlass import models
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     folder = pathlib.Path(name) / "float"
+        ...     folder.mkdir()
+        ...     _ = (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        ...     save_file({"up.weight": torch.randn(32, 64)}, folder / "model.safetensors")
+        ...     models.convert(folder, pathlib.Path(name) / "w4", verify=True).layers
+        1
+    """
+    old, new = Path(source), Path(destination)
+    _check_places(old, new, overwrite)
+    plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
+    with new_folder(new, overwrite) as folder:
+        done = _write(plan, folder, shard_bytes, progress or (lambda name, count, total: None))
+        verified = _check_written(plan, folder, verify)
+    return Conversion(plan.source.checkpoint.format, done.layers, done.weights, verified, done.size, done.files)
+
+
+def _check_places(source: Path, destination: Path, overwrite: bool) -> None:
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    old, new = source.resolve(), destination.resolve()
+    if old == new or old in new.parents or new in old.parents:
+        raise ValueError(f"destination: expected a folder apart from the source {source}, got {destination}")
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise FileExistsError(f"{destination}: expected a folder or nothing, got a file or a link")
+    if overwrite and destination.is_dir() and any(destination.iterdir()) and not is_converted(destination):
+        raise ValueError(f"destination: {destination} is not a converted folder; remove it yourself")
+
+
+def _write(plan: _Plan, folder: Path, shard_bytes: int, progress: Progress) -> Conversion:
+    source = plan.source
+    specs: dict[str, LayerSpec] = {}
+    kept: list[str] = []
+    weights = size = 0
+    with ShardedWriter(folder, shard_bytes) as writer:
+        for count, name in enumerate(source.names):
+            layer = plan.layer(name)
+            if isinstance(layer, FloatLinear):
+                tensors = _tensors_of(layer)
+                kept.append(name)
+            else:
+                packed = from_layer(layer, name)
+                tensors = packed.state_dict()
+                specs[name] = LayerSpec.of(packed)
+                weights += packed.in_features * packed.out_features
+            writer.add({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
+            size += sum(tensor.nbytes for tensor in tensors.values())
+            progress(name, count + 1, len(source.names))
+        for name in source.rest:
+            tensor = source.tensor(name)
+            module, _, suffix = name.rpartition(".")
+            if suffix == "weight" and tensor.ndim == 2:
+                kept.append(module)
+            writer.add({name: tensor})
+            size += tensor.nbytes
+        source.write_files(folder)
+        files = writer.finish()
+    if not specs:
+        raise CheckpointError(f"{source.checkpoint.format}: no layer to convert")
+    kept += [name for name in SKIPPED if name not in specs and name not in kept]  # tied ones are in no file
+    spec = ModelSpec.of(specs, kept, source.checkpoint.format)
+    write_json(folder / CONFIG, {**source.config, QUANTIZATION: spec.to_dict()})
+    return Conversion(source.checkpoint.format, len(specs), weights, 0, size, files)
+
+
+def _tensors_of(layer: FloatLinear) -> dict[str, Tensor]:
+    tensors = {"weight": layer.weight, "bias": layer.bias}
+    return {suffix: tensor for suffix, tensor in tensors.items() if tensor is not None}
+
+
+def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
+    """Opens what was written; reads and compares all of it if `verify`."""
+    written = ConvertedFolder(folder)
+    if not verify:
+        return 0
+    for name in plan.source.names:
+        layer = plan.layer(name)
+        if isinstance(layer, FloatLinear):
+            pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in _tensors_of(layer).items()]
+        else:
+            found = written[name]
+            buffers, others = (dict(each.named_buffers()) for each in (found, from_layer(layer, name)))
+            if buffers.keys() != others.keys():
+                raise CheckpointError(f"{name}: expected {', '.join(others)}, read back {', '.join(buffers)}")
+            pairs = [(buffers[key], others[key]) for key in buffers]
+            pairs.append((weights_of(found), layer.dequantize(torch.float32)))
+        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+            raise CheckpointError(f"{name}: read back, it differs from the source; is the disk damaged?")
+    for name in plan.source.rest:
+        if not torch.equal(written.tensor(name), plan.source.tensor(name)):
+            raise CheckpointError(f"{name}: read back, it differs from the source; is the disk damaged?")
+    return len(written)
+
+
+def weights_of(layer: QuantLinear) -> Tensor:
+    """The weights float32 `[N, K]` of a layer, dequantised from its packed ones, columns as the activations have them.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.models import weights_of
+        >>> weights_of(qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 16))).shape
+        torch.Size([16, 64])
+    """
+    n, k = layer.out_features, layer.in_features
+    if isinstance(layer, Int8Linear):
+        return unpack_weights(layer.w_packed, 8, (n, k)).float() * layer.w_scale[:, None]
+    if not isinstance(layer, WeightOnlyLinear):
+        raise TypeError(f"layer: expected a WeightOnlyLinear or an Int8Linear, got {type(layer).__name__}")
+    weight = dequantize(
+        layer.w_packed,
+        layer.scales,
+        layer.zeros,
+        k=k,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        dtype=torch.float32,
+    )
+    if layer.perm is None:
+        return weight
+    ordered = torch.empty_like(weight)
+    ordered[:, layer.perm.long()] = weight
+    return ordered

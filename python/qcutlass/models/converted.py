@@ -1,0 +1,145 @@
+"""Reads converted folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from qcutlass.errors import CheckpointError
+from qcutlass.formats.config import Config, read_json
+from qcutlass.formats.source import SafetensorsSource, TensorInfo, open_folder
+from qcutlass.layers import QuantLinear
+from qcutlass.models.specs import METHOD, ModelSpec
+
+CONFIG: Final = "config.json"
+QUANTIZATION: Final = "quantization_config"
+
+
+def is_converted(path: str | PathLike[str]) -> bool:
+    """Whether this is a folder whose `config.json` says that qcutlass made it."""
+    config = Path(path) / CONFIG
+    if not config.is_file():
+        return False
+    return Config(read_json(config), str(config)).section(QUANTIZATION).values.get("quant_method") == METHOD
+
+
+class ConvertedFolder(Mapping[str, QuantLinear]):
+    """The quantised layers of a folder that `qcutlass.models.convert` wrote, by name; each is read when asked for.
+
+    Args:
+        folder: with `config.json` and safetensors files.
+
+    Attributes:
+        config: what `config.json` holds.
+        spec: its `quantization_config`.
+        rest: names of the tensors that belong to no quantised layer.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: it is damaged, or written for another layout.
+
+    Example:
+        >>> import json, pathlib, tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> from qcutlass import models
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     folder = pathlib.Path(name) / "float"
+        ...     folder.mkdir()
+        ...     _ = (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        ...     save_file({"up.weight": torch.randn(32, 64)}, folder / "model.safetensors")
+        ...     _ = models.convert(folder, pathlib.Path(name) / "w4")
+        ...     models.ConvertedFolder(pathlib.Path(name) / "w4")["up"]
+        WeightOnlyLinear(in_features=64, out_features=32, bits=4, group_size=64, zeros=uint8, bias=False)
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        path = Path(folder)
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path}: no such folder")
+        if not is_converted(path):
+            raise CheckpointError(f"{path}: not a converted folder; qcutlass convert makes one")
+        where = path / CONFIG
+        self.config: dict[str, Any] = read_json(where)
+        self.spec = ModelSpec.from_dict(self.config[QUANTIZATION], str(where))
+        source = open_folder(path)
+        if source is None:
+            raise CheckpointError(f"{path}: expected .safetensors files, got none")
+        self._source: SafetensorsSource = source
+        self._path = path
+        tensors = source.tensors
+        parts = (name.rpartition(".") for name in tensors)
+        self._names = list(dict.fromkeys(name for name, _, suffix in parts if suffix in ("layout", "w_packed")))
+        self._suffixes: dict[str, list[str]] = {name: [] for name in self._names}
+        self.rest: list[str] = []
+        for tensor in tensors:
+            layer, _, suffix = tensor.rpartition(".")
+            if layer in self._suffixes:
+                self._suffixes[layer].append(suffix)
+            else:
+                self.rest.append(tensor)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Types and shapes of all tensors."""
+        return self._source.tensors
+
+    def tensors_of(self, name: str) -> Iterator[TensorInfo]:
+        """Types and shapes of a layer's tensors."""
+        return (self._source.tensors[f"{name}.{suffix}"] for suffix in self._suffixes[name])
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(N, K) of a layer; CheckpointError where it says none."""
+        if "layout" not in self._suffixes[name]:
+            raise CheckpointError(f"{self._path}: {name}: expected {name}.layout beside the weights; it is absent")
+        found = self._source.read(f"{name}.layout").tolist()
+        if not isinstance(found, list) or len(found) != 5 or min(found[2:4]) < 1:
+            raise CheckpointError(
+                f"{self._path}: {name}.layout: expected [version, bits, N, K, group_size], got {found}"
+            )
+        return int(found[2]), int(found[3])
+
+    def tensor(self, name: str) -> Tensor:
+        """One of `rest`; KeyError for another name."""
+        return self._source.plain(name)
+
+    def __getitem__(self, name: str) -> QuantLinear:
+        """One layer, on the CPU.
+
+        Raises:
+            KeyError: no layer has this name.
+            CheckpointError: its tensors are not those that `config.json` and its shape demand.
+        """
+        layer = self.empty(name)
+        state = {suffix: self._source.read(f"{name}.{suffix}") for suffix in self._suffixes[name]}
+        try:
+            layer.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self._path}: {name}: {error}; convert the model again") from error
+        return layer
+
+    def empty(self, name: str) -> QuantLinear:
+        """One layer on the meta device, with the tensors that the files hold of it; errors as for `__getitem__`."""
+        present = self._suffixes[name]
+        layer = self.spec[name].empty(*self._checked_shape(name))
+        expected = list(layer.state_dict())
+        if sorted(present) != sorted(expected):
+            raise CheckpointError(f"{self._path}: {name}: expected {', '.join(expected)}, got {', '.join(present)}")
+        return layer
+
+    def _checked_shape(self, name: str) -> tuple[int, int]:
+        """The shape, if the file holds as many packed weights."""
+        n, k = self.shape(name)
+        packed = self._source.tensors.get(f"{name}.w_packed")
+        if packed is None or 16 * packed.shape[0] < n or 64 * packed.shape[1] < k:
+            raise CheckpointError(f"{self._path}: {name}: expected w_packed of {[n, k]} weights, got {packed}")
+        return n, k
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -1,0 +1,71 @@
+"""Perplexity of a text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcutlass._validation import check_integer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `perplexity` found.
+
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood of a token.
+        tokens: how many were predicted.
+        seconds: that took.
+    """
+
+    perplexity: float
+    tokens: int
+    seconds: float
+
+
+def perplexity(
+    model: Any, ids: Tensor, window: int = 512, progress: Callable[[int, int], None] | None = None
+) -> Evaluation:
+    """Perplexity of a sequence of tokens, in windows that don't overlap: the first token of each is given.
+
+    Tokens behind the last whole window are left out. Log-likelihoods are computed in fp32 and added up in fp64.
+
+    Args:
+        model: maps ids `[1, window]` to an object whose `logits` are `[1, window, vocabulary]`.
+        ids: int64 `[tokens]`, on any device.
+        window: tokens of a window, at least 2.
+        progress: called with the number of windows done and the number of all.
+
+    Raises:
+        ValueError: there is no whole window.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from qcutlass.models.evaluation import perplexity
+        >>> uniform = lambda ids: SimpleNamespace(logits=torch.zeros(*ids.shape, 8))
+        >>> round(perplexity(uniform, torch.arange(8), window=4).perplexity, 3)
+        8.0
+    """
+    check_integer("window", window, minimum=2)
+    windows = ids[: len(ids) // window * window].view(-1, window)
+    if not len(windows):
+        raise ValueError(f"ids: expected at least one window of {window} tokens, got {len(ids)}; take a longer text")
+    device = next(model.parameters()).device if isinstance(model, torch.nn.Module) else ids.device
+    total = 0.0
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        for count, tokens in enumerate(windows.to(device)):
+            logits = model(tokens[None]).logits[0, :-1].float()
+            losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
+            total += float(losses.double().sum())
+            if progress is not None:
+                progress(count + 1, len(windows))
+    predicted = len(windows) * (window - 1)
+    return Evaluation(math.exp(total / predicted), predicted, time.perf_counter() - begin)

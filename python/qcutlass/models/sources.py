@@ -1,0 +1,74 @@
+"""What is converted: a model's layers under the names that transformers gives them, its other tensors, its files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from qcutlass import formats
+from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats import Checkpoint, Layer
+from qcutlass.formats.config import read_json
+from qcutlass.models.converted import CONFIG, is_converted
+
+_DESCRIPTIONS: Final = ("quantization_config", "compression_config", "quantization")  # of the source's own weights
+_COPIED: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+_LEFT: Final = (CONFIG, "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+
+
+class ModelSource:
+    """A folder with safetensors files and `config.json`.
+
+    Attributes:
+        checkpoint: its layers.
+        config: for `config.json`, without what it says of quantisation.
+        names: of its layers; keys are names in a converted folder, values names in the checkpoint.
+        rest: of its other tensors, the same way.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+        self.checkpoint = checkpoint
+        self._folder = folder
+        self.config = self._config()
+        if checkpoint.skipped:
+            name, reason = next(iter(checkpoint.skipped.items()))
+            raise UnsupportedError(f"{name}: {reason}")
+        self.names: dict[str, str] = {name: name for name in checkpoint}
+        self.rest: dict[str, str] = {name: name for name in checkpoint.rest}
+
+    def _config(self) -> dict[str, Any]:
+        path = self._folder / CONFIG
+        if not path.is_file():
+            raise CheckpointError(f"{self._folder}: expected {CONFIG}, which says what model this is; it is absent")
+        return {key: value for key, value in read_json(path).items() if key not in _DESCRIPTIONS}
+
+    def layer(self, name: str) -> Layer:
+        """One layer, by its name in a converted folder."""
+        return self.checkpoint[self.names[name]]
+
+    def tensor(self, name: str) -> Tensor:
+        """One of the other tensors, the same way."""
+        return self.checkpoint.tensor(self.rest[name])
+
+    def write_files(self, folder: Path) -> None:
+        """The tokenizer, and what else lies beside the weights."""
+        for path in sorted(self._folder.iterdir()):
+            listed = path.suffix in _COPIED or path.name.startswith(("LICENSE", "NOTICE"))
+            if path.is_file() and listed and path.name not in _LEFT and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+
+
+def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
+    """A folder or a file, as `qcutlass.formats.load` reads them."""
+    if path.is_dir() and is_converted(path):
+        raise ValueError(f"source: {path} is converted already")
+    checkpoint = formats.load(path, format, config)
+    if checkpoint.format == "gguf":
+        from qcutlass.models.gguf import GGUFModel
+
+        return GGUFModel(checkpoint, path if path.is_file() else next(path.glob("*.gguf")))
+    return ModelSource(checkpoint, path if path.is_dir() else path.parent)

@@ -1,0 +1,235 @@
+"""Lets transformers (version 5) load converted folders, and folders of other formats, with qcutlass's layers.
+
+Importing this module registers the quantiser; nothing else does, and `import qcutlass` does not import transformers.
+
+    import qcutlass.models.transformers
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("converted")
+
+`checkpoint_config` makes the configuration with which `from_pretrained` reads a GPTQ, AWQ or compressed-tensors folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qcutlass import formats
+from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.layers import QuantLinear
+from qcutlass.layers.loading import from_layer
+from qcutlass.models.converted import QUANTIZATION, ConvertedFolder
+from qcutlass.models.specs import METHOD, LayerSpec, ModelSpec
+
+_DEFAULT: Final = "default"
+
+
+@register_quantization_config(METHOD)
+class QcutlassConfig(QuantizationConfigMixin):
+    """`quantization_config` for qcutlass.
+
+    Args:
+        checkpoint: for folders that are not converted: replaces what they say of their quantisation, as `config` of
+            `qcutlass.formats.load` does.
+        values: of a converted folder's `config.json`.
+
+    Example:
+        >>> from qcutlass.models.transformers import QcutlassConfig
+        >>> QcutlassConfig().quant_method
+        'qcutlass'
+    """
+
+    def __init__(self, checkpoint: dict[str, Any] | None = None, **values: Any) -> None:
+        values.pop("quant_method", None)
+        self.quant_method = METHOD
+        if checkpoint is not None:
+            self.checkpoint = checkpoint
+        self.__dict__.update(values)
+
+
+class _Awaited(nn.Module):
+    """Stands where a layer will be, without tensors of its own, while transformers loads everything else."""
+
+
+@register_quantizer(METHOD)
+class QcutlassQuantizer(HfQuantizer):
+    """Puts qcutlass's layers into a model that transformers makes and loads.
+
+    The layers of a converted folder are made empty, as `config.json` describes them, and loaded by transformers as any
+    other tensor. Those of other formats are read by `qcutlass.formats` when everything else is loaded, one at a time,
+    each to the device of its neighbours. Either way the model can be saved, as a converted folder.
+    """
+
+    requires_calibration = True  # floats are not quantised here
+
+    def __init__(self, quantization_config: QcutlassConfig, **keywords: Any) -> None:
+        super().__init__(quantization_config, **keywords)
+        self._awaited: dict[str, str] = {}
+        self._checkpoint: formats.Checkpoint | None = None
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise UnsupportedError(
+                "from_pretrained: expected the name of a folder; quantised layers come from its files"
+            )
+        folder = Path(checkpoint_files[0]).parent
+        values = self.quantization_config.to_dict()
+        if _DEFAULT in values:
+            converted = ConvertedFolder(folder)
+            self._check_complete(model, converted)
+            for place, (name, linear) in _places(converted, model).items():
+                layer = converted.empty(name)
+                if (layer.out_features, layer.in_features) != (linear.out_features, linear.in_features):
+                    raise CheckpointError(f"{name}: {layer} is in the place of {linear}")
+                model.set_submodule(place, layer)
+        else:
+            self._await(model, formats.load(folder, config=values.get("checkpoint")))
+
+    def _check_complete(self, model: PreTrainedModel, converted: ConvertedFolder) -> None:
+        """transformers fills in random numbers, with a warning, where weights are absent."""
+        prefix = f"{model.base_model_prefix}."
+        known = {name.removeprefix(prefix) for name in (*converted, *converted.spec.modules_to_not_convert)}
+        for name in _linears(model.base_model):
+            if name not in known:
+                raise CheckpointError(f"{name}: expected it among the layers of the converted folder; it is absent")
+
+    def _await(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._awaited = {place: name for place, (name, _) in _places(checkpoint, model).items()}
+        for place in self._awaited:
+            model.set_submodule(place, _Awaited())
+        names = {name for pair in self._awaited.items() for name in pair}
+        ignored = {rf"^{re.escape(name)}\." for name in names}
+        model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_to_ignore_on_load_unexpected or ())
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        if self._checkpoint is not None:
+            self._fill(model, self._checkpoint)
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear):
+                try:
+                    module.check()
+                except (TypeError, ValueError) as error:
+                    raise CheckpointError(f"{name}: {error}") from error
+        return model
+
+    def _fill(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
+        specs: dict[str, LayerSpec] = {}
+        for place, name in self._awaited.items():
+            layer = from_layer(checkpoint[name], name)
+            specs[place] = LayerSpec.of(layer)
+            model.set_submodule(place, layer.to(_device_near(model, place)).eval())
+        self._checkpoint = None
+        spec = ModelSpec.of(specs, list(_linears(model)), checkpoint.format)
+        self.quantization_config = model.config.quantization_config = QcutlassConfig(**spec.to_dict())
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, tuple[str, nn.Linear]]:
+    """By the names of modules: the layer of a checkpoint that each is for; UnsupportedError if a layer has no place.
+
+    The modules of a base model lack the prefix that those of the whole model have. A base model takes its part.
+    """
+    linears, prefix = _linears(model), f"{model.base_model_prefix}."
+    found: dict[str, tuple[str, nn.Linear]] = {}
+    for name in names:
+        candidates = (name, prefix + name, name.removeprefix(prefix))
+        place = next((place for place in candidates if place in linears), None)
+        if place is not None:
+            found[place] = name, linears[place]
+        elif model.base_model is not model or name.startswith(prefix):
+            raise UnsupportedError(f"{name}: {type(model).__name__} has no such torch.nn.Linear to replace")
+    return found
+
+
+def _device_near(model: nn.Module, place: str) -> torch.device:
+    """Where the tensors of the smallest module around a layer are, of those that have some."""
+    while place:
+        place = place.rpartition(".")[0]
+        for tensor in model.get_submodule(place).parameters():
+            if not tensor.is_meta:
+                return tensor.device
+    return torch.device("cpu")
+
+
+def checkpoint_config(folder: str | PathLike[str], config: dict[str, Any] | None = None, **keywords: Any) -> Any:
+    """The configuration with which `from_pretrained` reads a quantised folder of another format.
+
+    Neither gptqmodel nor optimum, autoawq or compressed-tensors is needed.
+
+    Args:
+        folder: or a name on the hub, with safetensors files of a format in `qcutlass.formats.FORMATS`.
+        config: replaces what the folder says of its quantisation, key by key.
+        keywords: for `transformers.AutoConfig.from_pretrained`.
+
+    Returns:
+        A `transformers.PreTrainedConfig`; with `config=` it goes to `from_pretrained`.
+
+    Example:
+        >>> from qcutlass.models.transformers import checkpoint_config
+        >>> def load(folder):  # a GPTQ, AWQ or compressed-tensors folder
+        ...     return AutoModelForCausalLM.from_pretrained(folder, config=checkpoint_config(folder))
+    """
+    found = AutoConfig.from_pretrained(folder, **keywords)
+    found.quantization_config = QcutlassConfig(checkpoint=config).to_dict()
+    return found
+
+
+def load_model(
+    folder: str | PathLike[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer, from a converted folder or one that `qcutlass.formats` reads.
+
+    Args:
+        folder: also one with floats, which then stay floats.
+        device: to which the model is moved.
+        dtype: of embeddings, norms and activations; None: float32 on the CPU, on a GPU the configuration's, or float16.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        UnsupportedError, CheckpointError: as for `qcutlass.formats.load`.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such folder; a GGUF file is converted first: qcutlass convert")
+    config = AutoConfig.from_pretrained(path)
+    values = getattr(config, QUANTIZATION, None)
+    if values is None or values.get("quant_method") != METHOD:
+        if formats.detect(path) == "floats":
+            values = None
+        else:
+            config.quantization_config = QcutlassConfig().to_dict()
+    where = torch.device(device)
+    if dtype is None and where.type == "cpu":
+        dtype = torch.float32
+    elif dtype is None:
+        dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    return model.to(where).eval(), AutoTokenizer.from_pretrained(path)

@@ -1,0 +1,107 @@
+"""Conversions that are killed, run out of disk, or are watched for memory: `python -m tests.python.models.conversions`.
+
+A process of its own, so that what it forks has no threads. Prints what happened as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.python.models.folders import random_model, write_model
+
+from qcutlass import models
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.exists() else {}
+
+
+def partial(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.endswith((".partial", ".old"))]
+
+
+def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
+    """Kills conversions at moments that are spread over their time, every other one over an older folder."""
+    generator = random.Random(seed)
+    sources = [random_model(root / f"source-{i}", 8, (256, 512), seed=seed + 10 * i) for i in range(2)]
+    expected = []
+    for i, source in enumerate(sources):
+        begin = time.perf_counter()
+        models.convert(source, root / f"reference-{i}", verify=True)
+        seconds = time.perf_counter() - begin
+        expected.append(contents(root / f"reference-{i}"))
+    outcomes: dict[str, int] = {"absent": 0, "old": 0, "new": 0, "broken": 0}
+    interrupted = 0
+    destination = root / "new"
+    for i in range(count):
+        old: dict[str, bytes] = {}
+        shutil.rmtree(destination, ignore_errors=True)
+        if i % 2:
+            shutil.copytree(root / "reference-0", destination)
+            old = expected[0]
+        child = os.fork()
+        if child == 0:
+            models.convert(sources[1], destination, overwrite=True, verify=True)
+            os._exit(0)
+        time.sleep(1.1 * seconds * (i + generator.random()) / count)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        interrupted += bool(partial(root))
+        found = contents(destination)
+        outcome = "new" if found == expected[1] else "broken" if found != old else "old" if old else "absent"
+        outcomes[outcome] += 1
+    models.convert(sources[1], destination, overwrite=destination.exists())
+    return {**outcomes, "interrupted": interrupted, "left": partial(root), "last": contents(destination) == expected[1]}
+
+
+def fill_disk(root: Path, seed: int) -> dict[str, Any]:
+    """Files end at 20 kB."""
+    old, new = (random_model(root / name, 8, (64, 512), seed=seed + i) for i, name in enumerate(("first", "second")))
+    models.convert(old, root / "there")
+    before = contents(root / "there")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    errors = []
+    for name in ("there", "absent"):
+        try:
+            models.convert(new, root / name, overwrite=name == "there")
+        except OSError as error:
+            errors.append(type(error).__name__)
+    same = contents(root / "there") == before
+    return {"errors": errors, "intact": same, "absent": not (root / "absent").exists(), "left": partial(root)}
+
+
+def anonymous_memory() -> float:
+    """MB of this process that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+
+def watch_memory(root: Path) -> dict[str, Any]:
+    """MB in use after each layer, and after verification."""
+    weights = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(512, 4096).half() for i in range(12)}
+    source = write_model(root / "source", weights, {}, None)
+    del weights
+    used: list[float] = []
+    found = models.convert(
+        source, root / "new", verify=True, progress=lambda name, count, total: used.append(anonymous_memory())
+    )
+    return {"used": [*used, anonymous_memory()], "size": found.size / 2**20}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    action, folder, *numbers = sys.argv[1:]
+    found = {"kill": kill, "fill_disk": fill_disk, "watch_memory": watch_memory}[action](
+        Path(folder), *map(int, numbers)
+    )
+    print(json.dumps(found))

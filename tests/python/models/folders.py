@@ -1,0 +1,164 @@
+"""Folders of models in several formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tests.python.formats.stored import Stored, Tensors, as_awq, as_compressed, as_gptq, named, stored
+from torch import Tensor
+
+import qcutlass
+from qcutlass import formats
+from qcutlass.models.gguf import GGUFModel
+
+BLOCKS = 2
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "group_size": 64, "strategy": "group", "symmetric": False, "type": "int"},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "strategy": "channel", "symmetric": True, "type": "int"},
+            "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True, "type": "int"},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def write_model(folder: Path, tensors: Tensors, config: dict[str, Any], quantization: dict[str, Any] | None) -> Path:
+    """A folder as transformers and the quantisers of others write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    described = {} if quantization is None else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps({**config, **described}))
+    return folder
+
+
+def random_model(
+    folder: Path, layers: int = 4, shape: tuple[int, int] = (64, 128), *, seed: int, **options: Any
+) -> Path:
+    """A GPTQ folder of random layers, with a norm, an embedding and a tokenizer of sorts; `options` of `stored`."""
+    tensors: Tensors = {
+        "model.embed_tokens.weight": torch.arange(96.0).half().view(12, 8),
+        "model.norm.weight": torch.ones(7),
+    }
+    for i in range(layers):
+        layer = stored(*shape, 64, seed=seed + i, **options)
+        tensors |= named(as_gptq(layer), f"model.layers.{i}.mlp.up_proj")
+        tensors[f"model.layers.{i}.mlp.up_proj.bias"] = torch.full((shape[0],), 0.5 + i).half()
+    write_model(folder, tensors, {"model_type": "llama", "seed": seed}, {**GPTQ, "bits": options.get("bits", 4)})
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "quantize_config.json").write_text("{}")
+    return folder
+
+
+def requantized(weight: Tensor, seed: int, *, act_order: bool) -> Stored:
+    """Groups of 64 columns, neighbours or, as act-order has it, from anywhere."""
+    k = weight.shape[1]
+    order = np.random.default_rng(seed).permutation(k) if act_order else np.arange(k)
+    q = qcutlass.quantize(weight[:, torch.from_numpy(order)].half(), bits=4, group_size=64)
+    assert q.zeros is not None
+    codes, group_of = np.empty(weight.shape, dtype=np.int64), np.empty(k, dtype=np.int64)
+    codes[:, order], group_of[order] = q.codes.numpy(), np.arange(k) // 64
+    return Stored(codes, q.zeros.numpy().astype(np.int64), q.scales.numpy(), group_of, 4, 64)
+
+
+@dataclass
+class _Cut:
+    folder: Path
+    weights: dict[str, Tensor]
+
+
+class SmolCut:
+    """The first blocks of SmolLM2, quantised anew, in folders of several formats.
+
+    Args:
+        path: of the GGUF file.
+        folder: to write into.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.root = folder
+        self.source = GGUFModel(formats.load(path), path)
+        self._tokenizer = folder / "tokenizer"
+        self._tokenizer.mkdir()
+        self.source.write_files(self._tokenizer)
+        self.config: dict[str, Any] = {**self.source.config, "num_hidden_layers": BLOCKS, "dtype": "float16"}
+        self.names = [name for name in self.source.names if int(name.split(".")[2]) < BLOCKS]
+        rest = [name for name in self.source.rest if "layers" not in name or int(name.split(".")[2]) < BLOCKS]
+        self.rest = {name: self.source.tensor(name).half() for name in rest}
+        self._written: dict[str, _Cut] = {}
+
+    def gptq(self) -> _Cut:
+        """With act-order."""
+        return self._stored("gptq", lambda layer: as_gptq(layer), GPTQ, act_order=True)
+
+    def awq(self) -> _Cut:
+        return self._stored("awq", as_awq, AWQ)
+
+    def compressed(self) -> _Cut:
+        return self._stored("compressed", as_compressed, COMPRESSED)
+
+    def w8a8(self) -> _Cut:
+        tensors, weights = dict(self.rest), {}
+        for name in self.names:
+            codes, scales = qcutlass.quantize_weights_int8(self.source.layer(name).dequantize(torch.float32))
+            tensors |= named({"weight": codes, "weight_scale": scales[:, None]}, name)
+            weights[name] = codes.float() * scales[:, None]
+        return self._write("w8a8", tensors, W8A8, weights)
+
+    def _stored(
+        self, kind: str, pack: Callable[[Stored], Tensors], config: dict[str, Any], act_order: bool = False
+    ) -> _Cut:
+        if kind in self._written:
+            return self._written[kind]
+        tensors, weights = dict(self.rest), {}
+        for seed, name in enumerate(self.names):
+            weight = self.source.layer(name).dequantize(torch.float32)
+            layer = requantized(weight, seed, act_order=act_order)
+            tensors |= named(pack(layer), name)
+            weights[name] = layer.weight
+        return self._write(kind, tensors, config, weights)
+
+    def _write(self, kind: str, tensors: Tensors, config: dict[str, Any], weights: dict[str, Tensor]) -> _Cut:
+        folder = write_model(self.root / kind, tensors, self.config, config)
+        for path in self._tokenizer.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        self._written[kind] = _Cut(folder, weights)
+        return self._written[kind]
+
+    def dense(self, cut: _Cut, dtype: torch.dtype) -> Any:
+        """The model with the dequantised weights of a cut, in transformers' own layers."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        config = LlamaConfig(**self.config)
+        with torch.device("meta"):  # random numbers take most of the time
+            model = LlamaForCausalLM(config)
+        state = {**self.rest, **{f"{name}.weight": weight for name, weight in cut.weights.items()}}
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
+        model.tie_weights()
+        model.model.rotary_emb = LlamaRotaryEmbedding(config)
+        return model.eval()

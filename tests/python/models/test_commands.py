@@ -1,0 +1,121 @@
+"""The commands `convert`, `inspect`, `eval` and `generate`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.python.models.folders import SmolCut, random_model
+from typer.testing import CliRunner
+
+from qcutlass import models
+from qcutlass.cli import app
+from qcutlass.models.evaluation import perplexity
+from qcutlass.testing.models import PERPLEXITY
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [str(argument) for argument in arguments])
+
+
+def test_convert_and_inspect(tmp_path: Path, seed: int) -> None:
+    source = random_model(tmp_path / "source", 3, seed=seed)
+    result = command("convert", source, tmp_path / "new", "--verify")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("gptq: 3 layers of 0.0 M weights packed, 3 read back and equal; ")
+    table = command("inspect", tmp_path / "new")
+    assert table.exit_code == 0
+    row = next(line for line in table.stdout.splitlines() if "up_proj" in line)
+    assert re.sub(r"\s+", " ", row).strip().startswith("model.layers.*.mlp.up_proj 64 x 128 w4 g64 int zeros 3 4.")
+    facts = json.loads(command("inspect", tmp_path / "new", "--json").stdout)
+    assert facts == json.loads(json.dumps(models.inspect(tmp_path / "new").to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "{source}", "{new}"), "exists; pass overwrite=True"),
+        (("convert", "{source}", "{source}", "--overwrite"), "apart from the source"),
+        (("convert", "{source}", "{other}", "--from", "magic"), "format: expected 'auto' or one of"),
+        (("convert", "{absent}", "{other}"), "no such file or folder"),
+        (("inspect", "{absent}"), "no such file or folder"),
+        (("eval", "{absent}", "--text", "{source}/config.json"), "no such folder"),
+        (("generate", "{absent}", "--prompt", "x"), "no such folder"),
+    ],
+)
+def test_errors_of_users(arguments: tuple[str, ...], message: str, tmp_path: Path, seed: int) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    source = random_model(tmp_path / "source", 1, seed=seed)
+    models.convert(source, tmp_path / "new")
+    places = {name: tmp_path / name for name in ("source", "new", "other", "absent")}
+    result = command(*(argument.format(**places) for argument in arguments))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_from_a_quantised_folder_to_text(kind: str, smol: SmolCut, tmp_path: Path) -> None:
+    cut = getattr(smol, kind)()
+    assert command("convert", cut.folder, tmp_path / "new", "--verify").exit_code == 0
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 12)
+    tokens = ("--max-new-tokens", "6")
+    expected = _continuation(smol, cut, "Once upon a time", 6)
+    for folder in (tmp_path / "new", cut.folder):
+        result = command("generate", folder, "--prompt", "Once upon a time", *tokens)
+        assert result.exit_code == 0, result.output
+        assert re.search(
+            r"4 tokens of prompt, the first new one after \d+ ms, then [\d.]+ tokens/s; 6 in all", result.stderr
+        )
+        assert result.stdout.rstrip("\n") == expected.rstrip("\n")
+    score = command("eval", tmp_path / "new", "--text", text, "--window", "32", "--tokens", "70")
+    assert score.exit_code == 0, score.output
+    found = re.match(r"perplexity ([\d.]+) of 62 tokens in windows of 32, \d+ tokens/s", score.stdout)
+    assert found, score.stdout
+    assert abs(float(found[1]) / _perplexity(smol, cut, text.read_text()) - 1) < PERPLEXITY
+
+
+def _continuation(smol: SmolCut, cut: Any, prompt: str, count: int) -> str:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(cut.folder)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    dense = smol.dense(cut, torch.float32)
+    out = dense.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=2)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _perplexity(smol: SmolCut, cut: Any, text: str) -> float:
+    """By hand, window by window."""
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(cut.folder)(text, return_tensors="pt").input_ids[0, :64].view(2, 32)
+    dense = smol.dense(cut, torch.float32)
+    with torch.inference_mode():
+        scores = dense(ids).logits.double().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])
+    return float((-scores.mean()).exp())
+
+
+def test_chat_needs_a_template(smol: SmolCut, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    models.convert(smol.awq().folder, folder)
+    chat = command("generate", folder, "--prompt", "Hello", "--chat", "--max-new-tokens", "2")
+    assert chat.exit_code == 0, chat.output
+    assert int(chat.stderr.split()[0]) > 20  # the template's tokens
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    bare = command("generate", folder, "--prompt", "Hello", "--chat")
+    assert bare.exit_code == 2
+    assert "no chat template" in bare.output
+
+
+def test_a_text_that_is_too_short() -> None:
+    with pytest.raises(ValueError, match="at least one window of 512 tokens, got 3"):
+        perplexity(lambda ids: None, torch.arange(3))

@@ -1,0 +1,106 @@
+"""GGUF files of every architecture that is converted, against transformers' own reading of the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from qcutlass import UnsupportedError, formats
+from qcutlass.models.gguf import GGUFModel
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+HIDDEN, HEADS, KV_HEADS, WIDE, VOCABULARY, BLOCKS = 128, 4, 2, 160, 64, 2
+SIZES = {"qwen3": 128}  # of a head, where it is not HIDDEN // HEADS
+
+
+def write_gguf(path: Path, architecture: str, seed: int, extra: str | None = None) -> Path:
+    """Linear layers in Q8_0, all else in F32."""
+    random = np.random.default_rng(seed)
+    size = SIZES.get(architecture, HIDDEN // HEADS)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(BLOCKS)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(WIDE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
+
+    def add(name: str, *shape: int) -> None:
+        data = random.normal(0, 0.1, shape).astype(np.float32)
+        if len(shape) == 2 and name != "token_embd.weight":
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, data)
+
+    add("token_embd.weight", VOCABULARY, HIDDEN)
+    add("output_norm.weight", HIDDEN)
+    add("output.weight", VOCABULARY, HIDDEN)
+    for i in range(BLOCKS):
+        for name, rows, columns in (
+            ("attn_q", HEADS * size, HIDDEN), ("attn_k", KV_HEADS * size, HIDDEN), ("attn_v", KV_HEADS * size, HIDDEN),
+            ("attn_output", HIDDEN, HEADS * size), ("ffn_gate", WIDE, HIDDEN), ("ffn_up", WIDE, HIDDEN),
+            ("ffn_down", HIDDEN, WIDE),
+        ):  # fmt: skip
+            add(f"blk.{i}.{name}.weight", rows, columns)
+            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+                add(f"blk.{i}.{name}.bias", rows)
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"blk.{i}.{name}.weight", HIDDEN)
+        if architecture == "qwen3":
+            for name in ("attn_q_norm", "attn_k_norm"):
+                add(f"blk.{i}.{name}.weight", size)
+    if extra is not None:
+        add(extra, 4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_names_and_rows_are_those_of_transformers(architecture: str, tmp_path: Path, seed: int) -> None:
+    pytest.importorskip("accelerate", reason="transformers needs it to dequantise GGUF files")
+    from transformers import AutoModelForCausalLM
+
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, seed)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    expected = model.state_dict()
+    source = GGUFModel(formats.load(path), path)
+    found = {name: source.tensor(name) for name in source.rest}
+    for name in source.names:
+        layer = source.layer(name)
+        found[f"{name}.weight"] = layer.dequantize(torch.float32)
+        if layer.bias is not None:
+            found[f"{name}.bias"] = layer.bias
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert source.config["architectures"] == [type(model).__name__]
+    assert source.config["head_dim"] == SIZES.get(architecture, HIDDEN // HEADS)
+    assert ("model.layers.0.self_attn.q_proj.bias" in found) == (architecture == "qwen2")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra", "message"),
+    [("gemma", None, "got a model of 'gemma'"), ("llama", "rope_freqs.weight", "'rope_freqs' has no place")],
+)
+def test_other_models_are_refused(
+    architecture: str, extra: str | None, message: str, tmp_path: Path, seed: int
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, seed, extra)
+    with pytest.raises(UnsupportedError, match=message):
+        GGUFModel(formats.load(path), path)
