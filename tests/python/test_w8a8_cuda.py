@@ -63,7 +63,7 @@ TACTICS = range(len(_C.tactics(arguments(EightBitCase(1, 4096, 4096)))))
 
 
 def tactic_of(dtype: torch.dtype, index: int, m: int = 1) -> _C.TacticTraits | None:
-    """The configuration in row `index` of the table, None where this GPU has not the shared memory for it and m rows."""
+    """The configuration in row `index` of the table, None where it and m rows need more memory than this GPU has."""
     traits = _C.tactics(arguments(EightBitCase(m, 4096, 4096, dtype)))[index]
     device = _C.device_traits(torch.cuda.current_device())
     return traits if traits.shared_memory <= device.shared_memory_per_block else None
