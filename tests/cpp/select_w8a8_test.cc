@@ -121,6 +121,42 @@ TEST(SelectW8A8, ActivationsAndWeightsMustAgree) {
   EXPECT_THROW(select(a, kH200), Unsupported);
 }
 
+TEST(SelectW8A8, TakesNoGroupSize) {
+  GemmArguments a = problem(8, 256, 4096);
+  Plan const plan = select(a, kH200);
+  double const total = candidates(a, kH200).front().cost.total;
+  a.weights.group_size = 0;
+  EXPECT_EQ(select(a, kH200).tactic, plan.tactic);
+  EXPECT_EQ(candidates(a, kH200).front().cost.total, total);
+}
+
+TEST(SelectW8A8, RefusesWhatTheKernelsWouldIgnore) {
+  int32_t const one = 1;
+  GemmArguments a = problem(8, 256, 256, DType::kFloat8E4M3);
+  a.sums.azp = &one;
+  EXPECT_THROW(select(a, kH200), Unsupported);
+  a = problem(8, 256, 256);
+  a.sums.azp = &one;
+  EXPECT_NO_THROW(select(a, kH200));
+  a.perm = &one;
+  EXPECT_THROW(select(a, kH200), Unsupported);
+  a = problem(8, 256, 256);
+  a.out_type = DType::kNone;
+  EXPECT_THROW(select(a, kH200), InvalidArgument);
+  a.out_type = DType::kInt32;
+  EXPECT_NO_THROW(select(a, kH200));
+  a.a_type = DType::kFloat8E5M2;
+  EXPECT_THROW(select(a, kH200), InvalidArgument);
+  EXPECT_THROW(select(problem((int64_t(1) << 25) + 1, 16, 32), kH200), Unsupported);
+}
+
+TEST(SelectW8A8, SplitsFitTheGrid) {
+  GemmArguments const a = problem(1, 16, int64_t(1) << 24, DType::kFloat8E4M3);
+  std::string const name = "w8a8_e4m3_sm89_n64m64k128_s3";
+  EXPECT_NO_THROW(select(a, kH200, name, 65535));
+  EXPECT_THROW(select(a, kH200, name, 65536), Unsupported);
+}
+
 TEST(SelectW8A8, UnalignedActivationsAreCopied) {
   GemmArguments a = problem(8, 256, 100);  // rows of 100 bytes
   EXPECT_EQ(Workspace(a, 1, false).activation_stride, 112);

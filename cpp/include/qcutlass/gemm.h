@@ -9,7 +9,8 @@
 //
 //   sum = sum_k (a[m, k] - azp[m]) * w[n, k]      int8: exact in int32; fp8: fp32 accumulation, no azp
 //
-// evaluated in fp32 from the left, rounded once. int32 outputs are the sums themselves.
+// evaluated in fp32 from the left (the bias may be added in a fused step), rounded once. int32 outputs are the sums
+// themselves.
 #pragma once
 
 #include <cstddef>

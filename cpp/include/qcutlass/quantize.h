@@ -10,9 +10,9 @@
 // where round() goes to the nearest code, to the even one of two, and saturates: symmetric int8 at +-127, asymmetric
 // at -128 and 127, fp8 at its largest finite values. A scale is at least kLeastScale, and 1 for a range of zeros.
 //
-// NaN and infinities: with a range's own scale, that scale becomes NaN or infinity, int8 codes 0, fp8 codes of finite
-// values 0 and of the others NaN, azp 0. With a given scale infinities saturate; fp8 keeps NaN, int8 makes it 0 + azp
-// and reports a scale of NaN. Either way a product shows it.
+// NaN and infinities: with a range's own scale, that scale becomes NaN or infinity, int8 codes and azp 0; fp8 codes
+// NaN, or 0 where a finite value meets an infinite scale. With a given scale infinities saturate; fp8 keeps NaN, int8
+// makes it 0 + azp and reports a scale of NaN. Either way a product shows it.
 #pragma once
 
 #include <cstddef>

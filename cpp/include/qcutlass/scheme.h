@@ -18,7 +18,8 @@ struct WeightArguments {
   Packing packing = Packing::kW4A16;
   int64_t n = 0;
   int64_t k = 0;
-  int64_t group_size = 0;  ///< k elements that share a scale; >= k: one scale a channel. The last group may be short.
+  /// k elements that share a scale; >= k: one scale a channel. The last group may be short. Not used with kW8A8.
+  int64_t group_size = 0;
   void const* packed = nullptr;
   DType scale_type = DType::kNone;  ///< floating
   void const* scales = nullptr;     ///< [groups(), n]
@@ -29,7 +30,9 @@ struct WeightArguments {
   int64_t zero_stride = 0;
 
   constexpr int bits() const { return bits_of(packing); }
-  constexpr int64_t groups() const { return group_size >= k ? 1 : (k + group_size - 1) / group_size; }
+  constexpr int64_t groups() const {
+    return packing == Packing::kW8A8 || group_size >= k ? 1 : (k + group_size - 1) / group_size;
+  }
 };
 
 /// The zero point of symmetric schemes.

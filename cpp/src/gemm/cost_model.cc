@@ -33,14 +33,16 @@ double overlapped(double a, double b, GpuClass const& gpu) { return std::max(a, 
 /// The slowest of: distinct bytes through DRAM, all bytes through L2, the copy rings' bytes in flight.
 double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
   WeightArguments const& w = a.weights;
+  DType const output = a.out_type == DType::kNone ? a.a_type : a.out_type;
   double const rows = static_cast<double>(std::min<int64_t>(a.m, t.tokens));  // tokens beyond m are not read
   int const stage_k = t.stage_k(w.packing), activation_size = activation_bytes(w.packing);
   double const weight_bytes = t.channels * stage_k * w.bits() / 8.0;
-  double const scale_bytes = t.channels * std::ceil(stage_k / static_cast<double>(std::min(w.group_size, w.k))) *
+  double const scale_bytes = t.channels *
+                             std::ceil(stage_k / static_cast<double>(w.groups() == 1 ? w.k : w.group_size)) *
                              (size_of(w.scale_type) + size_of(w.zero_type));
   double const stage = weight_bytes + scale_bytes + rows * stage_k * activation_size;
   double const distinct = static_cast<double>(w.n) * static_cast<double>(w.k) * w.bits() / 8 +
-                          static_cast<double>(a.m) * static_cast<double>(w.k * activation_size + w.n * 2);
+                          static_cast<double>(a.m) * static_cast<double>(w.k * activation_size + w.n * size_of(output));
   double const in_flight = std::min(waves.resident, waves.busiest) * (t.stages - 1) * stage;
   double const again = std::max(0.0, waves.blocks * waves.stages * stage - distinct);
   return std::max({(distinct + gpu.reread * again) / (gpu.memory.dram * 1e6),
@@ -93,7 +95,9 @@ int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, 
   if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;
   constexpr int kReserved = 1024;  // the system's share of every block
   int const by_memory = (device.shared_memory_per_block + kReserved) / (shared + kReserved);
-  int const by_warps = (device.compute_capability == 86 || device.compute_capability == 89 ? 48 : 64) / tactic.warps();
+  int const capability = device.compute_capability;
+  bool const few_warps = (capability > 80 && capability < 90) || capability >= 120;  // 48 an SM, not 64
+  int const by_warps = (few_warps ? 48 : 64) / tactic.warps();
   return std::max(1, std::min({by_memory, by_warps, 2 * tactic.min_blocks}));
 }
 

@@ -1,7 +1,8 @@
 // Speeds of the classes of GPUs, as the cost model needs them: the only constants it has.
 //
-// Those of sm_90 were fitted to times measured on an H200. The other classes keep its overheads and take their rates
-// from what the architectures document; selection needs the ratios more than the values.
+// Those of sm_90 were fitted to times measured on an H200. The other classes keep its overheads, and its factors for
+// 8-by-8-bit products, and take their rates from what the architectures document; selection needs the ratios more than
+// the values.
 #pragma once
 
 namespace qcutlass {
@@ -37,7 +38,7 @@ struct EightBitCosts {
   double dram = 1.133, l2 = 1.66, mma = 0.582;
   double exposed = 0.278;
   double reread = 0.12;  ///< share of what tiles of tokens read again that comes through DRAM again
-  double float8 = 2.1;  ///< MMAs of 8-bit floats: on sm_90 two of fp16 and conversions, elsewhere half the integer rate
+  double float8 = 2.1;   ///< MMAs of 8-bit floats: two of fp16 and conversions
   MainloopCosts stream = {0.714, 17.3, 0.342, 646, 1.35, 1.01e-4, 2.88};
   MainloopCosts multistage = {0.663, 22.4, 4.66, 290, 2.26, 1.51e-4, 8.33};
 };

@@ -60,10 +60,16 @@ void check_supported(GemmArguments const& arguments) {
     if (arguments.a_type == DType::kInt8 && w.k > kMaxInt8K)
       throw InvalidArgument("a: int8 products have at most K = " + std::to_string(kMaxInt8K) +
                             ", where int32 sums cannot overflow; got " + std::to_string(w.k) + ". Split K");
+    if (arguments.out_type == DType::kNone || (arguments.out_type == DType::kInt32 && arguments.a_type != DType::kInt8))
+      throw InvalidArgument("out_type: expected float16, bfloat16, float32 or, from int8, int32");
+    if (arguments.perm != nullptr || arguments.act_scale != nullptr)
+      throw Unsupported("perm, act_scale: activations of 8 bits are multiplied as they are");
+    if (arguments.sums.azp != nullptr && arguments.a_type != DType::kInt8)
+      throw Unsupported("azp: float8 activations have no zero points");
   } else if (!sixteen_bits) {
     throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
   }
-  if (w.group_size < w.k && w.group_size % kGroupStep != 0)
+  if (w.groups() > 1 && w.group_size % kGroupStep != 0)
     throw Unsupported("group_size: the CUDA kernels take multiples of " + std::to_string(kGroupStep) +
                       " or one group a channel, got " + std::to_string(w.group_size) + "; re-quantise, or use the CPU");
   // Indices of rows, and offsets within a row or between neighbouring ones, are 32-bit in the kernels.
@@ -71,10 +77,15 @@ void check_supported(GemmArguments const& arguments) {
   if (arguments.m > kMaxRows || w.n > kMaxChannels || w.k > kMaxStride)
     throw Unsupported(
         "a, w_packed: the CUDA kernels take up to 2^30 rows, 2^28 channels and 2^24 columns; split the product");
+  constexpr int64_t kMaxEightBitRows = int64_t(1) << 25;  // a grid of the smaller tiles, where nothing is dequantised
+  if (w.packing == Packing::kW8A8 && arguments.m > kMaxEightBitRows)
+    throw Unsupported("a: the CUDA kernels take up to 2^25 rows of 8-bit activations; split the product");
 }
 
 bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {
-  return split_k <= layout::ceil_div(arguments.weights.k, t.stage_k(arguments.weights.packing));
+  constexpr int kMostShares = 65535;  // the grid's third dimension
+  return split_k <= kMostShares &&
+         split_k <= layout::ceil_div(arguments.weights.k, t.stage_k(arguments.weights.packing));
 }
 
 /// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.

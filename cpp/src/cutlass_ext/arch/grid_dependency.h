@@ -6,8 +6,8 @@
 
 namespace cutlass::arch {
 
-/// Waits until everything before this kernel in the stream is complete and visible. Nothing of global memory may be
-/// touched before.
+/// Waits until everything before this kernel in the stream is complete and visible. Before it, nothing of global memory
+/// may be touched but what no earlier kernel still writes.
 CUTLASS_DEVICE void wait_for_prior_grids() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,4 +1,4 @@
-// Products of 8-bit floats, m16n8k32, on GPUs whose mma.sync has no unit for them.
+// Products of 8-bit floats, m16n8k32, with sums in fp32.
 #pragma once
 
 #include "cutlass/arch/mma.h"
@@ -21,10 +21,11 @@ CUTLASS_DEVICE void unpack_float8(uint32_t four, uint32_t& low, uint32_t& high) 
 #endif
 }
 
-/// Operands and result of CUTLASS's Mma<GemmShape<16, 8, 32>, 32, A, RowMajor, B, ColumnMajor, float, ..>. Where
-/// mma.sync takes 8-bit floats (sm_89, sm_100 and later) it is that. sm_90 has them in wgmma alone: its compiler turns
-/// mma.sync into conversions, two fp16 MMAs into zeroed sums, and four additions of those. Adding in the MMAs saves the
-/// additions; the sums of an fp16 MMA have the precision of fp32.
+/// Operands and result of CUTLASS's Mma<GemmShape<16, 8, 32>, 32, A, RowMajor, B, ColumnMajor, float, ..>, computed by
+/// two fp16 MMAs, whose products are exact and whose sums have the precision of fp32. mma.sync on 8-bit floats has not:
+/// on sm_89 its sums keep about 13 bits of mantissa, which is why CUTLASS adds them in stages there
+/// (arch::detail::is_sm89_staged_policy_v); and sm_90, which has 8-bit floats in wgmma alone, turns it into these same
+/// conversions and MMAs, followed by four additions.
 template <class A, class B>
 struct MmaFloat8 {
   using Native = Mma<gemm::GemmShape<16, 8, 32>, 32, A, layout::RowMajor, B, layout::ColumnMajor, float,
@@ -36,7 +37,6 @@ struct MmaFloat8 {
   using FragmentC = typename Native::FragmentC;
 
   CUTLASS_DEVICE void operator()(FragmentC& d, FragmentA const& a, FragmentB const& b, FragmentC const& c) const {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
     // Which k meet in which of the two MMAs does not matter as long as both operands agree: the lower two of the four
     // that a register holds go first.
     uint32_t const* const a_words = reinterpret_cast<uint32_t const*>(&a);
@@ -51,9 +51,6 @@ struct MmaFloat8 {
         reinterpret_cast<typename Half::FragmentB const&>(b_half[0]), c);
     mma(d, reinterpret_cast<typename Half::FragmentA const&>(a_half[1]),
         reinterpret_cast<typename Half::FragmentB const&>(b_half[1]), d);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    Native{}(d, a, b, c);
-#endif  // older GPUs: never selected
   }
 };
 

@@ -93,7 +93,8 @@ class MmaPackedMultistage {
     for (int m = 0; m < kStrips; ++m) operands_[m] = Scales::symmetric();
   }
 
-  /// Requests the weights, scales and zeros of the first stages; they do not depend on the kernel before this one.
+  /// Requests the weights, scales and zeros of the first stages, which may be done before the wait for the kernel
+  /// before this one.
   CUTLASS_DEVICE void prefetch_weights() {
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kStages - 1; ++s) copy_weights(s, s);
