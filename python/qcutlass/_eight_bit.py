@@ -220,9 +220,9 @@ def _check_per_row(name: str, value: Tensor, first: str, a: Tensor) -> None:
         return
     rows = leading.numel()
     if shape not in ((rows,), (rows, 1)):
+        shapes = f"[M] = [{rows}] or [M, 1]" + ("" if len(leading) == 1 else f" or {list(leading)}")
         raise ValueError(
-            f"{name}: expected one element, or one for each row of {first}, shape [M] = [{rows}] or {list(leading)}; "
-            f"got shape {shape_of(value)}"
+            f"{name}: expected one element, or one for each row of {first}, shape {shapes}; got shape {shape_of(value)}"
         )
 
 
@@ -241,6 +241,8 @@ def _channels(name: str, w: Tensor, w_scale: Tensor | None, call: Int8Call | Flo
     for source, vector in (("w_scale", w_scale), ("bias", call.bias), ("w_sums", call.w_sums)):
         if vector is not None and vector.dim() > 0 and (source != "w_scale" or vector.numel() != 1):
             n = vector.shape[0]
+            if vector.shape not in ((n,), (n, 1)):
+                raise ValueError(f"{source}: expected shape [N] (w_scale: or [N, 1]), got {shape_of(vector)}")
             check_channels(f"{source}: N = {n} from shape {shape_of(vector)}", n, name, w)
             return n
     tiles = w.shape[0]

@@ -193,6 +193,15 @@ def check_integer(name: str, value: object, allowed: Container[int] | None = Non
         raise ValueError(f"{name}: expected at least {minimum}, got {value}")
 
 
+def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
+    """The two integers of `value`; raises TypeError unless it has these."""
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(f"{name}: expected a pair of ints {meaning}, got {value!r}")
+    for index, element in enumerate(value):
+        check_integer(f"{name}[{index}]", element)
+    return value[0], value[1]
+
+
 def _listed(allowed: Container[int]) -> list[int]:
     return [value for value in range(65) if value in allowed]
 
@@ -349,6 +358,8 @@ def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch
 
 def check_options(activation: object, tactic: object, split_k: int) -> None:
     """Checks what every product takes besides tensors."""
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation: expected a name or None, got {type(activation).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     if tactic is not None and not isinstance(tactic, str):
@@ -419,6 +430,8 @@ _EIGHT_BIT: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 def _packing(bits: int, activations: str) -> _C.Packing:
     check_integer("bits", bits, PACKINGS)
+    if not isinstance(activations, str):
+        raise TypeError(f"activations: expected '16bit', 'int8' or 'fp8', got {type(activations).__name__}")
     if activations == "16bit":
         return PACKINGS[bits]
     if activations not in _EIGHT_BIT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -279,12 +280,17 @@ def weight_dtype(
 
 def _call(a: Tensor, operands: tuple[Any, ...], options: dict[str, Any]) -> Call:
     """The call of the product that takes activations of the type of `a`."""
-    dtype = getattr(a, "dtype", None)
-    if dtype == torch.int8:
-        return Int8Call(a, *operands, **options)
-    if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return Float8Call(a, *operands, **options)
-    return GemmCall(a, *operands, **options)
+    kinds: dict[torch.dtype | None, tuple[str, Callable[..., Call]]] = {
+        torch.int8: ("gemm_w8a8", Int8Call),
+        torch.float8_e4m3fn: ("gemm_fp8", Float8Call),
+        torch.float8_e5m2: ("gemm_fp8", Float8Call),
+    }
+    product, make = kinds.get(getattr(a, "dtype", None), ("gemm", GemmCall))
+    try:
+        return make(a, *operands, **options)
+    except TypeError as error:  # an argument that is missing, or that the product does not have
+        _, _, what = str(error).partition("__new__() ")
+        raise TypeError(f"expected the arguments of qcutlass.{product} but out: {what}") from None
 
 
 def _query(call: Call, shape: WeightShape) -> AnyProduct:

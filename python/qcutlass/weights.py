@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qcutlass import _ops
-from qcutlass._validation import DequantizeCall
+from qcutlass._validation import DequantizeCall, check_pair
 
 
 def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> Tensor:
@@ -61,7 +61,7 @@ def unpack_weights(w_packed: Tensor, bits: int, shape: tuple[int, int]) -> Tenso
         >>> bool((qcutlass.unpack_weights(packed, bits=4, shape=(40, 130)) == codes).all())
         True
     """
-    n, k = shape
+    n, k = check_pair("shape", shape, "(N, K)")
     if _ops.is_eager(w_packed):
         return _ops.unpack(w_packed, bits, n, k)
     codes: Tensor = torch.ops.qcutlass.unpack(w_packed, bits, n, k)
@@ -105,7 +105,7 @@ def dequantize(
         >>> bool((w == q.dequantize()).all())
         True
     """
-    begin, end = (0, None) if rows is None else rows
+    begin, end = (0, None) if rows is None else check_pair("rows", rows, "(begin, end)")
     call = DequantizeCall(w_packed, scales, zeros, k, group_size, bits, dtype, begin, end)
     if _ops.is_eager(*call):
         return _ops.dequantize(call)

@@ -74,3 +74,13 @@ def test_more_rows_take_more_time_and_fp8_on_hopper_more_than_int8() -> None:
 def test_plans_need_a_gpu() -> None:
     with pytest.raises(ValueError, match="GPU"):
         qcutlass.plan(*int8_product(2, 16, 32)[0])
+
+
+def test_arguments_are_those_of_the_product() -> None:
+    (a, w_packed, *scales), _ = int8_product(2, 16, 32)
+    with pytest.raises(TypeError, match=r"qcutlass\.gemm_w8a8 but out: missing 2 required .*'a_scale' and 'w_scale'"):
+        qcutlass.explain(a, w_packed, device="h200")
+    with pytest.raises(TypeError, match=r"qcutlass\.gemm_w8a8 but out: .*'group_size'"):
+        qcutlass.explain(a, w_packed, *scales, group_size=4, device="h200")
+    with pytest.raises(TypeError, match=r"qcutlass\.gemm but out: missing"):
+        qcutlass.tactics(a.half(), w_packed)

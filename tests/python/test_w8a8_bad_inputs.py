@@ -59,6 +59,7 @@ OF_BOTH: list[Row] = [
     ("bias", lambda v: ones(N - 1), ValueError, ("[47]", "48")),
     ("bias", lambda v: ones(M, N), ValueError, ("[3, 48]", "48")),
     ("activation", lambda v: "swish", ValueError, ("swish", "silu", "gelu_tanh")),
+    ("activation", lambda v: ["silu"], TypeError, ("list",)),
     ("out_dtype", lambda v: torch.float64, TypeError, ("float64", "float16", "bfloat16", "float32")),
     ("out_dtype", lambda v: "float16", TypeError, ("float16", "bfloat16")),
     ("n", lambda v: 49, ValueError, ("49", "[3, 4, 32, 16]", "4 tiles")),
@@ -233,3 +234,25 @@ def test_packing_refuses(call: Callable[[], object], error: type[Exception], par
         call()
     message = str(caught.value)
     assert [part for part in parts if part not in message] == [], message
+
+
+def test_n_is_not_taken_from_a_row_of_scales() -> None:
+    values = of_int8()
+    packed = values["w_packed"]
+    with pytest.raises(ValueError, match=r"w_scale: expected shape \[N\] \(w_scale: or \[N, 1\]\), got \[1, 48\]"):
+        qcutlass.gemm_w8a8(values["a_q"], packed, values["a_scale"], ones(1, N))
+    out = qcutlass.gemm_w8a8(values["a_q"], packed, values["a_scale"], ones(N, 1))
+    assert out.shape == (M, N)
+
+
+def test_pairs_and_names_of_other_types() -> None:
+    packed = of_int8()["w_packed"]
+    with pytest.raises(TypeError, match=r"shape: expected a pair of ints \(N, K\), got 3"):
+        qcutlass.unpack_weights(packed, 8, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"shape\[1\]: expected an int, got float"):
+        qcutlass.unpack_weights(packed, 8, (N, 128.0))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"activations: expected .* got list"):
+        qcutlass.preprocess_weights(ones(16, 32, dtype=torch.int8), 8, [])  # type: ignore[arg-type]
+    q = qcutlass.quantize(torch.ones(16, 64))
+    with pytest.raises(TypeError, match=r"rows: expected a pair of ints \(begin, end\)"):
+        qcutlass.dequantize(qcutlass.preprocess_weights(q.codes, 4), q.scales, q.zeros, k=64, rows=(3,))  # type: ignore[arg-type]
