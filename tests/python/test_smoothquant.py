@@ -253,14 +253,45 @@ def _tied() -> list[nn.Module]:
             r"linears\[0\].weight: smoothing overflows",
         ),
         (nn.LayerNorm(8).half(), nn.Linear(8, 4), 1e-6, ValueError, "norm_or_linear.weight: smoothing overflows"),
+        (nn.LayerNorm(8).half(), nn.Linear(8, 4), 1e9, ValueError, "norm_or_linear.weight: .* channel 0 to zero"),
+        (nn.Linear(3, 8).half(), nn.Linear(8, 4), 1e9, ValueError, "norm_or_linear.weight: .* channel 0 to zero"),
+        (nn.LayerNorm(8), nn.Linear(8, 4).half(), 1e-9, ValueError, r"linears\[0\].weight: .* channel 0 to zero"),
+        (nn.BatchNorm1d(8), nn.Linear(8, 4), 2, ValueError, r"norm_or_linear: .* \[1, 8\], but BatchNorm1d .*eval\(\)"),
+        (nn.BatchNorm2d(8).eval(), nn.Linear(8, 4), 2, ValueError, "norm_or_linear: .* but BatchNorm2d raised"),
     ],
 )
 def test_what_cannot_be_folded_stays_as_it_was(
     previous: nn.Module, linears: Any, s: float, error: type[Exception], message: str
 ) -> None:
     modules = [previous, *(linears if isinstance(linears, list) else [linears])]
-    before = [parameter.clone() for module in modules for parameter in module.parameters()]
+    before = [value.clone() for module in modules for value in module.state_dict().values()]
     with pytest.raises(error, match=message):
         qcutlass.fold_smoothing(previous, linears, torch.full((8,), float(s)))
-    after = [parameter for module in modules for parameter in module.parameters()]
+    after = [value for module in modules for value in module.state_dict().values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_only_channels_that_vanish_whole_are_refused() -> None:
+    """Tiny weights beside larger ones of their channel may round to zero, and so may biases; zeros may stay zero."""
+    for rows in (False, True):  # the channels of the layer before, of the layer behind
+        channels = torch.tensor([[1.0, 6e-8], [0.0, 0.0], [2.0, 6e-8]])
+        first, second = nn.Linear(2, 3).half(), nn.Linear(3, 2).half()
+        with torch.no_grad():
+            (first.weight if rows else second.weight).copy_(channels if rows else channels.T)
+            first.bias.fill_(6e-8)
+        s = torch.full((3,), 8.0 if rows else 0.125)
+        changed = [(first.weight, 1 / s[:, None]), (first.bias, 1 / s), (second.weight, s)]
+        expected = [(tensor.detach().float() * factor).half() for tensor, factor in changed]
+        qcutlass.fold_smoothing(first, second, s)
+        assert all(torch.equal(tensor, right) for (tensor, _), right in zip(changed, expected, strict=True))
+        assert (first.weight if rows else second.weight.T).ne(0).sum(dim=1).tolist() == [1, 0, 1]
+        assert bool((first.bias == 0).all()) == rows
+
+
+def test_a_norm_with_buffers_keeps_them() -> None:
+    norm = nn.BatchNorm1d(8, momentum=0.5)
+    norm.forward = lambda x: nn.BatchNorm1d.forward(norm, torch.cat([x, -x]))  # type: ignore[method-assign]
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    qcutlass.fold_smoothing(norm, nn.Linear(8, 4), torch.full((8,), 2.0))
+    assert torch.equal(norm.weight, before["weight"] / 2)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())

@@ -134,6 +134,41 @@ def test_groups_that_cannot_be_folded_change_nothing(groups: Any, error: type[Ex
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def chained() -> tuple[nn.Module, dict[str, ActivationStatistics]]:
+    """In fp16; the middle Linear is behind the norm and before the last one: each pair alone folds."""
+    model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).half()
+    with torch.no_grad():
+        model[1].weight.fill_(10)
+        model[3].weight.fill_(100)
+    statistics = {
+        "1": ActivationStatistics(torch.zeros(2), torch.full((2,), 1e5)),
+        "3": ActivationStatistics(torch.zeros(2), torch.full((2,), 1e-2)),
+    }
+    return model, statistics
+
+
+def test_groups_that_fail_together_change_nothing() -> None:
+    groups = [("0", ["1"]), ("1", ["3"])]
+    for group in groups:
+        model, statistics = chained()
+        qcutlass.smooth_model(model, statistics, groups=[group])
+    model, statistics = chained()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"^group 1 -> 3: norm_or_linear.weight: smoothing overflows"):
+        qcutlass.smooth_model(model, statistics, groups=groups)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_weight_that_cannot_be_written_leaves_the_others_as_they_were() -> None:
+    model, statistics = chained()
+    model[3].weight = nn.Parameter(torch.full((1, 1), 100.0).half().expand(2, 2))  # its elements share one address
+    statistics["3"] = ActivationStatistics(torch.zeros(2), torch.full((2,), 400.0))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"^group 1 -> 3: .*single memory location"):
+        qcutlass.smooth_model(model, statistics, groups=[("0", ["1"]), ("1", ["3"])])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_factors_need_statistics(seed: int) -> None:
     model, _, statistics = decoder(seed)
     del statistics["layers.1.self_attn.v_proj"]

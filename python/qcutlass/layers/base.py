@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass import _C
-from qcutlass._validation import ACTIVATIONS, FLOATING, check_integer, check_tensor, shape_of
+from qcutlass._validation import FLOATING, check_integer, check_options, check_tensor, shape_of
 from qcutlass.formats import Checkpoint
 from qcutlass.quantization import QuantizedTensor
 from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.smoothquant.factors import check_channels
 
 LAYOUT_VERSION: Final = int(_C.build_info()["layout_version"])
 
@@ -72,8 +73,7 @@ class QuantLinear(nn.Module, ABC):
         super().__init__()
         check_integer("in_features", in_features, minimum=1)
         check_integer("out_features", out_features, minimum=1)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+        check_activation(activation)
         self.in_features, self.out_features = in_features, out_features
         self.bits, self.group_size = bits, group_size
         self.activation = activation
@@ -96,6 +96,7 @@ class QuantLinear(nn.Module, ABC):
 
         Args:
             linear: with float16, bfloat16 or float32 weights, on any device; it is not changed. The bias is copied.
+                It has no forward hooks and no parametrization, which the quantised layer would not run.
             scheme: `WeightOnly`, `W8A8` or `FP8`; None: `WeightOnly(**options)`, that is `bits=4, group_size=128,
                 symmetric=False`.
             statistics: of the layer's input, from `calibrate` or `smooth_model`; needed by static schemes.
@@ -106,7 +107,8 @@ class QuantLinear(nn.Module, ABC):
 
         Raises:
             TypeError: `linear` is not a Linear with floating weights, or an option is unknown or of another type.
-            ValueError: an option has no such value, weights or statistics are not finite, statistics are missing.
+            ValueError: an option has no such value, weights or statistics are not finite, statistics are missing;
+                `linear` has forward hooks, or weights that are not a parameter.
 
         Example:
             >>> import torch, qcutlass
@@ -124,13 +126,11 @@ class QuantLinear(nn.Module, ABC):
             raise TypeError(f"{next(iter(options))}: pass it to the scheme, {type(scheme).__name__}(...)")
         if not isinstance(scheme, Scheme):
             raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8 or FP8, got {type(scheme).__name__}")
+        check_plain("linear", linear)
         check_tensor("linear.weight", linear.weight, FLOATING)
         if not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
             raise ValueError("linear.weight: expected finite values, got NaN or infinity")
-        if statistics is not None and statistics.minimum.shape != (linear.in_features,):
-            raise ValueError(
-                f"statistics: expected those of K = {linear.in_features} channels, got {shape_of(statistics.minimum)}"
-            )
+        _check_statistics(statistics, linear.in_features)
         with torch.no_grad():
             return scheme.layer(linear, statistics, activation).train(linear.training)
 
@@ -216,12 +216,22 @@ class QuantLinear(nn.Module, ABC):
     def _check(self, parts: Parts) -> None:
         """Raises TypeError or ValueError unless these are the buffers of such a layer."""
 
+    def _missing(self, parts: Parts) -> dict[str, Tensor]:
+        """Optional tensors that checked buffers lack and the layer needs, computed from the others."""
+        return {}
+
+    def _check_input(self, a: Tensor) -> None:
+        """Raises ValueError unless the last dimension is K; the product checks the rest."""
+        if isinstance(a, Tensor) and (a.dim() == 0 or a.shape[-1] != self.in_features):
+            raise ValueError(f"a: expected shape [..., in_features] = [..., {self.in_features}], got {shape_of(a)}")
+
     @property
     def _layout(self) -> list[int]:
         return [LAYOUT_VERSION, self.bits, self.out_features, self.in_features, self.group_size]
 
     def _check_layout(self, layout: Tensor) -> None:
-        """Raises ValueError unless `layout` describes this layer."""
+        """Raises TypeError or ValueError unless `layout` describes this layer."""
+        check_tensor("layout", layout, (torch.int64,))
         if layout.is_meta:
             return
         found = layout.tolist()
@@ -265,6 +275,8 @@ class QuantLinear(nn.Module, ABC):
                     raise ValueError("no `layout` beside the buffers: not the state of a QuantLinear")
                 self._check_layout(layout)
                 self._check(parts)
+                for name, computed in self._missing(parts).items():
+                    parts[name] = state_dict[prefix + name] = computed
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
                 return
@@ -291,6 +303,39 @@ class QuantLinear(nn.Module, ABC):
     def _description(self) -> list[str]:
         """What `extra_repr` says of the kind."""
         return []
+
+
+def check_activation(activation: object) -> None:
+    """Raises TypeError or ValueError unless `activation` can be fused."""
+    if not isinstance(activation, str | None):
+        raise TypeError(f"activation: expected a name or None, got {type(activation).__name__}")
+    check_options(activation, None, 0)
+
+
+def check_plain(name: str, linear: nn.Linear, otherwise: str = "") -> None:
+    """Raises ValueError if `linear` computes more than `x @ w.T + bias` with a weight of its own."""
+    if linear._forward_pre_hooks or linear._forward_hooks:
+        raise ValueError(
+            f"{name}: has forward hooks, which a quantised layer would not run; remove them "
+            "(torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove or the hook's handle)" + otherwise
+        )
+    if not isinstance(linear.weight, nn.Parameter):
+        raise ValueError(
+            f"{name}: its weight is computed, not a Parameter; make it one "
+            "(torch.nn.utils.parametrize.remove_parametrizations)" + otherwise
+        )
+
+
+def _check_statistics(statistics: object, k: int) -> None:
+    """Raises TypeError or ValueError unless these are None or statistics of `k` channels."""
+    if statistics is None:
+        return
+    if not isinstance(statistics, ActivationStatistics):
+        raise TypeError(f"statistics: expected ActivationStatistics or None, got {type(statistics).__name__}")
+    if statistics.minimum.shape != (k,):
+        raise ValueError(f"statistics: expected those of K = {k} channels, got {shape_of(statistics.minimum)}")
+    if statistics.smooth is not None:
+        check_channels("statistics.smooth", statistics.smooth, k)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass._eight_bit import Float8Call, Int8Call
-from qcutlass._quantizer_ops import QuantizeCall, check_quantize
-from qcutlass._validation import check_packed_form, check_tensor
+from qcutlass._quantizer_ops import QuantizeCall, check_flag, check_quantize
+from qcutlass._validation import check_matrix, check_packed_form, check_tensor
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
 from qcutlass.products import gemm_fp8, gemm_w8a8, weight_sums
 from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
@@ -37,6 +37,7 @@ class W8A8(Scheme):
 
     def __post_init__(self) -> None:
         _check_activations(self.activations)
+        check_flag("symmetric", self.symmetric)
 
     def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> Int8Linear:
         weight, smooth = _smoothed_weight(linear, statistics)
@@ -92,7 +93,12 @@ def _smoothed_weight(linear: nn.Linear, statistics: ActivationStatistics | None)
     if statistics is None or statistics.smooth is None:
         return weight, None
     smooth = statistics.smooth.to(weight.device)
-    return weight * smooth, smooth  # in fp32, as the factors are
+    smoothed = weight * smooth  # in fp32, as the factors are
+    if not weight.is_meta and not bool((smooth > 0).all()):
+        raise ValueError(f"statistics.smooth: expected factors above 0, got {float(smooth.amin())}")
+    if not weight.is_meta and not bool(smoothed.isfinite().all()):
+        raise ValueError("statistics.smooth: linear.weight times these factors is more than float32 holds")
+    return smoothed, smooth
 
 
 def _static_range(
@@ -120,11 +126,11 @@ class Int8Linear(QuantLinear):
     Args:
         w_q: int8 `[N, K]`: of the weights times `smooth`.
         w_scale, bias, a_scale, azp, smooth: the buffers.
-        symmetric: False: each token of dynamic activations gets a zero point.
+        symmetric: False: each token of dynamic activations gets a zero point; static ones need `azp`.
         activation: as for `gemm_w8a8`.
 
     Raises:
-        TypeError, ValueError: as for `quantize_activations` and `gemm_w8a8`.
+        TypeError, ValueError: as for `quantize_activations` and `gemm_w8a8`; static, not symmetric and without `azp`.
 
     Example:
         >>> import torch, qcutlass
@@ -155,6 +161,10 @@ class Int8Linear(QuantLinear):
         symmetric: bool = True,
         activation: str | None = None,
     ) -> None:
+        check_matrix("w_q", w_q, (torch.int8,))
+        check_flag("symmetric", symmetric)
+        if a_scale is not None and azp is None and not symmetric:
+            raise ValueError("azp: expected the zero point of static activations that are not symmetric, got None")
         n, k = w_q.shape
         parts = {
             "w_packed": preprocess_weights(w_q, 8, "int8"),
@@ -174,8 +184,17 @@ class Int8Linear(QuantLinear):
         del operands["smooth"]
         Int8Call(a_q, activation=self.activation, n=self.out_features, **operands).check(None)
 
+    def _missing(self, parts: Parts) -> dict[str, Tensor]:
+        w_packed = parts["w_packed"]
+        assert w_packed is not None
+        shifted = parts["azp"] is not None or (parts["a_scale"] is None and not self.symmetric)
+        if not shifted or parts["w_sums"] is not None or w_packed.is_meta:
+            return {}
+        return {"w_sums": weight_sums(w_packed, self.out_features)}
+
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
+        self._check_input(a)
         dynamic = self.a_scale is None
         a_q, a_scale, *azp = quantize_activations(
             a, scale=self.a_scale, asymmetric=dynamic and not self.symmetric, azp=self.azp, smooth=self.smooth
@@ -237,6 +256,7 @@ class Fp8Linear(QuantLinear):
         smooth: Tensor | None = None,
         activation: str | None = None,
     ) -> None:
+        check_matrix("w_q", w_q, (torch.float8_e4m3fn,))
         n, k = w_q.shape
         w_packed = preprocess_weights(w_q, 8, "fp8")
         parts = {"w_packed": w_packed, "w_scale": w_scale, "bias": bias, "a_scale": a_scale, "smooth": smooth}
@@ -260,6 +280,7 @@ class Fp8Linear(QuantLinear):
 
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
+        self._check_input(a)
         a_q, a_scale, *_ = quantize_activations(a, dtype=torch.float8_e4m3fn, scale=self.a_scale, smooth=self.smooth)
         return gemm_fp8(
             a_q,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qcutlass import formats
-from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.base import QuantLinear, check_activation
 from qcutlass.layers.eight_bit import Int8Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 
@@ -33,6 +33,7 @@ def from_checkpoint(
     """See `QuantLinear.from_checkpoint`."""
     from qcutlass.models.converted import ConvertedFolder, is_converted  # which reads what these layers save
 
+    check_activation(activation)
     layers: Mapping[str, formats.Layer | QuantLinear]
     if isinstance(checkpoint, formats.Checkpoint):
         layers = checkpoint

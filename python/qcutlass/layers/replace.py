@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
 from torch import nn
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.layers.base import QuantLinear, Scheme
+from qcutlass.layers.base import QuantLinear, Scheme, check_plain
 from qcutlass.smoothquant import ActivationStatistics
 
 _SKIPPED: Final = ("lm_head",)
@@ -25,8 +25,10 @@ def replace_linear(
     """Replaces the Linear layers of a model, in place, by quantised ones.
 
     Layers of exactly the type `torch.nn.Linear` are replaced, not those of derived types, whose owners may look into
-    them. A layer with several names is quantised once. The new layers are made before the first is put in, so that an
-    error changes nothing; old and new weights are in memory together until then.
+    them, nor those directly in a `torch.nn.TransformerEncoderLayer`, which reads their weights itself in inference; its
+    attention's output projection is of a derived type, as parametrized Linears are. A layer with several names is
+    quantised once. The new layers are made before the first is put in, so that an error changes nothing; old and new
+    weights are in memory together until then.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
@@ -41,7 +43,8 @@ def replace_linear(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: nothing to replace, an entry of `skip` matches no module, or a layer (named) can't be quantised.
+        ValueError: nothing to replace, an entry of `skip` matches no module, or a layer (named) can't be quantised:
+            it has forward hooks, as of `torch.nn.utils.weight_norm`, for example.
         UnsupportedError: a layer is on a GPU that has no kernel for the scheme.
 
     Example:
@@ -54,20 +57,25 @@ def replace_linear(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8 or FP8, got {type(scheme).__name__}")
-    if isinstance(skip, str):
-        raise TypeError(f"skip: expected a list of names, got the string {skip!r}")
+    if skip is not None:
+        check_skip(skip)
+    if statistics is not None and not isinstance(statistics, Mapping):
+        raise TypeError(f"statistics: expected a mapping by names of layers, got {type(statistics).__name__}")
     modules = dict(model.named_modules(remove_duplicate=False))
     skipped = _skipped(modules, _SKIPPED if skip is None else skip, must_match=skip is not None)
+    skipped |= _read_by_others(modules.values())
     names = [name for name, module in modules.items() if type(module) is nn.Linear and module not in skipped]
     if "" in names:
         raise ValueError("model: is itself a Linear; use qcutlass.QuantLinear.from_linear(model, scheme)")
     if not names:
-        raise ValueError("model: it has no torch.nn.Linear to replace (those in skip left out)")
+        raise ValueError("model: it has no torch.nn.Linear to replace (without skip and TransformerEncoderLayers)")
 
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    for name in names:
+        check_plain(name, linears[name], ", or list it in skip")
     layers: dict[nn.Module, QuantLinear] = {}
     for name in names:
-        linear = modules[name]
-        assert isinstance(linear, nn.Linear)
+        linear = linears[name]
         if linear in layers:
             continue
         try:
@@ -78,6 +86,23 @@ def replace_linear(
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, layers[modules[name]])
     return names
+
+
+def check_skip(skip: object) -> None:
+    """Raises TypeError unless `skip` is a collection of names."""
+    if isinstance(skip, str):
+        raise TypeError(f"skip: expected a list of names, got the string {skip!r}")
+    if not isinstance(skip, Collection):
+        raise TypeError(f"skip: expected a list of names, got {type(skip).__name__}")
+    for pattern in skip:
+        if not isinstance(pattern, str):
+            raise TypeError(f"skip: expected a list of names, got one with {pattern!r}")
+
+
+def _read_by_others(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Layers whose owner multiplies by their weights itself: that of an encoder layer in inference."""
+    owners = (module for module in modules if isinstance(module, nn.TransformerEncoderLayer))
+    return {child for owner in owners for child in owner.children()}
 
 
 def _skipped(modules: Mapping[str, nn.Module], skip: Sequence[str], must_match: bool) -> set[nn.Module]:

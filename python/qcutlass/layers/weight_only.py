@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
+from qcutlass._quantizer_ops import check_flag
 from qcutlass._validation import FLOATING, PACKINGS, GemmCall, ceil_div, check_gemm, check_integer
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias, short
 from qcutlass.products import gemm
@@ -43,6 +44,7 @@ class WeightOnly(Scheme):
         check_integer("bits", self.bits, PACKINGS)
         if self.group_size not in (None, -1):
             check_integer("group_size", self.group_size, minimum=1)
+        check_flag("symmetric", self.symmetric)
         if self.scale_dtype not in (None, *FLOATING):
             raise TypeError(f"scale_dtype: expected float16, bfloat16, float32 or None, got {self.scale_dtype}")
 
@@ -102,6 +104,8 @@ class WeightOnlyLinear(QuantLinear):
         act_scale: Tensor | None = None,
         perm: Tensor | None = None,
     ) -> None:
+        if not isinstance(quantized, QuantizedTensor):
+            raise TypeError(f"quantized: expected a qcutlass.QuantizedTensor, got {type(quantized).__name__}")
         n, k = quantized.shape
         parts = {
             "w_packed": preprocess_weights(quantized.codes, quantized.bits),
@@ -128,6 +132,7 @@ class WeightOnlyLinear(QuantLinear):
 
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
+        self._check_input(a)
         return gemm(
             a,
             self.w_packed,

@@ -12,10 +12,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qcutlass._validation import check_integer
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinear
 from qcutlass.layers.loading import from_layer
+from qcutlass.layers.replace import check_skip
 from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
@@ -112,6 +114,7 @@ def convert(
     Raises:
         FileNotFoundError: no such source.
         FileExistsError: `destination` is there and `overwrite` is False.
+        TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `shard_bytes` no integer.
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
             folder to overwrite is not a converted one.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; what was written is not what was read.
@@ -129,11 +132,13 @@ def convert(
         ...     models.convert(folder, pathlib.Path(name) / "w4", verify=True).layers
         1
     """
+    if not isinstance(scheme, WeightOnly | None):
+        raise TypeError(f"scheme: expected a qcutlass.WeightOnly or None, got {type(scheme).__name__}")
+    check_skip(skip)
+    check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     _check_places(old, new, overwrite)
     plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
     with new_folder(new, overwrite) as folder:
         done = _write(plan, folder, shard_bytes, progress or (lambda name, count, total: None))
         verified = _check_written(plan, folder, verify)

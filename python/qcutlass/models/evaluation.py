@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def perplexity(
     Tokens behind the last whole window are left out. Log-likelihoods are computed in fp32 and added up in fp64.
 
     Args:
-        model: maps ids `[1, window]` to an object whose `logits` are `[1, window, vocabulary]`.
+        model: maps ids `[1, window]` to an object whose `logits` are `[1, window, vocabulary]`. A module gets them on
+            the device of its parameters or else buffers, or on the CPU if it has neither.
         ids: int64 `[tokens]`, on any device.
         window: tokens of a window, at least 2.
         progress: called with the number of windows done and the number of all.
@@ -57,7 +59,10 @@ def perplexity(
     windows = ids[: len(ids) // window * window].view(-1, window)
     if not len(windows):
         raise ValueError(f"ids: expected at least one window of {window} tokens, got {len(ids)}; take a longer text")
-    device = next(model.parameters()).device if isinstance(model, torch.nn.Module) else ids.device
+    device = ids.device
+    if isinstance(model, torch.nn.Module):
+        held = next(chain(model.parameters(), model.buffers()), None)  # quantised layers may have buffers only
+        device = torch.device("cpu") if held is None else held.device
     total = 0.0
     begin = time.perf_counter()
     with torch.inference_mode():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qcutlass._validation import FLOATING, check_tensor
+from qcutlass._validation import FLOATING, check_tensor, shape_of
 from qcutlass.smoothquant.factors import check_channels
 
 
@@ -28,8 +28,9 @@ def fold_smoothing(norm_or_linear: nn.Module, linears: nn.Linear | Sequence[nn.L
     Raises:
         TypeError: a layer is of another kind.
         ValueError: shapes disagree; a factor is not positive and finite; a layer or a weight comes twice; the norm does
-            not scale with its weight (some multiply by 1 + weight); a changed weight would overflow its type. Nothing
-            has been changed then.
+            not scale with its weight (some multiply by 1 + weight), or cannot be run alone to find out; a changed
+            weight would overflow its type, or all weights of a channel would round to zero in it. Nothing has been
+            changed then.
 
     Example:
         >>> import torch, qcutlass
@@ -66,6 +67,12 @@ def folded(previous: nn.Module, linears: Sequence[nn.Module], s: Tensor) -> Chan
         value = operation(tensor.detach().float(), factor.to(tensor.device, torch.float32)).to(tensor.dtype)
         if not bool((value.isfinite() | ~tensor.isfinite()).all()):
             raise ValueError(f"{name}: smoothing overflows {tensor.dtype}; limit s, or fold in a wider type first")
+        lost = _nonzero_channels(tensor, factor) & ~_nonzero_channels(value, factor)
+        if name != "norm_or_linear.bias" and bool(lost.any()):  # a bias may be tiny beside what it is added to
+            raise ValueError(
+                f"{name}: smoothing rounds all of channel {int(lost.nonzero()[0])} to zero in {tensor.dtype}; "
+                "limit s, or fold in a wider type first"
+            )
         changes.append((tensor, value))
     return changes
 
@@ -75,6 +82,12 @@ def write(changes: Changes) -> None:
     with torch.no_grad():
         for tensor, value in changes:
             tensor.copy_(value)
+
+
+def _nonzero_channels(weight: Tensor, factor: Tensor) -> Tensor:
+    """bool `[K]`: channels with a weight that is not zero; `factor` is `[K]`, or `[K, 1]` if they are the rows."""
+    nonzero = weight.detach() != 0
+    return nonzero if weight.dim() == 1 else nonzero.any(dim=factor.dim() - 1)
 
 
 def _divided(previous: nn.Module, s: Tensor) -> list[_Part]:
@@ -101,14 +114,22 @@ def _divided(previous: nn.Module, s: Tensor) -> list[_Part]:
 
 def _check_norm(norm: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
     """Raises ValueError unless the norm's output is proportional to its weight, bias aside: zero for zeros."""
-    zeros = {"weight": torch.zeros_like(weight)}
+    state = {name: buffer.clone() for name, buffer in norm.named_buffers()}  # a BatchNorm would change its own
+    state["weight"] = torch.zeros_like(weight)
     if isinstance(bias, Tensor):
-        zeros["bias"] = torch.zeros_like(bias)
+        state["bias"] = torch.zeros_like(bias)
     probe = torch.linspace(-1, 1, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
-    with torch.no_grad():
-        answer: Tensor = torch.func.functional_call(norm, zeros, (probe,))
+    kind = type(norm).__name__
+    try:
+        with torch.no_grad():
+            answer: Tensor = torch.func.functional_call(norm, state, (probe,))
+    except Exception as error:
+        raise ValueError(
+            f"norm_or_linear: expected a norm that runs on one row of activations {shape_of(probe)}, but {kind} "
+            f"raised: {error}; call eval() on a model in training mode, else leave this layer out"
+        ) from error
     if bool((answer != 0).any()):
         raise ValueError(
-            f"norm_or_linear: the output of {type(norm).__name__} is not proportional to its weight (some norms "
+            f"norm_or_linear: the output of {kind} is not proportional to its weight (some norms "
             "multiply by 1 + weight), so dividing the weight does not divide the output"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import Final
@@ -52,7 +53,7 @@ def smooth_model(
 
     Raises:
         ValueError: no group was given or found; a name is not in the model or has no statistics; a layer is in two
-            groups; or as for `smooth` and `fold_smoothing`. The model is unchanged then.
+            groups; or as for `smooth` and `fold_smoothing`. The model is unchanged then, and after any other error.
 
     Example:
         >>> import torch, qcutlass
@@ -76,11 +77,9 @@ def smooth_model(
     work = []
     for previous, linears in groups:
         absmax = reduce(torch.maximum, [statistics[name].absmax for name in linears])
-        try:
+        with _naming(previous, linears):
             s = smooth(absmax, [_weight(modules[name]) for name in linears], alpha)
             folded(modules[previous], [modules[name] for name in linears], s)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"group {previous} -> {', '.join(linears)}: {error}") from error
         result |= {name: statistics[name].divided(s) for name in linears}
         work.append((previous, linears, s))
     if others:
@@ -89,9 +88,27 @@ def smooth_model(
             module = modules.get(name)
             if isinstance(module, nn.Linear) and id(module) not in members:
                 result[name] = replace(record, smooth=smooth(record.absmax, module.weight, alpha))
-    for previous, linears, s in work:  # computed again: copies of all changed weights at once might not fit
-        write(folded(modules[previous], [modules[name] for name in linears], s))
+    before: dict[int, tuple[Tensor, Tensor]] = {}
+    try:
+        for previous, linears, s in work:  # folded again: an earlier group may have changed a layer of this one
+            with _naming(previous, linears):
+                for tensor, value in folded(modules[previous], [modules[name] for name in linears], s):
+                    if id(tensor) not in before:  # on the host: all copies at once might not fit on the model's device
+                        before[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True)
+                    write([(tensor, value)])
+    except BaseException:
+        write([(tensor, old) for tensor, old in before.values() if not torch.equal(tensor.cpu(), old)])
+        raise
     return result
+
+
+@contextmanager
+def _naming(previous: str, linears: Sequence[str]) -> Iterator[None]:
+    """Errors in the block name the group."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"group {previous} -> {', '.join(linears)}: {error}") from error
 
 
 def _weight(module: nn.Module) -> Tensor:

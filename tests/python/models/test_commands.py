@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,3 +120,15 @@ def test_chat_needs_a_template(smol: SmolCut, tmp_path: Path) -> None:
 def test_a_text_that_is_too_short() -> None:
     with pytest.raises(ValueError, match="at least one window of 512 tokens, got 3"):
         perplexity(lambda ids: None, torch.arange(3))
+
+
+@pytest.mark.parametrize("buffers", [0, 1])
+def test_perplexity_of_a_model_without_parameters(buffers: int) -> None:
+    class Uniform(torch.nn.Module):
+        def forward(self, ids: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=torch.zeros(*ids.shape, 8))
+
+    model = Uniform()
+    for _ in range(buffers):
+        model.register_buffer("packed", torch.zeros(1, dtype=torch.uint8))
+    assert perplexity(model, torch.arange(8), window=4).perplexity == pytest.approx(8)

@@ -257,6 +257,23 @@ def test_source_and_destination_must_be_apart(place: str, tmp_path: Path, seed: 
     assert len(formats.load(source)) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scheme": qcutlass.W8A8()}, TypeError, "scheme: expected a qcutlass.WeightOnly or None, got W8A8"),
+        ({"shard_bytes": "1"}, TypeError, "shard_bytes: expected an int, got str"),
+        ({"shard_bytes": 0}, ValueError, "shard_bytes: expected at least 1, got 0"),
+        ({"skip": "a.up"}, TypeError, "skip: expected a list of names, got the string 'a.up'"),
+        ({"skip": [0]}, TypeError, "skip: expected a list of names, got one with 0"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_opened(
+    arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        models.convert(tmp_path / "absent", tmp_path / "new", **arguments)
+
+
 def test_bad_sources_leave_nothing_behind(tmp_path: Path, seed: int) -> None:
     good = random_model(tmp_path / "good", 2, seed=seed)
     models.convert(good, tmp_path / "converted")
@@ -366,6 +383,9 @@ def test_a_layer_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
         expected = torch.relu(layer.weight.T + 1)
         assert torch.equal(found(torch.eye(128)), expected)
         found.check()
+    for source in (folder, opened, tmp_path / "new", tmp_path / "absent"):
+        with pytest.raises(ValueError, match=r"activation: expected one of .*, got 'tanh'"):
+            qcutlass.QuantLinear.from_checkpoint(source, UP, activation="tanh")
     with pytest.raises(ValueError, match="expected one of the checkpoint's 1 layers"):
         qcutlass.QuantLinear.from_checkpoint(folder, "lm_head")
     floats = {"lm_head.weight": torch.ones(4, 4)}
