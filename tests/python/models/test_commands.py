@@ -131,4 +131,4 @@ def test_perplexity_of_a_model_without_parameters(buffers: int) -> None:
     model = Uniform()
     for _ in range(buffers):
         model.register_buffer("packed", torch.zeros(1, dtype=torch.uint8))
-    assert perplexity(model, torch.arange(8), window=4).perplexity == pytest.approx(8)
+    assert abs(perplexity(model, torch.arange(8), window=4).perplexity / 8 - 1) < PERPLEXITY
