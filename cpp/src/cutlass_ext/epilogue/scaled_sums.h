@@ -31,11 +31,12 @@ class ScaledSums {
 
   CUTLASS_DEVICE ScaledSums(Params const& params, int channel) : params_(params), channel_(channel) {
     qcutlass::SumScales const& scales = params.scales;
-    if (scales.w_scale_stride != 0)
+    if (scales.w_scale_stride != 0) {
       load_channels(w_scale_, scales.w_scale, channel, params.channels);
-    else if (scales.w_scale != nullptr)
+    } else if (scales.w_scale != nullptr) {
       CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) w_scale_[i] = *scales.w_scale;
+      for (int i = 0; i < kVector; ++i) w_scale_[i] = *scales.w_scale;
+    }
     if (params.bias_type != qcutlass::DType::kNone)
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
     if (kInteger && scales.azp != nullptr) load_channels(channel_sums_, scales.channel_sums, channel, params.channels);

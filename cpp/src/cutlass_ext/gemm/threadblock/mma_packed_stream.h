@@ -374,8 +374,10 @@ class MmaPackedStream {
     Element const* scales = reinterpret_cast<Element const*>(place + Place::kScales + row * kScaleRowBytes) + channel;
     float const scale[2] = {float(scales[0]), float(scales[8])};
     CUTLASS_PRAGMA_UNROLL
-    for (int n = 0; n < kColumns; ++n) CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) sums[n * kStrips][i] += scale[i / 2] * group[n][i];
+    for (int n = 0; n < kColumns; ++n) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) sums[n * kStrips][i] += scale[i / 2] * group[n][i];
+    }
   }
 
   static CUTLASS_DEVICE void mma(Sums& sums, uint32_t const (&a)[4], uint32_t const (&b)[2]) {
