@@ -11,6 +11,12 @@
 //
 // evaluated in fp32 from the left (the bias may be added in a fused step), rounded once. int32 outputs are the sums
 // themselves.
+//
+// Blockwise int8 (the same weights; BlockScales): out[m, n] = activation(sum + bias[n]), fp32 accumulation, with
+//
+//   sum = sum_kb (sum_{k in block kb} a[m, k] * w[n, k]) * a_scale[m, kb] * w_scale[n / size, kb]
+//
+// whose inner sums are exact in int32. The output may be quantised in turn (QuantizedOutput).
 #pragma once
 
 #include <cstddef>
@@ -34,6 +40,24 @@ struct SumScales {
   int32_t const* channel_sums = nullptr;  ///< sum_k w[n, k], [n]; with azp
 };
 
+/// Scales of blockwise int8: of `size` columns of a token, and of `size` channels by `size` columns of the weights. The
+/// last block of either extent may be short.
+struct BlockScales {
+  int64_t size = 0;          ///< 32, 64 or 128; 0: the product is not blockwise
+  float const* a = nullptr;  ///< [m, blocks of k]
+  int64_t a_stride = 0;
+  float const* w = nullptr;  ///< [blocks of n, blocks of k]
+  int64_t w_stride = 0;
+};
+
+/// What out_type kInt8 asks for: each row quantised by blocks of `size` channels, as quantisers of activations do. The
+/// last block may be short.
+struct QuantizedOutput {
+  int64_t size = 0;         ///< 32, 64 or 128
+  float* scales = nullptr;  ///< [m, blocks of n]
+  int64_t stride = 0;
+};
+
 /// Largest k of int8 products: sums of products of two int8 stay below 2^31. (What zero points take off is subtracted
 /// in 64 bits; int32 outputs are exact modulo 2^32.)
 inline constexpr int64_t kMaxInt8K = (int64_t(1) << 31) / (128 * 128) - 1;
@@ -47,7 +71,7 @@ struct GemmArguments {
   /// fp16, bf16, on the host also fp32; with Packing::kW8A8 int8, fp8 e4m3, fp8 e5m2 (the weights then are e4m3).
   DType a_type = DType::kNone;
   /// kNone: a_type. With Packing::kW8A8 fp16, bf16, fp32 or, from int8, int32: then scales, bias and activation are
-  /// none.
+  /// none. Blockwise fp16, bf16, fp32 or int8.
   DType out_type = DType::kNone;
   void const* a = nullptr;  ///< [m, k]
   int64_t a_stride = 0;
@@ -59,7 +83,9 @@ struct GemmArguments {
   void const* act_scale = nullptr;  ///< [k]
   int32_t const* perm = nullptr;    ///< [k]
   Activation activation = Activation::kNone;
-  SumScales sums;  ///< of Packing::kW8A8, whose weights have no scales and zeros of their own
+  SumScales sums;      ///< of Packing::kW8A8, whose weights have no scales and zeros of their own
+  BlockScales blocks;  ///< of blockwise int8, instead of sums
+  QuantizedOutput quantized;
   /// Not even the kernel that precedes the launch in its stream writes the weights, scales or zeros: they may be read
   /// while it ends.
   bool settled = false;
