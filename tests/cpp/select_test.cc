@@ -181,7 +181,7 @@ TEST(Select, NamesAreUnique) {
     names.insert(own.begin(), own.end());
   }
   auto const serving = std::count_if(std::begin(kTactics), std::end(kTactics),
-                                     [](Tactic const& t) { return t.serves(Packing::kW4A16); });
+                                     [](Tactic const& t) { return t.serves(Packing::kW4A16, ScaleMode::kNative); });
   EXPECT_EQ(names.size(), size_t(12 * serving)) << "2 activation types, 2 packings, 3 scale modes";
 }
 

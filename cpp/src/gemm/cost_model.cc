@@ -52,12 +52,15 @@ double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves 
 
 /// Instructions per A register (two weights) of the converters, broadcasting folded: see cutlass_ext/arch/dequantize.h.
 double convert_instructions(DType type, Packing packing, ScaleMode mode, bool scales) {
-  if (mode == ScaleMode::kNone) return 0;
+  if (mode == ScaleMode::kNone || is_blockwise(mode)) return 0;
   if (mode == ScaleMode::kFloat) return 10;
   double const multiply = scales ? 1 : 0;
   if (type == DType::kFloat16) return multiply + (packing == Packing::kW4A16 ? 2.25 : 2.0);
   return multiply + (packing == Packing::kW4A16 ? 2.75 : 5.0);
 }
+
+/// Instructions that promote the sums of an MMA's accumulator: a subtraction and a fused multiply-add each.
+constexpr double kPromotionInstructions = 4 * 2;
 
 /// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
 double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
@@ -67,8 +70,10 @@ double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Wav
   double const converting =
       4 * convert_instructions(a.a_type, a.weights.packing, mode, rounds_weights(t, mode)) * gpu.issue.alu;
   double const step = strips * (columns * gpu.issue.mma + converting + costs.strip) + columns * costs.column;
-  double const slice =
-      static_cast<double>(t.slice_k(a.weights.packing)) / step_k(a.weights.packing) * step + costs.slice;
+  int const slice_k = t.slice_k(a.weights.packing);
+  double const promotions = is_blockwise(mode) ? slice_k / promoted_k(mode) * strips * columns : 0;
+  double const slice = static_cast<double>(slice_k) / step_k(a.weights.packing) * step +
+                       promotions * kPromotionInstructions * gpu.issue.alu + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps() / 4.0);
   double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + costs.wait);
   return overlapped(issued, alone, gpu) / (gpu.issue.clock * 1e3);
@@ -89,7 +94,7 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
 }  // namespace
 
 int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic) {
-  if (!tactic.serves(arguments.weights.packing)) return 0;
+  if (!tactic.serves(arguments.weights.packing, scale_mode(arguments))) return 0;
   int const shared =
       shared_memory_bytes(tactic, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1));
   if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;

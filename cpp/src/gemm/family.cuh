@@ -33,8 +33,10 @@ struct Family<kType, kPacking, kMode>::Impl {
     using WarpShape = cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kTactic.slice_k(kPacking)>;
     using Stream =
         cutlass::gemm::threadblock::MmaPackedStream<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>;
-    using Multistage =
-        cutlass::gemm::threadblock::MmaPackedMultistage<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>;
+    using Multistage = std::conditional_t<
+        is_blockwise(kMode),
+        cutlass::gemm::threadblock::MmaPackedBlockwise<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>,
+        cutlass::gemm::threadblock::MmaPackedMultistage<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>>;
     using Mma = std::conditional_t<kTactic.mainloop == Mainloop::kStream, Stream, Multistage>;
     using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kPacking, kMode),
                                                      epilogue_row(kTactic), kTactic.min_blocks>;
@@ -60,7 +62,8 @@ struct Family<kType, kPacking, kMode>::Impl {
                   launch.tiles_k,
                   cutlass::gemm::threadblock::GroupSize(launch.group_size),
                   group_matrix(launch.scales),
-                  group_matrix(launch.zeros)};
+                  group_matrix(launch.zeros),
+                  block_scales(launch)};
     params.output = output_params<typename Kernel::OutputOp>(launch);
     params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
@@ -100,6 +103,13 @@ struct Family<kType, kPacking, kMode>::Impl {
 
   static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {
     return {static_cast<uint8_t const*>(g.data), g.stride_bytes, g.element_bytes, g.row_bytes, g.type};
+  }
+
+  static cutlass::gemm::threadblock::BlockScaleMatrices block_scales(Launch const& launch) {
+    BlockScales const& blocks = launch.blocks;
+    int log_size = 0;
+    while ((int64_t(1) << log_size) < blocks.size) ++log_size;
+    return {blocks.a, blocks.w, blocks.a_stride, blocks.w_stride, log_size, ((launch.k - 1) >> log_size) + 1};
   }
 
   using Function = void (*)(Launch const&, cudaStream_t);

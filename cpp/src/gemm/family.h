@@ -31,6 +31,8 @@ struct Launch {
   DType bias_type;
   Activation activation;
   SumScales sums;
+  BlockScales blocks;
+  QuantizedOutput quantized;
   int split_k;
   bool cluster;
   bool programmatic;  // the kernel itself waits for what precedes it: sm_90

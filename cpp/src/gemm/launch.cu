@@ -41,6 +41,8 @@ constexpr FamilyEntry kFamilies[] = {
     kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kFine>,
     kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kFloat>,
     kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kNone>,
+    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kBlock>,
+    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kFineBlock>,
     kFamily<DType::kFloat8E4M3, Packing::kW8A8, ScaleMode::kNone>,
     kFamily<DType::kFloat8E5M2, Packing::kW8A8, ScaleMode::kNone>,
 };
@@ -92,6 +94,7 @@ void reduce(Launch const& launch, cudaStream_t stream) {
 
 void reduce(DType type, Launch const& launch, cudaStream_t stream) {
   namespace output = cutlass::epilogue::thread;
+  if (launch.blocks.size != 0) return reduce<output::BlockwiseOutput>(launch, stream);
   switch (type) {
     case DType::kFloat16: reduce<output::BiasActivation<cutlass::half_t>>(launch, stream); break;
     case DType::kBFloat16: reduce<output::BiasActivation<cutlass::bfloat16_t>>(launch, stream); break;
@@ -181,6 +184,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.bias_type = a.bias_type;
   launch.activation = a.activation;
   launch.sums = a.sums;
+  launch.blocks = a.blocks;
+  launch.quantized = a.quantized;
   launch.split_k = plan.split_k;
   launch.cluster = plan.cluster;
   launch.programmatic = plan.early;

@@ -1,6 +1,7 @@
 // A launch's output as the epilogue takes it: for the kernels, and for the sum of their partial products.
 #pragma once
 
+#include "cutlass_ext/epilogue/blockwise_output.h"
 #include "cutlass_ext/epilogue/scaled_sums.h"
 #include "gemm/family.h"
 
@@ -13,6 +14,10 @@ typename OutputOp::Params output_params(Launch const& launch) {
   if constexpr (std::is_same_v<OutputOp, cutlass::epilogue::thread::ScaledSums<typename OutputOp::Sum>>) {
     params.output_type = launch.output_type;
     params.scales = launch.sums;
+  }
+  if constexpr (std::is_same_v<OutputOp, cutlass::epilogue::thread::BlockwiseOutput>) {
+    params.output_type = launch.output_type;
+    params.quantized = launch.quantized;
   }
   params.output = static_cast<decltype(params.output)>(launch.output);
   params.stride = launch.output_stride;

@@ -50,17 +50,35 @@ std::string tactic_name(GemmArguments const& arguments, Tactic const& t) {
          std::to_string(t.stages);
 }
 
+bool is_block_size(int64_t size) { return size == 32 || size == 64 || size == 128; }
+
+void check_blockwise(GemmArguments const& arguments) {
+  int64_t const size = arguments.blocks.size, out_size = arguments.quantized.size;
+  if (arguments.weights.packing != Packing::kW8A8 || arguments.a_type != DType::kInt8)
+    throw Unsupported("a: blockwise products are of int8 activations and weights packed for them");
+  if (!is_block_size(size)) throw InvalidArgument("block size: expected 32, 64 or 128, got " + std::to_string(size));
+  if (out_size != 0 && !is_block_size(out_size))
+    throw InvalidArgument("block size of the output: expected 32, 64 or 128, got " + std::to_string(out_size));
+  if ((arguments.out_type == DType::kInt8) != (out_size != 0) || (out_size == 0 && !is_floating(arguments.out_type)))
+    throw InvalidArgument("out_type: expected float16, bfloat16 or float32, or int8 for an output that is quantised");
+}
+
 /// What the CUDA kernels cover, beyond what the arguments' types already say.
 void check_supported(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
+  if (arguments.blocks.size != 0)
+    check_blockwise(arguments);
+  else if (arguments.quantized.size != 0)
+    throw Unsupported("out: only blockwise products quantise their output");
   bool const sixteen_bits = arguments.a_type == DType::kFloat16 || arguments.a_type == DType::kBFloat16;
   bool const eight_bits = arguments.a_type == DType::kInt8 || is_float8(arguments.a_type);
   if (w.packing == Packing::kW8A8) {
     if (!eight_bits) throw Unsupported("a: weights packed for activations of 8 bits meet int8 or float8 ones only");
-    if (arguments.a_type == DType::kInt8 && w.k > kMaxInt8K)
+    if (arguments.a_type == DType::kInt8 && arguments.blocks.size == 0 && w.k > kMaxInt8K)
       throw InvalidArgument("a: int8 products have at most K = " + std::to_string(kMaxInt8K) +
                             ", where int32 sums cannot overflow; got " + std::to_string(w.k) + ". Split K");
-    if (arguments.out_type == DType::kNone || (arguments.out_type == DType::kInt32 && arguments.a_type != DType::kInt8))
+    if (arguments.out_type == DType::kNone || (arguments.out_type == DType::kInt8 && arguments.blocks.size == 0) ||
+        (arguments.out_type == DType::kInt32 && arguments.a_type != DType::kInt8))
       throw InvalidArgument("out_type: expected float16, bfloat16, float32 or, from int8, int32");
     if (arguments.perm != nullptr || arguments.act_scale != nullptr)
       throw Unsupported("perm, act_scale: activations of 8 bits are multiplied as they are");
@@ -80,6 +98,11 @@ void check_supported(GemmArguments const& arguments) {
   constexpr int64_t kMaxEightBitRows = int64_t(1) << 25;  // a grid of the smaller tiles, where nothing is dequantised
   if (w.packing == Packing::kW8A8 && arguments.m > kMaxEightBitRows)
     throw Unsupported("a: the CUDA kernels take up to 2^25 rows of 8-bit activations; split the product");
+}
+
+/// Blocks of channels that are quantised together lie within a tile.
+bool fits_output(GemmArguments const& arguments, Tactic const& t) {
+  return arguments.quantized.size == 0 || t.channels % arguments.quantized.size == 0;
 }
 
 bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {
@@ -134,7 +157,9 @@ Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, 
 /// Row of kTactics that has the name.
 int tactic_row(GemmArguments const& arguments, std::string const& name) {
   for (int i = 0; i < kTacticCount; ++i)
-    if (kTactics[i].serves(arguments.weights.packing) && tactic_name(arguments, kTactics[i]) == name) return i;
+    if (kTactics[i].serves(arguments.weights.packing, scale_mode(arguments)) &&
+        tactic_name(arguments, kTactics[i]) == name)
+      return i;
   throw InvalidArgument("tactic: '" + name + "' is not a configuration for this problem, which has e.g. '" +
                         tactic_name(arguments, kTactics[0]) + "'; qcutlass.tactics() lists them");
 }
@@ -152,6 +177,8 @@ int tactic_row(GemmArguments const& arguments, std::string const& name) {
 
 ScaleMode scale_mode(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
+  if (arguments.blocks.size != 0)
+    return arguments.blocks.size % promoted_k(ScaleMode::kBlock) == 0 ? ScaleMode::kBlock : ScaleMode::kFineBlock;
   if (w.packing == Packing::kW8A8) return ScaleMode::kNone;
   bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
   if (!native) return ScaleMode::kFloat;
@@ -162,7 +189,7 @@ std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
   check_supported(arguments);
   std::vector<TacticTraits> result;
   for (Tactic const& t : kTactics) {
-    if (!t.serves(arguments.weights.packing)) continue;
+    if (!t.serves(arguments.weights.packing, scale_mode(arguments))) continue;
     result.push_back(
         {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(arguments.weights.packing), t.warps(), t.stages,
          shared_memory_bytes(t, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1)),
@@ -189,7 +216,9 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
   std::vector<Candidate> result;
   for (int i = 0; i < kTacticCount && !dense_forced; ++i) {
     Tactic const& t = kTactics[i];
-    if ((only >= 0 && i != only) || resident_blocks(arguments, device, t) == 0 || !fits_grid(arguments, t)) continue;
+    if ((only >= 0 && i != only) || resident_blocks(arguments, device, t) == 0 || !fits_grid(arguments, t) ||
+        !fits_output(arguments, t))
+      continue;
     if (split_k > 0) {
       if (splittable(arguments, t, split_k)) result.push_back(candidate(arguments, device, i, split_k));
       continue;

@@ -11,14 +11,18 @@ namespace qcutlass {
 
 /// How scales and zeros reach the weights; picked by the scheme, not by the user.
 enum class ScaleMode : uint8_t {
-  kNative,  ///< scales in the activation type, zeros uint8 or none, one group per 64 k: 16-bit arithmetic
-  kFine,    ///< the same with groups of any multiple of 16
-  kFloat,   ///< any scale and zero type, real-valued zeros: fp32 arithmetic, one rounding to the activation type
-  kNone,    ///< 8-by-8-bit products: nothing before the sums, which the epilogue scales
+  kNative,     ///< scales in the activation type, zeros uint8 or none, one group per 64 k: 16-bit arithmetic
+  kFine,       ///< the same with groups of any multiple of 16
+  kFloat,      ///< any scale and zero type, real-valued zeros: fp32 arithmetic, one rounding to the activation type
+  kNone,       ///< 8-by-8-bit products: nothing before the sums, which the epilogue scales
+  kBlock,      ///< blockwise int8: the int32 sums of every 128 k are scaled into fp32 ones
+  kFineBlock,  ///< the same with the sums of every 32 k, for smaller blocks
 };
 
-inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float", "none"};
-inline constexpr int kScaleModes = 4;
+inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float", "none", "block", "fineblock"};
+inline constexpr int kScaleModes = 6;
+
+constexpr bool is_blockwise(ScaleMode mode) { return mode == ScaleMode::kBlock || mode == ScaleMode::kFineBlock; }
 
 /// How the kernels' main loop is organised: see cutlass_ext/gemm/threadblock/mma_packed_<mainloop>.h.
 enum class Mainloop : uint8_t {
@@ -36,8 +40,21 @@ inline constexpr int kStreamK = 128;
 /// Groups of scales whose size is a multiple of this are those of ScaleMode::kNative, of kGroupStep those of kFine.
 inline constexpr int kNativeGroup = slice_k(Packing::kW4A16), kGroupStep = step_k(Packing::kW4A16);
 
-/// The products that a configuration is built for: of 16-bit activations by low-bit weights, of 8 by 8 bits, or both.
-enum class Products : uint8_t { kAll, kWeightOnly, kEightByEight };
+/// The products that a configuration is built for, as a set: of 16-bit activations by low-bit weights, of 8 by 8 bits
+/// with one scale a sum, of blockwise int8.
+enum Products : uint8_t {
+  kWeightOnly = 1,
+  kEightByEight = 2,
+  kNotBlockwise = 3,
+  kBlockwise = 4,
+  kEightBits = 6,
+  kAll = 7
+};
+
+constexpr Products product_of(Packing packing, ScaleMode mode) {
+  if (is_blockwise(mode)) return kBlockwise;
+  return packing == Packing::kW8A8 ? kEightByEight : kWeightOnly;
+}
 
 /// One configuration. The block's tile is `channels` x `tokens`, its warps' tiles are `warp_channels` x `warp_tokens`;
 /// `slices` warps share one such tile and split the k extent of each stage.
@@ -48,11 +65,9 @@ struct Tactic {
   int slices;
   int stages;
   int min_blocks;  ///< blocks per SM that the register budget must allow (launch bounds)
-  Products products = Products::kAll;
+  Products products = kAll;
 
-  constexpr bool serves(Packing packing) const {
-    return products == Products::kAll || (products == Products::kEightByEight) == (packing == Packing::kW8A8);
-  }
+  constexpr bool serves(Packing packing, ScaleMode mode) const { return (products & product_of(packing, mode)) != 0; }
   constexpr int warps() const { return channels / warp_channels * (tokens / warp_tokens) * slices; }
   constexpr int threads() const { return 32 * warps(); }
   constexpr int slice_k(Packing packing) const {
@@ -73,53 +88,67 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 48, 8, 48, 8, 8, 3, 2},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 2, 4},
-    {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1, Products::kWeightOnly},
-    {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2, Products::kWeightOnly},
+    {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1, kWeightOnly},
+    {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2, kWeightOnly},
     {Mainloop::kStream, 80, 8, 80, 8, 8, 3, 2},
-    {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1, Products::kWeightOnly},
+    {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
     {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
     {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2},
     {Mainloop::kStream, 64, 16, 64, 16, 8, 3, 1},
-    {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1, Products::kWeightOnly},
-    {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1, Products::kWeightOnly},
+    {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1, kWeightOnly},
+    {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 64, 32, 32, 32, 4, 3, 1},
-    {Mainloop::kStream, 48, 32, 48, 32, 8, 2, 1, Products::kWeightOnly},
-    {Mainloop::kStream, 80, 32, 80, 32, 8, 2, 1, Products::kWeightOnly},
-    {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1, Products::kWeightOnly},
-    {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1, Products::kWeightOnly},
+    {Mainloop::kStream, 48, 32, 48, 32, 8, 2, 1, kWeightOnly},
+    {Mainloop::kStream, 80, 32, 80, 32, 8, 2, 1, kWeightOnly},
+    {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1, kWeightOnly},
+    {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1, kWeightOnly},
     // weights of 8 bits for 8-bit activations fill the rings sooner
-    {Mainloop::kStream, 224, 8, 112, 8, 2, 3, 1, Products::kEightByEight},
-    {Mainloop::kStream, 224, 16, 112, 16, 2, 3, 1, Products::kEightByEight},
-    {Mainloop::kStream, 224, 32, 112, 32, 2, 3, 1, Products::kEightByEight},
+    {Mainloop::kStream, 128, 8, 64, 8, 4, 3, 1,
+     kBlockwise},  // channels of whole blocks, for outputs that are quantised
+    {Mainloop::kStream, 128, 16, 64, 16, 4, 3, 1, kBlockwise},
+    {Mainloop::kStream, 128, 32, 64, 32, 4, 3, 1, kBlockwise},
+    {Mainloop::kStream, 224, 8, 112, 8, 2, 3, 1, kEightBits},
+    {Mainloop::kStream, 224, 16, 112, 16, 2, 3, 1, kEightBits},
+    {Mainloop::kStream, 224, 32, 112, 32, 2, 3, 1, kEightBits},
     // up to 64 tokens: all warps along k still
-    {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2},  // fits 99 KB of shared memory in every scheme
-    {Mainloop::kMultistage, 48, 64, 48, 64, 4, 3, 1},  // 6144 channels in one wave of 128 blocks
-    {Mainloop::kMultistage, 64, 64, 32, 64, 4, 3, 1},
-    {Mainloop::kMultistage, 128, 64, 32, 64, 2, 3, 1},
+    {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2},                 // fits 99 KB of shared memory in every scheme
+    {Mainloop::kMultistage, 48, 64, 48, 64, 4, 3, 1, kNotBlockwise},  // 6144 channels in one wave of 128 blocks
+    {Mainloop::kMultistage, 64, 64, 32, 64, 4, 3, 1, kNotBlockwise},
+    {Mainloop::kMultistage, 128, 64, 32, 64, 2, 3, 1, kNotBlockwise},
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
     {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2},  // as above
-    {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2, Products::kWeightOnly},
-    {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1, Products::kWeightOnly},
-    {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1, Products::kWeightOnly},
+    {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2, kWeightOnly},
+    {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1, kWeightOnly},
+    {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1, kWeightOnly},
     // the same without conversions to share: square warp tiles read the least from shared memory
-    {Mainloop::kMultistage, 224, 64, 112, 32, 2, 3, 1, Products::kEightByEight},
-    {Mainloop::kMultistage, 224, 128, 112, 32, 1, 4, 1, Products::kEightByEight},
-    {Mainloop::kMultistage, 128, 128, 64, 64, 2, 3, 1, Products::kEightByEight},
-    {Mainloop::kMultistage, 128, 128, 64, 64, 1, 3, 2, Products::kEightByEight},
-    {Mainloop::kMultistage, 256, 128, 64, 64, 1, 4, 1, Products::kEightByEight},
-    {Mainloop::kMultistage, 128, 256, 64, 64, 1, 4, 1, Products::kEightByEight},
+    {Mainloop::kMultistage, 224, 64, 112, 32, 2, 3, 1, kEightByEight},
+    {Mainloop::kMultistage, 224, 128, 112, 32, 1, 4, 1, kEightByEight},
+    {Mainloop::kMultistage, 128, 128, 64, 64, 2, 3, 1, kEightByEight},
+    {Mainloop::kMultistage, 128, 128, 64, 64, 1, 3, 2, kEightByEight},
+    {Mainloop::kMultistage, 256, 128, 64, 64, 1, 4, 1, kEightByEight},
+    {Mainloop::kMultistage, 128, 256, 64, 64, 1, 4, 1, kEightByEight},
+    // blockwise: few token columns a warp, whose operand B of 128 k stays in registers beside sums in fp32
+    {Mainloop::kMultistage, 64, 64, 64, 32, 4, 3, 1, kBlockwise},
+    {Mainloop::kMultistage, 64, 128, 64, 32, 2, 3, 1, kBlockwise},
+    {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kBlockwise},  // fits 99 KB, and outputs in blocks of 128
+    {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
+    {Mainloop::kMultistage, 128, 128, 64, 32, 1, 4, 1, kBlockwise},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
 /// Rows of scales that `k` columns of weights may need.
 constexpr int scale_rows(ScaleMode mode, int k = kNativeGroup) {
-  if (mode == ScaleMode::kNone) return 0;
+  if (mode == ScaleMode::kNone || is_blockwise(mode)) return 0;
   return k / (mode == ScaleMode::kNative ? kNativeGroup : kGroupStep);
 }
+/// k whose int32 sums a blockwise product scales at once.
+constexpr int promoted_k(ScaleMode mode) { return mode == ScaleMode::kBlock ? 128 : 32; }
+/// fp32 words of one row of block scales in shared memory, of tokens and of strips of 16 channels: whole vectors.
+constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
 /// The streaming loop scales sums instead of weights where a group spans many columns: nothing is rounded then.
 constexpr bool rounds_weights(Tactic const& t, ScaleMode mode) {
-  return mode != ScaleMode::kNone && (t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative);
+  return scale_rows(mode) > 0 && (t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative);
 }
 /// Bytes kept per scale and per zero in shared memory: kFloat takes any type up to 4 bytes.
 constexpr int scale_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 2; }
@@ -133,7 +162,8 @@ constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode, int6
   int const weights = t.channels * stage_k * bits_of(packing) / 8;
   int const activations = rows * stage_k * activation_bytes(packing);
   int const scales = t.channels * scale_rows(mode, stage_k) * (scale_bytes(mode) + zero_bytes(mode));
-  return weights + activations + scales;
+  int const blocks = is_blockwise(mode) ? stage_k / promoted_k(mode) * block_row(t.channels, t.tokens) * 4 : 0;
+  return weights + activations + scales + blocks;
 }
 
 /// fp32 words between two token rows of the epilogue's transposing buffer: 4 mod 32, so that the accumulator's lanes
@@ -163,7 +193,7 @@ inline constexpr int kMostSharedMemory = 227 * 1024;
 
 /// Whether the configuration is for such products, and some GPU can run it, if only for one row of activations.
 constexpr bool is_compiled(Tactic const& t, Packing packing, ScaleMode mode) {
-  return t.serves(packing) && shared_memory_bytes(t, packing, mode, 1) <= kMostSharedMemory;
+  return t.serves(packing, mode) && shared_memory_bytes(t, packing, mode, 1) <= kMostSharedMemory;
 }
 
 /// Output tiles of a product, which are blocks if k is not shared.

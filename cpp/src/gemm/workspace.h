@@ -57,7 +57,7 @@ struct Workspace {
     activation_stride = copy_activations ? padded(w.k, a.a_type) : a.a_stride;
     scale_stride = copy_scales ? padded(w.n, w.scale_type) : w.scale_stride;
     zero_stride = copy_zeros ? padded(w.n, w.zero_type) : w.zero_stride;
-    partial_stride = round_up(w.n, 8);
+    partial_stride = round_up(w.n, a.quantized.size != 0 ? a.quantized.size : 8);
 
     bytes = 0;
     auto const part = [this](bool needed, int64_t size) {

@@ -70,6 +70,18 @@ CUTLASS_DEVICE void store_channels(Element* out, Value const (&values)[kVectorCh
   }
 }
 
+/// The same where the floating type of `out` is the launch's; `offset` is in elements.
+CUTLASS_DEVICE void store_channels(void* out, qcutlass::DType type, int64_t offset,
+                                   float const (&values)[kVectorChannels], int count, bool vectors) {
+  switch (type) {
+    case qcutlass::DType::kFloat16: store_channels(static_cast<half_t*>(out) + offset, values, count, vectors); break;
+    case qcutlass::DType::kBFloat16:
+      store_channels(static_cast<bfloat16_t*>(out) + offset, values, count, vectors);
+      break;
+    default: store_channels(static_cast<float*>(out) + offset, values, count, vectors); break;
+  }
+}
+
 /// Maps vectors of 8 consecutive channels of one token from fp32 sums to the output.
 template <class Element>
 class BiasActivation {

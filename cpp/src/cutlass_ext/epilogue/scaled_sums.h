@@ -44,13 +44,14 @@ class ScaledSums {
 
   CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
+    int64_t const offset = token * params_.stride + channel_;
     qcutlass::SumScales const& scales = params_.scales;
     int32_t const azp = scales.azp != nullptr ? scales.azp[token * scales.azp_stride] : 0;
     if (kInteger && params_.output_type == qcutlass::DType::kInt32) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector && scales.azp != nullptr; ++i)  // exact modulo 2^32
         sum[i] = Sum(uint32_t(sum[i]) - uint32_t(azp) * uint32_t(channel_sums_[i]));
-      put<Sum>(token, sum);
+      store_channels(static_cast<Sum*>(params_.output) + offset, sum, params_.channels - channel_, params_.vectors);
       return;
     }
     float value[kVector];
@@ -69,20 +70,10 @@ class ScaledSums {
       for (int i = 0; i < kVector; ++i) value[i] += bias_[i];
     }
     activate(value, params_.activation);
-    switch (params_.output_type) {
-      case qcutlass::DType::kFloat16: put<half_t>(token, value); break;
-      case qcutlass::DType::kBFloat16: put<bfloat16_t>(token, value); break;
-      default: put<float>(token, value); break;
-    }
+    store_channels(params_.output, params_.output_type, offset, value, params_.channels - channel_, params_.vectors);
   }
 
  private:
-  template <class Element, class Value>
-  CUTLASS_DEVICE void put(int token, Value const (&values)[kVector]) const {
-    store_channels(static_cast<Element*>(params_.output) + token * params_.stride + channel_, values,
-                   params_.channels - channel_, params_.vectors);
-  }
-
   Params const& params_;
   int channel_;
   float w_scale_[kVector], bias_[kVector];

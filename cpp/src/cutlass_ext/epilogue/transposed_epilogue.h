@@ -37,8 +37,9 @@ class TransposedEpilogue {
   CUTLASS_DEVICE int channel() const { return thread_ % kVectors * kVector; }
 
   /// Calls output(token within the tile, sums of 8 channels) for every token of the tile. Where `blocks` > 1 blocks of
-  /// a cluster share k: for this block's share of the tokens, the sums being those of all of them.
-  template <class Output>
+  /// a cluster share k: for this block's share of the tokens, the sums being those of all of them. Where they do not, a
+  /// thread's rows come kTogether at a time, for outputs that have much to do.
+  template <int kTogether = 1, class Output>
   CUTLASS_DEVICE void run(typename Mma::FragmentC const& accumulators, int blocks, int rank, Output const& output) {
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -49,13 +50,29 @@ class TransposedEpilogue {
         if constexpr (Mma::kSlices > 1) fold_slices();
         arch::cluster_sync();
       }
+      auto const token = [pass](int row) {
+        return row / (kBlocks * 8) * WarpShape::kN + pass * kBlocks * 8 + row % (kBlocks * 8);
+      };
+      if constexpr (kTogether > 1 && kTokens % (kRowStep * kTogether) == 0) {
+        if (blocks == 1) {
+          for (int row = first_row(); row < kTokens; row += kRowStep * kTogether) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kTogether; ++i) {
+              Sum sum[kVector] = {};
+              add_slices(sum, row + i * kRowStep);
+              output(token(row + i * kRowStep), sum);
+            }
+          }
+          continue;
+        }
+      }
       for (int row = first_row() * blocks + rank; row < kTokens; row += kRowStep * blocks) {
         Sum sum[kVector] = {};
         if (blocks > 1)
           for (int block = 0; block < blocks; ++block) add(sum, load(row, 0, block));
         else
           add_slices(sum, row);
-        output(row / (kBlocks * 8) * WarpShape::kN + pass * kBlocks * 8 + row % (kBlocks * 8), sum);
+        output(token(row), sum);
       }
     }
     if (blocks > 1) arch::cluster_sync();  // the others may still be reading this block's memory

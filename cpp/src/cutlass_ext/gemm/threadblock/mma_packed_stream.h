@@ -12,6 +12,7 @@
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/gemm/threadblock/packed_mma.h"
+#include "cutlass_ext/gemm/warp/block_promotion.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -58,8 +59,14 @@ class MmaPackedStream {
   static constexpr int kScaleRowBytes = Shape::kM * qcutlass::scale_bytes(kMode);
   static constexpr int kZeroRowBytes = Shape::kM * qcutlass::zero_bytes(kMode);
 
+  /// Blockwise int8: sums of blocks of k are scaled into the accumulators.
+  static constexpr bool kBlockwise = qcutlass::is_blockwise(kMode);
+  static constexpr int kPromotedSteps = qcutlass::promoted_k(kMode) / kStepK;
+  using BlockScales = BlockScaleLoaderOf<Shape::kM, Shape::kN, kStageK, kMode, kSetThreads>;
+
   using ArchMma = typename Traits::ArchMma;
-  using Sums = typename ArchMma::FragmentC;
+  using Products = typename ArchMma::FragmentC;  // sums of the instruction
+  using Sums = Array<Accumulator, 4>;
   using FragmentC = Array<Accumulator, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
   /// Strips whose MMAs take turns: one strip's, with few tokens, would wait for their own results.
   static constexpr int kTogether = kColumns == 1 ? (kStrips % 3 == 0 ? 3 : 2) : kColumns == 2 ? 2 : 1;
@@ -69,7 +76,8 @@ class MmaPackedStream {
     static constexpr int kWeights = 0;
     static constexpr int kScales = kWeights + kBlockStrips * kStripBytes;
     static constexpr int kZeros = kScales + kRows * kScaleRowBytes;
-    static constexpr int kTokens = kZeros + kRows * kZeroRowBytes;
+    static constexpr int kBlocks = kZeros + kRows * kZeroRowBytes;
+    static constexpr int kTokens = kBlocks + BlockScales::kStageBytes;
     static constexpr int kTokenBytes = kStageK * int(sizeof(Element));
   };
 
@@ -87,6 +95,7 @@ class MmaPackedStream {
         thread_(threadIdx.x % kSetThreads),
         slice_(warp / (kWarpsM * kWarpsN)),
         first_channel_(warp / kWarpsN % kWarpsM * WarpShape::kM + lane / 4),
+        first_token_(warp % kWarpsN * WarpShape::kN),
         tokens_(fast_min(args.tokens - token, Shape::kN)),
         place_bytes_(Place::kTokens + fast_min(args.tokens, Shape::kN) * Place::kTokenBytes),
         ring_(storage.ring + slice_ * kStages * place_bytes_),
@@ -105,11 +114,12 @@ class MmaPackedStream {
     activations_ = args.activations + int64_t(token + thread_ / kChunksAToken) * args.activation_stride + tokens_k_;
     scales_ = ScaleCopy(args.scales, channel, thread_);
     zeros_ = ZeroCopy(args.zeros, channel, thread_);
+    blocks_ = BlockScales(args.blocks, channel, args.channels, token, args.tokens, thread_);
+    blocks_k_ = k;
     // Tokens beyond the last read the last one's row; their sums are not stored.
-    int const first_token = warp % kWarpsN * WarpShape::kN;
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kColumns; ++n) {
-      int const row = fast_min(first_token + n * 8 + lane % 8, tokens_ - 1);
+      int const row = fast_min(first_token_ + n * 8 + lane % 8, tokens_ - 1);
       token_offset_[n] = row * Place::kTokenBytes + swizzled(row, lane / 8) * 16;
     }
     if constexpr (kScaleSums) {
@@ -238,8 +248,10 @@ class MmaPackedStream {
     weights_ += Shape::kK / LayoutA::kTileK * LayoutA::kTileBytes;
   }
 
-  /// Requests the next stage's activations.
+  /// Requests the next stage's activations and block scales.
   CUTLASS_DEVICE void copy_activations(uint8_t* place) {
+    blocks_.copy(place + Place::kBlocks, blocks_k_);
+    blocks_k_ += Shape::kK;
     copy_token(place, 0);
     if (tokens_ > kTokensACopy) {
       CUTLASS_PRAGMA_UNROLL
@@ -279,21 +291,22 @@ class MmaPackedStream {
     Sums* const sums = reinterpret_cast<Sums*>(&accumulators);
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < kStrips; m += kTogether) {
-      if (m + kTogether <= kStrips)
-        accumulate_strips<kTogether>(sums + m, place, m, b, starts);
-      else
-        accumulate_strips<(kStrips - 1) % kTogether + 1>(sums + m, place, m, b, starts);
+      constexpr int kRest = (kStrips - 1) % kTogether + 1;
+      if constexpr (kBlockwise) {
+        m + kTogether <= kStrips ? accumulate_blocks<kTogether>(sums + m, place, m, b)
+                                 : accumulate_blocks<kRest>(sums + m, place, m, b);
+      } else {
+        m + kTogether <= kStrips ? accumulate_strips<kTogether>(sums + m, place, m, b, starts)
+                                 : accumulate_strips<kRest>(sums + m, place, m, b, starts);
+      }
     }
   }
 
-  /// `kCount` strips from the warp's strip m on.
+  using Codes = uint32_t[kSteps * LayoutA::kWords];
+
+  /// The lane's codes of `kCount` strips from the warp's strip m on.
   template <int kCount>
-  CUTLASS_DEVICE void accumulate_strips(Sums* sums, uint8_t const* place, int m,
-                                        uint32_t const (&b)[kColumns][kSteps][2], unsigned starts) {
-    uint32_t codes[kCount][kSteps * LayoutA::kWords];
-    Operands op[kCount];
-    Sums group[kCount][kColumns];
-    int const channel = first_channel_ + m * 16;
+  CUTLASS_DEVICE void load_codes(Codes (&codes)[kCount], uint8_t const* place, int m) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
       CUTLASS_PRAGMA_UNROLL
@@ -301,6 +314,51 @@ class MmaPackedStream {
         reinterpret_cast<uint4*>(codes[i])[tile] =
             *reinterpret_cast<uint4 const*>(place + Place::kWeights + (first_channel_ / 16 + m + i) * kStripBytes +
                                             tile * LayoutA::kTileBytes + lane_ * 16);
+    }
+  }
+
+  /// `kCount` strips of a blockwise product from the warp's strip m on.
+  template <int kCount>
+  CUTLASS_DEVICE void accumulate_blocks(Sums* sums, uint8_t const* place, int m,
+                                        uint32_t const (&b)[kColumns][kSteps][2]) const {
+    Codes codes[kCount];
+    load_codes(codes, place, m);
+    Products block[kCount][kColumns];
+    Products const start = warp::BlockPromotion::start();
+    float const* scales = reinterpret_cast<float const*>(place + Place::kBlocks);
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < kSteps; ++s) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < kColumns; ++n)
+          mma(block[i][n], codes[i] + s * LayoutA::kWords, b[n][s], s % kPromotedSteps == 0 ? start : block[i][n]);
+      }
+      if ((s + 1) % kPromotedSteps != 0) continue;
+      CUTLASS_PRAGMA_UNROLL
+      for (int n = 0; n < kColumns; ++n) {
+        float2 const tokens = *reinterpret_cast<float2 const*>(scales + first_token_ + n * 8 + lane_ % 4 * 2);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kCount; ++i) {
+          float const strip = scales[Shape::kN + first_channel_ / 16 + m + i];
+          warp::BlockPromotion::add(sums[i + n * kStrips], block[i][n], {tokens.x * strip, tokens.y * strip});
+        }
+      }
+      scales += BlockScales::kRowBytes / 4;
+    }
+  }
+
+  /// `kCount` strips from the warp's strip m on.
+  template <int kCount>
+  CUTLASS_DEVICE void accumulate_strips(Sums* sums, uint8_t const* place, int m,
+                                        uint32_t const (&b)[kColumns][kSteps][2], unsigned starts) {
+    Codes codes[kCount];
+    load_codes(codes, place, m);
+    Operands op[kCount];
+    Sums group[kCount][kColumns];
+    int const channel = first_channel_ + m * 16;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) {
       if constexpr (!kScaleSums) op[i] = operands(place, 0, channel + i * 16);
       if constexpr (kScaleSums) op[i] = offsets_[m + i];
       clear(group[i]);
@@ -322,7 +380,10 @@ class MmaPackedStream {
         uint32_t a[4];
         dequantize(a, codes[i] + s * LayoutA::kWords, op[i]);
         CUTLASS_PRAGMA_UNROLL
-        for (int n = 0; n < kColumns; ++n) mma(kScaleSums ? group[i][n] : sums[i + n * kStrips], a, b[n][s]);
+        for (int n = 0; n < kColumns; ++n) {
+          Sums& sum = kScaleSums ? group[i][n] : sums[i + n * kStrips];
+          mma(sum, a, b[n][s], sum);
+        }
       }
     }
     if constexpr (kScaleSums) {
@@ -380,14 +441,16 @@ class MmaPackedStream {
     }
   }
 
-  static CUTLASS_DEVICE void mma(Sums& sums, uint32_t const (&a)[4], uint32_t const (&b)[2]) {
-    ArchMma{}(sums, reinterpret_cast<typename ArchMma::FragmentA const&>(a),
-              reinterpret_cast<typename ArchMma::FragmentB const&>(b), sums);
+  /// d = a * b + c.
+  static CUTLASS_DEVICE void mma(Products& d, uint32_t const* a, uint32_t const (&b)[2], Products const& c) {
+    ArchMma{}(d, *reinterpret_cast<typename ArchMma::FragmentA const*>(a),
+              reinterpret_cast<typename ArchMma::FragmentB const&>(b), c);
   }
 
   Arguments const& args_;
   int const lane_, thread_, slice_;
   int const first_channel_;  // of this lane, within the block's tile
+  int const first_token_;    // of its warp
   int const tokens_;         // of the tile that exist
   int const place_bytes_;
   uint8_t* const ring_;
@@ -400,6 +463,8 @@ class MmaPackedStream {
   Element const* activations_;
   ScaleCopy scales_;
   ZeroCopy zeros_;
+  BlockScales blocks_;
+  int blocks_k_;  // of the next stage whose block scales are to be loaded
   int token_offset_[kColumns];
   Operands offsets_[kScaleSums ? kStrips : 1];  // zeros of the strips
 };

@@ -5,6 +5,7 @@
 
 #include "cutlass/arch/mma.h"
 #include "cutlass_ext/arch/mma_float8.h"
+#include "cutlass_ext/gemm/threadblock/block_scale_loader.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
 #include "cutlass_ext/gemm/warp/group_scales.h"
 #include "cutlass_ext/layout/packed_weights.h"
@@ -30,12 +31,13 @@ struct PackedMma {
   static constexpr bool kIsSupported = true;
 #endif
   using Weight = std::conditional_t<kFloat8, float_e4m3_t, Element>;
-  using Accumulator = std::conditional_t<kInteger, int32_t, float>;
+  using Product = std::conditional_t<kInteger, int32_t, float>;  // sums of the instruction
+  using Accumulator = std::conditional_t<qcutlass::is_blockwise(kMode), float, Product>;
   /// CUTLASS has the integer instruction with saturation only; sums within kMaxInt8K do not reach it.
   using Operator = std::conditional_t<kInteger, arch::OpMultiplyAddSaturate, arch::OpMultiplyAdd>;
   template <class A, class B, bool kFloat8>
   struct MmaOf {
-    using Type = arch::Mma<GemmShape<16, 8, kStepK>, 32, A, layout::RowMajor, B, layout::ColumnMajor, Accumulator,
+    using Type = arch::Mma<GemmShape<16, 8, kStepK>, 32, A, layout::RowMajor, B, layout::ColumnMajor, Product,
                            layout::RowMajor, Operator>;
   };
   template <class A, class B>
@@ -54,6 +56,7 @@ struct PackedMma {
     int tiles_n, tiles_k;
     GroupSize group_size;
     GroupMatrix scales, zeros;
+    BlockScaleMatrices blocks;
   };
 };
 

@@ -105,5 +105,11 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kNone> {
   };
   static CUTLASS_DEVICE Operands symmetric() { return {}; }
 };
+template <class Element, int Bits>
+struct GroupScales<Element, Bits, qcutlass::ScaleMode::kBlock>
+    : GroupScales<Element, Bits, qcutlass::ScaleMode::kNone> {};
+template <class Element, int Bits>
+struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFineBlock>
+    : GroupScales<Element, Bits, qcutlass::ScaleMode::kNone> {};
 
 }  // namespace cutlass::gemm::warp

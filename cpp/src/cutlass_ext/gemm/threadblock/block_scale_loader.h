@@ -1,0 +1,77 @@
+// Global -> shared copies of the block scales of a stage of blockwise int8.
+#pragma once
+
+#include "cutlass/arch/memory_sm80.h"
+#include "cutlass/fast_math.h"
+#include "gemm/tactics.h"
+
+namespace cutlass::gemm::threadblock {
+
+/// Scales of blocks of 1 token and of 2^log_size channels, by 2^log_size columns.
+struct BlockScaleMatrices {
+  float const *tokens, *channels;  // [tokens, blocks], [blocks of channels, blocks]
+  int64_t token_stride, channel_stride;
+  int log_size;
+  int blocks;  // of k
+};
+
+/// Copies the scales of a stage: row r serves k = r * kRowK .. + kRowK. A row is one word for each token of the tile
+/// and then one for each strip of 16 channels, which lies within one block.
+template <int kChannels, int kTokens, int kRows, int kRowK, int kThreads>
+class BlockScaleLoader {
+ public:
+  static constexpr int kStrips = kTokens * 4;  // where a row's scales of strips begin
+  static constexpr int kRowBytes = 4 * qcutlass::block_row(kChannels, kTokens);
+  static constexpr int kStageBytes = kRows * kRowBytes;
+
+  BlockScaleLoader() = default;
+  /// The tile starts at (channel, token). What lies beyond the matrices gets the scales of the last token and channel.
+  CUTLASS_DEVICE
+  BlockScaleLoader(BlockScaleMatrices const& scales, int channel, int channels, int token, int tokens, int thread)
+      : last_(scales.blocks - 1), log_size_(scales.log_size) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCopies; ++i) {
+      int const word = thread + i * kThreads, place = word % kWords;
+      row_[i] = word / kWords;
+      to_[i] = row_[i] * kRowBytes + place * 4;
+      if (place < kTokens)
+        from_[i] = scales.tokens + fast_min(token + place, tokens - 1) * scales.token_stride;
+      else
+        from_[i] = scales.channels +
+                   (fast_min(channel + (place - kTokens) * 16, channels - 1) >> log_size_) * scales.channel_stride;
+    }
+  }
+
+  /// The rows of the stage at k. Beyond the end of k, where sums are 0, they are copies of the last.
+  CUTLASS_DEVICE void copy(uint8_t* stage, int k) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCopies; ++i)
+      if (row_[i] < kRows)
+        arch::cp_async<4>(stage + to_[i], from_[i] + fast_min((k + row_[i] * kRowK) >> log_size_, last_));
+  }
+
+ private:
+  static constexpr int kWords = kTokens + kChannels / 16;  // a row
+  static constexpr int kCopies = (kRows * kWords + kThreads - 1) / kThreads;
+
+  int last_, log_size_;
+  int row_[kCopies], to_[kCopies];
+  float const* from_[kCopies];
+};
+
+/// Where there are no block scales.
+struct NoBlockScales {
+  static constexpr int kRowBytes = 0, kStageBytes = 0;
+  NoBlockScales() = default;
+  CUTLASS_DEVICE NoBlockScales(BlockScaleMatrices const&, int, int, int, int, int) {}
+  CUTLASS_DEVICE void copy(uint8_t*, int) const {}
+};
+
+/// The loader of a scale mode, for stages of kStageK columns.
+template <int kChannels, int kTokens, int kStageK, qcutlass::ScaleMode kMode, int kThreads>
+using BlockScaleLoaderOf = std::conditional_t<
+    qcutlass::is_blockwise(kMode),
+    BlockScaleLoader<kChannels, kTokens, kStageK / qcutlass::promoted_k(kMode), qcutlass::promoted_k(kMode), kThreads>,
+    NoBlockScales>;
+
+}  // namespace cutlass::gemm::threadblock

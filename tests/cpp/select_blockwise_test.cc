@@ -1,0 +1,120 @@
+// Selection of blockwise int8 products: the same pure function over the same table.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+
+#include "gemm/cost_model.h"
+#include "gemm/workspace.h"
+#include "qcutlass/error.h"
+#include "qcutlass/gemm.h"
+
+namespace qcutlass {
+namespace {
+
+constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kH200{90, 132, 227 * 1024};
+
+GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t size = 128, int64_t out_size = 0) {
+  GemmArguments a;
+  a.m = m;
+  a.a_type = DType::kInt8;
+  a.out_type = out_size != 0 ? DType::kInt8 : DType::kFloat16;
+  a.a_stride = k;
+  a.out_stride = n;
+  a.weights.packing = Packing::kW8A8;
+  a.weights.n = n;
+  a.weights.k = k;
+  a.weights.group_size = k;
+  a.blocks.size = size;
+  a.quantized.size = out_size;
+  return a;
+}
+
+TEST(SelectBlockwise, SizesHaveScaleModes) {
+  EXPECT_EQ(scale_mode(problem(1, 64, 4096)), ScaleMode::kBlock);
+  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 64)), ScaleMode::kFineBlock);
+  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 32)), ScaleMode::kFineBlock);
+  EXPECT_EQ(select(problem(1, 64, 4096), kH200).tactic.rfind("w8a8_s8_block_sm80_", 0), 0u);
+  EXPECT_EQ(select(problem(1, 64, 4096, 32), kH200).tactic.rfind("w8a8_s8_fineblock_sm80_", 0), 0u);
+}
+
+TEST(SelectBlockwise, NamesAreUnique) {
+  for (int64_t size : {32, 128}) {
+    std::set<std::string> names;
+    for (TacticTraits const& t : tactics(problem(16, 4096, 4096, size)))
+      EXPECT_TRUE(names.insert(t.name).second) << t.name;
+    EXPECT_FALSE(names.empty());
+  }
+}
+
+TEST(SelectBlockwise, EveryShapeHasAPlanOnEveryGpu) {
+  for (DeviceTraits const& gpu : {kA100, kRtx3090, kH200})
+    for (int64_t m : {1, 17, 64, 300, 5000})
+      for (int64_t n : {1, 100, 4096})
+        for (int64_t k : {1, 129, 4096})
+          for (int64_t size : {32, 64, 128})
+            for (int64_t out : {0, 32, 64, 128}) EXPECT_NO_THROW(select(problem(m, n, k, size, out), gpu));
+}
+
+TEST(SelectBlockwise, QuantizedBlocksOfChannelsLieWithinATile) {
+  for (int64_t out : {32, 64, 128}) {
+    size_t count = 0;
+    for (Candidate const& c : candidates(problem(8, 4096, 4096, 128, out), kH200))
+      for (TacticTraits const& t : tactics(problem(8, 4096, 4096)))
+        if (t.name == c.plan.tactic) {
+          EXPECT_EQ(t.channels % out, 0) << t.name;
+          ++count;
+        }
+    EXPECT_GT(count, 0u);
+  }
+  EXPECT_THROW(select(problem(8, 4096, 4096, 128, 128), kH200, "w8a8_s8_block_sm80_stream_n48m8k1024w8_s3"),
+               Unsupported);
+  EXPECT_NO_THROW(select(problem(8, 4096, 4096, 128, 0), kH200, "w8a8_s8_block_sm80_stream_n48m8k1024w8_s3"));
+}
+
+TEST(SelectBlockwise, PartialSumsHaveRoomForWholeBlocksOfChannels) {
+  EXPECT_EQ(Workspace(problem(8, 100, 4096), 2, false).partial_stride, 104);
+  EXPECT_EQ(Workspace(problem(8, 100, 4096, 128, 64), 2, false).partial_stride, 128);
+}
+
+TEST(SelectBlockwise, PromotionTakesTime) {
+  GemmArguments plain = problem(4096, 8192, 8192);
+  plain.blocks = {};
+  double const scaled = candidates(plain, kH200).front().cost.compute;
+  double const block = candidates(problem(4096, 8192, 8192), kH200).front().cost.compute;
+  double const fine = candidates(problem(4096, 8192, 8192, 32), kH200).front().cost.compute;
+  EXPECT_GT(block, scaled);
+  EXPECT_GT(fine, 1.5 * block);
+}
+
+TEST(SelectBlockwise, LongSumsAreFine) {  // no sum of more than 128 products is an integer
+  EXPECT_NO_THROW(select(problem(1, 16, kMaxInt8K + 1), kH200));
+}
+
+TEST(SelectBlockwise, RefusesWhatKernelsWouldGetWrong) {
+  EXPECT_THROW(select(problem(8, 256, 256, 48), kH200), InvalidArgument);
+  EXPECT_THROW(select(problem(8, 256, 256, 256), kH200), InvalidArgument);
+  EXPECT_THROW(select(problem(8, 256, 256, 128, 16), kH200), InvalidArgument);
+  auto const with = [](auto change) {
+    GemmArguments a = problem(8, 256, 256);
+    change(a);
+    return a;
+  };
+  auto const out_int8 = with([](GemmArguments& a) { a.out_type = DType::kInt8; });
+  EXPECT_THROW(select(out_int8, kH200), InvalidArgument);
+  auto const out_int32 = with([](GemmArguments& a) { a.out_type = DType::kInt32; });
+  EXPECT_THROW(select(out_int32, kH200), InvalidArgument);
+  auto const out_none = with([](GemmArguments& a) { a.out_type = DType::kNone; });
+  EXPECT_THROW(select(out_none, kH200), InvalidArgument);
+  auto const both = with([](GemmArguments& a) { a.quantized.size = 128; });
+  EXPECT_THROW(select(both, kH200), InvalidArgument);
+  auto const float8 = with([](GemmArguments& a) { a.a_type = DType::kFloat8E4M3; });
+  EXPECT_THROW(select(float8, kH200), Unsupported);
+  auto const weight_only = with([](GemmArguments& a) { a.weights.packing = Packing::kW8A16; });
+  EXPECT_THROW(select(weight_only, kH200), Unsupported);
+  GemmArguments not_blockwise = problem(8, 256, 256, 0, 128);
+  EXPECT_THROW(select(not_blockwise, kH200), Unsupported);
+}
+
+}  // namespace
+}  // namespace qcutlass
