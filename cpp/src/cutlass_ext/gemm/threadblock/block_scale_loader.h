@@ -25,7 +25,8 @@ class BlockScaleLoader {
   static constexpr int kStageBytes = kRows * kRowBytes;
 
   BlockScaleLoader() = default;
-  /// The tile starts at (channel, token). What lies beyond the matrices gets the scales of the last token and channel.
+  /// The tile starts at (channel, token). Tokens beyond the last get the scales of the first ones, channels
+  /// that of the last.
   CUTLASS_DEVICE
   BlockScaleLoader(BlockScaleMatrices const& scales, int channel, int channels, int token, int tokens, int thread)
       : last_(scales.blocks - 1), log_size_(scales.log_size) {
@@ -35,7 +36,7 @@ class BlockScaleLoader {
       row_[i] = word / kWords;
       to_[i] = row_[i] * kRowBytes + place * 4;
       if (place < kTokens)
-        from_[i] = scales.tokens + fast_min(token + place, tokens - 1) * scales.token_stride;
+        from_[i] = scales.tokens + unsigned(token + place) % unsigned(tokens) * scales.token_stride;
       else
         from_[i] = scales.channels +
                    (fast_min(channel + (place - kTokens) * 16, channels - 1) >> log_size_) * scales.channel_stride;
