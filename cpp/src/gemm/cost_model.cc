@@ -40,12 +40,14 @@ double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves 
   double const scale_bytes = t.channels *
                              std::ceil(stage_k / static_cast<double>(w.groups() == 1 ? w.k : w.group_size)) *
                              (size_of(w.scale_type) + size_of(w.zero_type));
-  double const stage = weight_bytes + scale_bytes + rows * stage_k * activation_size;
+  constexpr int kSector = 32;  // what L2 sends for the scale of a token's block
+  double const block_bytes = a.blocks.size != 0 ? rows * kSector * (stage_k / kStreamK) : 0;
+  double const stage = weight_bytes + scale_bytes + block_bytes + rows * stage_k * activation_size;
   double const distinct = static_cast<double>(w.n) * static_cast<double>(w.k) * w.bits() / 8 +
                           static_cast<double>(a.m) * static_cast<double>(w.k * activation_size + w.n * size_of(output));
   double const in_flight = std::min(waves.resident, waves.busiest) * (t.stages - 1) * stage;
   double const again = std::max(0.0, waves.blocks * waves.stages * stage - distinct);
-  return std::max({(distinct + gpu.reread * again) / (gpu.memory.dram * 1e6),
+  return std::max({(distinct + mainloop_costs(gpu, t).reread * again) / (gpu.memory.dram * 1e6),
                    waves.blocks * waves.stages * stage / (gpu.memory.l2 * 1e6),
                    waves.busiest * waves.stages * stage / in_flight * mainloop_costs(gpu, t).latency});
 }
@@ -59,9 +61,6 @@ double convert_instructions(DType type, Packing packing, ScaleMode mode, bool sc
   return multiply + (packing == Packing::kW4A16 ? 2.75 : 5.0);
 }
 
-/// Instructions that promote the sums of an MMA's accumulator: a subtraction and a fused multiply-add each.
-constexpr double kPromotionInstructions = 4 * 2;
-
 /// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
 double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
   MainloopCosts const& costs = mainloop_costs(gpu, t);
@@ -72,8 +71,8 @@ double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Wav
   double const step = strips * (columns * gpu.issue.mma + converting + costs.strip) + columns * costs.column;
   int const slice_k = t.slice_k(a.weights.packing);
   double const promotions = is_blockwise(mode) ? slice_k / promoted_k(mode) * strips * columns : 0;
-  double const slice = static_cast<double>(slice_k) / step_k(a.weights.packing) * step +
-                       promotions * kPromotionInstructions * gpu.issue.alu + costs.slice;
+  double const slice =
+      static_cast<double>(slice_k) / step_k(a.weights.packing) * step + promotions * gpu.promotion + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps() / 4.0);
   double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + costs.wait);
   return overlapped(issued, alone, gpu) / (gpu.issue.clock * 1e3);
@@ -109,7 +108,9 @@ int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, 
 Cost predict(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic, int split_k,
              bool cluster) {
   GpuClass gpu = gpu_class(device.compute_capability);
-  if (arguments.weights.packing == Packing::kW8A8) gpu = for_eight_bits(gpu, is_float8(arguments.a_type));
+  if (arguments.weights.packing == Packing::kW8A8)
+    gpu = for_eight_bits(gpu, arguments.blocks.size != 0 ? kBlockwiseCosts : kEightByEightCosts,
+                         is_float8(arguments.a_type));
   Waves const waves(arguments, device, gpu, tactic, split_k, cluster);
   Cost cost;
   cost.load = load(arguments, gpu, tactic, waves);

@@ -21,13 +21,14 @@ struct IssueSpeed {
 
 /// What a kind of main loop costs beside bytes, MMAs and conversions.
 struct MainloopCosts {
-  double latency;    ///< microseconds from a request to its bytes in shared memory, loaded memory system
-  double slice;      ///< clocks of a warp's slice of k: copies, addresses, barriers
-  double column;     ///< clocks of loading an n8 block of the activations' fragments for a step
-  double wait;       ///< clocks that a warp alone waits for its own results in a slice; other warps' work hides them
-  double kernel;     ///< microseconds: launch, first bytes, last stores
-  double output;     ///< microseconds of the epilogue, per output of a block and slice of k
-  double strip = 0;  ///< clocks of loading a strip's fragment for a step, beside what conversions take
+  double latency;     ///< microseconds from a request to its bytes in shared memory, loaded memory system
+  double slice;       ///< clocks of a warp's slice of k: copies, addresses, barriers
+  double column;      ///< clocks of loading an n8 block of the activations' fragments for a step
+  double wait;        ///< clocks that a warp alone waits for its own results in a slice; other warps' work hides them
+  double kernel;      ///< microseconds: launch, first bytes, last stores
+  double output;      ///< microseconds of the epilogue, per output of a block and slice of k
+  double strip = 0;   ///< clocks of loading a strip's fragment for a step, beside what conversions take
+  double reread = 0;  ///< share of what blocks read again that comes through DRAM again
 };
 inline constexpr MainloopCosts kStreamCosts = {0.732, 126, 6.51, 350, 1.31, 1.48e-4};
 inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.91e-5};
@@ -35,13 +36,30 @@ inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.
 struct EightBitCosts {
-  double dram = 1.133, l2 = 1.66, mma = 0.582;
-  double exposed = 0.278;
-  double reread = 0.12;  ///< share of what tiles of tokens read again that comes through DRAM again
-  double float8 = 2.1;   ///< MMAs of 8-bit floats: two of fp16 and conversions
-  MainloopCosts stream = {0.714, 17.3, 0.342, 646, 1.35, 1.01e-4, 2.88};
-  MainloopCosts multistage = {0.663, 22.4, 4.66, 290, 2.26, 1.51e-4, 8.33};
+  double dram, l2, mma;
+  double exposed;
+  double cluster;    ///< see LaunchTimes
+  double promotion;  ///< clocks of scaling the sums of an MMA's accumulator
+  MainloopCosts stream, multistage;
 };
+inline constexpr EightBitCosts kEightByEightCosts = {1.133,
+                                                     1.66,
+                                                     0.582,
+                                                     0.278,
+                                                     1.22,
+                                                     0,
+                                                     {0.714, 17.3, 0.342, 646, 1.35, 1.01e-4, 2.88, 0.12},
+                                                     {0.663, 22.4, 4.66, 290, 2.26, 1.51e-4, 8.33, 0.12}};
+inline constexpr EightBitCosts kBlockwiseCosts = {1.09,
+                                                  1.64,
+                                                  0.576,
+                                                  0.275,
+                                                  0.64,
+                                                  8.45,
+                                                  {0.654, 226.0, 0.564, 447.0, 1.79, 9.67e-05, 0.439, 0.365},
+                                                  {0.761, 148.0, 4.56, 63.9, 3.13, 0.000152, 0.263, 0.0971}};
+/// How much longer MMAs of 8-bit floats take than those of integers: they are two of fp16 and conversions.
+inline constexpr double kFloat8Mma = 2.1;
 
 /// Microseconds of combining the blocks that share k, and of small kernels.
 struct LaunchTimes {
@@ -68,8 +86,7 @@ struct GpuClass {
   MainloopCosts stream = kStreamCosts, multistage = kMultistageCosts;
   LaunchTimes launch = {};
   double exposed = 0.155;  ///< how much of the shorter of two that overlap is not hidden behind the longer
-  double reread = 0;       ///< see EightBitCosts
-  EightBitCosts eight_bits = {};
+  double promotion = 0;    ///< see EightBitCosts
 };
 
 inline constexpr GpuClass kGpuClasses[] = {
@@ -81,13 +98,13 @@ inline constexpr GpuClass kGpuClasses[] = {
     {120, {1.6, 5.0}, {2.4, 16}, {1.3, 1.2}},    // RTX 50
 };
 
-/// The class as 8-by-8-bit products see it.
-constexpr GpuClass for_eight_bits(GpuClass gpu, bool float8) {
-  EightBitCosts const& costs = gpu.eight_bits;
+/// The class as a kind of 8-by-8-bit products sees it.
+constexpr GpuClass for_eight_bits(GpuClass gpu, EightBitCosts const& costs, bool float8) {
   gpu.memory = {gpu.memory.dram * costs.dram, gpu.memory.l2 * costs.l2};
-  gpu.issue.mma *= costs.mma * (float8 ? costs.float8 : 1);
+  gpu.issue.mma *= costs.mma * (float8 ? kFloat8Mma : 1);
   gpu.exposed = costs.exposed;
-  gpu.reread = costs.reread;
+  gpu.launch.cluster = costs.cluster;
+  gpu.promotion = costs.promotion;
   gpu.stream = costs.stream;
   gpu.multistage = costs.multistage;
   return gpu;

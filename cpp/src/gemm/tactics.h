@@ -103,11 +103,11 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 80, 32, 80, 32, 8, 2, 1, kWeightOnly},
     {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1, kWeightOnly},
-    // weights of 8 bits for 8-bit activations fill the rings sooner
-    {Mainloop::kStream, 128, 8, 64, 8, 4, 3, 1,
-     kBlockwise},  // channels of whole blocks, for outputs that are quantised
+    // channels of whole blocks, for outputs that are quantised
+    {Mainloop::kStream, 128, 8, 64, 8, 4, 3, 1, kBlockwise},
     {Mainloop::kStream, 128, 16, 64, 16, 4, 3, 1, kBlockwise},
     {Mainloop::kStream, 128, 32, 64, 32, 4, 3, 1, kBlockwise},
+    // weights of 8 bits for 8-bit activations fill the rings sooner
     {Mainloop::kStream, 224, 8, 112, 8, 2, 3, 1, kEightBits},
     {Mainloop::kStream, 224, 16, 112, 16, 2, 3, 1, kEightBits},
     {Mainloop::kStream, 224, 32, 112, 32, 2, 3, 1, kEightBits},
@@ -130,10 +130,8 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 256, 64, 64, 1, 4, 1, kEightByEight},
     // blockwise: few token columns a warp, whose operand B of 128 k stays in registers beside sums in fp32
     {Mainloop::kMultistage, 64, 64, 64, 32, 4, 3, 1, kBlockwise},
-    {Mainloop::kMultistage, 64, 128, 64, 32, 2, 3, 1, kBlockwise},
     {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kBlockwise},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
-    {Mainloop::kMultistage, 128, 128, 64, 32, 1, 4, 1, kBlockwise},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
