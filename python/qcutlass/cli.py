@@ -20,7 +20,7 @@ from qcutlass import __version__, formats
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint
 from qcutlass.info import collect
-from qcutlass.layers import WeightOnly
+from qcutlass.layers import WeightOnly, fuse_projections
 from qcutlass.models.conversion import SHARD_BYTES, Conversion
 from qcutlass.models.conversion import convert as convert_model
 from qcutlass.models.extras import import_transformers
@@ -289,6 +289,7 @@ def _tuning_table(found: Sequence[TunedProduct]) -> Table:
 
 _Folder = Annotated[Path, typer.Argument(help="A converted folder, or one that formats.load reads.")]
 _Where = Annotated[Device, typer.Option(help="Where the model runs.")]
+_Fuse = Annotated[bool, typer.Option("--fuse", help="One product for q, k and v, one for gate and up.")]
 _Type = Annotated[Floats | None, typer.Option(help="Of activations; default: float32 on the CPU, 16 bits on a GPU.")]
 
 
@@ -392,12 +393,13 @@ def evaluate(
     window: Annotated[int, typer.Option(min=2, help="Tokens that are predicted from each other.")] = 512,
     device: _Where = Device.cpu,
     dtype: _Type = None,
+    fuse: _Fuse = False,
 ) -> None:
     """Compute the perplexity of a text."""
     console = _console(stderr=True)
     try:
         with console.status("loading"):
-            model, tokenizer = _load(folder, device, dtype)
+            model, tokenizer = _load(folder, device, dtype, fuse)
             ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0][:tokens]
         from qcutlass.models.evaluation import perplexity
 
@@ -422,11 +424,12 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template.")] = False,
     device: _Where = Device.cpu,
     dtype: _Type = None,
+    fuse: _Fuse = False,
 ) -> None:
     """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
     try:
         with _console(stderr=True).status("loading"):
-            model, tokenizer = _load(folder, device, dtype)
+            model, tokenizer = _load(folder, device, dtype, fuse)
         from qcutlass.models.generation import generate as generate_text
 
         found = generate_text(
@@ -442,11 +445,14 @@ def generate(
     )
 
 
-def _load(folder: Path, device: Device, dtype: Floats | None) -> tuple[Any, Any]:
+def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     import_transformers("a whole model").utils.logging.disable_progress_bar()
     from qcutlass.models.transformers import load_model
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
-    return load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value])
+    model, tokenizer = load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value])
+    for names, reason in fuse_projections(model).skipped.items() if fuse else ():
+        typer.echo(f"not fused: {', '.join(names)}: {reason}", err=True)
+    return model, tokenizer

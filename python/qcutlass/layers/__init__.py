@@ -2,6 +2,7 @@
 
 from qcutlass.layers.base import QuantLinear, Scheme
 from qcutlass.layers.eight_bit import FP8, W8A8, Fp8Linear, Int8Linear
+from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
 from qcutlass.layers.sharding import shard
 from qcutlass.layers.weight_only import WeightOnly, WeightOnlyLinear
@@ -10,11 +11,14 @@ __all__ = [
     "FP8",
     "W8A8",
     "Fp8Linear",
+    "FusedProjection",
+    "Fusion",
     "Int8Linear",
     "QuantLinear",
     "Scheme",
     "WeightOnly",
     "WeightOnlyLinear",
+    "fuse_projections",
     "replace_linear",
     "shard",
 ]

@@ -117,6 +117,15 @@ class WeightOnlyLinear(QuantLinear):
         }
         super().__init__(k, n, quantized.bits, min(quantized.group_size, k), activation, parts)
 
+    @staticmethod
+    def of_parts(
+        in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
+    ) -> WeightOnlyLinear:
+        """A layer of weights that are packed already: `parts` holds every buffer by its name but `layout`."""
+        layer = WeightOnlyLinear.__new__(WeightOnlyLinear)
+        QuantLinear.__init__(layer, in_features, out_features, bits, group_size, activation, parts)
+        return layer
+
     def _check(self, parts: Parts) -> None:
         w_packed, perm = parts["w_packed"], parts["perm"]
         if not isinstance(w_packed, Tensor):

@@ -74,7 +74,12 @@ def test_from_a_quantised_folder_to_text(kind: str, smol: SmolCut, tmp_path: Pat
             r"4 tokens of prompt, the first new one after \d+ ms, then [\d.]+ tokens/s; 6 in all", result.stderr
         )
         assert result.stdout.rstrip("\n") == expected.rstrip("\n")
-    score = command("eval", tmp_path / "new", "--text", text, "--window", "32", "--tokens", "70")
+    together = command("generate", tmp_path / "new", "--prompt", "Once upon a time", *tokens, "--fuse")
+    assert together.stdout.rstrip("\n") == expected.rstrip("\n")
+    differing = [line for line in together.stderr.splitlines() if line.startswith("not fused: ")]
+    assert len(differing) == (4 if kind == "gptq" else 0)  # each layer has an act-order of its own
+    assert all(line.endswith("perm differs in its values") for line in differing)
+    score = command("eval", tmp_path / "new", "--text", text, "--window", "32", "--tokens", "70", "--fuse")
     assert score.exit_code == 0, score.output
     found = re.match(r"perplexity ([\d.]+) of 62 tokens in windows of 32, \d+ tokens/s", score.stdout)
     assert found, score.stdout

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.python.formats.stored import as_awq, stored
-from tests.python.models.folders import SmolCut, write_model
+from tests.python.models.folders import BLOCKS, SmolCut, write_model
 from torch import Tensor
 
 import qcutlass
@@ -90,6 +90,19 @@ def test_the_same_text_is_generated(converted: Path, smol: SmolCut, ids: Tensor)
     model, dense = load(converted), smol.dense(smol.gptq(), torch.float32)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
     assert torch.equal(model.generate(ids, **options), dense.generate(ids, **options))
+
+
+def test_fused_layers_generate_the_same_text_and_are_saved_as_they_were(
+    smol: SmolCut, ids: Tensor, tmp_path: Path
+) -> None:
+    model, together = (load(smol.awq().folder, direct=True) for _ in range(2))
+    found = qcutlass.fuse_projections(together)
+    assert (len(found.fused), found.skipped) == (2 * BLOCKS, {})
+    assert torch.equal(logits(together, ids), logits(model, ids))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
+    assert torch.equal(together.generate(ids, **options), model.generate(ids, **options))
+    together.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved"), ids), logits(model, ids))
 
 
 def test_bfloat16_and_batches(converted: Path, ids: Tensor) -> None:

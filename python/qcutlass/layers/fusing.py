@@ -1,0 +1,284 @@
+"""Linear layers that read the same input, as one product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass._validation import ceil_div
+from qcutlass.layers.base import QuantLinear, short
+from qcutlass.layers.weight_only import WeightOnlyLinear
+
+GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""What Llama-like models call the layers of attention, and of a gated MLP, that read the same input."""
+
+_STRIP: Final = 16  # channels of a tile of packed weights
+_SHARED: Final = ("act_scale", "perm")  # belong to the input
+_Pending = tuple[Tensor, int | None, tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What `fuse_projections` did.
+
+    Attributes:
+        fused: names of the layers of each group that is one product now.
+        skipped: why each of the other groups is not, by the names of its layers.
+    """
+
+    fused: tuple[tuple[str, ...], ...]
+    skipped: dict[tuple[str, ...], str]
+
+
+def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS) -> Fusion:
+    """Lets layers that read the same input multiply it once, by the weights of all of them.
+
+    One product of many channels takes less time than several of few, above all for few tokens. The first layer of a
+    group that is called computes the outputs of all; the others, called with the same tensor, hand out their part of
+    it. A layer that gets another tensor multiplies that one: results never depend on the order of calls, but calls with
+    different inputs gain nothing. In inference mode, and compiled, the input must not be changed in place between the
+    calls; otherwise such a change is noticed.
+
+    Modules keep their names, `state_dict` has the keys and values it had (as copies), and states of the model without
+    fusion are loaded. `.to(device)`, `deepcopy`, pickle, `torch.compile(fullgraph=True)`, CUDA graphs and
+    `qcutlass.tune` work. Outputs are views whose rows are as far apart as those of the whole product.
+
+    Args:
+        model: with layers from `replace_linear`, `from_pretrained` or by hand; changed in place.
+        groups: names of sibling modules, in the order of the product.
+
+    Returns:
+        What was fused, and why others were not: layers of other kinds than `WeightOnlyLinear`, with hooks or on the
+        meta device, that differ in K, scheme, types, act-order, activation scales or device, or whose channels (but
+        the last layer's) are no multiple of 16, so that their packed weights cannot be joined as they are.
+
+    Raises:
+        TypeError: `model` is no module, or `groups` not names.
+        ValueError: a group has fewer than two names, or no module has layers of such names.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> model = torch.nn.ModuleDict({"gate_proj": torch.nn.Linear(64, 32), "up_proj": torch.nn.Linear(64, 32)})
+        >>> _ = qcutlass.replace_linear(model, qcutlass.WeightOnly(group_size=32))
+        >>> qcutlass.fuse_projections(model).fused
+        (('gate_proj', 'up_proj'),)
+        >>> x = torch.randn(3, 64)
+        >>> (torch.nn.functional.silu(model["gate_proj"](x)) * model["up_proj"](x)).shape  # one product
+        torch.Size([3, 32])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    checked = [_checked(group) for group in groups]
+    fused: list[tuple[str, ...]] = []
+    skipped: dict[tuple[str, ...], str] = {}
+    for prefix, owner in list(model.named_modules()):
+        for group in checked:
+            modules = dict(owner.named_children())
+            if not all(name in modules for name in group):
+                continue
+            members = [modules[name] for name in group]
+            names = tuple(f"{prefix}.{name}" if prefix else name for name in group)
+            obstacle = _obstacle(group, members)
+            if obstacle is not None:
+                skipped[names] = obstacle
+                continue
+            product = _FusedLinear([member for member in members if isinstance(member, WeightOnlyLinear)])
+            for index, (name, member) in enumerate(zip(group, members, strict=True)):
+                setattr(owner, name, FusedProjection(product, index).train(member.training))
+            fused.append(names)
+    if not fused and not skipped:
+        raise ValueError(f"groups: no module has layers named {' or '.join(', '.join(group) for group in checked)}")
+    return Fusion(tuple(fused), skipped)
+
+
+class FusedProjection(nn.Module):
+    """A layer whose output is a part of a product that others share; `fuse_projections` makes them.
+
+    Attributes:
+        in_features, out_features: K, and its own N.
+    """
+
+    def __init__(self, product: _FusedLinear, index: int) -> None:
+        super().__init__()
+        self.product = product
+        self._index = index
+        self.in_features, self.out_features = product.in_features, product.sizes[index]
+
+    def forward(self, a: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        return self.product.part(a, self._index)
+
+    def separate(self) -> WeightOnlyLinear:
+        """The layer as it was, with a copy of its weights.
+
+        Example:
+            >>> import torch, qcutlass
+            >>> model = torch.nn.ModuleDict({"gate_proj": torch.nn.Linear(64, 32), "up_proj": torch.nn.Linear(64, 32)})
+            >>> _ = qcutlass.replace_linear(model, qcutlass.WeightOnly(group_size=32))
+            >>> _ = qcutlass.fuse_projections(model)
+            >>> model["up_proj"].separate()
+            WeightOnlyLinear(in_features=64, out_features=32, bits=4, group_size=32, zeros=uint8, bias=True)
+        """
+        product, parts = self.product, self.product.views(self._index)
+        copies = {name: None if part is None else part.clone() for name, part in parts.items()}
+        layer = WeightOnlyLinear.of_parts(
+            self.in_features, self.out_features, product.bits, product.group_size, product.activation, copies
+        )
+        return layer.train(self.training)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.separate()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        layer, errors = self.separate(), len(error_msgs)
+        layer._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if len(error_msgs) == errors:
+            try:
+                self.product.write(self._index, layer)
+            except ValueError as error:
+                error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+
+    def extra_repr(self) -> str:
+        begin = sum(self.product.sizes[: self._index])
+        channels = f"{begin} to {begin + self.out_features}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, channels {channels} of the product"
+
+
+class _FusedLinear(WeightOnlyLinear):
+    """The product of a group. It is a child of each of the group's modules, which save and load its parts."""
+
+    def __init__(self, members: Sequence[WeightOnlyLinear]) -> None:
+        first = members[0]
+        names = [name for name in first._buffers if name != "layout"]
+        parts = {name: _joined(name, [member._buffers[name] for member in members]) for name in names}
+        sizes = [member.out_features for member in members]
+        QuantLinear.__init__(self, first.in_features, sum(sizes), first.bits, first.group_size, first.activation, parts)
+        self.sizes = sizes
+        self._pending: _Pending | None = None
+
+    def part(self, a: Tensor, index: int) -> Tensor:
+        """The output of one member: of the product that another one asked for, if it was with the same input."""
+        pending, version = self._pending, _version(a)
+        outs: tuple[Tensor | None, ...] = ()
+        if pending is not None and pending[0] is a and pending[1] == version:
+            outs = pending[2]
+        out = outs[index] if outs else None
+        if out is None:  # or handed out already
+            outs = self(a).split(self.sizes, dim=-1)
+            out = outs[index]
+        assert out is not None
+        left = tuple(None if i == index else other for i, other in enumerate(outs))
+        self._pending = None if all(other is None for other in left) else (a, version, left)
+        return out
+
+    def views(self, index: int) -> dict[str, Tensor | None]:
+        """The buffers of one member."""
+        begin = sum(self.sizes[:index])
+        end = begin + self.sizes[index]
+        strips = slice(begin // _STRIP, ceil_div(end, _STRIP))
+        cuts = {"w_packed": self.w_packed[strips]}
+        for name, part in self._buffers.items():
+            if part is not None and name in ("scales", "zeros", "bias"):
+                cuts[name] = part[..., begin:end]
+        return {name: cuts.get(name, part) for name, part in self._buffers.items() if name != "layout"}
+
+    def write(self, index: int, layer: WeightOnlyLinear) -> None:
+        """Takes a member's buffers over; ValueError if they do not suit the product."""
+        if self.w_packed.is_meta:
+            raise ValueError("fused layers on the meta device take no state: load it, then call fuse_projections")
+        views = self.views(index)
+        for name, view in views.items():
+            found = layer._buffers[name]
+            if _kind(found) != _kind(view):
+                raise ValueError(
+                    f"{name}: the fused layers have {_kind(view)}, got {_kind(found)}; load it, then fuse_projections"
+                )
+            if name in _SHARED and index > 0 and view is not None and not torch.equal(view, found.to(view.device)):  # type: ignore[union-attr]
+                raise ValueError(f"{name}: expected that of the layers it is fused with, got another")
+        self._pending = None
+        with torch.no_grad():
+            for name, view in views.items():
+                if view is not None:
+                    view.copy_(layer._buffers[name])  # type: ignore[arg-type]
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        """The members do."""
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """The members do."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pending": None}
+
+
+def _checked(group: object) -> tuple[str, ...]:
+    if isinstance(group, str) or not isinstance(group, Sequence) or not all(isinstance(name, str) for name in group):
+        raise TypeError(f"groups: expected lists of names, got {group!r}")
+    if len(set(group)) != len(group) or len(group) < 2:
+        raise ValueError(f"groups: expected two different names or more in each, got {list(group)}")
+    return tuple(group)
+
+
+def _obstacle(names: Sequence[str], members: Sequence[nn.Module]) -> str | None:
+    """Why these modules cannot be one product; None if they can."""
+    layers: list[WeightOnlyLinear] = []
+    for name, member in zip(names, members, strict=True):
+        if type(member) is not WeightOnlyLinear:
+            return f"{name} is a {type(member).__name__}, not a WeightOnlyLinear"
+        if member._forward_hooks or member._forward_pre_hooks or "forward" in vars(member):
+            return f"{name} has forward hooks"
+        if member.w_packed.is_meta:
+            return f"{name} is on the meta device; load its state first"
+        layers.append(member)
+    for attribute in ("in_features", "bits", "group_size", "activation"):
+        found = [getattr(layer, attribute) for layer in layers]
+        if any(value != found[0] for value in found):
+            return f"{attribute} differs: {', '.join(map(str, found))}"
+    for buffer in layers[0]._buffers:
+        parts = [layer._buffers[buffer] for layer in layers]
+        kinds = [_kind(part, buffer in _SHARED) for part in parts]
+        if any(kind != kinds[0] for kind in kinds):
+            return f"{buffer} differs: {', '.join(kinds)}"
+        if buffer in _SHARED and any(not torch.equal(part, parts[0]) for part in parts if part is not None):  # type: ignore[arg-type]
+            return f"{buffer} differs in its values"
+    for name, layer in zip(names[:-1], layers, strict=False):
+        if layer.out_features % _STRIP:
+            return f"{name} has {layer.out_features} channels, no multiple of {_STRIP}"
+    return None
+
+
+def _kind(part: Tensor | None, with_shape: bool = True) -> str:
+    """What two buffers must have in common."""
+    if part is None:
+        return "none"
+    extent = list(part.shape) if with_shape else f"{part.ndim} dimensions"
+    return f"{short(part.dtype)} {extent} on {part.device}"
+
+
+def _joined(name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    if not tensors or name in _SHARED:
+        return parts[0]
+    return torch.cat(tensors, dim=0 if name == "w_packed" else -1)
+
+
+def _version(a: Tensor) -> int | None:
+    """Counts changes in place, where they are counted."""
+    if torch.compiler.is_compiling() or not isinstance(a, Tensor) or a.is_inference():
+        return None
+    return a._version
