@@ -1,20 +1,25 @@
-"""Command line of the benches: ``python -m bench cpu``, ``python -m bench gpu``, ``python -m bench report``."""
+"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|report``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, track
 
 from bench import cpu, gpu, gpu_report, peers, plots, quantizers, schemes, shapes
 from bench.peers import cutlass, gemlite
 from bench.report import Row
+
+if TYPE_CHECKING:
+    from bench.llama import Size
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(width=None if sys.stdout.isatty() else 240)
@@ -27,6 +32,7 @@ Schemes = Annotated[list[str], typer.Option("--scheme", help=f"{schemes.PATTERNS
 Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")]
 
+_SIZES = "A model: llama3-8b, smollm2-135m or tiny."
 _Result = TypeVar("_Result")
 
 
@@ -129,6 +135,88 @@ def quantize_command(
     report.print(console)
     report.write(json_path, markdown_path)
     raise typer.Exit(1 if any(row["goal_ok"] is False for row in rows) else 0)
+
+
+@app.command("model")
+def model_command(
+    m: Annotated[list[int], typer.Option("--m", min=1, help="Batch; repeatable.")] = [1, 8, 16, 64],  # noqa: B006
+    size: Annotated[str, typer.Option(help=_SIZES)] = "llama3-8b",
+    blocks: Annotated[int | None, typer.Option(min=1, help="Another number of blocks.")] = None,
+    scheme: Annotated[str, typer.Option(help="A weight-only scheme.")] = "w4a16_g128",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    json_path: Json = None,
+    markdown_path: Markdown = None,
+) -> None:
+    """All linear layers of a large model, as decoding calls them, against dense ones; needs transformers.
+
+    Exits with 1 if a promise is broken.
+    """
+    from bench import model  # which imports transformers
+
+    kind, where = _parsed(lambda: schemes.parse_weight_only(scheme)), _device(device)
+    dtype = kind.dtype or (torch.float16 if where.type == "cuda" else torch.float32)
+    bench = model.Model(_size(size, blocks), kind, dtype, where)
+    rows = list(track(model.run(bench, m), "measuring", len(m), console=console, transient=True))
+    report = model.report(bench, rows)
+    report.print(console)
+    report.write(json_path, markdown_path)
+    raise typer.Exit(1 if any(row["goal_ok"] is False for row in rows) else 0)
+
+
+@app.command("tokens")
+def tokens_command(
+    source: Annotated[
+        Path | None,
+        typer.Argument(exists=True, help="A folder that transformers loads, or a GGUF file; none: random weights."),
+    ] = None,
+    batch: Annotated[list[int], typer.Option(min=1, help="Sequences; repeatable.")] = [1, 8, 32],  # noqa: B006
+    size: Annotated[str, typer.Option(help=f"Without SOURCE. {_SIZES}")] = "smollm2-135m",
+    scheme: Annotated[str, typer.Option(help="Without SOURCE: a weight-only scheme.")] = "w4a16_g64",
+    dtype: Annotated[list[str], typer.Option(help="f16, bf16 or f32; default: f32, on a GPU f16 and bf16.")] = [],  # noqa: B006
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and qcutlass.")] = None,
+    json_path: Json = None,
+    markdown_path: Markdown = None,
+) -> None:
+    """Tokens a second and memory of a whole model against the same with dense weights; needs transformers.
+
+    Exits with 1 if CUDA graphs make another text than eager calls.
+    """
+    from bench import tokens  # which imports transformers
+
+    kind, where = _parsed(lambda: schemes.parse_weight_only(scheme)), _device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    names = dtype or (["f16", "bf16"] if where.type == "cuda" else ["f32"])
+    types = _parsed(lambda: [schemes.parse_dtype(name) for name in names])
+    with TemporaryDirectory() as scratch:
+        if source is None:
+            model = tokens.of_size(size, _size(size, None), kind, where)
+        else:
+            model = tokens.of_folder(source, where, Path(scratch))
+        count = len(types) * len(batch) * (2 if where.type == "cuda" else 1)
+        rows = list(track(tokens.run(model, types, batch), "measuring", count, console=console, transient=True))
+    report = tokens.report(model, where, rows)
+    report.print(console)
+    report.write(json_path, markdown_path)
+    raise typer.Exit(1 if any(row["same_text"] is False for row in rows) else 0)
+
+
+def _size(name: str, blocks: int | None) -> Size:
+    from bench import llama
+
+    if name not in llama.SIZES:
+        raise typer.BadParameter(f"--size {name!r}: expected one of {', '.join(llama.SIZES)}")
+    size = llama.SIZES[name]
+    return size if blocks is None else replace(size, blocks=blocks)
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"--device {name!r}: expected cuda or cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device; use --device cpu")
+    return torch.device(name)
 
 
 @app.command("report")

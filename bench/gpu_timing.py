@@ -119,10 +119,10 @@ class Graph:
         return float(begin.elapsed_time(end)) / 1e3 / self.launches
 
 
-def measure(graphs: Sequence[Graph]) -> list[Sample]:
-    """Replays all of them in turn, each after a pause; those that are far behind less often."""
+def measure(graphs: Sequence[Graph], far: float = _FAR) -> list[Sample]:
+    """Replays all of them in turn, each after a pause; those that take `far` times the fastest's time less often."""
     once = [graph.seconds() for graph in graphs]
-    rounds = [FAR_ROUNDS if seconds > _FAR * min(once) else ROUNDS for seconds in once]
+    rounds = [FAR_ROUNDS if seconds > far * min(once) else ROUNDS for seconds in once]
 
     def rested(graph: Graph, pause: float) -> float:
         time.sleep(pause)

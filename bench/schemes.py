@@ -120,6 +120,13 @@ def parse(name: str) -> Scheme:
     raise ValueError(f"scheme {name!r}: expected {PATTERNS}, say w4a16_g128 or w8a8")
 
 
+def parse_dtype(name: str) -> torch.dtype:
+    """f16, bf16 or f32; ValueError for another name."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r}: expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
 def parse_weight_only(name: str) -> WeightOnly:
     """The same for benches of weight-only products alone."""
     scheme = parse(name)

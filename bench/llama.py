@@ -1,0 +1,138 @@
+"""Models of Llama's kind with random weights: no download, and the times of real ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import qcutlass
+from bench.schemes import WeightOnly
+from qcutlass import testing
+from qcutlass.layers import QuantLinear, WeightOnlyLinear
+from qcutlass.models import weights_of
+from qcutlass.selection import weight_dtype
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's numbers.
+
+    Attributes:
+        hidden, intermediate: widths of the residual stream and of the MLP.
+        blocks: how many.
+        heads, kv_heads: of queries, and of keys and values; `hidden / heads` is a head's width.
+        vocabulary: rows of the embedding and of lm_head.
+        tied: whether these two are one.
+    """
+
+    hidden: int
+    intermediate: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool = False
+
+
+SIZES: Final = {
+    "llama3-8b": Size(4096, 14336, 32, 32, 8, 128256),
+    "smollm2-135m": Size(576, 1536, 30, 9, 3, 49152, tied=True),
+    "tiny": Size(64, 128, 2, 4, 2, 96),
+}
+
+
+def quantized_model(size: Size, scheme: WeightOnly, device: torch.device, dtype: torch.dtype) -> Any:
+    """A transformers model on `device`, its linears but lm_head quantised: random codes, made layer by layer there."""
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.blocks,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        vocab_size=size.vocabulary,
+        tie_word_embeddings=size.tied,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for seed, (name, linear) in enumerate(list(_linears(model.model))):
+        model.model.set_submodule(name, _random_layer(linear, scheme, device, dtype, seed))
+    generator = torch.Generator(device).manual_seed(0)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = torch.ones(parameter.shape, dtype=dtype, device=device)  # norms
+            if parameter.ndim == 2:
+                value.normal_(0, size.hidden**-0.5, generator=generator)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+    model.tie_weights()
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    return model.eval()
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _random_layer(
+    linear: nn.Linear, scheme: WeightOnly, device: torch.device, dtype: torch.dtype, seed: int
+) -> QuantLinear:
+    p = scheme.case(1, linear.out_features, linear.in_features, dtype).random(device=device, seed=seed)
+    return QuantLinear.from_quantized(qcutlass.QuantizedTensor(p.codes, p.scales, p.zeros, p.bits, p.group_size))
+
+
+def fused(model: Any) -> Any:
+    """The model with fused projections; whatever is not fused is shared with it."""
+    twin = _twin(model)
+    qcutlass.fuse_projections(twin)
+    return twin
+
+
+def dense(model: Any, dtype: torch.dtype) -> Any:
+    """The model with `torch.nn.Linear` layers of the dequantised weights; everything else is shared with it."""
+    twin = _twin(model)
+    for name, layer in list(twin.named_modules()):
+        if isinstance(layer, QuantLinear):
+            twin.set_submodule(name, linear_of(weights_of(layer).to(dtype), layer.bias))
+    return twin
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer that holds these very tensors."""
+    n, k = weight.shape
+    linear = nn.Linear(k, n, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+    return linear
+
+
+def _twin(model: Any) -> Any:
+    """Modules of its own, tensors of the other."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def check(
+    layer: WeightOnlyLinear, a: Tensor, out: Tensor, label: object, product: WeightOnlyLinear | None = None
+) -> float:
+    """The largest error of a layer's output for `a`, as a share of its bound; `product`: what computed it, if fused.
+
+    Raises:
+        AssertionError: it is out of its bound.
+    """
+    by = product or layer
+    more: dict[str, Any] = {name: getattr(by, name) for name in ("activation", "act_scale", "perm")}
+    options: dict[str, Any] = {"group_size": by.group_size, "bits": by.bits}
+    rounded = weight_dtype(a, by.w_packed, by.scales, by.zeros, bias=by.bias, **options, **more)
+    weight = qcutlass.dequantize(
+        layer.w_packed, layer.scales, layer.zeros, k=layer.in_features, dtype=rounded, **options
+    )
+    return testing.assert_close(out, testing.reference(a, weight, bias=layer.bias, **more), label=label)

@@ -1,0 +1,228 @@
+"""Tokens a second and memory of a whole model, quantised and dense: eager calls, and CUDA graphs of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from bench import llama
+from bench.report import Column, Report, Row
+from bench.schemes import WeightOnly
+from bench.timing import interleave, wall_time
+from qcutlass import models
+from qcutlass.layers import WeightOnlyLinear
+from qcutlass.models.transformers import load_model
+
+PROMPT: Final = 64  # tokens before the first that counts
+STEPS: Final[int] = 16  # of a round
+ROUNDS: Final = 5
+
+COLUMNS: Final = [
+    Column("dtype", "activations"),
+    Column("batch", "batch", "{:d}"),
+    Column("mode", "mode"),
+    Column("dense_ms", "dense ms", "{:.2f}"),
+    Column("qcutlass_ms", "qcutlass ms", "{:.2f}"),
+    Column("fused_ms", "fused ms", "{:.2f}"),
+    Column("dense_tokens", "dense tokens/s", "{:.0f}"),
+    Column("qcutlass_tokens", "qcutlass tokens/s", "{:.0f}"),
+    Column("fused_tokens", "fused tokens/s", "{:.0f}"),
+    Column("ratio", "best / dense", "{:.2f}"),
+    Column("dense_mb", "dense MB", "{:.0f}"),
+    Column("qcutlass_mb", "qcutlass MB", "{:.0f}"),
+    Column("spread", "spread", "{:.0%}"),
+    Column("same_text", "graph = eager"),
+    Column("error", "error / bound", "{:.3f}"),
+]
+
+Load = Callable[[torch.dtype], Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to be loaded with activations of a type.
+
+    Attributes:
+        name: what it is.
+        load: the quantised model, on the device.
+    """
+
+    name: str
+    load: Load
+
+
+def of_folder(path: Path, device: torch.device, scratch: Path) -> Source:
+    """A folder that transformers loads, or a GGUF file, which is converted into `scratch` first."""
+    folder = path
+    if path.is_file():
+        folder = scratch / "converted"
+        models.convert(path, folder)
+    return Source(path.name, lambda dtype: load_model(folder, device, dtype)[0])
+
+
+def of_size(name: str, size: llama.Size, scheme: WeightOnly, device: torch.device) -> Source:
+    """A model with random weights."""
+    load = functools.partial(llama.quantized_model, size, scheme, device)
+    return Source(f"{name}, random weights, {scheme.name}", load)
+
+
+class _Decoding:
+    """Greedy decoding after a random prompt, all of whose state stays in place, so that a graph can hold a step."""
+
+    def __init__(self, model: Any, batch: int, steps: int) -> None:
+        self._model, device = model, model.device
+        length = PROMPT + steps
+        generator = torch.Generator(device).manual_seed(batch)
+        ids = torch.randint(0, model.config.vocab_size, (batch, PROMPT), generator=generator, device=device)
+        self._cache = StaticCache(config=model.config, max_cache_len=length)
+        logits = model(ids, past_key_values=self._cache, use_cache=True).logits
+        self.token = logits[:, -1:].argmax(-1)
+        self._position = torch.full((1, 1), PROMPT, device=device)
+        self._places = torch.arange(length, device=device)
+
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def step(self) -> None:
+        """One more token of each sequence."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+
+    def capture(self) -> None:
+        """From now on a step is a replay."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._compute()
+        self._graph = graph
+
+    def _compute(self) -> None:
+        logits = self._model(
+            self.token,
+            attention_mask=(self._places <= self._position)[None, None],
+            position_ids=self._position,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+        self.token.copy_(logits[:, -1:].argmax(-1))
+        self._position.add_(1)
+
+
+@dataclass(frozen=True)
+class _Contestant:
+    """Decoding in one of its modes.
+
+    Attributes:
+        seconds: of a step, measured over a round.
+        text: `[STEPS, batch]`, the first tokens.
+    """
+
+    seconds: Callable[[], float]
+    text: Tensor
+
+
+def _contestant(model: Any, batch: int, graph: bool) -> _Contestant:
+    """Makes the first `STEPS` tokens; with `graph` all but the first few in replays of a step."""
+    decoding = _Decoding(model, batch, (ROUNDS + 3) * STEPS)
+    first = [decoding.token.clone()]
+    while len(first) < STEPS:
+        if graph and len(first) == 3:  # first calls set things up, which must not be captured
+            decoding.capture()
+        decoding.step()
+        first.append(decoding.token.clone())
+    return _Contestant(functools.partial(_seconds, decoding.step, model.device), torch.cat(first, dim=1).T)
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    """Of one of `STEPS` steps in a row, the host's time included."""
+    _wait(device)
+
+    def round_() -> None:
+        for _ in range(STEPS):
+            step()
+        _wait(device)
+
+    return wall_time(round_) / STEPS
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def megabytes(model: Any) -> float:
+    """Of all tensors of a model, each once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return sum(int(storage.nbytes()) for storage in storages.values()) / 1e6
+
+
+def check(model: Any, batch: int, dtype: torch.dtype) -> float:
+    """The largest error of a layer of each shape, as a share of its bound.
+
+    Raises:
+        AssertionError: it is out of its bound.
+    """
+    worst, seen = 0.0, set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, WeightOnlyLinear) and (layer.out_features, layer.in_features) not in seen:
+            seen.add((layer.out_features, layer.in_features))
+            generator = torch.Generator(model.device).manual_seed(batch)
+            a = torch.randn(batch, layer.in_features, generator=generator, device=model.device).to(dtype)
+            worst = max(worst, llama.check(layer, a, layer(a), name))
+    return worst
+
+
+@torch.inference_mode()
+def run(source: Source, dtypes: Sequence[torch.dtype], batches: Sequence[int]) -> Iterator[Row]:
+    """Rows of one type and batch after another: eager, and on a GPU a CUDA graph.
+
+    Raises:
+        AssertionError: a layer's result is out of its bound.
+    """
+    for dtype in dtypes:
+        quantized = source.load(dtype)
+        forms = {"dense": llama.dense(quantized, dtype), "qcutlass": quantized, "fused": llama.fused(quantized)}
+        sizes = {f"{name}_mb": megabytes(forms[name]) for name in ("dense", "qcutlass")}
+        for batch in batches:
+            error = max(check(forms[name], batch, dtype) for name in ("qcutlass", "fused"))
+            texts: dict[str, Tensor] = {}
+            for graph in (False, True) if quantized.device.type == "cuda" else (False,):
+                contestants = {name: _contestant(model, batch, graph) for name, model in forms.items()}
+                samples = interleave([each.seconds for each in contestants.values()], ROUNDS)
+                times = {name: sample.median for name, sample in zip(forms, samples, strict=True)}
+                same = [torch.equal(texts.setdefault(name, each.text), each.text) for name, each in contestants.items()]
+                yield {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "batch": batch,
+                    "mode": "CUDA graph" if graph else "eager",
+                    **{f"{name}_ms": 1e3 * seconds for name, seconds in times.items()},
+                    **{f"{name}_tokens": batch / seconds for name, seconds in times.items()},
+                    "ratio": times["dense"] / min(times["qcutlass"], times["fused"]),
+                    **sizes,
+                    "spread": max(sample.spread for sample in samples),
+                    "same_text": all(same) if graph else None,
+                    "error": error,
+                }
+
+
+def report(source: Source, device: torch.device, rows: list[Row]) -> Report:
+    on_gpu = device.type == "cuda"
+    facts = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "model": source.name,
+        "dense": "the same model with its dequantised weights in torch.nn.Linear layers",
+        "fused": "q, k, v and gate, up as one product each",
+        "method": f"milliseconds a step of greedy decoding, whole model, static cache, {PROMPT} tokens of prompt; "
+        f"median of {ROUNDS} interleaved rounds of {STEPS} steps; spread = (max - min) / median; MB: tensors of the "
+        "model, without the cache; a layer of each shape checked before",
+    }
+    return Report("Tokens of a whole model", facts, COLUMNS, rows)

@@ -1,0 +1,121 @@
+"""The benches of whole models, at a tiny size."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from bench import llama, model, schemes, tokens
+from bench.__main__ import app
+
+from qcutlass.testing.models import NOISE, noise_ratio
+
+SCHEME = schemes.parse_weight_only("w4a16_g64_int")
+CPU = torch.device("cpu")
+FORMS = ("dense", "qcutlass", "fused")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def devices() -> list[Any]:
+    return ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def test_forms_are_the_same_model(seed: int) -> None:
+    quantized = llama.quantized_model(llama.SIZES["tiny"], SCHEME, CPU, torch.float32)
+    forms = {"dense": llama.dense(quantized, torch.float32), "qcutlass": quantized, "fused": llama.fused(quantized)}
+    ids = torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(seed))
+    with torch.inference_mode():
+        logits = {name: form(ids).logits for name, form in forms.items()}
+        exact = copy.deepcopy(forms["dense"]).double()(ids).logits
+    assert torch.equal(logits["fused"], logits["qcutlass"])
+    assert noise_ratio(logits["qcutlass"], logits["dense"], exact) <= NOISE
+    assert forms["dense"].model.embed_tokens.weight is quantized.model.embed_tokens.weight
+    assert tokens.megabytes(forms["dense"]) > 1.5 * tokens.megabytes(quantized) > 0.05
+    tied = llama.quantized_model(llama.Size(32, 32, 1, 2, 1, 64, tied=True), SCHEME, CPU, torch.float32)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(("form", "index", "name"), [("qcutlass", 5, "up_proj"), ("fused", 1, "k_proj, fused")])
+def test_a_wrong_layer_is_not_timed(form: str, index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = model.Model(llama.SIZES["tiny"], SCHEME, torch.float32, CPU)
+    assert len(list(model.run(bench, [2]))) == 1
+    layer: Any = bench.forms[form][index]
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda a: forward(a) + 1e-3 * (torch.arange(layer.out_features) == 7))
+    with pytest.raises(AssertionError, match=f"{name}: 2 of .* out of bounds"):
+        list(model.run(bench, [2]))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_step_through_all_layers(device: str, tmp_path: Path) -> None:
+    files = "--json", tmp_path / "model.json", "--markdown", tmp_path / "model.md"
+    result = run("model", "--size", "tiny", "--device", device, "--m", 1, "--m", 3, *files)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "model.json").read_text())
+    assert [row["m"] for row in found["rows"]] == [1, 3]
+    for row in found["rows"]:
+        assert row["speedup"] == row["dense_ms"] / row["qcutlass_ms"]
+        assert row["fused_speedup"] == row["dense_fused_ms"] / row["fused_ms"]
+        assert row["goal_ok"] is None  # promised for the large model alone
+        assert 0 < row["error"] <= 1
+    assert (tmp_path / "model.md").read_text().count("\n| ") == 1 + 2
+
+
+@pytest.mark.parametrize("device", devices())
+def test_tokens_of_a_whole_model(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "STEPS", 4)
+    files = "--json", tmp_path / "tokens.json", "--markdown", tmp_path / "tokens.md"
+    result = run("tokens", "--size", "tiny", "--device", device, "--batch", 1, "--batch", 2, *files)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "tokens.json").read_text())["rows"]
+    modes = ["eager"] if device == "cpu" else ["eager", "CUDA graph"]
+    types = ["float32"] if device == "cpu" else ["float16", "bfloat16"]
+    assert [(row["dtype"], row["batch"], row["mode"]) for row in rows] == [
+        (dtype, batch, mode) for dtype in types for batch in (1, 2) for mode in modes
+    ]
+    for row in rows:
+        assert all(row[f"{form}_tokens"] == pytest.approx(1e3 * row["batch"] / row[f"{form}_ms"]) for form in FORMS)
+        assert row["ratio"] == row["dense_ms"] / min(row["qcutlass_ms"], row["fused_ms"])
+        assert row["dense_mb"] > row["qcutlass_mb"] > 0
+        assert row["same_text"] is (True if row["mode"] == "CUDA graph" else None)
+        assert 0 < row["error"] <= 1
+
+
+def test_tokens_are_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "STEPS", 6)
+    quantized = llama.quantized_model(llama.SIZES["tiny"], SCHEME, CPU, torch.float32)
+    with torch.inference_mode():
+        found = tokens._contestant(quantized, 2, graph=False).text
+    ids = torch.randint(0, 96, (2, tokens.PROMPT), generator=torch.Generator().manual_seed(2))
+    quantized.generation_config.eos_token_id = None
+    expected = quantized.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[
+        :, tokens.PROMPT :
+    ]
+    assert torch.equal(found.T, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model", "--size", "gpt"), "expected one of llama3-8b, smollm2-135m, tiny"),
+        (("model", "--device", "tpu"), "expected cuda or cpu"),
+        (("model", "--scheme", "w8a8"), "weight-only"),
+        (("tokens", "--dtype", "f8", "--device", "cpu"), "expected one of f16, bf16, f32"),
+    ],
+)
+def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
+    device = () if "--device" in arguments else ("--device", "cpu")
+    result = run(*arguments, *device)
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
