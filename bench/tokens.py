@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import StaticCache
+from transformers.utils.logging import disable_progress_bar
 
 from bench import llama
 from bench.report import Column, Report, Row
@@ -60,6 +61,7 @@ class Source:
 
 def of_folder(path: Path, device: torch.device, scratch: Path) -> Source:
     """A folder that transformers loads, or a GGUF file, which is converted into `scratch` first."""
+    disable_progress_bar()
     folder = path
     if path.is_file():
         folder = scratch / "converted"

@@ -85,7 +85,8 @@ def test_tokens_of_a_whole_model(device: str, tmp_path: Path, monkeypatch: pytes
         (dtype, batch, mode) for dtype in types for batch in (1, 2) for mode in modes
     ]
     for row in rows:
-        assert all(row[f"{form}_tokens"] == pytest.approx(1e3 * row["batch"] / row[f"{form}_ms"]) for form in FORMS)
+        for form in FORMS:
+            assert round(row[f"{form}_tokens"] * row[f"{form}_ms"] / row["batch"], 3) == 1000
         assert row["ratio"] == row["dense_ms"] / min(row["qcutlass_ms"], row["fused_ms"])
         assert row["dense_mb"] > row["qcutlass_mb"] > 0
         assert row["same_text"] is (True if row["mode"] == "CUDA graph" else None)
