@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,30 +10,33 @@ from torch import Tensor
 from qcutlass._validation import check_integer
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.quantization import QuantizedTensor
 from qcutlass.weights import unpack_weights
 
 
 def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "in"]) -> QuantLinear:
-    """One of `world_size` equal parts of a weight-only layer, for tensor parallelism; `layer` is not changed.
+    """One of `world_size` equal parts of a layer, for tensor parallelism; `layer` is not changed.
 
     Args:
-        layer: a `WeightOnlyLinear`, on any device.
+        layer: a `WeightOnlyLinear`, `Int8Linear` or `Fp8Linear`, on any device.
         rank: of the part, in [0, world_size).
         axis: "out": the part of the output channels; outputs are concatenated ("column parallel"). "in": the part of
             the input columns, for that part of the activations; outputs are added up ("row parallel"), and the part of
             rank 0 alone has the bias.
 
     Returns:
-        The part, with the same weights to the bit.
+        The part, with the same weights to the bit. Where activations are quantised, static scales and zero points are
+        those of the whole layer; with "in", dynamic ones come from the part's own columns, so that the sum is as exact
+        as the whole layer's output, but not the same.
 
     Raises:
         TypeError: `layer` is not a QuantLinear, or a number is not an integer.
         ValueError: the channels are no multiple of `world_size`; or, with "in", a cut goes through a group of columns,
             columns are reordered (act-order), so that a group's columns belong to several parts, or an activation is
             fused, which must come after the sum.
-        UnsupportedError: the activations are quantised.
+        UnsupportedError: a layer of another kind.
 
     Example:
         >>> import torch, qcutlass
@@ -50,15 +53,42 @@ def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "
     check_integer("rank", rank, range(world_size))
     if axis not in ("out", "in"):
         raise ValueError(f"axis: expected 'out' or 'in', got {axis!r}")
-    if not isinstance(layer, WeightOnlyLinear):
-        raise UnsupportedError(f"layer: only a WeightOnlyLinear can be cut, got {type(layer).__name__}")
+    if not isinstance(layer, WeightOnlyLinear | Int8Linear | Fp8Linear):
+        raise UnsupportedError(f"layer: expected a layer of qcutlass.layers, got {type(layer).__name__}")
     features, name = (layer.out_features, "N") if axis == "out" else (layer.in_features, "K")
     size = features // world_size
     if size * world_size != features:
         raise ValueError(f"world_size: expected a divisor of {name} = {features}, got {world_size}")
+    if axis == "in" and layer.activation is not None:
+        raise ValueError(f"layer: {layer.activation!r} is fused, but must follow the sum of all parts")
     part = slice(rank * size, (rank + 1) * size)
     codes = unpack_weights(layer.w_packed, layer.bits, (layer.out_features, layer.in_features))
-    return _rows(layer, codes, part) if axis == "out" else _columns(layer, codes, part)
+    if isinstance(layer, WeightOnlyLinear):
+        return _rows(layer, codes, part) if axis == "out" else _columns(layer, codes, part)
+    return _eight_bit(layer, codes, part, axis)
+
+
+def _eight_bit(
+    layer: Int8Linear | Fp8Linear, codes: Tensor, part: slice, axis: Literal["out", "in"]
+) -> Int8Linear | Fp8Linear:
+    w_scale, bias, smooth, activation = layer.w_scale, layer.bias, layer.smooth, layer.activation
+    if axis == "out":
+        codes = codes[part]
+        w_scale = w_scale if w_scale.numel() == 1 else w_scale.reshape(-1)[part]  # one for all, or one a channel
+        bias = None if bias is None else bias[part]
+    else:
+        codes = codes[:, part]
+        bias = bias if part.start == 0 else None
+        smooth = None if smooth is None else smooth[part]
+    options: dict[str, Any] = {
+        name: _copied(tensor) for name, tensor in (("bias", bias), ("a_scale", layer.a_scale), ("smooth", smooth))
+    }
+    if isinstance(layer, Fp8Linear):
+        return Fp8Linear(codes, w_scale.clone(), activation=activation, **options)
+    symmetric = layer.symmetric if layer.a_scale is None else layer.azp is None
+    return Int8Linear(
+        codes, w_scale.clone(), azp=_copied(layer.azp), symmetric=symmetric, activation=activation, **options
+    )
 
 
 def _rows(layer: WeightOnlyLinear, codes: Tensor, part: slice) -> WeightOnlyLinear:
@@ -77,8 +107,6 @@ def _columns(layer: WeightOnlyLinear, codes: Tensor, part: slice) -> WeightOnlyL
         )
     if layer.perm is not None:
         raise ValueError("layer: act-order mixes the columns of all parts; cut it along axis 'out'")
-    if layer.activation is not None:
-        raise ValueError(f"layer: {layer.activation!r} is fused, but must follow the sum of all parts")
     groups = slice(None) if one_group else slice(part.start // step, part.stop // step)
     zeros = None if layer.zeros is None else _channels(layer.zeros)[groups]
     weight = QuantizedTensor(codes[:, part], _channels(layer.scales)[groups], zeros, layer.bits, min(step, size))
@@ -95,15 +123,15 @@ def _copy(
     weight: QuantizedTensor, bias: Tensor | None, activation: str | None, act_scale: Tensor | None, perm: Tensor | None
 ) -> WeightOnlyLinear:
     """A layer that shares no memory with the one it is cut from."""
-    tensors = (weight.codes, weight.scales, weight.zeros, bias, act_scale, perm)
-    codes, scales, zeros, bias, act_scale, perm = (
-        None if tensor is None else tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors
-    )
-    assert codes is not None and scales is not None  # noqa: PT018
+    scales, zeros = weight.scales.clone(memory_format=torch.contiguous_format), _copied(weight.zeros)
     return WeightOnlyLinear(
-        QuantizedTensor(codes, scales, zeros, weight.bits, weight.group_size),
-        bias=bias,
+        QuantizedTensor(weight.codes, scales, zeros, weight.bits, weight.group_size),
+        bias=_copied(bias),
         activation=activation,
-        act_scale=act_scale,
-        perm=perm,
+        act_scale=_copied(act_scale),
+        perm=_copied(perm),
     )
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)

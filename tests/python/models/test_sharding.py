@@ -10,7 +10,7 @@ from tests.python.modules import randn
 
 import qcutlass
 from qcutlass import QuantLinear, UnsupportedError, models
-from qcutlass.layers import WeightOnlyLinear, shard
+from qcutlass.layers import Fp8Linear, Int8Linear, WeightOnlyLinear, shard
 
 N, K = 48, 384
 
@@ -74,9 +74,98 @@ def test_cuts_that_are_refused(arguments: Any, options: dict[str, Any], message:
         shard(layer(seed, **options), *arguments)
 
 
-def test_other_layers_are_refused(seed: int) -> None:
-    linear = torch.nn.Linear(64, 16)
-    with pytest.raises(UnsupportedError, match="Int8Linear"):
-        shard(QuantLinear.from_linear(linear, qcutlass.W8A8()), 0, 2, "out")
+EIGHT_BIT: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "dynamic, zero points, smooth": {"symmetric": False, "smooth": True},
+    "static": {"a_scale": torch.tensor([0.5])},
+    "static, zero points": {"a_scale": torch.tensor([0.5]), "azp": torch.tensor([3], dtype=torch.int32)},
+    "one scale": {"w_scale": torch.tensor([0.25])},
+    "fp8 dynamic": {"fp8": True},
+    "fp8 static, smooth": {"fp8": True, "a_scale": torch.tensor([0.5]), "smooth": True},
+}
+
+
+def eight_bit(seed: int, *, fp8: bool = False, smooth: bool = False, **options: Any) -> Any:
+    """Integers and powers of two, so that sums of parts in any order are exact where scales are given."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-4, 5, (N, K), generator=g)
+    options = {"w_scale": torch.exp2(-torch.arange(N).float() % 3), "bias": torch.arange(float(N)), **options}
+    if smooth:
+        options["smooth"] = torch.exp2(torch.arange(K).float() % 2)
+    w_scale = options.pop("w_scale")
+    if fp8:
+        return Fp8Linear(codes.float().to(torch.float8_e4m3fn), w_scale, **options)
+    return Int8Linear(codes.to(torch.int8), w_scale, **options)
+
+
+def eight_bit_input(seed: int) -> Any:
+    return torch.randint(-8, 9, (5, K), generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("options", EIGHT_BIT.values(), ids=EIGHT_BIT)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parts_by_channel_of_8_bit_layers(options: dict[str, Any], world_size: int, seed: int) -> None:
+    whole, x = eight_bit(seed, activation="relu", **options), eight_bit_input(seed)
+    parts = [shard(whole, rank, world_size, "out") for rank in range(world_size)]
+    assert torch.equal(torch.cat([part(x) for part in parts], dim=1), whole(x))
+    for part in parts:
+        part.check()
+        assert type(part) is type(whole)
+        assert part.extra_repr().replace(f"out_features={N // world_size}", f"out_features={N}") == whole.extra_repr()
+        for name, buffer in part.named_buffers():
+            assert buffer.data_ptr() != getattr(whole, name).data_ptr(), name
+
+
+@pytest.mark.parametrize("options", EIGHT_BIT.values(), ids=EIGHT_BIT)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parts_by_column_of_8_bit_layers(options: dict[str, Any], world_size: int, seed: int) -> None:
+    whole, x = eight_bit(seed, **options), eight_bit_input(seed)
+    parts = [shard(whole, rank, world_size, "in") for rank in range(world_size)]
+    assert [part.bias is not None for part in parts] == [True] + [False] * (world_size - 1)
+    size = K // world_size
+    columns = [slice(rank * size, (rank + 1) * size) for rank in range(world_size)]
+    outs = [part(x[:, piece]) for part, piece in zip(parts, columns, strict=True)]
+    for part, piece, out in zip(parts, columns, outs, strict=True):
+        part.check()
+        alone = type(whole)(
+            _codes(whole)[:, piece],
+            whole.w_scale,
+            a_scale=whole.a_scale,
+            bias=part.bias,
+            **({} if isinstance(whole, Fp8Linear) else {"azp": whole.azp, "symmetric": whole.symmetric}),
+            smooth=None if whole.smooth is None else whole.smooth[piece],
+        )
+        assert torch.equal(out, alone(x[:, piece]))
+    if whole.a_scale is not None:  # what dynamic ones are differs from part to part
+        assert torch.equal(sum(outs), whole(x))
+
+
+def _codes(layer: Any) -> Any:
+    return qcutlass.unpack_weights(layer.w_packed, 8, (layer.out_features, layer.in_features))
+
+
+def test_a_loaded_state_decides_on_zero_points(seed: int) -> None:
+    """Of a layer made for dynamic zero points that got static scales without any."""
+    whole = eight_bit(seed, symmetric=False)
+    whole.load_state_dict(eight_bit(seed, a_scale=torch.tensor([0.5])).state_dict())
+    x = eight_bit_input(seed)
+    assert torch.equal(torch.cat([shard(whole, rank, 2, "out")(x) for rank in range(2)], dim=1), whole(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"fp8": True}])
+def test_cuts_of_8_bit_layers_that_are_refused(options: dict[str, Any], seed: int) -> None:
+    with pytest.raises(ValueError, match="must follow the sum"):
+        shard(eight_bit(seed, activation="relu", **options), 0, 2, "in")
+    with pytest.raises(ValueError, match="divisor of N = 48"):
+        shard(eight_bit(seed, **options), 0, 5, "out")
+
+
+def test_other_layers_are_refused() -> None:
+    class Other(WeightOnlyLinear.__base__):  # type: ignore[misc,name-defined]
+        def _check(self, parts: Any) -> None: ...
+
+    other = Other(64, 16, 4, 64, None, {"w_packed": torch.zeros(1)})
+    with pytest.raises(UnsupportedError, match=r"expected a layer of qcutlass\.layers, got Other"):
+        shard(other, 0, 2, "out")
     with pytest.raises(TypeError, match="expected a QuantLinear"):
-        shard(linear, 0, 2, "out")  # type: ignore[arg-type]
+        shard(torch.nn.Linear(64, 16), 0, 2, "out")  # type: ignore[arg-type]
