@@ -342,3 +342,43 @@ def test_groups_by_other_names_and_wrong_inputs(seed: int) -> None:
         model["a"](torch.zeros(3, 64))
     with pytest.raises(TypeError, match=r"a: expected a torch\.Tensor"):
         model["a"](None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 16, 100, 2048])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_outputs_on_a_gpu(options: dict[str, Any], dtype: torch.dtype, m: int, seed: int, ledger: Any) -> None:
+    together: Any = fused(attention(seed, **options)).cuda()
+    a = randn(m, K, seed=seed).to("cuda", dtype)
+    product = together["q_proj"].product
+    more = {name: getattr(product, name) for name in ("activation", "act_scale", "perm")}
+    scheme = {"group_size": product.group_size, "bits": product.bits}
+    weights = product.w_packed, product.scales, product.zeros
+    rounded = qcutlass.selection.weight_dtype(a, *weights, bias=product.bias, **scheme, **more)
+    for name, out in zip(together, outputs(together, a), strict=True):
+        layer = together[name].separate()
+        weight = qcutlass.dequantize(layer.w_packed, layer.scales, layer.zeros, k=K, dtype=rounded, **scheme)
+        ledger.close(out, testing.reference(a, weight, bias=layer.bias, **more), label=(name, m, dtype, options))
+
+
+@pytest.mark.gpu
+def test_graphs_and_moves_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attention(seed)
+    together: Any = fused(model)
+    together["q_proj"](randn(3, K, seed=seed))  # parts that wait on the CPU are of no use on the GPU
+    together.cuda()
+    assert_same_state(copy.deepcopy(together).cpu(), snapshot(model))
+    static = randn(3, K, seed=seed).to("cuda", torch.float16)
+    for _ in range(2):
+        outputs(together, static)
+    products = count_products(together, monkeypatch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outputs(together, static)
+    assert len(products) == 1
+    for shift in range(3):
+        static.copy_(randn(3, K, seed=seed + shift))
+        graph.replay()
+        for out, wanted in zip(captured, outputs(together, static), strict=True):
+            testing.assert_equal(out, wanted)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from tests.python.models.folders import SmolCut
+from tests.python.models.folders import RandomCut, SmolCut
 
 from qcutlass.quickstart import default_model
 
@@ -19,8 +20,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def smol_file() -> Path:
-    """SmolLM2's GGUF file."""
+    """SmolLM2's GGUF file: that of its package, or the one that QCUTLASS_SMOLLM2 names."""
     pytest.importorskip("transformers", reason="needs transformers")
+    if named := os.environ.get("QCUTLASS_SMOLLM2"):
+        return Path(named)
     try:
         return default_model()
     except FileNotFoundError as error:
@@ -30,3 +33,9 @@ def smol_file() -> Path:
 @pytest.fixture(scope="session")
 def smol(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> SmolCut:
     return SmolCut(smol_file, tmp_path_factory.mktemp("smol"))
+
+
+@pytest.fixture(scope="session")
+def random_cut(tmp_path_factory: pytest.TempPathFactory) -> RandomCut:
+    pytest.importorskip("transformers", reason="needs transformers")
+    return RandomCut(tmp_path_factory.mktemp("random"), seed=0)

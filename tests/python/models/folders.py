@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,25 +91,26 @@ class _Cut:
     weights: dict[str, Tensor]
 
 
-class SmolCut:
-    """The first blocks of SmolLM2, quantised anew, in folders of several formats.
+class Cuts(ABC):
+    """A small Llama whose layers are quantised anew, in folders of several formats.
 
     Args:
-        path: of the GGUF file.
         folder: to write into.
+        config: of the model.
+        names: of its layers.
+        rest: its other tensors.
     """
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], names: list[str], rest: Tensors) -> None:
         self.root = folder
-        self.source = GGUFModel(formats.load(path), path)
+        self.config, self.names, self.rest = config, names, rest
         self._tokenizer = folder / "tokenizer"
         self._tokenizer.mkdir()
-        self.source.write_files(self._tokenizer)
-        self.config: dict[str, Any] = {**self.source.config, "num_hidden_layers": BLOCKS, "dtype": "float16"}
-        self.names = [name for name in self.source.names if int(name.split(".")[2]) < BLOCKS]
-        rest = [name for name in self.source.rest if "layers" not in name or int(name.split(".")[2]) < BLOCKS]
-        self.rest = {name: self.source.tensor(name).half() for name in rest}
         self._written: dict[str, _Cut] = {}
+
+    @abstractmethod
+    def weight(self, name: str) -> Tensor:
+        """float32 `[N, K]`, of a layer."""
 
     def gptq(self) -> _Cut:
         """With act-order."""
@@ -123,7 +125,7 @@ class SmolCut:
     def w8a8(self) -> _Cut:
         tensors, weights = dict(self.rest), {}
         for name in self.names:
-            codes, scales = qcutlass.quantize_weights_int8(self.source.layer(name).dequantize(torch.float32))
+            codes, scales = qcutlass.quantize_weights_int8(self.weight(name))
             tensors |= named({"weight": codes, "weight_scale": scales[:, None]}, name)
             weights[name] = codes.float() * scales[:, None]
         return self._write("w8a8", tensors, W8A8, weights)
@@ -135,7 +137,7 @@ class SmolCut:
             return self._written[kind]
         tensors, weights = dict(self.rest), {}
         for seed, name in enumerate(self.names):
-            weight = self.source.layer(name).dequantize(torch.float32)
+            weight = self.weight(name)
             layer = requantized(weight, seed, act_order=act_order)
             tensors |= named(pack(layer), name)
             weights[name] = layer.weight
@@ -162,3 +164,64 @@ class SmolCut:
         model.tie_weights()
         model.model.rotary_emb = LlamaRotaryEmbedding(config)
         return model.eval()
+
+
+class SmolCut(Cuts):
+    """The first blocks of SmolLM2.
+
+    Args:
+        path: of the GGUF file.
+        folder: to write into.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.source = source = GGUFModel(formats.load(path), path)
+        names = [name for name in source.names if int(name.split(".")[2]) < BLOCKS]
+        rest = [name for name in source.rest if "layers" not in name or int(name.split(".")[2]) < BLOCKS]
+        config = {**source.config, "num_hidden_layers": BLOCKS, "dtype": "float16"}
+        super().__init__(folder, config, names, {name: source.tensor(name).half() for name in rest})
+        source.write_files(self._tokenizer)
+
+    def weight(self, name: str) -> Tensor:
+        return self.source.layer(name).dequantize(torch.float32)
+
+
+class RandomCut(Cuts):
+    """Random weights, and a tokenizer of numbers: for machines without a model."""
+
+    VOCABULARY = 128
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import Whitespace
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+        config = LlamaConfig(
+            vocab_size=self.VOCABULARY,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=BLOCKS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            dtype="float16",
+            architectures=["LlamaForCausalLM"],
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).named_parameters()}
+        g = torch.Generator().manual_seed(seed)
+        tensors = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+        layers = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if "_proj" in name}
+        self._weights = {name: tensor / tensor.shape[1] ** 0.5 for name, tensor in layers.items()}
+        rest = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
+        rest = {name: (tensor / 8 + (tensor.ndim == 1)).half() for name, tensor in rest.items()}  # norms around 1
+        super().__init__(folder, config.to_dict(), list(layers), rest)
+        tokenizer = Tokenizer(WordLevel({str(i): i for i in range(self.VOCABULARY)}, unk_token="0"))
+        tokenizer.pre_tokenizer = Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="1").save_pretrained(self._tokenizer)
+
+    def weight(self, name: str) -> Tensor:
+        return self._weights[name]
