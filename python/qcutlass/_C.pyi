@@ -83,6 +83,20 @@ class SumScales(metaclass=_pybind11_type):
     azp_stride: int
     channel_sums: int
 
+class BlockScales(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    size: int
+    a: int
+    a_stride: int
+    w: int
+    w_stride: int
+
+class QuantizedOutput(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    size: int
+    scales: int
+    stride: int
+
 class GemmArguments(metaclass=_pybind11_type):
     def __init__(self) -> None: ...
     m: int
@@ -90,6 +104,8 @@ class GemmArguments(metaclass=_pybind11_type):
     a_type: DType
     out_type: DType
     sums: SumScales
+    blocks: BlockScales
+    quantized: QuantizedOutput
     a: int
     a_stride: int
     out: int
@@ -104,6 +120,7 @@ class GemmArguments(metaclass=_pybind11_type):
     workspace_bytes: int
     def at(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
     def at_sums(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
+    def at_blocks(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
 
 class Plan(metaclass=_pybind11_type):
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
@@ -232,6 +249,50 @@ def quantize(
     given_scale: int = 0,
     given_azp: int = 0,
     workspace: int = 0,
+    device: int = -1,
+    stream: int = 0,
+    threads: int = 1,
+) -> None: ...
+def quantize_blocks(
+    rows: int,
+    columns: int,
+    size: int,
+    a_type: DType,
+    a: int,
+    a_stride: int,
+    codes: int,
+    scales: int,
+    *,
+    square: bool = False,
+    device: int = -1,
+    stream: int = 0,
+    threads: int = 1,
+) -> None: ...
+def dequantize_blocks(
+    rows: int,
+    columns: int,
+    size: int,
+    codes: int,
+    codes_stride: int,
+    scales: int,
+    out_type: DType,
+    out: int,
+    *,
+    square: bool = False,
+    device: int = -1,
+    stream: int = 0,
+    threads: int = 1,
+) -> None: ...
+def gelu_blocks(
+    rows: int,
+    columns: int,
+    size: int,
+    codes: int,
+    codes_stride: int,
+    scales: int,
+    out: int,
+    out_scales: int,
+    *,
     device: int = -1,
     stream: int = 0,
     threads: int = 1,

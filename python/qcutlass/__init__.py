@@ -1,6 +1,6 @@
 """Fast products of fp16 / bf16 activations with int4 / int8 weights, on NVIDIA GPUs and CPUs."""
 
-from qcutlass import _C
+from qcutlass import _C, blockwise
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.layers import FP8, W8A8, QuantLinear, WeightOnly, fuse_projections, replace_linear
 from qcutlass.products import gemm, gemm_fp8, gemm_w8a8, weight_sums
@@ -23,6 +23,7 @@ __all__ = [
     "UnsupportedError",
     "WeightOnly",
     "__version__",
+    "blockwise",
     "calibrate",
     "dequantize",
     "explain",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C, _dense, tuning
+from qcutlass._blockwise import BlockwiseCall, QuantizedCall
 from qcutlass._eight_bit import Float8Call, Int8Call
-from qcutlass._validation import ACTIVATIONS, PACKINGS, Call, GemmCall, WeightShape
+from qcutlass._validation import ACTIVATIONS, PACKINGS, Call, GemmCall, WeightShape, ceil_div
 
 DTYPES: Final[dict[torch.dtype, _C.DType]] = {
     torch.float16: _C.DType.FLOAT16,
@@ -227,6 +228,50 @@ class EightBitProduct(AnyProduct):
     @property
     def at(self) -> Callable[[list[int], int, bool], _C.GemmArguments]:
         return self.arguments.at_sums
+
+    def plan(self, device: int) -> _C.Plan:
+        """The one asked for, or the cost model's."""
+        call = self.call
+        return _C.select(self.arguments, device_traits(device), call.tactic or "", call.split_k)
+
+
+class BlockwiseProduct(AnyProduct):
+    """A product of int8 activations by packed int8 weights, both with scales of their blocks."""
+
+    SETTLING = (1, 3)
+
+    def __init__(self, call: BlockwiseCall, shape: WeightShape, out: Tensor) -> None:
+        """`call`: with weights that are packed; a `QuantizedCall` where the output is quantised."""
+        super().__init__(call, shape, out)
+        self._call = call
+        arguments, weights = self.arguments, self.arguments.weights
+        b, a_s, b_s = aligned(call.b), as_rows(call.a_s), as_separate_rows(call.b_s)
+        self.operands += [b, a_s, b_s]
+        weights.packing = _C.Packing.W8A8
+        weights.n, weights.k, weights.group_size = shape.n, shape.k, shape.k
+        weights.packed = b.data_ptr()
+        blocks, quantized = arguments.blocks, arguments.quantized
+        blocks.size = call.block_size
+        blocks.a, blocks.a_stride = a_s.data_ptr(), a_s.stride(0)
+        blocks.w, blocks.w_stride = b_s.data_ptr(), b_s.stride(0)
+        if call.out_block_size is not None:
+            quantized.size = call.out_block_size
+            quantized.stride = ceil_div(shape.n, call.out_block_size)
+            quantized.scales = call.out_s.data_ptr() if isinstance(call, QuantizedCall) else 0
+
+    @property
+    def call(self) -> BlockwiseCall:
+        return self._call
+
+    @property
+    def addresses(self) -> list[int]:
+        arguments, blocks = self.arguments, self.arguments.blocks
+        of_blocks = [arguments.weights.packed, blocks.a, blocks.w]
+        return [arguments.a, *of_blocks, arguments.bias, arguments.quantized.scales]
+
+    @property
+    def at(self) -> Callable[[list[int], int, bool], _C.GemmArguments]:
+        return self.arguments.at_blocks
 
     def plan(self, device: int) -> _C.Plan:
         """The one asked for, or the cost model's."""

@@ -16,6 +16,7 @@ from qcutlass import _C, _launch
 from qcutlass._arguments import (
     DTYPES,
     AnyProduct,
+    BlockwiseProduct,
     EightBitProduct,
     Product,
     aligned,
@@ -24,6 +25,7 @@ from qcutlass._arguments import (
     current_device,
     weight_arguments,
 )
+from qcutlass._blockwise import BlockwiseCall
 from qcutlass._eight_bit import Float8Call, Int8Call, sums_call
 from qcutlass._overlap import check_out_memory
 from qcutlass._validation import (
@@ -97,6 +99,10 @@ def _product(call: Call, shape: WeightShape, out: Tensor) -> AnyProduct:
     """A checked call with its output; what the caller left to be computed at each call is computed."""
     if isinstance(call, GemmCall):
         return Product(call, shape, out)
+    if isinstance(call, BlockwiseCall):
+        if call.b.dim() == 2:
+            call = call._replace(b=pack(call.b, 8, "int8"), n=shape.n)
+        return BlockwiseProduct(call, shape, out)
     assert isinstance(call, (Int8Call, Float8Call))
     if isinstance(call, Float8Call) and call.w.dim() == 2:
         call = call._replace(w=pack(call.w, 8, "fp8"), n=shape.n)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C, _dense, tuning
-from qcutlass._arguments import AnyProduct, EightBitProduct, Product, device_traits
+from qcutlass._arguments import AnyProduct, BlockwiseProduct, EightBitProduct, Product, device_traits
+from qcutlass._blockwise import BlockwiseCall
 from qcutlass._eight_bit import Float8Call, Int8Call
 from qcutlass._validation import Call, GemmCall, WeightShape
 
@@ -112,9 +113,10 @@ def _name(plan: _C.Plan) -> tuple[str, int]:
 def explain(a: Tensor, *operands: Any, device: str | _C.DeviceTraits | None = None, **options: Any) -> Explanation:
     """Says which kernel a product would use, why, and what each other one was predicted to take.
 
-    The product is that of `gemm`, of `gemm_w8a8` for int8 activations, or of `gemm_fp8` for float8 ones. Predictions
-    are those of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of GPUs), which
-    ranks kernels; `tune` measures. Nothing is launched.
+    The product is that of `gemm`, of `gemm_w8a8` for int8 activations (of `blockwise.int8_addmm` where float scales
+    follow them; with `out_block_size` of `int8_addmm_quant`), or of `gemm_fp8` for float8 ones. Predictions are those
+    of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of GPUs), which ranks
+    kernels; `tune` measures. Nothing is launched.
 
     Args:
         a, operands, options: the arguments of the product. CPU and meta tensors of 8 or 16-bit types do if `device`
@@ -200,6 +202,12 @@ def _describe(call: Call, shape: WeightShape, rows: int) -> str:
             "symmetric" if call.zeros is None else f"{name(call.zeros.dtype)} zeros",
         ]
         others = {"bias": call.bias, "act_scale": call.act_scale, "perm": call.perm}
+    elif isinstance(call, BlockwiseCall):
+        weights = "int8 weights"
+        parts = [f"blocks of {call.block_size}", f"{name(call.out_dtype)} out"]
+        if call.out_block_size is not None:
+            parts[-1] += f" in blocks of {call.out_block_size}"
+        others = {"bias": call.bias}
     else:
         assert isinstance(call, (Int8Call, Float8Call))
         weights = f"{name(call.weights.dtype)} weights"
@@ -218,8 +226,7 @@ def tactics(a: Tensor, *operands: Any, **options: Any) -> list[str]:
     Those of `gemm` end with the one that dequantises slices of the weights and multiplies them with `torch.mm`.
 
     Args:
-        a, operands, options: the arguments of `gemm`, of `gemm_w8a8` for int8 activations, or of `gemm_fp8` for
-            float8 ones. CPU tensors of 8 or 16-bit types do.
+        a, operands, options: the arguments of a product, as for `explain`. CPU tensors of 8 or 16-bit types do.
 
     Raises:
         UnsupportedError: the CUDA kernels do not cover this kind of product.
@@ -242,8 +249,7 @@ def plan(a: Tensor, *operands: Any, **options: Any) -> _C.Plan:
     """The configuration, split and workspace that a product would use for CUDA tensors; nothing is launched.
 
     Args:
-        a, operands, options: the arguments of `gemm`, of `gemm_w8a8` for int8 activations, or of `gemm_fp8` for
-            float8 ones, on one GPU.
+        a, operands, options: the arguments of a product, as for `explain`, on one GPU.
 
     Raises:
         ValueError: the tensors are not on a GPU, or as for the product.
@@ -280,8 +286,12 @@ def weight_dtype(
 
 def _call(a: Tensor, operands: tuple[Any, ...], options: dict[str, Any]) -> Call:
     """The call of the product that takes activations of the type of `a`."""
+    second = operands[0] if operands else options.get("a_s")
+    is_blockwise = isinstance(second, Tensor) and second.is_floating_point()  # int8 weights follow otherwise
+    if is_blockwise and options.get("out_block_size") is not None:
+        options = {"out_dtype": torch.int8} | options
     kinds: dict[torch.dtype | None, tuple[str, Callable[..., Call]]] = {
-        torch.int8: ("gemm_w8a8", Int8Call),
+        torch.int8: ("blockwise.int8_addmm", BlockwiseCall) if is_blockwise else ("gemm_w8a8", Int8Call),
         torch.float8_e4m3fn: ("gemm_fp8", Float8Call),
         torch.float8_e5m2: ("gemm_fp8", Float8Call),
     }
@@ -297,5 +307,7 @@ def _query(call: Call, shape: WeightShape) -> AnyProduct:
     a, rows = call.a, call.a.shape[:-1].numel()
     if isinstance(call, GemmCall):
         return Product(call, shape, a.new_empty((rows, shape.n)))
+    if isinstance(call, BlockwiseCall):
+        return BlockwiseProduct(call, shape, a.new_empty((rows, shape.n), dtype=call.out_dtype))
     assert isinstance(call, (Int8Call, Float8Call))
     return EightBitProduct(call, shape, a.new_empty((rows, shape.n), dtype=call.out_dtype))

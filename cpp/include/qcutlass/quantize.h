@@ -1,7 +1,8 @@
-// Quantising activations and weights to 8 bits, on the host and on a GPU, bit for bit alike (but for the bits of NaN).
+// Quantising activations and weights to 8 bits, on the host and on a GPU, bit for bit alike (but for the bits of NaN);
+// and int8 codes in blocks: back to numbers, and through GELU to other codes.
 //
 // Every operation is one fp32 operation, rounded to nearest even. With x = a[m, k], or a[m, k] / smooth[k], and range
-// either one row of x or all of it,
+// one row of x, a block of it, or all of it,
 //
 //   symmetric    scale = max|range| / largest_code(type);               code = round(x / scale)
 //   asymmetric   scale = (hi - lo) / 255, lo = min(range, 0), hi = max(range, 0);
@@ -44,24 +45,46 @@ struct QuantizeArguments {
   DType a_type = DType::kNone;  ///< fp16, bf16, fp32
   void const* a = nullptr;      ///< [rows, columns], unit stride along columns
   int64_t a_stride = 0;
-  float const* smooth = nullptr;       ///< [columns]: a is divided by it first; nullptr: not
-  bool per_tensor = false;             ///< one range, and one scale, for all rows
-  bool asymmetric = false;             ///< int8 with zero points
+  float const* smooth = nullptr;  ///< [columns]: a is divided by it first; nullptr: not
+  bool per_tensor = false;        ///< one range, and one scale, for all rows
+  int64_t block = 0;        ///< columns that share a range: 32, 64, 128, or 0: all. Symmetric int8, without smooth
+  bool square = false;      ///< with block: as many rows share it too, as in weights
+  bool asymmetric = false;  ///< int8 with zero points
   float const* given_scale = nullptr;  ///< [1]: this one, instead of one from a range; with per_tensor
   int32_t const* given_azp = nullptr;  ///< [1], in [-128, 127]: with given_scale and asymmetric
   DType code_type = DType::kNone;      ///< int8, fp8
   void* codes = nullptr;               ///< written: [rows, columns], no gaps
-  float* scale = nullptr;              ///< written: [rows], or [1] with per_tensor
-  int32_t* azp = nullptr;              ///< written: likewise, where asymmetric without given_azp
-  void* workspace = nullptr;           ///< kQuantizeWorkspaceBytes, aligned to them; on a GPU, with per_tensor
+  float* scale = nullptr;     ///< written: [rows], [1] with per_tensor, [rows or their blocks, blocks of columns]
+  int32_t* azp = nullptr;     ///< written: likewise, where asymmetric without given_azp
+  void* workspace = nullptr;  ///< kQuantizeWorkspaceBytes, aligned to them; on a GPU, with per_tensor
 };
 
 inline constexpr size_t kQuantizeWorkspaceBytes = 8;
+
+/// Int8 codes, a scale for each block of 1 x size, or with `square` of size x size, of which the last ones may be
+/// short.
+struct BlockArguments {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t size = 0;  ///< 32, 64 or 128
+  bool square = false;
+  int8_t const* codes = nullptr;  ///< [rows, columns]
+  int64_t codes_stride = 0;
+  float const* scales = nullptr;  ///< [rows or their blocks, blocks of columns], no gaps
+  DType out_type = DType::kNone;  ///< of dequantize_blocks: fp16, bf16, fp32
+  void* out = nullptr;            ///< written: [rows, columns], no gaps; int8 codes by gelu_blocks
+  float* out_scales = nullptr;    ///< written by gelu_blocks: like scales
+};
 
 namespace host {
 
 /// Throws InvalidArgument before anything is written. `threads` >= 1.
 void quantize(QuantizeArguments const& arguments, int threads);
+/// out = code * scale, rounded to fp32, then to out_type.
+void dequantize_blocks(BlockArguments const& arguments, int threads);
+/// gelu(code * scale), the erf form in fp32, quantised again; not `square`. A block whose scale is not finite gets a
+/// scale of NaN and codes of 0.
+void gelu_blocks(BlockArguments const& arguments, int threads);
 
 }  // namespace host
 
@@ -70,6 +93,10 @@ namespace cuda {
 /// The same on the device that `stream` belongs to, which must be current; pointers are device pointers. The value of
 /// given_azp is not checked.
 void quantize(QuantizeArguments const& arguments, void* stream);
+/// The same bits.
+void dequantize_blocks(BlockArguments const& arguments, void* stream);
+/// The same but for an error of GELU of up to 2^-19 |code * scale|.
+void gelu_blocks(BlockArguments const& arguments, void* stream);
 
 }  // namespace cuda
 

@@ -30,5 +30,7 @@ void pack(PackArguments const&, void*) { throw_not_built(); }
 void unpack(PackArguments const&, void*) { throw_not_built(); }
 void dequantize(DequantizeArguments const&, void*) { throw_not_built(); }
 void quantize(QuantizeArguments const&, void*) { throw_not_built(); }
+void dequantize_blocks(BlockArguments const&, void*) { throw_not_built(); }
+void gelu_blocks(BlockArguments const&, void*) { throw_not_built(); }
 
 }  // namespace qcutlass::cuda

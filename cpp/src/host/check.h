@@ -30,6 +30,10 @@ inline void check_floating(char const* name, DType type) {
   if (!is_floating(type)) throw InvalidArgument(std::string(name) + " must be float16, bfloat16 or float32");
 }
 
+inline void check_block_size(char const* name, int64_t size) {
+  check(is_block_size(size), std::string(name) + " must be 32, 64 or 128, got " + std::to_string(size));
+}
+
 inline void check_threads(int threads) { check_at_least("threads", threads, 1); }
 
 inline void check_weights(WeightArguments const& weights) {

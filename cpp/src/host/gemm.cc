@@ -10,6 +10,7 @@
 #include "host/channel_parameters.h"
 #include "host/check.h"
 #include "host/epilogue.h"
+#include "host/gemm_blockwise.h"
 #include "host/gemm_w8a8.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
@@ -155,6 +156,7 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t s
 }  // namespace
 
 void gemm(GemmArguments const& arguments, int threads) {
+  if (arguments.blocks.size != 0) return gemm_blockwise(arguments, threads);
   if (arguments.weights.packing == Packing::kW8A8) return gemm_w8a8(arguments, threads);
   check_gemm(arguments, threads);
   WeightArguments const& weights = arguments.weights;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "host/check.h"
+#include "host/eight_bit_rows.h"
 #include "host/epilogue.h"
 #include "host/float8_tile.h"
 #include "host/int8_dot.h"
@@ -19,13 +20,6 @@ namespace qcutlass::host {
 namespace {
 
 constexpr int kTileK = layout::tile_k(Packing::kW8A8);
-
-/// Products that one range of the parallel loop should at least hold: some 10 microseconds.
-constexpr int64_t kGrainOperations = int64_t{1} << 19;
-
-/// Widened activations of a block of rows, which stay in cache while all weights pass by, and rows it has at least.
-constexpr int64_t kBlockElements = int64_t{1} << 18;
-constexpr int64_t kMinBlockRows = 16;
 
 void check_stride(char const* name, int stride) {
   check(stride == 0 || stride == 1, std::string(name) + " must be 0 or 1, got " + std::to_string(stride));
@@ -77,39 +71,7 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   check_stride("azp_stride", sums.azp_stride);
 }
 
-/// Consecutive rows of activations, widened and padded with zeros to whole tiles.
-template <class Element>
-struct Rows {
-  int64_t begin, count, stride;
-  std::vector<Element> elements;
-};
-
-QCUTLASS_MULTIVERSION void load_row(GemmArguments const& arguments, int64_t m, int16_t* __restrict out) {
-  int8_t const* const row = static_cast<int8_t const*>(arguments.a) + m * arguments.a_stride;
-  for (int64_t k = 0; k < arguments.weights.k; ++k) out[k] = row[k];
-}
-QCUTLASS_MULTIVERSION void load_row(GemmArguments const& arguments, int64_t m, float* __restrict out) {
-  load_floats(arguments.a_type, arguments.a, m * arguments.a_stride, arguments.weights.k, out);
-}
-
-template <class Element>
-Rows<Element> load_rows(GemmArguments const& arguments, int64_t begin, int64_t count, int threads) {
-  int64_t const k = arguments.weights.k, stride = layout::tiles_k(Packing::kW8A8, k) * kTileK;
-  Rows<Element> rows{begin, count, stride, std::vector<Element>(count * stride)};
-  parallel_for(count, kGrainOperations / k, threads, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) {
-      load_row(arguments, begin + row, rows.elements.data() + row * stride);
-    }
-  });
-  return rows;
-}
-
 // Sums of one strip of 16 channels, [rows][16].
-
-uint8_t const* strip_of(WeightArguments const& weights, int64_t strip) {
-  int64_t const bytes = layout::tiles_k(Packing::kW8A8, weights.k) * layout::kTileBytes;
-  return static_cast<uint8_t const*>(weights.packed) + strip * bytes;
-}
 
 QCUTLASS_INLINE void multiply_int8(uint8_t const* packed, Rows<int16_t> const& rows, int32_t* sums) {
   int64_t const tiles = rows.stride / kTileK;
@@ -211,12 +173,11 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t f
 template <class Element, class Sum>
 void run(GemmArguments const& arguments, int threads, MultiplyStrip<Element, Sum> multiply) {
   int64_t const n = arguments.weights.n, k = arguments.weights.k;
-  int64_t const block = std::max(kMinBlockRows, kBlockElements / k);
+  int64_t const block = rows_of_a_block(k);
   for (int64_t begin = 0; begin < arguments.m; begin += block) {
     int64_t const count = std::min(block, arguments.m - begin);
     Rows<Element> const rows = load_rows<Element>(arguments, begin, count, threads);
-    int64_t const grain = kGrainOperations / (layout::kTileN * k) / (count / 4 + 1);
-    parallel_for(layout::tiles_n(n), grain, threads, [&](int64_t first, int64_t last) {
+    parallel_for(layout::tiles_n(n), strips_of_a_grain(k, count), threads, [&](int64_t first, int64_t last) {
       std::vector<Sum> sums(count * layout::kTileN);
       for (int64_t strip = first; strip < last; ++strip) {
         std::fill(sums.begin(), sums.end(), Sum{0});

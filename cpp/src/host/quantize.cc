@@ -10,6 +10,7 @@
 
 #include "host/check.h"
 #include "host/float8.h"
+#include "host/int8_codes.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
@@ -23,12 +24,6 @@ constexpr int64_t kGrainElements = int64_t{1} << 15;
 
 /// Elements that are in the first-level cache as fp32 at a time.
 constexpr int64_t kBlock = 1024;
-
-/// Adding it leaves an integer's low bits in those of the sum, rounded to even; for magnitudes up to 2^22.
-constexpr float kRounder = 0x1.8p23f;
-
-/// Far past every int8, whatever the zero point.
-constexpr float kFar = 1024.0f;
 
 void check_quantize(QuantizeArguments const& arguments, int threads) {
   check_threads(threads);
@@ -51,6 +46,13 @@ void check_quantize(QuantizeArguments const& arguments, int threads) {
     check(arguments.given_azp == nullptr, "given_azp needs given_scale");
     if (arguments.asymmetric) check_not_null("azp", arguments.azp);
   }
+  if (arguments.block != 0) {
+    check_block_size("block", arguments.block);
+    check(!arguments.per_tensor && !arguments.asymmetric && arguments.smooth == nullptr &&
+              arguments.code_type == DType::kInt8,
+          "block: blocks have symmetric int8 codes with scales of their own, and no smoothing factors");
+  }
+  check(!arguments.square || arguments.block != 0, "square needs block");
   if (arguments.rows == 0) return;
   check_not_null("a", arguments.a);
   check_at_least("a_stride", arguments.a_stride, 0);
@@ -102,24 +104,10 @@ QCUTLASS_MULTIVERSION Range range_of_row(QuantizeArguments const& arguments, int
         low = std::max(low, negated);
       }
     } else {
-      for (int64_t i = 0; i < count; ++i) high = std::max(high, bit_cast<int32_t>(x[i]) & 0x7fffffff);
+      high = largest_magnitude(x, count, high);
     }
   }
   return {high, low};
-}
-
-/// Codes of quotients; returns whether one of them is NaN.
-QCUTLASS_INLINE bool round_to_int8(float const* __restrict x, int64_t count, int32_t azp, int32_t least,
-                                   int8_t* __restrict codes) {
-  int32_t found = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    bool const is_nan = (bit_cast<int32_t>(x[i]) & 0x7fffffff) > 0x7f800000;
-    float const near = x[i] < -kFar ? -kFar : x[i] > kFar ? kFar : x[i];
-    int32_t const rounded = is_nan ? 0 : bit_cast<int32_t>(near + kRounder) - bit_cast<int32_t>(kRounder);
-    codes[i] = static_cast<int8_t>(std::min(std::max(rounded + azp, least), 127));
-    found |= is_nan;
-  }
-  return found != 0;
 }
 
 /// Returns whether a NaN was made an int8.
@@ -141,6 +129,33 @@ QCUTLASS_MULTIVERSION bool quantize_row(QuantizeArguments const& arguments, int6
     }
   }
   return found;
+}
+
+/// Blocks of one row, or a row of blocks that have several rows.
+QCUTLASS_MULTIVERSION void quantize_blocks(QuantizeArguments const& arguments, int64_t row_of_blocks, int64_t height) {
+  alignas(64) float x[kBlock];
+  int64_t const first = row_of_blocks * height, end = std::min(first + height, arguments.rows);
+  float* scale = arguments.scale + row_of_blocks * ((arguments.columns + arguments.block - 1) / arguments.block);
+  for (int64_t k = 0; k < arguments.columns; k += arguments.block, ++scale) {
+    int64_t const count = std::min(arguments.block, arguments.columns - k);
+    int32_t high = 0;
+    for (int64_t row = first; row < end; ++row) {
+      load(arguments, row, k, count, x);
+      high = largest_magnitude(x, count, high);
+    }
+    *scale = scale_of(bit_cast<float>(high), largest_code(DType::kInt8));
+    for (int64_t row = first; row < end; ++row) {
+      if (height > 1) load(arguments, row, k, count, x);
+      divide_and_round(x, count, *scale, static_cast<int8_t*>(arguments.codes) + row * arguments.columns + k);
+    }
+  }
+}
+
+void quantize_all_blocks(QuantizeArguments const& arguments, int64_t grain, int threads) {
+  int64_t const height = arguments.square ? arguments.block : 1;
+  parallel_for((arguments.rows + height - 1) / height, grain / height, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) quantize_blocks(arguments, row, height);
+  });
 }
 
 void quantize_rows(QuantizeArguments const& arguments, int64_t grain, int threads) {
@@ -185,6 +200,7 @@ void quantize_tensor(QuantizeArguments const& arguments, int64_t grain, int thre
 void quantize(QuantizeArguments const& arguments, int threads) {
   check_quantize(arguments, threads);
   int64_t const grain = kGrainElements / arguments.columns;
+  if (arguments.block != 0) return quantize_all_blocks(arguments, grain, threads);
   arguments.per_tensor ? quantize_tensor(arguments, grain, threads) : quantize_rows(arguments, grain, threads);
 }
 

@@ -71,6 +71,20 @@ void register_arguments(py::module_& module) {
   def_pointer(sums, "azp", &SumScales::azp);
   def_pointer(sums, "channel_sums", &SumScales::channel_sums);
 
+  py::class_<BlockScales> blocks(module, "BlockScales");
+  blocks.def(py::init<>())
+      .def_readwrite("size", &BlockScales::size)
+      .def_readwrite("a_stride", &BlockScales::a_stride)
+      .def_readwrite("w_stride", &BlockScales::w_stride);
+  def_pointer(blocks, "a", &BlockScales::a);
+  def_pointer(blocks, "w", &BlockScales::w);
+
+  py::class_<QuantizedOutput> quantized(module, "QuantizedOutput");
+  quantized.def(py::init<>())
+      .def_readwrite("size", &QuantizedOutput::size)
+      .def_readwrite("stride", &QuantizedOutput::stride);
+  def_pointer(quantized, "scales", &QuantizedOutput::scales);
+
   py::class_<GemmArguments> gemm(module, "GemmArguments");
   gemm.def(py::init<>())
       .def_readwrite("m", &GemmArguments::m)
@@ -78,6 +92,8 @@ void register_arguments(py::module_& module) {
       .def_readwrite("a_type", &GemmArguments::a_type)
       .def_readwrite("out_type", &GemmArguments::out_type)
       .def_readwrite("sums", &GemmArguments::sums)
+      .def_readwrite("blocks", &GemmArguments::blocks)
+      .def_readwrite("quantized", &GemmArguments::quantized)
       .def_readwrite("a_stride", &GemmArguments::a_stride)
       .def_readwrite("out_stride", &GemmArguments::out_stride)
       .def_readwrite("bias_type", &GemmArguments::bias_type)
@@ -123,6 +139,21 @@ void register_arguments(py::module_& module) {
       },
       py::arg("operands"), py::arg("out"), py::arg("settled") = false,
       "The same of an 8-by-8-bit product: a, w_packed, a_scale, w_scale, azp, channel_sums, bias.");
+  gemm.def(
+      "at_blocks",
+      [](GemmArguments product, std::array<uintptr_t, 6> const& operands, uintptr_t out, bool settled) {
+        product.a = to_pointer(operands[0]);
+        product.weights.packed = to_pointer(operands[1]);
+        product.blocks.a = to_pointer<float>(operands[2]);
+        product.blocks.w = to_pointer<float>(operands[3]);
+        product.bias = to_pointer(operands[4]);
+        product.quantized.scales = to_pointer<float>(operands[5]);
+        product.out = to_pointer(out);
+        product.settled = settled;
+        return product;
+      },
+      py::arg("operands"), py::arg("out"), py::arg("settled") = false,
+      "The same of a blockwise product: a, w_packed, blocks.a, blocks.w, bias, quantized.scales.");
 }
 
 }  // namespace

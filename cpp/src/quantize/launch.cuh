@@ -7,19 +7,21 @@
 #include "gemm/cuda_check.h"
 #include "qcutlass/error.h"
 #include "qcutlass/layout.h"
+#include "quantize/block_kernels.cuh"
+#include "quantize/grid.h"
 #include "quantize/kernels.cuh"
 
 namespace qcutlass::cuda {
 inline constexpr int kBlock = 256, kLargeBlock = 1024;
-inline constexpr int kVectors = 4;  // of a row, in the registers of a thread
-inline constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1, kMostBlocksDown = 65535;
-inline constexpr int64_t kRangeBlocks = 2048;  // of the pass that finds a matrix's range: enough to fill every GPU
+inline constexpr int kVectors = 4;              // of a row, in the registers of a thread
+inline constexpr unsigned kRangeBlocks = 2048;  // of the pass that finds a matrix's range: enough to fill every GPU
 
 template <class In>
 QuantizeTask make_task(QuantizeArguments const& arguments) {
   QuantizeTask task{arguments};
   bool const has_gaps = arguments.a_stride != arguments.columns;
-  if (arguments.per_tensor && arguments.smooth == nullptr && !has_gaps) {  // one long row is as good
+  bool const whole_blocks = arguments.block != 0 && !arguments.square && arguments.columns % arguments.block == 0;
+  if ((arguments.per_tensor || whole_blocks) && arguments.smooth == nullptr && !has_gaps) {  // one long row is as good
     task.columns *= task.rows;
     task.rows = task.rows > 0;
     task.a_stride = task.columns;
@@ -50,20 +52,17 @@ void quantize_each_row(QuantizeTask const& task, cudaStream_t stream) {
 template <class In, class Codes, bool kSmooth>
 void quantize_whole(QuantizeTask const& task, cudaStream_t stream) {
   int64_t const vectors = layout::ceil_div(task.columns, Raw<In>::kCount);
-  unsigned across = kBlock, down = 1;  // threads of a block
-  for (; across / 2 >= vectors && across > 1; across /= 2) down *= 2;
-  dim3 const block(across, down);
-  int64_t const x = std::min(std::max<int64_t>(layout::ceil_div(vectors, across), 1), kMostBlocks);
-  int64_t const y = std::min(std::max<int64_t>(layout::ceil_div(task.rows, down), 1), kMostBlocksDown);
+  Grid const grid = grid_of(task.rows, vectors, kBlock);
   if (task.given_scale != nullptr) {
     QCUTLASS_CUDA_CHECK(cudaMemcpyAsync(task.scale, task.given_scale, sizeof(float), cudaMemcpyDeviceToDevice, stream));
   } else {
     QCUTLASS_CUDA_CHECK(cudaMemsetAsync(task.workspace, 0, kQuantizeWorkspaceBytes, stream));
-    int64_t const few_x = std::min(x, kRangeBlocks), few_y = std::min(y, std::max<int64_t>(kRangeBlocks / few_x, 1));
-    find_range<In, Codes::kAsymmetric, kSmooth><<<dim3(unsigned(few_x), unsigned(few_y)), block, 0, stream>>>(task);
+    unsigned const x = std::min(grid.blocks.x, kRangeBlocks);
+    unsigned const y = std::min(grid.blocks.y, std::max(kRangeBlocks / x, 1u));
+    find_range<In, Codes::kAsymmetric, kSmooth><<<dim3(x, y), grid.threads, 0, stream>>>(task);
     QCUTLASS_CUDA_CHECK(cudaGetLastError());
   }
-  quantize_tensor<In, Codes, kSmooth><<<dim3(unsigned(x), unsigned(y)), block, 0, stream>>>(task);
+  quantize_tensor<In, Codes, kSmooth><<<grid.blocks, grid.threads, 0, stream>>>(task);
 }
 
 template <class In, class Codes>
@@ -79,7 +78,29 @@ void quantize_as(QuantizeArguments const& arguments, cudaStream_t stream) {
 }
 
 template <class In>
+void quantize_each_block(QuantizeArguments const& arguments, cudaStream_t stream) {
+  QuantizeTask const task = make_task<In>(arguments);
+  with_block_size(task.block, [&](auto constant) {
+    constexpr int kSize = constant;
+    if (task.square) {
+      auto const blocks = [&](int64_t extent, int64_t most) {
+        return unsigned(std::min(layout::ceil_div(extent, kSize), most));
+      };
+      dim3 const grid(blocks(task.columns, kMostBlocks), blocks(task.rows, kMostBlocksDown));
+      quantize_squares<In, kSize><<<grid, kBlockThreads, 0, stream>>>(task);
+    } else {
+      constexpr int kElements = kBlockVectors * Raw<In>::kCount;  // of a thread
+      int64_t const threads = layout::ceil_div(task.columns, kSize) * (kSize / kElements);
+      Grid const grid = grid_of(task.rows, threads, kBlockThreads, kSize / kElements);
+      quantize_blocks<In, kSize><<<grid.blocks, grid.threads, 0, stream>>>(task);
+    }
+  });
+  QCUTLASS_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class In>
 void quantize_from(QuantizeArguments const& arguments, cudaStream_t stream) {
+  if (arguments.block != 0) return quantize_each_block<In>(arguments, stream);
   switch (arguments.code_type) {
     case DType::kInt8:
       return arguments.asymmetric ? quantize_as<In, Codes<DType::kInt8, true>>(arguments, stream)

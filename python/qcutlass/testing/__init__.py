@@ -8,7 +8,8 @@ extension, so it can judge both. Two oracles are offered:
 * **T, real data** (`random_problem`, `reference`, `bound`): each element must lie within an a-priori error bound of
   the float64 reference.
 
-Products of 8-bit activations have the same two (`EightBitCase`), and their integer sums must be right bit for bit.
+Products of 8-bit activations have the same two (`EightBitCase`), and their integer sums must be right bit for bit;
+blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn.
 
 Example:
     >>> import torch
@@ -19,6 +20,14 @@ Example:
     True
 """
 
+from qcutlass.testing.blockwise import (
+    BlockwiseCase,
+    BlockwiseProblem,
+    BlockwiseReference,
+    assert_gelu,
+    assert_quantized,
+    quantized_error_ratio,
+)
 from qcutlass.testing.bounds import (
     SLOPE,
     UNIT_ROUNDOFF,
@@ -40,6 +49,9 @@ from qcutlass.testing.problems import Case, Problem, Zeros, exact_problem, rando
 __all__ = [
     "SLOPE",
     "UNIT_ROUNDOFF",
+    "BlockwiseCase",
+    "BlockwiseProblem",
+    "BlockwiseReference",
     "Case",
     "EightBitCase",
     "EightBitProblem",
@@ -52,12 +64,15 @@ __all__ = [
     "activate",
     "assert_close",
     "assert_equal",
+    "assert_gelu",
+    "assert_quantized",
     "bound",
     "dequantized_weight",
     "error_ratio",
     "error_ratios",
     "exact_problem",
     "poison_free_memory",
+    "quantized_error_ratio",
     "random_problem",
     "reference",
     "scaled_activations",

@@ -1,0 +1,149 @@
+// Blockwise int8 on the CPU: the exact sums of one block of columns at a time, scaled and added in fp32.
+#include "host/gemm_blockwise.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "host/check.h"
+#include "host/eight_bit_rows.h"
+#include "host/epilogue.h"
+#include "host/int8_codes.h"
+#include "host/int8_dot.h"
+#include "host/multiversion.h"
+#include "host/numeric.h"
+#include "host/parallel.h"
+
+namespace qcutlass::host {
+
+namespace {
+
+constexpr int kTileK = layout::tile_k(Packing::kW8A8);
+constexpr int kMostTiles = 128 / kTileK;  // of a block
+
+void check_types(GemmArguments const& arguments) {
+  check(arguments.weights.packing == Packing::kW8A8 && arguments.a_type == DType::kInt8,
+        "blockwise products take int8 activations and W8A8 weights");
+  check(is_floating(arguments.out_type) || arguments.out_type == DType::kInt8,
+        "out_type must be float16, bfloat16, float32 or int8 for blockwise products");
+  check(arguments.bias_type == DType::kNone || is_floating(arguments.bias_type),
+        "bias_type must be float16, bfloat16, float32 or none");
+  check(arguments.act_scale_type == DType::kNone && arguments.perm == nullptr,
+        "act_scale and perm are not taken by blockwise products");
+  SumScales const& sums = arguments.sums;
+  check(sums.a_scale == nullptr && sums.w_scale == nullptr && sums.azp == nullptr,
+        "scales and zero points of sums are not taken by blockwise products");
+  if (arguments.out_type == DType::kInt8) {
+    check_block_size("quantized.size", arguments.quantized.size);
+  } else {
+    check(arguments.quantized.size == 0 && arguments.quantized.scales == nullptr,
+          "quantized is for outputs of type int8");
+  }
+}
+
+void check_gemm(GemmArguments const& arguments, int threads) {
+  WeightArguments const& weights = arguments.weights;
+  BlockScales const& blocks = arguments.blocks;
+  QuantizedOutput const& quantized = arguments.quantized;
+  check_threads(threads);
+  check_at_least("n", weights.n, 0);
+  check_at_least("k", weights.k, 1);
+  check_at_least("m", arguments.m, 0);
+  check_block_size("blocks.size", blocks.size);
+  check_types(arguments);
+  if (arguments.m == 0 || weights.n == 0) return;
+  check_not_null("packed", weights.packed);
+  check_not_null("a", arguments.a);
+  check_not_null("out", arguments.out);
+  check_not_null("blocks.a", blocks.a);
+  check_not_null("blocks.w", blocks.w);
+  if (arguments.out_type == DType::kInt8) check_not_null("quantized.scales", quantized.scales);
+  if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
+  if (weights.n > blocks.size)
+    check_at_least("blocks.w_stride", blocks.w_stride, layout::ceil_div(weights.k, blocks.size));
+  if (arguments.m == 1) return;
+  check_at_least("out_stride", arguments.out_stride, weights.n);
+  check_at_least("blocks.a_stride", blocks.a_stride, 0);
+  if (arguments.out_type == DType::kInt8)
+    check_at_least("quantized.stride", quantized.stride, layout::ceil_div(weights.n, quantized.size));
+}
+
+/// Adds the products of one strip of 16 channels to `out`, a row of which has `width` elements.
+QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t strip, int64_t width,
+                              int32_t* __restrict sums, float* __restrict out) {
+  BlockScales const& blocks = arguments.blocks;
+  uint8_t const* const packed = strip_of(arguments.weights, strip);
+  float const* const w_scale = blocks.w + strip * layout::kTileN / blocks.size * blocks.w_stride;
+  int64_t const tiles = rows.stride / kTileK, tiles_of_block = blocks.size / kTileK;
+  Int8Strip<kMostTiles> weights;
+  for (int64_t tile = 0, block = 0; tile < tiles; tile += tiles_of_block, ++block) {
+    int64_t const count = std::min(tiles_of_block, tiles - tile);
+    weights.decode(packed + tile * layout::kTileBytes, count);
+    std::fill(sums, sums + rows.count * layout::kTileN, 0);
+    weights.multiply(rows.elements.data() + tile * kTileK, rows.stride, rows.count, count * kTileK, sums);
+    for (int64_t row = 0; row < rows.count; ++row) {
+      float const scale = blocks.a[(rows.begin + row) * blocks.a_stride + block] * w_scale[block];
+      int32_t const* const from = sums + row * layout::kTileN;
+      float* const to = out + row * width;
+      for (int i = 0; i < layout::kTileN; ++i) to[i] += static_cast<float>(from[i]) * scale;
+    }
+  }
+}
+
+QCUTLASS_MULTIVERSION void multiply_strip(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t strip,
+                                          int64_t width, int32_t* sums, float* out) {
+  multiply(arguments, rows, strip, width, sums, out);
+}
+QCUTLASS_AVX512_VNNI void multiply_strip_vnni(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t strip,
+                                              int64_t width, int32_t* sums, float* out) {
+  multiply(arguments, rows, strip, width, sums, out);
+}
+
+/// Bias and activation of `width` channels from `n` on, whose sums become outputs, quantised or not.
+QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t n, int64_t width,
+                                 float* values) {
+  QuantizedOutput const& quantized = arguments.quantized;
+  int64_t const count = std::min(width, arguments.weights.n - n);
+  float bias[128] = {};
+  load_floats(arguments.bias_type, arguments.bias, n, count, bias);
+  for (int64_t row = 0; row < rows.count; ++row, values += width) {
+    int64_t const m = rows.begin + row, offset = m * arguments.out_stride + n;
+    for (int64_t i = 0; i < count; ++i) values[i] += bias[i];
+    activate(arguments.activation, count, values);
+    if (arguments.out_type == DType::kInt8) {
+      quantized.scales[m * quantized.stride + n / width] =
+          quantize_block(values, count, static_cast<int8_t*>(arguments.out) + offset);
+    } else {
+      store_floats(arguments.out_type, values, count, arguments.out, offset);
+    }
+  }
+}
+
+}  // namespace
+
+void gemm_blockwise(GemmArguments const& arguments, int threads) {
+  check_gemm(arguments, threads);
+  int64_t const n = arguments.weights.n, k = arguments.weights.k;
+  if (arguments.m == 0 || n == 0) return;
+  auto const run = has_avx512_vnni() ? multiply_strip_vnni : multiply_strip;
+  // Channels that are finished together.
+  int64_t const width = arguments.out_type == DType::kInt8 ? arguments.quantized.size : layout::kTileN;
+  int64_t const strips = width / layout::kTileN, block = rows_of_a_block(k);
+  for (int64_t begin = 0; begin < arguments.m; begin += block) {
+    int64_t const count = std::min(block, arguments.m - begin);
+    Rows<int16_t> const rows = load_rows<int16_t>(arguments, begin, count, threads);
+    int64_t const grain = strips_of_a_grain(k, count) / strips;
+    parallel_for(layout::ceil_div(n, width), grain, threads, [&](int64_t first, int64_t last) {
+      std::vector<int32_t> sums(count * layout::kTileN);
+      std::vector<float> values(count * width);
+      for (int64_t part = first; part < last; ++part) {
+        std::fill(values.begin(), values.end(), 0.0f);
+        for (int64_t i = 0; i < strips && part * width + i * layout::kTileN < n; ++i) {
+          run(arguments, rows, part * strips + i, width, sums.data(), values.data() + i * layout::kTileN);
+        }
+        store(arguments, rows, part * width, width, values.data());
+      }
+    });
+  }
+}
+
+}  // namespace qcutlass::host

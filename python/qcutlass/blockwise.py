@@ -1,0 +1,374 @@
+"""Blockwise int8: a scale for each 1 x 128 block of activations and each 128 x 128 block of weights.
+
+Where one scale a token is too coarse, a scale for each block keeps accuracy: Xi et al., "Jetfire: Efficient and
+Accurate Transformer Pretraining with INT8 Data Flow and Per-Block Quantization" (2024) trains with int8 in blocks of
+32 x 32, and DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.3, has the granularity here, 1 x 128 by
+128 x 128, and the promotion of each block's sums to fp32. Blocks of 32 and 64 work the same way (`block_size=`); the
+last block along each dimension may be short.
+
+    x_q, x_s = act_quant(x)             # int8 [..., K], float32 [..., ceil(K / 128)]
+    w_q, w_s = weight_quant(w)          # int8 [N, K],   float32 [ceil(N / 128), ceil(K / 128)]
+    y = int8_addmm(x_q, x_s, w_q, w_s, bias)            # [..., N]
+    y_q, y_s = int8_addmm_quant(x_q, x_s, w_q, w_s, bias)       # int8 [..., N], float32 [..., ceil(N / 128)]
+    z_q, z_s = int8_gelu(y_q, y_s)
+
+The products take the weights plain, `[N, K]`, or packed by `preprocess_weights(w_q, bits=8, activations="int8")`, with
+the same bits as result. Plain weights are packed at each call, which costs more than a product of few rows: pack once.
+
+Differences from the Triton kernels of the same names and shapes, on purpose:
+
+* codes are rounded to nearest, ties to even, not truncated;
+* a block of zeros gets scale 1 and codes 0, where amax / 127 = 0 would make NaN of them;
+* K and N need not be multiples of the block, nor M of a tile;
+* tensors that are not contiguous are accepted: rows at any stride as they are, others copied;
+* wrong arguments raise exceptions with the values, nothing is asserted.
+
+A block with NaN or infinity gets a scale of NaN or infinity and codes of 0, so that a product with it shows it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcutlass import _blockwise_ops, _ops
+from qcutlass._blockwise import BlockwiseCall
+from qcutlass._blockwise_ops import Quantized
+from qcutlass._validation import check_inference
+from qcutlass.products import _multiply
+
+__all__ = [
+    "act_dequant",
+    "act_quant",
+    "int8_addmm",
+    "int8_addmm_quant",
+    "int8_gelu",
+    "int8_gemm",
+    "int8_gemm_quant",
+    "weight_dequant",
+    "weight_quant",
+]
+
+
+def _quantize(x: Tensor, block_size: int, square: bool) -> Quantized:
+    check_inference(x=x)
+    if _ops.is_eager(x):
+        return _blockwise_ops.quantize_blocks(x, block_size, square)
+    result: Quantized = torch.ops.qcutlass.quantize_blocks(x, block_size, square)
+    return result
+
+
+def _dequantize(x: Tensor, s: Tensor, block_size: int, output_dtype: torch.dtype, square: bool) -> Tensor:
+    check_inference(s=s)
+    if _ops.is_eager(x, s):
+        return _blockwise_ops.dequantize_blocks(x, s, block_size, square, output_dtype)
+    result: Tensor = torch.ops.qcutlass.dequantize_blocks(x, s, block_size, square, output_dtype)
+    return result
+
+
+def act_quant(x: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Quantises activations to int8, each block of `block_size` columns of a row with its own scale.
+
+    s = max|x| / 127 over a block, 1 for zeros and at least 2**-126; q = round(x / s), to nearest even, within +-127;
+    all in fp32, each operation rounded to nearest even. CPU and CUDA agree bit for bit.
+
+    Args:
+        x: float16, bfloat16 or float32 `[..., K]`. Unit stride along K avoids a copy.
+        block_size: 32, 64 or 128 columns; the last block may be short.
+
+    Returns:
+        int8 `[..., K]` and float32 `[..., ceil(K / block_size)]`.
+
+    Raises:
+        TypeError, ValueError: `x` is no such tensor, or `block_size` another.
+        RuntimeError: `x` requires grad and grad mode is on.
+        UnsupportedError: this build or this GPU has no kernel for it.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import act_quant
+        >>> q, s = act_quant(torch.cat([torch.tensor([127.0, 2.5]), torch.zeros(62)]), block_size=32)
+        >>> q[:3], s
+        (tensor([127,   2,   0], dtype=torch.int8), tensor([1., 1.]))
+    """
+    return _quantize(x, block_size, False)
+
+
+def act_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: torch.dtype = torch.float16) -> Tensor:
+    """The activations that codes stand for: `x * s` of its block, rounded to fp32, then to `output_dtype`.
+
+    Args:
+        x: int8 `[..., K]`.
+        s: float32 `[..., ceil(K / block_size)]`.
+        block_size: 32, 64 or 128.
+        output_dtype: float16, bfloat16 or float32.
+
+    Returns:
+        `[..., K]` of type `output_dtype`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `act_quant`; shapes or devices disagree.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import act_dequant
+        >>> act_dequant(torch.tensor([[3, -4]], dtype=torch.int8), torch.tensor([[0.5]]))
+        tensor([[ 1.5000, -2.0000]], dtype=torch.float16)
+    """
+    return _dequantize(x, s, block_size, output_dtype, False)
+
+
+def weight_quant(x: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Quantises a weight matrix to int8, each block of `block_size` x `block_size` with its own scale.
+
+    The arithmetic is that of `act_quant`.
+
+    Args:
+        x: float16, bfloat16 or float32 `[N, K]`.
+        block_size: 32, 64 or 128; the last blocks may be short.
+
+    Returns:
+        int8 `[N, K]` and float32 `[ceil(N / block_size), ceil(K / block_size)]`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `act_quant`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import weight_quant
+        >>> q, s = weight_quant(torch.tensor([[254.0, 1.0], [-3.0, 5.0]]))
+        >>> q, s
+        (tensor([[127,   0],
+                [ -2,   2]], dtype=torch.int8), tensor([[2.]]))
+    """
+    return _quantize(x, block_size, True)
+
+
+def weight_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: torch.dtype = torch.float16) -> Tensor:
+    """The weights that codes stand for: `x * s` of its block, rounded to fp32, then to `output_dtype`.
+
+    Args:
+        x: int8 `[N, K]`.
+        s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
+        block_size: 32, 64 or 128.
+        output_dtype: float16, bfloat16 or float32.
+
+    Returns:
+        `[N, K]` of type `output_dtype`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `act_quant`; shapes or devices disagree.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import weight_dequant, weight_quant
+        >>> w = torch.randn(300, 200)
+        >>> q, s = weight_quant(w)
+        >>> bool((weight_dequant(q, s, output_dtype=torch.float32) - w).abs().max() <= 0.501 * s.max())
+        True
+    """
+    return _dequantize(x, s, block_size, output_dtype, True)
+
+
+def int8_gemm(
+    a: Tensor,
+    a_s: Tensor,
+    b: Tensor,
+    b_s: Tensor,
+    out_dtype: torch.dtype = torch.float16,
+    *,
+    block_size: int = 128,
+    n: int | None = None,
+    out: Tensor | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+) -> Tensor:
+    """`int8_addmm` without a bias: `sum over k blocks kb of (a . b^T)[kb] * a_s[m, kb] * b_s[n // block_size, kb]`.
+
+    Args:
+        a, a_s, b, b_s, out_dtype, block_size, n, out, tactic, split_k: as for `int8_addmm`.
+
+    Returns:
+        `[..., N]` of type `out_dtype`; `out` if it was given.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `int8_addmm`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import act_quant, int8_gemm, weight_quant
+        >>> int8_gemm(*act_quant(torch.randn(2, 3, 256)), *weight_quant(torch.randn(48, 256))).shape
+        torch.Size([2, 3, 48])
+    """
+    call = BlockwiseCall(a, a_s, b, b_s, None, None, out_dtype, n, block_size, None, tactic, split_k)
+    return _multiply("blockwise_gemm", call, out)
+
+
+def int8_addmm(
+    a: Tensor,
+    a_s: Tensor,
+    b: Tensor,
+    b_s: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float16,
+    *,
+    activation: str | None = None,
+    block_size: int = 128,
+    n: int | None = None,
+    out: Tensor | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+) -> Tensor:
+    """Multiplies int8 activations by int8 weights whose blocks have scales of their own, and adds a bias.
+
+    `activation(sum + bias[n])` with `sum = sum over kb of (sum over k in block kb of a[m, k] * b[n, k]) * a_s[m, kb] *
+    b_s[n // block_size, kb]`: inner sums exact in int32, the outer one in fp32, rounded once.
+
+    Args:
+        a: int8 `[..., K]`, M rows in all. Unit stride along K avoids a copy.
+        a_s: float32 `[..., ceil(K / block_size)]`, or with one leading dimension of M.
+        b: int8 `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
+            `preprocess_weights(b, 8, activations="int8")`: the faster way by far for weights that are used again.
+        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
+        bias: float16, bfloat16 or float32 `[N]`.
+        out_dtype: float16, bfloat16 or float32.
+        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        block_size: 32, 64 or 128, of both operands.
+        n: N of packed weights. None: that of `bias`, else every channel that was packed, a multiple of 16.
+        out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
+        tactic: name of a kernel configuration to use; CUDA only.
+        split_k: number of blocks that share the K extent of an output tile; 0: chosen. CUDA only.
+
+    Returns:
+        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+
+    Raises:
+        TypeError: an operand is not a tensor, or not of an allowed type.
+        ValueError: shapes disagree, devices are mixed, the weights were packed for other activations, or `out` shares
+            memory with an operand.
+        RuntimeError: an operand requires grad and grad mode is on; qcutlass is for inference.
+        UnsupportedError: valid, but this build or this GPU has no kernel for it.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.blockwise import act_quant, int8_addmm, weight_quant
+        >>> w_q, w_s = weight_quant(torch.randn(48, 256))
+        >>> w_packed = qcutlass.preprocess_weights(w_q, bits=8, activations="int8")
+        >>> int8_addmm(*act_quant(torch.randn(3, 256)), w_packed, w_s, torch.zeros(48), torch.bfloat16).dtype
+        torch.bfloat16
+    """
+    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, n, block_size, None, tactic, split_k)
+    return _multiply("blockwise_gemm", call, out)
+
+
+def int8_gemm_quant(
+    a: Tensor,
+    a_s: Tensor,
+    b: Tensor,
+    b_s: Tensor,
+    out_block_size: int = 128,
+    *,
+    block_size: int = 128,
+    n: int | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`int8_addmm_quant` without a bias.
+
+    Args:
+        a, a_s, b, b_s, out_block_size, block_size, n, tactic, split_k: as for `int8_addmm_quant`.
+
+    Returns:
+        int8 `[..., N]` and float32 `[..., ceil(N / out_block_size)]`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `int8_addmm`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import act_quant, int8_gemm_quant, weight_quant
+        >>> q, s = int8_gemm_quant(*act_quant(torch.randn(3, 256)), *weight_quant(torch.randn(300, 256)))
+        >>> q.shape, s.shape
+        (torch.Size([3, 300]), torch.Size([3, 3]))
+    """
+    return int8_addmm_quant(
+        a, a_s, b, b_s, None, out_block_size, block_size=block_size, n=n, tactic=tactic, split_k=split_k
+    )
+
+
+def int8_addmm_quant(
+    a: Tensor,
+    a_s: Tensor,
+    b: Tensor,
+    b_s: Tensor,
+    bias: Tensor | None = None,
+    out_block_size: int = 128,
+    *,
+    activation: str | None = None,
+    block_size: int = 128,
+    n: int | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`int8_addmm` whose output is quantised where it is computed, and never written in floating point.
+
+    What `act_quant(int8_addmm(..., out_dtype=torch.float32), out_block_size)` gives, but for codes that lie between two
+    neighbours up to the error of the fp32 sums.
+
+    Args:
+        a, a_s, b, b_s, bias, activation, block_size, n, tactic, split_k: as for `int8_addmm`.
+        out_block_size: 32, 64 or 128 channels that share a scale in each row of the output.
+
+    Returns:
+        int8 `[..., N]` and float32 `[..., ceil(N / out_block_size)]`. Bitwise repeatable.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `int8_addmm`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import act_quant, int8_addmm_quant, weight_quant
+        >>> a, b = act_quant(torch.randn(3, 256)), weight_quant(torch.randn(64, 256))
+        >>> q, s = int8_addmm_quant(*a, *b, torch.ones(64), out_block_size=32)
+        >>> q.dtype, s.shape
+        (torch.int8, torch.Size([3, 2]))
+    """
+    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, torch.int8, n, block_size, out_block_size, tactic, split_k)
+    check_inference(**call.tensors)
+    if _ops.is_eager(*call):
+        return _blockwise_ops.multiply_quantized(call)
+    result: Quantized = torch.ops.qcutlass.blockwise_gemm_quant(*call)
+    return result
+
+
+def int8_gelu(x: Tensor, s_x: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
+    """GELU (the erf form) of quantised activations, quantised again in the same blocks, in one pass.
+
+    `act_quant(gelu(act_dequant(x, s_x)))` with fp32 in between. On CUDA, GELU of v errs by up to 2**-19 |v|: another
+    code comes out only where the exact quotient lies so close to the middle of two. A block whose scale is not finite
+    gets a scale of NaN and codes of 0.
+
+    Args:
+        x: int8 `[..., K]`. Unit stride along K avoids a copy.
+        s_x: float32 `[..., ceil(K / block_size)]`.
+        block_size: 32, 64 or 128.
+
+    Returns:
+        int8 `[..., K]` and float32 `[..., ceil(K / block_size)]`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `act_quant`; shapes or devices disagree.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import act_dequant, act_quant, int8_gelu
+        >>> x = torch.linspace(-4, 4, 128)
+        >>> y = act_dequant(*int8_gelu(*act_quant(x)), output_dtype=torch.float32)
+        >>> bool((y - torch.nn.functional.gelu(x)).abs().max() < 4 / 127)
+        True
+    """
+    check_inference(s_x=s_x)
+    if _ops.is_eager(x, s_x):
+        return _blockwise_ops.gelu_blocks(x, s_x, block_size)
+    result: Quantized = torch.ops.qcutlass.gelu_blocks(x, s_x, block_size)
+    return result
