@@ -67,35 +67,49 @@ def _round_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(rounded.float() < scales, successor, rounded)
 
 
+def grouped(weight: Tensor, group_size: int) -> Tensor:
+    """float32 `[n, G, group_size]` of a matrix `[n, K]`, zeros behind its end, which never widen a range."""
+    n, k = weight.shape
+    groups = ceil_div(k, group_size)
+    blocks = weight.new_zeros((n, groups * group_size), dtype=torch.float32)
+    blocks[:, :k] = weight
+    return blocks.view(n, groups, group_size)
+
+
+def scales_of(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Tensor:
+    """The scales in `dtype` that span fp32 ranges with low <= 0 <= high; 1 where both are 0, infinity on overflow."""
+    if symmetric:
+        extent = high.maximum(-low)
+        ideal = extent / (2 ** (bits - 1) - 1)
+    else:
+        extent = high - low
+        ideal = extent / (2**bits - 1)
+    scales = _round_up(ideal.clamp(min=torch.finfo(torch.float32).tiny), dtype)
+    return torch.where(extent == 0, torch.ones_like(scales), scales)
+
+
+def shifts_of(low: Tensor, divisor: Tensor, bits: int, symmetric: bool) -> Tensor:
+    """The zero points of ranges that begin at `low`, whole numbers in fp32; `divisor`: fp32 scales."""
+    if symmetric:
+        return torch.full_like(divisor, 2 ** (bits - 1))
+    return (-low / divisor).round_().clamp_(0, 2**bits - 1)
+
+
 def _quantize_rows(
     weight: Tensor, bits: int, group_size: int, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes `[n, K]`, scales `[n, G]` and zero points `[n, G]` of some rows."""
     n, k = weight.shape
-    groups = ceil_div(k, group_size)
-    blocks = weight.new_zeros((n, groups * group_size), dtype=torch.float32)  # zeros never widen a range
-    blocks[:, :k] = weight
-    blocks = blocks.view(n, groups, group_size)
-    highest = 2**bits - 1
-    if symmetric:
-        extent = blocks.abs().amax(dim=2)
-        ideal = extent / (2 ** (bits - 1) - 1)
-    else:
-        low, high = blocks.amin(dim=2).clamp_(max=0), blocks.amax(dim=2).clamp_(min=0)
-        extent = high - low
-        ideal = extent / highest
-    scales = _round_up(ideal.clamp(min=torch.finfo(torch.float32).tiny), scale_dtype)
-    scales = torch.where(extent == 0, torch.ones_like(scales), scales)
+    blocks = grouped(weight, group_size)
+    low, high = blocks.amin(dim=2).clamp_(max=0), blocks.amax(dim=2).clamp_(min=0)
+    scales = scales_of(low, high, bits, symmetric, scale_dtype)
     if not bool(scales.isfinite().all()):
         if not bool(weight.isfinite().all()):
             raise ValueError("weight: expected finite values, got NaN or infinity")
         raise ValueError(f"weight: a scale overflows {scale_dtype}; pass scale_dtype=torch.float32 or torch.bfloat16")
-    divisor = scales.float()
-    if symmetric:
-        zeros, shift = None, torch.full_like(divisor, 2 ** (bits - 1))
-    else:
-        shift = (-low / divisor).round_().clamp_(0, highest)
-        zeros = shift.to(torch.uint8)
+    divisor, highest = scales.float(), 2**bits - 1
+    shift = shifts_of(low, divisor, bits, symmetric)
+    zeros = None if symmetric else shift.to(torch.uint8)
     codes = (blocks / divisor[:, :, None]).round_().add_(shift[:, :, None]).clamp_(0, highest).to(torch.uint8)
     return codes.view(n, -1)[:, :k], scales, zeros
 

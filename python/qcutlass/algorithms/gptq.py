@@ -1,0 +1,156 @@
+"""GPTQ: rounding column by column, each error made up for by the columns that are still to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qcutlass._quantizer_ops import check_flag
+from qcutlass._validation import ceil_div
+from qcutlass.algorithms.rounding import Penalty, fit_grid, group_size_of
+from qcutlass.algorithms.statistics import check_layer
+from qcutlass.layers.weight_only import WeightOnly
+from qcutlass.quantization import QuantizedTensor
+
+DAMPING: Final = 0.01
+_COLUMNS: Final = 128  # updated at once; columns behind them wait until all of these are done
+_LEAST_DAMPING: Final = 1e-4
+_MOST_DAMPING: Final = 100.0
+
+
+@dataclass(frozen=True, eq=False)
+class GptqResult:
+    """What `gptq` found.
+
+    Attributes:
+        weight: codes, scales and zeros, columns in the order of `perm`.
+        perm: int32 `[K]`: column k of the codes meets activation column `perm[k]`; None: in order.
+        damping: that was added to the diagonal, as a share of its mean; more than was asked for where the matrix was
+            not positive definite.
+    """
+
+    weight: QuantizedTensor
+    perm: Tensor | None
+    damping: float
+
+
+def gptq(
+    weight: Tensor,
+    second_moment: Tensor,
+    scheme: WeightOnly | None = None,
+    *,
+    damping: float = DAMPING,
+    act_order: bool = False,
+    clip: bool = True,
+) -> GptqResult:
+    """Quantises a layer so that its outputs, not its weights, change little.
+
+    Columns are rounded one after the other; what an error does to the outputs is made up for, as well as can be, by
+    changing the columns that follow. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative
+    Pre-trained Transformers" (2022): lazy updates of blocks of columns, and the Cholesky factor U of the inverse
+    Hessian in place of its repeated elimination. An error e of column k costs (e / U[k, k])^2.
+
+    Scales and zero points of a group are fitted when its first column comes, to the weights as they are then, with the
+    range clipped where these costs say so. Where the damped matrix has no Cholesky factor in fp32, the damping grows
+    tenfold until it has one.
+
+    Args:
+        weight: float16, bfloat16 or float32 `[N, K]`, finite, on any device.
+        second_moment: float32 `[K, K]`, of the layer's `InputStatistics`, on the same device.
+        scheme: bits, group size, symmetry and type of the scales; None: `WeightOnly()`.
+        damping: share of the diagonal's mean that is added to it.
+        act_order: takes the columns by falling diagonal, the most active first; a group is then made of columns from
+            anywhere, and the layer gathers its activations by `perm`.
+        clip: whether ranges are clipped.
+
+    Returns:
+        See `GptqResult`. The same bits for the same input on one device.
+
+    Raises:
+        TypeError: an operand is not a floating tensor, an option not of its type.
+        ValueError: shapes disagree, a value is NaN or infinite, or no damping makes `second_moment` positive definite.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.algorithms import InputStatistics, gptq, output_error, round_to_nearest
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> weight, statistics = torch.randn(64, 256, generator=generator), InputStatistics.empty(256)
+        >>> mixing = torch.randn(32, 256, generator=generator)  # inputs that lie near 32 dimensions
+        >>> statistics.add(torch.randn(2048, 32, generator=generator) @ mixing)
+        >>> found = [gptq(weight, statistics.second_moment).weight, round_to_nearest(weight)]
+        >>> errors = [output_error(weight, q.dequantize(), statistics.second_moment) for q in found]
+        >>> errors[0] < errors[1] / 4
+        True
+    """
+    check_layer(weight, second_moment)
+    check_flag("act_order", act_order)
+    check_flag("clip", clip)
+    if isinstance(damping, bool) or not isinstance(damping, float | int):
+        raise TypeError(f"damping: expected a number, got {type(damping).__name__}")
+    if not 0 <= damping <= _MOST_DAMPING:
+        raise ValueError(f"damping: expected a number in [0, {_MOST_DAMPING:g}], got {damping}")
+    scheme = scheme or WeightOnly()
+    perm = second_moment.diagonal().argsort(descending=True, stable=True) if act_order else None
+    columns = weight.detach().float().T if perm is None else weight.detach().float().T[perm]
+    moment = second_moment if perm is None else second_moment[perm][:, perm]
+    factor, used = inverse_factor(moment, float(damping))
+    quantized = _round(columns.contiguous(), factor, scheme, scheme.scale_dtype or weight.dtype, clip)
+    return GptqResult(quantized, None if perm is None else perm.to(torch.int32), used)
+
+
+def inverse_factor(moment: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper Cholesky factor of the inverse of the damped matrix, over its mean diagonal; and the damping used.
+
+    Inputs that are all zero count as uncorrelated.
+    """
+    mean = float(moment.diagonal().double().mean())
+    if mean == 0:
+        return torch.eye(len(moment), dtype=torch.float32, device=moment.device), damping
+    while damping <= _MOST_DAMPING:
+        damped = moment / mean
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed) and bool(factor.isfinite().all()):
+                return factor, damping
+        damping = max(_LEAST_DAMPING, 10 * damping)
+    raise ValueError("second_moment: expected a positive semidefinite matrix, a mean of x xT; it is far from one")
+
+
+def _weighted(costs: Tensor) -> Penalty:
+    """Squares, each column's times its cost."""
+    return lambda errors: errors.square() @ costs
+
+
+def _round(columns: Tensor, factor: Tensor, scheme: WeightOnly, dtype: torch.dtype, clip: bool) -> QuantizedTensor:
+    """`columns`: float32 `[K, N]`, which is used up; `factor`: `[K, K]`."""
+    k, n = columns.shape
+    step, highest = group_size_of(scheme, k), 2**scheme.bits - 1
+    groups = ceil_div(k, step)
+    scales = torch.empty((groups, n), dtype=dtype, device=columns.device)
+    shifts = torch.empty((groups, n), dtype=torch.float32, device=columns.device)
+    codes = torch.empty((k, n), dtype=torch.uint8, device=columns.device)
+    diagonal = factor.diagonal()
+    for group in range(groups):
+        end = min(k, (group + 1) * step)
+        for begin in range(group * step, end, _COLUMNS):
+            part = slice(begin, min(end, begin + _COLUMNS))
+            if begin == group * step:
+                penalty = _weighted(diagonal[begin:end].square().reciprocal()) if clip else None
+                grid = fit_grid(columns[begin:end].T[:, None].contiguous(), scheme, dtype, penalty)
+                scales[group], shifts[group] = grid.scales[:, 0], grid.shifts[:, 0]
+            scale, shift = scales[group].float(), shifts[group]
+            current, errors = columns[part], torch.empty_like(columns[part])
+            for i in range(len(current)):
+                row = factor[begin + i, begin + i : part.stop]
+                code = (current[i] / scale).round_().add_(shift).clamp_(0, highest)
+                codes[begin + i] = code
+                errors[i] = (current[i] - (code - shift) * scale) / row[0]
+                current[i:].addr_(row, errors[i], alpha=-1)
+            columns[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
+    zeros = None if scheme.symmetric else shifts.to(torch.uint8)
+    return QuantizedTensor(codes.T.contiguous(), scales, zeros, scheme.bits, step)

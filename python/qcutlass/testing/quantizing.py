@@ -1,0 +1,31 @@
+"""How exactly quantisers must find what they look for: sums in fp32 against the same in float64."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+MEANS: Final = 1e-5
+"""Largest relative error of means over some hundred tokens, in fp32."""
+
+OUTPUTS: Final = 1e-3
+"""Largest relative difference of one output error, a sum of squares of differences, computed in two ways in fp32."""
+
+SUM_SLACK: Final = 1 + 1e-5
+"""How much a sum of squares may exceed another that it was found not to exceed, summed in another order."""
+
+ELIMINATION: Final = 1e-2
+"""How far a code may be from the rounded one of an elimination in float64, in codes: fp32 weights near a tie."""
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """The largest error over the largest value.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.testing.quantizing import relative_error
+        >>> relative_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+        0.5
+    """
+    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
