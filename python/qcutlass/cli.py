@@ -16,8 +16,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from qcutlass import __version__, formats
-from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass import __version__, cli_quantize, formats
+from qcutlass._terminal import USER_ERRORS as _USER_ERRORS
+from qcutlass._terminal import Bits, Device
+from qcutlass._terminal import console as _console
+from qcutlass._terminal import failed as _failed
+from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
 from qcutlass.info import collect
 from qcutlass.layers import WeightOnly, fuse_projections
@@ -32,8 +36,8 @@ from qcutlass.tuning.tuner import TunedProduct
 from qcutlass.tuning.tuner import tune as tune_shapes
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+cli_quantize.register(app)
 
-_USER_ERRORS = (UnsupportedError, CheckpointError, FileNotFoundError, FileExistsError, ValueError)
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -42,20 +46,6 @@ _DTYPES = {
     "int8": torch.int8,
     "int32": torch.int32,
 }
-
-
-class Device(str, Enum):
-    """Where to run."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Bits(str, Enum):
-    """Bits of a weight."""
-
-    four = "4"
-    eight = "8"
 
 
 class Activations(str, Enum):
@@ -327,21 +317,10 @@ def convert(
     typer.echo(_converted(found, destination))
 
 
-def _console(stderr: bool = False) -> Console:
-    """One that leaves names as they are: `:x:` is no emoji. What is printed has its brackets escaped."""
-    return Console(stderr=stderr, emoji=False)
-
-
 def _counted(console: Console) -> Progress:
     """Shows the name of a layer and how many are done."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
-
-
-def _failed(error: object) -> typer.Exit:
-    """Prints an error of the user's; exit status 2."""
-    _console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-    return typer.Exit(2)
 
 
 def _converted(found: Conversion, destination: Path) -> str:

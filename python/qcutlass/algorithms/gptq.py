@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -16,7 +16,8 @@ from qcutlass.layers.weight_only import WeightOnly
 from qcutlass.quantization import QuantizedTensor
 
 DAMPING: Final = 0.01
-_COLUMNS: Final = 128  # updated at once; columns behind them wait until all of these are done
+_COLUMNS: Final = 128  # columns behind these wait until all of them are done
+_AT_ONCE: Final = 16  # and among them those behind these: few enough that an update is too small for threads
 _LEAST_DAMPING: Final = 1e-4
 _MOST_DAMPING: Final = 100.0
 
@@ -63,7 +64,7 @@ def gptq(
         scheme: bits, group size, symmetry and type of the scales; None: `WeightOnly()`.
         damping: share of the diagonal's mean that is added to it.
         act_order: takes the columns by falling diagonal, the most active first; a group is then made of columns from
-            anywhere, and the layer gathers its activations by `perm`.
+            anywhere, and the layer gathers its activations by `perm`, which is in order within each group.
         clip: whether ranges are clipped.
 
     Returns:
@@ -98,7 +99,11 @@ def gptq(
     moment = second_moment if perm is None else second_moment[perm][:, perm]
     factor, used = inverse_factor(moment, float(damping))
     quantized = _round(columns.contiguous(), factor, scheme, scheme.scale_dtype or weight.dtype, clip)
-    return GptqResult(quantized, None if perm is None else perm.to(torch.int32), used)
+    if perm is None:
+        return GptqResult(quantized, None, used)
+    within = (torch.arange(len(perm), device=perm.device) // quantized.group_size * len(perm) + perm).argsort()
+    quantized = replace(quantized, codes=quantized.codes[:, within].contiguous())
+    return GptqResult(quantized, perm[within].to(torch.int32), used)
 
 
 def inverse_factor(moment: Tensor, damping: float) -> tuple[Tensor, float]:
@@ -144,13 +149,18 @@ def _round(columns: Tensor, factor: Tensor, scheme: WeightOnly, dtype: torch.dty
                 grid = fit_grid(columns[begin:end].T[:, None].contiguous(), scheme, dtype, penalty)
                 scales[group], shifts[group] = grid.scales[:, 0], grid.shifts[:, 0]
             scale, shift = scales[group].float(), shifts[group]
-            current, errors = columns[part], torch.empty_like(columns[part])
-            for i in range(len(current)):
-                row = factor[begin + i, begin + i : part.stop]
-                code = (current[i] / scale).round_().add_(shift).clamp_(0, highest)
-                codes[begin + i] = code
-                errors[i] = (current[i] - (code - shift) * scale) / row[0]
-                current[i:].addr_(row, errors[i], alpha=-1)
+            errors = torch.empty_like(columns[part])
+            for inner in range(begin, part.stop, _AT_ONCE):
+                last = min(part.stop, inner + _AT_ONCE)
+                for column in range(inner, last):
+                    row = factor[column, column:last]
+                    code = (columns[column] / scale).round_().add_(shift).clamp_(0, highest)
+                    codes[column] = code
+                    error = errors[column - begin]
+                    torch.div(columns[column] - (code - shift) * scale, row[0], out=error)
+                    columns[column:last].addr_(row, error, alpha=-1)
+                done = errors[inner - begin : last - begin]
+                columns[last : part.stop].addmm_(factor[inner:last, last : part.stop].T, done, alpha=-1)
             columns[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
     zeros = None if scheme.symmetric else shifts.to(torch.uint8)
     return QuantizedTensor(codes.T.contiguous(), scales, zeros, scheme.bits, step)

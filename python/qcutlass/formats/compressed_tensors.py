@@ -17,8 +17,18 @@ from torch import Tensor
 from qcutlass._validation import ceil_div
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.config import Config
-from qcutlass.formats.layers import CanonicalLinear, Int8Linear
-from qcutlass.formats.tensors import FLOATS, INT32, LayerTensors, permuted, settle_zeros, unpack
+from qcutlass.formats.layers import CanonicalLinear, Int8Linear, Layer
+from qcutlass.formats.tensors import (
+    FLOATS,
+    INT32,
+    LayerTensors,
+    pack,
+    permuted,
+    scales_16,
+    settle_zeros,
+    unpack,
+    whole_zeros,
+)
 from qcutlass.quantization import QuantizedTensor
 
 SUFFIXES: Final = (
@@ -107,6 +117,34 @@ def _load_int8(layer: LayerTensors) -> CanonicalLinear | Int8Linear:
         layer.check("input_scale", FLOATS, shape if shape in ((), (1, 1)) else (1,))
         input_scale = layer.finite("input_scale").reshape(1).float()
     return Int8Linear(layer.read("weight"), scales, input_scale, bias)
+
+
+def store(layer: Layer) -> dict[str, Tensor]:
+    """The tensors of a layer, which `load` reads back without loss.
+
+    Raises:
+        UnsupportedError: activation scales, act-order, real-valued zeros, scales of 32 bits.
+    """
+    if isinstance(layer, Int8Linear):
+        if layer.smooth is not None:
+            raise UnsupportedError("compressed-tensors holds no smoothing factors of a layer's own")
+        tensors = {"weight": layer.codes, "weight_scale": layer.scales[:, None].contiguous()}
+        if layer.input_scale is not None:
+            tensors["input_scale"] = layer.input_scale
+    elif isinstance(layer, CanonicalLinear) and layer.act_scale is None:
+        if layer.perm is not None:
+            raise UnsupportedError("compressed-tensors has given up act-order with groups of its own; export to gptq")
+        weight, (n, k) = layer.weight, layer.shape
+        tensors = {
+            "weight_packed": pack(weight.codes, weight.bits),
+            "weight_scale": scales_16(weight.scales).T.contiguous(),
+            "weight_shape": torch.tensor([n, k]),
+        }
+        if weight.zeros is not None:
+            tensors["weight_zero_point"] = pack(whole_zeros(weight), weight.bits).T.contiguous()
+    else:
+        raise UnsupportedError("compressed-tensors holds quantised weights without activation scales alone")
+    return tensors if layer.bias is None else {**tensors, "bias": layer.bias}
 
 
 def _check_scales(layer: LayerTensors, n: int) -> int:

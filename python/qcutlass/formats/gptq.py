@@ -16,8 +16,20 @@ from typing import Final
 from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats.layers import CanonicalLinear
-from qcutlass.formats.tensors import FLOATS, INT32, LayerTensors, permuted, settle_zeros, unpack
+from qcutlass.formats.layers import CanonicalLinear, Layer
+from qcutlass.formats.tensors import (
+    FLOATS,
+    INT32,
+    LayerTensors,
+    group_index,
+    in_order,
+    pack,
+    permuted,
+    scales_16,
+    settle_zeros,
+    unpack,
+    whole_zeros,
+)
 from qcutlass.quantization import QuantizedTensor
 
 SUFFIXES: Final = ("qweight", "qzeros", "scales", "g_idx", "bias")
@@ -45,6 +57,30 @@ def load(layer: LayerTensors) -> CanonicalLinear:
     zeros = _zeros(layer, layer.read("qzeros"), bits)
     codes = permuted(unpack(layer.read("qweight").T, bits), perm)
     return CanonicalLinear(QuantizedTensor(codes, scales, zeros, bits, size), bias, perm)
+
+
+def store(layer: Layer, version: int) -> dict[str, Tensor]:
+    """The tensors of a layer, which `load` reads back without loss.
+
+    Raises:
+        UnsupportedError: activation scales, real-valued zeros, scales of 32 bits, or sizes that fill no words.
+    """
+    if not isinstance(layer, CanonicalLinear) or layer.act_scale is not None:
+        raise UnsupportedError("gptq holds weights without activation scales alone")
+    weight, (n, k) = layer.weight, layer.shape
+    fields = 32 // weight.bits
+    if n % fields or k % fields:
+        raise UnsupportedError(f"gptq packs {fields} codes in a word: N and K must be multiples, got {[n, k]}")
+    zeros = whole_zeros(weight)
+    if version == 1:
+        zeros = (zeros - 1) & (2**weight.bits - 1)
+    tensors = {
+        "qweight": pack(in_order(weight.codes, layer.perm), weight.bits).T.contiguous(),
+        "qzeros": pack(zeros, weight.bits),
+        "scales": scales_16(weight.scales),
+        "g_idx": group_index(k, weight.group_size, layer.perm),
+    }
+    return tensors if layer.bias is None else {**tensors, "bias": layer.bias}
 
 
 def _zeros(layer: LayerTensors, words: Tensor, bits: int) -> Tensor | None:

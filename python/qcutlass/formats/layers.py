@@ -56,12 +56,14 @@ class Int8Linear:
         scales: float32 `[N]`.
         input_scale: float32 `[1]`, of all activations; None: each token's is computed when it comes.
         bias: float16, bfloat16 or float32 `[N]`, or None.
+        smooth: float32 `[K]`, or None: the activations are divided by it first.
     """
 
     codes: Tensor
     scales: Tensor
     input_scale: Tensor | None = None
     bias: Tensor | None = None
+    smooth: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

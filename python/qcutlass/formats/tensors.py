@@ -12,6 +12,7 @@ from qcutlass._validation import ceil_div
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import Config
 from qcutlass.formats.source import TensorInfo, TensorSource
+from qcutlass.quantization import QuantizedTensor
 
 FLOATS: Final = ("F16", "BF16", "F32")
 INT32: Final = ("I32",)
@@ -108,19 +109,25 @@ class LayerTensors:
             raise self.error(suffix, f"expected {fields} fields of 4 or 8 bits, got {width} words of 32 bits")
         return self.check_bits(suffix, bits)
 
+    @property
+    def _has_exceptions(self) -> bool:
+        """Whether some layers are described apart, by GPTQModel; compressed-tensors has a flag of this name."""
+        dynamic = self.config.values.get("dynamic")
+        return isinstance(dynamic, dict) and bool(dynamic)
+
     def check_bits(self, suffix: str, bits: int) -> int:
         """`bits`, if it is supported and the configuration agrees."""
         if bits not in _BITS:
             raise UnsupportedError(f"{self.full_name(suffix)}: {bits}-bit weights are not supported, only 4 and 8")
         said = self.config.integer("bits", "w_bit", "num_bits")
-        if said is not None and said != bits and not self.config.section("dynamic"):
+        if said is not None and said != bits and not self._has_exceptions:
             raise self.error(suffix, f"holds {bits}-bit fields, {self.config.where} says {said}; correct one of them")
         return bits
 
     def group_size(self, suffix: str, k: int, groups: int) -> int:
         """Columns that share a scale, from the number of groups; the configuration must agree."""
         said = self.config.integer("group_size", "q_group_size")
-        if said is None or self.config.section("dynamic"):
+        if said is None or self._has_exceptions:
             if k % groups:
                 raise self.error(suffix, f"{groups} groups do not divide K = {k}; pass config={{'group_size': ...}}")
             return k // groups
@@ -164,6 +171,54 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return stored
     return torch.stack([stored & 15, stored >> 4], dim=2).view(len(words), -1)
+
+
+def pack(fields: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack`: int32 words `[rows, ceil(columns * bits / 32)]` of uint8 fields, zeros behind them."""
+    rows, columns = fields.shape
+    padded = fields.new_zeros((rows, ceil_div(columns * bits, 32) * 32 // bits))
+    padded[:, :columns] = fields
+    if bits == 4:
+        padded = padded[:, ::2] | (padded[:, 1::2] << 4)
+    return padded.contiguous().view(torch.int32)
+
+
+def scales_16(scales: Tensor) -> Tensor:
+    """Scales in a type of 16 bits; UnsupportedError if that would lose something."""
+    if scales.dtype != torch.float32:
+        return scales
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype)
+    raise UnsupportedError("expected scales of 16 bits, got float32 ones; quantise with float16 scales")
+
+
+def whole_zeros(weight: QuantizedTensor) -> Tensor:
+    """Zero points uint8 `[G, N]`; UnsupportedError for real-valued ones."""
+    if weight.zeros is None:
+        return torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.uint8)
+    if weight.zeros.is_floating_point():
+        raise UnsupportedError("expected whole zero points, got real-valued ones, which this format does not hold")
+    return weight.zeros.to(torch.uint8)
+
+
+def group_index(k: int, group_size: int, perm: Tensor | None) -> Tensor:
+    """int32 `[K]`: the group of each column, in the order of the activations."""
+    groups = torch.arange(k, dtype=torch.int32) // group_size
+    if perm is None:
+        return groups
+    index = torch.empty_like(groups)
+    index[perm.long()] = groups
+    return index
+
+
+def in_order(codes: Tensor, perm: Tensor | None) -> Tensor:
+    """The inverse of `permuted`."""
+    if perm is None:
+        return codes
+    ordered = torch.empty_like(codes)
+    ordered[:, perm.long()] = codes
+    return ordered
 
 
 def settle_zeros(zeros: Tensor, bits: int) -> Tensor | None:

@@ -23,7 +23,14 @@ def from_layer(layer: formats.Layer, name: str, activation: str | None = None) -
             layer.weight, bias=layer.bias, activation=activation, act_scale=layer.act_scale, perm=layer.perm
         )
     if isinstance(layer, formats.Int8Linear):
-        return Int8Linear(layer.codes, layer.scales, bias=layer.bias, a_scale=layer.input_scale, activation=activation)
+        return Int8Linear(
+            layer.codes,
+            layer.scales,
+            bias=layer.bias,
+            a_scale=layer.input_scale,
+            smooth=layer.smooth,
+            activation=activation,
+        )
     raise ValueError(f"{name}: expected quantised weights, got {layer.weight.dtype}; use QuantLinear.from_linear")
 
 

@@ -1,19 +1,28 @@
-"""Whole models: conversion of checkpoints, converted folders, perplexity, generation.
+"""Whole models: conversion and quantisation of checkpoints, converted folders, perplexity, generation.
 
 `import qcutlass.models.transformers` lets transformers load them.
 """
 
 from qcutlass.models.conversion import Conversion, convert, weights_of
 from qcutlass.models.converted import ConvertedFolder, is_converted
+from qcutlass.models.exporting import EXPORTS, export_model
 from qcutlass.models.inspection import FolderSummary, LayerGroup, inspect
+from qcutlass.models.quantizing.methods import Method
+from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
 
 __all__ = [
+    "EXPORTS",
     "Conversion",
     "ConvertedFolder",
     "FolderSummary",
     "LayerGroup",
+    "Method",
+    "Quantization",
+    "calibration_windows",
     "convert",
+    "export_model",
     "inspect",
     "is_converted",
+    "quantize_model",
     "weights_of",
 ]

@@ -53,6 +53,11 @@ class Conversion:
     files: list[str]
 
 
+def is_kept(name: str, skip: Sequence[str]) -> bool:
+    """Whether a layer's name, or its last part, is one of these or matches one."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern) for pattern in skip)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """How layers are made; the same again when they are verified."""
@@ -61,13 +66,10 @@ class _Plan:
     scheme: WeightOnly
     skip: Sequence[str]
 
-    def is_kept(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern) for pattern in self.skip)
-
     def layer(self, name: str) -> Layer:
         """A layer of the source; quantised, unless it is to stay as it is."""
         layer = self.source.layer(name)
-        if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats" or self.is_kept(name):
+        if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats" or is_kept(name, self.skip):
             return layer
         scheme = self.scheme
         try:
@@ -137,15 +139,16 @@ def convert(
     check_skip(skip)
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
-    _check_places(old, new, overwrite)
+    check_places(old, new, overwrite)
     plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
     with new_folder(new, overwrite) as folder:
-        done = _write(plan, folder, shard_bytes, progress or (lambda name, count, total: None))
+        done = write_folder(plan.source, plan.layer, folder, shard_bytes, progress or (lambda name, count, total: None))
         verified = _check_written(plan, folder, verify)
     return Conversion(plan.source.checkpoint.format, done.layers, done.weights, verified, done.size, done.files)
 
 
-def _check_places(source: Path, destination: Path, overwrite: bool) -> None:
+def check_places(source: Path, destination: Path, overwrite: bool) -> None:
+    """Raises unless there is a source, and `destination` is a place for a folder apart from it."""
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
     old, new = source.resolve(), destination.resolve()
@@ -157,14 +160,16 @@ def _check_places(source: Path, destination: Path, overwrite: bool) -> None:
         raise ValueError(f"destination: {destination} is not a converted folder; remove it yourself")
 
 
-def _write(plan: _Plan, folder: Path, shard_bytes: int, progress: Progress) -> Conversion:
-    source = plan.source
+def write_folder(
+    source: ModelSource, layer_of: Callable[[str], Layer], folder: Path, shard_bytes: int, progress: Progress
+) -> Conversion:
+    """Writes a converted folder: the layers that `layer_of` gives for the source's names, and what else it holds."""
     specs: dict[str, LayerSpec] = {}
     kept: list[str] = []
     weights = size = 0
     with ShardedWriter(folder, shard_bytes) as writer:
         for count, name in enumerate(source.names):
-            layer = plan.layer(name)
+            layer = layer_of(name)
             if isinstance(layer, FloatLinear):
                 tensors = _tensors_of(layer)
                 kept.append(name)

@@ -95,7 +95,9 @@ class GGUFModel(ModelSource):
         moved = dataclasses.replace(weight, codes=weight.codes[rows], scales=weight.scales[:, rows], zeros=zeros)
         return dataclasses.replace(layer, weight=moved, bias=bias)
 
-    def write_files(self, folder: Path) -> None:
+    def tokenizer(self) -> Any:
         transformers = import_transformers("reading the tokenizer of a GGUF file")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self._path.parent, gguf_file=self._path.name)
-        tokenizer.save_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(self._path.parent, gguf_file=self._path.name)
+
+    def write_files(self, folder: Path) -> None:
+        self.tokenizer().save_pretrained(folder)

@@ -14,6 +14,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.models.converted import CONFIG, is_converted
+from qcutlass.models.extras import import_transformers
 
 _DESCRIPTIONS: Final = ("quantization_config", "compression_config", "quantization")  # of the source's own weights
 _COPIED: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
@@ -54,12 +55,21 @@ class ModelSource:
         """One of the other tensors, the same way."""
         return self.checkpoint.tensor(self.rest[name])
 
+    def tokenizer(self) -> Any:
+        """That of transformers; UnsupportedError if it is not installed."""
+        return import_transformers("a tokenizer").AutoTokenizer.from_pretrained(self._folder)
+
     def write_files(self, folder: Path) -> None:
         """The tokenizer, and what else lies beside the weights."""
-        for path in sorted(self._folder.iterdir()):
-            listed = path.suffix in _COPIED or path.name.startswith(("LICENSE", "NOTICE"))
-            if path.is_file() and listed and path.name not in _LEFT and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
+        copy_files(self._folder, folder)
+
+
+def copy_files(source: Path, destination: Path) -> None:
+    """Copies what lies beside a folder's weights and configuration."""
+    for path in sorted(source.iterdir()):
+        listed = path.suffix in _COPIED or path.name.startswith(("LICENSE", "NOTICE"))
+        if path.is_file() and listed and path.name not in _LEFT and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, destination / path.name)
 
 
 def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:

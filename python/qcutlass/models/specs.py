@@ -30,7 +30,7 @@ _BUFFERS: Final = {  # by kind: those whose presence or type is a layer's own, a
         "act_scale": ("float16", "bfloat16", "float32"),
         "perm": ("int32",),
     },
-    "int8": {"bias": ("float16", "bfloat16", "float32"), "a_scale": ("float32",)},
+    "int8": {"bias": ("float16", "bfloat16", "float32"), "a_scale": ("float32",), "smooth": ("float32",)},
 }
 
 
@@ -90,7 +90,14 @@ class LayerSpec:
     def empty(self, n: int, k: int) -> QuantLinear:
         """Such a layer on the meta device, `[N, K]`."""
         size = k if self.group_size == -1 else min(self.group_size, k)
-        shapes = {"scales": (ceil_div(k, size), n), "bias": (n,), "act_scale": (k,), "perm": (k,), "a_scale": (1,)}
+        shapes = {
+            "scales": (ceil_div(k, size), n),
+            "bias": (n,),
+            "act_scale": (k,),
+            "perm": (k,),
+            "a_scale": (1,),
+            "smooth": (k,),
+        }
         shapes["zeros"] = shapes["scales"]
         parts: dict[str, Any] = {
             name: torch.empty(shapes[name], dtype=_DTYPES[dtype], device="meta") for name, dtype in self.buffers

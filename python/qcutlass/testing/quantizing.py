@@ -29,3 +29,19 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
         0.5
     """
     return float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
+
+
+FOLDING: Final = 1e-4
+"""Largest change of a block's contribution, both as norms, when factors move from one of its layers to the next."""
+
+
+def relative_norm(found: Tensor, exact: Tensor) -> float:
+    """The norm of the error over the norm of the value.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.testing.quantizing import relative_norm
+        >>> relative_norm(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0]))
+        1.3333333333333333
+    """
+    return float((found.double() - exact.double()).norm() / exact.double().norm())

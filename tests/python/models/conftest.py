@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.python.models.folders import RandomCut, SmolCut
@@ -39,3 +43,18 @@ def smol(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> SmolCut:
 def random_cut(tmp_path_factory: pytest.TempPathFactory) -> RandomCut:
     pytest.importorskip("transformers", reason="needs transformers")
     return RandomCut(tmp_path_factory.mktemp("random"), seed=0)
+
+
+@pytest.fixture
+def process(repository: Path, tmp_path: Path) -> Any:
+    """process(module, action, *numbers): what a module of this folder prints, run in a process of its own."""
+
+    def call(module: str, action: str, *numbers: int) -> dict[str, Any]:
+        command = [sys.executable, "-m", f"tests.python.models.{module}", action, str(tmp_path), *map(str, numbers)]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back, so that it shows
+        result = subprocess.run(command, capture_output=True, text=True, cwd=repository, env=environment, check=False)
+        assert result.returncode == 0, result.stderr
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
+
+    return call

@@ -179,10 +179,10 @@ def test_every_tensor_lies_on_a_multiple_of_its_elements_size(tmp_path: Path, se
 
 def test_verification_notices_one_wrong_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     source = random_model(tmp_path / "source", seed=seed)
-    write = conversion._write
+    write = conversion.write_folder
 
-    def write_and_damage(plan: Any, folder: Path, *rest: Any) -> Any:
-        found = write(plan, folder, *rest)
+    def write_and_damage(read: Any, layer_of: Any, folder: Path, *rest: Any) -> Any:
+        found = write(read, layer_of, folder, *rest)
         with (folder / "model.safetensors").open("r+b") as file:
             file.seek(-100, 2)  # packed weights are last
             byte = file.read(1)
@@ -190,7 +190,7 @@ def test_verification_notices_one_wrong_byte(tmp_path: Path, monkeypatch: pytest
             file.write(bytes([byte[0] ^ 1]))
         return found
 
-    monkeypatch.setattr(conversion, "_write", write_and_damage)
+    monkeypatch.setattr(conversion, "write_folder", write_and_damage)
     models.convert(source, tmp_path / "unverified")
     with pytest.raises(CheckpointError, match="differs from the source"):
         models.convert(source, tmp_path / "new", verify=True)

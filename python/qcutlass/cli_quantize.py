@@ -1,0 +1,130 @@
+"""The commands that make quantised models and write them for others: `qcutlass quantize`, `qcutlass export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from qcutlass._terminal import USER_ERRORS, Bits, Device, console, failed
+from qcutlass.algorithms.gptq import DAMPING
+from qcutlass.errors import UnsupportedError
+from qcutlass.layers import WeightOnly
+from qcutlass.models.conversion import SHARD_BYTES, SKIPPED
+from qcutlass.models.exporting import EXPORTS, export_model
+from qcutlass.models.quantizing.methods import METHODS, Method
+from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
+from qcutlass.models.sources import open_source
+
+
+def quantize(
+    model: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors files, or a GGUF file.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make; OUT.work holds what is done until then.")],
+    method: Annotated[
+        str, typer.Option(help=f"{', '.join(METHODS)}; the last two quantise activations too, to 8 bits.")
+    ] = "gptq",
+    bits: Annotated[Bits, typer.Option(help="Of a weight (rtn, gptq, awq).")] = Bits.four,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1: one scale a channel.")] = 128,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="No zero points.")] = False,
+    calibration: Annotated[Path | None, typer.Option(help="A UTF-8 text file, for gptq, awq and smoothquant.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of the text.")] = 128,
+    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the places of the windows.")] = 0,
+    damping: Annotated[float, typer.Option(help="gptq: share of the mean diagonal that is added to it.")] = DAMPING,
+    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: the most active columns first.")] = False,
+    clip: Annotated[bool, typer.Option(help="rtn, gptq: search for clipped ranges.")] = True,
+    act_scale: Annotated[
+        bool, typer.Option(help="awq, smoothquant: factors of their own for layers where no norm or linear takes them.")
+    ] = True,
+    skip: Annotated[list[str], typer.Option(help="Layers to leave alone: names or patterns; repeatable.")] = [*SKIPPED],  # noqa: B006
+    device: Annotated[Device, typer.Option(help="Where blocks run.")] = Device.cpu,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever OUT.work holds.")] = False,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
+) -> None:
+    """Quantise a model with calibration, block by block; after a kill the same command goes on where it was."""
+    try:
+        scheme = WeightOnly(int(bits.value), group_size, symmetric)
+        chosen = Method(method, scheme, clip=clip, damping=damping, act_order=act_order, act_scale=act_scale)
+        if device is Device.cuda and not torch.cuda.is_available():
+            raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
+        ids = None
+        if chosen.needs_calibration:
+            if calibration is None:
+                raise ValueError(f"--calibration: {chosen.name} needs a text file")
+            tokens = open_source(model, "auto", None).tokenizer()(calibration.read_text(encoding="utf-8"))["input_ids"]
+            ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
+            typer.echo(f"calibration: {samples} windows of {seqlen} of {len(tokens)} tokens, seed {seed}", err=True)
+        with _bar() as progress:
+            task = progress.add_task("reading headers", total=None)
+            found = quantize_model(
+                model,
+                out,
+                chosen,
+                calibration=ids,
+                skip=skip,
+                device=device.value,
+                overwrite=overwrite,
+                restart=restart,
+                shard_bytes=shard_bytes,
+                progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            )
+    except (*USER_ERRORS, OSError) as error:
+        raise failed(error) from error
+    typer.echo(_summary(found, chosen, out))
+
+
+def _bar() -> Progress:
+    """What is done, its share, the time gone and the time left."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console(stderr=True), transient=True)
+
+
+def _summary(found: Quantization, method: Method, out: Path) -> str:
+    lines = [
+        f"{method.name}: {found.layers} layers of {found.weights / 1e6:.1f} M weights; "
+        f"{found.size / 1e6:.1f} MB in {out}"
+    ]
+    if found.resumed:
+        lines.append(f"{found.resumed} blocks were taken over from an earlier run")
+    errors = {name: notes["error"] for name, notes in found.notes.items() if "error" in notes}
+    if errors:
+        worst = max(errors, key=errors.__getitem__)
+        lines.append(
+            f"error of the layers' outputs, of their size: {sum(errors.values()) / len(errors):.5f} on average, "
+            f"at most {errors[worst]:.5f} ({worst})"
+        )
+    damped = [name for name, notes in found.notes.items() if notes.get("damping", method.damping) > method.damping]
+    if damped:
+        lines.append(f"{len(damped)} layers needed more damping than {method.damping:g}: {', '.join(damped[:4])}")
+    return "\n".join(lines)
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="A converted folder.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    to: Annotated[str, typer.Option(help=f"{' or '.join(EXPORTS)}.")] = "gptq",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that export made.")] = False,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
+) -> None:
+    """Write a converted folder in the format of other engines, without loss."""
+    try:
+        count = export_model(folder, out, to, overwrite=overwrite, shard_bytes=shard_bytes)
+    except (*USER_ERRORS, OSError) as error:
+        raise failed(error) from error
+    typer.echo(f"{to}: {count} layers in {out}")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command()(quantize)
+    app.command()(export)

@@ -1,0 +1,183 @@
+"""Writes converted folders in formats that other engines read, without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from qcutlass.errors import UnsupportedError
+from qcutlass.formats import CanonicalLinear, Layer, compressed_tensors, gptq
+from qcutlass.formats import Int8Linear as StoredInt8
+from qcutlass.formats.config import read_json
+from qcutlass.layers import Int8Linear, QuantLinear, WeightOnlyLinear
+from qcutlass.models.conversion import SHARD_BYTES, check_places
+from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.models.replacing import new_folder
+from qcutlass.models.shards import ShardedWriter, write_json
+from qcutlass.models.sources import copy_files
+from qcutlass.quantization import QuantizedTensor
+from qcutlass.weights import unpack_weights
+
+EXPORTS: Final = ("gptq", "compressed-tensors")
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What all layers of an exported folder share."""
+
+    int8: bool
+    bits: int
+    group_size: int
+    symmetric: bool
+    act_order: bool
+
+
+def export_model(
+    folder: str | PathLike[str],
+    destination: str | PathLike[str],
+    format: str = "gptq",
+    *,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Writes a converted folder as a GPTQ or compressed-tensors one; dequantised weights stay the same to the bit.
+
+    "gptq": 4 and 8 bits; version 1 where there are no zero points, else version 2, which alone holds a zero point of 0.
+    "compressed-tensors": pack-quantized, or int-quantized for W8A8; group sizes that divide K.
+
+    Args:
+        folder: that `convert` or `quantize_model` wrote.
+        destination: a folder that is made, as a whole or not at all.
+        format: one of `EXPORTS`.
+        overwrite: replaces a folder whose `config.json` is that of a quantised model.
+        shard_bytes: largest size of a file.
+
+    Returns:
+        The number of layers.
+
+    Raises:
+        FileExistsError: `destination` is there and `overwrite` is False.
+        UnsupportedError: the format cannot say it: activation scales (`act_scale`, `smooth`), act-order (gptq can),
+            real-valued zeros, layers that differ in bits or group size, scales that are not of 16 bits, shapes that
+            fill no words.
+        CheckpointError: the folder is damaged.
+    """
+    if format not in EXPORTS:
+        raise ValueError(f"format: expected one of {', '.join(EXPORTS)}, got {format!r}")
+    old, new = Path(folder), Path(destination)
+    source = ConvertedFolder(old)
+    _check_destination(old, new, overwrite)
+    common = _common(source)
+    store: Callable[[Layer], dict[str, Tensor]]
+    if format == "gptq":
+        described, store = _gptq_config(common), lambda layer: gptq.store(layer, 1 if common.symmetric else 2)
+    else:
+        _check_groups(common, source)
+        described, store = _compressed_config(common, source), compressed_tensors.store
+    with new_folder(new, overwrite) as written, ShardedWriter(written, shard_bytes) as writer:
+        for name in source:
+            try:
+                tensors = store(_stored(source[name], common))
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{name}: {error}") from error
+            writer.add({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
+        for name in source.rest:
+            writer.add({name: source.tensor(name)})
+        copy_files(old, written)
+        writer.finish()
+        values = {key: value for key, value in source.config.items() if key != QUANTIZATION}
+        write_json(written / CONFIG, {**values, QUANTIZATION: described})
+    return len(source)
+
+
+def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
+    exported = destination / CONFIG
+    mine = exported.is_file() and QUANTIZATION in read_json(exported) and not is_converted(destination)
+    check_places(source, destination, overwrite and not mine)
+
+
+def _common(source: ConvertedFolder) -> _Common:
+    specs = [source.spec[name] for name in source]
+    if not specs:
+        raise UnsupportedError("the folder has no quantised layer")
+    first, buffers = specs[0], [dict(spec.buffers) for spec in specs]
+    group_size = max(spec.group_size for spec in specs)  # -1: one group a channel, all K columns
+    for name, spec, held in zip(source, specs, buffers, strict=True):
+        fits = spec.group_size == group_size or (spec.group_size == -1 and source.shape(name)[1] <= group_size)
+        if (spec.kind, spec.bits) != (first.kind, first.bits) or not fits:
+            raise UnsupportedError(f"{name}: expected bits and groups as in the other layers; export needs one scheme")
+        for buffer in ("act_scale", "smooth"):
+            if buffer in held:
+                raise UnsupportedError(
+                    f"{name}: it scales its own activations ({buffer}), which other formats do not; "
+                    "quantise with --no-act-scale"
+                )
+    symmetric = not any("zeros" in held for held in buffers)
+    act_order = any("perm" in held for held in buffers)
+    return _Common(first.kind == "int8", first.bits, group_size, symmetric, act_order)
+
+
+def _check_groups(common: _Common, source: ConvertedFolder) -> None:
+    for name in source:
+        k = source.shape(name)[1]
+        if common.group_size != -1 and k % common.group_size:
+            raise UnsupportedError(
+                f"{name}: compressed-tensors takes group sizes that divide K = {k}, got {common.group_size}"
+            )
+
+
+def _stored(layer: QuantLinear, common: _Common) -> Layer:
+    """A layer with its codes unpacked, and with zeros if any layer has them."""
+    shape = layer.out_features, layer.in_features
+    if isinstance(layer, Int8Linear):
+        codes = unpack_weights(layer.w_packed, 8, shape)
+        return StoredInt8(codes, layer.w_scale, layer.a_scale, layer.bias)
+    assert isinstance(layer, WeightOnlyLinear)
+    zeros = layer.zeros
+    if zeros is None and not common.symmetric:
+        zeros = torch.full_like(layer.scales, 2 ** (layer.bits - 1), dtype=torch.uint8)
+    codes = unpack_weights(layer.w_packed, layer.bits, shape)
+    weight = QuantizedTensor(codes, layer.scales, zeros, layer.bits, layer.group_size)
+    return CanonicalLinear(weight, layer.bias, layer.perm)
+
+
+def _gptq_config(common: _Common) -> dict[str, Any]:
+    if common.int8:
+        raise UnsupportedError("gptq: quantised activations have no place in it; export to compressed-tensors")
+    return {
+        "quant_method": "gptq",
+        "bits": common.bits,
+        "group_size": common.group_size,
+        "desc_act": common.act_order,
+        "sym": common.symmetric,
+        "lm_head": False,
+        "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
+    }
+
+
+def _compressed_config(common: _Common, source: ConvertedFolder) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": common.bits, "type": "int", "symmetric": common.symmetric, "dynamic": False}
+    if common.group_size == -1:
+        weights["strategy"] = "channel"
+    else:
+        weights |= {"strategy": "group", "group_size": common.group_size}
+    activations = None
+    if common.int8:
+        static = "a_scale" in dict(source.spec[next(iter(source))].buffers)
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not static}
+        activations["strategy"] = "tensor" if static else "token"
+    layout = "int-quantized" if common.int8 else "pack-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": layout}},
+        "ignore": list(source.spec.modules_to_not_convert),
+    }

@@ -1,0 +1,1 @@
+"""Quantises whole models, one decoder block in memory at a time."""

@@ -1,0 +1,200 @@
+"""A decoder of transformers whose weights are read block by block, and what its blocks are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass.errors import UnsupportedError
+from qcutlass.models.extras import import_transformers
+from qcutlass.models.sources import ModelSource
+
+
+class Call(NamedTuple):
+    """What a block gets beside the hidden states."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+class _Enough(Exception):
+    """The blocks that were to be recorded have been called."""
+
+
+class Decoder:
+    """A causal language model without weights, but for those of one block at a time.
+
+    Args:
+        source: of its weights, which become fp32.
+        device: where blocks run.
+
+    Attributes:
+        model: the module of transformers.
+        blocks: its decoder blocks.
+        prefix: their name, "model.layers".
+
+    Raises:
+        UnsupportedError: transformers is absent or does not know the model; it has no list of blocks.
+    """
+
+    def __init__(self, source: ModelSource, device: torch.device) -> None:
+        transformers = import_transformers("quantising a model")
+        self._source, self._device = source, device
+        values = dict(source.config)
+        kind = values.pop("model_type", None)
+        try:
+            config = transformers.AutoConfig.for_model(kind, **values)
+            with _parameters_on_meta():
+                self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        except (KeyError, ValueError) as error:
+            raise UnsupportedError(
+                f"model_type {kind!r}: transformers makes no causal model of it ({error})"
+            ) from error
+        self.prefix, self.blocks = _blocks(self.model)
+        self._base = f"{self.model.base_model_prefix}."
+
+    def linears(self, index: int) -> dict[str, nn.Linear]:
+        """The linear layers of a block, by their names inside it."""
+        return {name: module for name, module in self.blocks[index].named_modules() if type(module) is nn.Linear}
+
+    def stored_name(self, index: int, name: str) -> str:
+        """What the source calls a module or a parameter of a block."""
+        return self._resolve(f"{self.prefix}.{index}.{name}")
+
+    def _resolve(self, name: str) -> str:
+        known = (self._source.names, self._source.rest)
+        suffix = name.rpartition(".")[2]
+        for candidate in (name, name.removeprefix(self._base)):
+            stem = candidate.rpartition(".")[0]
+            if any(candidate in names for names in known) or (suffix in ("weight", "bias") and stem in known[0]):
+                return candidate
+        raise UnsupportedError(f"{name}: expected it in the checkpoint, as {type(self.model).__name__} has it")
+
+    def _value(self, name: str) -> Tensor:
+        stored = self._resolve(name)
+        module, _, suffix = stored.rpartition(".")
+        if module in self._source.names:
+            layer = self._source.layer(module)
+            value = layer.bias if suffix == "bias" else layer.dequantize(torch.float32)
+            if value is None:
+                raise UnsupportedError(f"{name}: expected it in the checkpoint; it is absent")
+        else:
+            value = self._source.tensor(stored)
+        return value.to(self._device, torch.float32)
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[nn.Module]:
+        """A block with its weights, which go when the context is left."""
+        block = self.blocks[index]
+        with self._loaded(block, f"{self.prefix}.{index}."):
+            yield block
+
+    @contextmanager
+    def _loaded(self, module: nn.Module, prefix: str, without: str | None = None) -> Iterator[None]:
+        parameters = [name for name, _ in module.named_parameters() if without is None or not name.startswith(without)]
+        try:
+            for name in parameters:
+                _set(module, name, nn.Parameter(self._value(prefix + name), requires_grad=False))
+            for name, buffer in list(module.named_buffers()):
+                if without is None or not name.startswith(without):
+                    _set(module, name, buffer.to(self._device))
+            yield
+        finally:
+            for name in parameters:
+                _set(module, name, nn.Parameter(torch.empty_like(module.get_parameter(name), device="meta"), False))
+
+    @torch.no_grad()
+    def inputs(self, ids: Tensor) -> tuple[list[Tensor], list[Call]]:
+        """What the first block gets for each row of `ids`, `[1, T, hidden]`, and the rest of each block's arguments.
+
+        All rows are of one length and without padding, so that these are the same for all rows.
+        """
+        base, name = self.model.base_model, self.prefix.removeprefix(self._base)
+        prefix = self._base if base is not self.model else ""
+        hidden: list[Tensor] = []
+        with self._loaded(base, prefix, without=f"{name}."):
+            for row in ids:
+                calls = self._record(base, row[None].to(self._device), stop=1)
+                hidden.append(calls[0][0])
+            with self.block(0) as block:
+                arguments, keywords = calls[0][1]
+                answer = block(hidden[0], *arguments, **keywords)
+            form = (lambda x: (x, *answer[1:])) if isinstance(answer, tuple) else (lambda x: x)
+            found = self._record(base, ids[:1].to(self._device), stop=len(self.blocks), form=form)
+        return hidden, [call for _, call in found]
+
+    def _record(
+        self, base: nn.Module, ids: Tensor, stop: int, form: Any = lambda hidden: hidden
+    ) -> list[tuple[Tensor, Call]]:
+        """Runs the model with blocks that do nothing; `form` is how they return hidden states."""
+        found: list[tuple[Tensor, Call]] = []
+
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            rest = dict(keywords)
+            hidden = arguments[0] if arguments else rest.pop("hidden_states")
+            found.append((hidden.clone(), Call(arguments[1:], rest)))
+            if len(found) == stop:
+                raise _Enough
+            return form(hidden)
+
+        try:
+            for block in self.blocks:
+                block.forward = forward
+            base(input_ids=ids, use_cache=False)
+        except _Enough:
+            return found
+        finally:
+            for block in self.blocks:
+                del block.forward
+        raise UnsupportedError(f"{type(self.model).__name__}: its blocks were not called one after the other")
+
+
+def run(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    """The hidden states that a block returns."""
+    answer = block(hidden, *call.arguments, **call.keywords)
+    result: Tensor = answer[0] if isinstance(answer, tuple) else answer
+    return result
+
+
+def _blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """The list of modules that holds most of the linear layers."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    counts = {
+        name: sum(type(inner) is nn.Linear for inner in found.modules())
+        if len({type(each) for each in found}) == 1
+        else 0
+        for name, found in lists.items()
+    }
+    best = max(counts, key=counts.__getitem__, default=None)
+    if best is None or counts[best] == 0:
+        raise UnsupportedError(f"{type(model).__name__}: it has no list of decoder blocks with torch.nn.Linear layers")
+    return best, lists[best]
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    tensors: dict[str, Any] = owner._parameters if last in owner._parameters else owner._buffers
+    tensors[last] = value
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have parameters without memory, and buffers with their values."""
+    module: Any = nn.Module
+    original = module.register_parameter
+
+    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        original(self, name, parameter)
+
+    module.register_parameter = register
+    try:
+        yield
+    finally:
+        module.register_parameter = original

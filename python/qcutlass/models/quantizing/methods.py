@@ -1,0 +1,229 @@
+"""What each method does to the layers of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass.algorithms import (
+    InputStatistics,
+    awq,
+    awq_scales,
+    gptq,
+    output_error,
+    round_to_nearest,
+    search_smoothing,
+)
+from qcutlass.algorithms.gptq import DAMPING
+from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
+from qcutlass.layers import WeightOnly
+from qcutlass.layers.loading import from_layer
+from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
+from qcutlass.quantizers import quantize_weights_int8
+
+METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")
+_ROWS: Final = 512  # of inputs that SmoothQuant looks at
+
+
+@dataclass(frozen=True)
+class Method:
+    """How layers are quantised.
+
+    Attributes:
+        name: "rtn", "gptq", "awq": weights alone; "smoothquant": int8 weights and activations, smoothed; "w8a8": the
+            same, not smoothed.
+        scheme: of weight-only methods; scales are float16 if it does not say.
+        clip: whether rtn and gptq search for clipped ranges.
+        damping, act_order: of gptq.
+        act_scale: whether layers that nothing can take factors for get an `act_scale` (awq) or `smooth` (smoothquant)
+            of their own; other formats have no place for them.
+    """
+
+    name: str = "gptq"
+    scheme: WeightOnly = field(default_factory=WeightOnly)
+    clip: bool = True
+    damping: float = DAMPING
+    act_order: bool = False
+    act_scale: bool = True
+
+    def __post_init__(self) -> None:
+        if self.name not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.name!r}")
+        if not isinstance(self.scheme, WeightOnly):
+            raise TypeError(f"scheme: expected a qcutlass.WeightOnly, got {type(self.scheme).__name__}")
+        if self.scheme.scale_dtype is None:
+            object.__setattr__(self, "scheme", replace(self.scheme, scale_dtype=torch.float16))
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.name in ("gptq", "awq", "smoothquant")
+
+    @property
+    def is_weight_only(self) -> bool:
+        return self.name in ("rtn", "gptq", "awq")
+
+
+@dataclass
+class BlockResult:
+    """A quantised block.
+
+    Attributes:
+        layers: by name in the block.
+        changed: norms' parameters that took factors, by name.
+        notes: of each layer: its relative output error, exponents, damping; for the user.
+    """
+
+    layers: dict[str, Layer] = field(default_factory=dict)
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    notes: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def record(
+    block: nn.Module, groups: Sequence[InputGroup], method: Method, samples: int, forward: Callable[[], None]
+) -> dict[str, InputStatistics]:
+    """Statistics of each group's input, by its first linear's name, while `forward` runs the block on all samples."""
+    rows = -(-_ROWS // samples) if method.name == "smoothquant" else 0
+    found: dict[str, InputStatistics] = {}
+    with ExitStack() as hooks:
+        for group in groups:
+            linear: Any = block.get_submodule(group.linears[0])
+            statistics = InputStatistics.empty(linear.in_features, linear.weight.device, rows)
+            found[group.linears[0]] = statistics
+
+            hooks.enter_context(linear.register_forward_pre_hook(_adder(statistics), with_kwargs=True))
+        forward()
+    return found
+
+
+def _adder(statistics: InputStatistics) -> Callable[..., None]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        statistics.add(input_of(arguments, keywords))
+
+    return hook
+
+
+@torch.no_grad()
+def quantize_block(
+    block: nn.Module,
+    groups: Sequence[InputGroup],
+    statistics: Mapping[str, InputStatistics],
+    method: Method,
+    progress: Callable[[str], None],
+) -> BlockResult:
+    """Quantises the layers of all groups; folds factors into the block's other layers first.
+
+    Args:
+        block: with fp32 weights; what takes factors is changed.
+        groups: whose layers are quantised.
+        statistics: of `record`; not needed by rtn and w8a8.
+        progress: called with the name of each finished layer.
+    """
+    result = BlockResult()
+    factors = {group: _fold(block, group, statistics, method, result) for group in groups if method.name in _FACTORS}
+    for group in groups:
+        found = statistics.get(group.linears[0])
+        own, folded = factors.get(group, (None, None))
+        if found is not None and folded is not None:
+            found = found.divided(folded)
+        for name in group.linears:
+            linear: Any = block.get_submodule(name)
+            bias = None if linear.bias is None else linear.bias.detach().clone()
+            layer, notes = _quantize(linear.weight.detach(), bias, own, found, method)
+            result.layers[name] = layer
+            result.notes[name] = {**result.notes.get(name, {}), **notes}
+            progress(name)
+    return result
+
+
+_FACTORS: Final = ("awq", "smoothquant")
+
+
+def _fold(
+    block: nn.Module,
+    group: InputGroup,
+    statistics: Mapping[str, InputStatistics],
+    method: Method,
+    result: BlockResult,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Multiplies a group's columns by factors that are searched; (the layers' own part, all) of them."""
+    if group.previous is None and not method.act_scale:
+        return None, None
+    linears: list[Any] = [block.get_submodule(name) for name in group.linears]
+    weights = [linear.weight.detach() for linear in linears]
+    found = statistics[group.linears[0]]
+    if method.name == "awq":
+        chosen = awq_scales(weights, found, method.scheme)
+        factors, exponent = (chosen.scales if chosen.exponent else None), chosen.exponent
+    else:
+        smoothing = search_smoothing(weights, found)
+        factors, exponent = smoothing.factors, smoothing.alpha or 0.0
+    for name in group.linears:
+        result.notes[name] = {"exponent": exponent}
+    if factors is None:
+        return None, None
+    for weight in weights:
+        weight.mul_(factors)
+    if group.previous is None:
+        return factors, factors
+    previous = block.get_submodule(group.previous)
+    divide(previous, factors)
+    if type(previous) is not nn.Linear:
+        result.changed |= {f"{group.previous}.{name}": value.detach() for name, value in previous.named_parameters()}
+    return None, factors
+
+
+def _quantize(
+    weight: Tensor, bias: Tensor | None, own: Tensor | None, statistics: InputStatistics | None, method: Method
+) -> tuple[Layer, dict[str, float]]:
+    """One layer, whose weights have been multiplied by the factors; `own`: those that it divides its input by."""
+    notes: dict[str, float] = {}
+    if not method.is_weight_only:
+        w_q, w_scale = quantize_weights_int8(weight)
+        return Int8Linear(w_q, w_scale, bias=bias, smooth=own), notes
+    perm = None
+    if method.name == "rtn":
+        quantized = round_to_nearest(weight, method.scheme, clip=method.clip)
+    else:
+        assert statistics is not None
+        moment = statistics.second_moment
+        if method.name == "gptq":
+            found = gptq(
+                weight, moment, method.scheme, damping=method.damping, act_order=method.act_order, clip=method.clip
+            )
+            quantized, perm = found.weight, found.perm
+            notes["damping"] = found.damping
+        else:
+            quantized = awq(weight, moment, method.scheme)
+    layer = CanonicalLinear(quantized, bias, perm, None if own is None else own.reciprocal())
+    if statistics is not None:
+        zero = torch.zeros_like(weight)
+        error = output_error(weight, layer.dequantize(torch.float32), statistics.second_moment)
+        notes["error"] = error / max(output_error(weight, zero, statistics.second_moment), 1e-30)
+    return layer, notes
+
+
+@contextmanager
+def in_place(block: nn.Module, layers: Mapping[str, Layer]) -> Iterator[None]:
+    """Has a block compute with quantised layers, in fp32: dequantised weights, or int8 layers for a while."""
+    before: dict[str, nn.Module] = {}
+    try:
+        for name, layer in layers.items():
+            linear: Any = block.get_submodule(name)
+            if isinstance(layer, Int8Linear):
+                before[name] = linear
+                block.set_submodule(name, from_layer(layer, name))
+                continue
+            weight = layer.dequantize(torch.float32)
+            if isinstance(layer, CanonicalLinear) and layer.act_scale is not None:
+                weight *= layer.act_scale
+            with torch.no_grad():
+                linear.weight.copy_(weight)
+        yield
+    finally:
+        for name, linear in before.items():
+            block.set_submodule(name, linear)

@@ -1,0 +1,296 @@
+"""Quantises a whole model into a converted folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from qcutlass._validation import check_integer, check_tensor
+from qcutlass.errors import CheckpointError
+from qcutlass.formats import Layer
+from qcutlass.layers.replace import check_skip
+from qcutlass.models.conversion import SHARD_BYTES, SKIPPED, Progress, check_places, is_kept, write_folder
+from qcutlass.models.converted import ConvertedFolder
+from qcutlass.models.quantizing.decoder import Call, Decoder, run
+from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
+from qcutlass.models.quantizing.wiring import InputGroup, find_groups
+from qcutlass.models.quantizing.work import Work, work_folder
+from qcutlass.models.replacing import new_folder
+from qcutlass.models.sources import ModelSource, open_source
+
+_VERSION = 1  # of the work folder
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What `quantize_model` did.
+
+    Attributes:
+        layers: how many were quantised.
+        weights: how many numbers these hold.
+        size: bytes of all tensors.
+        files: names of the files with tensors, and of their index.
+        resumed: how many blocks an earlier run had finished.
+        notes: by layer: `error`, of its outputs over their size (both squared); `exponent` of AWQ or SmoothQuant;
+            `damping` of GPTQ.
+    """
+
+    layers: int
+    weights: int
+    size: int
+    files: list[str]
+    resumed: int
+    notes: dict[str, dict[str, float]]
+
+
+def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Tensor:
+    """Windows of a text, at places chosen at random by `seed`, which may overlap.
+
+    Args:
+        ids: int64 `[tokens]`.
+
+    Returns:
+        int64 `[samples, seqlen]`.
+
+    Raises:
+        ValueError: the text has less than `seqlen` tokens.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.models import calibration_windows
+        >>> calibration_windows(torch.arange(100), samples=4, seqlen=16, seed=0).shape
+        torch.Size([4, 16])
+    """
+    check_integer("samples", samples, minimum=1)
+    check_integer("seqlen", seqlen, minimum=1)
+    if len(ids) < seqlen:
+        raise ValueError(f"calibration: expected a text of at least {seqlen} tokens, got {len(ids)}; take a longer one")
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(ids) - seqlen + 1, (samples,), generator=generator)
+    return ids[starts[:, None] + torch.arange(seqlen)]
+
+
+class _Overlay(ModelSource):
+    """A source with the quantised layers, and the norms that took factors, in place of its own."""
+
+    def __init__(self, source: ModelSource, work: Work) -> None:
+        self._source, self._work = source, work
+        self.checkpoint, self.config = source.checkpoint, source.config
+        self.names, self.rest = source.names, source.rest
+
+    def layer(self, name: str) -> Layer:
+        return self._work.layer(name) or self._source.layer(name)
+
+    def tensor(self, name: str) -> Tensor:
+        found = self._work.tensor(name)
+        return self._source.tensor(name) if found is None else found
+
+    def write_files(self, folder: Path) -> None:
+        self._source.write_files(folder)
+
+
+def quantize_model(
+    source: str | PathLike[str],
+    destination: str | PathLike[str],
+    method: Method | str = "gptq",
+    *,
+    calibration: Tensor | None = None,
+    skip: Sequence[str] = SKIPPED,
+    device: str | torch.device = "cpu",
+    format: str = "auto",
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Quantization:
+    """Quantises the linear layers of a decoder's blocks, and writes a folder as `qcutlass.models.convert` does.
+
+    One block is in memory at a time: its layers see what the quantised blocks before it make of the calibration tokens.
+    What a finished block has become is kept in `<destination>.work`; the same call goes on from there after a kill, and
+    gives the same bytes. The destination appears as a whole, and the folder with the work goes.
+
+    Args:
+        source: a folder with `config.json` and safetensors files, or a GGUF file, of a decoder that transformers knows.
+        destination: a folder that is made.
+        method: a `Method`, or the name of one.
+        calibration: int64 `[samples, tokens]`, see `calibration_windows`; needed by gptq, awq and smoothquant.
+        skip: layers to leave alone: names, their last parts, or patterns of either.
+        device: where blocks run and are quantised, in fp32.
+        format, config: of the source, as for `qcutlass.formats.load`.
+        overwrite: replaces a converted folder.
+        restart: removes what another run has left in `<destination>.work`.
+        shard_bytes: largest size of a file.
+        progress: called with what is done, how many steps of the present stage are, and of how many.
+
+    Raises:
+        FileExistsError: `destination` is there and not to be overwritten, or the folder of the work is another run's.
+        UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise.
+        TypeError, ValueError: options; calibration is missing; or as for `convert`.
+        CheckpointError, OSError: as for `convert`.
+    """
+    chosen = Method(method) if isinstance(method, str) else method
+    if not isinstance(chosen, Method):
+        raise TypeError(f"method: expected a Method or its name, got {type(method).__name__}")
+    check_skip(skip)
+    check_integer("shard_bytes", shard_bytes, minimum=1)
+    ids = _checked_calibration(calibration, chosen)
+    old, new = Path(source), Path(destination)
+    check_places(old, new, overwrite)
+    opened = open_source(old, format, config)
+    report = progress or (lambda name, count, total: None)
+    with work_folder(new, _description(old, chosen, ids, skip, torch.device(device)), restart) as work:
+        resumed = _Run(opened, work, chosen, ids, skip, torch.device(device), report).all()
+        work.open()
+        overlay = _Overlay(opened, work)
+        with new_folder(new, overwrite) as folder:
+            done = write_folder(
+                overlay,
+                overlay.layer,
+                folder,
+                shard_bytes,
+                lambda name, count, total: report(f"writing {name}", count, total),
+            )
+            ConvertedFolder(folder)
+        notes = work.notes
+    return Quantization(done.layers, done.weights, done.size, done.files, resumed, notes)
+
+
+def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor | None:
+    if not method.needs_calibration:
+        return None
+    if calibration is None:
+        raise ValueError(f"calibration: {method.name} needs tokens [samples, tokens]; see calibration_windows")
+    check_tensor("calibration", calibration, (torch.int64,))
+    if calibration.dim() != 2 or not calibration.numel():
+        raise ValueError(f"calibration: expected [samples, tokens], got {list(calibration.shape)}")
+    return calibration
+
+
+def _description(
+    source: Path, method: Method, ids: Tensor | None, skip: Sequence[str], device: torch.device
+) -> dict[str, Any]:
+    """What makes a run, for its folder."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    options = asdict(method)
+    options["scheme"]["scale_dtype"] = str(method.scheme.scale_dtype)
+    return {
+        "version": _VERSION,
+        "source": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.is_file()],
+        "method": options,
+        "calibration": None if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "skip": list(skip),
+        "device": device.type,
+        "torch": torch.__version__,
+    }
+
+
+class _Run:
+    """One run through the blocks."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        work: Work,
+        method: Method,
+        ids: Tensor | None,
+        skip: Sequence[str],
+        device: torch.device,
+        report: Progress,
+    ) -> None:
+        self._source, self._work, self._method, self._ids, self._report = source, work, method, ids, report
+        self._decoder = Decoder(source, device)
+        self._device = device
+        self._names = [
+            [
+                name
+                for name in self._decoder.linears(index)
+                if not is_kept(f"{self._decoder.prefix}.{index}.{name}", skip)
+            ]
+            for index in range(len(self._decoder.blocks))
+        ]
+        if not any(self._names):
+            raise ValueError("skip: no linear layer of the blocks is left to quantise")
+        passes = 0 if ids is None else 2 * len(ids)
+        self._steps = [passes + len(names) for names in self._names]
+        self._done = 0
+        self._groups: dict[tuple[Any, ...], list[InputGroup]] = {}
+
+    def all(self) -> int:
+        """Quantises what an earlier run has not; how many blocks it had finished."""
+        first = self._work.finished()
+        self._done = sum(self._steps[:first])
+        if first == len(self._names):
+            return first
+        hidden: list[Tensor] = []
+        calls: list[Call] = []
+        if self._ids is not None:
+            self._report("embeddings", self._done, sum(self._steps))
+            hidden, calls = self._decoder.inputs(self._ids)
+            if first:
+                hidden = [row[None] for row in self._work.state(first - 1).to(self._device)]
+        for index in range(first, len(self._names)):
+            self._block(index, hidden, calls[index] if calls else None)
+        return first
+
+    def _step(self, what: str) -> None:
+        self._done += 1
+        self._report(what, self._done, sum(self._steps))
+
+    def _block(self, index: int, hidden: list[Tensor], call: Call | None) -> None:
+        with self._decoder.block(index) as block, torch.no_grad():
+            groups = [InputGroup((name,), None) for name in self._names[index]]
+            statistics = {}
+            if call is not None:
+                groups = self._wiring(index, block, hidden[0], call)
+
+                def forward() -> None:
+                    for x in hidden:
+                        run(block, x, call)
+                        self._step(f"block {index}: statistics")
+
+                statistics = record(block, groups, self._method, len(hidden), forward)
+            found = quantize_block(
+                block, groups, statistics, self._method, lambda name: self._step(f"block {index}: {name}")
+            )
+            del statistics
+            self._keep_types(index, block, found)
+            if call is not None:
+                with in_place(block, found.layers):
+                    for i, x in enumerate(hidden):
+                        hidden[i] = run(block, x, call)
+                        self._step(f"block {index}: outputs")
+                        if not bool(hidden[i].isfinite().all()):
+                            raise CheckpointError(f"{self._decoder.prefix}.{index}: its output is not finite")
+        state = torch.cat(hidden) if hidden and index + 1 < len(self._names) else None
+        layers, changed, notes = found.layers, found.changed, found.notes
+        self._work.add(
+            index, self._stored(index, layers), self._stored(index, changed), state, self._stored(index, notes)
+        )
+
+    def _stored(self, index: int, values: Mapping[str, _Value]) -> dict[str, _Value]:
+        """By the source's names."""
+        return {self._decoder.stored_name(index, name): value for name, value in values.items()}
+
+    def _wiring(self, index: int, block: torch.nn.Module, hidden: Tensor, call: Call) -> list[InputGroup]:
+        """Looked for once for all blocks of one kind."""
+        kinds = tuple((name, type(module), tuple(module._parameters)) for name, module in block.named_modules())
+        key = (*kinds, *self._names[index])
+        if key not in self._groups:
+            self._groups[key] = find_groups(block, self._names[index], hidden, lambda x: run(block, x, call))
+        return self._groups[key]
+
+    def _keep_types(self, index: int, block: torch.nn.Module, found: BlockResult) -> None:
+        """Rounds what took factors to the type that it is stored in."""
+        for name, value in found.changed.items():
+            dtype = self._source.tensor(self._decoder.stored_name(index, name)).dtype
+            found.changed[name] = value.to(dtype)
+            block.get_parameter(name).copy_(found.changed[name])

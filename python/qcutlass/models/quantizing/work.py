@@ -1,0 +1,207 @@
+"""The folder beside the destination in which a run keeps what it has finished, so that it can go on after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qcutlass.errors import CheckpointError
+from qcutlass.formats import CanonicalLinear, FloatLinear, Int8Linear, Layer
+from qcutlass.formats.config import read_json
+from qcutlass.formats.source import SafetensorsSource
+from qcutlass.models.shards import sync, write_json
+from qcutlass.quantization import QuantizedTensor
+
+MANIFEST: Final = "manifest.json"
+_STATE: Final = "state"
+_OPTIONAL: Final = {"canonical": ("zeros", "bias", "perm", "act_scale"), "int8": ("bias", "smooth", "input_scale")}
+
+
+class Work:
+    """Finished blocks of one run.
+
+    A block is finished when its record is written, which names the files of its layers and of the hidden states behind
+    it with their digests; both are on the disk by then. The states before it are removed after that.
+
+    Args:
+        folder: that is there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._source: SafetensorsSource | None = None
+        self._layers: dict[str, dict[str, Any]] = {}
+        self._changed: set[str] = set()
+
+    def _record(self, index: int) -> Path:
+        return self.folder / f"block-{index:05}.json"
+
+    def finished(self) -> int:
+        """How many blocks are done, from the first on, with files as they were written; what follows is removed."""
+        count = 0
+        while self._is_whole(count):
+            count += 1
+        states = read_json(self._record(count - 1))["files"] if count else {}
+        if any(name.startswith(_STATE) and _digest(self.folder / name) != states[name] for name in states):
+            count = 0  # the way on needs them
+        kept = {MANIFEST, *(name for name in states if count)}
+        for index in range(count):
+            kept |= {self._record(index).name, f"block-{index:05}.safetensors"}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        return count
+
+    def _is_whole(self, index: int) -> bool:
+        """Whether the layers of a block are there; states are those of the last one alone."""
+        if not self._record(index).is_file():
+            return False
+        try:
+            files = read_json(self._record(index))["files"]
+        except (CheckpointError, KeyError):
+            return False
+        return all(_digest(self.folder / name) == value for name, value in files.items() if not name.startswith(_STATE))
+
+    def add(
+        self,
+        index: int,
+        layers: Mapping[str, Layer],
+        changed: Mapping[str, Tensor],
+        state: Tensor | None,
+        notes: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Keeps a block: its layers and other changed tensors, by their names in the source; the states behind it."""
+        tensors, described = dict(changed), {}
+        for name, layer in layers.items():
+            parts, described[name] = _parts(layer)
+            tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        files = {f"block-{index:05}.safetensors": tensors}
+        if state is not None:
+            files[f"{_STATE}-{index:05}.safetensors"] = {_STATE: state}
+        digests = {}
+        for name, values in files.items():
+            partial = self.folder / f"{name}.partial"
+            save_file({key: value.contiguous().cpu() for key, value in values.items()}, partial)
+            sync(partial)
+            digests[name] = _digest(partial)
+            partial.rename(self.folder / name)
+        partial = self.folder / "record.partial"
+        write_json(partial, {"files": digests, "layers": described, "changed": list(changed), "notes": notes})
+        partial.rename(self._record(index))
+        sync(self.folder)
+        with suppress(FileNotFoundError):
+            (self.folder / f"{_STATE}-{index - 1:05}.safetensors").unlink()
+
+    def state(self, index: int) -> Tensor:
+        """The hidden states behind a block, the last finished one."""
+        return SafetensorsSource([self.folder / f"{_STATE}-{index:05}.safetensors"]).read(_STATE)
+
+    def open(self) -> None:
+        """Makes the layers of all finished blocks readable."""
+        records = [read_json(path) for path in sorted(self.folder.glob("block-*.json"))]
+        self._layers = {name: entry for record in records for name, entry in record["layers"].items()}
+        self._changed = {name for record in records for name in record["changed"]}
+        self._source = SafetensorsSource(sorted(self.folder.glob("block-*.safetensors")))
+
+    @property
+    def notes(self) -> dict[str, dict[str, float]]:
+        """What is to be told of each layer."""
+        found: dict[str, dict[str, float]] = {}
+        for path in sorted(self.folder.glob("block-*.json")):
+            found |= read_json(path)["notes"]
+        return found
+
+    def layer(self, name: str) -> Layer | None:
+        """A quantised layer by its name in the source; None if it is none."""
+        described = self._layers.get(name)
+        if described is None or self._source is None:
+            return None
+        source = self._source
+        parts = {part: source.read(f"{name}.{part}") for part in described["parts"]}
+        codes, scales = parts.pop("codes"), parts.pop("scales")
+        if described["kind"] == "int8":
+            return Int8Linear(codes, scales, **parts)
+        zeros = parts.pop("zeros", None)
+        weight = QuantizedTensor(codes, scales, zeros, described["bits"], described["group_size"])
+        return CanonicalLinear(weight, **parts)
+
+    def tensor(self, name: str) -> Tensor | None:
+        """Another tensor that was changed; None if this one was not."""
+        return self._source.read(name) if name in self._changed and self._source is not None else None
+
+
+def _parts(layer: Layer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a layer, and what they do not say."""
+    assert not isinstance(layer, FloatLinear)
+    if isinstance(layer, Int8Linear):
+        kind, held, described = "int8", {**vars(layer)}, {}
+    else:
+        weight = layer.weight
+        kind, held = "canonical", {**vars(layer), **vars(weight)}
+        described = {"bits": weight.bits, "group_size": weight.group_size}
+    parts = {name: held[name] for name in ("codes", "scales", *_OPTIONAL[kind]) if held[name] is not None}
+    return parts, {"kind": kind, "parts": list(parts), **described}
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file; empty if it is absent."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(1 << 22):
+                digest.update(part)
+    except FileNotFoundError:
+        return ""
+    return digest.hexdigest()
+
+
+@contextmanager
+def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Iterator[Work]:
+    """The folder `<destination>.work` of a run; removed when the block ends, kept when it is left by an error.
+
+    Args:
+        run: what makes a run: of another one nothing may be taken over.
+        restart: removes what an earlier run has left.
+
+    Raises:
+        FileExistsError: another process uses it, or it is another run's.
+    """
+    folder = destination.parent / f"{destination.name}.work"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileExistsError(f"{folder}: another process is working there") from error
+        manifest, wanted = folder / MANIFEST, json.loads(json.dumps(run))
+        if restart:
+            for path in folder.iterdir():
+                path.unlink()
+        if manifest.is_file():
+            found = read_json(manifest)
+            differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+            if differing:
+                raise FileExistsError(
+                    f"{folder}: left by a run with another {', '.join(differing)}; pass restart=True (--restart) to "
+                    "remove it, or finish that run"
+                )
+        elif any(folder.iterdir()):
+            raise FileExistsError(f"{folder}: holds files that no run has left; move them away")
+        else:
+            write_json(folder / f"{MANIFEST}.partial", wanted)
+            (folder / f"{MANIFEST}.partial").rename(manifest)
+        yield Work(folder)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)

@@ -1,0 +1,159 @@
+"""Converted folders in the formats of others: read back by our loaders, and by compressed-tensors' own code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcutlass
+from qcutlass import UnsupportedError, WeightOnly, formats, models
+
+pytest.importorskip("transformers", reason="needs transformers")
+from tests.python.models.quantizations import calibration, make
+from tests.python.models.test_quantizing import loaded
+
+METHODS = {
+    "asymmetric": models.Method("rtn", WeightOnly(4, 32)),
+    "symmetric": models.Method("rtn", WeightOnly(4, 64, True)),
+    "act-order": models.Method("gptq", WeightOnly(4, 32), act_order=True),
+    "channels": models.Method("awq", WeightOnly(8, None), act_scale=False),
+    "int8": models.Method("smoothquant", act_scale=False),
+}
+UNSUPPORTED = [("int8", "gptq"), ("act-order", "compressed-tensors")]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """quantized(name): a folder of one of METHODS."""
+    root = tmp_path_factory.mktemp("exporting")
+    model = make("llama-mha", 0)
+    model.save_pretrained(root / "source")
+    (root / "source" / "tokenizer.json").write_text("{}")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            models.quantize_model(root / "source", root / name, METHODS[name], calibration=calibration(0))
+        return root / name
+
+    return folder
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    converted = models.ConvertedFolder(folder)
+    return {name: models.weights_of(converted[name]) for name in converted}
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [(name, to) for name in METHODS for to in models.EXPORTS if (name, to) not in UNSUPPORTED],
+)
+def test_what_is_exported_is_read_back_bit_for_bit(name: str, to: str, quantized: Any, tmp_path: Path) -> None:
+    source, out = quantized(name), tmp_path / "out"
+    expected = weights(source)
+    assert models.export_model(source, out, to) == len(expected) == 21
+    checkpoint = formats.load(out)
+    assert checkpoint.format == to
+    for layer, weight in expected.items():
+        assert torch.equal(checkpoint[layer].dequantize(torch.float32), weight), layer
+    assert (out / "tokenizer.json").read_text() == "{}"
+    models.convert(out, tmp_path / "again", verify=True)
+    again = weights(tmp_path / "again")
+    assert all(torch.equal(again[layer], weight) for layer, weight in expected.items())
+    ids = calibration(1)
+    with torch.no_grad():
+        assert torch.equal(loaded(tmp_path / "again")(ids).logits, loaded(source)(ids).logits)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "act-order"])
+def test_compressed_tensors_reads_the_same_weights(name: str, quantized: Any, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file
+
+    source, out = quantized(name), tmp_path / "out"
+    models.export_model(source, out, "compressed-tensors")
+    described = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(described)
+    scheme = config.config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    tensors = load_file(out / "model.safetensors")
+    for layer, weight in weights(source).items():
+        state = {key.rpartition(".")[2]: value for key, value in tensors.items() if key.rpartition(".")[0] == layer}
+        state.pop("bias", None)
+        found = compressor.decompress(state, scheme)["weight"]
+        dtype = found.dtype  # that of the scales, in which it multiplies
+        assert torch.equal(found, weight.to(dtype)), layer
+
+
+def test_gptq_says_what_it_is(quantized: Any, tmp_path: Path) -> None:
+    models.export_model(quantized("symmetric"), tmp_path / "v1", "gptq")
+    models.export_model(quantized("act-order"), tmp_path / "v2", "gptq", shard_bytes=50_000)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("v1", "v2")]
+    first, second = (config["quantization_config"] for config in configs)
+    assert configs[0]["model_type"] == "llama"
+    assert (first["checkpoint_format"], first["sym"], first["desc_act"], first["group_size"]) == (
+        "gptq",
+        True,
+        False,
+        64,
+    )
+    assert (second["checkpoint_format"], second["sym"], second["desc_act"]) == ("gptq_v2", False, True)
+    assert len(list((tmp_path / "v2").glob("model-*.safetensors"))) > 1
+    layer = formats.load(tmp_path / "v2")["model.layers.0.self_attn.q_proj"]
+    assert isinstance(layer, formats.CanonicalLinear)
+    assert layer.perm is not None
+
+
+def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> None:
+    def refused(message: str, source: Path, to: str) -> None:
+        with pytest.raises(UnsupportedError, match=message):
+            models.export_model(source, tmp_path / "out", to)
+        assert not (tmp_path / "out").exists()
+
+    refused("gptq: quantised activations have no place in it", quantized("int8"), "gptq")
+    refused("has given up act-order", quantized("act-order"), "compressed-tensors")
+    root = quantized("symmetric").parent
+    ragged = models.Method("rtn", WeightOnly(4, 48))
+    models.quantize_model(root / "source", tmp_path / "ragged", ragged)
+    refused("takes group sizes that divide K = 128, got 48", tmp_path / "ragged", "compressed-tensors")
+    assert models.export_model(tmp_path / "ragged", tmp_path / "whole", "gptq") == 21
+    wide = models.Method("rtn", WeightOnly(4, 32, scale_dtype=torch.float32))
+    models.quantize_model(root / "source", tmp_path / "wide", wide)
+    refused("expected scales of 16 bits, got float32 ones", tmp_path / "wide", "gptq")
+
+    make("llama", 0).save_pretrained(tmp_path / "grouped")  # of whose heads several share keys and values
+    models.quantize_model(tmp_path / "grouped", tmp_path / "scaled", "awq", calibration=calibration(0))
+    names = [name for name, layer in models.ConvertedFolder(tmp_path / "scaled").items() if layer.act_scale is not None]
+    assert names
+    assert all(name.endswith("o_proj") for name in names)
+    refused(r"o_proj: it scales its own activations \(act_scale\)", tmp_path / "scaled", "gptq")
+    with pytest.raises(ValueError, match="format: expected one of gptq, compressed-tensors, got 'awq'"):
+        models.export_model(quantized("symmetric"), tmp_path / "out", "awq")
+
+
+def test_only_what_export_made_is_replaced(quantized: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    models.export_model(quantized("symmetric"), out, "gptq")
+    with pytest.raises(FileExistsError, match="overwrite"):
+        models.export_model(quantized("symmetric"), out, "compressed-tensors")
+    models.export_model(quantized("symmetric"), out, "compressed-tensors", overwrite=True)
+    assert formats.detect(out) == "compressed-tensors"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    with pytest.raises(ValueError, match="remove it yourself"):
+        models.export_model(quantized("symmetric"), tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "notes").read_text() == "x"
+
+
+def test_an_exported_layer_multiplies_as_before(quantized: Any, tmp_path: Path) -> None:
+    models.export_model(quantized("act-order"), tmp_path / "out", "gptq")
+    name, x = "model.layers.1.mlp.down_proj", torch.randn(5, 128)
+    ours = qcutlass.QuantLinear.from_checkpoint(quantized("act-order"), name)
+    theirs = qcutlass.QuantLinear.from_checkpoint(tmp_path / "out", name)
+    assert torch.equal(ours(x), theirs(x))

@@ -1,0 +1,315 @@
+"""Whole models quantised block by block: what the driver finds in a block, what it writes, and runs that end early."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcutlass import UnsupportedError, WeightOnly, models
+from qcutlass.algorithms import InputStatistics, gptq, round_to_nearest
+from qcutlass.layers import Int8Linear, WeightOnlyLinear
+from qcutlass.models.quantizing.wiring import InputGroup, divide, find_groups
+from qcutlass.testing import quantizing
+
+pytest.importorskip("transformers", reason="needs transformers")
+from tests.python.models.quantizations import KINDS, calibration, make
+
+KILLS = int(os.environ.get("QCUTLASS_KILLS", 5))
+LLAMA = [
+    InputGroup(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
+    InputGroup(("self_attn.o_proj",), None),
+    InputGroup(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
+    InputGroup(("mlp.down_proj",), "mlp.up_proj"),
+]
+WIRING = {
+    "llama": LLAMA,
+    "qwen2": [LLAMA[0], InputGroup(("self_attn.o_proj",), "self_attn.v_proj"), *LLAMA[2:]],
+    "llama-mha": [LLAMA[0], InputGroup(("self_attn.o_proj",), "self_attn.v_proj"), *LLAMA[2:]],
+    "opt": [
+        InputGroup(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn_layer_norm"),
+        InputGroup(("self_attn.out_proj",), "self_attn.v_proj"),
+        InputGroup(("fc1",), "final_layer_norm"),
+        InputGroup(("fc2",), "fc1"),  # ReLU
+    ],
+    "gpt_neox": [
+        InputGroup(("attention.query_key_value",), "input_layernorm"),
+        InputGroup(("attention.dense",), None),
+        InputGroup(("mlp.dense_h_to_4h",), "post_attention_layernorm"),
+        InputGroup(("mlp.dense_4h_to_h",), None),  # GELU
+    ],
+}
+
+
+def block_of(model: Any, index: int = 1) -> tuple[Any, Tensor, Callable[[Tensor], Tensor]]:
+    """A block of a model in memory, an input of it, and what it gives for one."""
+    blocks = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
+    seen: list[Any] = []
+    hook = blocks[index].register_forward_pre_hook(
+        lambda module, arguments, keywords: seen.append((arguments, keywords)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(calibration(0)[:1], use_cache=False)
+    hook.remove()
+    (hidden, *rest), keywords = seen[0]
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            answer = blocks[index](x, *rest, **keywords)
+        return answer[0] if isinstance(answer, tuple) else answer
+
+    return blocks[index], hidden, run
+
+
+def linears_of(block: Any) -> list[str]:
+    return [name for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wiring_of_a_block_is_found(kind: str, seed: int) -> None:
+    block, hidden, run = block_of(make(kind, seed))
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    assert find_groups(block, linears_of(block), hidden, run) == WIRING[kind]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_of_any_size_keep_the_function(kind: str, seed: int) -> None:
+    block, hidden, run = block_of(make(kind, seed))
+    expected = run(hidden) - hidden
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for group in WIRING[kind]:
+            linears = [block.get_submodule(name) for name in group.linears]
+            factors = (4 * torch.rand(linears[0].in_features, generator=generator) - 2).exp()
+            if group.previous is not None:
+                divide(block.get_submodule(group.previous), factors)
+                for linear in linears:
+                    linear.weight.mul_(factors)
+    assert quantizing.relative_norm(run(hidden) - hidden, expected) <= quantizing.FOLDING
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    import qcutlass.models.transformers  # noqa: F401  # registers the quantiser
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["rtn", "gptq", "awq", "smoothquant", "w8a8"])
+def test_a_quantised_model_is_loaded(kind: str, name: str, seed: int, tmp_path: Path) -> None:
+    model, ids = make(kind, seed), calibration(seed)
+    model.save_pretrained(tmp_path / "source")
+    calls: list[tuple[str, int, int]] = []
+    found = models.quantize_model(
+        tmp_path / "source",
+        tmp_path / "new",
+        models.Method(name, WeightOnly(8, 32)),
+        calibration=ids,
+        progress=lambda *call: calls.append(call),
+    )
+    linears = len(linears_of(block_of(model)[0]))
+    assert (found.layers, found.resumed) == (3 * linears, 0)
+    quantized = loaded(tmp_path / "new")
+    layers = [each for each in quantized.modules() if isinstance(each, WeightOnlyLinear | Int8Linear)]
+    assert len(layers) == 3 * linears
+    factors = [getattr(each, "act_scale" if name == "awq" else "smooth", None) for each in layers]
+    alone = sum(group.previous is None for group in WIRING[kind])
+    assert sum(each is not None for each in factors) <= (3 * alone if name in ("awq", "smoothquant") else 0)
+    with torch.no_grad():
+        error = quantizing.relative_norm(quantized(ids).logits, model(ids).logits)
+    assert error < (0.05 if name in ("rtn", "gptq", "awq") else 0.15)
+    steps = [done for what, done, total in calls if what.startswith("block")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert calls[0][2] == len(steps)
+    assert not (tmp_path / "new.work").exists()
+
+
+def test_methods_beat_rounding_to_nearest(seed: int, tmp_path: Path) -> None:
+    model, ids = make("llama", seed, initializer_range=0.05), calibration(seed, 32, 32)
+    model.save_pretrained(tmp_path / "source")
+    with torch.no_grad():
+        expected = model(ids).logits
+    errors = {}
+    for name, options in {"rtn": {}, "gptq": {}, "act-order": {"act_order": True}, "awq": {}}.items():
+        method = models.Method("gptq" if name == "act-order" else name, WeightOnly(4, 32, True), **options)
+        models.quantize_model(tmp_path / "source", tmp_path / name, method, calibration=ids)
+        with torch.no_grad():
+            errors[name] = quantizing.relative_norm(loaded(tmp_path / name)(ids).logits, expected)
+    assert errors["gptq"] < 0.8 * errors["rtn"], errors
+    assert errors["act-order"] < 0.8 * errors["rtn"], errors
+    assert errors["awq"] < errors["rtn"], errors
+
+
+def test_each_block_sees_what_the_quantised_ones_before_it_give(seed: int, tmp_path: Path) -> None:
+    """The same by the whole model in memory, without the driver."""
+    model, ids, scheme = make("qwen2", seed), calibration(seed), WeightOnly(4, 32, scale_dtype=torch.float16)
+    model.save_pretrained(tmp_path / "source")
+    models.quantize_model(tmp_path / "source", tmp_path / "new", models.Method("gptq", scheme), calibration=ids)
+    folder = models.ConvertedFolder(tmp_path / "new")
+    for index, block in enumerate(model.model.layers):
+        found = {}
+        for name in linears_of(block):
+            statistics = InputStatistics.empty(block.get_submodule(name).in_features)
+            hook = block.get_submodule(name).register_forward_pre_hook(
+                lambda module, arguments, into=statistics: into.add(arguments[0])
+            )
+            with torch.no_grad():
+                for row in ids:
+                    model(row[None], use_cache=False)
+            hook.remove()
+            found[name] = gptq(block.get_submodule(name).weight, statistics.second_moment, scheme).weight
+        for name, quantized in found.items():
+            written = models.weights_of(folder[f"model.layers.{index}.{name}"])
+            assert torch.equal(written, quantized.dequantize(torch.float32)), (index, name)
+            block.get_submodule(name).weight.data = written
+
+
+def test_layers_to_skip_stay_floats(seed: int, tmp_path: Path) -> None:
+    model = make("llama", seed)
+    model.half().save_pretrained(tmp_path / "source")
+    method = models.Method("awq", WeightOnly(4, 32))
+    found = models.quantize_model(
+        tmp_path / "source", tmp_path / "new", method, calibration=calibration(seed), skip=["up_proj", "*.2.*"]
+    )
+    assert found.layers == 2 * 6
+    folder = models.ConvertedFolder(tmp_path / "new")
+    for name in ("model.layers.1.mlp.up_proj", "model.layers.2.self_attn.q_proj"):
+        assert name in folder.spec.modules_to_not_convert
+    written = folder.tensor("model.layers.2.self_attn.q_proj.weight")
+    assert torch.equal(written, model.model.layers[2].self_attn.q_proj.weight)
+    assert written.dtype == folder.tensor("model.layers.0.input_layernorm.weight").dtype == torch.float16
+    assert folder["model.layers.0.mlp.down_proj"].scales.dtype == torch.float16
+
+
+def test_rtn_needs_no_calibration(seed: int, tmp_path: Path) -> None:
+    model = make("llama", seed)
+    model.save_pretrained(tmp_path / "source")
+    method = models.Method("rtn", WeightOnly(4, 32, True))
+    found = models.quantize_model(tmp_path / "source", tmp_path / "new", method)
+    folder = models.ConvertedFolder(tmp_path / "new")
+    assert len(folder) == found.layers == 21
+    expected = round_to_nearest(model.model.layers[2].mlp.up_proj.weight, method.scheme)
+    assert torch.equal(models.weights_of(folder["model.layers.2.mlp.up_proj"]), expected.dequantize(torch.float32))
+
+
+def test_what_cannot_be_done_is_refused(seed: int, tmp_path: Path) -> None:
+    make("llama", seed).save_pretrained(tmp_path / "source")
+
+    def quantize(method: Any = "gptq", ids: Any = None, **options: Any) -> None:
+        models.quantize_model(tmp_path / "source", tmp_path / "new", method, calibration=ids, **options)
+
+    with pytest.raises(ValueError, match="calibration: gptq needs tokens"):
+        quantize()
+    with pytest.raises(ValueError, match="method: expected one of rtn, gptq"):
+        quantize("hqq")
+    with pytest.raises(ValueError, match="skip: no linear layer of the blocks is left"):
+        quantize(ids=calibration(0), skip=["*_proj"])
+    with pytest.raises(ValueError, match="calibration: expected a text of at least 9 tokens, got 8"):
+        models.calibration_windows(torch.arange(8), 2, 9, 0)
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "unheard of"}')
+    with pytest.raises(UnsupportedError, match="model_type 'unheard of'"):
+        quantize(ids=calibration(0), restart=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_calibration_windows_follow_the_seed() -> None:
+    ids = torch.arange(1000)
+    first, again, other = (models.calibration_windows(ids, 5, 10, seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert bool((first.diff(dim=1) == 1).all())
+    assert models.calibration_windows(ids[:10], 1, 10, 0).tolist() == [list(range(10))]
+
+
+class _Stopped(Exception):
+    pass
+
+
+def test_a_run_goes_on_where_it_was(seed: int, tmp_path: Path) -> None:
+    make("llama", seed).save_pretrained(tmp_path / "source")
+    ids = calibration(seed)
+
+    def quantize(name: str, stop: str | None = None, bits: int = 4, **options: Any) -> models.Quantization:
+        def progress(what: str, done: int, total: int) -> None:
+            if stop is not None and what.startswith(stop):
+                raise _Stopped
+
+        method = models.Method("awq", WeightOnly(bits, 32))
+        return models.quantize_model(
+            tmp_path / "source", tmp_path / name, method, calibration=ids, progress=progress, **options
+        )
+
+    def bytes_of(name: str) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+    quantize("reference")
+    work = tmp_path / "new.work"
+    for stop, resumed in {"block 0": 0, "block 1": 0, "block 2": 1, "writing": 2}.items():
+        with pytest.raises(_Stopped):
+            quantize("new", stop)
+        assert len(list(work.glob("block-*.json"))) == resumed + (stop in ("block 1", "block 2", "writing"))
+        assert len(list(work.glob("state-*"))) == (stop in ("block 1", "block 2"))
+        assert not (tmp_path / "new").exists()
+    with pytest.raises(FileExistsError, match=r"left by a run with another method; pass restart=True"):
+        quantize("new", bits=8)
+    assert quantize("new").resumed == 3
+    assert bytes_of("new") == bytes_of("reference")
+
+    for damaged in ("block-00000.safetensors", "block-00001.safetensors", "state-00001.safetensors"):
+        with pytest.raises(_Stopped):
+            quantize("new", "block 2", overwrite=True)
+        content = bytearray((work / damaged).read_bytes())
+        content[-1] ^= 1
+        (work / damaged).write_bytes(content)
+        assert quantize("new", overwrite=True).resumed == 0  # without the states behind the last block: anew
+        assert bytes_of("new") == bytes_of("reference")
+    with pytest.raises(_Stopped):
+        quantize("new", "block 2", overwrite=True)
+    assert quantize("new", overwrite=True, restart=True).resumed == 0
+
+
+def test_two_runs_do_not_share_a_folder(seed: int, tmp_path: Path) -> None:
+    make("llama", seed).save_pretrained(tmp_path / "source")
+    other: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if not other:
+            with pytest.raises(FileExistsError, match="another process is working there") as caught:
+                models.quantize_model(tmp_path / "source", tmp_path / "new", "rtn")
+            other.append(str(caught.value))
+
+    models.quantize_model(tmp_path / "source", tmp_path / "new", "rtn", progress=progress)
+    assert len(other) == 1
+    (tmp_path / "next.work").mkdir()
+    (tmp_path / "next.work" / "precious").write_text("x")
+    with pytest.raises(FileExistsError, match="holds files that no run has left"):
+        models.quantize_model(tmp_path / "source", tmp_path / "next", "rtn")
+    assert (tmp_path / "next.work" / "precious").read_text() == "x"
+
+
+def test_killed_at_any_moment(process: Any, seed: int) -> None:
+    found = process("quantizations", "kill", KILLS, seed)
+    assert found["broken"] == 0, found
+    assert found["same"], found
+    assert max(found["resumed"], default=0) > 0, "no kill came after a block was finished"
+    assert found["left"] == []
+
+
+def test_memory_is_that_of_one_block(process: Any) -> None:
+    found = process("quantizations", "watch_memory")
+    assert found["model"] > 140
+    assert found["used"] < found["model"] / 2, found
+
+
+@pytest.mark.slow
+def test_a_billion_weights_within_six_gigabytes(process: Any) -> None:
+    found = process("quantizations", "billion", 6)
+    assert found["peak GB"] < found["limit GB"], found
