@@ -2,7 +2,7 @@
 
 from qcutlass import _C, blockwise
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.layers import FP8, W8A8, QuantLinear, WeightOnly, fuse_projections, replace_linear
+from qcutlass.layers import FP8, W8A8, Blockwise, QuantLinear, WeightOnly, fuse_projections, replace_linear
 from qcutlass.products import gemm, gemm_fp8, gemm_w8a8, weight_sums
 from qcutlass.quantization import QuantizedTensor, quantize
 from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
@@ -16,6 +16,7 @@ __version__: str = _C.build_info()["version"]
 __all__ = [
     "FP8",
     "W8A8",
+    "Blockwise",
     "CheckpointError",
     "Explanation",
     "QuantLinear",

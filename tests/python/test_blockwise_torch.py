@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +165,13 @@ def test_a_multilayer_perceptron_errs_as_its_roundings_do(device: str) -> None:
     expected = hidden @ w_down.T + down[2]
     error = (mlp(x, up, down) - expected).norm() / expected.norm()
     assert 1e-4 < error < 1 / 64  # a quarter of a step, 1/127, of the largest number of a block, three times over
+
+
+def test_the_example_of_the_readme(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = (repository / "README.md").read_text().partition("### Blockwise int8")[2]
+    exec(section.partition("```python\n")[2].partition("```")[0], {})
+    of_tokens, of_blocks = (float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines())
+    assert 1e-4 < of_blocks < of_tokens / 10
 
 
 def test_compiles_once_for_any_number_of_rows() -> None:

@@ -1,6 +1,7 @@
 """Quantised linear layers, and how a model gets them."""
 
 from qcutlass.layers.base import QuantLinear, Scheme
+from qcutlass.layers.blockwise import Blockwise, BlockwiseLinear
 from qcutlass.layers.eight_bit import FP8, W8A8, Fp8Linear, Int8Linear
 from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
@@ -10,6 +11,8 @@ from qcutlass.layers.weight_only import WeightOnly, WeightOnlyLinear
 __all__ = [
     "FP8",
     "W8A8",
+    "Blockwise",
+    "BlockwiseLinear",
     "Fp8Linear",
     "FusedProjection",
     "Fusion",

@@ -34,7 +34,7 @@ class QuantLinear(nn.Module, ABC):
     """A linear layer with quantised weights: `activation(x @ w.T + bias)`, for inference.
 
     `from_linear`, `from_quantized` and `from_checkpoint` make them; the kinds are `qcutlass.layers.WeightOnlyLinear`,
-    `Int8Linear` and `Fp8Linear`.
+    `Int8Linear`, `Fp8Linear` and `BlockwiseLinear`.
 
     A layer's tensors are buffers. They are numbers as quantisation made them, so `.half()`, `.to(dtype)` and the like
     convert none of them: a layer computes in the type of its input, which its output has too. `.to(device)` moves them.
@@ -97,8 +97,8 @@ class QuantLinear(nn.Module, ABC):
         Args:
             linear: with float16, bfloat16 or float32 weights, on any device; it is not changed. The bias is copied.
                 It has no forward hooks and no parametrization, which the quantised layer would not run.
-            scheme: `WeightOnly`, `W8A8` or `FP8`; None: `WeightOnly(**options)`, that is `bits=4, group_size=128,
-                symmetric=False`.
+            scheme: `WeightOnly`, `W8A8`, `FP8` or `Blockwise`; None: `WeightOnly(**options)`, that is `bits=4,
+                group_size=128, symmetric=False`.
             statistics: of the layer's input, from `calibrate` or `smooth_model`; needed by static schemes.
             activation: to be fused: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
 
@@ -125,7 +125,9 @@ class QuantLinear(nn.Module, ABC):
         elif options:
             raise TypeError(f"{next(iter(options))}: pass it to the scheme, {type(scheme).__name__}(...)")
         if not isinstance(scheme, Scheme):
-            raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8 or FP8, got {type(scheme).__name__}")
+            raise TypeError(
+                f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}"
+            )
         check_plain("linear", linear)
         check_tensor("linear.weight", linear.weight, FLOATING)
         if not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):

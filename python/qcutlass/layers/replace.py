@@ -33,7 +33,7 @@ def replace_linear(
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
             `load_state_dict(state, assign=True)`.
-        scheme: `WeightOnly(...)`, `W8A8(...)` or `FP8(...)`.
+        scheme: `WeightOnly(...)`, `W8A8(...)`, `FP8(...)` or `Blockwise(...)`.
         skip: layers to leave alone: names as in `model.named_modules()`, their last parts, or patterns of either
             (`"*.experts.*"`); a layer inside a skipped module is skipped. None: `lm_head`, where there is one.
         statistics: from `calibrate` or `smooth_model`; needed by static schemes for every layer.
@@ -56,7 +56,7 @@ def replace_linear(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(scheme, Scheme):
-        raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8 or FP8, got {type(scheme).__name__}")
+        raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}")
     if skip is not None:
         check_skip(skip)
     if statistics is not None and not isinstance(statistics, Mapping):

@@ -10,6 +10,7 @@ from torch import Tensor
 from qcutlass._validation import check_integer
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.quantization import QuantizedTensor
@@ -20,7 +21,7 @@ def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "
     """One of `world_size` equal parts of a layer, for tensor parallelism; `layer` is not changed.
 
     Args:
-        layer: a `WeightOnlyLinear`, `Int8Linear` or `Fp8Linear`, on any device.
+        layer: of any kind in `qcutlass.layers`, on any device.
         rank: of the part, in [0, world_size).
         axis: "out": the part of the output channels; outputs are concatenated ("column parallel"). "in": the part of
             the input columns, for that part of the activations; outputs are added up ("row parallel"), and the part of
@@ -33,9 +34,9 @@ def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "
 
     Raises:
         TypeError: `layer` is not a QuantLinear, or a number is not an integer.
-        ValueError: the channels are no multiple of `world_size`; or, with "in", a cut goes through a group of columns,
-            columns are reordered (act-order), so that a group's columns belong to several parts, or an activation is
-            fused, which must come after the sum.
+        ValueError: the channels are no multiple of `world_size`; a cut goes through a block of a `BlockwiseLinear`; or,
+            with "in", a cut goes through a group of columns, columns are reordered (act-order), so that a group's
+            columns belong to several parts, or an activation is fused, which must come after the sum.
         UnsupportedError: a layer of another kind.
 
     Example:
@@ -53,7 +54,7 @@ def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "
     check_integer("rank", rank, range(world_size))
     if axis not in ("out", "in"):
         raise ValueError(f"axis: expected 'out' or 'in', got {axis!r}")
-    if not isinstance(layer, WeightOnlyLinear | Int8Linear | Fp8Linear):
+    if not isinstance(layer, WeightOnlyLinear | Int8Linear | Fp8Linear | BlockwiseLinear):
         raise UnsupportedError(f"layer: expected a layer of qcutlass.layers, got {type(layer).__name__}")
     features, name = (layer.out_features, "N") if axis == "out" else (layer.in_features, "K")
     size = features // world_size
@@ -65,7 +66,22 @@ def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "
     codes = unpack_weights(layer.w_packed, layer.bits, (layer.out_features, layer.in_features))
     if isinstance(layer, WeightOnlyLinear):
         return _rows(layer, codes, part) if axis == "out" else _columns(layer, codes, part)
+    if isinstance(layer, BlockwiseLinear):
+        return _blockwise(layer, codes, part, axis)
     return _eight_bit(layer, codes, part, axis)
+
+
+def _blockwise(layer: BlockwiseLinear, codes: Tensor, part: slice, axis: Literal["out", "in"]) -> BlockwiseLinear:
+    size, step = part.stop - part.start, layer.block_size
+    if size % step and size < (layer.out_features if axis == "out" else layer.in_features):
+        raise ValueError(f"world_size: parts of {size} cut through blocks of {step}; use a smaller world_size")
+    blocks = slice(part.start // step, -(-part.stop // step))
+    if axis == "out":
+        codes, scales, bias = codes[part], layer.w_scale[blocks], None if layer.bias is None else layer.bias[part]
+    else:
+        codes, scales, bias = codes[:, part], layer.w_scale[:, blocks], layer.bias if part.start == 0 else None
+    scales = scales.clone(memory_format=torch.contiguous_format)
+    return BlockwiseLinear(codes, scales, step, bias=_copied(bias), activation=layer.activation)
 
 
 def _eight_bit(

@@ -1,0 +1,124 @@
+"""int8 weights and activations with a scale for each block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass._blockwise import BlockwiseCall, check_block_size, check_weight_scales
+from qcutlass._validation import check_matrix, check_operand, check_packed_form, check_tensor
+from qcutlass.blockwise import act_quant, int8_addmm, weight_quant
+from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
+from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.weights import preprocess_weights
+
+
+@dataclass(frozen=True)
+class Blockwise(Scheme):
+    """int8 weights with a scale for each block of rows and columns, int8 activations with one for each of columns.
+
+    Attributes:
+        block_size: 32, 64 or 128.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.Blockwise()
+        Blockwise(block_size=128)
+    """
+
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_block_size("block_size", self.block_size)
+
+    def layer(
+        self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None
+    ) -> BlockwiseLinear:
+        """Statistics are not used: scales of blocks follow the activations."""
+        w_q, w_s = weight_quant(linear.weight.detach(), self.block_size)
+        return BlockwiseLinear(w_q, w_s, self.block_size, bias=copy_of_bias(linear), activation=activation)
+
+
+class BlockwiseLinear(QuantLinear):
+    """A linear layer on `qcutlass.blockwise`: `act_quant`, then `int8_addmm`. See also `QuantLinear`.
+
+    Buffers: `w_packed` int8; `w_scale` float32 `[ceil(N / block_size), ceil(K / block_size)]`; `bias` `[N]` or None.
+    The block size is the `group_size` of its state's layout.
+
+    Args:
+        w_q, w_s: int8 `[N, K]` and its scales, from `weight_quant`.
+        block_size: 32, 64 or 128.
+        bias: the buffer.
+        activation: as for `int8_addmm`.
+
+    Raises:
+        TypeError, ValueError: as for `int8_addmm`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import weight_quant
+        >>> from qcutlass.layers import BlockwiseLinear
+        >>> layer = BlockwiseLinear(*weight_quant(torch.randn(48, 256)))
+        >>> layer(torch.randn(2, 3, 256)).shape
+        torch.Size([2, 3, 48])
+    """
+
+    OPTIONAL: ClassVar = ("bias",)
+
+    w_packed: Tensor
+    w_scale: Tensor
+
+    def __init__(
+        self,
+        w_q: Tensor,
+        w_s: Tensor,
+        block_size: int = 128,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> None:
+        check_matrix("w_q", w_q, (torch.int8,))
+        check_operand("w_s", w_s, (torch.float32,), w_q.device, "w_q")
+        check_block_size("block_size", block_size)
+        n, k = w_q.shape
+        check_weight_scales("w_s", w_s, n, k, block_size)
+        parts = {"w_packed": preprocess_weights(w_q, 8, "int8"), "w_scale": w_s, "bias": bias}
+        super().__init__(k, n, 8, block_size, activation, parts)
+
+    @property
+    def block_size(self) -> int:
+        """Of rows and columns that share a scale."""
+        return self.group_size
+
+    def _check(self, parts: Parts) -> None:
+        w_packed, w_scale = parts["w_packed"], parts["w_scale"]
+        check_tensor("w_packed", w_packed, (torch.int8,))
+        assert w_packed is not None
+        check_packed_form("w_packed", w_packed)
+        check_operand("w_scale", w_scale, (torch.float32,), w_packed.device, "w_packed")
+        assert w_scale is not None
+        check_weight_scales("w_scale", w_scale, self.out_features, self.in_features, self.block_size)
+        a = w_packed.new_empty((0, self.in_features))
+        a_s = w_scale.new_empty((0, w_scale.shape[1]))
+        options: dict[str, Any] = {"n": self.out_features, "block_size": self.block_size}
+        BlockwiseCall(a, a_s, w_packed, w_scale, parts["bias"], self.activation, **options).check(None)
+
+    def forward(self, a: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        self._check_input(a)
+        return int8_addmm(
+            *act_quant(a, self.block_size),
+            self.w_packed,
+            self.w_scale,
+            self.bias,
+            a.dtype,
+            activation=self.activation,
+            block_size=self.block_size,
+            n=self.out_features,
+        )
+
+    def _description(self) -> list[str]:
+        return [f"block_size={self.block_size}"]

@@ -1,0 +1,378 @@
+"""Blockwise int8 on a GPU: every tactic against the oracles, streams, graphs, repetitions, 64-bit offsets."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.python.blockwise import ACTIVATIONS, FLOATS, SIZES, multiply, multiply_quantized, pack, splits_of
+from tests.python.quantizer_model import Quantized, activations, assert_same
+from torch import Tensor
+
+import qcutlass
+from qcutlass import _C, blockwise, testing
+from qcutlass.testing import BlockwiseCase, BlockwiseProblem
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [*range(1, 18), 33, 64, 65, 127, 128, 129, 257, 512]
+SLEEP = 20_000_000  # clock cycles: some 10 ms
+OPERANDS = ("a", "a_s", "b_s", "bias")
+
+
+def tactics(size: int, out_size: int | None = None) -> list[str]:
+    """Names of the configurations built for blocks of this size, and outputs of such blocks or floating ones."""
+    a, b = torch.ones(1, 256, dtype=torch.int8), torch.ones(256, 256, dtype=torch.int8)
+    blocks = -(-256 // size)
+    options: dict[str, Any] = {"block_size": size, "out_block_size": out_size}
+    return qcutlass.tactics(a, torch.ones(1, blocks), b, torch.ones(blocks, blocks), **options)
+
+
+def product(p: BlockwiseProblem, out_size: int | None, b: Tensor | None = None, **forced: Any) -> tuple[Tensor, ...]:
+    """The output, or codes and scales."""
+    if out_size is None:
+        return (multiply(p, b, **forced),)
+    return multiply_quantized(p, out_size, b, **forced)
+
+
+def assert_correct(
+    outs: tuple[Tensor, ...], p: BlockwiseProblem, out_size: int | None, ledger: Any, **more: Any
+) -> None:
+    splits, label = splits_of(p, more.get("split_k", 0)), f"{more} {out_size}: {p}"
+    if out_size is None:
+        ledger.close(outs[0], p.reference(), label, splits)
+    else:
+        testing.assert_quantized(*outs, p.reference(torch.float32), out_size, splits=splits, label=label)
+        ledger.cases += 1
+
+
+def poisoned(p: BlockwiseProblem, choose: random.Random) -> BlockwiseProblem:
+    """With sentinels around everything read, at offsets that break alignment."""
+
+    def around(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        offset, padding = choose.choice([0, 0, 16, 1, 3]), choose.choice([0, 0, 16, 5])
+        return testing.Poisoned.around(tensor, offset=offset, padding=padding).tensor
+
+    return replace(p, **{name: around(getattr(p, name)) for name in OPERANDS})
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["floating", "quantized"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_tactic(size: int, quantized: bool, seeds: Iterator[int], ledger: Any) -> None:
+    choose = random.Random(next(seeds))
+    testing.poison_free_memory("cuda")
+    names = tactics(size, size if quantized else None)
+    assert names
+    for name in names:
+        served = 0
+        for m in ROWS:
+            out_size = choose.choice(SIZES) if quantized else None
+            n = max(1, 128 * choose.randrange(4) + choose.randrange(-17, 18))
+            k = max(1, 128 * choose.randrange(6) + choose.choice([0, 0, 16, 32, choose.randrange(-65, 66)]))
+            dtype = torch.float32 if quantized else choose.choice(FLOATS)
+            case = BlockwiseCase(m, n, k, size, dtype, choose.random() < 0.5, choose.choice(FLOATS))
+            split_k = 1 if quantized else choose.choice([0, 0, 1, min(choose.randrange(2, 9), -(-k // size))])
+            forced: dict[str, Any] = {"tactic": name, "split_k": split_k}
+            try:
+                exact, expected = replace(case, activation=choose.choice([None, "relu"])).exact(
+                    device="cuda", seed=next(seeds)
+                )
+                outs = product(poisoned(exact, choose), out_size, **forced)
+            except qcutlass.UnsupportedError:  # blocks of the output that this tile has not, or too many shares
+                continue
+            served += 1
+            if out_size is None:
+                ledger.equal(outs[0], expected, f"{forced}: {exact}")
+            assert_correct(outs, exact, out_size, ledger, **forced)
+            real = replace(case, activation=choose.choice(ACTIVATIONS)).random(device="cuda", seed=next(seeds))
+            assert_correct(product(poisoned(real, choose), out_size, **forced), real, out_size, ledger, **forced)
+        assert served > len(ROWS) // 4, name
+        ledger.tactics.add(name)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_block_has_its_own_scales(size: int, ledger: Any) -> None:
+    """Identity activations return the weights of each block times both its scales, all of them different."""
+    n, k = 384, 512
+    g = torch.Generator("cuda").manual_seed(1)
+    b = torch.randint(-127, 128, (n, k), generator=g, device="cuda").to(torch.int8)
+    blocks = k // size
+    a_s = torch.exp2(torch.arange(k * blocks, device="cuda").view(k, blocks) % 23.0)
+    b_s = torch.exp2(-(torch.arange(n // size * blocks, device="cuda").view(-1, blocks) % 19.0))
+    p = BlockwiseProblem(torch.eye(k, device="cuda").to(torch.int8), a_s, b, b_s, None, None, torch.float32, size)
+    of_columns = torch.arange(k, device="cuda") // size
+    expected = b.float() * a_s[torch.arange(k), of_columns] * b_s.repeat_interleave(size, 0)[:, of_columns]
+    for name in tactics(size):
+        ledger.identity(multiply(p, tactic=name), expected.T.contiguous(), f"{name}: {p}")
+
+
+@pytest.mark.parametrize("split_k", [1, 3])
+def test_the_largest_sums_of_blocks(split_k: int, ledger: Any) -> None:
+    """-128 times -128: each block's sum is 2^21, the largest there is."""
+    for size in SIZES:
+        a, b = (torch.full((rows, 1024), -128, dtype=torch.int8, device="cuda") for rows in (9, 144))
+        a[1], b[3] = 127, 127
+        blocks = 1024 // size
+        one, ones = torch.ones(9, blocks, device="cuda"), torch.ones(-(-144 // size), blocks, device="cuda")
+        p = BlockwiseProblem(a, one, b, ones, None, None, torch.float32, size)
+        for name in tactics(size):
+            out = multiply(p, tactic=name, split_k=split_k)
+            ledger.equal(out, p.reference().value.float(), f"{name}: {p}")
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["floating", "quantized"])
+def test_repeats_bit_for_bit(quantized: bool, seed: int, ledger: Any) -> None:
+    for m, n, k in [(1, 512, 8192), (16, 256, 4096), (64, 1024, 2048), (200, 4096, 1024)]:
+        p = BlockwiseCase(m, n, k, 128).random(device="cuda", seed=seed)
+        b, out_size = pack(p), 128 if quantized else None
+        for name in tactics(128, out_size):
+            first = product(p, out_size, b, tactic=name)
+            for _ in range(10):
+                for out, expected in zip(product(p, out_size, b, tactic=name), first, strict=True):
+                    ledger.equal(out, expected, f"{name}: {p}")
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("last", ["b", "a_s", "b_s", "bias", "a"])
+@pytest.mark.parametrize("m", [1, 16, 48, 300])
+def test_operands_written_by_the_kernel_just_before(
+    m: int, last: str, captured: bool, seeds: Iterator[int], ledger: Any
+) -> None:
+    """Kernels may read weights and their scales before the kernel in front of them has ended; none sees old ones."""
+    case = BlockwiseCase(m, 2048, 2048, bias=True)
+    problems = [case.exact(device="cuda", seed=next(seeds)) for _ in range(2)]
+    contents = [{name: getattr(p, name) for name in OPERANDS} | {"b": pack(p)} for p, _ in problems]
+    operands = {name: torch.empty_like(t) for name, t in contents[0].items()}
+    outs = [torch.empty_like(expected) for _, expected in problems]
+    order = [*(name for name in operands if name != last), last]
+
+    def run(given: dict[str, Tensor], **more: Any) -> Tensor:
+        return blockwise.int8_addmm(*(given[name] for name in ("a", "a_s", "b", "b_s", "bias")), **more)
+
+    run(contents[0], out=outs[0])  # warm
+
+    def rewrite_and_multiply() -> None:
+        for content, out in zip(contents, outs, strict=True):
+            for name in order:
+                operands[name].copy_(content[name])
+            run(operands, out=out)
+
+    replay: Callable[[], None] = rewrite_and_multiply
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rewrite_and_multiply()
+        replay = graph.replay
+    for _ in range(30):
+        for out in outs:
+            out.fill_(torch.nan)
+        replay()
+        for out, (problem, expected) in zip(outs, problems, strict=True):
+            ledger.equal(out, expected, f"{last}: {problem}")
+
+
+@pytest.mark.parametrize("m", [1, 16, 77, 512])
+def test_graph_capture_and_replay_with_new_contents(m: int, seeds: Iterator[int], ledger: Any) -> None:
+    """The whole family: activations quantised, multiplied, quantised in the epilogue, through GELU, dequantised."""
+    case = BlockwiseCase(m, 520, 1024, bias=True)
+    p = case.random(device="cuda", seed=next(seeds))
+    b = pack(p)
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
+    results: list[Tensor] = []
+
+    def run() -> list[Tensor]:
+        x_q, x_s = blockwise.act_quant(x)
+        out = blockwise.int8_addmm(x_q, x_s, b, p.b_s, p.bias)
+        hidden = blockwise.int8_addmm_quant(x_q, x_s, b, p.b_s, p.bias)
+        gelu = blockwise.int8_gelu(*hidden)
+        plain = blockwise.int8_gemm(x_q, x_s, p.b, p.b_s)  # packed in the graph
+        w_q, w_s = blockwise.weight_quant(x)
+        return [x_q, x_s, out, *hidden, *gelu, plain, w_q, w_s, blockwise.act_dequant(*gelu)]
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # nothing of this shape has run before: capture must need no warm-up
+        results = run()
+    for _ in range(3):
+        new = case.random(device="cuda", seed=next(seeds))
+        for name in ("b", "b_s", "bias"):
+            getattr(p, name).copy_(getattr(new, name))
+        b.copy_(pack(new))
+        x.copy_(torch.randn(m, 1024, device="cuda"))
+        for result in results:
+            result.view(torch.uint8).fill_(0x7F)
+        graph.replay()
+        torch.cuda.synchronize()
+        for result, expected in zip(results, run(), strict=True):
+            ledger.equal(result, expected, new)
+
+
+def test_runs_on_the_current_stream(seed: int, ledger: Any) -> None:
+    problem, expected = BlockwiseCase(16, 512, 1024, bias=True).exact(device="cuda", seed=seed)
+    b = pack(problem)
+    quantized = multiply_quantized(problem, 128, b)
+    late = {name: torch.zeros_like(getattr(problem, name)) for name in ("a", "a_s")}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        for name, tensor in late.items():
+            tensor.copy_(getattr(problem, name))
+        p = replace(problem, **late)
+        out, codes, gelu = multiply(p, b), multiply_quantized(p, 128, b), blockwise.int8_gelu(*quantized)
+    stream.synchronize()
+    ledger.equal(out, expected, problem)
+    for got, wanted in zip((*codes, *gelu), (*quantized, *blockwise.int8_gelu(*quantized)), strict=True):
+        ledger.equal(got, wanted, problem)
+
+
+def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
+    choose = random.Random(next(seeds))
+    work = []
+    for _ in range(2):
+        jobs = []
+        for _ in range(10):
+            size = (choose.choice([1, 8, 40, 200]), choose.randrange(64, 900), choose.randrange(64, 3000))
+            problem, expected = BlockwiseCase(*size, bias=True).exact(device="cuda", seed=next(seeds))
+            jobs.append((problem, expected, pack(problem)))
+        work.append(jobs)
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def loop(jobs: list[tuple[BlockwiseProblem, Tensor, Tensor]]) -> None:
+        try:
+            start.wait()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(15):
+                    outs = [multiply(p, b) for p, _, b in jobs]
+                    for (p, expected, _), out in zip(jobs, outs, strict=True):
+                        ledger.equal(out, expected, p)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=loop, args=(jobs,)) for jobs in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", SIZES)
+def test_quantisers_agree_with_the_cpu_on_large_matrices(size: int, dtype: torch.dtype, seeds: Iterator[int]) -> None:
+    for rows, k in ((4096, 1024), (513, 8192), (257, 11008), (3, 100_001)):
+        seed = next(seeds)
+        x = activations(rows, k, dtype, seed, "cuda")
+        for quantize in (blockwise.act_quant, blockwise.weight_quant):
+            expected = Quantized(*quantize(x.cpu(), size))
+            assert_same(Quantized(*quantize(x, size)), expected, f"{rows} x {k} seed={seed}")
+        codes, scales = expected.codes, expected.scale
+        numbers = blockwise.weight_dequant(codes.cuda(), scales.cuda(), size, dtype).cpu()
+        testing.assert_equal(numbers, blockwise.weight_dequant(codes, scales, size, dtype), label=f"seed={seed}")
+        codes, scales = blockwise.act_quant(x.float().clamp(-6, 6), size)
+        gelu = blockwise.int8_gelu(codes, scales, size)
+        testing.assert_gelu(*gelu, codes, scales, size, label=f"{rows} x {k} seed={seed}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantisers_agree_with_the_cpu_on_any_bits(dtype: torch.dtype, seed: int) -> None:
+    """Numbers of every size in one block, with scales of every size: where quotients overflow and underflow."""
+    g = torch.Generator().manual_seed(seed)
+    integer = torch.int32 if dtype == torch.float32 else torch.int16
+    info = torch.iinfo(integer)
+    x = torch.randint(info.min, info.max, (512, 1000), generator=g, dtype=integer).view(dtype)
+    x = torch.where(x.float().abs() > torch.logspace(-37, 37, 512)[:, None], 0, x)  # rows of growing range
+    for quantize in (blockwise.act_quant, blockwise.weight_quant):
+        assert_same(Quantized(*quantize(x.cuda(), 64)), Quantized(*quantize(x, 64)), f"seed={seed}")
+
+
+@pytest.mark.parametrize(("rows", "k"), [(66_000, 32_768), (2, 2**30 + 128)])
+def test_quantisers_of_more_than_2_to_the_31_elements(rows: int, k: int, seed: int) -> None:
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < 40:
+        pytest.skip(f"needs 40 GiB of GPU memory, {free:.1f} are free")
+    x = torch.zeros(rows, k, dtype=torch.float16, device="cuda")
+    assert x.numel() > 2**31
+    tail = activations(2, 4096, torch.float16, seed, "cuda")
+    x[-2:, -4096:] = tail
+    codes, scales = blockwise.act_quant(x)
+    del x
+    expected = blockwise.act_quant(tail)
+    for got, wanted, width in zip((codes, scales), expected, (4096, 32), strict=True):
+        testing.assert_equal(got[-2:, -width:], wanted)
+    assert not bool(codes[:-2].any())
+    assert bool((scales[:-2] == 1).all())
+    gelu = blockwise.int8_gelu(codes, scales)
+    for got, wanted, width in zip(gelu, blockwise.int8_gelu(*expected), (4096, 32), strict=True):
+        testing.assert_equal(got[-2:, -width:], wanted)
+    assert bool((gelu[1][:-2] == 1).all())
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(33000, 65544, 128), (5, 70000, 32800), (66000, 24, 32800)])
+def test_products_of_more_than_2_to_the_31_elements(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
+    """Of the outputs, the weights, the activations."""
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < 40:
+        pytest.skip(f"needs 40 GiB of GPU memory, {free:.1f} are free")
+    assert max(m * n, n * k, m * k) > 2**31
+    g = torch.Generator("cuda").manual_seed(seed)
+    a, b = (torch.randint(-128, 128, (rows, k), generator=g, device="cuda", dtype=torch.int8) for rows in (m, n))
+    blocks = -(-k // 128)
+    a_s, b_s = (torch.rand(rows, blocks, generator=g, device="cuda") / 64 for rows in (m, -(-n // 128)))
+    p = BlockwiseProblem(a, a_s, b, b_s, out_dtype=torch.bfloat16, seed=seed)
+    packed = pack(p)
+    for out_size in (None, 128):
+        outs = product(p, out_size, packed)
+        for rows in (slice(0, 64), slice(m - 64 if m > 64 else 0, m)):
+            first = max(n - 1024, 0) // 128 * 128
+            part = replace(p, a=a[rows], a_s=a_s[rows], b=b[first:], b_s=b_s[first // 128 :])
+            cut = (outs[0][rows, first:], *(scales[rows, first // 128 :] for scales in outs[1:]))
+            assert_correct(cut, part, out_size, ledger)
+
+
+def test_no_memory_is_kept(seed: int) -> None:
+    p = BlockwiseCase(16, 256, 8192, bias=True).random(device="cuda", seed=seed)
+    b, x = pack(p), torch.randn(16, 8192, device="cuda")
+
+    def run() -> None:
+        multiply(p, b)
+        multiply(p, p.b)
+        blockwise.int8_gelu(*multiply_quantized(p, 128, b))
+        blockwise.act_dequant(*blockwise.act_quant(x))
+
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_second_device_while_the_first_is_current(seed: int, ledger: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, this machine has {torch.cuda.device_count()}")
+    problem, expected = BlockwiseCase(16, 256, 512).exact(device="cuda:1", seed=seed)
+    with torch.cuda.device(0):
+        out = multiply(problem)
+        codes, scales = blockwise.int8_gelu(*multiply_quantized(problem, 128))
+        assert torch.cuda.current_device() == 0
+    assert out.device == codes.device == scales.device == torch.device("cuda:1")
+    ledger.equal(out, expected, problem)
+
+
+def test_an_architecture_that_was_not_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _C, "device_traits", lambda index: (_ for _ in ()).throw(qcutlass.UnsupportedError("not built"))
+    )
+    monkeypatch.setattr("qcutlass._arguments._devices", {})
+    with pytest.raises(qcutlass.UnsupportedError, match="not built"):
+        blockwise.act_quant(torch.ones(1, 32, device="cuda"))
