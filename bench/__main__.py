@@ -33,6 +33,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to thi
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")]
 
 _SIZES = "A model: llama3-8b, smollm2-135m or tiny."
+_QUANTIZED = ["4096x8192", "8192x8192", "16x8192"]
 _Result = TypeVar("_Result")
 
 
@@ -122,7 +123,7 @@ def gpu_command(
 
 @app.command("quantize")
 def quantize_command(
-    shape: Annotated[list[str], typer.Option("--shapes", help="MxK; repeatable.")] = ["4096x8192", "16x8192"],  # noqa: B006
+    shape: Annotated[list[str], typer.Option("--shapes", help="MxK; repeatable.")] = _QUANTIZED,
     json_path: Json = None,
     markdown_path: Markdown = None,
 ) -> None:

@@ -10,11 +10,12 @@ import torch
 from bench import gpu_report, limits
 from bench.gpu_timing import FAR_ROUNDS, ROTATION_BYTES, ROUNDS, Contestant, Graph, eager_seconds, measure, outputs
 from bench.layer import Layer, WeightOnlyLayer
+from bench.layer_blockwise import BlockwiseLayer
 from bench.layer_w8a8 import EightBitLayer
 from bench.peers.base import MAX_ERROR, Peer, Product, Skip, reason, relative_error
 from bench.peers.cublas import Cublas
 from bench.report import Report, Row
-from bench.schemes import Scheme, WeightOnly
+from bench.schemes import Blockwise, Scheme, WeightOnly
 from bench.shapes import Shape
 from qcutlass import _C
 
@@ -49,6 +50,8 @@ def layer_of(scheme: Scheme, shape: Shape, most_rows: int) -> Layer:
     """A layer of this scheme and shape, with activations for `most_rows` rows."""
     if isinstance(scheme, WeightOnly):
         return WeightOnlyLayer(scheme, shape, most_rows)
+    if isinstance(scheme, Blockwise):
+        return BlockwiseLayer(scheme, shape, most_rows)
     return EightBitLayer(scheme, shape, most_rows)
 
 

@@ -55,6 +55,7 @@ class Contestant:
         copies: of the weights.
         weight_dtype: the type it rounds the weights to; None: that of the activations.
         complete: what its output lacks to be the product, to be added before the output is checked; None: nothing.
+        splits: number of partial sums that it adds at the end, where the bound depends on it.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Contestant:
     copies: int
     weight_dtype: torch.dtype | None = None
     complete: Callable[[Tensor], Tensor] | None = None
+    splits: int = 1
 
     def completed(self, out: Tensor) -> Tensor:
         return out if self.complete is None else self.complete(out)

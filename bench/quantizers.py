@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from torch import Tensor
 import qcutlass
 from bench.gpu_timing import Contestant, Graph, copies_for, measure
 from bench.report import Column, Report, Row
+from qcutlass import blockwise, testing
 
-GOAL: Final = 0.8  # of the bandwidth of a copy, for the default quantiser of GOAL_SHAPE
-GOAL_SHAPE: Final = (4096, 8192)
+GOAL: Final = 0.8  # of the bandwidth of a copy
+GOAL_OF: Final = {"int8 per token": (4096, 8192), "act_quant": (8192, 8192), "int8_gelu": (8192, 8192)}
+"""Shapes at which these have to reach it."""
+BLOCK: Final = 128
 _MOST_BANDWIDTH: Final = 10e12  # bytes/s, more than any GPU has: sizes the graphs
 
 COLUMNS: Final = [
@@ -30,7 +33,9 @@ COLUMNS: Final = [
     Column("goal_ok", f">= {GOAL}"),
 ]
 
-Quantizer = Callable[[Tensor], Sequence[Tensor]]
+Quantizer: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+Launch: TypeAlias = Callable[[int], Tensor]
+"""The codes of one of the copies of the input."""
 
 
 def quantizers(k: int, device: str) -> dict[str, Quantizer]:
@@ -45,10 +50,13 @@ def quantizers(k: int, device: str) -> dict[str, Quantizer]:
         "e4m3 per token": {"dtype": torch.float8_e4m3fn},
         "e4m3 given scale": {"dtype": torch.float8_e4m3fn, "scale": scale},
     }
-    return {name: functools.partial(qcutlass.quantize_activations, **chosen) for name, chosen in options.items()}
+    found: dict[str, Quantizer] = {
+        name: functools.partial(qcutlass.quantize_activations, **chosen) for name, chosen in options.items()
+    }
+    return found | {"act_quant": functools.partial(blockwise.act_quant, block_size=BLOCK)}
 
 
-def _graph(name: str, launch: Callable[[int], Tensor], copies: int, moved: int) -> Graph:
+def _graph(name: str, launch: Launch, copies: int, moved: int) -> Graph:
     """Launches on `copies` inputs in turn, whose outputs are cold in L2 too: as many of them are alive at any time."""
     outputs: deque[Tensor] = deque(maxlen=copies)
 
@@ -65,39 +73,65 @@ def _check(name: str, graph: Graph, expected: Tensor) -> None:
         raise AssertionError(f"{name}: codes differ from those of the CPU")
 
 
-def cell(m: int, k: int, dtype: torch.dtype) -> list[Row]:
-    """All quantisers of one shape, and one copy that moves as many bytes, timed in turn."""
-    a = torch.randn(m, k, device="cuda", dtype=dtype)
-    moved = a.nbytes + m * k
-    inputs = [a, *(a.clone() for _ in range(copies_for(moved) - 1))]
-    sources = [torch.zeros(moved // 2, dtype=torch.uint8, device="cuda") for _ in inputs]
+def _rows(
+    shape: tuple[int, int],
+    dtype: str,
+    moved: int,
+    copies: int,
+    launches: dict[str, Launch],
+    expected: dict[str, Tensor],
+) -> list[Row]:
+    """Quantisers of as many copies of an input, and one copy that moves as many bytes, timed in turn."""
+    sources = [torch.zeros(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(copies)]
     targets = [torch.empty_like(source) for source in sources]
-    graphs = [_graph("copy", lambda copy: targets[copy].copy_(sources[copy]), len(inputs), moved)]
-    names, on_cpu = quantizers(k, "cuda"), quantizers(k, "cpu")
-    for name, quantize in names.items():
-
-        def launch(copy: int, quantize: Quantizer = quantize) -> Tensor:
-            return quantize(inputs[copy])[0]
-
-        graphs.append(_graph(name, launch, len(inputs), moved))
-        _check(name, graphs[-1], on_cpu[name](a.cpu())[0])
+    graphs = [_graph("copy", lambda copy: targets[copy].copy_(sources[copy]), copies, moved)]
+    for name, launch in launches.items():
+        graphs.append(_graph(name, launch, copies, moved))
+        _check(name, graphs[-1], expected[name])
     copied, *samples = measure(graphs)
     return [
         {
             "quantizer": name,
-            "shape": f"{m}x{k}",
-            "dtype": str(dtype).removeprefix("torch."),
+            "shape": f"{shape[0]}x{shape[1]}",
+            "dtype": dtype,
             "us": 1e6 * sample.median,
             "gb_per_s": moved / sample.median / 1e9,
             "copy_us": 1e6 * copied.median,
             "copy_gb_per_s": moved / copied.median / 1e9,
             "share": copied.median / sample.median,
-            "goal_ok": copied.median / sample.median >= GOAL
-            if (m, k) == GOAL_SHAPE and name == "int8 per token"
-            else None,
+            "goal_ok": copied.median / sample.median >= GOAL if GOAL_OF.get(name) == shape else None,
         }
-        for name, sample in zip(names, samples, strict=True)
+        for name, sample in zip(launches, samples, strict=True)
     ]
+
+
+def cell(m: int, k: int, dtype: torch.dtype) -> list[Row]:
+    """All quantisers of one shape."""
+    a = torch.randn(m, k, device="cuda", dtype=dtype)
+    moved = a.nbytes + m * k
+    inputs = [a, *(a.clone() for _ in range(copies_for(moved) - 1))]
+    names, on_cpu = quantizers(k, "cuda"), quantizers(k, "cpu")
+
+    def launch_of(quantize: Quantizer) -> Launch:
+        return lambda copy: quantize(inputs[copy])[0]
+
+    launches = {name: launch_of(quantize) for name, quantize in names.items()}
+    expected = {name: quantize(a.cpu())[0] for name, quantize in on_cpu.items()}
+    return _rows((m, k), str(dtype).removeprefix("torch."), moved, len(inputs), launches, expected)
+
+
+def gelu_cell(m: int, k: int) -> list[Row]:
+    """`int8_gelu` of one shape."""
+    x, s = blockwise.act_quant(2 * torch.randn(m, k, device="cuda"), BLOCK)
+    codes, scales = blockwise.int8_gelu(x, s, BLOCK)
+    testing.assert_gelu(codes, scales, x, s, BLOCK, label=f"{m}x{k}")
+    moved = 2 * (x.nbytes + s.nbytes)
+    inputs = [(x, s), *((x.clone(), s.clone()) for _ in range(copies_for(moved) - 1))]
+
+    def launch(copy: int) -> Tensor:
+        return blockwise.int8_gelu(*inputs[copy], BLOCK)[0]
+
+    return _rows((m, k), "int8", moved, len(inputs), {"int8_gelu": launch}, {"int8_gelu": codes.cpu()})
 
 
 def run(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> Iterator[list[Row]]:
@@ -105,6 +139,7 @@ def run(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> Ite
     for m, k in shapes:
         for dtype in dtypes:
             yield cell(m, k, dtype)
+        yield gelu_cell(m, k)
 
 
 def report(rows: list[Row]) -> Report:

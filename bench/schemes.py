@@ -1,4 +1,4 @@
-"""Quantisation schemes by name: ``w4a16_g128``, ``w8a16_channel``, ``w4a16_g64_int_bf16``, ``w8a8``, ``fp8_e5m2``."""
+"""Quantisation schemes by name: ``w4a16_g128``, ``w8a16_channel``, ``w8a8``, ``fp8_e5m2``, ``blockwise_quant``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from bench.limits import Operands
 from qcutlass import testing
 
 PATTERNS: Final = (
-    "w<4|8>a16_<g<size>|channel>[_int|_real][_f16|_bf16|_f32], w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16]"
+    "w<4|8>a16_<g<size>|channel>[_int|_real][_f16|_bf16|_f32], w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], "
+    "blockwise[_quant][_f16|_bf16]"
 )
 _DTYPE: Final = r"(?:_(f16|bf16))?"
 _WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real))?(?:_(f16|bf16|f32))?")
 _INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
 _FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
+_BLOCKWISE: Final = re.compile(r"blockwise(_quant)?" + _DTYPE)
 _DTYPES: Final = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -92,7 +94,31 @@ class EightBit:
         )
 
 
-Scheme: TypeAlias = WeightOnly | EightBit
+@dataclass(frozen=True)
+class Blockwise:
+    """int8 by int8, a scale for each block of 1 x 128 and of 128 x 128.
+
+    Attributes:
+        name: as given.
+        quantizes: whether the output is int8 in blocks, too.
+        dtype: of the output otherwise, and of the dense forms.
+    """
+
+    name: str
+    quantizes: bool
+    dtype: torch.dtype
+
+    @property
+    def operands(self) -> Operands:
+        """What the tensor cores multiply."""
+        return "int8"
+
+    def case(self, m: int, n: int, k: int) -> testing.BlockwiseCase:
+        """The product of this scheme at (m, n, k)."""
+        return testing.BlockwiseCase(m, n, k, out_dtype=self.dtype)
+
+
+Scheme: TypeAlias = WeightOnly | EightBit | Blockwise
 
 
 def parse(name: str) -> Scheme:
@@ -117,6 +143,9 @@ def parse(name: str) -> Scheme:
     if match := _FLOAT8.fullmatch(name):
         e5m2, dtype = match.groups()
         return EightBit(name, torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn, False, _DTYPES[dtype or "bf16"])
+    if match := _BLOCKWISE.fullmatch(name):
+        quantizes, dtype = match.groups()
+        return Blockwise(name, quantizes is not None, _DTYPES[dtype or "f16"])
     raise ValueError(f"scheme {name!r}: expected {PATTERNS}, say w4a16_g128 or w8a8")
 
 

@@ -12,8 +12,19 @@ from bench.peers.humming import Humming
 from bench.peers.int4pack import Int4pack
 from bench.peers.int_mm import IntMm
 from bench.peers.scaled_mm import ScaledMm
+from bench.peers.triton_blockwise import TritonBlockwise
 
-CLASSES: tuple[type[Peer], ...] = (Cublas, Cutlass, CutlassInt8, IntMm, ScaledMm, Int4pack, Humming, Gemlite)
+CLASSES: tuple[type[Peer], ...] = (
+    Cublas,
+    Cutlass,
+    CutlassInt8,
+    IntMm,
+    ScaledMm,
+    Int4pack,
+    Humming,
+    Gemlite,
+    TritonBlockwise,
+)
 
 
 def select(names: list[str], *, cutlass_library: Path | None = None, gemlite_autotune: str = "fast") -> list[Peer]:
@@ -39,5 +50,6 @@ def select(names: list[str], *, cutlass_library: Path | None = None, gemlite_aut
         Int4pack(),
         Humming(),
         Gemlite(gemlite_autotune),
+        TritonBlockwise(),
     ]
     return [peer for peer in everyone if not names or peer.key in names]

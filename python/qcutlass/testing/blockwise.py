@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -76,25 +77,26 @@ class BlockwiseProblem:
         """(M, N, K)."""
         return self.a.shape[:-1].numel(), *self.b.shape
 
-    def terms(self) -> list[Tensor]:
-        """float64 `[M, N]` for each block of columns: its exact sum, scaled."""
+    def terms(self) -> Iterator[Tensor]:
+        """float64 `[M, N]` for each block of columns in turn: its exact sum, scaled."""
         n, k = self.b.shape
         a, a_s = self.a.reshape(-1, k).double(), self.a_s.reshape(-1, self.b_s.shape[1]).double()
         b, b_s = self.b.double(), self.b_s.double().repeat_interleave(self.block_size, 0)[:n]
-        columns = [slice(start, start + self.block_size) for start in range(0, k, self.block_size)]
-        return [(a[:, c] @ b[:, c].T) * (a_s[:, g, None] * b_s[:, g]) for g, c in enumerate(columns)]
+        for block, start in enumerate(range(0, k, self.block_size)):
+            columns = slice(start, start + self.block_size)
+            yield (a[:, columns] @ b[:, columns].T) * (a_s[:, block, None] * b_s[:, block])
 
     def reference(self, out_dtype: torch.dtype | None = None) -> BlockwiseReference:
         """The float64 answer, and what its bound needs; `out_dtype`: instead of the problem's."""
-        terms = self.terms()
-        total, magnitude = torch.zeros_like(terms[0]), torch.zeros_like(terms[0])
-        for term in terms:
+        m, n, k = self.shape
+        total, magnitude = (torch.zeros(m, n, dtype=torch.float64, device=self.a.device) for _ in range(2))
+        for term in self.terms():
             total += term
             magnitude += term.abs()
         bias = None if self.bias is None else self.bias.double()
         dtype = self.out_dtype if out_dtype is None else out_dtype
-        k = self.b.shape[1]
-        return BlockwiseReference(total, total, k, bias, self.activation, dtype, magnitude, len(terms))
+        blocks = ceil_div(k, self.block_size)
+        return BlockwiseReference(total, total, k, bias, self.activation, dtype, magnitude, blocks)
 
     def __repr__(self) -> str:
         m, n, k = self.shape

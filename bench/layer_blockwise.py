@@ -1,0 +1,105 @@
+"""A layer of blockwise int8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import qcutlass
+from bench.gpu_timing import Contestant, rotation
+from bench.layer import Layer, plan_name
+from bench.schemes import Blockwise
+from bench.shapes import Shape
+from qcutlass import blockwise, testing
+
+BLOCK: Final = 128
+
+
+class QuantizedOutputs:
+    """Keeps the scales of codes while these are alive in a graph, for a harness that hands on one tensor."""
+
+    def __init__(self) -> None:
+        self._scales: dict[int, Tensor] = {}
+
+    def keep(self, codes: Tensor, scales: Tensor) -> Tensor:
+        self._scales[codes.data_ptr()] = scales
+        return codes
+
+    def scales(self, codes: Tensor) -> Tensor:
+        return self._scales[codes.data_ptr()]
+
+    def numbers(self, codes: Tensor) -> Tensor:
+        """float64: what the codes stand for."""
+        each = self.scales(codes).repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+        return codes.double() * each.double()
+
+
+class BlockwiseLayer(Layer):
+    """int8 by int8 with a scale for each block of 1 x 128 and of 128 x 128; the output floating, or in such blocks.
+
+    Attributes:
+        a, b: codes, `[M, K]` and `[N, K]`.
+        a_s, b_s: scales, `[M, ceil(K / 128)]` and `[ceil(N / 128), ceil(K / 128)]`.
+        quantizes: whether the output is codes and scales.
+    """
+
+    kind = "blockwise int8"
+
+    def __init__(self, scheme: Blockwise, shape: Shape, most_rows: int, device: str = "cuda") -> None:
+        problem = self._problem = scheme.case(most_rows, *shape).random(device=device, seed=1)
+        super().__init__(scheme, shape, scheme.dtype, None)
+        self.a, self.a_s, self.b, self.b_s = problem.a, problem.a_s, problem.b, problem.b_s
+        self.quantizes = scheme.quantizes
+        self._outputs = QuantizedOutputs()
+
+    def reference(self, weight_dtype: torch.dtype) -> testing.Reference:
+        return self._problem.reference(torch.float32 if self.quantizes else None)
+
+    @cached_property
+    def packed(self) -> list[list[Tensor]]:
+        """Copies of (packed codes, scales)."""
+        return rotation([qcutlass.preprocess_weights(self.b, bits=8, activations="int8"), self.b_s])
+
+    def dense_weight(self) -> Tensor:
+        return blockwise.weight_dequant(self.b, self.b_s, BLOCK, self.dtype)
+
+    def dense_rows(self, m: int) -> Tensor:
+        return blockwise.act_dequant(self.a[:m], self.a_s[:m], BLOCK, self.dtype)
+
+    def check(self, contestant: Contestant, out: Tensor) -> float:
+        reference, splits = self._rows(self.dtype, len(out)), contestant.splits
+        label = (contestant.name, self.name)
+        if not self.quantizes:
+            return testing.assert_close(out, reference, splits=splits, label=label)
+        return testing.assert_quantized(out, self._outputs.scales(out), reference, BLOCK, splits=splits, label=label)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"out_block_size": BLOCK} if self.quantizes else {"out_dtype": self.dtype}
+
+    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
+        a, a_s = self.a[:m], self.a_s[:m]
+        options: dict[str, Any] = {"n": self.n} | ({"tactic": tactic, "split_k": split_k} if tactic else {})
+        multiply: Callable[..., Any] = blockwise.int8_gemm_quant if self.quantizes else blockwise.int8_gemm
+        calls = [functools.partial(multiply, a, a_s, *weights, **self._options, **options) for weights in self.packed]
+
+        def launch(index: int, out: Tensor) -> Tensor:
+            if self.quantizes:
+                return self._outputs.keep(*calls[index]())
+            result: Tensor = calls[index](out=out)
+            return result
+
+        plan = qcutlass.plan(a, a_s, *self.packed[0], **self._options, **options)
+        return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls), splits=plan.split_k)
+
+    def tactics(self, m: int) -> list[str]:
+        return qcutlass.tactics(self.a[:m], self.a_s[:m], *self.packed[0], n=self.n, **self._options)
+
+    def moved_bytes(self, m: int) -> int:
+        of_output = self.n + 4 * -(-self.n // BLOCK) if self.quantizes else 2 * self.n
+        return sum(t.nbytes for t in (*self.packed[0], self.a[:m], self.a_s[:m])) + m * of_output
