@@ -280,6 +280,7 @@ def _tuning_table(found: Sequence[TunedProduct]) -> Table:
 _Folder = Annotated[Path, typer.Argument(help="A converted folder, or one that formats.load reads.")]
 _Where = Annotated[Device, typer.Option(help="Where the model runs.")]
 _Fuse = Annotated[bool, typer.Option("--fuse", help="One product for q, k and v, one for gate and up.")]
+_Threads = Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch and qcutlass.")]
 _Type = Annotated[Floats | None, typer.Option(help="Of activations; default: float32 on the CPU, 16 bits on a GPU.")]
 
 
@@ -373,12 +374,13 @@ def evaluate(
     device: _Where = Device.cpu,
     dtype: _Type = None,
     fuse: _Fuse = False,
+    threads: _Threads = None,
 ) -> None:
     """Compute the perplexity of a text."""
     console = _console(stderr=True)
     try:
         with console.status("loading"):
-            model, tokenizer = _load(folder, device, dtype, fuse)
+            model, tokenizer = _load(folder, device, dtype, fuse, threads)
             ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0][:tokens]
         from qcutlass.models.evaluation import perplexity
 
@@ -404,11 +406,12 @@ def generate(
     device: _Where = Device.cpu,
     dtype: _Type = None,
     fuse: _Fuse = False,
+    threads: _Threads = None,
 ) -> None:
     """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
     try:
         with _console(stderr=True).status("loading"):
-            model, tokenizer = _load(folder, device, dtype, fuse)
+            model, tokenizer = _load(folder, device, dtype, fuse, threads)
         from qcutlass.models.generation import generate as generate_text
 
         found = generate_text(
@@ -424,8 +427,10 @@ def generate(
     )
 
 
-def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool) -> tuple[Any, Any]:
+def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, threads: int | None) -> tuple[Any, Any]:
     """The model and its tokenizer."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     import_transformers("a whole model").utils.logging.disable_progress_bar()
     from qcutlass.models.transformers import load_model
 

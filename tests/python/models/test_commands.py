@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.models.folders import SmolCut, random_model
+from tests.python.models.folders import RandomCut, SmolCut, random_model
 from typer.testing import CliRunner
 
 from qcutlass import models
@@ -105,6 +105,17 @@ def _perplexity(smol: SmolCut, cut: Any, text: str) -> float:
     with torch.inference_mode():
         scores = dense(ids).logits.double().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])
     return float((-scores.mean()).exp())
+
+
+def test_threads(random_cut: RandomCut) -> None:
+    before = torch.get_num_threads()
+    try:
+        result = command(
+            "generate", random_cut.awq().folder, "--prompt", "5 6", "--max-new-tokens", "1", "--threads", "3"
+        )
+        assert (result.exit_code, torch.get_num_threads()) == (0, 3), result.output
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_chat_needs_a_template(smol: SmolCut, tmp_path: Path) -> None:
