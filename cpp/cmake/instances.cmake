@@ -15,18 +15,24 @@ foreach(activation s8:kInt8 e4m3:kFloat8E4M3 e5m2:kFloat8E5M2)
   list(APPEND QCUTLASS_INSTANCES "w8a8:kW8A8/${activation}/none:kNone")
 endforeach()
 
-# Writes the units and sets `sources` to their paths; an unchanged unit keeps its time stamp.
-function(qcutlass_write_instances sources)
+# Families that have configurations for sm_90a, in units of their own: all but those of 8-bit floats and
+# of blockwise products.
+set(QCUTLASS_HOPPER_INSTANCES ${QCUTLASS_INSTANCES})
+list(FILTER QCUTLASS_HOPPER_INSTANCES EXCLUDE REGEX "kFloat8|Block")
+
+# Writes the units of a list of families, which instantiate `template`, and sets `sources` to their paths; an unchanged
+# unit keeps its time stamp.
+function(qcutlass_write_instances sources header template suffix)
   set(units "")
-  foreach(instance IN LISTS QCUTLASS_INSTANCES)
+  foreach(instance IN LISTS ARGN)
     string(REGEX MATCH "^(.*):(.*)/(.*):(.*)/(.*):(.*)$" match "${instance}")
-    set(family ${CMAKE_MATCH_1}_${CMAKE_MATCH_3}_${CMAKE_MATCH_5})
+    set(family ${CMAKE_MATCH_1}_${CMAKE_MATCH_3}_${CMAKE_MATCH_5}${suffix})
     set(unit "${CMAKE_BINARY_DIR}/instances/${family}.cu")
     file(CONFIGURE OUTPUT "${unit}" @ONLY CONTENT
 "// Kernel family ${family}: written by cpp/cmake/instances.cmake.
-#include \"gemm/family.cuh\"
+#include \"gemm/${header}\"
 
-template struct qcutlass::cuda::Family<qcutlass::DType::${CMAKE_MATCH_4}, qcutlass::Packing::${CMAKE_MATCH_2},
+template struct qcutlass::cuda::${template}<qcutlass::DType::${CMAKE_MATCH_4}, qcutlass::Packing::${CMAKE_MATCH_2},
                                        qcutlass::ScaleMode::${CMAKE_MATCH_6}>;
 ")
     list(APPEND units "${unit}")

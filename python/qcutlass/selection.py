@@ -20,8 +20,8 @@ GPUS: Final = {
     "a10": _C.DeviceTraits(86, 72, 101376),
     "l40s": _C.DeviceTraits(89, 142, 101376),
     "rtx4090": _C.DeviceTraits(89, 128, 101376),
-    "h100": _C.DeviceTraits(90, 132, 232448),
-    "h200": _C.DeviceTraits(90, 132, 232448),
+    "h100": _C.DeviceTraits(90, 132, 232448, wgmma=True),
+    "h200": _C.DeviceTraits(90, 132, 232448, wgmma=True),
     "b200": _C.DeviceTraits(100, 148, 232448),
 }
 """GPUs that `explain` knows by name."""

@@ -95,10 +95,11 @@ def families_and_tactics() -> list[Any]:
 
 
 def tactic_of(case: testing.Case, index: int) -> _C.TacticTraits | None:
-    """The configuration in row `index` of the table, None where this GPU has not the shared memory for it."""
+    """The configuration in row `index` of the table, None where this GPU has not what it needs."""
     traits = _C.tactics(arguments(case))[index]
     device = _C.device_traits(torch.cuda.current_device())
-    return traits if traits.shared_memory <= device.shared_memory_per_block else None
+    fits = traits.shared_memory <= device.shared_memory_per_block and traits.wgmma <= device.wgmma
+    return traits if fits else None
 
 
 def run_poisoned(problem: testing.Problem, choose: random.Random, multiply: Multiply, **keywords: Any) -> Tensor:
@@ -155,7 +156,7 @@ def test_every_tactic(
         ledger.close(out, reference(problem, **forced), f"{forced}: {problem}")
     ledger.tactics |= names
     if not names:
-        pytest.skip(f"row {index} of the table needs more shared memory than this GPU has")
+        pytest.skip(f"row {index} of the table needs what this GPU has not")
 
 
 @pytest.mark.parametrize(("dtype", "bits", "scheme"), FAMILIES, ids=family_id)

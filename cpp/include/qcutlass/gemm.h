@@ -138,6 +138,7 @@ struct DeviceTraits {
   int shared_memory_per_block = 0;  ///< opt-in limit, bytes
   /// What the code that the GPU runs was compiled for: older than the GPU where only older PTX was built.
   int code_capability = compute_capability;
+  bool wgmma = false;  ///< it runs kernels for sm_90a, and they are built
 };
 
 /// What a kernel configuration needs, for one scheme.
@@ -146,7 +147,8 @@ struct TacticTraits {
   int channels = 0, tokens = 0, k = 0;  ///< output tile and k extent of a stage
   int warps = 0, stages = 0;
   int shared_memory = 0;  ///< bytes a block
-  int max_registers = 0;  ///< bound a thread, set by the launch bounds
+  int max_registers = 0;  ///< bound a thread, set by the launch bounds; what a thread begins with if `wgmma`
+  bool wgmma = false;     ///< needs DeviceTraits::wgmma
 };
 
 /// Every configuration that is built for this kind of problem (types, packing, zeros, group size), whatever the GPU.

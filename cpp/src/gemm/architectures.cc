@@ -26,4 +26,10 @@ int serving_architecture(std::vector<std::string> const& built, int compute_capa
   return machine_code > 0 ? machine_code : ptx;
 }
 
+bool serves_wgmma(std::vector<std::string> const& built, int compute_capability) {
+  return compute_capability == 90 && std::any_of(built.begin(), built.end(), [](std::string const& item) {
+           return item == "90a" || item == "90a-real";
+         });
+}
+
 }  // namespace qcutlass

@@ -14,4 +14,8 @@ std::vector<std::string> split_architectures(std::string const& list);
 /// version up.
 int serving_architecture(std::vector<std::string> const& built, int compute_capability);
 
+/// Whether such a GPU runs the kernels whose instructions, warpgroup MMAs, belong to sm_90a: it is one of compute
+/// capability 9.0, and they were built.
+bool serves_wgmma(std::vector<std::string> const& built, int compute_capability);
+
 }  // namespace qcutlass

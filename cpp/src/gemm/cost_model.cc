@@ -45,7 +45,7 @@ double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves 
   double const stage = weight_bytes + scale_bytes + block_bytes + rows * stage_k * activation_size;
   double const distinct = static_cast<double>(w.n) * static_cast<double>(w.k) * w.bits() / 8 +
                           static_cast<double>(a.m) * static_cast<double>(w.k * activation_size + w.n * size_of(output));
-  double const in_flight = std::min(waves.resident, waves.busiest) * (t.stages - 1) * stage;
+  double const in_flight = std::min(waves.resident, waves.busiest) * (stages_of(t, w.packing, scale_mode(a)) - 1) * stage;
   double const again = std::max(0.0, waves.blocks * waves.stages * stage - distinct);
   return std::max({(distinct + mainloop_costs(gpu, t).reread * again) / (gpu.memory.dram * 1e6),
                    waves.blocks * waves.stages * stage / (gpu.memory.l2 * 1e6),
@@ -93,7 +93,8 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
 }  // namespace
 
 int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic) {
-  if (!tactic.serves(arguments.weights.packing, scale_mode(arguments))) return 0;
+  if (!tactic.serves(arguments.weights.packing, scale_mode(arguments), arguments.a_type)) return 0;
+  if (tactic.mainloop == Mainloop::kHopper && !device.wgmma) return 0;
   int const shared =
       shared_memory_bytes(tactic, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1));
   if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;

@@ -1,5 +1,5 @@
 // All configurations of one kernel family (activation type, packing, scale mode), instantiated from the table of
-// tactics. One translation unit a family: see cpp/cmake/instances.cmake.
+// tactics, but those of family_hopper.cuh. One translation unit a family: see cpp/cmake/instances.cmake.
 #pragma once
 
 #include <algorithm>
@@ -8,19 +8,11 @@
 #include "cutlass/device_kernel.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
 #include "gemm/cuda_check.h"
+#include "gemm/element.h"
 #include "gemm/family.h"
 #include "gemm/output.cuh"
 
 namespace qcutlass::cuda {
-
-template <DType kType>
-constexpr auto element_of() {
-  if constexpr (kType == DType::kFloat16) return cutlass::half_t{};
-  if constexpr (kType == DType::kBFloat16) return cutlass::bfloat16_t{};
-  if constexpr (kType == DType::kInt8) return int8_t{};
-  if constexpr (kType == DType::kFloat8E4M3) return cutlass::float_e4m3_t{};
-  if constexpr (kType == DType::kFloat8E5M2) return cutlass::float_e5m2_t{};
-}
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
 struct Family<kType, kPacking, kMode>::Impl {
@@ -115,7 +107,8 @@ struct Family<kType, kPacking, kMode>::Impl {
   using Function = void (*)(Launch const&, cudaStream_t);
   template <int kIndex>
   static constexpr Function entry() {
-    if constexpr (is_compiled(kTactics[kIndex], kPacking, kMode)) return launch<kIndex>;
+    if constexpr (kTactics[kIndex].mainloop != Mainloop::kHopper && is_compiled(kTactics[kIndex], kPacking, kMode))
+      return launch<kIndex>;
     return nullptr;  // selection knows that it fits no GPU
   }
   template <int... kIndices>

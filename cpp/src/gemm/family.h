@@ -39,12 +39,20 @@ struct Launch {
   bool prefetch;      // and loads weights, scales and zeros meanwhile
   void* partials;     // of the type of the sums
   int64_t partial_stride;
+  int sm_count;
   bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
   int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do
 };
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
 struct Family {
+  static void launch(int tactic, Launch const& launch, void* stream);
+  struct Impl;
+};
+
+/// The same for the configurations whose main loop is kHopper.
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct HopperFamily {
   static void launch(int tactic, Launch const& launch, void* stream);
   struct Impl;
 };

@@ -24,9 +24,20 @@ struct FamilyEntry {
   Packing packing;
   ScaleMode mode;
   FamilyLaunch launch;
+  FamilyLaunch launch_hopper;  // nullptr: not built
 };
+
 template <DType kType, Packing kPacking, ScaleMode kMode>
-constexpr FamilyEntry kFamily = {kType, kPacking, kMode, Family<kType, kPacking, kMode>::launch};
+constexpr FamilyLaunch hopper_launch() {
+#ifdef QCUTLASS_SM90A
+  if constexpr (!is_float8(kType) && !is_blockwise(kMode)) return HopperFamily<kType, kPacking, kMode>::launch;
+#endif
+  return nullptr;
+}
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+constexpr FamilyEntry kFamily = {kType, kPacking, kMode, Family<kType, kPacking, kMode>::launch,
+                                 hopper_launch<kType, kPacking, kMode>()};
 constexpr FamilyEntry kFamilies[] = {
     kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kNative>,
     kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kFine>,
@@ -132,6 +143,7 @@ DeviceTraits const& device_traits(int device) {
     traits.sm_count = attribute(cudaDevAttrMultiProcessorCount);
     traits.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     traits.code_capability = serving_architecture(built_architectures(), traits.compute_capability);
+    traits.wgmma = serves_wgmma(built_architectures(), traits.compute_capability);
     if (traits.code_capability == 0)
       throw Unsupported(
           "GPU " + std::to_string(device) + " has compute capability " +
@@ -199,9 +211,11 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   std::atomic<bool>& seen = used[device % kMaxDevices][family][tactic];
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
+  launch.sm_count = traits.sm_count;
 
   if (space.copy_activations) prepare_activations(a, base + space.activations, space.activation_stride, stream);
-  kFamilies[family].launch(tactic, launch, stream);
+  FamilyEntry const& entry = kFamilies[family];
+  (kTactics[tactic].mainloop == Mainloop::kHopper ? entry.launch_hopper : entry.launch)(tactic, launch, stream);
   seen.store(true, std::memory_order_release);
   if (launch.partials != nullptr) reduce(a.a_type, launch, stream);
 }

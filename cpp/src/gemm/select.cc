@@ -37,17 +37,17 @@ std::string tactic_prefix(GemmArguments const& arguments) {
 /// Compute capability that the kernels' instructions need.
 int instruction_capability(GemmArguments const& arguments) { return is_float8(arguments.a_type) ? 89 : 80; }
 
-/// `<packing>_<activation type>_[<scale mode>_]sm<80 or 89>_[stream_]n<channels>m<tokens>k<stage's
+/// `<packing>_<activation type>_[<scale mode>_]sm<80, 89 or 90a>_[stream_]n<channels>m<tokens>k<stage's
 /// k>[w<warps>]_s<stages>`.
 std::string tactic_name(GemmArguments const& arguments, Tactic const& t) {
   bool const stream = t.mainloop == Mainloop::kStream;
   ScaleMode const mode = scale_mode(arguments);
   return tactic_prefix(arguments) +
          (mode == ScaleMode::kNone ? "" : kScaleModeNames[static_cast<int>(mode)] + std::string("_")) + "sm" +
-         std::to_string(instruction_capability(arguments)) + (stream ? "_stream_n" : "_n") +
+         (t.mainloop == Mainloop::kHopper ? "90a" : std::to_string(instruction_capability(arguments))) + (stream ? "_stream_n" : "_n") +
          std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" +
          std::to_string(t.stage_k(arguments.weights.packing)) + (stream ? "w" + std::to_string(t.warps()) : "") + "_s" +
-         std::to_string(t.stages);
+         std::to_string(stages_of(t, arguments.weights.packing, mode));
 }
 
 bool is_block_size(int64_t size) { return size == 32 || size == 64 || size == 128; }
@@ -118,8 +118,9 @@ bool fits_grid(GemmArguments const& arguments, Tactic const& t) {
 }
 
 /// Clusters and early starts are compiled into code for sm_90 and newer, whatever the GPU.
-bool uses_cluster(DeviceTraits const& device, int split_k) {
-  return split_k > 1 && split_k <= kMaxCluster && device.code_capability >= 90;
+bool uses_cluster(DeviceTraits const& device, Tactic const& t, int split_k) {
+  int const most = t.mainloop == Mainloop::kHopper ? kMostHopperCluster : kMaxCluster;
+  return split_k > 1 && split_k <= most && device.code_capability >= 90;
 }
 
 /// Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
@@ -141,7 +142,7 @@ bool piles_up(GemmArguments const& arguments, DeviceTraits const& device, Tactic
 
 Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, int row, int split_k) {
   Tactic const& t = kTactics[row];
-  bool const cluster = uses_cluster(device, split_k);
+  bool const cluster = uses_cluster(device, t, split_k);
   Candidate result;
   result.plan.tactic = tactic_name(arguments, t);
   result.plan.row = row;
@@ -157,7 +158,7 @@ Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, 
 /// Row of kTactics that has the name.
 int tactic_row(GemmArguments const& arguments, std::string const& name) {
   for (int i = 0; i < kTacticCount; ++i)
-    if (kTactics[i].serves(arguments.weights.packing, scale_mode(arguments)) &&
+    if (kTactics[i].serves(arguments.weights.packing, scale_mode(arguments), arguments.a_type) &&
         tactic_name(arguments, kTactics[i]) == name)
       return i;
   throw InvalidArgument("tactic: '" + name + "' is not a configuration for this problem, which has e.g. '" +
@@ -189,11 +190,11 @@ std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
   check_supported(arguments);
   std::vector<TacticTraits> result;
   for (Tactic const& t : kTactics) {
-    if (!t.serves(arguments.weights.packing, scale_mode(arguments))) continue;
+    if (!t.serves(arguments.weights.packing, scale_mode(arguments), arguments.a_type)) continue;
     result.push_back(
-        {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(arguments.weights.packing), t.warps(), t.stages,
+        {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(arguments.weights.packing), t.warps(), stages_of(t, arguments.weights.packing, scale_mode(arguments)),
          shared_memory_bytes(t, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1)),
-         t.max_registers()});
+         t.max_registers(), t.mainloop == Mainloop::kHopper});
   }
   return result;
 }

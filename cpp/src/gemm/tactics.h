@@ -28,6 +28,7 @@ constexpr bool is_blockwise(ScaleMode mode) { return mode == ScaleMode::kBlock |
 enum class Mainloop : uint8_t {
   kStream,      ///< few tokens: every slice of warps streams weights through a ring of its own
   kMultistage,  ///< more: one ring, operands shared by all warps of a block
+  kHopper,      ///< likewise, by asynchronous warpgroup MMAs and TMA: sm_90a alone
 };
 
 constexpr int activation_bytes(Packing packing) { return packing == Packing::kW8A8 ? 1 : 2; }
@@ -57,7 +58,8 @@ constexpr Products product_of(Packing packing, ScaleMode mode) {
 }
 
 /// One configuration. The block's tile is `channels` x `tokens`, its warps' tiles are `warp_channels` x `warp_tokens`;
-/// `slices` warps share one such tile and split the k extent of each stage.
+/// `slices` warps share one such tile and split the k extent of each stage. (The warps of kHopper, which four producing
+/// ones feed, have all slices of a stage for themselves.)
 struct Tactic {
   Mainloop mainloop;
   int channels, tokens;
@@ -68,7 +70,14 @@ struct Tactic {
   Products products = kAll;
 
   constexpr bool serves(Packing packing, ScaleMode mode) const { return (products & product_of(packing, mode)) != 0; }
-  constexpr int warps() const { return channels / warp_channels * (tokens / warp_tokens) * slices; }
+  /// Likewise for activations of this type. wgmma adds products of 8-bit floats with some 14 bits: not fp32 sums.
+  constexpr bool serves(Packing packing, ScaleMode mode, DType activations) const {
+    return serves(packing, mode) && !(mainloop == Mainloop::kHopper && is_float8(activations));
+  }
+  constexpr int warps() const {
+    int const tiles = channels / warp_channels * (tokens / warp_tokens);
+    return mainloop == Mainloop::kHopper ? tiles + 4 : tiles * slices;
+  }
   constexpr int threads() const { return 32 * warps(); }
   constexpr int slice_k(Packing packing) const {
     return mainloop == Mainloop::kStream ? kStreamK : qcutlass::slice_k(packing);
@@ -80,6 +89,15 @@ struct Tactic {
     return share < 255 ? share : 255;
   }
 };
+
+/// Largest cluster in which blocks of kHopper have room for each other's sums.
+inline constexpr int kMostHopperCluster = 6;
+
+/// k steps from one wait of kHopper for its MMAs to the next: as many as two sets of their operands A leave registers
+/// for beside the sums.
+constexpr int hopper_batch(Tactic const& t) { return t.channels == 256 && t.tokens > 64 ? 1 : 4; }
+/// Whether its warpgroups take turns.
+constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tokens == 128; }
 
 inline constexpr Tactic kTactics[] = {
     // decode: weights stream past few tokens; all warps along k, unless a block has many channels
@@ -132,6 +150,12 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 64, 64, 64, 32, 4, 3, 1, kBlockwise},
     {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kBlockwise},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
+    // asynchronous MMAs: from some 64 tokens up
+    {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kNotBlockwise},
+    {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kNotBlockwise},
+    {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kNotBlockwise},
+    {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kNotBlockwise},
+    {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kNotBlockwise},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
@@ -178,16 +202,34 @@ constexpr int epilogue_blocks(Tactic const& t, Packing packing, ScaleMode mode) 
   return blocks;
 }
 
+/// The most shared memory that a block may have on any GPU so far (sm_90, sm_100).
+inline constexpr int kMostSharedMemory = 227 * 1024;
+
+/// Shared memory of a block of kHopper with so many stages: the ring, two buffers a warpgroup to transpose sums in, two
+/// barriers a stage.
+constexpr int hopper_shared_memory(Tactic const& t, Packing packing, ScaleMode mode, int stages) {
+  int const transpose = t.channels / 64 * 2 * 16 * (64 + 4) * 4;
+  int const bytes = stages * (stage_bytes(t, packing, mode, t.tokens) + 16) + transpose;
+  return (bytes + 127) / 128 * 128;
+}
+
+/// Stages of the ring. kHopper has as many of a configuration's as fit, but at least 3, and an even number of batches.
+constexpr int stages_of(Tactic const& t, Packing packing, ScaleMode mode) {
+  if (t.mainloop != Mainloop::kHopper) return t.stages;
+  int const step = t.stage_k(packing) / step_k(packing) / hopper_batch(t) % 2 == 0 ? 1 : 2;
+  int stages = t.stages / step * step;
+  while (stages > 2 + step && hopper_shared_memory(t, packing, mode, stages) > kMostSharedMemory) stages -= step;
+  return stages;
+}
+
 /// Dynamic shared memory of a block for m rows of activations; the kernels assert that it is their own for a full tile.
 constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mode, int64_t m) {
+  if (t.mainloop == Mainloop::kHopper) return hopper_shared_memory(t, packing, mode, stages_of(t, packing, mode));
   int const epilogue =
       epilogue_blocks(t, packing, mode) * t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
   int const mainloop = t.stages * stage_bytes(t, packing, mode, m);
   return mainloop > epilogue ? mainloop : epilogue;
 }
-
-/// The most shared memory that a block may have on any GPU so far (sm_90, sm_100).
-inline constexpr int kMostSharedMemory = 227 * 1024;
 
 /// Whether the configuration is for such products, and some GPU can run it, if only for one row of activations.
 constexpr bool is_compiled(Tactic const& t, Packing packing, ScaleMode mode) {

@@ -29,13 +29,14 @@ void register_plans(py::module_& module) {
       .def_readonly("plan", &Candidate::plan)
       .def_readonly("cost", &Candidate::cost);
   py::class_<DeviceTraits>(module, "DeviceTraits")
-      .def(py::init([](int compute_capability, int sm_count, int shared_memory_per_block) {
-             return DeviceTraits{compute_capability, sm_count, shared_memory_per_block};
+      .def(py::init([](int compute_capability, int sm_count, int shared_memory_per_block, bool wgmma) {
+             return DeviceTraits{compute_capability, sm_count, shared_memory_per_block, compute_capability, wgmma};
            }),
-           "compute_capability"_a, "sm_count"_a, "shared_memory_per_block"_a)
+           "compute_capability"_a, "sm_count"_a, "shared_memory_per_block"_a, "wgmma"_a = false)
       .def_readonly("compute_capability", &DeviceTraits::compute_capability)
       .def_readonly("sm_count", &DeviceTraits::sm_count)
-      .def_readonly("shared_memory_per_block", &DeviceTraits::shared_memory_per_block);
+      .def_readonly("shared_memory_per_block", &DeviceTraits::shared_memory_per_block)
+      .def_readonly("wgmma", &DeviceTraits::wgmma);
   py::class_<TacticTraits>(module, "TacticTraits")
       .def_readonly("name", &TacticTraits::name)
       .def_readonly("channels", &TacticTraits::channels)
@@ -44,7 +45,8 @@ void register_plans(py::module_& module) {
       .def_readonly("warps", &TacticTraits::warps)
       .def_readonly("stages", &TacticTraits::stages)
       .def_readonly("shared_memory", &TacticTraits::shared_memory)
-      .def_readonly("max_registers", &TacticTraits::max_registers);
+      .def_readonly("max_registers", &TacticTraits::max_registers)
+      .def_readonly("wgmma", &TacticTraits::wgmma);
 }
 
 }  // namespace

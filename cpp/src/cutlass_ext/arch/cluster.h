@@ -33,4 +33,20 @@ CUTLASS_DEVICE Array<Word, 4> load_from_cluster(Word const* pointer, int rank) {
   return reinterpret_cast<Array<Word, 4> const&>(v);
 }
 
+/// Stores four words at the place in block `rank`'s shared memory that `pointer` has in this block's.
+template <class Word>
+CUTLASS_DEVICE void store_to_cluster(uint4* pointer, int rank, Word const* words) {
+  static_assert(sizeof(Word) == 4);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t const* v = reinterpret_cast<uint32_t const*>(words);
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]),
+               "r"(v[3])
+               : "memory");
+#endif
+}
+
 }  // namespace cutlass::arch

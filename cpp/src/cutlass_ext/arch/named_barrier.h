@@ -15,4 +15,11 @@ CUTLASS_DEVICE void named_barrier_sync(int index) {
   asm volatile("bar.sync %0, %1;" ::"r"(kFirstNamedBarrier + index), "n"(kThreads) : "memory");
 }
 
+/// Counts as having come to the barrier, without waiting for the others.
+template <int kThreads>
+CUTLASS_DEVICE void named_barrier_arrive(int index) {
+  static_assert(kThreads % 32 == 0);
+  asm volatile("bar.arrive %0, %1;" ::"r"(kFirstNamedBarrier + index), "n"(kThreads) : "memory");
+}
+
 }  // namespace cutlass::arch

@@ -104,13 +104,15 @@ class BiasActivation {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
+  /// kActivates: false where the caller knows that there is no activation.
+  template <bool kActivates = true>
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
     }
-    activate(sum, params_.activation);
+    if constexpr (kActivates) activate(sum, params_.activation);
     store_channels(params_.output + token * params_.stride + channel_, sum, params_.channels - channel_,
                    params_.vectors);
   }

@@ -42,6 +42,8 @@ class ScaledSums {
     if (kInteger && scales.azp != nullptr) load_channels(channel_sums_, scales.channel_sums, channel, params.channels);
   }
 
+  /// kActivates: false where the caller knows that there is no activation.
+  template <bool kActivates = true>
   CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
     int64_t const offset = token * params_.stride + channel_;
@@ -69,7 +71,7 @@ class ScaledSums {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) value[i] += bias_[i];
     }
-    activate(value, params_.activation);
+    if constexpr (kActivates) activate(value, params_.activation);
     store_channels(params_.output, params_.output_type, offset, value, params_.channels - channel_, params_.vectors);
   }
 

@@ -3,21 +3,13 @@
 
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
 #include "cutlass_ext/arch/grid_dependency.h"
-#include "cutlass_ext/epilogue/blockwise_output.h"
-#include "cutlass_ext/epilogue/scaled_sums.h"
+#include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/epilogue/transposed_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_blockwise.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_multistage.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_stream.h"
 
 namespace cutlass::gemm::kernel {
-
-/// What ends the products of a scale mode.
-template <class Element, class Sum, qcutlass::ScaleMode kMode>
-using OutputOpOf =
-    std::conditional_t<kMode == qcutlass::ScaleMode::kNone, epilogue::thread::ScaledSums<Sum>,
-                       std::conditional_t<qcutlass::is_blockwise(kMode), epilogue::thread::BlockwiseOutput,
-                                          epilogue::thread::BiasActivation<Element>>>;
 
 template <class Mma_, int kEpilogueBlocks, int kEpilogueRow, int kMinBlocks>
 class PackedGemm {
@@ -27,7 +19,7 @@ class PackedGemm {
   using Shape = typename Mma::Shape;
   using Epilogue = epilogue::threadblock::TransposedEpilogue<Mma, kEpilogueBlocks, kEpilogueRow>;
   using Sum = typename Mma::Accumulator;
-  using OutputOp = OutputOpOf<Element, Sum, Mma::kMode>;
+  using OutputOp = epilogue::thread::OutputOpOf<Element, Sum, Mma::kMode>;
   /// Neighbouring blocks share activations and weights in L2: 8 tiles of tokens side by side.
   using Swizzle = gemm::threadblock::GemmIdentityThreadblockSwizzle<8>;
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;

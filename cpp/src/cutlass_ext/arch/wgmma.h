@@ -1,0 +1,58 @@
+// Warpgroup MMAs (sm_90a) with operand A in registers and operand B in shared memory: CUTLASS's instructions, picked by
+// type and number of tokens, and the descriptor of B.
+#pragma once
+
+#include <utility>
+
+#include "cute/arch/mma_sm90.hpp"
+#include "cutlass/cutlass.h"
+
+namespace cutlass::arch {
+
+inline constexpr int kWarpgroupThreads = 128;
+/// Channels of one instruction; a warp of the warpgroup holds 16 of them, as in the fragments of m16n8k16 and m16n8k32.
+inline constexpr int kWarpgroupChannels = 64;
+
+/// Where dynamic shared memory begins in a block's window on sm_90, if there is no static one: the system keeps the
+/// first KB. ptxas has the same constant in its code (0x400); kernels check it. With it, descriptors are constants.
+inline constexpr int kSharedBase = 1024;
+
+/// Descriptor of a K-major operand B with the 128-byte swizzle, `offset` bytes into dynamic shared memory (PTX ISA,
+/// "Matrix descriptor"): the start address / 16 in bits 0-13; the leading offset from bit 16 on, which such layouts
+/// ignore, as 1; the distance of groups of 8 rows, 8 * 128 bytes / 16, from bit 32 on; swizzle mode 1 (128 bytes) in
+/// bits 62-63. A step along k within the rows of 128 bytes is an offset of its bytes.
+constexpr uint64_t swizzled_operand(int offset) {
+  return uint64_t(1) << 62 | uint64_t(64) << 32 | uint64_t(1) << 16 | uint64_t((kSharedBase + offset) / 16);
+}
+
+/// kTokens columns of sums of 64 channels += A (64 x kStepK) * B (kStepK x kTokens).
+template <class ElementA, class ElementB, class Sum, int kTokens, int kStepK>
+struct Wgmma {
+  using Instruction = decltype(cute::SM90::GMMA::rs_op_selector<
+                               ElementA, ElementB, Sum,
+                               cute::Shape<cute::Int<kWarpgroupChannels>, cute::Int<kTokens>, cute::Int<kStepK>>>());
+  /// Lane (g, t) of warp w: [n8 block][row 16 w + g or + 8][token 2t or 2t + 1], as the sums of m16n8 instructions.
+  using Sums = typename Instruction::CRegisters;
+  static constexpr int kSums = kTokens / 2;
+  static_assert(sizeof(Sums) == kSums * 4, "one instruction spans all tokens");
+
+  static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b) {
+    issue(sums, a, b, std::make_integer_sequence<int, kSums>{});
+  }
+
+ private:
+  template <int... kIndices>
+  static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b,
+                                   std::integer_sequence<int, kIndices...>) {
+    Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]...);
+  }
+};
+
+/// Keeps the compiler from moving accesses to registers of an asynchronous MMA across this point.
+template <class Register, int kCount>
+CUTLASS_DEVICE void fence_registers(Register (&registers)[kCount]) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+
+}  // namespace cutlass::arch

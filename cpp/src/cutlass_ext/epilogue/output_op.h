@@ -1,0 +1,18 @@
+// The output operator of each kind of product.
+#pragma once
+
+#include <type_traits>
+
+#include "cutlass_ext/epilogue/blockwise_output.h"
+#include "cutlass_ext/epilogue/scaled_sums.h"
+#include "gemm/tactics.h"
+
+namespace cutlass::epilogue::thread {
+
+/// What ends the products of a scale mode.
+template <class Element, class Sum, qcutlass::ScaleMode kMode>
+using OutputOpOf =
+    std::conditional_t<kMode == qcutlass::ScaleMode::kNone, ScaledSums<Sum>,
+                       std::conditional_t<qcutlass::is_blockwise(kMode), BlockwiseOutput, BiasActivation<Element>>>;
+
+}  // namespace cutlass::epilogue::thread

@@ -1,0 +1,153 @@
+// The kernel of the sm_90a mainloop: persistent blocks that go from tile to tile, or clusters that share the k extent of
+// one.
+#pragma once
+
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass_ext/epilogue/output_op.h"
+#include "cutlass_ext/epilogue/warpgroup_epilogue.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_hopper.h"
+
+namespace cutlass::gemm::kernel {
+
+template <class Mma_>
+class PackedGemmHopper {
+ public:
+  using Mma = Mma_;
+  using Element = typename Mma::Element;
+  using Shape = typename Mma::Shape;
+  using Epilogue = epilogue::threadblock::WarpgroupEpilogue<Mma>;
+  using Sum = typename Mma::Accumulator;
+  using OutputOp = epilogue::thread::OutputOpOf<Element, Sum, Mma::kMode>;
+  static constexpr int MaxThreadsPerBlock = Mma::kThreads;
+  static constexpr int MinBlocksPerMultiprocessor = 1;
+
+  /// Tiles of tokens side by side that blocks take before the next tile of channels: neighbours share both operands in
+  /// L2.
+  static constexpr int kTokenTiles = 4;
+
+  struct Params {
+    typename Mma::Arguments mma;
+    typename OutputOp::Params output;
+    int channel_tiles, token_tiles;
+    int shares;                       // of k
+    int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
+    bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
+    bool cluster;   // the shares of k of a tile form a cluster, which adds them
+    Sum* partials;  // [shares][tokens][partial_stride] when k is shared without a cluster
+    int64_t partial_stride;
+  };
+
+  struct SharedStorage {
+    typename Mma::SharedStorage mainloop;  // first: operand B lies at multiples of 1 KB
+    typename Epilogue::SharedStorage epilogue;
+    typename Mma::Barriers barriers;
+  };
+
+  static constexpr bool has_room_to_exchange() {
+    for (int blocks = 2; blocks <= qcutlass::kMostHopperCluster; ++blocks)
+      if (Epilogue::exchange_bytes(blocks) > int(sizeof(SharedStorage::mainloop))) return false;
+    return true;
+  }
+  static_assert(has_room_to_exchange());
+
+  CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
+    if (cute::cast_smem_ptr_to_uint(shared) % (1u << 24) != arch::kSharedBase) __trap();  // upper bits: rank in the cluster
+    SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+    int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+      Mma::initialize(storage.barriers);
+      cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+    if (warp / 4 == Mma::kWarpgroups) {
+      arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      if (warp % 4 == 0 && lane == 0) produce(params, storage);
+      __syncwarp();
+      if (params.cluster) {  // as the consumers, around their exchange
+        arch::cluster_sync();
+        arch::cluster_sync();
+      }
+    } else {
+      arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      arch::wait_for_prior_grids();
+      consume(params, storage, warp, lane);
+    }
+  }
+
+ private:
+  /// A launch gives every thread the same share of an SM's 65536 registers, a multiple of 8; the producers leave most of
+  /// theirs to the consumers.
+  static constexpr int kShare = 65536 / Mma::kThreads / 8 * 8, kProducerRegisters = Mma::kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = (kShare * (Mma::kWarpgroups + 1) - kProducerRegisters) / Mma::kWarpgroups;
+  static_assert(kConsumerRegisters % 8 == 0 && kConsumerRegisters <= 240, "as setmaxnreg takes them");
+
+  /// Share of the k extent of a tile.
+  struct Work {
+    int channel, token, share, first_k, stages;
+
+    CUTLASS_DEVICE Work(Params const& params, int item) {
+      int const tile = item / params.shares, group = kTokenTiles * params.channel_tiles;
+      share = item % params.shares;
+      int const first_tile = tile / group * kTokenTiles, rest = tile % group;
+      int const beside = fast_min(kTokenTiles, params.token_tiles - first_tile);
+      channel = rest / beside * Shape::kM;
+      token = (first_tile + rest % beside) * Shape::kN;
+      // The first shares take a stage more where the stages do not divide evenly.
+      first_k = (share * params.stages_a_share + fast_min(share, params.stages_left)) * Shape::kK;
+      stages = params.stages_a_share + (share < params.stages_left);
+    }
+  };
+
+  static CUTLASS_DEVICE int items(Params const& params) {
+    return params.channel_tiles * params.token_tiles * params.shares;
+  }
+
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage) {
+    // At once: a block of this kernel leaves no room on its SM, so that the next kernel's can only take idle ones.
+    arch::allow_next_grid();
+    typename Mma::Producer producer(storage.mainloop, storage.barriers, params.mma);
+    if (!params.prefetch) arch::wait_for_prior_grids();
+    Work work(params, blockIdx.x);
+    producer.prefetch_weights(work.channel, work.first_k, work.stages);
+    if (params.prefetch) arch::wait_for_prior_grids();
+    for (int item = blockIdx.x;;) {
+      producer.load(work.channel, work.token, work.first_k, work.stages);
+      item += gridDim.x;
+      if (item >= items(params)) break;
+      work = Work(params, item);
+    }
+  }
+
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int warp, int lane) {
+    typename Mma::Consumer mma(storage.mainloop, storage.barriers, params.mma, warp / 4, warp % 4, lane);
+    Epilogue epilogue(storage.epilogue, warp / 4, threadIdx.x % arch::kWarpgroupThreads);
+    int const blocks = params.cluster ? params.shares : 1;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int item = blockIdx.x; item < items(params); item += gridDim.x) {
+      Work const work(params, item);
+      typename Mma::FragmentC sums;
+      mma(sums, work.first_k, work.stages);
+      uint4* const slots = reinterpret_cast<uint4*>(&storage.mainloop);  // nothing more is loaded in a cluster
+      if (params.cluster) {
+        arch::cluster_sync();
+        epilogue.send(sums, slots, blocks, work.share);
+        arch::cluster_sync();
+      }
+      int const channel = work.channel + epilogue.channel();
+      OutputOp const output(params.output, channel);
+      auto const store = [&](int row, Sum(&sum)[OutputOp::kVector], auto activates) {
+        if (params.partials == nullptr) {
+          output.template store<decltype(activates)::value>(work.token + row, sum);
+        } else if (work.token + row < params.output.tokens && channel < params.partial_stride) {
+          int64_t const out_row = int64_t(work.share) * params.output.tokens + work.token + row;
+          epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + channel, sum,
+                                           OutputOp::kVector, true);
+        }
+      };
+      bool const activates = params.output.activation != qcutlass::Activation::kNone;
+      epilogue.run(sums, slots, blocks, params.cluster ? work.share : 0, activates, store);
+    }
+  }
+};
+
+}  // namespace cutlass::gemm::kernel

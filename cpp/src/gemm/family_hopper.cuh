@@ -1,0 +1,139 @@
+// All kHopper configurations of one kernel family, as family.cuh has the others: compiled for sm_90a alone.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "cutlass/device_kernel.h"
+#include "cutlass_ext/gemm/kernel/packed_gemm_hopper.h"
+#include "gemm/cuda_check.h"
+#include "gemm/element.h"
+#include "gemm/family.h"
+#include "gemm/output.cuh"
+#include "gemm/tensor_map.h"
+
+namespace qcutlass::cuda {
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct HopperFamily<kType, kPacking, kMode>::Impl {
+  using Element = decltype(element_of<kType>());
+
+  template <int kIndex>
+  struct Configuration {
+    static constexpr Tactic kTactic = kTactics[kIndex];
+    static constexpr int kWarpgroups = kTactic.warps() / 4 - 1;
+    using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
+    using Mma = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, stages_of(kTactic, kPacking, kMode), hopper_batch(kTactic), hopper_turns(kTactic),
+                                                            Element, kPacking, kMode>;
+    using Kernel = cutlass::gemm::kernel::PackedGemmHopper<Mma>;
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
+    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
+    static_assert(Mma::kThreads == kTactic.threads());
+  };
+
+  /// Rows of scales or zeros, `channels` by `rows` a box.
+  static CUtensorMap group_map(Launch::Groups const& g, Launch const& launch, int channels, int rows) {
+    int64_t const groups = layout::ceil_div(launch.k, launch.group_size);
+    int64_t const stride = groups > 1 ? g.stride_bytes : g.row_bytes;  // a single row may have any
+    return make_tensor_map({g.data, g.element_bytes, launch.channels, groups, 0, stride}, channels, rows, 0, false);
+  }
+
+  template <class Mma>
+  static typename Mma::Arguments arguments(Launch const& launch) {
+    using Shape = typename Mma::Shape;
+    using LayoutA = typename Mma::LayoutA;
+    constexpr int kElement = int(sizeof(Element));
+    typename Mma::Arguments args{};
+    int64_t const row = int64_t(launch.k) * kElement;
+    int64_t const stride = launch.tokens > 1 ? launch.activation_stride * kElement : (row + 15) / 16 * 16;
+    args.activations = make_tensor_map({launch.activations, kElement, launch.k, launch.tokens, 0, stride}, Mma::kChunkK,
+                                       Shape::kN, 0, true);
+    args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, launch.tiles_n,
+                                    LayoutA::kTileBytes, int64_t(launch.tiles_k) * LayoutA::kTileBytes},
+                                   LayoutA::kTileBytes / 4, Mma::kTiles, Shape::kM / 16, false);
+    args.stage_bytes = Mma::SharedStorage::kWeights / Mma::kStages +
+                       Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
+    if constexpr (Mma::kRows > 0) {
+      args.scale_row = Shape::kM * launch.scales.element_bytes;
+      args.zero_row = Shape::kM * launch.zeros.element_bytes;
+      args.scales = group_map(launch.scales, launch, Shape::kM, Mma::kBoxRows);
+      args.stage_bytes += Mma::kRows * args.scale_row;
+      if (launch.zeros.type != DType::kNone) {
+        args.zeros = group_map(launch.zeros, launch, Shape::kM, Mma::kBoxRows);
+        args.stage_bytes += Mma::kRows * args.zero_row;
+      }
+    }
+    bool const once = launch.tokens <= Shape::kN;  // weights are read by one tile of tokens
+    args.weight_policy =
+        uint64_t(once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
+    args.scale_type = launch.scales.type;
+    args.zero_type = launch.zeros.type;
+    return args;
+  }
+
+  template <int kIndex>
+  static void launch(Launch const& launch, cudaStream_t stream) {
+    using C = Configuration<kIndex>;
+    using Kernel = typename C::Kernel;
+    using Shape = typename Kernel::Shape;
+
+    typename Kernel::Params params{};
+    params.mma = arguments<typename C::Mma>(launch);
+    params.output = output_params<typename Kernel::OutputOp>(launch);
+    params.channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM));
+    params.token_tiles = int(layout::ceil_div(launch.tokens, Shape::kN));
+    params.shares = launch.split_k;
+    int const stages = int(layout::ceil_div(launch.k, Shape::kK));
+    params.stages_a_share = stages / launch.split_k;
+    params.stages_left = stages % launch.split_k;
+    params.prefetch = launch.prefetch;
+    params.cluster = launch.cluster;
+    params.partials = static_cast<typename Kernel::Sum*>(launch.partials);
+    params.partial_stride = launch.partial_stride;
+
+    auto const kernel = cutlass::device_kernel<Kernel>;
+    if (launch.first_use)
+      QCUTLASS_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedMemory));
+    cudaLaunchAttribute attributes[2];
+    int count = 0;
+    if (launch.programmatic) {
+      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (launch.cluster) {
+      attributes[count].id = cudaLaunchAttributeClusterDimension;
+      attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+      attributes[count++].val.clusterDim.x = unsigned(launch.split_k);
+    }
+    int64_t const items = int64_t(params.channel_tiles) * params.token_tiles * params.shares;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(launch.cluster ? items : std::min<int64_t>(items, launch.sm_count)));
+    config.blockDim = dim3(C::kTactic.threads());
+    config.dynamicSmemBytes = size_t(C::kSharedMemory);
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = unsigned(count);
+    QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  }
+
+  using Function = void (*)(Launch const&, cudaStream_t);
+  template <int kIndex>
+  static constexpr Function entry() {
+    if constexpr (kTactics[kIndex].mainloop == Mainloop::kHopper && is_compiled(kTactics[kIndex], kPacking, kMode))
+      return launch<kIndex>;
+    return nullptr;
+  }
+  template <int... kIndices>
+  static constexpr Function function(int index, std::integer_sequence<int, kIndices...>) {
+    Function const table[] = {entry<kIndices>()...};
+    return table[index];
+  }
+};
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+void HopperFamily<kType, kPacking, kMode>::launch(int tactic, Launch const& launch, void* stream) {
+  Impl::function(tactic, std::make_integer_sequence<int, kTacticCount>{})(launch, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace qcutlass::cuda
