@@ -45,11 +45,14 @@ double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves 
   double const stage = weight_bytes + scale_bytes + block_bytes + rows * stage_k * activation_size;
   double const distinct = static_cast<double>(w.n) * static_cast<double>(w.k) * w.bits() / 8 +
                           static_cast<double>(a.m) * static_cast<double>(w.k * activation_size + w.n * size_of(output));
-  double const in_flight = std::min(waves.resident, waves.busiest) * (stages_of(t, w.packing, scale_mode(a)) - 1) * stage;
+  double const in_flight =
+      std::min(waves.resident, waves.busiest) * (stages_of(t, w.packing, scale_mode(a)) - 1) * stage;
+  bool const hopper = t.mainloop == Mainloop::kHopper;
+  double const latency = hopper ? gpu.hopper.latency : mainloop_costs(gpu, t).latency;
   double const again = std::max(0.0, waves.blocks * waves.stages * stage - distinct);
   return std::max({(distinct + mainloop_costs(gpu, t).reread * again) / (gpu.memory.dram * 1e6),
                    waves.blocks * waves.stages * stage / (gpu.memory.l2 * 1e6),
-                   waves.busiest * waves.stages * stage / in_flight * mainloop_costs(gpu, t).latency});
+                   waves.busiest * waves.stages * stage / in_flight * latency});
 }
 
 /// Instructions per A register (two weights) of the converters, broadcasting folded: see cutlass_ext/arch/dequantize.h.
@@ -61,8 +64,27 @@ double convert_instructions(DType type, Packing packing, ScaleMode mode, bool sc
   return multiply + (packing == Packing::kW4A16 ? 2.75 : 5.0);
 }
 
+/// A slice of k, 128 bytes of a token's row, takes the tensor cores a clock for every 2 tokens of each of 4 steps and
+/// 64 channels, and each warpgroup's warps their issue slots. Both overlap the better the more they differ: measured
+/// times go with the root of the sum of their squares.
+double hopper_compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
+  constexpr int kSteps = 4, kRegisters = 4;
+  double const warpgroups = t.channels / 64.0, mmas = warpgroups * kSteps * t.tokens / 2;
+  double const conversions =
+      kSteps * kRegisters * convert_instructions(a.a_type, a.weights.packing, scale_mode(a), true);
+  double const issued = warpgroups * (gpu.hopper.slice + conversions * gpu.hopper.convert);
+  return waves.busiest * waves.stages * t.slices * std::hypot(mmas, issued) / (gpu.hopper.clock * 1e3);
+}
+
+double hopper_fixed(GpuClass const& gpu, Tactic const& t, Waves const& waves, int split_k, bool cluster) {
+  double const outputs = 64.0 * t.tokens * waves.busiest, own = cluster ? outputs / split_k : outputs;
+  double const time = gpu.hopper.kernel + own * gpu.hopper.output;
+  return cluster ? time + (split_k - 1) * gpu.hopper.cluster + (outputs - own) * gpu.hopper.exchange : time;
+}
+
 /// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
 double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
+  if (t.mainloop == Mainloop::kHopper) return hopper_compute(a, gpu, t, waves);
   MainloopCosts const& costs = mainloop_costs(gpu, t);
   ScaleMode const mode = scale_mode(a);
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
@@ -83,9 +105,11 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
              bool cluster) {
   MainloopCosts const& costs = mainloop_costs(gpu, t);
   double const outputs = static_cast<double>(a.m) * static_cast<double>(a.weights.n);
-  double const block = costs.kernel + (waves.busiest - 1) * gpu.launch.block +
-                       t.tokens * t.channels * t.slices * waves.busiest * costs.output;
-  if (cluster) return block + gpu.launch.cluster;
+  bool const hopper = t.mainloop == Mainloop::kHopper;
+  double const block = hopper ? hopper_fixed(gpu, t, waves, split_k, cluster)
+                              : costs.kernel + (waves.busiest - 1) * gpu.launch.block +
+                                    t.tokens * t.channels * t.slices * waves.busiest * costs.output;
+  if (cluster) return block + (hopper ? 0 : gpu.launch.cluster);
   if (split_k == 1) return block;
   return block + gpu.launch.split + outputs * 4 * split_k * 2 / (gpu.memory.l2 * 1e6);
 }

@@ -23,8 +23,9 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     static constexpr Tactic kTactic = kTactics[kIndex];
     static constexpr int kWarpgroups = kTactic.warps() / 4 - 1;
     using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
-    using Mma = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, stages_of(kTactic, kPacking, kMode), hopper_batch(kTactic), hopper_turns(kTactic),
-                                                            Element, kPacking, kMode>;
+    using Mma = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, stages_of(kTactic, kPacking, kMode),
+                                                            hopper_batch(kTactic), hopper_turns(kTactic), Element,
+                                                            kPacking, kMode>;
     using Kernel = cutlass::gemm::kernel::PackedGemmHopper<Mma>;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
@@ -51,8 +52,7 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, launch.tiles_n,
                                     LayoutA::kTileBytes, int64_t(launch.tiles_k) * LayoutA::kTileBytes},
                                    LayoutA::kTileBytes / 4, Mma::kTiles, Shape::kM / 16, false);
-    args.stage_bytes = Mma::SharedStorage::kWeights / Mma::kStages +
-                       Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
+    args.stage_bytes = Mma::SharedStorage::kWeights / Mma::kStages + Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
     if constexpr (Mma::kRows > 0) {
       args.scale_row = Shape::kM * launch.scales.element_bytes;
       args.zero_row = Shape::kM * launch.zeros.element_bytes;

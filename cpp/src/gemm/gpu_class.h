@@ -33,6 +33,18 @@ struct MainloopCosts {
 inline constexpr MainloopCosts kStreamCosts = {0.732, 126, 6.51, 350, 1.31, 1.48e-4};
 inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.91e-5};
 
+/// The main loop of asynchronous MMAs, whose times have a form of their own: see cost_model.cc.
+struct HopperCosts {
+  double clock = 1.85;       ///< GHz
+  double slice = 71;         ///< issue clocks of a warp's 128 bytes of k, beside conversions
+  double convert = 1.8;      ///< clocks of an instruction that converts weights
+  double latency = 0.8;      ///< microseconds from a request to its bytes in shared memory
+  double kernel = 1.6;       ///< microseconds: launch, first bytes, last stores
+  double output = 2.2e-4;    ///< microseconds of the epilogue, per output of a warpgroup
+  double cluster = 1.0;      ///< microseconds of meeting another block to exchange sums
+  double exchange = 3.5e-4;  ///< microseconds per sum of a warpgroup that goes to other blocks
+};
+
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.
 struct EightBitCosts {
@@ -87,6 +99,7 @@ struct GpuClass {
   LaunchTimes launch = {};
   double exposed = 0.155;  ///< how much of the shorter of two that overlap is not hidden behind the longer
   double promotion = 0;    ///< see EightBitCosts
+  HopperCosts hopper = {};
 };
 
 inline constexpr GpuClass kGpuClasses[] = {

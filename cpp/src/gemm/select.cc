@@ -12,6 +12,8 @@ namespace {
 
 /// How many blocks may share k. Clusters of sizes between powers of two fit the groups of SMs badly.
 constexpr int kSplits[] = {1, 2, 4, 8, 16};
+/// With one block an SM there is little choice: these fill more of them.
+constexpr int kHopperSplits[] = {1, 2, 3, 5, 6};
 /// Largest cluster size that every GPU with clusters supports.
 constexpr int kMaxCluster = 8;
 
@@ -44,8 +46,8 @@ std::string tactic_name(GemmArguments const& arguments, Tactic const& t) {
   ScaleMode const mode = scale_mode(arguments);
   return tactic_prefix(arguments) +
          (mode == ScaleMode::kNone ? "" : kScaleModeNames[static_cast<int>(mode)] + std::string("_")) + "sm" +
-         (t.mainloop == Mainloop::kHopper ? "90a" : std::to_string(instruction_capability(arguments))) + (stream ? "_stream_n" : "_n") +
-         std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" +
+         (t.mainloop == Mainloop::kHopper ? "90a" : std::to_string(instruction_capability(arguments))) +
+         (stream ? "_stream_n" : "_n") + std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" +
          std::to_string(t.stage_k(arguments.weights.packing)) + (stream ? "w" + std::to_string(t.warps()) : "") + "_s" +
          std::to_string(stages_of(t, arguments.weights.packing, mode));
 }
@@ -113,7 +115,8 @@ bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {
 
 /// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.
 bool fits_grid(GemmArguments const& arguments, Tactic const& t) {
-  constexpr int64_t kMostRows = 65535, kSwizzled = 8;
+  constexpr int64_t kMostRows = 65535, kSwizzled = 8, kMostTiles = int64_t(1) << 26;
+  if (t.mainloop == Mainloop::kHopper) return tiles(arguments, t) <= kMostTiles;  // with shares of k they are an int
   return layout::ceil_div(arguments.m, t.tokens) <= kMostRows * kSwizzled;
 }
 
@@ -192,7 +195,8 @@ std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
   for (Tactic const& t : kTactics) {
     if (!t.serves(arguments.weights.packing, scale_mode(arguments), arguments.a_type)) continue;
     result.push_back(
-        {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(arguments.weights.packing), t.warps(), stages_of(t, arguments.weights.packing, scale_mode(arguments)),
+        {tactic_name(arguments, t), t.channels, t.tokens, t.stage_k(arguments.weights.packing), t.warps(),
+         stages_of(t, arguments.weights.packing, scale_mode(arguments)),
          shared_memory_bytes(t, arguments.weights.packing, scale_mode(arguments), std::max<int64_t>(arguments.m, 1)),
          t.max_registers(), t.mainloop == Mainloop::kHopper});
   }
@@ -224,7 +228,7 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
       if (splittable(arguments, t, split_k)) result.push_back(candidate(arguments, device, i, split_k));
       continue;
     }
-    for (int split : kSplits)
+    for (int split : t.mainloop == Mainloop::kHopper ? kHopperSplits : kSplits)
       if (splittable(arguments, t, split) && split_pays(arguments, device, t, split))
         result.push_back(candidate(arguments, device, i, split));
   }

@@ -41,7 +41,7 @@ CUtensorMap make_tensor_map(TensorMapSource const& s, int box_columns, int box_r
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS)
     throw CudaError("cuTensorMapEncodeTiled failed with status " + std::to_string(status) + " for a matrix of " +
-                std::to_string(s.rows) + " x " + std::to_string(s.columns));
+                    std::to_string(s.rows) + " x " + std::to_string(s.columns));
   return map;
 }
 

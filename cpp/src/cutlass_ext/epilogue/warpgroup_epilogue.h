@@ -32,9 +32,7 @@ class WarpgroupEpilogue {
       : storage_(storage), warpgroup_(warpgroup), thread_(thread) {}
 
   /// First of the 8 channels, within the block's tile, that this thread passes on.
-  CUTLASS_DEVICE int channel() const {
-    return warpgroup_ * arch::kWarpgroupChannels + thread_ % kVectors * kVector;
-  }
+  CUTLASS_DEVICE int channel() const { return warpgroup_ * arch::kWarpgroupChannels + thread_ % kVectors * kVector; }
 
   /// Bytes that a block receives when `blocks` of them exchange sums.
   static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * most_passes(blocks) * kSlotBytes; }
@@ -92,8 +90,8 @@ class WarpgroupEpilogue {
     ((pass == kPass ? transpose<kPass>(sums, slots, blocks, rank) : void()), ...);
   }
 
-  /// Adds the other blocks' sums of a pass and writes them, transposed. One barrier is enough, since a buffer is written
-  /// again only after the next one.
+  /// Adds the other blocks' sums of a pass and writes them, transposed. One barrier is enough, since a buffer is
+  /// written again only after the next one.
   template <int kPass>
   CUTLASS_DEVICE void transpose(Sums& sums, uint4 const* slots, int blocks, int rank) const {
     Sum(&pass_sums)[8] = reinterpret_cast<Sum(&)[8]>(sums[kPass * 8]);

@@ -1,5 +1,5 @@
-// The kernel of the sm_90a mainloop: persistent blocks that go from tile to tile, or clusters that share the k extent of
-// one.
+// The kernel of the sm_90a mainloop: persistent blocks that go from tile to tile, or clusters that share the k extent
+// of one.
 #pragma once
 
 #include "cutlass/arch/reg_reconfig.h"
@@ -51,7 +51,8 @@ class PackedGemmHopper {
   static_assert(has_room_to_exchange());
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
-    if (cute::cast_smem_ptr_to_uint(shared) % (1u << 24) != arch::kSharedBase) __trap();  // upper bits: rank in the cluster
+    if (cute::cast_smem_ptr_to_uint(shared) % (1u << 24) != arch::kSharedBase)
+      __trap();  // upper bits: rank in the cluster
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -75,8 +76,8 @@ class PackedGemmHopper {
   }
 
  private:
-  /// A launch gives every thread the same share of an SM's 65536 registers, a multiple of 8; the producers leave most of
-  /// theirs to the consumers.
+  /// A launch gives every thread the same share of an SM's 65536 registers, a multiple of 8; the producers leave most
+  /// of theirs to the consumers.
   static constexpr int kShare = 65536 / Mma::kThreads / 8 * 8, kProducerRegisters = Mma::kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = (kShare * (Mma::kWarpgroups + 1) - kProducerRegisters) / Mma::kWarpgroups;
   static_assert(kConsumerRegisters % 8 == 0 && kConsumerRegisters <= 240, "as setmaxnreg takes them");

@@ -1,13 +1,14 @@
-// The sm_90a mainloop: asynchronous warpgroup MMAs (wgmma) with the packed weights as register operand A and activations
-// in swizzled shared memory as operand B.
+// The sm_90a mainloop: asynchronous warpgroup MMAs (wgmma) with the packed weights as register operand A and
+// activations in swizzled shared memory as operand B.
 //
-//   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a place
+//   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a
+//   place
 //               to be free and request up to four boxes (activations, weights, scales, zeros)
 //   consumers   the other warpgroups take their strips' codes from the ring, dequantise a batch of k steps into one of
 //               two fragment buffers while the MMAs of the other one run, and free a stage when its last batch is done
 //
-// The loop is unrolled over the places of the ring: descriptors of operand B then are constants. Every product begins in
-// place 0; phases are kept per place.
+// The loop is unrolled over the places of the ring: descriptors of operand B then are constants. Every product begins
+// in place 0; phases are kept per place.
 #pragma once
 
 #include "cute/arch/copy_sm90_desc.hpp"
@@ -20,10 +21,11 @@
 
 namespace cutlass::gemm::threadblock {
 
-/// Shape: channels x tokens x k of a stage, which is one or more chunks of 128 bytes of a token's row. kWarpgroups share
-/// the channels. kBatch: k steps from one wait for MMAs to the next. kTurns: warpgroups issue their batches in turns.
-template <class Shape_, int kWarpgroups_, int kStages_, int kBatch_, bool kTurns_, class Element_, qcutlass::Packing kPacking_,
-          qcutlass::ScaleMode kMode_>
+/// Shape: channels x tokens x k of a stage, which is one or more chunks of 128 bytes of a token's row. kWarpgroups
+/// share the channels. kBatch: k steps from one wait for MMAs to the next. kTurns: warpgroups issue their batches in
+/// turns.
+template <class Shape_, int kWarpgroups_, int kStages_, int kBatch_, bool kTurns_, class Element_,
+          qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_>
 class MmaPackedHopper {
  public:
   using Shape = Shape_;
@@ -51,8 +53,8 @@ class MmaPackedHopper {
   static constexpr int kTiles = Shape::kK / LayoutA::kTileK;  // packed tiles of a strip and stage
   static constexpr int kRows = qcutlass::scale_rows(kMode, Shape::kK);
   static constexpr int kRowSteps = kRows > 0 ? kSteps / kRows : kSteps;  // steps that one row of scales serves
-  /// Rows of scales in a box. Where a stage has many, all come in one, from its first group on, and consumers find their
-  /// group's; else each one's own, so that consumers need not divide.
+  /// Rows of scales in a box. Where a stage has many, all come in one, from its first group on, and consumers find
+  /// their group's; else each one's own, so that consumers need not divide.
   static constexpr int kBoxRows = kMode == qcutlass::ScaleMode::kNative ? 1 : kRows;
 
   using Wgmma = arch::Wgmma<typename Traits::Weight, Element, Accumulator, Shape::kN, kStepK>;
@@ -83,7 +85,9 @@ class MmaPackedHopper {
     static_assert(kTokenBytes % 1024 == 0, "what the swizzle's pattern repeats after");
     uint8_t rings[kBytes];
 
-    CUTLASS_DEVICE uint8_t* activations(int place, int chunk) { return rings + (place * kChunks + chunk) * kTokenBytes; }
+    CUTLASS_DEVICE uint8_t* activations(int place, int chunk) {
+      return rings + (place * kChunks + chunk) * kTokenBytes;
+    }
     CUTLASS_DEVICE uint8_t* weights(int place, int strip) {
       return rings + kWeights + (place * (Shape::kM / 16) + strip) * kStripBytes;
     }
@@ -208,12 +212,13 @@ class MmaPackedHopper {
    private:
     static constexpr int kBatch = kBatch_;
     static constexpr bool kConverts = LayoutA::kConverts;
-    static constexpr int kTurnBarrier = kWarpgroups, kTurnThreads = 2 * arch::kWarpgroupThreads;  // after the epilogue's
+    static constexpr int kTurnBarrier = kWarpgroups,
+                         kTurnThreads = 2 * arch::kWarpgroupThreads;  // after the epilogue's
     static constexpr int kBatchTiles = kBatch > LayoutA::kSteps ? kBatch / LayoutA::kSteps : 1;
     static constexpr int kCodeSteps = kBatchTiles * LayoutA::kSteps;  // whose codes are in registers
     static constexpr int kBatchRows = kBatch > kRowSteps ? kBatch / kRowSteps : 1;
-    /// How many batches before its MMAs a batch's codes and scales leave shared memory: 2, if each batch has its own, and
-    /// looking ahead does not hold on to another stage.
+    /// How many batches before its MMAs a batch's codes and scales leave shared memory: 2, if each batch has its own,
+    /// and looking ahead does not hold on to another stage.
     static constexpr int kAhead = kBatches > 1 && kBatch % kCodeSteps == 0 && kBatch % kRowSteps == 0 ? 2 : 1;
 
     /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more. (The compiler does
@@ -277,27 +282,30 @@ class MmaPackedHopper {
       int const step = batch * kBatch;
       if (kConverts && step % LayoutA::kSteps == 0) {
         CUTLASS_PRAGMA_UNROLL
-        for (int t = 0; t < kBatchTiles; ++t) load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
+        for (int t = 0; t < kBatchTiles; ++t)
+          load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
       }
       if constexpr (kRows > 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < kBatchRows; ++r)
-          if (step % kRowSteps == 0) load_operands(operands_[buffer % kAhead][r], place, (step / kRowSteps + r) * kRowSteps * kStepK);
+          if (step % kRowSteps == 0)
+            load_operands(operands_[buffer % kAhead][r], place, (step / kRowSteps + r) * kRowSteps * kStepK);
       }
       if (batch == kBatches - 1) k_ += Shape::kK;
     }
 
     /// A lane's codes of a tile: one 128-bit load.
     CUTLASS_DEVICE void load_codes(uint32_t* codes, int place, int tile) const {
-      uint4 const v = *reinterpret_cast<uint4 const*>(storage_.weights(place, strip_) + tile * LayoutA::kTileBytes +
-                                                      lane_ * 16);
+      uint4 const v =
+          *reinterpret_cast<uint4 const*>(storage_.weights(place, strip_) + tile * LayoutA::kTileBytes + lane_ * 16);
       codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
     }
 
     /// The operands for the k from `offset` on within the stage.
     CUTLASS_DEVICE void load_operands(Operands (&operands)[1], int place, int offset) {
       constexpr bool kAnyType = kMode == qcutlass::ScaleMode::kFloat;
-      int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2, zero_row = kAnyType ? args_.zero_row : Shape::kM;
+      int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
+                zero_row = kAnyType ? args_.zero_row : Shape::kM;
       int const row = kBoxRows == 1 ? offset / (kRowSteps * kStepK)
                                     : args_.group_size.group(k_ + offset) - args_.group_size.group(k_);
       uint8_t const *scales = storage_.scales(place) + row * scale_row, *zeros = storage_.zeros(place) + row * zero_row;
