@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass import testing
+from qcutlass import blockwise, testing
 from qcutlass.selection import weight_dtype
 
 # (M, N, K): no extent is a multiple of any tile's; the second has whole tiles of every configuration as well, and more
@@ -38,7 +38,7 @@ SCHEMES: list[dict[str, Any]] = [
 ]
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
 
-_Problem = TypeVar("_Problem", testing.Problem, testing.EightBitProblem)
+_Problem = TypeVar("_Problem", testing.Problem, testing.EightBitProblem, testing.BlockwiseProblem)
 
 
 def cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Case]:
@@ -150,6 +150,51 @@ def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
             testing.assert_equal(on_device.cpu().float(), expected.float(), label=(options, case))
 
 
+def blockwise_cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.BlockwiseCase]:
+    """Every size of blocks; outputs take turns."""
+    outputs = itertools.cycle([torch.float16, torch.bfloat16, torch.float32])
+    for (m, n, k), size in itertools.product(shapes, (32, 64, 128)):
+        yield testing.BlockwiseCase(m, n, k, size, next(outputs), bias=True, activation="silu")
+
+
+def run_blockwise(run: Run, case: testing.BlockwiseCase, seed: int) -> None:
+    """Products with floating and quantised outputs, and the quantisers."""
+    problem, size = case.random(seed=seed), case.block_size
+    floating, quantized = problem.reference(), problem.reference(torch.float32)
+    gpu = on_gpu(problem)
+    packed = qcutlass.preprocess_weights(gpu.b, bits=8, activations="int8")
+    operands = (gpu.a, gpu.a_s, packed, gpu.b_s)
+    options: dict[str, Any] = {"bias": gpu.bias, "activation": case.activation, "block_size": size}
+
+    def check(tactic: str, split_k: int) -> float:
+        out = blockwise.int8_addmm(*operands, **options, out_dtype=case.out_dtype, tactic=tactic, split_k=split_k)
+        label = f"{tactic} split {split_k}: {problem}"
+        return testing.assert_close(out.cpu(), floating, splits=split_k, label=label)
+
+    def check_quantized(tactic: str, split_k: int) -> float:
+        codes, scales = blockwise.int8_addmm_quant(
+            *operands, **options, out_block_size=size, tactic=tactic, split_k=split_k
+        )
+        label = f"{tactic} split {split_k}, quantised: {problem}"
+        return testing.assert_quantized(codes.cpu(), scales.cpu(), quantized, size, splits=split_k, label=label)
+
+    run.products(qcutlass.tactics(*operands, **options, out_dtype=case.out_dtype), check)
+    run.products(qcutlass.tactics(*operands, **options, out_block_size=size), check_quantized)
+    floats = torch.randn(case.m, case.k, dtype=case.out_dtype)
+    for quantize, dequantize in (
+        (blockwise.act_quant, blockwise.act_dequant),
+        (blockwise.weight_quant, blockwise.weight_dequant),
+    ):
+        codes, scales = quantize(floats.cuda(), size)
+        for on_device, expected in zip((codes, scales), quantize(floats, size), strict=True):
+            testing.assert_equal(on_device.cpu(), expected, label=case)
+        numbers = dequantize(codes, scales, size, case.out_dtype).cpu()
+        testing.assert_equal(numbers, dequantize(codes.cpu(), scales.cpu(), size, case.out_dtype), label=case)
+    codes, scales = blockwise.act_quant(floats.cuda(), size)
+    gelu, gelu_scales = blockwise.int8_gelu(codes, scales, size)
+    testing.assert_gelu(gelu.cpu(), gelu_scales.cpu(), codes.cpu(), scales.cpu(), size, label=case)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tactic", default="", help="only kernels whose name contains this")
@@ -164,6 +209,8 @@ def main() -> None:
         run_weight_only(run, case, seed)
     for seed, eight_bits in enumerate(eight_bit_cases(shapes), start=arguments.seed):
         run_eight_bit(run, eight_bits, seed)
+    for seed, in_blocks in enumerate(blockwise_cases(shapes), start=arguments.seed):
+        run_blockwise(run, in_blocks, seed)
     if not run.launches:
         raise SystemExit(f"no kernel's name contains {arguments.tactic!r}")
     seconds = time.perf_counter() - begin

@@ -48,7 +48,8 @@ class BlockwiseReference(Reference):
     blocks: int
 
     def rows(self, begin: int, end: int) -> BlockwiseReference:
-        return replace(self, sum=self.sum[begin:end], magnitude=self.magnitude[begin:end])
+        rows = slice(begin, end)
+        return replace(self, sum=self.sum[rows], spread=self.spread[rows], magnitude=self.magnitude[rows])
 
     def sum_error(self, splits: int) -> Tensor:
         return (self.blocks + splits) * _ROUNDING * self.magnitude
