@@ -214,5 +214,5 @@ def test_extension_links_no_torch_python_or_cuda_runtime(extension: Path) -> Non
     libraries = tool_output("ldd", str(extension))
     assert "libc" in libraries
     assert [
-        line for line in libraries.splitlines() if re.search(r"torch|c10|libpython|libcudart|not found", line)
+        line for line in libraries.splitlines() if re.search(r"torch|libc10|libpython|libcudart|not found", line)
     ] == []

@@ -14,37 +14,43 @@ namespace qcutlass::cuda {
 namespace {
 
 constexpr unsigned kMostGeluBlocks = 2048;  // along columns
+constexpr int kGeluCodes = 16;              // of a load
+
+/// As many as fill a store.
+template <class Out>
+inline constexpr int kDequantizedCodes = 16 / int(sizeof(Out));
 
 struct BlockTask : BlockArguments {
   bool codes_aligned, out_aligned;
 };
 
-/// 16 neighbouring codes.
+/// Neighbouring codes, in whole registers.
+template <int kCount>
 struct CodeVector {
-  static constexpr int kCount = 16;
+  using Words = Vector<uint32_t, kCount / 4>;
 
-  uint32_t words[kCount / 4] = {};
+  Words data = {};
 
   /// From the column `first` of a row of `columns`; zeros past its end.
   __device__ static CodeVector load(int8_t const* row, int64_t first, int64_t columns, bool aligned) {
     CodeVector result;
     if (aligned) {
-      if (first < columns) *reinterpret_cast<uint4*>(result.words) = *reinterpret_cast<uint4 const*>(row + first);
+      if (first < columns) result.data = *reinterpret_cast<Words const*>(row + first);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        if (first + i < columns) result.words[i / 4] |= uint32_t(uint8_t(row[first + i])) << i % 4 * 8;
+        if (first + i < columns) result.data.values[i / 4] |= uint32_t(uint8_t(row[first + i])) << i % 4 * 8;
     }
     return result;
   }
 
   __device__ void store(int8_t* row, int64_t first, int64_t columns, bool aligned) const {
     if (aligned) {
-      if (first < columns) *reinterpret_cast<uint4*>(row + first) = *reinterpret_cast<uint4 const*>(words);
+      if (first < columns) *reinterpret_cast<Words*>(row + first) = data;
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        if (first + i < columns) row[first + i] = int8_t(words[i / 4] >> i % 4 * 8);
+        if (first + i < columns) row[first + i] = int8_t(data.values[i / 4] >> i % 4 * 8);
     }
   }
 
@@ -52,7 +58,7 @@ struct CodeVector {
   __device__ void to_floats(float* x) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      uint32_t const shifted = words[i / 4] ^ 0x80808080u;
+      uint32_t const shifted = data.values[i / 4] ^ 0x80808080u;
       x[i] = __fadd_rn(__uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7540 | i % 4)), -8388736.0f);
     }
   }
@@ -64,7 +70,7 @@ struct CodeVector {
     for (int i = 0; i < kCount; i += 4) {
       uint32_t const low = __byte_perm(code(i), code(i + 1), 0x0040),
                      high = __byte_perm(code(i + 2), code(i + 3), 0x0040);
-      words[i / 4] = __byte_perm(low, high, 0x5410);
+      data.values[i / 4] = __byte_perm(low, high, 0x5410);
     }
   }
 };
@@ -106,7 +112,8 @@ class ScaledGelu {
 /// than the GPU, whose thread blocks take several in turn.
 template <int kSize, bool kAligned>
 __global__ void __launch_bounds__(kBlockThreads) gelu(__grid_constant__ BlockTask const task) {
-  constexpr int kCount = CodeVector::kCount, kVectors = 2, kThreads = kSize / (kCount * kVectors);
+  constexpr int kCount = kGeluCodes, kVectors = 2, kThreads = kSize / (kCount * kVectors);
+  using Codes16 = CodeVector<kCount>;
   int const thread = threadIdx.x % kThreads;
   int64_t const blocks = layout::ceil_div(task.columns, kSize), blocks_across = blockDim.x / kThreads;
   for (int64_t row = blockIdx.y * int64_t(blockDim.y) + threadIdx.y; row < task.rows;
@@ -116,10 +123,10 @@ __global__ void __launch_bounds__(kBlockThreads) gelu(__grid_constant__ BlockTas
     for (int64_t block = blockIdx.x * blocks_across + threadIdx.x / kThreads; block < blocks;
          block += gridDim.x * blocks_across) {
       int64_t const first = block * kSize + thread * kCount;
-      CodeVector vectors[kVectors];
+      Codes16 vectors[kVectors];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v)
-        vectors[v] = CodeVector::load(codes, first + v * kThreads * kCount, task.columns, kAligned);
+        vectors[v] = Codes16::load(codes, first + v * kThreads * kCount, task.columns, kAligned);
       float const scale = task.scales[row * blocks + block];
       ScaledGelu const scaled_gelu(scale);
       float y[kVectors][kCount], largest = 0.0f;  // divided by the scale
@@ -150,7 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads) gelu(__grid_constant__ BlockTas
 /// The grid has [rows, vectors of columns] of threads.
 template <class Out, int kSize, bool kSquare>
 __global__ void __launch_bounds__(kBlockThreads) dequantize(__grid_constant__ BlockTask const task) {
-  constexpr int kCount = CodeVector::kCount;
+  constexpr int kCount = kDequantizedCodes<Out>;
   int64_t const blocks = layout::ceil_div(task.columns, kSize), step = int64_t(gridDim.x) * blockDim.x * kCount;
   for (int64_t row = blockIdx.y * int64_t(blockDim.y) + threadIdx.y; row < task.rows;
        row += int64_t(gridDim.y) * blockDim.y) {
@@ -160,7 +167,7 @@ __global__ void __launch_bounds__(kBlockThreads) dequantize(__grid_constant__ Bl
     for (int64_t first = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) * kCount; first < task.columns;
          first += step) {
       float x[kCount];
-      CodeVector::load(codes, first, task.columns, task.codes_aligned).to_floats(x);
+      CodeVector<kCount>::load(codes, first, task.columns, task.codes_aligned).to_floats(x);
       float const scale = scales[first / kSize];
       Vector<Out, kCount> numbers;
 #pragma unroll
@@ -176,8 +183,8 @@ __global__ void __launch_bounds__(kBlockThreads) dequantize(__grid_constant__ Bl
   }
 }
 
-/// `Out`: the type of the output.
-template <class Out>
+/// `kCount`: codes of a vector; `Out`: the type of the output.
+template <int kCount, class Out>
 BlockTask make_task(BlockArguments const& arguments) {
   BlockTask task{arguments};
   bool const has_gaps = arguments.rows > 1 && arguments.codes_stride != arguments.columns;
@@ -186,17 +193,17 @@ BlockTask make_task(BlockArguments const& arguments) {
     task.rows = 1;
     task.codes_stride = task.columns;
   }
-  constexpr int kCount = CodeVector::kCount;
   task.codes_aligned =
-      is_aligned<Vector<int8_t, kCount>, kCount>(task.codes, task.rows, task.columns, task.codes_stride);
-  task.out_aligned = reinterpret_cast<uintptr_t>(task.out) % 16 == 0 && task.columns % kCount == 0;
+      is_aligned<typename CodeVector<kCount>::Words, kCount>(task.codes, task.rows, task.columns, task.codes_stride);
+  task.out_aligned = is_aligned<Vector<Out, kCount>, kCount>(task.out, task.rows, task.columns, task.columns);
   return task;
 }
 
 template <class Out>
 void dequantize_to(BlockArguments const& arguments, cudaStream_t stream) {
-  BlockTask const task = make_task<Out>(arguments);
-  Grid const grid = grid_of(task.rows, layout::ceil_div(task.columns, CodeVector::kCount), kBlockThreads);
+  constexpr int kCount = kDequantizedCodes<Out>;
+  BlockTask const task = make_task<kCount, Out>(arguments);
+  Grid const grid = grid_of(task.rows, layout::ceil_div(task.columns, kCount), kBlockThreads);
   with_block_size(task.size, [&](auto constant) {
     constexpr int kSize = constant;
     if (task.square) {
@@ -223,9 +230,9 @@ void dequantize_blocks(BlockArguments const& arguments, void* stream) {
 
 void gelu_blocks(BlockArguments const& arguments, void* stream) {
   if (arguments.rows == 0) return;
-  BlockTask const task = make_task<int8_t>(arguments);
+  BlockTask const task = make_task<kGeluCodes, int8_t>(arguments);
   with_block_size(task.size, [&](auto constant) {
-    constexpr int kSize = constant, kElements = 2 * CodeVector::kCount;  // of a thread
+    constexpr int kSize = constant, kElements = 2 * kGeluCodes;  // of a thread
     int64_t const threads = layout::ceil_div(task.columns, kSize) * (kSize / kElements);
     Grid grid = grid_of(task.rows, threads, kBlockThreads, kSize / kElements);
     grid.blocks.x = std::min(grid.blocks.x, kMostGeluBlocks);
