@@ -32,14 +32,14 @@ GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t size = 128, int64
 
 TEST(SelectBlockwise, SizesHaveScaleModes) {
   EXPECT_EQ(scale_mode(problem(1, 64, 4096)), ScaleMode::kBlock);
-  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 64)), ScaleMode::kFineBlock);
-  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 32)), ScaleMode::kFineBlock);
+  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 64)), ScaleMode::kBlock64);
+  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 32)), ScaleMode::kBlock32);
   EXPECT_EQ(select(problem(1, 64, 4096), kH200).tactic.rfind("w8a8_s8_block_sm80_", 0), 0u);
-  EXPECT_EQ(select(problem(1, 64, 4096, 32), kH200).tactic.rfind("w8a8_s8_fineblock_sm80_", 0), 0u);
+  EXPECT_EQ(select(problem(1, 64, 4096, 32), kH200).tactic.rfind("w8a8_s8_block32_sm80_", 0), 0u);
 }
 
 TEST(SelectBlockwise, NamesAreUnique) {
-  for (int64_t size : {32, 128}) {
+  for (int64_t size : {32, 64, 128}) {
     std::set<std::string> names;
     for (TacticTraits const& t : tactics(problem(16, 4096, 4096, size)))
       EXPECT_TRUE(names.insert(t.name).second) << t.name;

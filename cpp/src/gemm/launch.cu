@@ -53,7 +53,8 @@ constexpr FamilyEntry kFamilies[] = {
     kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kFloat>,
     kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kNone>,
     kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kBlock>,
-    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kFineBlock>,
+    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kBlock64>,
+    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kBlock32>,
     kFamily<DType::kFloat8E4M3, Packing::kW8A8, ScaleMode::kNone>,
     kFamily<DType::kFloat8E5M2, Packing::kW8A8, ScaleMode::kNone>,
 };

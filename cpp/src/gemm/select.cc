@@ -181,8 +181,12 @@ int tactic_row(GemmArguments const& arguments, std::string const& name) {
 
 ScaleMode scale_mode(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
-  if (arguments.blocks.size != 0)
-    return arguments.blocks.size % promoted_k(ScaleMode::kBlock) == 0 ? ScaleMode::kBlock : ScaleMode::kFineBlock;
+  switch (arguments.blocks.size) {
+    case 128: return ScaleMode::kBlock;
+    case 64: return ScaleMode::kBlock64;
+    case 32: return ScaleMode::kBlock32;
+    default: break;
+  }
   if (w.packing == Packing::kW8A8) return ScaleMode::kNone;
   bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
   if (!native) return ScaleMode::kFloat;

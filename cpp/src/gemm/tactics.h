@@ -11,18 +11,19 @@ namespace qcutlass {
 
 /// How scales and zeros reach the weights; picked by the scheme, not by the user.
 enum class ScaleMode : uint8_t {
-  kNative,     ///< scales in the activation type, zeros uint8 or none, one group per 64 k: 16-bit arithmetic
-  kFine,       ///< the same with groups of any multiple of 16
-  kFloat,      ///< any scale and zero type, real-valued zeros: fp32 arithmetic, one rounding to the activation type
-  kNone,       ///< 8-by-8-bit products: nothing before the sums, which the epilogue scales
-  kBlock,      ///< blockwise int8: the int32 sums of every 128 k are scaled into fp32 ones
-  kFineBlock,  ///< the same with the sums of every 32 k, for smaller blocks
+  kNative,   ///< scales in the activation type, zeros uint8 or none, one group per 64 k: 16-bit arithmetic
+  kFine,     ///< the same with groups of any multiple of 16
+  kFloat,    ///< any scale and zero type, real-valued zeros: fp32 arithmetic, one rounding to the activation type
+  kNone,     ///< 8-by-8-bit products: nothing before the sums, which the epilogue scales
+  kBlock,    ///< blockwise int8: the int32 sums of every 128 k are scaled into fp32 ones
+  kBlock64,  ///< the same with those of every 64 k, of smaller blocks
+  kBlock32,  ///< likewise
 };
 
-inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float", "none", "block", "fineblock"};
-inline constexpr int kScaleModes = 6;
+inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float", "none", "block", "block64", "block32"};
+inline constexpr int kScaleModes = 7;
 
-constexpr bool is_blockwise(ScaleMode mode) { return mode == ScaleMode::kBlock || mode == ScaleMode::kFineBlock; }
+constexpr bool is_blockwise(ScaleMode mode) { return mode >= ScaleMode::kBlock; }
 
 /// How the kernels' main loop is organised: see cutlass_ext/gemm/threadblock/mma_packed_<mainloop>.h.
 enum class Mainloop : uint8_t {
@@ -42,18 +43,21 @@ inline constexpr int kStreamK = 128;
 inline constexpr int kNativeGroup = slice_k(Packing::kW4A16), kGroupStep = step_k(Packing::kW4A16);
 
 /// The products that a configuration is built for, as a set: of 16-bit activations by low-bit weights, of 8 by 8 bits
-/// with one scale a sum, of blockwise int8.
+/// with one scale a sum, of blockwise int8, of the same with blocks of less than 128.
 enum Products : uint8_t {
   kWeightOnly = 1,
   kEightByEight = 2,
   kNotBlockwise = 3,
   kBlockwise = 4,
   kEightBits = 6,
-  kAll = 7
+  kAll = 7,
+  kSmallBlocks = 8,
+  kAnyBlocks = 12,
+  kEverything = 15
 };
 
 constexpr Products product_of(Packing packing, ScaleMode mode) {
-  if (is_blockwise(mode)) return kBlockwise;
+  if (is_blockwise(mode)) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
   return packing == Packing::kW8A8 ? kEightByEight : kWeightOnly;
 }
 
@@ -101,18 +105,18 @@ constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tok
 
 inline constexpr Tactic kTactics[] = {
     // decode: weights stream past few tokens; all warps along k, unless a block has many channels
-    {Mainloop::kStream, 32, 8, 32, 8, 8, 3, 2},
+    {Mainloop::kStream, 32, 8, 32, 8, 8, 3, 2, kEverything},
     {Mainloop::kStream, 32, 8, 32, 8, 16, 2, 1},
     {Mainloop::kStream, 48, 8, 48, 8, 8, 3, 2},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 2, 4},
     {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1, kWeightOnly},
     {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2, kWeightOnly},
-    {Mainloop::kStream, 80, 8, 80, 8, 8, 3, 2},
+    {Mainloop::kStream, 80, 8, 80, 8, 8, 3, 2, kWeightOnly},
     {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
     {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
-    {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2},
+    {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2, kEverything},
     {Mainloop::kStream, 64, 16, 64, 16, 8, 3, 1},
     {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1, kWeightOnly},
     {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1, kWeightOnly},
@@ -122,20 +126,20 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1, kWeightOnly},
     // channels of whole blocks, for outputs that are quantised
-    {Mainloop::kStream, 128, 8, 64, 8, 4, 3, 1, kBlockwise},
-    {Mainloop::kStream, 128, 16, 64, 16, 4, 3, 1, kBlockwise},
-    {Mainloop::kStream, 128, 32, 64, 32, 4, 3, 1, kBlockwise},
+    {Mainloop::kStream, 128, 8, 64, 8, 4, 3, 1, kAnyBlocks},
+    {Mainloop::kStream, 128, 16, 64, 16, 4, 3, 1, kAnyBlocks},
+    {Mainloop::kStream, 128, 32, 64, 32, 4, 3, 1, kAnyBlocks},
     // weights of 8 bits for 8-bit activations fill the rings sooner
     {Mainloop::kStream, 224, 8, 112, 8, 2, 3, 1, kEightBits},
     {Mainloop::kStream, 224, 16, 112, 16, 2, 3, 1, kEightBits},
     {Mainloop::kStream, 224, 32, 112, 32, 2, 3, 1, kEightBits},
     // up to 64 tokens: all warps along k still
-    {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2},                 // fits 99 KB of shared memory in every scheme
+    {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2, kEverything},    // fits 99 KB of shared memory in every scheme
     {Mainloop::kMultistage, 48, 64, 48, 64, 4, 3, 1, kNotBlockwise},  // 6144 channels in one wave of 128 blocks
     {Mainloop::kMultistage, 64, 64, 32, 64, 4, 3, 1, kNotBlockwise},
     {Mainloop::kMultistage, 128, 64, 32, 64, 2, 3, 1, kNotBlockwise},
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
-    {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2},  // as above
+    {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2, kEverything},  // as above
     {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2, kWeightOnly},
     {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1, kWeightOnly},
     {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1, kWeightOnly},
@@ -148,7 +152,7 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 256, 64, 64, 1, 4, 1, kEightByEight},
     // blockwise: few token columns a warp, whose operand B of 128 k stays in registers beside sums in fp32
     {Mainloop::kMultistage, 64, 64, 64, 32, 4, 3, 1, kBlockwise},
-    {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kBlockwise},  // fits 99 KB, and outputs in blocks of 128
+    {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kAnyBlocks},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
     // asynchronous MMAs: from some 64 tokens up
     {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kNotBlockwise},
@@ -165,7 +169,9 @@ constexpr int scale_rows(ScaleMode mode, int k = kNativeGroup) {
   return k / (mode == ScaleMode::kNative ? kNativeGroup : kGroupStep);
 }
 /// k whose int32 sums a blockwise product scales at once.
-constexpr int promoted_k(ScaleMode mode) { return mode == ScaleMode::kBlock ? 128 : 32; }
+constexpr int promoted_k(ScaleMode mode) {
+  return mode == ScaleMode::kBlock ? 128 : mode == ScaleMode::kBlock64 ? 64 : 32;
+}
 /// fp32 words of one row of block scales in shared memory, of tokens and of strips of 16 channels: whole vectors.
 constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
 /// The streaming loop scales sums instead of weights where a group spans many columns: nothing is rounded then.

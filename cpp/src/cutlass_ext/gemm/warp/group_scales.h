@@ -109,7 +109,10 @@ template <class Element, int Bits>
 struct GroupScales<Element, Bits, qcutlass::ScaleMode::kBlock>
     : GroupScales<Element, Bits, qcutlass::ScaleMode::kNone> {};
 template <class Element, int Bits>
-struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFineBlock>
+struct GroupScales<Element, Bits, qcutlass::ScaleMode::kBlock64>
+    : GroupScales<Element, Bits, qcutlass::ScaleMode::kNone> {};
+template <class Element, int Bits>
+struct GroupScales<Element, Bits, qcutlass::ScaleMode::kBlock32>
     : GroupScales<Element, Bits, qcutlass::ScaleMode::kNone> {};
 
 }  // namespace cutlass::gemm::warp
