@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcutlass.formats.config import Config
 from qcutlass.formats.layers import Layer
-from qcutlass.formats.source import TensorSource
+from qcutlass.formats.source import TensorInfo, TensorSource
 from qcutlass.formats.tensors import LayerTensors
 
 
@@ -96,6 +96,11 @@ class Checkpoint(Mapping[str, Layer]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._layers
+
+    def tensors_of(self, name: str) -> Iterator[TensorInfo]:
+        """Types and shapes of a layer's tensors, as they are stored."""
+        layer, tensors = self._layers[name], self._source.tensors
+        return (tensors[layer.full_name(suffix)] for suffix in self._layout.suffixes if suffix in layer)
 
     def tensor(self, name: str) -> Tensor:
         """One of `rest`, as numbers: blocks of GGUF are dequantised to float32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterable, Mapping
@@ -36,6 +37,12 @@ class TensorInfo(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     file: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of a tensor in safetensors."""
+        bits = re.sub(r"\D+", "", self.dtype.partition("_")[0]) or 8  # of BOOL; F8_E4M3 has 8
+        return max(1, int(bits) // 8) * math.prod(self.shape)
 
 
 class TensorSource(Protocol):

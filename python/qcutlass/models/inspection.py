@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -84,16 +83,11 @@ def inspect(path: str | PathLike[str]) -> FolderSummary:
     if is_converted(path):
         folder = ConvertedFolder(path)
         infos = [folder.tensors[name] for name in folder.rest]
-        rest_size = sum(_bytes(info.dtype) * math.prod(info.shape) for info in infos)
+        rest_size = sum(info.nbytes for info in infos)
         return FolderSummary("qcutlass", _grouped(_converted_rows(folder)), len(infos), rest_size)
     checkpoint = formats.load(path)
     rows = (_row(name, layer) for name, layer in checkpoint.items())
     return FolderSummary(checkpoint.format, _grouped(rows), len(checkpoint.rest), None)
-
-
-def _bytes(dtype: str) -> int:
-    """Of an element, by its type's name in safetensors."""
-    return max(1, int(re.sub(r"\D+", "", dtype.partition("_")[0]) or 8) // 8)
 
 
 def _converted_rows(folder: ConvertedFolder) -> Iterator[_Row]:
@@ -108,7 +102,7 @@ def _converted_rows(folder: ConvertedFolder) -> Iterator[_Row]:
             "perm" in types,
             None if spec.kind == "weight_only" else "static" if "a_scale" in types else "dynamic",
         )
-        size = sum(_bytes(info.dtype) * math.prod(info.shape) for info in folder.tensors_of(name))
+        size = sum(info.nbytes for info in folder.tensors_of(name))
         yield _Row(name, folder.shape(name), scheme, size)
 
 

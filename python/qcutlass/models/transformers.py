@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -59,7 +59,17 @@ class QcutlassConfig(QuantizationConfigMixin):
 
 
 class _Awaited(nn.Module):
-    """Stands where a layer will be, without tensors of its own, while transformers loads everything else."""
+    """Stands where a layer will be, while transformers places and loads everything else.
+
+    Its one byte goes where the layer is to be; in plans for the devices' memory it counts as the layer's size.
+    """
+
+    place: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
 
 
 @register_quantizer(METHOD)
@@ -109,8 +119,8 @@ class QcutlassQuantizer(HfQuantizer):
     def _await(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._awaited = {place: name for place, (name, _) in _places(checkpoint, model).items()}
-        for place in self._awaited:
-            model.set_submodule(place, _Awaited())
+        for place, name in self._awaited.items():
+            model.set_submodule(place, _Awaited(sum(info.nbytes for info in checkpoint.tensors_of(name))))
         names = {name for pair in self._awaited.items() for name in pair}
         ignored = {rf"^{re.escape(name)}\." for name in names}
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_to_ignore_on_load_unexpected or ())
@@ -129,12 +139,17 @@ class QcutlassQuantizer(HfQuantizer):
     def _fill(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
         specs: dict[str, LayerSpec] = {}
         for place, name in self._awaited.items():
-            layer = from_layer(checkpoint[name], name)
+            layer, device = from_layer(checkpoint[name], name), model.get_submodule(place).place.device
             specs[place] = LayerSpec.of(layer)
-            model.set_submodule(place, layer.to(_device_near(model, place)).eval())
+            model.set_submodule(place, layer.to("cpu" if device.type == "meta" else device).eval())
         self._checkpoint = None
         spec = ModelSpec.of(specs, list(_linears(model)), checkpoint.format)
         self.quantization_config = model.config.quantization_config = QcutlassConfig(**spec.to_dict())
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Bytes of an element, by which devices are filled."""
+        module = model.get_submodule(param_name.rpartition(".")[0])
+        return float(module.size if isinstance(module, _Awaited) else param.element_size())
 
     def is_serializable(self) -> bool:
         return True
@@ -167,16 +182,6 @@ def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, tuple[str
         elif model.base_model is not model or name.startswith(prefix):
             raise UnsupportedError(f"{name}: {type(model).__name__} has no such torch.nn.Linear to replace")
     return found
-
-
-def _device_near(model: nn.Module, place: str) -> torch.device:
-    """Where the tensors of the smallest module around a layer are, of those that have some."""
-    while place:
-        place = place.rpartition(".")[0]
-        for tensor in model.get_submodule(place).parameters():
-            if not tensor.is_meta:
-                return tensor.device
-    return torch.device("cpu")
 
 
 def checkpoint_config(folder: str | PathLike[str], config: dict[str, Any] | None = None, **keywords: Any) -> Any:

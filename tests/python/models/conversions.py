@@ -12,14 +12,17 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.python.models.folders import random_model, write_model
+from tests.python.formats.stored import as_awq, named, stored
+from tests.python.models.folders import AWQ, random_model, write_model
 
 from qcutlass import models
+from qcutlass.layers import WeightOnlyLinear
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -98,10 +101,46 @@ def watch_memory(root: Path) -> dict[str, Any]:
     return {"used": [*used, anonymous_memory()], "size": found.size / 2**20}
 
 
+def watch_loading(root: Path) -> dict[str, Any]:
+    """MB that transformers takes to load a folder of another format, and those of its layers as 16-bit floats."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from qcutlass.models.transformers import checkpoint_config
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8, dtype="float16")
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).named_parameters()}
+    tensors, packed, floats = {}, {}, 0
+    for name, shape in shapes.items():
+        if "_proj" not in name:
+            tensors[name] = torch.ones(shape).half()
+            continue
+        floats += 2 * shape.numel()
+        packed.setdefault(shape, as_awq(stored(*shape, 64, seed=0)))
+        tensors |= named({suffix: part.clone() for suffix, part in packed[shape].items()}, name.removesuffix(".weight"))
+    source = write_model(root / "source", tensors, config.to_dict(), AWQ)
+    del tensors, packed
+    quantized = checkpoint_config(source)
+    used, done = [anonymous_memory()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            used.append(anonymous_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = AutoModelForCausalLM.from_pretrained(source, config=quantized, dtype=torch.float16)
+    done.set()
+    watcher.join()
+    layers = sum(isinstance(module, WeightOnlyLinear) for module in model.modules())
+    return {"layers": layers, "peak": max(used) - used[0], "floats": floats / 2**20}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     action, folder, *numbers = sys.argv[1:]
-    found = {"kill": kill, "fill_disk": fill_disk, "watch_memory": watch_memory}[action](
-        Path(folder), *map(int, numbers)
-    )
+    found = {"kill": kill, "fill_disk": fill_disk, "watch_memory": watch_memory, "watch_loading": watch_loading}[
+        action
+    ](Path(folder), *map(int, numbers))
     print(json.dumps(found))

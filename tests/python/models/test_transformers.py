@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.python.formats.stored import as_awq, stored
-from tests.python.models.folders import BLOCKS, SmolCut, write_model
+from tests.python.models.folders import BLOCKS, RandomCut, SmolCut, write_model
 from torch import Tensor
 
 import qcutlass
@@ -68,6 +68,35 @@ def test_folders_of_other_formats_are_loaded_directly(kind: str, smol: SmolCut, 
     model = load(getattr(smol, kind)().folder, direct=True)
     check(model, smol, kind, ids)
     assert (model.model.layers[0].mlp.up_proj.perm is not None) == (kind == "gptq")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_are_filled_by_the_size_of_the_layers(kind: str, random_cut: RandomCut) -> None:
+    """As `device_map="auto"` plans; a layer counts as much as it is stored in, not as a float layer or nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.accelerate import compute_module_sizes
+
+    from qcutlass.models.transformers import QcutlassConfig, QcutlassQuantizer
+
+    folder = getattr(random_cut, kind)().folder
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    quantizer = QcutlassQuantizer(QcutlassConfig())
+    quantizer._process_model_before_weight_loading(model, [str(folder / "model.safetensors")])
+    sizes, _ = compute_module_sizes(model, quantizer)
+    stored = load_file(folder / "model.safetensors")
+    for name in random_cut.names:
+        assert sizes[name] == sum(tensor.nbytes for key, tensor in stored.items() if key.startswith(f"{name}."))
+    assert sizes["model.norm"] == 2 * 128
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_device_map_is_followed(direct: bool, converted: Path, smol: SmolCut, ids: Tensor) -> None:
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    folder = smol.gptq().folder if direct else converted
+    model = load(folder, direct=direct, device_map="auto", max_memory={"cpu": 2**33})
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    check(model, smol, "gptq", ids)
 
 
 def test_a_converted_folder_is_loaded(converted: Path, smol: SmolCut, ids: Tensor) -> None:
