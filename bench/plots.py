@@ -67,6 +67,37 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return files
 
 
+def draw_quality(rows: Sequence[Row], path: Path) -> None:
+    """Draws perplexity against bits a weight, a line for each method; `rows` of `bench.quality.compared`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    with matplotlib.rc_context(_STYLE):
+        figure, (axes,) = _figure(7.5, 4.6, 1)
+        exact = next(row["perplexity"] for row in rows if row["method"] == "float")
+        axes.axhline(exact, color="#888888", linestyle="--", linewidth=1, label="float")
+        quantized = [row for row in rows if row["method"] != "float"]
+        for index, method in enumerate(dict.fromkeys(row["method"] for row in quantized)):
+            color, marker = _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
+            label = method
+            for filled in (True, False):
+                chosen = [row for row in quantized if row["method"] == method and (" sym" in row["weights"]) != filled]
+                points = sorted((row["bits_per_weight"], row["perplexity"]) for row in chosen)
+                if points:
+                    style: dict[str, Any] = {"color": color, "marker": marker, "label": label}
+                    style |= {} if filled else {"markerfacecolor": "none"}
+                    style |= {} if len(points) > 1 else {"linestyle": "none"}
+                    axes.plot(*zip(*points, strict=True), **style)
+                    label = "_nolegend_"
+        _logarithmic(axes)
+        axes.set_xlabel("bits a weight, scales and zero points included")
+        axes.set_ylabel("perplexity of held-out text")
+        axes.legend(fontsize=8, title="full: asymmetric, hollow: symmetric", title_fontsize=8)
+        figure.suptitle("SmolLM2-135M-Instruct, quantised", fontsize=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> Path:
     figure.savefig(path, dpi=_DPI)
     return path

@@ -122,6 +122,11 @@ class Cuts(ABC):
     def compressed(self) -> _Cut:
         return self._stored("compressed", as_compressed, COMPRESSED)
 
+    def floats(self) -> _Cut:
+        weights = {name: self.source.layer(name).dequantize(torch.float32).half() for name in self.names}
+        tensors = {**self.rest, **{f"{name}.weight": weight for name, weight in weights.items()}}
+        return self._write("floats", tensors, None, weights)
+
     def w8a8(self) -> _Cut:
         tensors, weights = dict(self.rest), {}
         for name in self.names:
@@ -143,7 +148,7 @@ class Cuts(ABC):
             weights[name] = layer.weight
         return self._write(kind, tensors, config, weights)
 
-    def _write(self, kind: str, tensors: Tensors, config: dict[str, Any], weights: dict[str, Tensor]) -> _Cut:
+    def _write(self, kind: str, tensors: Tensors, config: dict[str, Any] | None, weights: dict[str, Tensor]) -> _Cut:
         folder = write_model(self.root / kind, tensors, self.config, config)
         for path in self._tokenizer.iterdir():
             (folder / path.name).write_bytes(path.read_bytes())

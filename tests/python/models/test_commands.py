@@ -1,4 +1,4 @@
-"""The commands `convert`, `inspect`, `eval` and `generate`."""
+"""The commands `convert`, `quantize`, `export`, `inspect`, `eval` and `generate`."""
 
 from __future__ import annotations
 
@@ -148,3 +148,43 @@ def test_perplexity_of_a_model_without_parameters(buffers: int) -> None:
     for _ in range(buffers):
         model.register_buffer("packed", torch.zeros(1, dtype=torch.uint8))
     assert abs(perplexity(model, torch.arange(8), window=4).perplexity / 8 - 1) < PERPLEXITY
+
+
+def test_from_floats_to_text_in_the_format_of_others(smol: SmolCut, tmp_path: Path) -> None:
+    source, text = smol.floats().folder, tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 20)
+    options = ("--group-size", 64, "--symmetric", "--calibration", text, "--samples", 2, "--seqlen", 32, "--seed", 3)
+    result = command("quantize", source, tmp_path / "new", "--method", "awq", "--no-act-scale", *options)
+    assert result.exit_code == 0, result.output
+    assert "calibration: 2 windows of 32 of " in result.stderr
+    assert result.stderr.rstrip().endswith("seed 3")
+    assert result.stdout.startswith("awq: 14 layers of 7.1 M weights; ")
+    assert "error of the layers' outputs" in result.stdout
+    assert command("inspect", tmp_path / "new").stdout.count("w4 g64 sym") == 7
+
+    result = command("export", tmp_path / "new", tmp_path / "gptq")
+    assert (result.exit_code, result.stdout) == (0, f"gptq: 14 layers in {tmp_path / 'gptq'}\n")
+    answers = [
+        command("generate", tmp_path / name, "--prompt", "It was", "--max-new-tokens", 4) for name in ("new", "gptq")
+    ]
+    assert answers[0].exit_code == 0, answers[0].output
+    assert answers[0].stdout == answers[1].stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("quantize", "{source}", "{other}"), "--calibration: gptq needs a text file"),
+        (("quantize", "{source}", "{other}", "--method", "magic"), "method: expected one of rtn"),
+        (("quantize", "{absent}", "{other}", "--method", "rtn"), "no such file or folder"),
+        (("quantize", "{source}", "{source}", "--method", "rtn"), "apart from the source"),
+        (("export", "{absent}", "{other}"), "no such folder"),
+        (("export", "{source}", "{other}"), "not a converted folder"),
+    ],
+)
+def test_errors_of_quantising(arguments: tuple[str, ...], message: str, smol: SmolCut, tmp_path: Path) -> None:
+    places = {name: tmp_path / name for name in ("other", "absent")} | {"source": smol.floats().folder}
+    result = command(*(argument.format(**places) for argument in arguments))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert list(tmp_path.iterdir()) == []

