@@ -28,7 +28,11 @@ def sources(repository: Path, *folders: str, suffixes: set[str]) -> Iterator[Pat
 
 
 def code(repository: Path) -> list[Path]:
-    found = [*sources(repository, "cpp", "python", "tests", "bench", "tools", "third_party", suffixes=SOURCE_SUFFIXES)]
+    found = [
+        *sources(
+            repository, "cpp", "python", "tests", "bench", "docs", "tools", "third_party", suffixes=SOURCE_SUFFIXES
+        )
+    ]
     found += [path for path in sorted(repository.iterdir()) if path.is_file() and path.suffix in SOURCE_SUFFIXES]
     assert len(found) > 20, "the source tree was not found"
     return found

@@ -1,0 +1,77 @@
+"""Configuration of the documentation: `python -m sphinx -n -W --keep-going -b html docs build/docs`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.domains import Domain
+
+import qcutlass
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS))
+import layout_drawings  # noqa: E402  # beside this file
+import pages  # noqa: E402
+
+project = "qcutlass"
+author = "the authors of qcutlass"
+version = release = qcutlass.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+exclude_patterns = ["generated/sections"]  # included by pages
+html_theme = "furo"
+html_title = f"qcutlass {release}"
+html_copy_source = False
+
+# Docstrings put names and formulas alike between single backticks: what names an object becomes a link.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+# The build needs no network, so the pages of other projects are not linked.
+nitpick_ignore_regex = [
+    ("py:obj", "(?s).*"),
+    ("py:.*", r"(torch|collections|pathlib|os|typing)\..*"),
+]
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+nb_execution_show_tb = True  # a failure is a warning, which -W makes an error
+nb_execution_timeout = 60
+
+
+def write_generated(app: Sphinx) -> None:
+    """Writes the pages and drawings that follow from the tree, before Sphinx looks for pages."""
+    layout_drawings.write(DOCS / "generated" / "layout")
+    pages.write(DOCS / "generated", DOCS.parent)
+
+
+def prepare_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Takes out of docstrings what reStructuredText would misread: bars of |x|, several names in one row of a list."""
+    for i, line in enumerate(lines):
+        if line.lstrip().startswith((">>>", "...")):
+            continue
+        parts = line.split("`")
+        parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+        lines[i] = "`".join(parts)
+    if "Attributes:" in lines:
+        for i in range(lines.index("Attributes:"), len(lines)):
+            lines[i] = re.sub(r"^ +\w+(, \w+)+:", lambda names: "    " + names[0].replace(" ", ""), lines[i])
+
+
+def is_internal(app: Sphinx, domain: Domain, node: pending_xref) -> bool | None:
+    """Whether a name that has no page is one of qcutlass's own that is there but not public: no cause for a warning."""
+    target = str(node["reftarget"])
+    return True if node["reftype"] == "class" and pages.exists(target) else None
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("builder-inited", write_generated)
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon
+    app.connect("warn-missing-reference", is_internal)
