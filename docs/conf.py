@@ -21,7 +21,7 @@ project = "qcutlass"
 author = "the authors of qcutlass"
 version = release = qcutlass.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "myst_nb"]
 exclude_patterns = ["generated/sections"]  # included by pages
 html_theme = "furo"
 html_title = f"qcutlass {release}"

@@ -12,26 +12,35 @@ from typing import Final
 import qcutlass
 from qcutlass.formats import FORMATS
 
-# Classes of the extension that functions of the package return or take.
+# Classes of the extension that functions of the package return or take, shown as gemm.h describes them.
 _EXTENSION: Final = ("Plan", "Candidate", "Cost", "DeviceTraits")
 
 
 def write(folder: Path, repository: Path) -> None:
-    """Writes all of them below `folder`, `docs/generated` of the repository.
+    """Writes all of them below `folder`, `docs/generated` of the repository; removes those that follow no more."""
+    files = {folder / name: text for name, text in generated(repository).items()}
+    for stale in set(folder.rglob("*.md")) - set(files):
+        stale.unlink()
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:  # an unchanged page is not built again
+            path.write_text(text)
 
-    api/<module>.md, results/<table>.md and results/figures.md are pages; sections/formats.md and
-    sections/<heading>.md, those of README.md, are for pages of `docs` to include.
+
+def generated(repository: Path) -> dict[str, str]:
+    """Files by name.
+
+    api/<module>.md, results/<table>.md and results/figures.md are pages; sections/formats.md and sections/<heading>.md,
+    those of README.md, are for pages of `docs` to include.
     """
-    for module in public_modules():
-        _write(folder / "api" / f"{module.__name__}.md", module_page(module))
+    files = {f"api/{module.__name__}.md": module_page(module) for module in public_modules()}
     results = repository / "bench" / "results"
-    for table in sorted(results.glob("*.md")):
-        _write(folder / "results" / table.name, result_page(table))
-    _write(folder / "results" / "figures.md", figure_page(sorted(results.glob("*.png"))))
-    _write(folder / "sections" / "formats.md", format_sections())
+    files |= {f"results/{table.name}": result_page(table) for table in sorted(results.glob("*.md"))}
+    files["results/figures.md"] = figure_page(sorted(results.glob("*.png")))
     for heading, text in sections((repository / "README.md").read_text()).items():
         name = re.sub(r"\W+", "-", heading.lower()).strip("-")
-        _write(folder / "sections" / f"{name}.md", relinked(text))
+        files[f"sections/{name}.md"] = relinked(text)
+    return files | {"sections/formats.md": format_sections()}
 
 
 def public_modules() -> Iterator[ModuleType]:
@@ -67,7 +76,9 @@ def module_page(module: ModuleType) -> str:
     if module is qcutlass:
         lines += ["## Types of the extension", "", "```{eval-rst}"]
         for name in _EXTENSION:
-            lines += [f".. autoclass:: qcutlass._C.{name}", "   :members:", "   :undoc-members:", ""]
+            lines += [f".. autoclass:: qcutlass._C.{name}", ""]
+            lines += ["   .. literalinclude:: /../cpp/include/qcutlass/gemm.h", "      :language: cpp"]
+            lines += [f"      :start-at: struct {name} {{", "      :end-at: };", ""]
         lines += ["```", ""]
     return "\n".join(lines)
 
@@ -119,9 +130,3 @@ def relinked(text: str) -> str:
         return f"]({target.lower()})" if target == "CONTRIBUTING.md" else f"](../{target})"
 
     return re.sub(r"\]\((?!https?:|#)([^()\s]+)\)", relink, text)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text() != text:  # an unchanged page is not built again
-        path.write_text(text)
