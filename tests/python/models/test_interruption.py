@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
+
 KILLS = int(os.environ.get("QCUTLASS_KILLS", 5))
 
 
