@@ -35,8 +35,10 @@ def test_every_registered_operator_is_checked_here() -> None:
     names = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:10] == "qcutlass::"
     }
-    products = {f"{name}{suffix}" for name in ("gemm", "gemm_w8a8", "gemm_fp8") for suffix in ("", "_out")}
-    assert names == products | {"pack", "unpack", "dequantize", "quantize_8bit"}  # some of them in other files
+    kinds = ("gemm", "gemm_w8a8", "gemm_fp8", "blockwise_gemm")
+    products = {f"{name}{suffix}" for name in kinds for suffix in ("", "_out")} | {"blockwise_gemm_quant"}
+    blocks = {"quantize_blocks", "dequantize_blocks", "gelu_blocks"}
+    assert names == products | blocks | {"pack", "unpack", "dequantize", "quantize_8bit"}  # some in other files
 
 
 @pytest.mark.parametrize("device", DEVICES)
