@@ -7,6 +7,7 @@
 
 #include "cutlass/device_kernel.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
+#include "gemm/block_scales.cuh"
 #include "gemm/cuda_check.h"
 #include "gemm/element.h"
 #include "gemm/family.h"
@@ -95,13 +96,6 @@ struct Family<kType, kPacking, kMode>::Impl {
 
   static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {
     return {static_cast<uint8_t const*>(g.data), g.stride_bytes, g.element_bytes, g.row_bytes, g.type};
-  }
-
-  static cutlass::gemm::threadblock::BlockScaleMatrices block_scales(Launch const& launch) {
-    BlockScales const& blocks = launch.blocks;
-    int log_size = 0;
-    while ((int64_t(1) << log_size) < blocks.size) ++log_size;
-    return {blocks.a, blocks.w, blocks.a_stride, blocks.w_stride, log_size, ((launch.k - 1) >> log_size) + 1};
   }
 
   using Function = void (*)(Launch const&, cudaStream_t);

@@ -6,6 +6,7 @@
 
 #include "cutlass/device_kernel.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm_hopper.h"
+#include "gemm/block_scales.cuh"
 #include "gemm/cuda_check.h"
 #include "gemm/element.h"
 #include "gemm/family.h"
@@ -23,9 +24,12 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     static constexpr Tactic kTactic = kTactics[kIndex];
     static constexpr int kWarpgroups = kTactic.warps() / 4 - 1;
     using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
-    using Mma = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, stages_of(kTactic, kPacking, kMode),
-                                                            hopper_batch(kTactic), hopper_turns(kTactic), Element,
-                                                            kPacking, kMode>;
+    static constexpr int kStages = stages_of(kTactic, kPacking, kMode);
+    using Plain = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, kStages, hopper_batch(kTactic),
+                                                              hopper_turns(kTactic), Element, kPacking, kMode>;
+    using Blockwise =
+        cutlass::gemm::threadblock::MmaPackedHopperBlockwise<Shape, kWarpgroups, kStages, Element, kPacking, kMode>;
+    using Mma = std::conditional_t<is_blockwise(kMode), Blockwise, Plain>;
     using Kernel = cutlass::gemm::kernel::PackedGemmHopper<Mma>;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
@@ -66,6 +70,8 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     bool const once = launch.tokens <= Shape::kN;  // weights are read by one tile of tokens
     args.weight_policy =
         uint64_t(once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    args.blocks = block_scales(launch);
+    args.tokens = launch.tokens;
     args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
     args.scale_type = launch.scales.type;
     args.zero_type = launch.zeros.type;

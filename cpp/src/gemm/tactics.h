@@ -160,6 +160,8 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kNotBlockwise},
     {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kNotBlockwise},
     {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kNotBlockwise},
+    {Mainloop::kHopper, 128, 64, 16, 64, 1, 8, 1, kBlockwise},
+    {Mainloop::kHopper, 128, 128, 16, 128, 1, 6, 1, kBlockwise},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
@@ -190,7 +192,8 @@ constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode, int6
   int const weights = t.channels * stage_k * bits_of(packing) / 8;
   int const activations = rows * stage_k * activation_bytes(packing);
   int const scales = t.channels * scale_rows(mode, stage_k) * (scale_bytes(mode) + zero_bytes(mode));
-  int const blocks = is_blockwise(mode) ? stage_k / promoted_k(mode) * block_row(t.channels, t.tokens) * 4 : 0;
+  int const block_words = t.mainloop == Mainloop::kHopper ? t.tokens : block_row(t.channels, t.tokens);
+  int const blocks = is_blockwise(mode) ? stage_k / promoted_k(mode) * block_words * 4 : 0;
   return weights + activations + scales + blocks;
 }
 

@@ -68,7 +68,21 @@ class WarpgroupEpilogue {
     }
   }
 
+  /// The largest of the `bits` that the threads of both warpgroups have for a row, each the same for all of its own;
+  /// within store(). They meet in the padding behind the row's sums.
+  CUTLASS_DEVICE int exchange_bits(int row, int bits) const {
+    static_assert(sizeof(Sum) == sizeof(int));
+    auto const place = [&](int warpgroup) {
+      return reinterpret_cast<int*>(
+          &storage_.sums[warpgroup][row / kPassTokens % 2][row % kPassTokens][arch::kWarpgroupChannels]);
+    };
+    if (thread_ % kVectors == 0) *place(warpgroup_) = bits;
+    arch::named_barrier_sync<2 * arch::kWarpgroupThreads>(kExchangeBarrier);
+    return fast_max(bits, *place(warpgroup_ ^ 1));
+  }
+
  private:
+  static constexpr int kExchangeBarrier = Mma::kWarpgroups + 2;  // after those of this class and of taking turns
   static constexpr int kSlotBytes = Shape::kM * kPassTokens * int(sizeof(Sum));  // sums of a pass
 
   template <class Store, int... kPass>

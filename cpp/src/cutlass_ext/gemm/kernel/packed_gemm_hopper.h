@@ -5,7 +5,7 @@
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/epilogue/warpgroup_epilogue.h"
-#include "cutlass_ext/gemm/threadblock/mma_packed_hopper.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_hopper_blockwise.h"
 
 namespace cutlass::gemm::kernel {
 
@@ -63,6 +63,9 @@ class PackedGemmHopper {
     if (warp / 4 == Mma::kWarpgroups) {
       arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp % 4 == 0 && lane == 0) produce(params, storage);
+      if constexpr (Mma::kBlockwise) {
+        if (warp % 4 == 1) scale_blocks(params, storage, lane);
+      }
       __syncwarp();
       if (params.cluster) {  // as the consumers, around their exchange
         arch::cluster_sync();
@@ -81,6 +84,14 @@ class PackedGemmHopper {
   static constexpr int kShare = 65536 / Mma::kThreads / 8 * 8, kProducerRegisters = Mma::kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = (kShare * (Mma::kWarpgroups + 1) - kProducerRegisters) / Mma::kWarpgroups;
   static_assert(kConsumerRegisters % 8 == 0 && kConsumerRegisters <= 240, "as setmaxnreg takes them");
+
+  /// For blocks of channels that two warpgroups share.
+  struct ExchangeBits {
+    static constexpr unsigned kLanes = Epilogue::kVectors;
+    Epilogue const& epilogue;
+    int row;
+    CUTLASS_DEVICE int operator()(int bits) const { return epilogue.exchange_bits(row, bits); }
+  };
 
   /// Share of the k extent of a tile.
   struct Work {
@@ -119,6 +130,15 @@ class PackedGemmHopper {
     }
   }
 
+  static CUTLASS_DEVICE void scale_blocks(Params const& params, SharedStorage& storage, int lane) {
+    arch::wait_for_prior_grids();
+    typename Mma::Scaler scaler(storage.mainloop, storage.barriers, params.mma, lane);
+    for (int item = blockIdx.x; item < items(params); item += gridDim.x) {
+      Work const work(params, item);
+      scaler.load(work.channel, work.token, work.first_k, work.stages);
+    }
+  }
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int warp, int lane) {
     typename Mma::Consumer mma(storage.mainloop, storage.barriers, params.mma, warp / 4, warp % 4, lane);
     Epilogue epilogue(storage.epilogue, warp / 4, threadIdx.x % arch::kWarpgroupThreads);
@@ -137,8 +157,12 @@ class PackedGemmHopper {
       int const channel = work.channel + epilogue.channel();
       OutputOp const output(params.output, channel);
       auto const store = [&](int row, Sum(&sum)[OutputOp::kVector], auto activates) {
+        constexpr bool kActivates = decltype(activates)::value;
         if (params.partials == nullptr) {
-          output.template store<decltype(activates)::value>(work.token + row, sum);
+          if constexpr (Mma::kBlockwise)
+            output.template store<kActivates>(work.token + row, sum, ExchangeBits{epilogue, row});
+          else
+            output.template store<kActivates>(work.token + row, sum);
         } else if (work.token + row < params.output.tokens && channel < params.partial_stride) {
           int64_t const out_row = int64_t(work.share) * params.output.tokens + work.token + row;
           epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + channel, sum,

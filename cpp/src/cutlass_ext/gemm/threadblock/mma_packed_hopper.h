@@ -57,8 +57,9 @@ class MmaPackedHopper {
   /// their group's; else each one's own, so that consumers need not divide.
   static constexpr int kBoxRows = kMode == qcutlass::ScaleMode::kNative ? 1 : kRows;
 
-  using Wgmma = arch::Wgmma<typename Traits::Weight, Element, Accumulator, Shape::kN, kStepK>;
+  using Wgmma = arch::Wgmma<typename Traits::Weight, Element, typename Traits::Product, Shape::kN, kStepK>;
   using FragmentC = typename Wgmma::Sums;
+  static constexpr bool kBlockwise = qcutlass::is_blockwise(kMode);
 
   struct Arguments {
     CUtensorMap activations;  // [tokens][k]
@@ -70,9 +71,12 @@ class MmaPackedHopper {
     GroupSize group_size;
     qcutlass::DType scale_type, zero_type;
     int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
+    BlockScaleMatrices blocks;
+    int tokens;
   };
 
-  /// Four rings, one after the other; the last two may be empty.
+  /// Rings, one after the other; those of scales may be empty. Blockwise products have a scale for each token and
+  /// stage.
   struct alignas(128) SharedStorage {
     static constexpr int kTokenBytes = Shape::kN * kChunkBytes;  // of a chunk
     static constexpr int kStripBytes = kTiles * LayoutA::kTileBytes;
@@ -81,7 +85,9 @@ class MmaPackedHopper {
     static constexpr int kWeights = kStages * kChunks * kTokenBytes;
     static constexpr int kScales = kWeights + kStages * Shape::kM / 16 * kStripBytes;
     static constexpr int kZeros = kScales + kStages * kScaleBytes;
-    static constexpr int kBytes = kZeros + kStages * kZeroBytes;
+    static constexpr int kBlocks = kZeros + kStages * kZeroBytes;
+    static constexpr int kBlockBytes = kBlockwise ? Shape::kN * 4 : 0;
+    static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
     static_assert(kTokenBytes % 1024 == 0, "what the swizzle's pattern repeats after");
     uint8_t rings[kBytes];
 
@@ -93,6 +99,7 @@ class MmaPackedHopper {
     }
     CUTLASS_DEVICE uint8_t* scales(int place) { return rings + kScales + place * kScaleBytes; }
     CUTLASS_DEVICE uint8_t* zeros(int place) { return rings + kZeros + place * kZeroBytes; }
+    CUTLASS_DEVICE float* blocks(int place) { return reinterpret_cast<float*>(rings + kBlocks + place * kBlockBytes); }
   };
   struct Barriers {
     arch::TransactionBarrier full[kStages], empty[kStages];
@@ -102,8 +109,8 @@ class MmaPackedHopper {
   static CUTLASS_DEVICE void initialize(Barriers& barriers) {
     CUTLASS_PRAGMA_UNROLL
     for (int place = 0; place < kStages; ++place) {
-      barriers.full[place].init(1);
-      barriers.empty[place].init(kWarpgroups * 4);  // a warp each
+      barriers.full[place].init(kBlockwise ? 2 : 1);  // the producer, and who scales blocks
+      barriers.empty[place].init(kWarpgroups * 4);    // a warp each
     }
   }
 
