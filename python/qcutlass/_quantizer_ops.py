@@ -10,7 +10,7 @@ from torch import Tensor
 from qcutlass import _C
 from qcutlass._arguments import DTYPES, as_rows, backend, current_device
 from qcutlass._ops import _register
-from qcutlass._validation import FLOATING, check_device, check_memory, check_tensor, shape_of
+from qcutlass._validation import FLOATING, check_device, check_flag, check_memory, check_tensor, shape_of
 
 Quantized: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Codes, scales and zero points; the latter are empty where the call asks for none."""
@@ -44,11 +44,6 @@ class QuantizeCall(NamedTuple):
     @property
     def has_one_range(self) -> bool:
         return self.per_tensor or self.scale is not None
-
-
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
 
 
 def _check_one(name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> None:

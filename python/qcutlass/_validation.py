@@ -193,6 +193,11 @@ def check_integer(name: str, value: object, allowed: Container[int] | None = Non
         raise ValueError(f"{name}: expected at least {minimum}, got {value}")
 
 
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
 def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
     """The two integers of `value`; raises TypeError unless it has these."""
     if not isinstance(value, Sequence) or len(value) != 2:

@@ -12,6 +12,15 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def random_linear(n: int, k: int, seed: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    g = torch.Generator().manual_seed(seed)
+    linear = nn.Linear(k, n, bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=g) / k**0.5)
+    return linear
+
+
 def randomized(module: nn.Module, seed: int) -> nn.Module:
     with torch.no_grad():
         for i, parameter in enumerate(module.parameters()):

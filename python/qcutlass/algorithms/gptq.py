@@ -8,8 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass._quantizer_ops import check_flag
-from qcutlass._validation import ceil_div
+from qcutlass._validation import ceil_div, check_flag
 from qcutlass.algorithms.rounding import Penalty, fit_grid, group_size_of
 from qcutlass.algorithms.statistics import check_layer
 from qcutlass.layers.weight_only import WeightOnly

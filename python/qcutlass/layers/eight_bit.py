@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass._eight_bit import Float8Call, Int8Call
-from qcutlass._quantizer_ops import QuantizeCall, check_flag, check_quantize
-from qcutlass._validation import check_matrix, check_packed_form, check_tensor
+from qcutlass._quantizer_ops import QuantizeCall, check_quantize
+from qcutlass._validation import check_flag, check_matrix, check_packed_form, check_tensor
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
 from qcutlass.products import gemm_fp8, gemm_w8a8, weight_sums
 from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass._quantizer_ops import check_flag
-from qcutlass._validation import FLOATING, PACKINGS, GemmCall, ceil_div, check_gemm, check_integer
+from qcutlass._validation import FLOATING, PACKINGS, GemmCall, ceil_div, check_flag, check_gemm, check_integer
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias, short
 from qcutlass.products import gemm
 from qcutlass.quantization import QuantizedTensor, quantize

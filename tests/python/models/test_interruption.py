@@ -32,9 +32,9 @@ def test_memory_is_that_of_one_layer(process: Any) -> None:
     assert found["size"] > 12
 
 
-def test_loading_makes_no_float_model(run: Any) -> None:
+def test_loading_makes_no_float_model(process: Any) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
-    found = run("watch_loading")
+    found = process("conversions", "watch_loading")
     assert found["layers"] == 3 * 7
     assert found["floats"] > 90
     assert found["peak"] < 0.5 * found["floats"], found
