@@ -134,6 +134,8 @@ class QcutlassQuantizer(HfQuantizer):
                     module.check()
                 except (TypeError, ValueError) as error:
                     raise CheckpointError(f"{name}: {error}") from error
+        if model.base_model is model and not model._keep_in_fp32_modules:
+            _cast_parameters(model, model.config.dtype)
         return model
 
     def _fill(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
@@ -165,6 +167,13 @@ class QcutlassQuantizer(HfQuantizer):
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def _cast_parameters(model: nn.Module, dtype: Any) -> None:
+    """What transformers 5.17 does not do for a base model, whose tensors have other names in the files."""
+    for parameter in model.parameters() if isinstance(dtype, torch.dtype) else ():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, tuple[str, nn.Linear]]:
