@@ -9,7 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+import typer
+from typer.testing import CliRunner
+
 import qcutlass
+from qcutlass.cli import app
 from qcutlass.formats import FORMATS
 
 # Classes of the extension that functions of the package return or take, shown as gemm.h describes them.
@@ -30,8 +34,8 @@ def write(folder: Path, repository: Path) -> None:
 def generated(repository: Path) -> dict[str, str]:
     """Files by name.
 
-    api/<module>.md, results/<table>.md and results/figures.md are pages; sections/formats.md and sections/<heading>.md,
-    those of README.md, are for pages of `docs` to include.
+    api/<module>.md, results/<table>.md, results/figures.md and commands.md are pages; sections/formats.md and
+    sections/<heading>.md, those of README.md, are for pages of `docs` to include.
     """
     files = {f"api/{module.__name__}.md": module_page(module) for module in public_modules()}
     results = repository / "bench" / "results"
@@ -40,7 +44,7 @@ def generated(repository: Path) -> dict[str, str]:
     for heading, text in sections((repository / "README.md").read_text()).items():
         name = re.sub(r"\W+", "-", heading.lower()).strip("-")
         files[f"sections/{name}.md"] = relinked(text)
-    return files | {"sections/formats.md": format_sections()}
+    return files | {"sections/formats.md": format_sections(), "commands.md": command_page()}
 
 
 def public_modules() -> Iterator[ModuleType]:
@@ -89,6 +93,26 @@ def format_sections() -> str:
     for name, row in FORMATS.items():
         lines += [f"## {name}", "", f"{row.summary}.", "", "```{eval-rst}"]
         lines += [f".. automodule:: {row.load.__module__}", "   :no-index:", "```", ""]
+    return "\n".join(lines)
+
+
+def command_page() -> str:
+    """The help of every command."""
+    lines = ["# Commands", ""]
+    for name in typer.main.get_group(app).commands:
+        help = (
+            CliRunner()
+            .invoke(app, [name, "--help"], prog_name="qcutlass", env={"TERM": "dumb", "COLUMNS": "100"})
+            .output
+        )
+        lines += [
+            f"## qcutlass {name}",
+            "",
+            "```text",
+            *(line.rstrip() for line in help.strip().splitlines()),
+            "```",
+            "",
+        ]
     return "\n".join(lines)
 
 
