@@ -167,3 +167,16 @@ def test_public_names_have_a_page(pages: ModuleType) -> None:
     page = pages.module_page(found["qcutlass.layers"])
     assert "QuantLinear" in page.partition(":exclude-members:")[2].partition("\n")[0]
     assert "Int8Linear" not in page
+
+
+def test_internal_names_are_told_from_mistaken_ones(pages: ModuleType) -> None:
+    assert pages.exists("qcutlass.formats.config.Config")
+    assert not pages.exists("qcutlass.formats.config.Confug")
+    assert not pages.exists("qcutlass.formts.config.Config")
+    assert not pages.exists("torch.Tensor")
+
+
+def test_every_command_is_described(pages: ModuleType) -> None:
+    page = pages.command_page()
+    for command in ("quickstart", "info", "tune", "convert", "inspect", "eval", "generate"):
+        assert f"## qcutlass {command}\n\n```text\nUsage: qcutlass {command} [OPTIONS]" in page
