@@ -88,10 +88,10 @@ def module_page(module: ModuleType) -> str:
 
 
 def format_sections() -> str:
-    """A section for each format that can be read: what of it, and the bytes, as its loader describes them."""
+    """A section for each format that can be read: its bytes, as its loader describes them."""
     lines = []
     for name, row in FORMATS.items():
-        lines += [f"## {name}", "", f"{row.summary}.", "", "```{eval-rst}"]
+        lines += [f"## {name}", "", "```{eval-rst}"]
         lines += [f".. automodule:: {row.load.__module__}", "   :no-index:", "```", ""]
     return "\n".join(lines)
 
