@@ -67,6 +67,20 @@ def export_model(
             real-valued zeros, layers that differ in bits or group size, scales that are not of 16 bits, shapes that
             fill no words.
         CheckpointError: the folder is damaged.
+
+    Example:
+        >>> import json, pathlib, tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> from qcutlass import formats, models
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     folder = pathlib.Path(name) / "float"
+        ...     folder.mkdir()
+        ...     _ = (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        ...     save_file({"up.weight": torch.randn(32, 64).half()}, folder / "model.safetensors")
+        ...     _ = models.convert(folder, f"{name}/w4")
+        ...     _ = models.export_model(f"{name}/w4", f"{name}/gptq", "gptq")
+        ...     formats.detect(f"{name}/gptq")
+        'gptq'
     """
     if format not in EXPORTS:
         raise ValueError(f"format: expected one of {', '.join(EXPORTS)}, got {format!r}")

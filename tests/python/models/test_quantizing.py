@@ -290,8 +290,9 @@ def test_two_runs_do_not_share_a_folder(seed: int, tmp_path: Path) -> None:
     assert len(other) == 1
     (tmp_path / "next.work").mkdir()
     (tmp_path / "next.work" / "precious").write_text("x")
-    with pytest.raises(FileExistsError, match="holds files that no run has left"):
-        models.quantize_model(tmp_path / "source", tmp_path / "next", "rtn")
+    for restart in (False, True):
+        with pytest.raises(FileExistsError, match="holds files that no run has left"):
+            models.quantize_model(tmp_path / "source", tmp_path / "next", "rtn", restart=restart)
     assert (tmp_path / "next.work" / "precious").read_text() == "x"
 
 

@@ -42,6 +42,12 @@ class Method:
         damping, act_order: of gptq.
         act_scale: whether layers that nothing can take factors for get an `act_scale` (awq) or `smooth` (smoothquant)
             of their own; other formats have no place for them.
+
+    Example:
+        >>> import qcutlass
+        >>> from qcutlass import models
+        >>> models.Method("gptq", qcutlass.WeightOnly(bits=4, group_size=64), act_order=True).needs_calibration
+        True
     """
 
     name: str = "gptq"

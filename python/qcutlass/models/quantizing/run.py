@@ -136,6 +136,19 @@ def quantize_model(
         UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise.
         TypeError, ValueError: options; calibration is missing; or as for `convert`.
         CheckpointError, OSError: as for `convert`.
+
+    Example:
+        >>> import tempfile, torch, qcutlass
+        >>> from qcutlass import models
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> config = AutoConfig.for_model("llama", vocab_size=96, **sizes)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/float")
+        ...     method = models.Method("awq", qcutlass.WeightOnly(bits=4, group_size=32, symmetric=True))
+        ...     ids = models.calibration_windows(torch.randint(0, 96, (500,)), samples=4, seqlen=16, seed=0)
+        ...     models.quantize_model(f"{folder}/float", f"{folder}/w4", method, calibration=ids).layers
+        14
     """
     chosen = Method(method) if isinstance(method, str) else method
     if not isinstance(chosen, Method):

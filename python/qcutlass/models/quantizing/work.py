@@ -184,9 +184,10 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FileExistsError(f"{folder}: another process is working there") from error
-        manifest, wanted = folder / MANIFEST, json.loads(json.dumps(run))
-        if restart:
-            for path in folder.iterdir():
+        manifest, partial = folder / MANIFEST, folder / f"{MANIFEST}.partial"
+        wanted = json.loads(json.dumps(run))
+        if restart and manifest.is_file():
+            for path in sorted(folder.iterdir(), key=lambda path: path == manifest):  # the mark of a run comes last
                 path.unlink()
         if manifest.is_file():
             found = read_json(manifest)
@@ -196,11 +197,11 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
                     f"{folder}: left by a run with another {', '.join(differing)}; pass restart=True (--restart) to "
                     "remove it, or finish that run"
                 )
-        elif any(folder.iterdir()):
+        elif any(path != partial for path in folder.iterdir()):
             raise FileExistsError(f"{folder}: holds files that no run has left; move them away")
         else:
-            write_json(folder / f"{MANIFEST}.partial", wanted)
-            (folder / f"{MANIFEST}.partial").rename(manifest)
+            write_json(partial, wanted)
+            partial.rename(manifest)
         yield Work(folder)
         shutil.rmtree(folder)
     finally:
