@@ -230,8 +230,11 @@ def quality_command(
     seed: Annotated[int, typer.Option(help="Of their places.")] = quality.Settings.seed,
     tokens: Annotated[int, typer.Option(min=512, help="Of the held-out text.")] = quality.Settings.tokens,
     restart: Annotated[bool, typer.Option("--restart", help="Measure all rows anew.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and qcutlass.")] = None,
 ) -> None:
     """Perplexity of SmolLM2 under every method, in minutes on a CPU; exits with 1 if a promise is broken."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     settings = quality.Settings(samples=samples, seed=seed, tokens=tokens)
     path = results / "quality.json"
     rows = [] if restart else quality.cached(path, settings)

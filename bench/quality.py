@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.report import Column, Report, Row
-from qcutlass import WeightOnly, __version__, models
+from qcutlass import Blockwise, QuantLinear, WeightOnly, __version__, models, replace_linear
 from qcutlass.models.sources import open_source
 from qcutlass.quickstart import default_model
 
@@ -57,14 +57,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row to measure: the float model, the file imported without loss, or a method."""
+    """A row to measure: the float model, the file imported without loss, a method, or a scheme of layers."""
 
     name: str
     method: models.Method | None = None
+    scheme: Blockwise | None = None
 
     @property
     def weights(self) -> str:
         """The scheme in words."""
+        if self.scheme is not None:
+            return f"int8 blocks of {self.scheme.block_size}, int8 activations"
         if self.method is None:
             return {FLOAT: "float32", IMPORTED: "int4 g32 real zeros"}[self.name]
         if not self.method.is_weight_only:
@@ -89,7 +92,8 @@ def entries() -> list[Entry]:
                 Entry("rtn, clipped", models.Method("rtn", scheme)),
                 Entry("gptq, act-order", models.Method("gptq", scheme, act_order=True)),
             ]
-    return [*found, Entry("w8a8", models.Method("w8a8")), Entry("smoothquant", models.Method("smoothquant"))]
+    found += [Entry("w8a8", models.Method("w8a8")), Entry("smoothquant", models.Method("smoothquant"))]
+    return [*found, Entry("blockwise", scheme=Blockwise())]
 
 
 def texts() -> tuple[str, str]:
@@ -134,6 +138,12 @@ class Quality:
         bits = 32.0
         if entry.name == FLOAT:
             model = self._dense()
+        elif entry.scheme is not None:
+            model = self._dense()
+            replace_linear(model, entry.scheme)
+            layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+            stored = sum(part.nbytes for layer in layers for part in layer.state_dict().values())
+            bits = 8 * stored / sum(layer.in_features * layer.out_features for layer in layers)
         else:
             with tempfile.TemporaryDirectory(dir=self._folder) as name:
                 folder = Path(name) / "model"

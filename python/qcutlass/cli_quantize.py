@@ -41,11 +41,14 @@ def quantize(
     ] = True,
     skip: Annotated[list[str], typer.Option(help="Layers to leave alone: names or patterns; repeatable.")] = [*SKIPPED],  # noqa: B006
     device: Annotated[Device, typer.Option(help="Where blocks run.")] = Device.cpu,
+    threads: Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch and qcutlass.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever OUT.work holds.")] = False,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Quantise a model with calibration, block by block; after a kill the same command goes on where it was."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
         scheme = WeightOnly(int(bits.value), group_size, symmetric)
         chosen = Method(method, scheme, clip=clip, damping=damping, act_order=act_order, act_scale=act_scale)

@@ -33,7 +33,7 @@ def test_every_row_is_listed_once() -> None:
         schemes = {weights for name, weights in keys if name == method}
         assert {f"int4 {g} {s}" for g in ("g32", "g64", "g128", "channel") for s in ("sym", "asym")} < schemes
         assert "int8 channel sym" in schemes
-    assert {"float", "imported", "w8a8", "smoothquant"} < {name for name, _ in keys}
+    assert {"float", "imported", "w8a8", "smoothquant", "blockwise"} < {name for name, _ in keys}
     assert ("gptq", quality.GOAL_WEIGHTS) in keys
 
 
