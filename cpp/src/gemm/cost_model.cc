@@ -72,7 +72,9 @@ double hopper_compute(GemmArguments const& a, GpuClass const& gpu, Tactic const&
   double const warpgroups = t.channels / 64.0, mmas = warpgroups * kSteps * t.tokens / 2;
   double const conversions =
       kSteps * kRegisters * convert_instructions(a.a_type, a.weights.packing, scale_mode(a), true);
-  double const issued = warpgroups * (gpu.hopper.slice + conversions * gpu.hopper.convert);
+  constexpr double kPromotion = 3;  // instructions a sum: a start, a difference, a product
+  double const promotions = a.blocks.size != 0 ? t.tokens / 2 * kPromotion : 0;
+  double const issued = warpgroups * (gpu.hopper.slice + conversions * gpu.hopper.convert + promotions);
   return waves.busiest * waves.stages * t.slices * std::hypot(mmas, issued) / (gpu.hopper.clock * 1e3);
 }
 

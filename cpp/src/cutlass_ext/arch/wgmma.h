@@ -36,18 +36,15 @@ struct Wgmma {
   static constexpr int kSums = kTokens / 2;
   static_assert(sizeof(Sums) == kSums * 4, "one instruction spans all tokens");
 
-  /// The sums start at 0 where kClear.
-  template <bool kClear = false>
   static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b) {
-    issue<kClear>(sums, a, b, std::make_integer_sequence<int, kSums>{});
+    issue(sums, a, b, std::make_integer_sequence<int, kSums>{});
   }
 
  private:
-  template <bool kClear, int... kIndices>
+  template <int... kIndices>
   static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b,
                                    std::integer_sequence<int, kIndices...>) {
-    Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]...,
-                     kClear ? cute::SM90::GMMA::ScaleOut::Zero : cute::SM90::GMMA::ScaleOut::One);
+    Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]...);
   }
 };
 

@@ -1,11 +1,12 @@
 // The sm_90a mainloop of blockwise int8: as MmaPackedHopper, with these differences:
-//   - a stage is a block of k. Its int32 sums start at 0 and are scaled into fp32 ones by the CUDA cores, while the
-//     other warpgroup's MMAs run;
+//   - a stage is a block of k, whose int32 sums are scaled into fp32 ones by the CUDA cores, while the other
+//     warpgroup's MMAs run;
 //   - a warp beside the producing thread multiplies the scales of the block's tokens with that of the tile's channels,
 //     which are one block, and puts them into the ring.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/mma_packed_hopper.h"
+#include "cutlass_ext/gemm/warp/block_promotion.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -114,12 +115,14 @@ class MmaPackedHopperBlockwise
       if (lane_ == 0) barriers_.empty[kPlace].arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Wgmma::kSums; ++i)
-        sums[i] = fmaf(float(int(block[i])), i % 2 == 0 ? scales[i / 4].x : scales[i / 4].y, sums[i]);
+        sums[i] += warp::BlockPromotion::value(block[i]) * (i % 2 == 0 ? scales[i / 4].x : scales[i / 4].y);
       return --left > 0;
     }
 
     /// Issues the MMAs of a stage, in turns with the other warpgroup: while one's run, the other scales its sums.
     CUTLASS_DEVICE void multiply(typename Wgmma::Sums& block, int place) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Wgmma::kSums; ++i) block[i] = warp::BlockPromotion::kStart;
       arch::named_barrier_sync<kTurnThreads>(kTurnBarrier + warpgroup_);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps; ++i) arch::fence_registers(fragments_[place % 2][i]);
@@ -128,10 +131,7 @@ class MmaPackedHopperBlockwise
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps; ++i) {
         uint64_t const tokens = arch::swizzled_operand(place * Shape::kN * Base::kChunkBytes + i * 32);
-        if (i == 0)
-          Wgmma::template issue<true>(block, fragments_[place % 2][i], tokens);
-        else
-          Wgmma::issue(block, fragments_[place % 2][i], tokens);
+        Wgmma::issue(block, fragments_[place % 2][i], tokens);
       }
       cute::warpgroup_commit_batch();
       arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier + (warpgroup_ ^ 1));
