@@ -63,8 +63,11 @@ TACTICS = range(len(_C.tactics(arguments(EightBitCase(1, 4096, 4096)))))
 
 
 def tactic_of(dtype: torch.dtype, index: int, m: int = 1) -> _C.TacticTraits | None:
-    """The configuration in row `index` of the table, None where it and m rows need more memory than this GPU has."""
-    traits = _C.tactics(arguments(EightBitCase(m, 4096, 4096, dtype)))[index]
+    """A type's configuration number `index`, None where there is none, or it and m rows need what this GPU has not."""
+    of_type = _C.tactics(arguments(EightBitCase(m, 4096, 4096, dtype)))
+    if index >= len(of_type):
+        return None
+    traits = of_type[index]
     device = _C.device_traits(torch.cuda.current_device())
     fits = traits.shared_memory <= device.shared_memory_per_block and traits.wgmma <= device.wgmma
     return traits if fits else None
