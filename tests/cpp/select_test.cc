@@ -16,10 +16,10 @@
 namespace qcutlass {
 namespace {
 
-// Compute capability, SMs, opt-in shared memory: A100, RTX 3090, RTX 4090, H200.
+// Compute capability, SMs, opt-in shared memory: A100, RTX 3090, RTX 4090, H200 without and with code for sm_90a.
 constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kRtx4090{89, 128, 99 * 1024},
-    kH200{90, 132, 227 * 1024};
-constexpr DeviceTraits kDevices[] = {kA100, kRtx3090, kRtx4090, kH200};
+    kH200{90, 132, 227 * 1024}, kH200Wgmma{90, 132, 227 * 1024, 90, true};
+constexpr DeviceTraits kDevices[] = {kA100, kRtx3090, kRtx4090, kH200, kH200Wgmma};
 
 using Shape = std::pair<int64_t, int64_t>;  // n, k
 constexpr Shape kShapes[] = {{4096, 4096}, {28672, 4096}, {4096, 14336}, {8192, 8192}, {6144, 4096}, {10240, 8192}};
@@ -157,17 +157,19 @@ TEST(Select, MoreWorkTakesNoLess) {
 TEST(Select, TakesAForcedTactic) {
   GemmArguments const a = problem(33, 6144, 4096);
   for (TacticTraits const& t : tactics(a)) {
-    if (t.shared_memory > kH200.shared_memory_per_block) {
-      EXPECT_THROW(select(a, kH200, t.name), Unsupported);
+    if (t.shared_memory > kH200Wgmma.shared_memory_per_block) {
+      EXPECT_THROW(select(a, kH200Wgmma, t.name), Unsupported);
       continue;
     }
-    EXPECT_EQ(select(a, kH200, t.name).tactic, t.name);
+    EXPECT_EQ(select(a, kH200Wgmma, t.name).tactic, t.name);
     int const split = static_cast<int>(std::min<int64_t>(3, layout::ceil_div(4096, t.k)));
-    Plan const plan = select(a, kH200, t.name, split);
+    Plan const plan = select(a, kH200Wgmma, t.name, split);
     EXPECT_EQ(plan.split_k, split);
     EXPECT_EQ(plan.workspace_bytes, 0u) << "clusters add their sums without memory";
-    EXPECT_THROW(select(a, kH200, t.name, 4096 / 64 + 1), Unsupported) << "more shares than stages";
-    if (t.shared_memory <= kA100.shared_memory_per_block && split > 1) {
+    EXPECT_THROW(select(a, kH200Wgmma, t.name, 4096 / 64 + 1), Unsupported) << "more shares than stages";
+    if (t.wgmma) {
+      EXPECT_THROW(select(a, kH200, t.name), Unsupported) << "not built";
+    } else if (t.shared_memory <= kA100.shared_memory_per_block && split > 1) {
       EXPECT_EQ(select(a, kA100, t.name, split).workspace_bytes, size_t(split) * 33 * 6144 * 4);
     }
   }
@@ -358,6 +360,97 @@ TEST(Select, LeavesWhatIsCompiledForHopperToItsCode) {
       EXPECT_FALSE(c.plan.cluster) << c.plan.tactic;
       EXPECT_FALSE(c.plan.early) << c.plan.tactic;
     }
+}
+
+bool is_wgmma(GemmArguments const& a, DeviceTraits const& device) {
+  return traits_of(a, select(a, device).tactic).wgmma;
+}
+
+TEST(Wgmma, IsOfferedWhereItsCodeRuns) {
+  for (int64_t m : {1, 64, 4096})
+    for (DeviceTraits const& device : kDevices) {
+      GemmArguments const a = problem(m, 8192, 8192);
+      bool offered = false;
+      for (Candidate const& c : candidates(a, device)) offered |= traits_of(a, c.plan.tactic).wgmma;
+      EXPECT_EQ(offered, device.wgmma) << m;
+    }
+}
+
+TEST(Wgmma, IsChosenFromSomeNumberOfTokensUp) {
+  for (auto [n, k] : kShapes)
+    for (int64_t m : kTokens)
+      for (DType type : {DType::kFloat16, DType::kBFloat16})
+        for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
+          bool const chosen = is_wgmma(problem(m, n, k, 128, type, packing), kH200Wgmma);
+          EXPECT_FALSE(chosen && m < 16) << m << " tokens, " << n << " x " << k;
+          EXPECT_TRUE(chosen || m < 128) << m << " tokens, " << n << " x " << k;
+        }
+}
+
+TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
+  GemmArguments const a = problem(128, 512, 32768);
+  for (TacticTraits const& t : tactics(a))
+    if (t.wgmma) {
+      EXPECT_TRUE(select(a, kH200Wgmma, t.name, 6).cluster) << t.name;
+      EXPECT_FALSE(select(a, kH200Wgmma, t.name, 7).cluster) << t.name;
+      EXPECT_GE(select(a, kH200Wgmma, t.name, 7).workspace_bytes, size_t{7} * 128 * 512 * 4) << t.name;
+    }
+}
+
+TEST(Wgmma, RingsHoldWholePairsOfBatches) {
+  for (Packing packing : {Packing::kW4A16, Packing::kW8A16, Packing::kW8A8})
+    for (ScaleMode mode : {ScaleMode::kNative, ScaleMode::kFine, ScaleMode::kFloat, ScaleMode::kNone})
+      for (Tactic const& t : kTactics)
+        if (t.mainloop == Mainloop::kHopper && (mode == ScaleMode::kNone) == (packing == Packing::kW8A8)) {
+          int const stages = stages_of(t, packing, mode), steps = t.stage_k(packing) / step_k(packing);
+          EXPECT_GE(stages, 3);
+          EXPECT_LE(stages, std::max(t.stages, 4));
+          EXPECT_EQ(stages * (steps / hopper_batch(t)) % 2, 0);
+        }
+}
+
+/// Times of one run on an H200, microseconds: fp16, 4-bit codes in groups of 128.
+TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
+  struct Time {
+    char const* tile;
+    int split_k;
+    double us;
+  };
+  struct Row {
+    int64_t n, k, m;
+    std::vector<Time> times;
+  };
+  std::vector<Row> const rows = {
+      {4096, 4096, 64, {{"n128m64k128", 3, 9.78}, {"n128m64k128", 2, 10.4}, {"n256m64k128", 5, 12.7}}},
+      {4096, 4096, 256, {{"n128m128k128", 2, 16.8}, {"n128m64k128", 1, 17.8}, {"n256m64k128", 2, 18.9}}},
+      {4096, 4096, 512, {{"n128m128k128", 1, 25.5}, {"n256m128k64", 2, 28.2}, {"n128m256k64", 2, 29.4}}},
+      {28672, 4096, 64, {{"n256m64k128", 1, 31.3}, {"n128m64k128", 1, 34.4}, {"n256m128k64", 1, 42.8}}},
+      {28672, 4096, 128, {{"n256m128k64", 1, 45.8}, {"n128m128k128", 1, 48.4}, {"n256m64k128", 1, 58.7}}},
+      {28672, 4096, 512, {{"n128m128k128", 1, 171}, {"n256m128k64", 1, 184}, {"n128m256k64", 1, 188}}},
+      {4096, 14336, 128, {{"n128m128k128", 3, 30.3}, {"n128m64k128", 2, 31.1}, {"n256m128k64", 6, 35.5}}},
+      {4096, 14336, 256, {{"n128m128k128", 2, 44.6}, {"n256m64k128", 2, 52.8}, {"n128m256k64", 3, 54.3}}},
+      {8192, 8192, 128, {{"n128m128k128", 2, 27.9}, {"n256m64k128", 2, 33.0}, {"n128m64k128", 1, 33.4}}},
+      {8192, 8192, 1024, {{"n256m128k64", 1, 179}, {"n128m256k64", 1, 179}, {"n128m128k128", 1, 187}}},
+  };
+  for (Row const& row : rows) {
+    Plan const plan = select(problem(row.m, row.n, row.k), kH200Wgmma);
+    double best = row.times[0].us, chosen = 0;
+    for (Time const& time : row.times) {
+      best = std::min(best, time.us);
+      std::string const name = "w4a16_f16_native_sm90a_" + std::string(time.tile) + "_";
+      if (plan.tactic.rfind(name, 0) == 0 && plan.split_k == time.split_k) chosen = time.us;
+    }
+    EXPECT_GT(chosen, 0) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
+    EXPECT_LE(chosen, 1.05 * best) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
+  }
+}
+
+TEST(Architectures, ServeWgmmaOnOneCapability) {
+  EXPECT_TRUE(serves_wgmma({"80-real", "90-real", "90a-real", "90-virtual"}, 90));
+  EXPECT_TRUE(serves_wgmma({"90a"}, 90));
+  EXPECT_FALSE(serves_wgmma({"80-real", "90-real", "90-virtual"}, 90));
+  EXPECT_FALSE(serves_wgmma({"90a-virtual"}, 90)) << "none is built of that";
+  for (int capability : {80, 89, 100, 120}) EXPECT_FALSE(serves_wgmma({"90a-real"}, capability)) << capability;
 }
 
 TEST(Architectures, ServeTheirGpus) {

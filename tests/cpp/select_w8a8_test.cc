@@ -44,7 +44,8 @@ TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
     for (TacticTraits const& t : tactics(problem(16, 4096, 4096, type))) {
       ++count;
       names.insert(t.name);
-      char const* prefix = type == DType::kInt8         ? "w8a8_s8_sm80_"
+      char const* prefix = t.wgmma                      ? "w8a8_s8_sm90a_"
+                           : type == DType::kInt8       ? "w8a8_s8_sm80_"
                            : type == DType::kFloat8E4M3 ? "w8a8_e4m3_sm89_"
                                                         : "w8a8_e5m2_sm89_";
       EXPECT_EQ(t.name.rfind(prefix, 0), 0u) << t.name;
@@ -53,6 +54,7 @@ TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
   EXPECT_EQ(names.size(), count);
   EXPECT_EQ(names.count("w8a8_s8_sm80_n128m128k128_s3"), 1u);
   EXPECT_EQ(names.count("w8a8_s8_sm80_stream_n32m8k1024w8_s3"), 1u);
+  EXPECT_EQ(names.count("w8a8_s8_sm90a_n128m256k128_s4"), 1u);
 }
 
 TEST(SelectW8A8, ConfigurationsForOtherProductsAreNotOffered) {
@@ -61,7 +63,7 @@ TEST(SelectW8A8, ConfigurationsForOtherProductsAreNotOffered) {
   weight_only.weights.scale_type = DType::kFloat16;
   auto const warp_tiles_of_64 = [](GemmArguments const& a) {
     int count = 0;
-    for (TacticTraits const& t : tactics(a)) count += t.channels == 128 && t.tokens == 256;
+    for (TacticTraits const& t : tactics(a)) count += t.channels == 128 && t.tokens == 256 && !t.wgmma;
     return count;
   };
   EXPECT_EQ(warp_tiles_of_64(weight_only), 0);

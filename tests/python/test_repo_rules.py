@@ -77,7 +77,7 @@ FORBIDDEN_INCLUDES = {  # folder: what its files must not include
 
 @pytest.mark.parametrize("folder", FORBIDDEN_INCLUDES)
 def test_include_direction(folder: str, repository: Path) -> None:
-    exempt = {"family.cuh"}  # src/gemm/family.cuh is what the instance units are made of: they include CUTLASS
+    exempt = {"family.cuh", "family_hopper.cuh"}  # what the instance units are made of: they include CUTLASS
     found = [
         f"{path.relative_to(repository)} includes {name}"
         for path in sources(repository, folder, suffixes=CXX_SUFFIXES)
@@ -95,8 +95,9 @@ def test_only_the_bindings_include_pybind11(repository: Path) -> None:
 
 
 def test_kernels_use_nothing_that_traps_on_older_gpus(repository: Path) -> None:
-    """CUTLASS's barrier wrappers compile for any architecture, but to a trap below sm_90."""
-    paths = list(sources(repository, "cpp/src", suffixes=CXX_SUFFIXES))
+    """CUTLASS's barrier wrappers compile for any architecture, but to a trap below sm_90; one header is for sm_90a."""
+    every = sources(repository, "cpp/src", suffixes=CXX_SUFFIXES)
+    paths = [path for path in every if path.name != "mbarrier.h"]
     assert offenders(paths, r"cutlass/arch/barrier\.h|\bNamedBarrier::", repository) == []
 
 

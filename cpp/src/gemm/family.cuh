@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "cutlass/device_kernel.h"
+#include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
 #include "gemm/block_scales.cuh"
 #include "gemm/cuda_check.h"
-#include "gemm/element.h"
 #include "gemm/family.h"
 #include "gemm/output.cuh"
 

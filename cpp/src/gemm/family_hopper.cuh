@@ -5,10 +5,10 @@
 #include <utility>
 
 #include "cutlass/device_kernel.h"
+#include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm_hopper.h"
 #include "gemm/block_scales.cuh"
 #include "gemm/cuda_check.h"
-#include "gemm/element.h"
 #include "gemm/family.h"
 #include "gemm/output.cuh"
 #include "gemm/tensor_map.h"
@@ -73,6 +73,9 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     args.blocks = block_scales(launch);
     args.tokens = launch.tokens;
     args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
+    args.group_shift = -1;
+    for (int shift = 0; shift < 31; ++shift)
+      if (launch.group_size == 1 << shift && Shape::kK % launch.group_size == 0) args.group_shift = shift;
     args.scale_type = launch.scales.type;
     args.zero_type = launch.zeros.type;
     return args;

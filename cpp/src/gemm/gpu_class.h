@@ -40,7 +40,7 @@ struct HopperCosts {
   double convert = 1.8;      ///< clocks of an instruction that converts weights
   double latency = 0.8;      ///< microseconds from a request to its bytes in shared memory
   double kernel = 1.6;       ///< microseconds: launch, first bytes, last stores
-  double output = 2.2e-4;    ///< microseconds of the epilogue, per output of a warpgroup
+  double output = 3.0e-4;    ///< microseconds of the epilogue, per output of a warpgroup
   double cluster = 1.0;      ///< microseconds of meeting another block to exchange sums
   double exchange = 3.5e-4;  ///< microseconds per sum of a warpgroup that goes to other blocks
 };

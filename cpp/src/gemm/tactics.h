@@ -156,10 +156,11 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
     // asynchronous MMAs: from some 64 tokens up
     {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kNotBlockwise},
-    {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kNotBlockwise},
+    {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kNotBlockwise},
     {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kNotBlockwise},
     {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kNotBlockwise},
+    {Mainloop::kHopper, 256, 64, 16, 64, 1, 4, 1, kEightByEight},
     {Mainloop::kHopper, 128, 64, 16, 64, 1, 8, 1, kBlockwise},
     {Mainloop::kHopper, 128, 128, 16, 128, 1, 6, 1, kBlockwise},
 };

@@ -69,6 +69,7 @@ class MmaPackedHopper {
     uint64_t weight_policy;   // of the L2 cache
     int stage_bytes;          // that TMA writes
     GroupSize group_size;
+    int group_shift;  // its logarithm where it is a power of two that divides Shape::kK; else negative
     qcutlass::DType scale_type, zero_type;
     int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
     BlockScaleMatrices blocks;
@@ -263,9 +264,8 @@ class MmaPackedHopper {
       if (lane_ == 0) barriers_.empty[place].arrive();
     }
 
-    /// Issues the MMAs of a batch. In turns, what one warpgroup dequantises hides behind the other's MMAs: issuing one
-    /// waits for the one before, so that with both at it neither would get away before the end. It pays where a batch's
-    /// MMAs take about as long as dequantising.
+    /// Issues the MMAs of a batch. In turns, one warpgroup dequantises while the other's MMAs run; left to themselves,
+    /// both tend to do the same at the same time. It pays where the two take about as long.
     CUTLASS_DEVICE void multiply(FragmentC& sums, int buffer, int place, int batch) {
       if constexpr (kTurns_) arch::named_barrier_sync<kTurnThreads>(kTurnBarrier + warpgroup_);
       CUTLASS_PRAGMA_UNROLL
@@ -313,8 +313,14 @@ class MmaPackedHopper {
       constexpr bool kAnyType = kMode == qcutlass::ScaleMode::kFloat;
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
-      int const row = kBoxRows == 1 ? offset / (kRowSteps * kStepK)
-                                    : args_.group_size.group(k_ + offset) - args_.group_size.group(k_);
+      int row = offset / (kRowSteps * kStepK);
+      if constexpr (kBoxRows > 1) {
+        // Where stages are whole groups of a power of two, the row is the same in each; division is slow.
+        if (args_.group_shift >= 0)
+          row = offset >> args_.group_shift;
+        else
+          row = args_.group_size.group(k_ + offset) - args_.group_size.group(k_);
+      }
       uint8_t const *scales = storage_.scales(place) + row * scale_row, *zeros = storage_.zeros(place) + row * zero_row;
       Scales::load(operands, scales, zeros, strip_ * 16, lane_, args_.scale_type, args_.zero_type);
     }

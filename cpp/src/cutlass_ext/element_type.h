@@ -1,4 +1,4 @@
-// CUTLASS's types of activations.
+// CUTLASS's types of activations, by the library's names of them.
 #pragma once
 
 #include <cstdint>
