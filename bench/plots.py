@@ -78,17 +78,17 @@ def draw_quality(rows: Sequence[Row], path: Path) -> None:
         axes.axhline(exact, color="#888888", linestyle="--", linewidth=1, label="float")
         quantized = [row for row in rows if row["method"] != "float"]
         for index, method in enumerate(dict.fromkeys(row["method"] for row in quantized)):
-            color, marker = _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
-            label = method
-            for filled in (True, False):
-                chosen = [row for row in quantized if row["method"] == method and (" sym" in row["weights"]) != filled]
-                points = sorted((row["bits_per_weight"], row["perplexity"]) for row in chosen)
-                if points:
-                    style: dict[str, Any] = {"color": color, "marker": marker, "label": label}
-                    style |= {} if filled else {"markerfacecolor": "none"}
-                    style |= {} if len(points) > 1 else {"linestyle": "none"}
-                    axes.plot(*zip(*points, strict=True), **style)
-                    label = "_nolegend_"
+            turn, place = divmod(index, len(_COLORS))
+            style = {"color": _COLORS[place], "marker": _MARKERS[(place + turn) % len(_MARKERS)], "label": method}
+            lines: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+            for row in quantized:
+                if row["method"] == method:
+                    line = lines.setdefault((row["weights"][:4], " sym" in row["weights"]), [])
+                    line.append((row["bits_per_weight"], row["perplexity"]))
+            for (_, symmetric), points in lines.items():
+                face = {"markerfacecolor": "none"} if symmetric else {}
+                axes.plot(*zip(*sorted(points), strict=True), **{**style, **face})
+                style["label"] = "_nolegend_"
         _logarithmic(axes)
         axes.set_xlabel("bits a weight, scales and zero points included")
         axes.set_ylabel("perplexity of held-out text")

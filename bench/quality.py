@@ -34,7 +34,6 @@ COLUMNS: Final = [
     Column("divergence", "KL divergence", "{:.5f}"),
     Column("saved", "saved of rtn's", "{:.0%}"),
     Column("goal_ok", "goal"),
-    Column("seconds", "seconds", "{:.0f}"),
 ]
 
 
@@ -255,7 +254,11 @@ def report(rows: Sequence[Row], settings: Settings) -> Report:
         "why even int4 g32 asym, with the same groups, is not exact.",
         "rtn: the whole range of a group; rtn, clipped, gptq and awq search for the range.",
     ]
-    return Report("Quality", told, COLUMNS, compared(rows), summary)
+    found, total = compared(rows), len(entries())
+    if len(found) < total:
+        left = total - len(found)
+        summary.append(f"{left} of {total} rows are not measured yet; the same command goes on with them.")
+    return Report("Quality", told, COLUMNS, found, summary)
 
 
 def save(rows: Sequence[Row], settings: Settings, path: Path) -> None:

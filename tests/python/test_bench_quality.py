@@ -82,5 +82,7 @@ def test_table_and_figure(tmp_path: Path) -> None:
     assert "12.000" in text
     assert "50%" in text
     assert "PASS" in text
+    total = len(quality.entries())
+    assert f"{total - 3} of {total} rows are not measured yet" in text
     plots.draw_quality(report.rows, tmp_path / "new" / "quality.png")
     assert (tmp_path / "new" / "quality.png").read_bytes()[:4] == b"\x89PNG"
