@@ -1,10 +1,9 @@
-#include "gemm/tensor_map.h"
-
 #include <cuda_runtime_api.h>
 
 #include <string>
 
 #include "gemm/cuda_check.h"
+#include "gemm/tensor_map.h"
 #include "qcutlass/error.h"
 
 namespace qcutlass::cuda {
