@@ -34,7 +34,11 @@ if(QCUTLASS_NVCC_FROM_PYPI)
 endif()
 
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90a-real 90-virtual CACHE STRING "GPU architectures to compile for")
+  set(architectures 80-real 90-real 90a-real 90-virtual)
+  if(DEFINED ENV{CUDAARCHS})  # CMake's own variable for another default
+    set(architectures $ENV{CUDAARCHS})
+  endif()
+  set(CMAKE_CUDA_ARCHITECTURES ${architectures} CACHE STRING "GPU architectures to compile for")
 endif()
 include(CheckLanguage)
 check_language(CUDA)

@@ -215,9 +215,11 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.shared_memory_limit = traits.shared_memory_per_block;
   launch.sm_count = traits.sm_count;
 
-  if (space.copy_activations) prepare_activations(a, base + space.activations, space.activation_stride, stream);
   FamilyEntry const& entry = kFamilies[family];
-  (kTactics[tactic].mainloop == Mainloop::kHopper ? entry.launch_hopper : entry.launch)(tactic, launch, stream);
+  FamilyLaunch const run = kTactics[tactic].mainloop == Mainloop::kHopper ? entry.launch_hopper : entry.launch;
+  if (run == nullptr) throw Unsupported("plan: '" + plan.tactic + "' needs a build for 90a-real");
+  if (space.copy_activations) prepare_activations(a, base + space.activations, space.activation_stride, stream);
+  run(tactic, launch, stream);
   seen.store(true, std::memory_order_release);
   if (launch.partials != nullptr) reduce(a.a_type, launch, stream);
 }

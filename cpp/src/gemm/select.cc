@@ -52,8 +52,6 @@ std::string tactic_name(GemmArguments const& arguments, Tactic const& t) {
          std::to_string(stages_of(t, arguments.weights.packing, mode));
 }
 
-bool is_block_size(int64_t size) { return size == 32 || size == 64 || size == 128; }
-
 void check_blockwise(GemmArguments const& arguments) {
   int64_t const size = arguments.blocks.size, out_size = arguments.quantized.size;
   if (arguments.weights.packing != Packing::kW8A8 || arguments.a_type != DType::kInt8)
@@ -116,7 +114,7 @@ bool splittable(GemmArguments const& arguments, Tactic const& t, int split_k) {
 /// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.
 bool fits_grid(GemmArguments const& arguments, Tactic const& t) {
   constexpr int64_t kMostRows = 65535, kSwizzled = 8, kMostTiles = int64_t(1) << 26;
-  if (t.mainloop == Mainloop::kHopper) return tiles(arguments, t) <= kMostTiles;  // with shares of k they are an int
+  if (t.mainloop == Mainloop::kHopper) return tiles(arguments, t) <= kMostTiles;
   return layout::ceil_div(arguments.m, t.tokens) <= kMostRows * kSwizzled;
 }
 

@@ -94,7 +94,7 @@ struct Tactic {
   }
 };
 
-/// Largest cluster in which blocks of kHopper have room for each other's sums.
+/// Largest cluster of kHopper: blocks have room for each other's sums in all up to this one, not in every one of 7.
 inline constexpr int kMostHopperCluster = 6;
 
 /// k steps from one wait of kHopper for its MMAs to the next: as many as two sets of their operands A leave registers

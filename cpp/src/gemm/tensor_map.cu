@@ -14,9 +14,13 @@ auto encoder() {
   static auto const function = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
     constexpr unsigned kSince = 12000;  // the version that introduced it
     QCUTLASS_CUDA_CHECK(
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kSince, cudaEnableDefault, &found));
+#else
+    QCUTLASS_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found));
+#endif
     if (found != cudaDriverEntryPointSuccess) throw Unsupported("the CUDA driver has no tensor maps: update it");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();

@@ -45,7 +45,9 @@ struct Workspace {
       return round_up(columns * size_of(type), kAlignment) / size_of(type);
     };
     // The same pass gathers columns and applies act_scale. The kernels' offsets within a tile of rows are 32-bit.
-    copy_activations = a.perm != nullptr || a.act_scale != nullptr || a.a_stride > kMaxStride ||
+    // Rows that overlap are copied too: tensor maps do not take them.
+    bool const overlap = a.m > 1 && a.a_stride < w.k;
+    copy_activations = a.perm != nullptr || a.act_scale != nullptr || a.a_stride > kMaxStride || overlap ||
                        !rows_aligned(a.a, a.a_stride, w.k, a.m, a.a_type);
     auto const far = [&w](int64_t stride, DType type) {
       return w.groups() > 1 && stride * size_of(type) > kMaxRowBytes;

@@ -41,7 +41,7 @@ def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS)
     group that is called computes the outputs of all; the others, called with the same tensor, hand out their part of
     it. A layer that gets another tensor multiplies that one: results never depend on the order of calls, but calls with
     different inputs gain nothing. In inference mode, and compiled, the input must not be changed in place between the
-    calls; otherwise such a change is noticed.
+    calls; otherwise such a change is noticed if autograd counts it (not through `.data` or a raw pointer).
 
     Modules keep their names, `state_dict` has the keys and values it had (as copies), and states of the model without
     fusion are loaded. `.to(device)`, `deepcopy`, pickle, `torch.compile(fullgraph=True)`, CUDA graphs and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
@@ -17,13 +18,14 @@ from qcutlass.formats import Int8Linear as StoredInt8
 from qcutlass.formats.config import read_json
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnlyLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
-from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files
 from qcutlass.quantization import QuantizedTensor
 from qcutlass.weights import unpack_weights
 
+_MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 EXPORTS: Final = ("gptq", "compressed-tensors")
 
 
@@ -90,7 +92,7 @@ def export_model(
     common = _common(source)
     store: Callable[[Layer], dict[str, Tensor]]
     if format == "gptq":
-        described, store = _gptq_config(common), lambda layer: gptq.store(layer, 1 if common.symmetric else 2)
+        described, store = _gptq_config(common, source), lambda layer: gptq.store(layer, 1 if common.symmetric else 2)
     else:
         _check_groups(common, source)
         described, store = _compressed_config(common, source), compressed_tensors.store
@@ -106,13 +108,13 @@ def export_model(
         copy_files(old, written)
         writer.finish()
         values = {key: value for key, value in source.config.items() if key != QUANTIZATION}
-        write_json(written / CONFIG, {**values, QUANTIZATION: described})
+        write_json(written / CONFIG, {**values, _MARK: True, QUANTIZATION: described})
     return len(source)
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
     exported = destination / CONFIG
-    mine = exported.is_file() and QUANTIZATION in read_json(exported) and not is_converted(destination)
+    mine = exported.is_file() and read_json(exported).get(_MARK) is True
     check_places(source, destination, overwrite and not mine)
 
 
@@ -161,17 +163,22 @@ def _stored(layer: QuantLinear, common: _Common) -> Layer:
     return CanonicalLinear(weight, layer.bias, layer.perm)
 
 
-def _gptq_config(common: _Common) -> dict[str, Any]:
+def _gptq_config(common: _Common, source: ConvertedFolder) -> dict[str, Any]:
     if common.int8:
         raise UnsupportedError("gptq: quantised activations have no place in it; export to compressed-tensors")
+    kept = [name for name in source.spec.modules_to_not_convert if name != "lm_head"]
+    dynamic: dict[str, dict[str, str]] = {
+        f"-:.*{re.escape(name)}$": {} for name in kept
+    }  # as GPTQModel marks layers that are not quantised
     return {
         "quant_method": "gptq",
         "bits": common.bits,
         "group_size": common.group_size,
         "desc_act": common.act_order,
         "sym": common.symmetric,
-        "lm_head": False,
+        "lm_head": "lm_head" in source,
         "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
+        **({"dynamic": dynamic} if dynamic else {}),
     }
 
 

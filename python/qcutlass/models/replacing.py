@@ -21,6 +21,11 @@ _HERE: Final = -100  # AT_FDCWD
 _SUFFIX: Final = ".partial"
 
 
+def check_new(destination: Path, overwrite: bool) -> None:
+    if not overwrite and os.path.lexists(destination):
+        raise FileExistsError(f"{destination}: exists; pass overwrite=True (--overwrite), or another destination")
+
+
 @contextmanager
 def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside `destination`, which takes its place when the block ends, in one step.
@@ -33,8 +38,7 @@ def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
         FileExistsError: `destination` is there, and not to be overwritten.
         OSError: the disk is full, or the parent folder can't be written.
     """
-    if not overwrite and os.path.lexists(destination):
-        raise FileExistsError(f"{destination}: exists; pass overwrite=True (--overwrite), or another destination")
+    check_new(destination, overwrite)
     destination.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(destination)
     folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=_SUFFIX, dir=destination.parent))

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "max_window_layers": 1,
     },
+    "olmo2": {"intermediate_size": 128},  # norms come after the linear layers
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "gpt_neox": {"intermediate_size": 128},
 }

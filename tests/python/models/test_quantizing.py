@@ -31,6 +31,12 @@ WIRING = {
     "llama": LLAMA,
     "qwen2": [LLAMA[0], InputGroup(("self_attn.o_proj",), "self_attn.v_proj"), *LLAMA[2:]],
     "llama-mha": [LLAMA[0], InputGroup(("self_attn.o_proj",), "self_attn.v_proj"), *LLAMA[2:]],
+    "olmo2": [
+        InputGroup(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), None),
+        InputGroup(("self_attn.o_proj",), "self_attn.v_proj"),
+        InputGroup(("mlp.gate_proj", "mlp.up_proj"), None),
+        InputGroup(("mlp.down_proj",), "mlp.up_proj"),
+    ],
     "opt": [
         InputGroup(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn_layer_norm"),
         InputGroup(("self_attn.out_proj",), "self_attn.v_proj"),
@@ -78,6 +84,16 @@ def test_the_wiring_of_a_block_is_found(kind: str, seed: int) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
 
 
+def test_a_block_that_adds_nothing_tells_nothing(seed: int) -> None:
+    block, hidden, run = block_of(make("llama", seed))
+    with torch.no_grad():
+        block.self_attn.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+    groups = find_groups(block, linears_of(block), hidden, run)
+    assert [group.linears for group in groups] == [group.linears for group in LLAMA]
+    assert all(group.previous is None and not group.is_telling for group in groups)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_factors_of_any_size_keep_the_function(kind: str, seed: int) -> None:
     block, hidden, run = block_of(make(kind, seed))
@@ -121,7 +137,7 @@ def test_a_quantised_model_is_loaded(kind: str, name: str, seed: int, tmp_path: 
     layers = [each for each in quantized.modules() if isinstance(each, WeightOnlyLinear | Int8Linear)]
     assert len(layers) == 3 * linears
     factors = [getattr(each, "act_scale" if name == "awq" else "smooth", None) for each in layers]
-    alone = sum(group.previous is None for group in WIRING[kind])
+    alone = sum(len(group.linears) for group in WIRING[kind] if group.previous is None)
     assert sum(each is not None for each in factors) <= (3 * alone if name in ("awq", "smoothquant") else 0)
     with torch.no_grad():
         error = quantizing.relative_norm(quantized(ids).logits, model(ids).logits)
@@ -214,6 +230,12 @@ def test_what_cannot_be_done_is_refused(seed: int, tmp_path: Path) -> None:
         quantize(ids=calibration(0), skip=["*_proj"])
     with pytest.raises(ValueError, match="calibration: expected a text of at least 9 tokens, got 8"):
         models.calibration_windows(torch.arange(8), 2, 9, 0)
+    with pytest.raises(ValueError, match="damping: expected a finite number of at least 0, got -1"):
+        quantize(models.Method("gptq", damping=-1), calibration(0))
+    (tmp_path / "there").mkdir()
+    with pytest.raises(FileExistsError, match="there: exists; pass overwrite=True"):
+        models.quantize_model(tmp_path / "source", tmp_path / "there", "rtn")
+    assert not (tmp_path / "there.work").exists()
     (tmp_path / "source" / "config.json").write_text('{"model_type": "unheard of"}')
     with pytest.raises(UnsupportedError, match="model_type 'unheard of'"):
         quantize(ids=calibration(0), restart=True)

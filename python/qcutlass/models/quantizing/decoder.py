@@ -86,6 +86,15 @@ class Decoder:
             value = self._source.tensor(stored)
         return value.to(self._device, torch.float32)
 
+    def _buffer(self, module: nn.Module, prefix: str, name: str, made: Tensor) -> Tensor:
+        """The checkpoint's value, where it keeps one; else that which the model was made with."""
+        path, _, last = name.rpartition(".")
+        stored = (prefix + name, (prefix + name).removeprefix(self._base))
+        found = next((candidate for candidate in stored if candidate in self._source.rest), None)
+        if found is None or last in module.get_submodule(path)._non_persistent_buffers_set:
+            return made.to(self._device)
+        return self._source.tensor(found).to(self._device, torch.float32 if made.is_floating_point() else made.dtype)
+
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
         """A block with its weights, which go when the context is left."""
@@ -101,7 +110,7 @@ class Decoder:
                 _set(module, name, nn.Parameter(self._value(prefix + name), requires_grad=False))
             for name, buffer in list(module.named_buffers()):
                 if without is None or not name.startswith(without):
-                    _set(module, name, buffer.to(self._device))
+                    _set(module, name, self._buffer(module, prefix, name, buffer))
             yield
         finally:
             for name in parameters:

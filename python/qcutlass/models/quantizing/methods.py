@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,8 @@ class Method:
             raise TypeError(f"scheme: expected a qcutlass.WeightOnly, got {type(self.scheme).__name__}")
         if self.scheme.scale_dtype is None:
             object.__setattr__(self, "scheme", replace(self.scheme, scale_dtype=torch.float16))
+        if not 0 <= self.damping < math.inf:
+            raise ValueError(f"damping: expected a finite number of at least 0, got {self.damping}")
 
     @property
     def needs_calibration(self) -> bool:
@@ -190,6 +193,7 @@ def _quantize(
     notes: dict[str, float] = {}
     if not method.is_weight_only:
         w_q, w_scale = quantize_weights_int8(weight)
+        own = None if own is None else own.clone()  # the group's layers have theirs each
         return Int8Linear(w_q, w_scale, bias=bias, smooth=own), notes
     perm = None
     if method.name == "rtn":

@@ -22,7 +22,7 @@ from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, work_folder
-from qcutlass.models.replacing import new_folder
+from qcutlass.models.replacing import check_new, new_folder
 from qcutlass.models.sources import ModelSource, open_source
 
 _VERSION = 1  # of the work folder
@@ -158,6 +158,7 @@ def quantize_model(
     ids = _checked_calibration(calibration, chosen)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
+    check_new(new, overwrite)
     opened = open_source(old, format, config)
     report = progress or (lambda name, count, total: None)
     with work_folder(new, _description(old, chosen, ids, skip, torch.device(device)), restart) as work:
@@ -298,7 +299,10 @@ class _Run:
         kinds = tuple((name, type(module), tuple(module._parameters)) for name, module in block.named_modules())
         key = (*kinds, *self._names[index])
         if key not in self._groups:
-            self._groups[key] = find_groups(block, self._names[index], hidden, lambda x: run(block, x, call))
+            groups = find_groups(block, self._names[index], hidden, lambda x: run(block, x, call))
+            if not all(group.is_telling for group in groups):
+                return groups
+            self._groups[key] = groups
         return self._groups[key]
 
     def _keep_types(self, index: int, block: torch.nn.Module, found: BlockResult) -> None:

@@ -24,10 +24,13 @@ class InputGroup:
     Attributes:
         linears: their names in the block, in the order in which they run.
         previous: the norm or linear whose output can be divided instead, by its weight; None: there is none.
+        is_telling: factors in these layers alone change what the block gives. Where they do not, as in a block of
+            zeros, nothing can be found out, for this block or another.
     """
 
     linears: tuple[str, ...]
     previous: str | None
+    is_telling: bool = True
 
 
 def input_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
@@ -69,14 +72,16 @@ def find_groups(
     groups = []
     for names in seen.values():
         group = [block.get_submodule(name) for name in names]
-        previous = None
-        for candidate in _candidates(block, names, linears):
-            with _factored(block.get_submodule(candidate), group):
+
+        def changes(previous: nn.Module | None, group: Sequence[nn.Module] = group) -> bool:
+            with _factored(previous, group):
                 difference = (run(hidden) - expected).square().mean().sqrt()
-            if bool(difference <= _CHANGED * scale):
-                previous = candidate
-                break
-        groups.append(InputGroup(tuple(names), previous))
+            return bool(difference > _CHANGED * scale)
+
+        is_telling = changes(None)
+        candidates = _candidates(block, names, linears) if is_telling else ()
+        previous = next((name for name in candidates if not changes(block.get_submodule(name))), None)
+        groups.append(InputGroup(tuple(names), previous, is_telling))
     return groups
 
 
@@ -94,14 +99,18 @@ def _candidates(block: nn.Module, names: Sequence[str], linears: Sequence[str]) 
 
 
 @contextmanager
-def _factored(previous: nn.Module, group: Sequence[nn.Module]) -> Iterator[None]:
-    """Divides what a layer gives out by factors, and multiplies the next layers' columns by them, for a while."""
-    parameters = [tensor for module in (previous, *group) for tensor in module.parameters(recurse=False)]
+def _factored(previous: nn.Module | None, group: Sequence[nn.Module]) -> Iterator[None]:
+    """Divides what a layer, if any, gives out by factors, and multiplies the next layers' columns by them, for a
+    while."""
+    modules = [*group] if previous is None else [previous, *group]
+    parameters = [tensor for module in modules for tensor in module.parameters(recurse=False)]
     before = [tensor.clone() for tensor in parameters]
-    weight = previous.get_parameter("weight")
-    factors = torch.tensor(_FACTORS, device=weight.device).repeat(-(-len(weight) // len(_FACTORS)))[: len(weight)]
+    weight = group[0].get_parameter("weight")
+    count = weight.shape[1]
+    factors = torch.tensor(_FACTORS, device=weight.device).repeat(-(-count // len(_FACTORS)))[:count]
     try:
-        divide(previous, factors)
+        if previous is not None:
+            divide(previous, factors)
         for module in group:
             module.get_parameter("weight").mul_(factors)
         yield

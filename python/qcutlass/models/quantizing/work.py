@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -187,8 +186,7 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
         manifest, partial = folder / MANIFEST, folder / f"{MANIFEST}.partial"
         wanted = json.loads(json.dumps(run))
         if restart and manifest.is_file():
-            for path in sorted(folder.iterdir(), key=lambda path: path == manifest):  # the mark of a run comes last
-                path.unlink()
+            _empty(folder)
         if manifest.is_file():
             found = read_json(manifest)
             differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
@@ -203,6 +201,17 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
             write_json(partial, wanted)
             partial.rename(manifest)
         yield Work(folder)
-        shutil.rmtree(folder)
+        _remove(folder)
     finally:
         os.close(lock)
+
+
+def _empty(folder: Path) -> None:
+    """The mark of a run goes last, so that what is left of it is known as its own."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):
+        path.unlink()
+
+
+def _remove(folder: Path) -> None:
+    _empty(folder)
+    folder.rmdir()

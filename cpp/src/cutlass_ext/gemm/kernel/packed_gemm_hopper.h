@@ -115,13 +115,14 @@ class PackedGemmHopper {
   }
 
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage) {
-    // At once: a block of this kernel leaves no room on its SM, so that the next kernel's can only take idle ones.
-    arch::allow_next_grid();
     typename Mma::Producer producer(storage.mainloop, storage.barriers, params.mma);
     if (!params.prefetch) arch::wait_for_prior_grids();
     Work work(params, blockIdx.x);
     producer.prefetch_weights(work.channel, work.first_k, work.stages);
     if (params.prefetch) arch::wait_for_prior_grids();
+    // Early: a block of this kernel leaves no room on its SM, so that the next kernel's can only take idle ones. But
+    // after the wait, so that what ended before this kernel's predecessor has ended for the next one too.
+    arch::allow_next_grid();
     for (int item = blockIdx.x;;) {
       producer.load(work.channel, work.token, work.first_k, work.stages);
       item += gridDim.x;

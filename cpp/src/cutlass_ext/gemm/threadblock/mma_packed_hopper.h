@@ -2,8 +2,7 @@
 // activations in swizzled shared memory as operand B.
 //
 //   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a
-//   place
-//               to be free and request up to four boxes (activations, weights, scales, zeros)
+//               place to be free and request a few boxes (activations, weights, scales, zeros)
 //   consumers   the other warpgroups take their strips' codes from the ring, dequantise a batch of k steps into one of
 //               two fragment buffers while the MMAs of the other one run, and free a stage when its last batch is done
 //
