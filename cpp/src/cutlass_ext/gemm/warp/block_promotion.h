@@ -8,7 +8,7 @@ namespace cutlass::gemm::warp {
 
 /// Block sums start as the bits of 1.5 * 2^23. Floats from 2^23 to 2^24 are the integers, their bits consecutive, so
 /// start + sum are the bits of 1.5 * 2^23 + sum as long as |sum| < 2^22, and one exact subtraction makes it a float:
-/// cheaper than a conversion, which runs at an eighth of the rate.
+/// cheaper than a conversion, which runs at half the rate at best.
 struct BlockPromotion {
   static constexpr int kStart = 0x4b400000;
   static constexpr float kStartValue = 0x1.8p23f;
