@@ -40,7 +40,7 @@ class EightBitLayer(Layer):
         self.azp = problem.azp
 
     def reference(self, weight_dtype: torch.dtype) -> testing.Reference:
-        return self._problem.reference()
+        return self._problem.reference(aligned=self.scheme.operands == "fp8")
 
     def completed(self, sums: Tensor) -> Tensor:
         """float64 `[m, N]`: what the first m rows give, from their sums of products of codes."""

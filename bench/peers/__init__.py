@@ -11,7 +11,7 @@ from bench.peers.gemlite import Gemlite
 from bench.peers.humming import Humming
 from bench.peers.int4pack import Int4pack
 from bench.peers.int_mm import IntMm
-from bench.peers.scaled_mm import ScaledMm
+from bench.peers.scaled_mm import PromotedScaledMm, ScaledMm
 from bench.peers.triton_blockwise import TritonBlockwise
 
 CLASSES: tuple[type[Peer], ...] = (
@@ -20,6 +20,7 @@ CLASSES: tuple[type[Peer], ...] = (
     CutlassInt8,
     IntMm,
     ScaledMm,
+    PromotedScaledMm,
     Int4pack,
     Humming,
     Gemlite,
@@ -47,6 +48,7 @@ def select(names: list[str], *, cutlass_library: Path | None = None, gemlite_aut
         CutlassInt8(cutlass_library),
         IntMm(),
         ScaledMm(),
+        PromotedScaledMm(),
         Int4pack(),
         Humming(),
         Gemlite(gemlite_autotune),

@@ -16,14 +16,15 @@ _MULTIPLE: Final = 16
 
 
 class ScaledMm(Peer):
-    """`torch._scaled_mm` with row-wise scales, bias, and its fast accumulation."""
+    """`torch._scaled_mm` with row-wise scales, bias, and its fast accumulation: all sums stay in the MMAs."""
 
     key = "scaled_mm"
     label = "torch._scaled_mm"
+    fast = True
 
     def load(self) -> str:
         require_gpu()
-        return f"torch {torch.__version__}, fast accumulation"
+        return f"torch {torch.__version__}, {'fast accumulation' if self.fast else 'sums promoted to fp32'}"
 
     def prepare(self, layer: Layer) -> Product:
         ours = require(layer, EightBitLayer)
@@ -45,10 +46,18 @@ class ScaledMm(Peer):
                     scale_b=w_scale,
                     bias=bias,
                     out_dtype=ours.dtype,
-                    use_fast_accum=True,
+                    use_fast_accum=self.fast,
                     out=out,
                 )
 
             return [Contestant(self.key, launch, len(weights))]
 
         return contestants
+
+
+class PromotedScaledMm(ScaledMm):
+    """The same with sums that are promoted to fp32 every now and then, as those of `qcutlass.gemm_fp8` are."""
+
+    key = "scaled_mm_promoted"
+    label = "torch._scaled_mm promoted"
+    fast = False

@@ -15,9 +15,9 @@ foreach(activation s8:kInt8 e4m3:kFloat8E4M3 e5m2:kFloat8E5M2)
   list(APPEND QCUTLASS_INSTANCES "w8a8:kW8A8/${activation}/none:kNone")
 endforeach()
 
-# Families that have configurations for sm_90a, in units of their own: all but those of 8-bit floats and of small blocks.
+# Families that have configurations for sm_90a, in units of their own: all but those of small blocks.
 set(QCUTLASS_HOPPER_INSTANCES ${QCUTLASS_INSTANCES})
-list(FILTER QCUTLASS_HOPPER_INSTANCES EXCLUDE REGEX "kFloat8|kBlock[0-9]")
+list(FILTER QCUTLASS_HOPPER_INSTANCES EXCLUDE REGEX "kBlock[0-9]")
 
 # Writes the units of a list of families, which instantiate `template`, and sets `sources` to their paths; an unchanged
 # unit keeps its time stamp.

@@ -182,8 +182,9 @@ TEST(Select, NamesAreUnique) {
     for (TacticTraits const& t : tactics(a)) EXPECT_TRUE(own.insert(t.name).second) << t.name;
     names.insert(own.begin(), own.end());
   }
-  auto const serving = std::count_if(std::begin(kTactics), std::end(kTactics),
-                                     [](Tactic const& t) { return t.serves(Packing::kW4A16, ScaleMode::kNative); });
+  auto const serving = std::count_if(std::begin(kTactics), std::end(kTactics), [](Tactic const& t) {
+    return t.serves(Packing::kW4A16, ScaleMode::kNative, DType::kFloat16);
+  });
   EXPECT_EQ(names.size(), size_t(12 * serving)) << "2 activation types, 2 packings, 3 scale modes";
 }
 
@@ -336,8 +337,8 @@ TEST(Select, OffersOnlyWhatIsCompiled) {
       a.weights.packing = packing;
       a.weights.zero_type = zeros;
       for (Candidate const& c : candidates(a, huge))
-        EXPECT_TRUE(is_compiled(kTactics[c.plan.row], packing, scale_mode(a))) << c.plan.tactic;
-      for (Tactic const& t : kTactics) left_out += !is_compiled(t, packing, scale_mode(a));
+        EXPECT_TRUE(is_compiled(kTactics[c.plan.row], packing, scale_mode(a), a.a_type)) << c.plan.tactic;
+      for (Tactic const& t : kTactics) left_out += !is_compiled(t, packing, scale_mode(a), a.a_type);
     }
   EXPECT_GT(left_out, 0);
 }

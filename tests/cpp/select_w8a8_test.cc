@@ -44,10 +44,9 @@ TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
     for (TacticTraits const& t : tactics(problem(16, 4096, 4096, type))) {
       ++count;
       names.insert(t.name);
-      char const* prefix = t.wgmma                      ? "w8a8_s8_sm90a_"
-                           : type == DType::kInt8       ? "w8a8_s8_sm80_"
-                           : type == DType::kFloat8E4M3 ? "w8a8_e4m3_sm89_"
-                                                        : "w8a8_e5m2_sm89_";
+      bool const is_int8 = type == DType::kInt8;
+      std::string const of_type = is_int8 ? "s8" : type == DType::kFloat8E4M3 ? "e4m3" : "e5m2";
+      std::string const prefix = "w8a8_" + of_type + (t.wgmma ? "_sm90a_" : is_int8 ? "_sm80_" : "_sm89_");
       EXPECT_EQ(t.name.rfind(prefix, 0), 0u) << t.name;
       EXPECT_EQ(t.k % 128, 0) << t.name;
     }
@@ -55,6 +54,8 @@ TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
   EXPECT_EQ(names.count("w8a8_s8_sm80_n128m128k128_s3"), 1u);
   EXPECT_EQ(names.count("w8a8_s8_sm80_stream_n32m8k1024w8_s3"), 1u);
   EXPECT_EQ(names.count("w8a8_s8_sm90a_n128m256k128_s4"), 1u);
+  EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n128m128k128_s6"), 1u);
+  EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n128m256k128_s4"), 0u);  // has no registers for a second set of sums
 }
 
 TEST(SelectW8A8, ConfigurationsForOtherProductsAreNotOffered) {

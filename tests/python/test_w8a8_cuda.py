@@ -73,12 +73,19 @@ def tactic_of(dtype: torch.dtype, index: int, m: int = 1) -> _C.TacticTraits | N
     return traits if fits else None
 
 
-def assert_correct(out: Tensor, p: EightBitProblem, ledger: Any, label: object = None) -> None:
+def may_align(p: EightBitProblem) -> bool:
+    """Whether selection may give an fp8 product to asynchronous MMAs."""
+    return p.a.dtype in FLOAT8 and _C.device_traits(torch.cuda.current_device()).wgmma
+
+
+def assert_correct(
+    out: Tensor, p: EightBitProblem, ledger: Any, label: object = None, aligned: bool | None = None
+) -> None:
     label = p if label is None else f"{label}: {p}"
     if p.out_dtype == torch.int32:
         ledger.equal(out.reshape(p.shape[:2]), p.integer_sums(), label)
     else:
-        ledger.close(out, p.reference(), label)
+        ledger.close(out, p.reference(aligned=may_align(p) if aligned is None else aligned), label)
 
 
 def run_poisoned(p: EightBitProblem, choose: random.Random, **keywords: Any) -> Tensor:
@@ -119,7 +126,7 @@ def test_every_tactic(dtype: torch.dtype, index: int, seeds: Iterator[int], ledg
         ledger.equal(run_poisoned(problem, choose, **forced), expected, f"{forced}: {problem}")
         case = with_activation(case, *ACTIVATIONS, choose=choose)
         problem = case.random(device="cuda", seed=next(seeds))
-        assert_correct(run_poisoned(problem, choose, **forced), problem, ledger, forced)
+        assert_correct(run_poisoned(problem, choose, **forced), problem, ledger, forced, aligned=tactic.wgmma)
     ledger.tactics.add(tactic.name)
 
 
@@ -217,6 +224,19 @@ def test_views_of_activations(view: str, dtype: torch.dtype, seed: int, ledger: 
     }[view]
     problem = replace(p, a=a)
     assert_correct(multiply(problem), problem, ledger, view)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_rows_that_overlap(dtype: torch.dtype, seed: int, ledger: Any) -> None:
+    """In every tactic: TMA, for one, takes no stride below a row's length."""
+    needs_instructions(dtype)
+    p = EightBitCase(130, 72, 256, dtype).random(device="cuda", seed=seed)
+    for stride in (0, 16, 240):
+        a = p.a.reshape(-1).as_strided(p.a.shape, (stride, 1))
+        for index in TACTICS:
+            if (tactic := tactic_of(dtype, index, len(a))) is not None:
+                expected = multiply(replace(p, a=a.clone()), tactic=tactic.name)
+                ledger.equal(multiply(replace(p, a=a), tactic=tactic.name), expected, f"{stride} {tactic.name}: {p}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])

@@ -72,8 +72,10 @@ double hopper_compute(GemmArguments const& a, GpuClass const& gpu, Tactic const&
   double const warpgroups = t.channels / 64.0, mmas = warpgroups * kSteps * t.tokens / 2;
   double const conversions =
       kSteps * kRegisters * convert_instructions(a.a_type, a.weights.packing, scale_mode(a), true);
-  constexpr double kPromotion = 3;  // instructions a sum: a start, a difference, a product
-  double const promotions = a.blocks.size != 0 ? t.tokens / 2 * kPromotion : 0;
+  double const promotion = a.blocks.size != 0    ? gpu.hopper.promotion + gpu.hopper.scaling
+                           : is_float8(a.a_type) ? gpu.hopper.promotion
+                                                 : 0;
+  double const promotions = t.tokens / 2 * promotion;
   double const slice = gpu.hopper.slice + conversions * gpu.hopper.convert;
   double const issued = warpgroups * (slice * std::sqrt(64.0 / t.tokens) + promotions);
   return waves.busiest * waves.stages * t.slices * std::hypot(mmas, issued) / (gpu.hopper.clock * 1e3);

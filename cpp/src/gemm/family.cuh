@@ -101,7 +101,8 @@ struct Family<kType, kPacking, kMode>::Impl {
   using Function = void (*)(Launch const&, cudaStream_t);
   template <int kIndex>
   static constexpr Function entry() {
-    if constexpr (kTactics[kIndex].mainloop != Mainloop::kHopper && is_compiled(kTactics[kIndex], kPacking, kMode))
+    if constexpr (kTactics[kIndex].mainloop != Mainloop::kHopper &&
+                  is_compiled(kTactics[kIndex], kPacking, kMode, kType))
       return launch<kIndex>;
     return nullptr;  // selection knows that it fits no GPU
   }

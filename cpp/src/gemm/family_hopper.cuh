@@ -27,9 +27,9 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     static constexpr int kStages = stages_of(kTactic, kPacking, kMode);
     using Plain = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, kStages, hopper_batch(kTactic),
                                                               hopper_turns(kTactic), Element, kPacking, kMode>;
-    using Blockwise =
-        cutlass::gemm::threadblock::MmaPackedHopperBlockwise<Shape, kWarpgroups, kStages, Element, kPacking, kMode>;
-    using Mma = std::conditional_t<is_blockwise(kMode), Blockwise, Plain>;
+    using Promoted =
+        cutlass::gemm::threadblock::MmaPackedHopperPromoted<Shape, kWarpgroups, kStages, Element, kPacking, kMode>;
+    using Mma = std::conditional_t<is_blockwise(kMode) || is_float8(kType), Promoted, Plain>;
     using Kernel = cutlass::gemm::kernel::PackedGemmHopper<Mma>;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
@@ -129,7 +129,8 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
   using Function = void (*)(Launch const&, cudaStream_t);
   template <int kIndex>
   static constexpr Function entry() {
-    if constexpr (kTactics[kIndex].mainloop == Mainloop::kHopper && is_compiled(kTactics[kIndex], kPacking, kMode))
+    if constexpr (kTactics[kIndex].mainloop == Mainloop::kHopper &&
+                  is_compiled(kTactics[kIndex], kPacking, kMode, kType))
       return launch<kIndex>;
     return nullptr;
   }

@@ -38,6 +38,8 @@ struct HopperCosts {
   double clock = 1.85;       ///< GHz
   double slice = 71;         ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 1.8;      ///< clocks of an instruction that converts weights
+  double promotion = 4.6;    ///< clocks of a thread's sum that leaves the MMAs' registers, and what waits for it
+  double scaling = 3.2;      ///< more of them where it is scaled
   double latency = 0.8;      ///< microseconds from a request to its bytes in shared memory
   double kernel = 1.6;       ///< microseconds: launch, first bytes, last stores
   double output = 3.0e-4;    ///< microseconds of the epilogue, per output of a warpgroup

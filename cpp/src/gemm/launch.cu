@@ -30,8 +30,7 @@ struct FamilyEntry {
 template <DType kType, Packing kPacking, ScaleMode kMode>
 constexpr FamilyLaunch hopper_launch() {
 #ifdef QCUTLASS_SM90A
-  if constexpr (!is_float8(kType) && (!is_blockwise(kMode) || kMode == ScaleMode::kBlock))
-    return HopperFamily<kType, kPacking, kMode>::launch;
+  if constexpr (!is_blockwise(kMode) || kMode == ScaleMode::kBlock) return HopperFamily<kType, kPacking, kMode>::launch;
 #endif
   return nullptr;
 }

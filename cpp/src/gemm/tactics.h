@@ -42,23 +42,25 @@ inline constexpr int kStreamK = 128;
 /// Groups of scales whose size is a multiple of this are those of ScaleMode::kNative, of kGroupStep those of kFine.
 inline constexpr int kNativeGroup = slice_k(Packing::kW4A16), kGroupStep = step_k(Packing::kW4A16);
 
-/// The products that a configuration is built for, as a set: of 16-bit activations by low-bit weights, of 8 by 8 bits
-/// with one scale a sum, of blockwise int8, of the same with blocks of less than 128.
+/// The products that a configuration is built for, as a set.
 enum Products : uint8_t {
-  kWeightOnly = 1,
-  kEightByEight = 2,
-  kNotBlockwise = 3,
-  kBlockwise = 4,
-  kEightBits = 6,
-  kAll = 7,
-  kSmallBlocks = 8,
-  kAnyBlocks = 12,
-  kEverything = 15
+  kWeightOnly = 1,   ///< 16-bit activations by low-bit weights
+  kInt8 = 2,         ///< int8 by int8, one scale a sum
+  kFloat8 = 4,       ///< fp8 by fp8, likewise
+  kBlockwise = 8,    ///< blockwise int8 with blocks of 128
+  kSmallBlocks = 16  ///< with smaller ones
 };
+constexpr Products operator|(Products a, Products b) { return Products(uint8_t(a) | uint8_t(b)); }
+inline constexpr Products kEightByEight = kInt8 | kFloat8, kEightBits = kEightByEight | kBlockwise,
+                          kNotBlockwise = kWeightOnly | kEightByEight, kAnyBlocks = kBlockwise | kSmallBlocks,
+                          kMost = kNotBlockwise | kBlockwise, kAll = kMost | kSmallBlocks;
+/// Products whose sums stay in the accumulators of kHopper's MMAs, and those that CUDA cores add up.
+inline constexpr Products kExactSums = kWeightOnly | kInt8, kPromoted = kFloat8 | kBlockwise;
 
-constexpr Products product_of(Packing packing, ScaleMode mode) {
+constexpr Products product_of(Packing packing, ScaleMode mode, DType activations) {
   if (is_blockwise(mode)) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
-  return packing == Packing::kW8A8 ? kEightByEight : kWeightOnly;
+  if (packing != Packing::kW8A8) return kWeightOnly;
+  return is_float8(activations) ? kFloat8 : kInt8;
 }
 
 /// One configuration. The block's tile is `channels` x `tokens`, its warps' tiles are `warp_channels` x `warp_tokens`;
@@ -71,12 +73,10 @@ struct Tactic {
   int slices;
   int stages;
   int min_blocks;  ///< blocks per SM that the register budget must allow (launch bounds)
-  Products products = kAll;
+  Products products = kMost;
 
-  constexpr bool serves(Packing packing, ScaleMode mode) const { return (products & product_of(packing, mode)) != 0; }
-  /// Likewise for activations of this type. wgmma adds products of 8-bit floats with some 14 bits: not fp32 sums.
   constexpr bool serves(Packing packing, ScaleMode mode, DType activations) const {
-    return serves(packing, mode) && !(mainloop == Mainloop::kHopper && is_float8(activations));
+    return (products & product_of(packing, mode, activations)) != 0;
   }
   constexpr int warps() const {
     int const tiles = channels / warp_channels * (tokens / warp_tokens);
@@ -105,7 +105,7 @@ constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tok
 
 inline constexpr Tactic kTactics[] = {
     // decode: weights stream past few tokens; all warps along k, unless a block has many channels
-    {Mainloop::kStream, 32, 8, 32, 8, 8, 3, 2, kEverything},
+    {Mainloop::kStream, 32, 8, 32, 8, 8, 3, 2, kAll},
     {Mainloop::kStream, 32, 8, 32, 8, 16, 2, 1},
     {Mainloop::kStream, 48, 8, 48, 8, 8, 3, 2},
     {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4},
@@ -116,7 +116,7 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
     {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
-    {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2, kEverything},
+    {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2, kAll},
     {Mainloop::kStream, 64, 16, 64, 16, 8, 3, 1},
     {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1, kWeightOnly},
     {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1, kWeightOnly},
@@ -134,12 +134,12 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 224, 16, 112, 16, 2, 3, 1, kEightBits},
     {Mainloop::kStream, 224, 32, 112, 32, 2, 3, 1, kEightBits},
     // up to 64 tokens: all warps along k still
-    {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2, kEverything},    // fits 99 KB of shared memory in every scheme
+    {Mainloop::kMultistage, 64, 16, 32, 16, 2, 3, 2, kAll},           // fits 99 KB of shared memory in every scheme
     {Mainloop::kMultistage, 48, 64, 48, 64, 4, 3, 1, kNotBlockwise},  // 6144 channels in one wave of 128 blocks
     {Mainloop::kMultistage, 64, 64, 32, 64, 4, 3, 1, kNotBlockwise},
     {Mainloop::kMultistage, 128, 64, 32, 64, 2, 3, 1, kNotBlockwise},
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
-    {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2, kEverything},  // as above
+    {Mainloop::kMultistage, 64, 64, 32, 32, 1, 3, 2, kAll},  // as above
     {Mainloop::kMultistage, 128, 128, 32, 128, 1, 4, 2, kWeightOnly},
     {Mainloop::kMultistage, 256, 64, 32, 64, 1, 4, 1, kWeightOnly},
     {Mainloop::kMultistage, 256, 128, 32, 128, 1, 4, 1, kWeightOnly},
@@ -155,14 +155,14 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kAnyBlocks},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
     // asynchronous MMAs: from some 64 tokens up
-    {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kNotBlockwise},
+    {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kExactSums},
     {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kWeightOnly},
-    {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kNotBlockwise},
-    {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kNotBlockwise},
-    {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kNotBlockwise},
-    {Mainloop::kHopper, 256, 64, 16, 64, 1, 4, 1, kEightByEight},
-    {Mainloop::kHopper, 128, 64, 16, 64, 1, 8, 1, kBlockwise},
-    {Mainloop::kHopper, 128, 128, 16, 128, 1, 6, 1, kBlockwise},
+    {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kExactSums},
+    {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kExactSums},
+    {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kExactSums},
+    {Mainloop::kHopper, 256, 64, 16, 64, 1, 4, 1, kInt8},
+    {Mainloop::kHopper, 128, 64, 16, 64, 1, 8, 1, kPromoted},
+    {Mainloop::kHopper, 128, 128, 16, 128, 1, 6, 1, kPromoted},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
@@ -242,8 +242,8 @@ constexpr int shared_memory_bytes(Tactic const& t, Packing packing, ScaleMode mo
 }
 
 /// Whether the configuration is for such products, and some GPU can run it, if only for one row of activations.
-constexpr bool is_compiled(Tactic const& t, Packing packing, ScaleMode mode) {
-  return t.serves(packing, mode) && shared_memory_bytes(t, packing, mode, 1) <= kMostSharedMemory;
+constexpr bool is_compiled(Tactic const& t, Packing packing, ScaleMode mode, DType activations) {
+  return t.serves(packing, mode, activations) && shared_memory_bytes(t, packing, mode, 1) <= kMostSharedMemory;
 }
 
 /// Output tiles of a product, which are blocks if k is not shared.

@@ -5,7 +5,7 @@
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/epilogue/warpgroup_epilogue.h"
-#include "cutlass_ext/gemm/threadblock/mma_packed_hopper_blockwise.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_hopper_promoted.h"
 
 namespace cutlass::gemm::kernel {
 
@@ -64,7 +64,8 @@ class PackedGemmHopper {
       arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp % 4 == 0 && lane == 0) produce(params, storage);
       if constexpr (Mma::kBlockwise) {
-        if (warp % 4 == 1) scale_blocks(params, storage, lane);
+        int const scaler = warp % 4 - 1;
+        if (scaler >= 0 && scaler < Mma::Scaler::kWarps) scale_blocks(params, storage, scaler, lane);
       }
       __syncwarp();
       if (params.cluster) {  // as the consumers, around their exchange
@@ -131,9 +132,9 @@ class PackedGemmHopper {
     }
   }
 
-  static CUTLASS_DEVICE void scale_blocks(Params const& params, SharedStorage& storage, int lane) {
+  static CUTLASS_DEVICE void scale_blocks(Params const& params, SharedStorage& storage, int warp, int lane) {
     arch::wait_for_prior_grids();
-    typename Mma::Scaler scaler(storage.mainloop, storage.barriers, params.mma, lane);
+    typename Mma::Scaler scaler(storage.mainloop, storage.barriers, params.mma, warp, lane);
     for (int item = blockIdx.x; item < items(params); item += gridDim.x) {
       Work const work(params, item);
       scaler.load(work.channel, work.token, work.first_k, work.stages);
