@@ -167,13 +167,14 @@ def model_command(
 
 @app.command("tokens")
 def tokens_command(
-    source: Annotated[
-        Path | None,
-        typer.Argument(exists=True, help="A folder that transformers loads, or a GGUF file; none: random weights."),
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(exists=True, help="Folders that transformers loads, or GGUF files; none: random weights."),
     ] = None,
     batch: Annotated[list[int], typer.Option(min=1, help="Sequences; repeatable.")] = [1, 8, 32],  # noqa: B006
-    size: Annotated[str, typer.Option(help=f"Without SOURCE. {_SIZES}")] = "smollm2-135m",
-    scheme: Annotated[str, typer.Option(help="Without SOURCE: a weight-only scheme.")] = "w4a16_g64",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens that each begins with.")] = 64,
+    size: Annotated[str, typer.Option(help=f"Without SOURCES. {_SIZES}")] = "smollm2-135m",
+    scheme: Annotated[str, typer.Option(help="Without SOURCES: a weight-only scheme.")] = "w4a16_g64",
     dtype: Annotated[list[str], typer.Option(help="f16, bf16 or f32; default: f32, on a GPU f16 and bf16.")] = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and qcutlass.")] = None,
@@ -192,16 +193,17 @@ def tokens_command(
     names = dtype or (["f16", "bf16"] if where.type == "cuda" else ["f32"])
     types = _parsed(lambda: [schemes.parse_dtype(name) for name in names])
     with TemporaryDirectory() as scratch:
-        if source is None:
-            model = tokens.of_size(size, _size(size, None), kind, where)
+        if sources:
+            whole = [tokens.of_folder(source, where, Path(scratch)) for source in sources]
         else:
-            model = tokens.of_folder(source, where, Path(scratch))
-        count = len(types) * len(batch) * (2 if where.type == "cuda" else 1)
-        rows = list(track(tokens.run(model, types, batch), "measuring", count, console=console, transient=True))
-    report = tokens.report(model, where, rows)
+            whole = [tokens.of_size(size, _size(size, None), kind, where)]
+        count = len(whole) * len(types) * len(batch) * 2 * (2 if where.type == "cuda" else 1)
+        rows = (row for model in whole for row in tokens.run(model, types, batch, prompt))
+        found = list(track(rows, "measuring", count, console=console, transient=True))
+    report = tokens.report(where, found, prompt)
     report.print(console)
     report.write(json_path, markdown_path)
-    raise typer.Exit(1 if any(row["same_text"] is False for row in rows) else 0)
+    raise typer.Exit(1 if any(row["same_text"] is False for row in found) else 0)
 
 
 def _size(name: str, blocks: int | None) -> Size:

@@ -1,4 +1,4 @@
-"""Tokens a second and memory of a whole model, quantised and dense: eager calls, and CUDA graphs of a step."""
+"""Tokens a second and memory of a whole model, quantised and dense: eager calls, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from qcutlass import models
 from qcutlass.layers import WeightOnlyLinear
 from qcutlass.models.transformers import load_model
 
-PROMPT: Final = 64  # tokens before the first that counts
+PROMPT: Final[int] = 64  # tokens before the first that counts
 STEPS: Final[int] = 16  # of a round
 ROUNDS: Final = 5
 
 COLUMNS: Final = [
+    Column("model", "model"),
     Column("dtype", "activations"),
     Column("batch", "batch", "{:d}"),
+    Column("phase", "phase"),
     Column("mode", "mode"),
     Column("dense_ms", "dense ms", "{:.2f}"),
     Column("qcutlass_ms", "qcutlass ms", "{:.2f}"),
@@ -64,9 +66,10 @@ def of_folder(path: Path, device: torch.device, scratch: Path) -> Source:
     disable_progress_bar()
     folder = path
     if path.is_file():
-        folder = scratch / "converted"
+        folder = scratch / path.stem
         models.convert(path, folder)
-    return Source(path.name, lambda dtype: load_model(folder, device, dtype)[0])
+    schemes = sorted({group.scheme for group in models.inspect(folder).groups})
+    return Source(f"{path.name}, {' and '.join(schemes)}", lambda dtype: load_model(folder, device, dtype)[0])
 
 
 def of_size(name: str, size: llama.Size, scheme: WeightOnly, device: torch.device) -> Source:
@@ -76,45 +79,56 @@ def of_size(name: str, size: llama.Size, scheme: WeightOnly, device: torch.devic
 
 
 class _Decoding:
-    """Greedy decoding after a random prompt, all of whose state stays in place, so that a graph can hold a step."""
+    """Greedy decoding after a random prompt, all of whose state stays in place, so that a graph can hold a step.
 
-    def __init__(self, model: Any, batch: int, steps: int) -> None:
+    Attributes:
+        token: `[batch, 1]`, the last that was made.
+        prefill: reads the prompt and makes the first token of each sequence, from whatever state.
+        step: makes one more.
+    """
+
+    def __init__(self, model: Any, batch: int, prompt: int, steps: int) -> None:
         self._model, device = model, model.device
-        length = PROMPT + steps
+        length = prompt + steps
         generator = torch.Generator(device).manual_seed(batch)
-        ids = torch.randint(0, model.config.vocab_size, (batch, PROMPT), generator=generator, device=device)
+        self._prompt = torch.randint(0, model.config.vocab_size, (batch, prompt), generator=generator, device=device)
         self._cache = StaticCache(config=model.config, max_cache_len=length)
-        logits = model(ids, past_key_values=self._cache, use_cache=True).logits
-        self.token = logits[:, -1:].argmax(-1)
-        self._position = torch.full((1, 1), PROMPT, device=device)
-        self._places = torch.arange(length, device=device)
-
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def step(self) -> None:
-        """One more token of each sequence."""
-        if self._graph is None:
-            self._compute()
-        else:
-            self._graph.replay()
+        self._places = torch.arange(length, device=device)[None]
+        self._position = torch.empty(1, 1, dtype=torch.int64, device=device)
+        self.token = torch.empty(batch, 1, dtype=torch.int64, device=device)
+        self.prefill: Callable[[], None] = self._prefill
+        self.step: Callable[[], None] = self._step
 
     def capture(self) -> None:
-        """From now on a step is a replay."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._compute()
-        self._graph = graph
+        """From now on both are replays; first calls set things up, so each must have been called before."""
+        self.prefill, self.step = _graph(self._prefill), _graph(self._step)
 
-    def _compute(self) -> None:
+    def _prefill(self) -> None:
+        self._cache.reset()
+        self._compute(self._prompt, self._places[:, : self._prompt.shape[1]])
+        self._position.fill_(self._prompt.shape[1])
+
+    def _step(self) -> None:
+        self._compute(self.token, self._position)
+        self._position.add_(1)
+
+    def _compute(self, ids: Tensor, positions: Tensor) -> None:
         logits = self._model(
-            self.token,
-            attention_mask=(self._places <= self._position)[None, None],
-            position_ids=self._position,
+            ids,
+            attention_mask=(self._places <= positions.T)[None, None],
+            position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
+            logits_to_keep=1,
         ).logits
-        self.token.copy_(logits[:, -1:].argmax(-1))
-        self._position.add_(1)
+        self.token.copy_(logits.argmax(-1))
+
+
+def _graph(call: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 @dataclass(frozen=True)
@@ -122,36 +136,42 @@ class _Contestant:
     """Decoding in one of its modes.
 
     Attributes:
-        seconds: of a step, measured over a round.
+        seconds: by phase: of a prompt, and of a step, measured over a round; prompts are measured first.
         text: `[STEPS, batch]`, the first tokens.
     """
 
-    seconds: Callable[[], float]
+    seconds: dict[str, Callable[[], float]]
     text: Tensor
 
 
-def _contestant(model: Any, batch: int, graph: bool) -> _Contestant:
-    """Makes the first `STEPS` tokens; with `graph` all but the first few in replays of a step."""
-    decoding = _Decoding(model, batch, (ROUNDS + 3) * STEPS)
-    first = [decoding.token.clone()]
-    while len(first) < STEPS:
-        if graph and len(first) == 3:  # first calls set things up, which must not be captured
-            decoding.capture()
+def _contestant(model: Any, batch: int, prompt: int, graph: bool) -> _Contestant:
+    """Makes the first `STEPS` tokens; with `graph` in replays."""
+    decoding = _Decoding(model, batch, prompt, (ROUNDS + 2) * STEPS)
+    if graph:
+        for call in (decoding.prefill, decoding.step, decoding.step, decoding.capture):
+            call()
+    decoding.prefill()
+    text = [decoding.token.clone()]
+    while len(text) < STEPS:
         decoding.step()
-        first.append(decoding.token.clone())
-    return _Contestant(functools.partial(_seconds, decoding.step, model.device), torch.cat(first, dim=1).T)
+        text.append(decoding.token.clone())
+    seconds = {
+        "prefill": functools.partial(_seconds, decoding.prefill, 1, model.device),
+        "decode": functools.partial(_seconds, decoding.step, STEPS, model.device),
+    }
+    return _Contestant(seconds, torch.cat(text, dim=1).T)
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    """Of one of `STEPS` steps in a row, the host's time included."""
+def _seconds(call: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Of one of so many calls in a row, the host's time included."""
     _wait(device)
 
     def round_() -> None:
-        for _ in range(STEPS):
-            step()
+        for _ in range(repeats):
+            call()
         _wait(device)
 
-    return wall_time(round_) / STEPS
+    return wall_time(round_) / repeats
 
 
 def _wait(device: torch.device) -> None:
@@ -183,8 +203,8 @@ def check(model: Any, batch: int, dtype: torch.dtype) -> float:
 
 
 @torch.inference_mode()
-def run(source: Source, dtypes: Sequence[torch.dtype], batches: Sequence[int]) -> Iterator[Row]:
-    """Rows of one type and batch after another: eager, and on a GPU a CUDA graph.
+def run(source: Source, dtypes: Sequence[torch.dtype], batches: Sequence[int], prompt: int = PROMPT) -> Iterator[Row]:
+    """Rows of one type and batch after another, a prompt's and a step's: eager, and on a GPU a CUDA graph.
 
     Raises:
         AssertionError: a layer's result is out of its bound.
@@ -197,34 +217,36 @@ def run(source: Source, dtypes: Sequence[torch.dtype], batches: Sequence[int]) -
             error = max(check(forms[name], batch, dtype) for name in ("qcutlass", "fused"))
             texts: dict[str, Tensor] = {}
             for graph in (False, True) if quantized.device.type == "cuda" else (False,):
-                contestants = {name: _contestant(model, batch, graph) for name, model in forms.items()}
-                samples = interleave([each.seconds for each in contestants.values()], ROUNDS)
-                times = {name: sample.median for name, sample in zip(forms, samples, strict=True)}
+                contestants = {name: _contestant(model, batch, prompt, graph) for name, model in forms.items()}
                 same = [torch.equal(texts.setdefault(name, each.text), each.text) for name, each in contestants.items()]
-                yield {
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "batch": batch,
-                    "mode": "CUDA graph" if graph else "eager",
-                    **{f"{name}_ms": 1e3 * seconds for name, seconds in times.items()},
-                    **{f"{name}_tokens": batch / seconds for name, seconds in times.items()},
-                    "ratio": times["dense"] / min(times["qcutlass"], times["fused"]),
-                    **sizes,
-                    "spread": max(sample.spread for sample in samples),
-                    "same_text": all(same) if graph else None,
-                    "error": error,
-                }
+                for phase, tokens in (("prefill", batch * prompt), ("decode", batch)):
+                    samples = interleave([each.seconds[phase] for each in contestants.values()], ROUNDS)
+                    times = {name: sample.median for name, sample in zip(forms, samples, strict=True)}
+                    yield {
+                        "model": source.name,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "batch": batch,
+                        "phase": phase,
+                        "mode": "CUDA graph" if graph else "eager",
+                        **{f"{name}_ms": 1e3 * seconds for name, seconds in times.items()},
+                        **{f"{name}_tokens": tokens / seconds for name, seconds in times.items()},
+                        "ratio": times["dense"] / min(times["qcutlass"], times["fused"]),
+                        **sizes,
+                        "spread": max(sample.spread for sample in samples),
+                        "same_text": all(same) if graph else None,
+                        "error": error,
+                    }
 
 
-def report(source: Source, device: torch.device, rows: list[Row]) -> Report:
+def report(device: torch.device, rows: list[Row], prompt: int = PROMPT) -> Report:
     on_gpu = device.type == "cuda"
     facts = {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "model": source.name,
         "dense": "the same model with its dequantised weights in torch.nn.Linear layers",
         "fused": "q, k, v and gate, up as one product each",
-        "method": f"milliseconds a step of greedy decoding, whole model, static cache, {PROMPT} tokens of prompt; "
-        f"median of {ROUNDS} interleaved rounds of {STEPS} steps; spread = (max - min) / median; MB: tensors of the "
-        "model, without the cache; a layer of each shape checked before",
+        "method": f"milliseconds of a prompt of {prompt} tokens, and of a step of greedy decoding behind it: whole "
+        f"model, static cache; median of {ROUNDS} interleaved rounds of a prompt or {STEPS} steps; spread = (max - min) "
+        "/ median; MB: tensors of the model, without the cache; a layer of each shape checked before",
     }
     return Report("Tokens of a whole model", facts, COLUMNS, rows)

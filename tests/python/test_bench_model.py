@@ -76,17 +76,23 @@ def test_a_step_through_all_layers(device: str, tmp_path: Path) -> None:
 def test_tokens_of_a_whole_model(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "STEPS", 4)
     files = "--json", tmp_path / "tokens.json", "--markdown", tmp_path / "tokens.md"
-    result = run("tokens", "--size", "tiny", "--device", device, "--batch", 1, "--batch", 2, *files)
+    options = ("--batch", 1, "--batch", 2, "--prompt", 7)
+    result = run("tokens", "--size", "tiny", "--device", device, *options, *files)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "tokens.json").read_text())["rows"]
     modes = ["eager"] if device == "cpu" else ["eager", "CUDA graph"]
     types = ["float32"] if device == "cpu" else ["float16", "bfloat16"]
-    assert [(row["dtype"], row["batch"], row["mode"]) for row in rows] == [
-        (dtype, batch, mode) for dtype in types for batch in (1, 2) for mode in modes
+    assert [(row["dtype"], row["batch"], row["mode"], row["phase"]) for row in rows] == [
+        (dtype, batch, mode, phase)
+        for dtype in types
+        for batch in (1, 2)
+        for mode in modes
+        for phase in ("prefill", "decode")
     ]
     for row in rows:
+        tokens_of_each = {"prefill": 7, "decode": 1}[row["phase"]]
         for form in FORMS:
-            assert round(row[f"{form}_tokens"] * row[f"{form}_ms"] / row["batch"], 3) == 1000
+            assert round(row[f"{form}_tokens"] * row[f"{form}_ms"] / row["batch"] / tokens_of_each, 3) == 1000
         assert row["ratio"] == row["dense_ms"] / min(row["qcutlass_ms"], row["fused_ms"])
         assert row["dense_mb"] > row["qcutlass_mb"] > 0
         assert row["same_text"] is (True if row["mode"] == "CUDA graph" else None)
@@ -97,13 +103,16 @@ def test_tokens_are_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "STEPS", 6)
     quantized = llama.quantized_model(llama.SIZES["tiny"], SCHEME, CPU, torch.float32)
     with torch.inference_mode():
-        found = tokens._contestant(quantized, 2, graph=False).text
-    ids = torch.randint(0, 96, (2, tokens.PROMPT), generator=torch.Generator().manual_seed(2))
+        found = tokens._contestant(quantized, 2, 9, graph=False).text
+        decoding, firsts = tokens._Decoding(quantized, 2, 9, 6), []
+        for call in (decoding.prefill, decoding.step, decoding.step, decoding.prefill, decoding.step):
+            call()
+            firsts.append(decoding.token.clone())
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(2))
     quantized.generation_config.eos_token_id = None
-    expected = quantized.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[
-        :, tokens.PROMPT :
-    ]
+    expected = quantized.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[:, 9:]
     assert torch.equal(found.T, expected)
+    assert torch.equal(torch.cat(firsts, dim=1), expected[:, [0, 1, 2, 0, 1]])  # a prompt begins anew
 
 
 @pytest.mark.parametrize(
