@@ -245,8 +245,8 @@ def report(device: torch.device, rows: list[Row], prompt: int = PROMPT) -> Repor
         "torch": torch.__version__,
         "dense": "the same model with its dequantised weights in torch.nn.Linear layers",
         "fused": "q, k, v and gate, up as one product each",
-        "method": f"milliseconds of a prompt of {prompt} tokens, and of a step of greedy decoding behind it: whole "
-        f"model, static cache; median of {ROUNDS} interleaved rounds of a prompt or {STEPS} steps; spread = (max - min) "
-        "/ median; MB: tensors of the model, without the cache; a layer of each shape checked before",
+        "method": f"milliseconds of a prompt of {prompt} tokens, and of a step of greedy decoding behind it; "
+        f"whole model, static cache; median of {ROUNDS} interleaved rounds of a prompt or {STEPS} steps; spread = "
+        "(max - min) / median; MB: tensors of the model, without the cache; a layer of each shape checked before",
     }
     return Report("Tokens of a whole model", facts, COLUMNS, rows)

@@ -111,9 +111,12 @@ class LayerTensors:
 
     @property
     def _has_exceptions(self) -> bool:
-        """Whether some layers are described apart, by GPTQModel; compressed-tensors has a flag of this name."""
+        """Whether some layers are described apart, by GPTQModel; compressed-tensors has a flag of this name.
+
+        What begins with "-:" are layers that are not quantised.
+        """
         dynamic = self.config.values.get("dynamic")
-        return isinstance(dynamic, dict) and bool(dynamic)
+        return isinstance(dynamic, dict) and not all(str(key).startswith("-:") for key in dynamic)
 
     def check_bits(self, suffix: str, bits: int) -> int:
         """`bits`, if it is supported and the configuration agrees."""
@@ -125,19 +128,22 @@ class LayerTensors:
         return bits
 
     def group_size(self, suffix: str, k: int, groups: int) -> int:
-        """Columns that share a scale, from the number of groups; the configuration must agree."""
+        """Columns that share a scale: as many as the configuration says, which must agree with the number of groups.
+
+        Where it says nothing, or this layer may be an exception, the groups have one size.
+        """
         said = self.config.integer("group_size", "q_group_size")
-        if said is None or self._has_exceptions:
-            if k % groups:
-                raise self.error(suffix, f"{groups} groups do not divide K = {k}; pass config={{'group_size': ...}}")
-            return k // groups
-        size = k if said == -1 else min(said, k)
-        if size < 1 or ceil_div(k, size) != groups:
+        size = k if said is None or said == -1 else min(said, k)
+        if said is not None and size >= 1 and ceil_div(k, size) == groups:
+            return size
+        if said is not None and not self._has_exceptions:
             raise self.error(
                 suffix,
                 f"has {groups} groups of K = {k} columns, {self.config.where} says group_size {said}; correct it",
             )
-        return size
+        if k % groups:
+            raise self.error(suffix, f"{groups} groups do not divide K = {k}; pass config={{'group_size': ...}}")
+        return k // groups
 
     def act_order(self, suffix: str, k: int, groups: int, size: int) -> Tensor | None:
         """The permutation int32 `[K]` that sorts columns by their group; None if they are sorted."""

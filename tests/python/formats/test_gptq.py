@@ -225,6 +225,20 @@ def test_layers_with_settings_of_their_own(seed: int) -> None:
     assert torch.equal(dequantized(result), layer.weight)
 
 
+@pytest.mark.parametrize("key", ["-:.*embed_tokens$", "+:.*down"])
+def test_a_ragged_group_beside_exceptions(key: str, seed: int) -> None:
+    """Layers that are not quantised, or others with settings of their own, say nothing of this one."""
+    layer = stored(16, 40, 16, seed=seed)
+    result = loaded(as_gptq(layer), bits=4, group_size=16, dynamic={key: {}}, **CONFIG)
+    assert torch.equal(dequantized(result), layer.weight)
+
+
+def test_what_is_not_quantised_excuses_nothing(seed: int) -> None:
+    tensors = as_gptq(stored(16, 32, 16, seed=seed))
+    with pytest.raises(CheckpointError, match=r"2 groups of K = 32 columns, .* says group_size 32"):
+        loaded(tensors, bits=4, group_size=32, dynamic={"-:.*embed_tokens$": {}}, **CONFIG)
+
+
 @pytest.mark.parametrize("missing", ["qzeros", "scales"])
 def test_missing_tensors(missing: str, seed: int) -> None:
     tensors = as_gptq(stored(16, 32, 16, seed=seed))

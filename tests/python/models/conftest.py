@@ -1,4 +1,4 @@
-"""Models for these tests: two blocks of SmolLM2, quantised and written as other programs do."""
+"""Models for these tests: SmolLM2, or two blocks of it, quantised and written as other programs do."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def smol_file() -> Path:
 @pytest.fixture(scope="session")
 def smol(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> SmolCut:
     return SmolCut(smol_file, tmp_path_factory.mktemp("smol"))
+
+
+@pytest.fixture(scope="session")
+def whole_smol(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> SmolCut:
+    return SmolCut(smol_file, tmp_path_factory.mktemp("whole_smol"), blocks=30)
 
 
 @pytest.fixture(scope="session")

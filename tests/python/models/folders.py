@@ -177,13 +177,14 @@ class SmolCut(Cuts):
     Args:
         path: of the GGUF file.
         folder: to write into.
+        blocks: how many.
     """
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, path: Path, folder: Path, blocks: int = BLOCKS) -> None:
         self.source = source = GGUFModel(formats.load(path), path)
-        names = [name for name in source.names if int(name.split(".")[2]) < BLOCKS]
-        rest = [name for name in source.rest if "layers" not in name or int(name.split(".")[2]) < BLOCKS]
-        config = {**source.config, "num_hidden_layers": BLOCKS, "dtype": "float16"}
+        names = [name for name in source.names if int(name.split(".")[2]) < blocks]
+        rest = [name for name in source.rest if "layers" not in name or int(name.split(".")[2]) < blocks]
+        config = {**source.config, "num_hidden_layers": blocks, "dtype": "float16"}
         super().__init__(folder, config, names, {name: source.tensor(name).half() for name in rest})
         source.write_files(self._tokenizer)
 

@@ -1,7 +1,9 @@
-"""SmolLM2-135M, from its GGUF file to text."""
+"""All of SmolLM2-135M, from its GGUF file and from GPTQ and AWQ folders to text, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,16 @@ import pytest
 import torch
 from bench import quality
 from tests.python.models.folders import SmolCut
+from typer.testing import CliRunner
 
-from qcutlass import models
+from qcutlass.cli import app
 from qcutlass.layers import WeightOnlyLinear
 from qcutlass.models.evaluation import perplexity
-from qcutlass.testing.models import NOISE, PERPLEXITY, noise_ratio
+from qcutlass.testing.models import IMPORTED, NOISE, PERPLEXITY, noise_ratio
 
-TOKENS = 4096
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = {"cpu": torch.float32, "cuda": torch.float16}  # which the commands choose
+NEW_TOKENS = 24
 
 
 def in_transformers_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -39,35 +44,104 @@ def test_rows_of_q_and_k_are_put_in_order(ours: str, theirs: str, heads: int, sm
     assert torch.equal(found, stored) == (heads == 0)
 
 
-@pytest.mark.slow
-def test_the_imported_model_is_the_dequantised_one(smol_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers needs it to dequantise GGUF files")
+@pytest.fixture(scope="module")
+def topics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pydoc_data.topics import topics
 
+    path = tmp_path_factory.mktemp("text") / "topics.txt"
+    path.write_text("".join(f"{topic}\n" for topic in topics.values()), encoding="utf-8")
+    return path
+
+
+def command(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def evaluated(folder: Path, topics: Path, tokens: int, *options: str) -> float:
+    """The perplexity that the command prints."""
+    out = command("eval", folder, "--text", topics, "--tokens", tokens, *options).stdout
+    found = re.match(r"perplexity ([\d.]+) of (\d+) tokens in windows of 512, ", out)
+    assert found is not None, out
+    assert int(found[2]) == tokens // 512 * 511
+    return float(found[1])
+
+
+def check(model: Any, dense: Any, tokenizer: Any, folder: Path, topics: Path, tokens: int, device: str) -> None:
+    """What the commands say of a folder, and the model loaded from it, against the dequantised model in float32."""
+    dtype = DTYPES[device]
+    text = topics.read_text(encoding="utf-8")[: 10 * tokens]
+    assert "210 layers, " in command("inspect", folder).stdout
+    expected = perplexity(dense, tokenizer(text, return_tensors="pt").input_ids[0, :tokens]).perplexity
+    assert 10 < expected < 20
+    found = evaluated(folder, topics, tokens, "--device", device)
+    assert abs(found - expected) < IMPORTED
+    if dtype == torch.float32:
+        assert abs(found / expected - 1) < PERPLEXITY
+
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 2 + 2?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    ).input_ids.to(device)
+    made = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=2,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    ids, continuation = made.sequences[:, :-1], made.sequences[0, prompt.shape[1] :]
+    options = ("--chat", "--max-new-tokens", NEW_TOKENS, "--device", device)
+    printed = command("generate", folder, "--prompt", "What is 2 + 2?", *options).stdout
+    assert printed.strip() == tokenizer.decode(continuation, skip_special_tokens=True).strip()
+
+    with torch.inference_mode():
+        step_by_step, at_once = torch.stack(made.logits, dim=1), model(ids).logits
+        exact, same = (copy.deepcopy(dense).to(kind)(ids).logits for kind in (torch.float64, dtype))
+    assert torch.equal(step_by_step[0].argmax(-1), continuation)
+    assert noise_ratio(at_once, same, exact) <= NOISE
+    behind = slice(prompt.shape[1] - 1, None)
+    assert noise_ratio(step_by_step.to(dtype), same[:, behind], exact[:, behind]) <= NOISE
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_imported_model_is_the_dequantised_one(device: str, smol_file: Path, topics: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers needs it to dequantise GGUF files")
     from transformers import AutoModelForCausalLM
 
     from qcutlass.models.transformers import load_model
 
-    done = models.convert(smol_file, tmp_path / "smol", verify=True)
-    assert (done.layers, done.verified) == (210, 210)
-    dense: Any = AutoModelForCausalLM.from_pretrained(
-        smol_file.parent, gguf_file=smol_file.name, dtype=torch.float32
-    ).eval()
-    model, tokenizer = load_model(tmp_path / "smol")
+    folder = tmp_path / "smol"
+    done = command("convert", smol_file, folder, "--verify").stdout
+    assert done.startswith("gguf: 210 layers of 106.2 M weights packed, 210 read back and equal; ")
+    model, tokenizer = load_model(folder, device)
+    dense: Any = AutoModelForCausalLM.from_pretrained(smol_file.parent, gguf_file=smol_file.name, dtype=torch.float32)
     assert sum(isinstance(module, WeightOnlyLinear) for module in model.modules()) == 210
-    assert torch.equal(model.model.embed_tokens.weight, dense.model.embed_tokens.weight)
+    assert torch.equal(model.model.embed_tokens.weight.cpu(), dense.model.embed_tokens.weight.to(DTYPES[device]))
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    check(model, dense.to(device).eval(), tokenizer, folder, topics, 4096, device)
 
-    ids = tokenizer("\n".join(topics.values())[: 10 * TOKENS], return_tensors="pt")["input_ids"][0, :TOKENS]
-    assert len(ids) == TOKENS
-    found, expected = perplexity(model, ids).perplexity, perplexity(dense, ids).perplexity
-    assert abs(found / expected - 1) < PERPLEXITY
-    assert 10 < expected < 20
 
-    with torch.inference_mode():
-        out, same = model(ids[None, :64]).logits, dense(ids[None, :64]).logits
-        exact = dense.double()(ids[None, :64]).logits
-    assert noise_ratio(out, same, exact) <= NOISE
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_quantised_folders_are_the_dequantised_model(
+    kind: str, device: str, whole_smol: SmolCut, topics: Path, tmp_path: Path
+) -> None:
+    from qcutlass.models.transformers import load_model
+
+    cut, folder = getattr(whole_smol, kind)(), tmp_path / "converted"
+    done = command("convert", cut.folder, folder, "--verify").stdout
+    assert done.startswith(f"{kind}: 210 layers of 106.2 M weights packed, 210 read back and equal; ")
+    dense = whole_smol.dense(cut, torch.float32).to(device)
+    for place in (cut.folder, folder):
+        model, tokenizer = load_model(place, device)
+        assert sum(isinstance(module, WeightOnlyLinear) for module in model.modules()) == 210
+        check(model, dense, tokenizer, place, topics, 1024, device)
 
 
 @pytest.mark.slow
