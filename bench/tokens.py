@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -140,7 +140,7 @@ class _Contestant:
         text: `[STEPS, batch]`, the first tokens.
     """
 
-    seconds: dict[str, Callable[[], float]]
+    seconds: Mapping[str, Callable[[], float]]
     text: Tensor
 
 
