@@ -31,6 +31,7 @@ COLUMNS: Final = [
     Column("bits_per_weight", "bits a weight", "{:.2f}"),
     Column("perplexity", "perplexity", "{:.3f}"),
     Column("increase", "over float", "{:+.3f}"),
+    Column("uncertainty", "standard error", "{:.3f}"),
     Column("divergence", "KL divergence", "{:.5f}"),
     Column("saved", "saved of rtn's", "{:.0%}"),
     Column("goal_ok", "goal"),
@@ -50,7 +51,7 @@ class Settings:
     samples: int = 8
     seqlen: int = 512
     seed: int = 0
-    tokens: int = 2048
+    tokens: int = 8192
     window: int = 512
 
 
@@ -127,13 +128,14 @@ class Quality:
         self._calibration = models.calibration_windows(calibration, settings.samples, settings.seqlen, settings.seed)
         window = settings.window
         self._windows = held_out[: settings.tokens // window * window].view(-1, window)
-        self._reference: list[Tensor] = []
+        self._reference: list[Tensor] = []  # the float model's logarithms of probabilities
+        self._losses = torch.empty(0)
 
     def row(self, entry: Entry) -> Row:
         """Quantises, writes and loads the model as a user would, and evaluates it."""
         begin = time.perf_counter()
         if not self._reference:
-            self._evaluate(self._dense())
+            self._losses, _ = self._evaluate(self._dense())
         bits = 32.0
         if entry.name == FLOAT:
             model = self._dense()
@@ -149,19 +151,22 @@ class Quality:
                 if entry.method is None:
                     models.convert(self._path, folder)
                 else:
-                    models.quantize_model(self._path, folder, entry.method, calibration=self._calibration)
+                    calibration = self._calibration if entry.method.needs_calibration else None
+                    models.quantize_model(self._path, folder, entry.method, calibration=calibration)
                 groups = models.inspect(folder).groups
                 weights = sum(group.count * math.prod(group.shape) for group in groups)
                 bits = 8 * sum(group.size for group in groups) / weights
                 from qcutlass.models.transformers import load_model
 
                 model, _ = load_model(folder)
-        perplexity, divergence = self._evaluate(model)
+        losses, divergence = self._evaluate(model)
+        perplexity = float(losses.mean().exp())
         return {
             "method": entry.name,
             "weights": entry.weights,
             "bits_per_weight": bits,
             "perplexity": perplexity,
+            "uncertainty": perplexity * float((losses - self._losses).std()) / len(losses) ** 0.5,
             "divergence": divergence,
             "seconds": time.perf_counter() - begin,
         }
@@ -174,18 +179,17 @@ class Quality:
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def _evaluate(self, model: Any) -> tuple[float, float]:
-        """Perplexity, and the mean divergence of the distributions from those of the first model evaluated."""
-        losses = divergence = 0.0
+    def _evaluate(self, model: Any) -> tuple[Tensor, float]:
+        """Each token's loss, and the mean divergence of the distributions from those of the first model evaluated."""
+        losses, divergences = [], []
         for index, tokens in enumerate(self._windows):
             logarithms = model(tokens[None]).logits[0, :-1].float().log_softmax(dim=1)
-            losses -= float(logarithms.gather(1, tokens[1:, None]).double().sum())
+            losses.append(-logarithms.gather(1, tokens[1:, None])[:, 0].double())
             if index == len(self._reference):
                 self._reference.append(logarithms)
             truth = self._reference[index]
-            divergence += float((truth.exp() * (truth - logarithms)).sum(dim=1).double().sum())
-        predicted = self._windows.numel() - len(self._windows)
-        return math.exp(losses / predicted), divergence / predicted
+            divergences.append((truth.exp() * (truth - logarithms)).sum(dim=1).double())
+        return torch.cat(losses), float(torch.cat(divergences).mean())
 
 
 def facts(settings: Settings) -> Row:
@@ -233,9 +237,15 @@ def compared(rows: Sequence[Row]) -> list[Row]:
         row["increase"] = row["perplexity"] - exact["perplexity"]
         plain = by_key.get(("rtn", row["weights"]))
         if plain is not None and not key[0].startswith("rtn"):
-            lost = plain["perplexity"] - exact["perplexity"]
-            row["saved"] = 1 - abs(row["increase"]) / abs(lost)
-            row["goal_ok"] = row["saved"] >= (GOAL if row["weights"] == GOAL_WEIGHTS else 0.0)
+            lost = abs(plain["perplexity"] - exact["perplexity"])
+            chance = math.hypot(row["uncertainty"], plain["uncertainty"])
+            if lost > chance:
+                row["saved"] = 1 - abs(row["increase"]) / lost
+            if row["weights"] == GOAL_WEIGHTS:
+                row["goal_ok"] = abs(row["increase"]) <= (1 - GOAL) * lost
+            else:
+                farther = abs(row["increase"]) - lost > chance
+                row["goal_ok"] = not farther and row["divergence"] <= plain["divergence"]
         result.append(row)
     return result
 
@@ -245,14 +255,20 @@ def report(rows: Sequence[Row], settings: Settings) -> Report:
     told = {key: value for key, value in facts(settings).items() if key != "settings"}
     summary = [
         f"Goals: gptq and awq are at least {GOAL:.0%} closer to the float model's perplexity than rtn at "
-        f"{GOAL_WEIGHTS}, and nowhere farther from it.",
+        f"{GOAL_WEIGHTS}; elsewhere their KL divergence is not larger than rtn's, and their perplexity not farther off "
+        "by more than both standard errors.",
+        "Standard error: of the difference to the float model's perplexity, from the differences of each token's loss. "
+        "What is saved of rtn's difference is left out where this one is not larger than its error.",
         "KL divergence: of the next token's distribution from the float model's, in nats, mean over tokens. Bits a "
         "weight: all that is stored of the quantised layers, scales, zero points and padding included; embeddings, "
         "which the head shares, stay floats.",
         "The float model is itself a dequantised 4-bit one: groups of 32 with a scale and a real-valued minimum. "
         "Imported as such it loses nothing. Whole zero points move each of these groups by up to half a step, which is "
         "why even int4 g32 asym, with the same groups, is not exact.",
-        "rtn: the whole range of a group; rtn, clipped, gptq and awq search for the range.",
+        "rtn, with which the others are compared, rounds to nearest over the whole range of each group, as "
+        "qcutlass.quantize does (--method rtn --no-clip). rtn, clipped: --method rtn by itself, which shrinks a range "
+        "where that makes the squared error of the weights smaller. gptq and awq search for ranges, too, by the error "
+        "of outputs.",
     ]
     found, total = compared(rows), len(entries())
     if len(found) < total:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import torch
 import typer
@@ -15,20 +15,29 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.layers import WeightOnly
 from qcutlass.models.conversion import SHARD_BYTES, SKIPPED
 from qcutlass.models.exporting import EXPORTS, export_model
-from qcutlass.models.quantizing.methods import METHODS, Method
+from qcutlass.models.quantizing.methods import METHODS, READERS, Method
 from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
 from qcutlass.models.sources import open_source
 
+_PARTS: Final = {
+    **dict.fromkeys(("bits", "group_size", "symmetric"), "scheme"),
+    **dict.fromkeys(("samples", "seqlen", "seed"), "calibration"),
+}
+"""Options of the command that are part of one of a method's."""
+
 
 def quantize(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors files, or a GGUF file.")],
     out: Annotated[Path, typer.Argument(help="The folder to make; OUT.work holds what is done until then.")],
     method: Annotated[
         str, typer.Option(help=f"{', '.join(METHODS)}; the last two quantise activations too, to 8 bits.")
     ] = "gptq",
     bits: Annotated[Bits, typer.Option(help="Of a weight (rtn, gptq, awq).")] = Bits.four,
-    group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1: one scale a channel.")] = 128,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="No zero points.")] = False,
+    group_size: Annotated[
+        int, typer.Option(help="Columns that share a scale; -1: one scale a channel (rtn, gptq, awq).")
+    ] = 128,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="No zero points (rtn, gptq, awq).")] = False,
     calibration: Annotated[Path | None, typer.Option(help="A UTF-8 text file, for gptq, awq and smoothquant.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Windows of the text.")] = 128,
     seqlen: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 512,
@@ -46,10 +55,14 @@ def quantize(
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever OUT.work holds.")] = False,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
-    """Quantise a model with calibration, block by block; after a kill the same command goes on where it was."""
+    """Quantise a model with calibration, block by block; after a kill the same command goes on where it was.
+
+    An option that the method does not read is refused.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     try:
+        _check_given(context, Method(method))
         scheme = WeightOnly(int(bits.value), group_size, symmetric)
         chosen = Method(method, scheme, clip=clip, damping=damping, act_order=act_order, act_scale=act_scale)
         if device is Device.cuda and not torch.cuda.is_available():
@@ -78,6 +91,14 @@ def quantize(
     except (*USER_ERRORS, OSError) as error:
         raise failed(error) from error
     typer.echo(_summary(found, chosen, out))
+
+
+def _check_given(context: typer.Context, method: Method) -> None:
+    """Raises ValueError for an option in the command line that the method does not read, whatever its value."""
+    for name in context.params:
+        option, source = _PARTS.get(name, name), context.get_parameter_source(name)
+        if option in READERS and source is not None and source.name != "DEFAULT":
+            method.check_read(option, f"--{name.replace('_', '-')}")
 
 
 def _bar() -> Progress:

@@ -11,7 +11,9 @@ from bench import plots, quality
 
 def rows(**perplexities: float) -> list[dict[str, Any]]:
     """Of one scheme, by method."""
-    found = [{"method": "float", "weights": "float32", "perplexity": 10.0, "bits_per_weight": 32.0}]
+    found: list[dict[str, Any]] = [
+        {"method": "float", "weights": "float32", "perplexity": 10.0, "bits_per_weight": 32.0, "uncertainty": 0.0}
+    ]
     for name, perplexity in perplexities.items():
         found.append(
             {
@@ -19,6 +21,7 @@ def rows(**perplexities: float) -> list[dict[str, Any]]:
                 "weights": quality.GOAL_WEIGHTS,
                 "perplexity": perplexity,
                 "bits_per_weight": 4.125,
+                "uncertainty": 0.03,
                 "divergence": 0.1,
                 "seconds": 1.0,
             }
@@ -55,13 +58,26 @@ def test_goals(gptq: float, missed: Any) -> None:
     assert row["saved"] == 1 - abs(gptq - 10) / 4
 
 
+def elsewhere(**perplexities: float) -> list[dict[str, Any]]:
+    return [{**row, "weights": "int8 channel sym"} if row["method"] != "float" else row for row in rows(**perplexities)]
+
+
 def test_elsewhere_rtn_is_not_to_be_beaten_but_met() -> None:
-    found = [
-        {**row, "weights": "int4 g64 sym"} if row["method"] != "float" else row for row in rows(rtn=14.0, awq=14.0)
-    ]
+    found = elsewhere(rtn=14.0, awq=14.0)
     assert quality.failures(found) == []
-    found[-1]["perplexity"] = 14.1
-    assert quality.failures(found) == ["awq, int4 g64 sym"]
+    found[-1]["perplexity"] = 14.0 + 1.1 * 0.03 * 2**0.5  # both standard errors
+    assert quality.failures(found) == ["awq, int8 channel sym"]
+    found[-1]["perplexity"] = 14.0 + 0.9 * 0.03 * 2**0.5
+    assert quality.failures(found) == []
+    found[-1]["divergence"] = 0.1001
+    assert quality.failures(found) == ["awq, int8 channel sym"]
+
+
+def test_nothing_is_saved_of_what_chance_explains() -> None:
+    for rtn, told in ((10.04, False), (10.05, True)):
+        (awq,) = (row for row in quality.compared(elsewhere(rtn=rtn, awq=10.01)) if row["method"] == "awq")
+        assert ("saved" in awq) == told
+        assert awq["goal_ok"]
 
 
 def test_rows_are_kept_for_the_same_settings(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Final
 from torch import Tensor
 
 from qcutlass._validation import ceil_div
-from qcutlass.algorithms.rounding import Penalty, group_size_of, quantize_with
-from qcutlass.algorithms.statistics import InputStatistics, check_layer, output_error
+from qcutlass.algorithms.rounding import Penalty, checked_scheme, group_size_of, quantize_with
+from qcutlass.algorithms.statistics import InputStatistics, check_inputs, check_layer, output_error
 from qcutlass.layers.weight_only import WeightOnly
 from qcutlass.quantization import QuantizedTensor
 
@@ -69,11 +69,8 @@ def awq_scales(
         >>> found.error < found.plain_error / 2
         True
     """
-    if not weights:
-        raise ValueError("weights: expected a matrix or several, got none")
-    for weight in weights:
-        check_layer(weight, statistics.second_moment)
-    scheme = scheme or WeightOnly()
+    check_inputs(weights, statistics)
+    scheme = checked_scheme(scheme)
     magnitudes = statistics.mean_abs.clamp(min=_SMALLEST * max(float(statistics.mean_abs.max()), _SMALLEST))
     best: AwqScales | None = None
     plain = 0.0
@@ -81,8 +78,12 @@ def awq_scales(
         powers = magnitudes.double().pow(exponent)
         scales = (powers / (powers.max() * powers.min()).sqrt()).float()
         error = sum(
-            output_error(weight, quantize_with(weight.float() * scales, scheme, None).dequantize() / scales, moment)
-            for weight, moment in ((weight, statistics.second_moment) for weight in weights)
+            output_error(
+                weight,
+                quantize_with(weight.float() * scales, scheme, None).dequantize() / scales,
+                statistics.second_moment,
+            )
+            for weight in weights
         )
         if best is None:
             plain = error
@@ -116,7 +117,7 @@ def awq(weight: Tensor, second_moment: Tensor, scheme: WeightOnly | None = None)
         torch.Size([64, 256])
     """
     check_layer(weight, second_moment)
-    scheme = scheme or WeightOnly()
+    scheme = checked_scheme(scheme)
     return quantize_with(weight, scheme, _outputs(second_moment, group_size_of(scheme, weight.shape[1])))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcutlass._validation import ceil_div, check_flag
-from qcutlass.algorithms.rounding import Penalty, fit_grid, group_size_of
+from qcutlass.algorithms.rounding import Penalty, checked_scheme, fit_grid, group_size_of
 from qcutlass.algorithms.statistics import check_layer
 from qcutlass.layers.weight_only import WeightOnly
 from qcutlass.quantization import QuantizedTensor
@@ -17,7 +17,7 @@ from qcutlass.quantization import QuantizedTensor
 DAMPING: Final = 0.01
 _COLUMNS: Final = 128  # columns behind these wait until all of them are done
 _AT_ONCE: Final = 16  # and among them those behind these: few enough that an update is too small for threads
-_LEAST_DAMPING: Final = 1e-4
+_LEAST_DAMPING: Final = 1e-3  # of a matrix that is singular in fp32: with less, its rounding errors decide
 _MOST_DAMPING: Final = 100.0
 
 
@@ -55,7 +55,7 @@ def gptq(
 
     Scales and zero points of a group are fitted when its first column comes, to the weights as they are then, with the
     range clipped where these costs say so. Where the damped matrix has no Cholesky factor in fp32, the damping grows
-    tenfold until it has one.
+    tenfold, to 0.001 at least, until it has one.
 
     Args:
         weight: float16, bfloat16 or float32 `[N, K]`, finite, on any device.
@@ -88,11 +88,8 @@ def gptq(
     check_layer(weight, second_moment)
     check_flag("act_order", act_order)
     check_flag("clip", clip)
-    if isinstance(damping, bool) or not isinstance(damping, float | int):
-        raise TypeError(f"damping: expected a number, got {type(damping).__name__}")
-    if not 0 <= damping <= _MOST_DAMPING:
-        raise ValueError(f"damping: expected a number in [0, {_MOST_DAMPING:g}], got {damping}")
-    scheme = scheme or WeightOnly()
+    check_damping(damping)
+    scheme = checked_scheme(scheme)
     perm = second_moment.diagonal().argsort(descending=True, stable=True) if act_order else None
     columns = weight.detach().float().T if perm is None else weight.detach().float().T[perm]
     moment = second_moment if perm is None else second_moment[perm][:, perm]
@@ -103,6 +100,14 @@ def gptq(
     within = (torch.arange(len(perm), device=perm.device) // quantized.group_size * len(perm) + perm).argsort()
     quantized = replace(quantized, codes=quantized.codes[:, within].contiguous())
     return GptqResult(quantized, perm[within].to(torch.int32), used)
+
+
+def check_damping(damping: object) -> None:
+    """Raises TypeError or ValueError unless this can be a damping."""
+    if isinstance(damping, bool) or not isinstance(damping, float | int):
+        raise TypeError(f"damping: expected a number, got {type(damping).__name__}")
+    if not 0 <= damping <= _MOST_DAMPING:
+        raise ValueError(f"damping: expected a number in [0, {_MOST_DAMPING:g}], got {damping}")
 
 
 def inverse_factor(moment: Tensor, damping: float) -> tuple[Tensor, float]:

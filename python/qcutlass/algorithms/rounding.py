@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qcutlass._validation import FLOATING, ceil_div, check_matrix
+from qcutlass._validation import ceil_div, check_flag
+from qcutlass.algorithms.statistics import check_weight
 from qcutlass.layers.weight_only import WeightOnly
 from qcutlass.quantization import QuantizedTensor, grouped, scales_of, shifts_of
 
@@ -35,6 +36,16 @@ class Grid(NamedTuple):
     def values(self, codes: Tensor) -> Tensor:
         """The weights that codes stand for, fp32."""
         return (codes - self.shifts[:, :, None]) * self.scales.float()[:, :, None]
+
+
+def checked_scheme(scheme: WeightOnly | None) -> WeightOnly:
+    """The scheme, or the default one; TypeError for any other kind."""
+    if not isinstance(scheme, WeightOnly | None):
+        raise TypeError(
+            f"scheme: expected a qcutlass.WeightOnly or None, got {type(scheme).__name__}; "
+            "activations keep their type here, only weights are quantised"
+        )
+    return scheme or WeightOnly()
 
 
 def group_size_of(scheme: WeightOnly, k: int) -> int:
@@ -117,7 +128,7 @@ def round_to_nearest(weight: Tensor, scheme: WeightOnly | None = None, *, clip: 
         Codes, scales and zeros, on the device of `weight`.
 
     Raises:
-        TypeError: `weight` is not a floating tensor.
+        TypeError: `weight` is not a floating tensor, an option not of its type.
         ValueError: `weight` is not a matrix, holds NaN or infinity, or a scale does not fit its type.
 
     Example:
@@ -128,7 +139,6 @@ def round_to_nearest(weight: Tensor, scheme: WeightOnly | None = None, *, clip: 
         >>> bool(errors[0] < errors[1])
         True
     """
-    check_matrix("weight", weight, FLOATING)
-    if weight.shape[1] < 1:
-        raise ValueError(f"weight: K must be at least 1, got shape {list(weight.shape)}")
-    return quantize_with(weight, scheme or WeightOnly(), squares if clip else None)
+    check_weight("weight", weight)
+    check_flag("clip", clip)
+    return quantize_with(weight, checked_scheme(scheme), squares if clip else None)

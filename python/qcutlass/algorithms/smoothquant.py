@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.algorithms.statistics import InputStatistics
+from qcutlass.algorithms.statistics import InputStatistics, check_inputs
 from qcutlass.quantizers import quantize_activations, quantize_weights_int8
 from qcutlass.smoothquant.factors import smooth
 
@@ -59,8 +59,7 @@ def search_smoothing(
         >>> found.error < found.plain_error / 10
         True
     """
-    if not weights:
-        raise ValueError("weights: expected a matrix or several, got none")
+    check_inputs(weights, statistics)
     if not len(statistics.rows):
         raise ValueError("statistics: expected some rows of inputs; make them with InputStatistics.empty(rows_a_call=)")
     rows = statistics.rows

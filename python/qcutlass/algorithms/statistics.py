@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from qcutlass._validation import FLOATING, check_integer, check_matrix, check_tensor, shape_of
+from qcutlass._validation import FLOATING, check_integer, check_matrix, check_operand, check_tensor, shape_of
 from qcutlass.smoothquant.factors import check_channels
 
 
@@ -88,16 +89,54 @@ class InputStatistics:
         )
 
 
-def check_layer(weight: Tensor, second_moment: Tensor) -> None:
-    """Raises TypeError or ValueError unless these are a layer's weights `[N, K]` and the finite moment `[K, K]`."""
-    check_matrix("weight", weight, FLOATING)
-    check_matrix("second_moment", second_moment, (torch.float32,))
+def check_weight(name: str, weight: Tensor) -> None:
+    """Raises TypeError or ValueError unless this is a floating matrix `[N, K]` with K of at least 1."""
+    check_matrix(name, weight, FLOATING)
+    if weight.shape[1] < 1:
+        raise ValueError(f"{name}: K must be at least 1, got shape {shape_of(weight)}")
+
+
+def check_layer(weight: Tensor, second_moment: Tensor, name: str = "weight") -> None:
+    """Raises TypeError or ValueError unless these are a layer's finite weights `[N, K]` and the moment `[K, K]`."""
+    check_weight(name, weight)
+    check_moment(second_moment, weight, name)
+    if not bool(weight.isfinite().all()):
+        raise ValueError(f"{name}: expected finite values, got NaN or infinity")
+    if not bool(second_moment.isfinite().all()):
+        raise ValueError("second_moment: expected finite values, got NaN or infinity; were activations finite?")
+    least = float(second_moment.diagonal().min())
+    if least < 0:
+        raise ValueError(f"second_moment: expected a mean of x xT, whose diagonal is not negative, got {least:g} there")
+
+
+def check_moment(second_moment: Tensor, weight: Tensor, name: str) -> None:
+    """Raises TypeError or ValueError unless the moment has the shape and the device for these weights."""
+    check_operand("second_moment", second_moment, (torch.float32,), weight.device, name)
     k = weight.shape[1]
     if second_moment.shape != (k, k):
-        raise ValueError(f"second_moment: expected shape [K, K] = {[k, k]}, got {shape_of(second_moment)}")
-    for name, value in (("weight", weight), ("second_moment", second_moment)):
-        if not bool(value.isfinite().all()):
-            raise ValueError(f"{name}: expected finite values, got NaN or infinity")
+        raise ValueError(
+            f"second_moment: expected shape [K, K] = {[k, k]} for {name} {shape_of(weight)}, got "
+            f"{shape_of(second_moment)}"
+        )
+
+
+def check_inputs(weights: Sequence[Tensor], statistics: InputStatistics) -> None:
+    """Raises TypeError or ValueError unless these are finite weights `[N_i, K]` and statistics of their input."""
+    if not isinstance(statistics, InputStatistics):
+        raise TypeError(f"statistics: expected an InputStatistics, got {type(statistics).__name__}")
+    if not isinstance(weights, list | tuple):
+        raise TypeError(f"weights: expected a list of matrices, got {type(weights).__name__}")
+    if not weights:
+        raise ValueError("weights: expected a matrix or several, got none")
+    for index, weight in enumerate(weights):
+        check_layer(weight, statistics.second_moment, f"weights[{index}]")
+    for name in ("mean_abs", "absmax"):
+        value: Tensor = getattr(statistics, name)
+        check_channels(f"statistics.{name}", value, len(statistics.second_moment))
+        if bool((value < 0).any()):
+            raise ValueError(f"statistics.{name}: expected magnitudes, got a negative one")
+    if not bool(statistics.rows.isfinite().all()):
+        raise ValueError("statistics.rows: expected finite values, got NaN or infinity")
 
 
 def output_error(weight: Tensor, other: Tensor, second_moment: Tensor) -> float:
@@ -109,11 +148,19 @@ def output_error(weight: Tensor, other: Tensor, second_moment: Tensor) -> float:
         weight, other: floating `[N, K]`.
         second_moment: float32 `[K, K]`, of `InputStatistics`.
 
+    Raises:
+        TypeError, ValueError: types, shapes or devices disagree.
+
     Example:
         >>> import torch
         >>> from qcutlass.algorithms import output_error
         >>> output_error(torch.zeros(2, 3), torch.ones(2, 3), torch.eye(3))
         6.0
     """
+    check_weight("weight", weight)
+    check_operand("other", other, FLOATING, weight.device, "weight")
+    if other.shape != weight.shape:
+        raise ValueError(f"other: expected the shape of weight, {shape_of(weight)}, got {shape_of(other)}")
+    check_moment(second_moment, weight, "weight")
     difference = other.float() - weight.float()
     return float(((difference @ second_moment) * difference).double().sum())

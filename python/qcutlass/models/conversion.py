@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
@@ -56,6 +57,16 @@ class Conversion:
 def is_kept(name: str, skip: Sequence[str]) -> bool:
     """Whether a layer's name, or its last part, is one of these or matches one."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern) for pattern in skip)
+
+
+def check_matches(skip: Sequence[str], names: Collection[str]) -> None:
+    """Raises ValueError if a pattern, other than those of `SKIPPED`, matches none of the layers `names`."""
+    for pattern in skip:
+        if pattern in SKIPPED or any(is_kept(name, [pattern]) for name in names):
+            continue
+        parts = sorted({name.rpartition(".")[2] for name in names})
+        close = get_close_matches(pattern, [*parts, *names]) or get_close_matches(pattern.rpartition(".")[2], parts)
+        raise ValueError(f"skip: {pattern!r} matches no layer; there are {', '.join(close or parts)}")
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ def convert(
         FileExistsError: `destination` is there and `overwrite` is False.
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `shard_bytes` no integer.
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
-            folder to overwrite is not a converted one.
+            folder to overwrite is not a converted one; `skip` has a pattern that no layer matches.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; what was written is not what was read.
         OSError: the disk is full.
 
@@ -141,6 +152,7 @@ def convert(
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
     plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
+    check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
     with new_folder(new, overwrite) as folder:
         done = write_folder(plan.source, plan.layer, folder, shard_bytes, progress or (lambda name, count, total: None))
         verified = _check_written(plan, folder, verify)

@@ -44,7 +44,7 @@ def make(kind: str, seed: int, **options: Any) -> Any:
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        kind.partition("-")[0], **{**SIZES, **KINDS[kind], "initializer_range": 0.2, **options}
+        kind.partition("-")[0], **{**SIZES, **KINDS.get(kind, {}), "initializer_range": 0.2, **options}
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 

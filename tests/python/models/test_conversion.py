@@ -265,6 +265,7 @@ def test_source_and_destination_must_be_apart(place: str, tmp_path: Path, seed: 
         ({"shard_bytes": 0}, ValueError, "shard_bytes: expected at least 1, got 0"),
         ({"skip": "a.up"}, TypeError, "skip: expected a list of names, got the string 'a.up'"),
         ({"skip": [0]}, TypeError, "skip: expected a list of names, got one with 0"),
+        ({"skip": ["lm_head", "up_prj"]}, ValueError, "skip: 'up_prj' matches no layer; there are .*up_proj"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_opened(

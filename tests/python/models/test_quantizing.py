@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcutlass import UnsupportedError, WeightOnly, models
+from qcutlass import W8A8, CheckpointError, UnsupportedError, WeightOnly, models
 from qcutlass.algorithms import InputStatistics, gptq, round_to_nearest
 from qcutlass.layers import Int8Linear, WeightOnlyLinear
+from qcutlass.models.quantizing import run
+from qcutlass.models.quantizing.methods import METHODS, READERS
 from qcutlass.models.quantizing.wiring import InputGroup, divide, find_groups
 from qcutlass.testing import quantizing
 
 pytest.importorskip("transformers", reason="needs transformers")
-from tests.python.models.quantizations import KINDS, calibration, make
+from tests.python.models.quantizations import KINDS, VOCABULARY, calibration, make
 
 KILLS = int(os.environ.get("QCUTLASS_KILLS", 5))
 LLAMA = [
@@ -124,11 +127,12 @@ def test_a_quantised_model_is_loaded(kind: str, name: str, seed: int, tmp_path: 
     model, ids = make(kind, seed), calibration(seed)
     model.save_pretrained(tmp_path / "source")
     calls: list[tuple[str, int, int]] = []
+    method = models.Method(name, WeightOnly(8, 32)) if name in ("rtn", "gptq", "awq") else models.Method(name)
     found = models.quantize_model(
         tmp_path / "source",
         tmp_path / "new",
-        models.Method(name, WeightOnly(8, 32)),
-        calibration=ids,
+        method,
+        calibration=ids if method.needs_calibration else None,
         progress=lambda *call: calls.append(call),
     )
     linears = len(linears_of(block_of(model)[0]))
@@ -156,7 +160,8 @@ def test_methods_beat_rounding_to_nearest(seed: int, tmp_path: Path) -> None:
     errors = {}
     for name, options in {"rtn": {}, "gptq": {}, "act-order": {"act_order": True}, "awq": {}}.items():
         method = models.Method("gptq" if name == "act-order" else name, WeightOnly(4, 32, True), **options)
-        models.quantize_model(tmp_path / "source", tmp_path / name, method, calibration=ids)
+        needed = ids if method.needs_calibration else None
+        models.quantize_model(tmp_path / "source", tmp_path / name, method, calibration=needed)
         with torch.no_grad():
             errors[name] = quantizing.relative_norm(loaded(tmp_path / name)(ids).logits, expected)
     assert errors["gptq"] < 0.8 * errors["rtn"], errors
@@ -230,16 +235,87 @@ def test_what_cannot_be_done_is_refused(seed: int, tmp_path: Path) -> None:
         quantize(ids=calibration(0), skip=["*_proj"])
     with pytest.raises(ValueError, match="calibration: expected a text of at least 9 tokens, got 8"):
         models.calibration_windows(torch.arange(8), 2, 9, 0)
-    with pytest.raises(ValueError, match="damping: expected a finite number of at least 0, got -1"):
-        quantize(models.Method("gptq", damping=-1), calibration(0))
+    with pytest.raises(ValueError, match=r"skip: 'up_porj' matches no layer; there are .*up_proj"):
+        quantize(ids=calibration(0), skip=["*.0.*", "up_porj"])
+    with pytest.raises(ValueError, match=r"skip: 'model\.layers\.7\.mlp\.up_proj' .* model\.layers\.\d\.mlp\.up_proj"):
+        quantize(ids=calibration(0), skip=["model.layers.7.mlp.up_proj"])
+    with pytest.raises(ValueError, match="skip: 'zzz' matches no layer; there are down_proj, gate_proj, k_proj"):
+        quantize("rtn", skip=["zzz"])
+    for token in (VOCABULARY, -1):
+        with pytest.raises(ValueError, match=rf"calibration: expected tokens in \[0, {VOCABULARY}\), .* got {token};"):
+            quantize(ids=torch.full((2, 8), token))
+    with pytest.raises(ValueError, match=r"calibration: expected windows of at most 2048 tokens .*, got 2049"):
+        quantize(ids=torch.zeros(1, 2049, dtype=torch.int64))
+    assert not (tmp_path / "new.work").exists()
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="there: exists; pass overwrite=True"):
         models.quantize_model(tmp_path / "source", tmp_path / "there", "rtn")
     assert not (tmp_path / "there.work").exists()
     (tmp_path / "source" / "config.json").write_text('{"model_type": "unheard of"}')
     with pytest.raises(UnsupportedError, match="model_type 'unheard of'"):
-        quantize(ids=calibration(0), restart=True)
+        quantize(ids=calibration(0))
     assert not (tmp_path / "new").exists()
+
+
+CHOSEN = {"scheme": WeightOnly(8), "clip": False, "damping": 0.1, "act_order": True, "act_scale": False}
+
+
+@pytest.mark.parametrize("option", [*CHOSEN, "calibration"])
+def test_options_that_a_method_does_not_read_are_refused(option: str, tmp_path: Path) -> None:
+    readers = READERS[option]
+    for name in METHODS:
+
+        def choose(name: str = name) -> None:
+            if option == "calibration":
+                models.quantize_model(tmp_path / "absent", tmp_path / "new", name, calibration=calibration(0))
+            else:
+                models.Method(name, **{option: CHOSEN[option]})
+
+        if name not in readers:
+            with pytest.raises(
+                ValueError, match=f"^{option}: {name} does not read it, only {', '.join(readers)}; leave"
+            ):
+                choose()
+        elif option == "calibration":
+            with pytest.raises(FileNotFoundError, match="no such file or folder"):
+                choose()
+        else:
+            choose()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"damping": -1}, ValueError, r"damping: expected a number in \[0, 100\], got -1"),
+        ({"damping": "much"}, TypeError, "damping: expected a number, got str"),
+        ({"act_order": 1}, TypeError, "act_order: expected True or False, got int"),
+        ({"scheme": W8A8()}, TypeError, r"scheme: expected a qcutlass\.WeightOnly, got W8A8"),
+    ],
+)
+def test_options_of_a_method_are_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        models.Method("gptq", **options)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_mixtures_of_experts_are_refused_as_such(kind: str, seed: int, tmp_path: Path) -> None:
+    model = make(kind, seed, intermediate_size=32, num_local_experts=4, num_key_value_heads=2, head_dim=16)
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(UnsupportedError, match=r"is a mixture of experts \(model\.layers\.0\.mlp\.experts: "):
+        models.quantize_model(tmp_path / "source", tmp_path / "new", "rtn")
+    assert not (tmp_path / "new.work").exists()
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_a_layer_that_cannot_be_quantised_is_named(method: str, seed: int, tmp_path: Path) -> None:
+    model = make("llama", seed)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[3, 5] = 1e8
+    model.save_pretrained(tmp_path / "source")
+    ids = calibration(seed) if method in READERS["calibration"] else None
+    message = r"^model\.layers\.1\.self_attn\.o_proj: weight: a scale overflows torch\.float16"
+    with pytest.raises(CheckpointError, match=message):
+        models.quantize_model(tmp_path / "source", tmp_path / "new", method, calibration=ids)
 
 
 def test_calibration_windows_follow_the_seed() -> None:
@@ -280,7 +356,7 @@ def test_a_run_goes_on_where_it_was(seed: int, tmp_path: Path) -> None:
         assert len(list(work.glob("block-*.json"))) == resumed + (stop in ("block 1", "block 2", "writing"))
         assert len(list(work.glob("state-*"))) == (stop in ("block 1", "block 2"))
         assert not (tmp_path / "new").exists()
-    with pytest.raises(FileExistsError, match=r"left by a run with another method; pass restart=True"):
+    with pytest.raises(FileExistsError, match=r"another method\.scheme\.bits \(4, now 8\); pass restart=True"):
         quantize("new", bits=8)
     assert quantize("new").resumed == 3
     assert bytes_of("new") == bytes_of("reference")
@@ -296,6 +372,46 @@ def test_a_run_goes_on_where_it_was(seed: int, tmp_path: Path) -> None:
     with pytest.raises(_Stopped):
         quantize("new", "block 2", overwrite=True)
     assert quantize("new", overwrite=True, restart=True).resumed == 0
+
+
+def test_a_run_does_not_go_on_with_other_inputs(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, ids = tmp_path / "source", calibration(seed)
+    make("llama", seed).save_pretrained(source)
+
+    def quantize(ids: Tensor = ids, stop: str = "block 2", name: str = "gptq", **options: Any) -> None:
+        def progress(what: str, done: int, total: int) -> None:
+            if what.startswith(stop):
+                raise _Stopped
+
+        models.quantize_model(source, tmp_path / "new", name, calibration=ids, progress=progress, **options)
+
+    def refused(names: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(FileExistsError, match=f"left by a run with another {names}; pass restart=True"):
+            quantize(*arguments, **options)
+        assert len(list((tmp_path / "new.work").glob("block-*.json"))) == 2
+
+    with pytest.raises(_Stopped):
+        quantize()
+    changed = ids.clone()
+    changed[-1, -1] = (changed[-1, -1] + 1) % VOCABULARY
+    refused(r"calibration\.sha256", changed)
+    refused(r"calibration\.shape \(\[8, 24\], now \[4, 48\]\)", ids.view(4, 48))
+    refused(r"skip \(\['lm_head'\], now \['\*\.2\.\*'\]\)", skip=["*.2.*"])
+    refused(r"method\.name \(gptq, now awq\)", name="awq")
+    for name, module in (("torch", torch), ("transformers", sys.modules["transformers"]), ("qcutlass", run)):
+        with monkeypatch.context() as context:
+            context.setattr(module, "__version__", "99.0.0")
+            refused(rf"versions\.{name} \(.*, now 99\.0\.0\)")
+    path, stat = source / "config.json", (source / "config.json").stat()
+    text = path.read_text()
+    path.write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    refused(r"model\.rms_norm_eps \(1e-06, now 1e-05\)")
+    path.write_text(text)
+    refused(r"source\.config\.json")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(_Stopped):
+        quantize(stop="writing")
 
 
 def test_two_runs_do_not_share_a_folder(seed: int, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ class Decoder:
         prefix: their name, "model.layers".
 
     Raises:
-        UnsupportedError: transformers is absent or does not know the model; it has no list of blocks.
+        UnsupportedError: transformers is absent or does not know the model; it has no list of blocks, or experts in
+            them.
     """
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
@@ -54,12 +55,28 @@ class Decoder:
             raise UnsupportedError(
                 f"model_type {kind!r}: transformers makes no causal model of it ({error})"
             ) from error
+        _check_dense(self.model)
         self.prefix, self.blocks = _blocks(self.model)
         self._base = f"{self.model.base_model_prefix}."
 
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block, by their names inside it."""
         return {name: module for name, module in self.blocks[index].named_modules() if type(module) is nn.Linear}
+
+    def check_ids(self, ids: Tensor) -> None:
+        """Raises ValueError unless the model takes windows of these tokens, `[samples, tokens]`."""
+        size, length = self.model.get_input_embeddings().num_embeddings, ids.shape[1]
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"calibration: expected tokens in [0, {size}), the model's vocabulary, got {token}; "
+                    "take the tokenizer of this model"
+                )
+        longest = getattr(self.model.config, "max_position_embeddings", None) or length
+        if length > longest:
+            raise ValueError(
+                f"calibration: expected windows of at most {longest} tokens (max_position_embeddings), got {length}"
+            )
 
     def stored_name(self, index: int, name: str) -> str:
         """What the source calls a module or a parameter of a block."""
@@ -182,6 +199,16 @@ def _blocks(model: Any) -> tuple[str, nn.ModuleList]:
     if best is None or counts[best] == 0:
         raise UnsupportedError(f"{type(model).__name__}: it has no list of decoder blocks with torch.nn.Linear layers")
     return best, lists[best]
+
+
+def _check_dense(model: Any) -> None:
+    """Experts are no linear layers of their own, and few tokens of a calibration text reach each."""
+    for name, module in model.named_modules():
+        if "experts" in name.rpartition(".")[2] or "Experts" in type(module).__name__:
+            raise UnsupportedError(
+                f"{type(model).__name__} is a mixture of experts ({name}: {type(module).__name__}); only models whose "
+                "blocks are made of torch.nn.Linear layers that every token goes through are quantised"
+            )
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:

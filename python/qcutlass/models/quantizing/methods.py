@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from qcutlass._validation import check_flag
 from qcutlass.algorithms import (
     InputStatistics,
     awq,
@@ -20,7 +20,7 @@ from qcutlass.algorithms import (
     round_to_nearest,
     search_smoothing,
 )
-from qcutlass.algorithms.gptq import DAMPING
+from qcutlass.algorithms.gptq import DAMPING, check_damping
 from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
 from qcutlass.layers import WeightOnly
 from qcutlass.layers.loading import from_layer
@@ -28,6 +28,15 @@ from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
 from qcutlass.quantizers import quantize_weights_int8
 
 METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")
+READERS: Final = {
+    "scheme": ("rtn", "gptq", "awq"),
+    "clip": ("rtn", "gptq"),
+    "damping": ("gptq",),
+    "act_order": ("gptq",),
+    "act_scale": ("awq", "smoothquant"),
+    "calibration": ("gptq", "awq", "smoothquant"),
+}
+"""The methods that an option means something to; the others refuse it."""
 _ROWS: Final = 512  # of inputs that SmoothQuant looks at
 
 
@@ -43,6 +52,9 @@ class Method:
         damping, act_order: of gptq.
         act_scale: whether layers that nothing can take factors for get an `act_scale` (awq) or `smooth` (smoothquant)
             of their own; other formats have no place for them.
+
+    Raises:
+        TypeError, ValueError: an option has another type or value; one that this method does not read was chosen.
 
     Example:
         >>> import qcutlass
@@ -63,18 +75,29 @@ class Method:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.name!r}")
         if not isinstance(self.scheme, WeightOnly):
             raise TypeError(f"scheme: expected a qcutlass.WeightOnly, got {type(self.scheme).__name__}")
-        if self.scheme.scale_dtype is None:
+        for flag in ("clip", "act_order", "act_scale"):
+            check_flag(flag, getattr(self, flag))
+        check_damping(self.damping)
+        for option in fields(self)[1:]:
+            default = WeightOnly() if option.name == "scheme" else option.default
+            if getattr(self, option.name) != default:
+                self.check_read(option.name, option.name)
+        if self.is_weight_only and self.scheme.scale_dtype is None:
             object.__setattr__(self, "scheme", replace(self.scheme, scale_dtype=torch.float16))
-        if not 0 <= self.damping < math.inf:
-            raise ValueError(f"damping: expected a finite number of at least 0, got {self.damping}")
+
+    def check_read(self, option: str, name: str) -> None:
+        """Raises ValueError if an option, a key of `READERS` that the caller calls `name`, means nothing here."""
+        readers = READERS[option]
+        if self.name not in readers:
+            raise ValueError(f"{name}: {self.name} does not read it, only {', '.join(readers)}; leave it out")
 
     @property
     def needs_calibration(self) -> bool:
-        return self.name in ("gptq", "awq", "smoothquant")
+        return self.name in READERS["calibration"]
 
     @property
     def is_weight_only(self) -> bool:
-        return self.name in ("rtn", "gptq", "awq")
+        return self.name in READERS["scheme"]
 
 
 @dataclass
@@ -131,9 +154,15 @@ def quantize_block(
         groups: whose layers are quantised.
         statistics: of `record`; not needed by rtn and w8a8.
         progress: called with the name of each finished layer.
+
+    Raises:
+        ValueError: weights or statistics that cannot be quantised; it begins with the layer's name.
     """
     result = BlockResult()
-    factors = {group: _fold(block, group, statistics, method, result) for group in groups if method.name in _FACTORS}
+    factors: dict[InputGroup, tuple[Tensor | None, Tensor | None]] = {}
+    for group in groups if method.name in _FACTORS else ():
+        with _named(group.linears):
+            factors[group] = _fold(block, group, statistics, method, result)
     for group in groups:
         found = statistics.get(group.linears[0])
         own, folded = factors.get(group, (None, None))
@@ -142,7 +171,8 @@ def quantize_block(
         for name in group.linears:
             linear: Any = block.get_submodule(name)
             bias = None if linear.bias is None else linear.bias.detach().clone()
-            layer, notes = _quantize(linear.weight.detach(), bias, own, found, method)
+            with _named((name,)):
+                layer, notes = _quantize(linear.weight.detach(), bias, own, found, method)
             result.layers[name] = layer
             result.notes[name] = {**result.notes.get(name, {}), **notes}
             progress(name)
@@ -150,6 +180,15 @@ def quantize_block(
 
 
 _FACTORS: Final = ("awq", "smoothquant")
+
+
+@contextmanager
+def _named(names: Sequence[str]) -> Iterator[None]:
+    """Errors of the block begin with these layers' names."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{', '.join(names)}: {error}") from error
 
 
 def _fold(

@@ -10,14 +10,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qcutlass import __version__
 from qcutlass._validation import check_integer, check_tensor
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import Layer
 from qcutlass.layers.replace import check_skip
-from qcutlass.models.conversion import SHARD_BYTES, SKIPPED, Progress, check_places, is_kept, write_folder
+from qcutlass.models.conversion import (
+    SHARD_BYTES,
+    SKIPPED,
+    Progress,
+    check_matches,
+    check_places,
+    is_kept,
+    write_folder,
+)
 from qcutlass.models.converted import ConvertedFolder
+from qcutlass.models.extras import import_transformers
 from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
@@ -25,7 +35,7 @@ from qcutlass.models.quantizing.work import Work, work_folder
 from qcutlass.models.replacing import check_new, new_folder
 from qcutlass.models.sources import ModelSource, open_source
 
-_VERSION = 1  # of the work folder
+_VERSION = 2  # of the work folder
 _Value = TypeVar("_Value")
 
 
@@ -161,8 +171,9 @@ def quantize_model(
     check_new(new, overwrite)
     opened = open_source(old, format, config)
     report = progress or (lambda name, count, total: None)
-    with work_folder(new, _description(old, chosen, ids, skip, torch.device(device)), restart) as work:
-        resumed = _Run(opened, work, chosen, ids, skip, torch.device(device), report).all()
+    run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
+    with work_folder(new, _description(old, opened, chosen, ids, skip, device), restart) as work:
+        resumed = run_through.all(work)
         work.open()
         overlay = _Overlay(opened, work)
         with new_folder(new, overwrite) as folder:
@@ -179,31 +190,47 @@ def quantize_model(
 
 
 def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor | None:
-    if not method.needs_calibration:
-        return None
     if calibration is None:
-        raise ValueError(f"calibration: {method.name} needs tokens [samples, tokens]; see calibration_windows")
+        if method.needs_calibration:
+            raise ValueError(f"calibration: {method.name} needs tokens [samples, tokens]; see calibration_windows")
+        return None
+    method.check_read("calibration", "calibration")
     check_tensor("calibration", calibration, (torch.int64,))
     if calibration.dim() != 2 or not calibration.numel():
         raise ValueError(f"calibration: expected [samples, tokens], got {list(calibration.shape)}")
-    return calibration
+    return calibration.cpu()
 
 
 def _description(
-    source: Path, method: Method, ids: Tensor | None, skip: Sequence[str], device: torch.device
+    path: Path,
+    source: ModelSource,
+    method: Method,
+    ids: Tensor | None,
+    skip: Sequence[str],
+    device: str | torch.device,
 ) -> dict[str, Any]:
-    """What makes a run, for its folder."""
-    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    """What makes a run, for its folder: all that its bytes depend on, but for the number of threads."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = {file.name: file.stat() for file in files if file.is_file()}
     options = asdict(method)
     options["scheme"]["scale_dtype"] = str(method.scheme.scale_dtype)
+    calibration = None
+    if ids is not None:
+        calibration = {"shape": list(ids.shape), "sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
     return {
-        "version": _VERSION,
-        "source": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.is_file()],
+        "layout": _VERSION,
+        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "format": source.checkpoint.format,
+        "model": source.config,
         "method": options,
-        "calibration": None if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-        "skip": list(skip),
-        "device": device.type,
-        "torch": torch.__version__,
+        "calibration": calibration,
+        "skip": sorted(set(skip)),
+        "device": torch.device(device).type,
+        "versions": {
+            "qcutlass": __version__,
+            "torch": torch.__version__,
+            "transformers": import_transformers("quantising a model").__version__,
+        },
     }
 
 
@@ -213,16 +240,18 @@ class _Run:
     def __init__(
         self,
         source: ModelSource,
-        work: Work,
         method: Method,
         ids: Tensor | None,
         skip: Sequence[str],
         device: torch.device,
         report: Progress,
     ) -> None:
-        self._source, self._work, self._method, self._ids, self._report = source, work, method, ids, report
+        self._source, self._method, self._ids, self._report = source, method, ids, report
         self._decoder = Decoder(source, device)
         self._device = device
+        if ids is not None:
+            self._decoder.check_ids(ids)
+        check_matches(skip, [name for name, module in self._decoder.model.named_modules() if type(module) is nn.Linear])
         self._names = [
             [
                 name
@@ -238,9 +267,9 @@ class _Run:
         self._done = 0
         self._groups: dict[tuple[Any, ...], list[InputGroup]] = {}
 
-    def all(self) -> int:
+    def all(self, work: Work) -> int:
         """Quantises what an earlier run has not; how many blocks it had finished."""
-        first = self._work.finished()
+        first = work.finished()
         self._done = sum(self._steps[:first])
         if first == len(self._names):
             return first
@@ -250,16 +279,16 @@ class _Run:
             self._report("embeddings", self._done, sum(self._steps))
             hidden, calls = self._decoder.inputs(self._ids[:1] if first else self._ids)
             if first:
-                hidden = [row[None] for row in self._work.state(first - 1).to(self._device)]
+                hidden = [row[None] for row in work.state(first - 1).to(self._device)]
         for index in range(first, len(self._names)):
-            self._block(index, hidden, calls[index] if calls else None)
+            self._block(work, index, hidden, calls[index] if calls else None)
         return first
 
     def _step(self, what: str) -> None:
         self._done += 1
         self._report(what, self._done, sum(self._steps))
 
-    def _block(self, index: int, hidden: list[Tensor], call: Call | None) -> None:
+    def _block(self, work: Work, index: int, hidden: list[Tensor], call: Call | None) -> None:
         with self._decoder.block(index) as block, torch.no_grad():
             groups = [InputGroup((name,), None) for name in self._names[index]]
             statistics = {}
@@ -272,9 +301,12 @@ class _Run:
                         self._step(f"block {index}: statistics")
 
                 statistics = record(block, groups, self._method, len(hidden), forward)
-            found = quantize_block(
-                block, groups, statistics, self._method, lambda name: self._step(f"block {index}: {name}")
-            )
+            try:
+                found = quantize_block(
+                    block, groups, statistics, self._method, lambda name: self._step(f"block {index}: {name}")
+                )
+            except ValueError as error:
+                raise CheckpointError(f"{self._decoder.prefix}.{index}.{error}") from error
             del statistics
             self._keep_types(index, block, found)
             if call is not None:
@@ -286,15 +318,13 @@ class _Run:
                             raise CheckpointError(f"{self._decoder.prefix}.{index}: its output is not finite")
         state = torch.cat(hidden) if hidden and index + 1 < len(self._names) else None
         layers, changed, notes = found.layers, found.changed, found.notes
-        self._work.add(
-            index, self._stored(index, layers), self._stored(index, changed), state, self._stored(index, notes)
-        )
+        work.add(index, self._stored(index, layers), self._stored(index, changed), state, self._stored(index, notes))
 
     def _stored(self, index: int, values: Mapping[str, _Value]) -> dict[str, _Value]:
         """By the source's names."""
         return {self._decoder.stored_name(index, name): value for name, value in values.items()}
 
-    def _wiring(self, index: int, block: torch.nn.Module, hidden: Tensor, call: Call) -> list[InputGroup]:
+    def _wiring(self, index: int, block: nn.Module, hidden: Tensor, call: Call) -> list[InputGroup]:
         """Looked for once for all blocks of one kind."""
         kinds = tuple((name, type(module), tuple(module._parameters)) for name, module in block.named_modules())
         key = (*kinds, *self._names[index])
@@ -305,7 +335,7 @@ class _Run:
             self._groups[key] = groups
         return self._groups[key]
 
-    def _keep_types(self, index: int, block: torch.nn.Module, found: BlockResult) -> None:
+    def _keep_types(self, index: int, block: nn.Module, found: BlockResult) -> None:
         """Rounds what took factors to the type that it is stored in."""
         for name, value in found.changed.items():
             dtype = self._source.tensor(self._decoder.stored_name(index, name)).dtype

@@ -23,6 +23,7 @@ from qcutlass.quantization import QuantizedTensor
 
 MANIFEST: Final = "manifest.json"
 _STATE: Final = "state"
+_SHORT: Final = 60  # characters of two values that are told
 _OPTIONAL: Final = {"canonical": ("zeros", "bias", "perm", "act_scale"), "int8": ("bias", "smooth", "input_scale")}
 
 
@@ -189,7 +190,7 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
             _empty(folder)
         if manifest.is_file():
             found = read_json(manifest)
-            differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+            differing = list(_differences(found, wanted))
             if differing:
                 raise FileExistsError(
                     f"{folder}: left by a run with another {', '.join(differing)}; pass restart=True (--restart) to "
@@ -204,6 +205,16 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
         _remove(folder)
     finally:
         os.close(lock)
+
+
+def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
+    """The names of what differs, with both values where these are short."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in sorted({*found, *wanted}):
+            yield from _differences(found.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    elif found != wanted:
+        values = f" ({found}, now {wanted})"
+        yield name + (values if len(values) <= _SHORT else "")
 
 
 def _empty(folder: Path) -> None:
