@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qcutlass
 from qcutlass import WeightOnly
@@ -238,29 +240,105 @@ def test_smoothing_is_the_best_of_those_tried(seed: int) -> None:
     assert search_smoothing([torch.ones(2, 8)], flat).factors is None
 
 
+EYE = torch.eye(8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"second_moment": torch.eye(7)}, r"second_moment: .* = \[8, 8\] for weight \[2, 8\], got \[7, 7\]"),
-        ({"second_moment": torch.eye(8) * torch.nan}, "second_moment: expected finite values"),
+        ({"second_moment": torch.ones(8)}, r"second_moment: .* = \[8, 8\] for weight \[2, 8\], got \[8\]"),
+        ({"second_moment": EYE * torch.nan}, "second_moment: expected finite values.*were activations finite"),
+        ({"second_moment": -2 * EYE}, "second_moment: expected a mean of x xT, .* got -2 there"),
+        ({"second_moment": EYE.to("meta")}, "second_moment is on meta, weight is on cpu"),
         ({"weight": torch.full((2, 8), torch.inf)}, "weight: expected finite values"),
-        ({"damping": -1.0}, "damping: expected a number in"),
         ({"weight": torch.ones(8)}, r"weight: expected shape \[N, K\], got \[8\]"),
+        ({"weight": torch.ones(2, 0)}, r"weight: K must be at least 1, got shape \[2, 0\]"),
     ],
 )
-def test_refusals(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"weight": torch.ones(2, 8), "second_moment": torch.eye(8), **change}
+@pytest.mark.parametrize("quantizer", [gptq, awq])
+def test_refusals(quantizer: Any, change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"weight": torch.ones(2, 8), "second_moment": EYE, **change}
     with pytest.raises(ValueError, match=message):
-        gptq(**arguments)
+        quantizer(**arguments)
 
 
-def test_refusals_of_nothing() -> None:
-    statistics = InputStatistics.empty(8)
-    for search in (awq_scales, search_smoothing):
-        with pytest.raises(ValueError, match="weights: expected a matrix or several, got none"):
-            search([], statistics)  # type: ignore[operator]
-    with pytest.raises(ValueError, match="statistics: expected some rows"):
-        search_smoothing([torch.ones(2, 8)], statistics)
-    big = torch.full((2, 8), 1e9)
+def test_refusals_of_options() -> None:
+    weight, statistics = torch.ones(2, 8), InputStatistics.empty(8)
+    with pytest.raises(ValueError, match="damping: expected a number in"):
+        gptq(weight, EYE, damping=-1.0)
+    w8a8: Any = qcutlass.W8A8()
+    message = r"scheme: expected a qcutlass\.WeightOnly or None, got W8A8; activations keep their type"
+    for call in (
+        lambda: round_to_nearest(weight, w8a8),
+        lambda: gptq(weight, EYE, w8a8),
+        lambda: awq(weight, EYE, w8a8),
+        lambda: awq_scales([weight], statistics, w8a8),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match="clip: expected True or False, got int"):
+        round_to_nearest(weight, clip=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"weight: a scale overflows torch\.float16"):
-        round_to_nearest(big, WeightOnly(4, scale_dtype=torch.float16))
+        round_to_nearest(weight * 1e9, WeightOnly(4, scale_dtype=torch.float16))
+    with pytest.raises(ValueError, match="weight: K must be at least 1"):
+        round_to_nearest(torch.ones(2, 0))
+
+
+@pytest.mark.parametrize("search", [awq_scales, search_smoothing])
+def test_refusals_of_searches(search: Any) -> None:
+    weight = torch.ones(2, 8)
+
+    def refused(error: type[Exception], message: str, weights: Any = (weight,), **change: Any) -> None:
+        statistics = InputStatistics.empty(8, rows_a_call=4)
+        statistics.add(torch.ones(4, 8))
+        for name, value in change.items():
+            setattr(statistics, name, value)
+        with pytest.raises(error, match=message):
+            search(weights, statistics)
+
+    refused(ValueError, "weights: expected a matrix or several, got none", [])
+    refused(TypeError, "weights: expected a list of matrices, got Tensor", torch.ones(2, 8))
+    refused(ValueError, r"second_moment: .* = \[9, 9\] for weights\[1\] \[2, 9\]", [torch.ones(2, 8), torch.ones(2, 9)])
+    refused(ValueError, r"weights\[0\]: K must be at least 1", [torch.ones(2, 0)])
+    refused(ValueError, r"weights\[0\]: expected finite values", [torch.full((2, 8), torch.nan)])
+    refused(ValueError, "second_moment: expected a mean of x xT", second_moment=-EYE)
+    refused(ValueError, r"statistics\.mean_abs: expected finite values", mean_abs=torch.full((8,), torch.nan))
+    refused(ValueError, r"statistics\.mean_abs: expected magnitudes, got a negative one", mean_abs=-torch.ones(8))
+    refused(ValueError, r"statistics\.absmax: expected shape \[K\] = \[8\], got \[7\]", absmax=torch.ones(7))
+    refused(ValueError, r"statistics\.rows: expected finite values", rows=torch.full((1, 8), torch.nan))
+    with pytest.raises(TypeError, match="statistics: expected an InputStatistics, got Tensor"):
+        search([torch.ones(2, 8)], EYE)
+    if search is search_smoothing:
+        refused(ValueError, "statistics: expected some rows", rows=torch.empty(0, 8))
+
+
+def test_refusals_of_errors() -> None:
+    with pytest.raises(ValueError, match=r"other: expected the shape of weight, \[2, 8\], got \[1, 8\]"):
+        output_error(torch.ones(2, 8), torch.ones(1, 8), EYE)
+    with pytest.raises(ValueError, match=r"second_moment: .* = \[8, 8\] for weight \[2, 8\], got \[7, 7\]"):
+        output_error(torch.ones(2, 8), torch.ones(2, 8), torch.eye(7))
+
+
+def reads_of(call: Callable[[], object]) -> int:
+    """How often the host waits for a number of the device: each is a synchronisation on a GPU."""
+    found = 0
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal found
+            found += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    with Reads():
+        call()
+    return found
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_reads_nothing_back_in_a_column(act_order: bool, seed: int) -> None:
+    """A thousand columns would be a thousand synchronisations of a GPU: one a group is allowed, for errors."""
+    for k in (256, 1024):
+        weight, statistics, _ = layer(seed, k=k)
+        found = reads_of(lambda w=weight, s=statistics: gptq(w, s.second_moment, act_order=act_order))  # type: ignore[misc]
+        assert k // 128 <= found <= k // 128 + 8
