@@ -14,7 +14,7 @@ from qcutlass.algorithms.gptq import DAMPING
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers import WeightOnly
 from qcutlass.models.conversion import SHARD_BYTES, SKIPPED
-from qcutlass.models.exporting import EXPORTS, export_model
+from qcutlass.models.exporting import EXPORTS, export_model, export_note
 from qcutlass.models.quantizing.methods import METHODS, READERS, Method
 from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
 from qcutlass.models.sources import open_source
@@ -143,9 +143,12 @@ def export(
     """Write a converted folder in the format of other engines, without loss."""
     try:
         count = export_model(folder, out, to, overwrite=overwrite, shard_bytes=shard_bytes)
+        note = export_note(out)
     except (*USER_ERRORS, OSError) as error:
         raise failed(error) from error
     typer.echo(f"{to}: {count} layers in {out}")
+    if note is not None:
+        typer.echo(f"note: {note}", err=True)
 
 
 def register(app: typer.Typer) -> None:

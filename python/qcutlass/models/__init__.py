@@ -5,7 +5,7 @@
 
 from qcutlass.models.conversion import Conversion, convert, weights_of
 from qcutlass.models.converted import ConvertedFolder, is_converted
-from qcutlass.models.exporting import EXPORTS, export_model
+from qcutlass.models.exporting import EXPORTS, export_model, export_note
 from qcutlass.models.inspection import FolderSummary, LayerGroup, inspect
 from qcutlass.models.quantizing.methods import Method
 from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
@@ -21,6 +21,7 @@ __all__ = [
     "calibration_windows",
     "convert",
     "export_model",
+    "export_note",
     "inspect",
     "is_converted",
     "quantize_model",

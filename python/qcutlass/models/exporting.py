@@ -51,7 +51,8 @@ def export_model(
     """Writes a converted folder as a GPTQ or compressed-tensors one; dequantised weights stay the same to the bit.
 
     "gptq": 4 and 8 bits; version 1 where there are no zero points, else version 2, which alone holds a zero point of 0.
-    "compressed-tensors": pack-quantized, or int-quantized for W8A8; group sizes that divide K.
+    "compressed-tensors": pack-quantized, or int-quantized for W8A8; group sizes that divide K. `export_note` says what
+    other programs make of it.
 
     Args:
         folder: that `convert` or `quantize_model` wrote.
@@ -110,6 +111,29 @@ def export_model(
         values = {key: value for key, value in source.config.items() if key != QUANTIZATION}
         write_json(written / CONFIG, {**values, _MARK: True, QUANTIZATION: described})
     return len(source)
+
+
+def export_note(folder: str | PathLike[str]) -> str | None:
+    """What is known of programs that cannot load an exported folder, for its user; None: of none.
+
+    transformers 5.23 makes room for zero points of a byte each, where compressed-tensors packs them like codes.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from qcutlass.models import export_note
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     config = {"quantization_config": {"quant_method": "gptq", "sym": False}}
+        ...     _ = (pathlib.Path(name) / "config.json").write_text(json.dumps(config))
+        ...     print(export_note(name))
+        None
+    """
+    groups = read_json(Path(folder) / CONFIG)[QUANTIZATION].get("config_groups", {})
+    if all(group["weights"]["symmetric"] for group in groups.values()):
+        return None
+    return (
+        "transformers (5.23) does not load compressed-tensors folders with zero points, though compressed-tensors' own "
+        "code does; for transformers quantise with --symmetric, or export with --to gptq"
+    )
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:

@@ -177,6 +177,28 @@ def test_from_floats_to_text_in_the_format_of_others(smol: SmolCut, tmp_path: Pa
         (("quantize", "{source}", "{other}"), "--calibration: gptq needs a text file"),
         (("quantize", "{source}", "{other}", "--method", "magic"), "method: expected one of rtn"),
         (("quantize", "{absent}", "{other}", "--method", "rtn"), "no such file or folder"),
+        (
+            ("quantize", "{source}", "{other}", "--method", "rtn", "--skip", "q_prj"),
+            "'q_prj' matches no layer; there are",
+        ),
+        (
+            ("quantize", "{source}", "{other}", "--method", "rtn", "--calibration", "x"),
+            "--calibration: rtn does not read",
+        ),
+        (("quantize", "{source}", "{other}", "--method", "rtn", "--samples", "128"), "--samples: rtn does not read it"),
+        (
+            ("quantize", "{source}", "{other}", "--method", "awq", "--damping", "0.01"),
+            "--damping: awq does not read it",
+        ),
+        (
+            ("quantize", "{source}", "{other}", "--method", "awq", "--clip"),
+            "--clip: awq does not read it, only rtn, gptq",
+        ),
+        (("quantize", "{source}", "{other}", "--method", "w8a8", "--bits", "4"), "--bits: w8a8 does not read it"),
+        (
+            ("quantize", "{source}", "{other}", "--method", "w8a8", "--no-act-scale"),
+            "only awq, smoothquant; leave it out",
+        ),
         (("quantize", "{source}", "{source}", "--method", "rtn"), "apart from the source"),
         (("export", "{absent}", "{other}"), "no such folder"),
         (("export", "{source}", "{other}"), "not a converted folder"),
