@@ -22,6 +22,7 @@ YARDSTICKS: Final = {
     "cutlass_int8": "CUTLASS int8",
     "int_mm": "_int_mm",
     "scaled_mm": "_scaled_mm",
+    "scaled_mm_promoted": "_scaled_mm promoted",
     "triton_blockwise": "Triton",
 }
 """Peers whose times are also shown as multiples of ours."""

@@ -59,5 +59,5 @@ class PromotedScaledMm(ScaledMm):
     """The same with sums that are promoted to fp32 every now and then, as those of `qcutlass.gemm_fp8` are."""
 
     key = "scaled_mm_promoted"
-    label = "torch._scaled_mm promoted"
+    label = "torch._scaled_mm, sums promoted"
     fast = False
