@@ -9,7 +9,8 @@
 //
 //   sum = sum_k (a[m, k] - azp[m]) * w[n, k]      int8: exact in int32; fp8: fp32 accumulation, no azp
 //
-// evaluated in fp32 from the left (the bias may be added in a fused step), rounded once. int32 outputs are the sums
+// evaluated in fp32 from the left (the bias may be added in a fused step), rounded once. Kernels for sm_90a accumulate
+// fp8 in fp32 from sums of 128 k, of which their MMAs keep some 14 bits. int32 outputs are the sums
 // themselves.
 //
 // Blockwise int8 (the same weights; BlockScales): out[m, n] = activation(sum + bias[n]), fp32 accumulation, with

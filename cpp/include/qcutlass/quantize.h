@@ -95,7 +95,7 @@ namespace cuda {
 void quantize(QuantizeArguments const& arguments, void* stream);
 /// The same bits.
 void dequantize_blocks(BlockArguments const& arguments, void* stream);
-/// The same but for an error of GELU of up to 2^-19 |code * scale|.
+/// The same but for an error of GELU of up to 2^-20 |code * scale|.
 void gelu_blocks(BlockArguments const& arguments, void* stream);
 
 }  // namespace cuda

@@ -54,12 +54,13 @@ struct CodeVector {
     }
   }
 
-  /// Bytes are put into the last bits of 2^23, offset by 128, which is subtracted with it: exact.
-  __device__ void to_floats(float* x) const {
+  /// The codes times `sign`, 1 or -1. Bytes are put into the last bits of 2^23, offset by 128, which is subtracted with
+  /// it: exact.
+  __device__ void to_floats(float* x, float sign = 1.0f) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       uint32_t const shifted = data.values[i / 4] ^ 0x80808080u;
-      x[i] = __fadd_rn(__uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7540 | i % 4)), -8388736.0f);
+      x[i] = __fmaf_rn(__uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7540 | i % 4)), sign, -8388736.0f * sign);
     }
   }
 
@@ -86,26 +87,26 @@ __device__ float reciprocal_approx(float x) {
   return result;
 }
 
-/// GELU of codes of one scale, divided by that scale: the scale is in the polynomial's coefficients.
+/// GELU of codes of one scale, divided by that scale, which is positive: it is in the polynomial's coefficients.
 class ScaledGelu {
  public:
   __device__ explicit ScaledGelu(float scale) {
-    float const near = copysignf(fminf(fabsf(scale), kGeluFar), scale);
-    float power = -near;
+    float const near = fminf(scale, kGeluFar);
+    float power = near;
 #pragma unroll
-    for (int i = 0; i < kGeluTerms; ++i, power *= near * near) odds_[i] = gelu_odds(i) * power;
+    for (int i = 0; i < kGeluTerms; ++i, power *= near) terms_[i] = gelu_log2(i) * power;
   }
 
   __device__ float operator()(float code) const {
-    float const square = code * code;
-    float sum = odds_[kGeluTerms - 1];
+    float const size = fabsf(code);
+    float log2 = terms_[kGeluTerms - 1];
 #pragma unroll
-    for (int i = kGeluTerms - 2; i >= 0; --i) sum = __fmaf_rn(sum, square, odds_[i]);
-    return code * reciprocal_approx(1.0f + exp2_approx(code * sum));
+    for (int i = kGeluTerms - 2; i >= 0; --i) log2 = __fmaf_rn(log2, size, terms_[i]);
+    return __fmaf_rn(-size, exp2_approx(__fmaf_rn(log2, size, -1.0f)), fmaxf(code, 0.0f));
   }
 
  private:
-  float odds_[kGeluTerms];
+  float terms_[kGeluTerms];
 };
 
 /// Blocks of columns, a few threads each. Their work between a load and a store is long: a grid that is not much larger
@@ -128,11 +129,11 @@ __global__ void __launch_bounds__(kBlockThreads) gelu(__grid_constant__ BlockTas
       for (int v = 0; v < kVectors; ++v)
         vectors[v] = Codes16::load(codes, first + v * kThreads * kCount, task.columns, kAligned);
       float const scale = task.scales[row * blocks + block];
-      ScaledGelu const scaled_gelu(scale);
-      float y[kVectors][kCount], largest = 0.0f;  // divided by the scale
+      ScaledGelu const scaled_gelu(fabsf(scale));
+      float y[kVectors][kCount], largest = 0.0f;  // divided by the size of the scale
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        vectors[v].to_floats(y[v]);
+        vectors[v].to_floats(y[v], copysignf(1.0f, scale));
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
           y[v][i] = scaled_gelu(y[v][i]);
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kBlockThreads) gelu(__grid_constant__ BlockTas
       bool const finite = isfinite(scale);
       float const extent = finite ? __fmul_rn(largest, fabsf(scale)) : __int_as_float(0x7fc00000);
       float const out_scale = scale_of(extent, largest_code(DType::kInt8));
-      float const factor = finite ? scale * reciprocal_approx(out_scale) : 0.0f;  // of 2^-126 to 2^121
+      float const factor = finite ? fabsf(scale) * reciprocal_approx(out_scale) : 0.0f;  // of 2^-126 to 2^121
       if (thread == 0) task.out_scales[row * blocks + block] = out_scale;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {

@@ -1,16 +1,16 @@
-// GELU in its erf form, from one exponential and one reciprocal.
+// GELU in its erf form, from one exponential.
 #pragma once
 
 namespace qcutlass {
 
-// With z the base-2 logarithm of the odds of the normal distribution, Phi(x) = 1 / (1 + 2^-z), and z = x R(x^2) with a
-// polynomial R. These coefficients bring Phi to within 2^-19.38 for every x, the least that four powers can do (a
-// linear program over a grid of x; weights as the error of Phi demands); where Phi is 0 or 1 to within that, z only has
-// to stay beyond +-23, which holds up to |x| = 1030.
+// GELU(x) = max(x, 0) - |x| Phi(-|x|), and 2^P(t) is Phi(-t) for t >= 0 with a polynomial P that begins with -1. These
+// coefficients, of t to t^5, bring it to within 2^-21.7 for every t (a linear program over a grid of t; weights as the
+// error of Phi demands; at 4 powers it would be 2^-13.5). Where Phi is 0 to within that, P only has to stay below -22,
+// which the last coefficient sees to.
 inline constexpr int kGeluTerms = 5;
-constexpr float gelu_odds(int power) {
-  constexpr float kOdds[kGeluTerms] = {2.3021649f, 0.10500745f, -0.00025455f, -0.000105605f, 4.09300e-6f};
-  return kOdds[power];
+constexpr float gelu_log2(int term) {
+  constexpr float kTerms[kGeluTerms] = {-1.15108911f, -0.459266656f, -0.0525445447f, 0.00738894206f, -0.000519008812f};
+  return kTerms[term];
 }
 
 /// Past this |x| of the smallest code, GELU is 0 or the identity; 128 times it is in the polynomial's range.

@@ -17,9 +17,9 @@ _TINY: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float3
 _LEAST_SCALE: Final = 2.0**-126
 _UNDERFLOW: Final = 2.0**-125  # of errors: no more than what sums of zeros may have
 _LARGEST: Final = 127
-_GELU: Final = 2.0**-19
-"""Error of `int8_gelu`'s GELU relative to its argument: 2^-19.38 of the polynomial that gives the odds on a GPU, and
-2^-21.5 of rounding them, an exponential, a sum, a reciprocal and a product."""
+_GELU: Final = 2.0**-20
+"""Error of `int8_gelu`'s GELU relative to its argument: 2^-21.7 of the polynomial whose exponential a GPU takes, and
+2^-21 of rounding it, the exponential and a sum."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -248,7 +248,7 @@ def assert_quantized(
 def assert_gelu(codes: Tensor, scales: Tensor, x: Tensor, x_s: Tensor, size: int, *, label: object = "") -> float:
     """Asserts that `int8_gelu(x, x_s, size)` is right, and returns the largest ratio.
 
-    v = x * s is rounded once, which GELU multiplies by up to 1.13, and GELU itself is within 2^-19 |v|.
+    v = x * s is rounded once, which GELU multiplies by up to 1.13, and GELU itself is within 2^-20 |v|.
     """
     k = x.shape[-1]
     v = x.reshape(-1, k).double() * x_s.reshape(-1, x_s.shape[-1]).double().repeat_interleave(size, 1)[:, :k]
