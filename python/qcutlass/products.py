@@ -155,7 +155,8 @@ def gemm_fp8(
 
     `sum[m, n] = sum over k of a[m, k] * w[n, k]` in fp32, on H100 and H200 of sums of 128 k that have some 14 bits (the
     others' kernels, `tactic="w8a8_e4m3_sm89_..."`, have fp32 throughout, and take up to four times as long there); what
-    follows is computed in fp32 from left to right, then rounded once. NaN propagates. The formats are those of Micikevicius et al., "FP8 formats for deep learning" (2022).
+    follows is computed in fp32 from left to right, then rounded once. NaN propagates. The formats are those of
+    Micikevicius et al., "FP8 formats for deep learning" (2022).
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., K]`, M rows in all. Unit stride along K avoids a copy.
