@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from tests.python.blockwise import ACTIVATIONS, FLOATS, SIZES, multiply, multiply_quantized, pack, splits_of
 from tests.python.quantizer_model import Quantized, activations, assert_same
+from tests.python.running import SLEEP, Run, captured, check_on_streams, check_rewritten_operands
 from torch import Tensor
 
 import qcutlass
@@ -22,7 +22,6 @@ from qcutlass.testing import BlockwiseCase, BlockwiseProblem
 pytestmark = pytest.mark.gpu
 
 ROWS = [*range(1, 18), 33, 64, 65, 127, 128, 129, 257, 512]
-SLEEP = 20_000_000  # clock cycles: some 10 ms
 OPERANDS = ("a", "a_s", "b_s", "bias")
 
 
@@ -39,6 +38,17 @@ def product(p: BlockwiseProblem, out_size: int | None, b: Tensor | None = None, 
     if out_size is None:
         return (multiply(p, b, **forced),)
     return multiply_quantized(p, out_size, b, **forced)
+
+
+def product_of(p: BlockwiseProblem) -> tuple[dict[str, Tensor], Run]:
+    """Every operand in memory by its name, and the product of operands of such names."""
+    operands = {name: getattr(p, name) for name in OPERANDS} | {"b": pack(p)}
+
+    def run(**tensors: Any) -> Tensor:
+        given = operands | tensors
+        return blockwise.int8_addmm(given.pop("a"), given.pop("a_s"), given.pop("b"), given.pop("b_s"), **given)
+
+    return operands, run
 
 
 def assert_correct(
@@ -158,43 +168,14 @@ def test_repeats_bit_for_bit(quantized: bool, seed: int, ledger: Any) -> None:
         assert served > 0
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("last", ["b", "a_s", "b_s", "bias", "a"])
 @pytest.mark.parametrize("m", [1, 16, 48, 300])
 def test_operands_written_by_the_kernel_just_before(
-    m: int, last: str, captured: bool, seeds: Iterator[int], ledger: Any
+    m: int, last: str, in_graph: bool, seeds: Iterator[int], ledger: Any
 ) -> None:
-    """Kernels may read weights and their scales before the kernel in front of them has ended; none sees old ones."""
-    case = BlockwiseCase(m, 2048, 2048, bias=True)
-    problems = [case.exact(device="cuda", seed=next(seeds)) for _ in range(2)]
-    contents = [{name: getattr(p, name) for name in OPERANDS} | {"b": pack(p)} for p, _ in problems]
-    operands = {name: torch.empty_like(t) for name, t in contents[0].items()}
-    outs = [torch.empty_like(expected) for _, expected in problems]
-    order = [*(name for name in operands if name != last), last]
-
-    def run(given: dict[str, Tensor], **more: Any) -> Tensor:
-        return blockwise.int8_addmm(*(given[name] for name in ("a", "a_s", "b", "b_s", "bias")), **more)
-
-    run(contents[0], out=outs[0])  # warm
-
-    def rewrite_and_multiply() -> None:
-        for content, out in zip(contents, outs, strict=True):
-            for name in order:
-                operands[name].copy_(content[name])
-            run(operands, out=out)
-
-    replay: Callable[[], None] = rewrite_and_multiply
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            rewrite_and_multiply()
-        replay = graph.replay
-    for _ in range(30):
-        for out in outs:
-            out.fill_(torch.nan)
-        replay()
-        for out, (problem, expected) in zip(outs, problems, strict=True):
-            ledger.equal(out, expected, f"{last}: {problem}")
+    problems = [BlockwiseCase(m, 2048, 2048, bias=True).exact(device="cuda", seed=next(seeds)) for _ in range(2)]
+    check_rewritten_operands(problems, product_of, last, in_graph, 30, ledger)
 
 
 @pytest.mark.parametrize("m", [1, 16, 77, 512])
@@ -204,7 +185,6 @@ def test_graph_capture_and_replay_with_new_contents(m: int, seeds: Iterator[int]
     p = case.random(device="cuda", seed=next(seeds))
     b = pack(p)
     x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
-    results: list[Tensor] = []
 
     def run() -> list[Tensor]:
         x_q, x_s = blockwise.act_quant(x)
@@ -215,9 +195,7 @@ def test_graph_capture_and_replay_with_new_contents(m: int, seeds: Iterator[int]
         w_q, w_s = blockwise.weight_quant(x)
         return [x_q, x_s, out, *hidden, *gelu, plain, w_q, w_s, blockwise.act_dequant(*gelu)]
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # nothing of this shape has run before: capture must need no warm-up
-        results = run()
+    results, replay = captured(run)  # nothing of this shape has run before: capture must need no warm-up
     for _ in range(3):
         new = case.random(device="cuda", seed=next(seeds))
         for name in ("b", "b_s", "bias"):
@@ -226,7 +204,7 @@ def test_graph_capture_and_replay_with_new_contents(m: int, seeds: Iterator[int]
         x.copy_(torch.randn(m, 1024, device="cuda"))
         for result in results:
             result.view(torch.uint8).fill_(0x7F)
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
         for result, expected in zip(results, run(), strict=True):
             ledger.equal(result, expected, new)
@@ -259,29 +237,9 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
         for _ in range(10):
             size = (choose.choice([1, 8, 40, 200]), choose.randrange(64, 900), choose.randrange(64, 3000))
             problem, expected = BlockwiseCase(*size, bias=True).exact(device="cuda", seed=next(seeds))
-            jobs.append((problem, expected, pack(problem)))
+            jobs.append((problem, expected, product_of(problem)[1]))
         work.append(jobs)
-    torch.cuda.synchronize()
-    failures: list[BaseException] = []
-    start = threading.Barrier(2)
-
-    def loop(jobs: list[tuple[BlockwiseProblem, Tensor, Tensor]]) -> None:
-        try:
-            start.wait()
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(15):
-                    outs = [multiply(p, b) for p, _, b in jobs]
-                    for (p, expected, _), out in zip(jobs, outs, strict=True):
-                        ledger.equal(out, expected, p)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=loop, args=(jobs,)) for jobs in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    check_on_streams(work, 15, ledger)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

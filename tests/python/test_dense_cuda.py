@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.running import captured, in_threads
 from torch import Tensor
 
 import qcutlass
@@ -120,9 +121,7 @@ def test_graph_capture_and_replay_with_new_contents(epilogue: str, seeds: Iterat
     operands = (problem.a, weights, problem.scales, problem.zeros)
     torch.mm(problem.a, problem.a.T)  # cuBLAS itself cannot start under capture
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = qcutlass.gemm(*operands, tactic=tactic(case), **problem.keywords)
+    out, replay = captured(lambda: qcutlass.gemm(*operands, tactic=tactic(case), **problem.keywords))
     for _ in range(3):
         new, expected = case.exact(device="cuda", seed=next(seeds))
         for name in ("a", "scales", "zeros", "bias", "act_scale", "perm"):
@@ -130,7 +129,7 @@ def test_graph_capture_and_replay_with_new_contents(epilogue: str, seeds: Iterat
                 getattr(problem, name).copy_(getattr(new, name))
         weights.copy_(qcutlass.preprocess_weights(new.codes, bits=4))
         out.fill_(torch.nan)
-        graph.replay()
+        replay()
         ledger.equal(out, expected, new)
 
 
@@ -195,24 +194,15 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
     work = [case.exact(device="cuda", seed=next(seeds)) for _ in range(2)]
     before = _dense._get_flag(FLAGS[torch.float16])
     torch.cuda.synchronize()
-    failures: list[BaseException] = []
 
     def loop(problem: testing.Problem, expected: Tensor) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                weights = qcutlass.preprocess_weights(problem.codes, bits=4)
-                for _ in range(20):
-                    out = qcutlass.gemm(
-                        problem.a, weights, problem.scales, problem.zeros, tactic=tactic(case), **problem.keywords
-                    )
-                    ledger.equal(out, expected, problem)
-        except BaseException as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            weights = qcutlass.preprocess_weights(problem.codes, bits=4)
+            for _ in range(20):
+                out = qcutlass.gemm(
+                    problem.a, weights, problem.scales, problem.zeros, tactic=tactic(case), **problem.keywords
+                )
+                ledger.equal(out, expected, problem)
 
-    threads = [threading.Thread(target=loop, args=job) for job in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(loop, work)
     assert _dense._get_flag(FLAGS[torch.float16]) == before

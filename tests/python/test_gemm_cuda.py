@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.running import VIEWS, misaligned, view_of
 from torch import Tensor
 
 import qcutlass
@@ -222,17 +223,10 @@ def test_layers(
         ledger.equal(multiply(problem), expected, problem)
 
 
-@pytest.mark.parametrize("view", ["every second row", "every second column", "transposed", "one row for all", "batch"])
+@pytest.mark.parametrize("view", VIEWS)
 def test_views_of_activations(view: str, multiply: Multiply, seed: int, reference: Expect, ledger: Any) -> None:
     p = testing.random_problem(24, 72, 128, device="cuda", seed=seed)
-    a = {
-        "every second row": p.a.repeat_interleave(2, dim=0)[::2],
-        "every second column": p.a.repeat_interleave(2, dim=1)[:, ::2],
-        "transposed": p.a.T.contiguous().T,
-        "one row for all": p.a[:1].expand(24, 128),
-        "batch": p.a.reshape(4, 6, 128).transpose(0, 1),
-    }[view]
-    problem = replace(p, a=a)
+    problem = replace(p, a=view_of(p.a, view))
     ledger.close(multiply(problem), reference(problem), f"{view}: {problem}")
 
 
@@ -240,13 +234,10 @@ def test_views_of_activations(view: str, multiply: Multiply, seed: int, referenc
 def test_misaligned_packed_weights(offset: int, seed: int, ledger: Any) -> None:
     for m in (1, 40, 200):
         problem, expected = testing.exact_problem(m, 100, 200, group_size=32, device="cuda", seed=seed + m)
-        packed = qcutlass.preprocess_weights(problem.codes, bits=4)
-        shifted = torch.zeros(packed.numel() + offset, dtype=torch.uint8, device="cuda")[offset:].view(packed.shape)
-        shifted.copy_(packed)
         assert problem.zeros is not None
-        zeros = torch.zeros(problem.zeros.numel() + offset, dtype=torch.uint8, device="cuda")[offset:]
-        zeros = zeros.view(problem.zeros.shape).copy_(problem.zeros)
-        out = qcutlass.gemm(problem.a, shifted, problem.scales, zeros, **problem.keywords)
+        weights, zeros = qcutlass.preprocess_weights(problem.codes, bits=4), problem.zeros
+        weights, zeros = misaligned(weights, offset), misaligned(zeros, offset)
+        out = qcutlass.gemm(problem.a, weights, problem.scales, zeros, **problem.keywords)
         ledger.equal(out, expected, problem)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.python.running import in_threads
 from torch import Tensor
 
 import qcutlass
@@ -299,23 +299,14 @@ def test_new_tuned_plans_have_everything_planned_anew() -> None:
 def test_threads_share_what_is_remembered() -> None:
     work = [arguments(m=m) | {"a": torch.randn(m, K).half()} for m in (1, 1, 4, 4)]
     expected = [fresh(values) for values in work]
-    failures: list[BaseException] = []
 
     def loop(index: int) -> None:
-        try:
-            for step in range(300):
-                if step % 100 == index * 10:
-                    _launch.forget()
-                testing.assert_equal(qcutlass.gemm(**work[index]), expected[index])
-        except BaseException as error:
-            failures.append(error)
+        for step in range(300):
+            if step % 100 == index * 10:
+                _launch.forget()
+            testing.assert_equal(qcutlass.gemm(**work[index]), expected[index])
 
-    threads = [threading.Thread(target=loop, args=(index,)) for index in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(loop, [(index,) for index in range(len(work))])
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.python.running import (
+    SLEEP,
+    Run,
+    check_beside_a_busy_stream,
+    check_new_contents,
+    check_on_streams,
+    check_replays,
+    check_rewritten_operands,
+)
 from torch import Tensor
 
 import qcutlass
@@ -21,11 +29,22 @@ pytestmark = pytest.mark.gpu
 
 Multiply = Callable[..., Tensor]
 Expect = Callable[..., testing.Reference]
-SLEEP = 20_000_000  # clock cycles: some 10 ms
+OPERANDS = ("a", "zeros", "scales", "bias", "act_scale", "perm")
 
 
 def packed(problem: testing.Problem) -> Tensor:
     return qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
+
+
+def product_of(p: testing.Problem) -> tuple[dict[str, Tensor], Run]:
+    """Every operand in memory by its name, and the product of operands of such names."""
+    operands = {name: getattr(p, name) for name in OPERANDS if getattr(p, name) is not None} | {"w": packed(p)}
+
+    def run(**tensors: Any) -> Tensor:
+        given = {"zeros": None} | p.keywords | operands | tensors
+        return qcutlass.gemm(given.pop("a"), given.pop("w"), given.pop("scales"), given.pop("zeros"), **given)
+
+    return operands, run
 
 
 def needs_memory(gigabytes: float) -> None:
@@ -49,36 +68,11 @@ def test_runs_on_the_current_stream(m: int, seed: int, ledger: Any) -> None:
     ledger.equal(out, expected, problem)
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("m", [1, 16, 48])
-def test_weights_written_by_the_kernel_just_before(m: int, captured: bool, seeds: Iterator[int], ledger: Any) -> None:
-    """Kernels load weights before the kernel that precedes them in the stream has ended; none may see the old ones."""
+def test_weights_written_by_the_kernel_just_before(m: int, in_graph: bool, seeds: Iterator[int], ledger: Any) -> None:
     problems = [testing.exact_problem(m, 4096, 4096, device="cuda", seed=next(seeds)) for _ in range(2)]
-    contents = [(packed(p), p.scales, p.zeros) for p, _ in problems]
-    inputs = [p.a for p, _ in problems]
-    a, operands = torch.empty_like(inputs[0]), [torch.empty_like(t) for t in contents[0]]
-    outs = [torch.empty_like(expected) for _, expected in problems]
-    qcutlass.gemm(inputs[0], *contents[0], out=outs[0])  # warm
-
-    def rewrite_and_multiply() -> None:
-        for content, new_a, out in zip(contents, inputs, outs, strict=True):
-            a.copy_(new_a)
-            for operand, tensor in zip(reversed(operands), reversed(content), strict=True):  # the codes last
-                operand.copy_(tensor)
-            qcutlass.gemm(a, *operands, out=out)
-
-    replay: Callable[[], None] = rewrite_and_multiply
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            rewrite_and_multiply()
-        replay = graph.replay
-    for _ in range(200):
-        for out in outs:
-            out.fill_(torch.nan)
-        replay()
-        for out, (problem, expected) in zip(outs, problems, strict=True):
-            ledger.equal(out, expected, problem)
+    check_rewritten_operands(problems, product_of, "w", in_graph, 200, ledger)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +80,7 @@ def test_weights_written_by_the_kernel_just_before(m: int, captured: bool, seeds
 )
 def test_a_thousand_repetitions_beside_a_busy_stream(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
     problem = testing.random_problem(m, n, k, device="cuda", seed=seed)
-    weights = packed(problem)
-    operands = (problem.a, weights, problem.scales, problem.zeros)
-    first = qcutlass.gemm(*operands)
-    busy, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
-    outs = first.new_empty(50, *first.shape)
-    for round_ in range(20):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(busy):
-            for _ in range(round_ * 3):  # from an idle neighbour to one that outlasts the round
-                torch.mm(matrix, matrix)
-        for out in outs.fill_(torch.nan):
-            qcutlass.gemm(*operands, out=out)
-        torch.cuda.synchronize()
-        ledger.equal(outs, first.expand_as(outs), problem)
+    check_beside_a_busy_stream(product_of(problem)[1], 20, problem, ledger)
 
 
 def test_packs_on_the_current_stream(seed: int, ledger: Any) -> None:
@@ -124,34 +105,12 @@ def test_packs_on_the_current_stream(seed: int, ledger: Any) -> None:
 @pytest.mark.parametrize("m", [1, 16, 77, 512])
 def test_graph_capture_and_replay_with_new_contents(m: int, bits: int, seeds: Iterator[int], ledger: Any) -> None:
     case = testing.Case(m, 520, 2048, bits=bits, bias=True, act_scale=True, perm=True, activation="relu")
-    problem, _ = case.exact(device="cuda", seed=next(seeds))
-    weights, box = packed(problem), testing.Poisoned((m, 520), torch.float16, "cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # nothing of this shape has run before: capture must need no warm-up
-        qcutlass.gemm(problem.a, weights, problem.scales, problem.zeros, out=box.tensor, **problem.keywords)
-    assert box.is_untouched()
-    for _ in range(3):
-        new, expected = case.exact(device="cuda", seed=next(seeds))
-        for name in ("a", "scales", "zeros", "bias", "act_scale", "perm"):
-            getattr(problem, name).copy_(getattr(new, name))
-        weights.copy_(packed(new))
-        box.tensor.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        ledger.equal(box.tensor, expected, new)
-        box.check(new)
+    check_new_contents(case, product_of, seeds, ledger)
 
 
-def test_a_captured_graph_replays_bit_for_bit(seed: int, multiply: Multiply, ledger: Any) -> None:
+def test_a_captured_graph_replays_bit_for_bit(seed: int, ledger: Any) -> None:
     problem = testing.random_problem(16, 256, 8192, device="cuda", seed=seed)  # few channels, long k: split-K
-    eager = multiply(problem)
-    weights, graph = packed(problem), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [qcutlass.gemm(problem.a, weights, problem.scales, problem.zeros) for _ in range(8)]
-    for _ in range(20):
-        graph.replay()
-        for out in outs:
-            ledger.equal(out, eager, problem)
+    check_replays(product_of(problem)[1], problem, ledger)
 
 
 def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
@@ -162,28 +121,8 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
             (choose.choice([1, 8, 40, 200]), choose.randrange(64, 900), choose.randrange(64, 5000)) for _ in range(12)
         ]
         problems = [testing.exact_problem(m, n, k, group_size=64, device="cuda", seed=next(seeds)) for m, n, k in sizes]
-        work.append([(problem, expected, packed(problem)) for problem, expected in problems])
-    torch.cuda.synchronize()
-    failures: list[BaseException] = []
-    start = threading.Barrier(2)
-
-    def loop(jobs: list[tuple[testing.Problem, Tensor, Tensor]]) -> None:
-        try:
-            start.wait()
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(20):
-                    outs = [qcutlass.gemm(p.a, w, p.scales, p.zeros, **p.keywords) for p, _, w in jobs]
-                    for (p, expected, _), out in zip(jobs, outs, strict=True):
-                        ledger.equal(out, expected, p)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=loop, args=(jobs,)) for jobs in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+        work.append([(problem, expected, product_of(problem)[1]) for problem, expected in problems])
+    check_on_streams(work, 20, ledger)
 
 
 def test_second_device_while_the_first_is_current(seed: int, ledger: Any) -> None:

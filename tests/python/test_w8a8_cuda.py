@@ -20,6 +20,7 @@ from tests.python.eight_bit import (
     needs_instructions,
     pack,
 )
+from tests.python.running import VIEWS, misaligned, view_of
 from torch import Tensor
 
 import qcutlass
@@ -211,18 +212,11 @@ def test_layers(dtype: torch.dtype, n: int, k: int, m: int, seeds: Iterator[int]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("view", ["every second row", "every second column", "transposed", "one row for all", "batch"])
+@pytest.mark.parametrize("view", VIEWS)
 def test_views_of_activations(view: str, dtype: torch.dtype, seed: int, ledger: Any) -> None:
     needs_instructions(dtype)
     p = EightBitCase(24, 72, 128, dtype, a_scale="one").random(device="cuda", seed=seed)
-    a = {
-        "every second row": p.a.repeat_interleave(2, dim=0)[::2],
-        "every second column": p.a.repeat_interleave(2, dim=1)[:, ::2],
-        "transposed": p.a.T.contiguous().T,
-        "one row for all": p.a[:1].expand(24, 128),
-        "batch": p.a.reshape(4, 6, 128).transpose(0, 1),
-    }[view]
-    problem = replace(p, a=a)
+    problem = replace(p, a=view_of(p.a, view))
     assert_correct(multiply(problem), problem, ledger, view)
 
 
@@ -245,14 +239,11 @@ def test_misaligned_packed_weights(offset: int, dtype: torch.dtype, seed: int, l
     needs_instructions(dtype)
     for m in (1, 40, 200):
         problem, expected = EightBitCase(m, 100, 200, dtype).exact(device="cuda", seed=seed + m)
-        packed = pack(problem)
-        shifted = torch.zeros(packed.numel() + offset, dtype=torch.uint8, device="cuda")[offset:]
-        shifted = shifted.view(packed.dtype).view(packed.shape)
-        shifted.copy_(packed)
+        packed = misaligned(pack(problem), offset)
         function = qcutlass.gemm_w8a8 if dtype == torch.int8 else qcutlass.gemm_fp8
         assert problem.a_scale is not None
         assert problem.w_scale is not None
-        out = function(problem.a, shifted, problem.a_scale, problem.w_scale, **problem.keywords)
+        out = function(problem.a, packed, problem.a_scale, problem.w_scale, **problem.keywords)
         ledger.equal(out, expected, problem)
 
 

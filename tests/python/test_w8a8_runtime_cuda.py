@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,16 +10,23 @@ from typing import Any
 import pytest
 import torch
 from tests.python.eight_bit import multiply, needs_instructions, pack
+from tests.python.running import (
+    SLEEP,
+    captured,
+    check_beside_a_busy_stream,
+    check_new_contents,
+    check_on_streams,
+    check_replays,
+    check_rewritten_operands,
+)
 from torch import Tensor
 
 import qcutlass
-from qcutlass import testing
 from qcutlass.testing import EightBitCase, EightBitProblem
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
-SLEEP = 20_000_000  # clock cycles: some 10 ms
 OPERANDS = ("a", "a_scale", "w_scale", "azp", "bias")
 
 
@@ -63,41 +69,14 @@ def test_runs_on_the_current_stream(m: int, dtype: torch.dtype, seed: int, ledge
 
 
 @pytest.mark.parametrize("last", ["w", "a_scale", "azp", "w_scale", "w_sums", "bias", "a"])
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("m", [1, 16, 48])
 def test_operands_written_by_the_kernel_just_before(
-    m: int, captured: bool, last: str, seeds: Iterator[int], ledger: Any
+    m: int, in_graph: bool, last: str, seeds: Iterator[int], ledger: Any
 ) -> None:
-    """Kernels load weights before the kernel that precedes them in the stream has ended; none may see old operands.
-
-    Scales and zero points of activations are always new: the kernel just before is the one that quantises.
-    """
+    """Scales and zero points of activations are always new: the kernel just before is the one that quantises."""
     problems = [case_of(m, 2048, 2048, torch.int8).exact(device="cuda", seed=next(seeds)) for _ in range(2)]
-    contents = [product_of(p)[0] for p, _ in problems]
-    run = product_of(problems[0][0])[1]
-    operands = {name: torch.empty_like(t) for name, t in contents[0].items()}
-    outs = [torch.empty_like(expected) for _, expected in problems]
-    run(**contents[0], out=outs[0])  # warm
-    order = [*(name for name in operands if name != last), last]
-
-    def rewrite_and_multiply() -> None:
-        for content, out in zip(contents, outs, strict=True):
-            for name in order:
-                operands[name].copy_(content[name])
-            run(**operands, out=out)
-
-    replay: Callable[[], None] = rewrite_and_multiply
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            rewrite_and_multiply()
-        replay = graph.replay
-    for _ in range(50):
-        for out in outs:
-            out.fill_(torch.nan)
-        replay()
-        for out, (problem, expected) in zip(outs, problems, strict=True):
-            ledger.equal(out, expected, f"{last}: {problem}")
+    check_rewritten_operands(problems, product_of, last, in_graph, 50, ledger)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,22 +86,7 @@ def test_graph_capture_and_replay_with_new_contents(
 ) -> None:
     needs_instructions(dtype)
     case = replace(case_of(m, 520, 2048, dtype), activation="relu")
-    problem, _ = case.exact(device="cuda", seed=next(seeds))
-    operands, run = product_of(problem)
-    box = testing.Poisoned((m, 520), case.out_dtype, "cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # nothing of this shape has run before: capture must need no warm-up
-        run(out=box.tensor)
-    assert box.is_untouched()
-    for _ in range(3):
-        new, expected = case.exact(device="cuda", seed=next(seeds))
-        for name, tensor in product_of(new)[0].items():
-            operands[name].copy_(tensor)
-        box.tensor.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        ledger.equal(box.tensor, expected, new)
-        box.check(new)
+    check_new_contents(case, product_of, seeds, ledger)
 
 
 def test_what_is_computed_at_each_call_is_captured_too(seeds: Iterator[int], ledger: Any) -> None:
@@ -132,16 +96,14 @@ def test_what_is_computed_at_each_call_is_captured_too(seeds: Iterator[int], led
     problems = [case.exact(device="cuda", seed=next(seeds))[0] for case in cases]
     (of_int8, int8), (of_fp8, fp8) = (product_of(p) for p in problems)
     plain = problems[1].w.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [int8(w_sums=None), fp8(w=plain)]
+    outs, replay = captured(lambda: [int8(w_sums=None), fp8(w=plain)])
     for _ in range(3):
         (new_int8, expected), (new_fp8, expected_fp8) = (c.exact(device="cuda", seed=next(seeds)) for c in cases)
         for target, new in ((of_int8, new_int8), (of_fp8, new_fp8)):
             for name, tensor in product_of(new)[0].items():
                 target[name].copy_(tensor)
         plain.copy_(new_fp8.w)
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
         ledger.equal(outs[0], expected, new_int8)
         ledger.equal(outs[1], expected_fp8, new_fp8)
@@ -151,32 +113,13 @@ def test_what_is_computed_at_each_call_is_captured_too(seeds: Iterator[int], led
 def test_a_captured_graph_replays_bit_for_bit(dtype: torch.dtype, seed: int, ledger: Any) -> None:
     needs_instructions(dtype)
     problem = case_of(16, 256, 8192, dtype).random(device="cuda", seed=seed)  # few channels, long k: split-K
-    run, graph = product_of(problem)[1], torch.cuda.CUDAGraph()
-    eager = run()
-    with torch.cuda.graph(graph):
-        outs = [run() for _ in range(8)]
-    for _ in range(20):
-        graph.replay()
-        for out in outs:
-            ledger.equal(out, eager, problem)
+    check_replays(product_of(problem)[1], problem, ledger)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 4096, 14336), (64, 4096, 4096), (256, 4096, 4096)])
 def test_many_repetitions_beside_a_busy_stream(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
     problem = case_of(m, n, k, torch.int8).random(device="cuda", seed=seed)
-    run = product_of(problem)[1]
-    first = run()
-    busy, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
-    outs = first.new_empty(50, *first.shape)
-    for round_ in range(10):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(busy):
-            for _ in range(round_ * 3):  # from an idle neighbour to one that outlasts the round
-                torch.mm(matrix, matrix)
-        for out in outs.fill_(torch.nan):
-            run(out=out)
-        torch.cuda.synchronize()
-        ledger.equal(outs, first.expand_as(outs), problem)
+    check_beside_a_busy_stream(product_of(problem)[1], 10, problem, ledger)
 
 
 def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
@@ -189,27 +132,7 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
         ]
         problems = [case_of(*size, choose.choice(dtypes)).exact(device="cuda", seed=next(seeds)) for size in sizes]
         work.append([(problem, expected, product_of(problem)[1]) for problem, expected in problems])
-    torch.cuda.synchronize()
-    failures: list[BaseException] = []
-    start = threading.Barrier(2)
-
-    def loop(jobs: list[tuple[EightBitProblem, Tensor, Callable[..., Tensor]]]) -> None:
-        try:
-            start.wait()
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(20):
-                    outs = [run() for _, _, run in jobs]
-                    for (p, expected, _), out in zip(jobs, outs, strict=True):
-                        ledger.equal(out, expected, p)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=loop, args=(jobs,)) for jobs in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    check_on_streams(work, 20, ledger)
 
 
 def test_second_device_while_the_first_is_current(seed: int, ledger: Any) -> None:
