@@ -46,7 +46,7 @@ def in_threads(loop: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> No
             pass
 
 
-def check_on_streams(work: Sequence[Sequence[Job]], times: int, ledger: Any) -> None:
+def assert_right_on_streams(work: Sequence[Sequence[Job]], times: int, ledger: Any) -> None:
     """Each list of jobs on a stream and in a thread of its own."""
 
     def loop(*jobs: Job) -> None:
@@ -60,7 +60,7 @@ def check_on_streams(work: Sequence[Sequence[Job]], times: int, ledger: Any) -> 
     in_threads(loop, [tuple(jobs) for jobs in work])
 
 
-def check_rewritten_operands(
+def assert_reads_what_was_just_written(
     problems: Sequence[tuple[Any, Tensor]], product_of: ProductOf, last: str, in_graph: bool, times: int, ledger: Any
 ) -> None:
     """Kernels load weights before the kernel that precedes them in the stream has ended; none may see old operands.
@@ -91,7 +91,7 @@ def check_rewritten_operands(
             ledger.equal(out, expected, f"{last}: {problem}")
 
 
-def check_new_contents(case: Any, product_of: ProductOf, seeds: Iterator[int], ledger: Any) -> None:
+def assert_replays_read_new_contents(case: Any, product_of: ProductOf, seeds: Iterator[int], ledger: Any) -> None:
     """A captured product reads what its operands hold when it is replayed, and needs no warm-up."""
     problem, expected = case.exact(device="cuda", seed=next(seeds))
     operands, run = product_of(problem)
@@ -109,7 +109,7 @@ def check_new_contents(case: Any, product_of: ProductOf, seeds: Iterator[int], l
         box.check(new)
 
 
-def check_replays(run: Run, problem: object, ledger: Any) -> None:
+def assert_replays_repeat(run: Run, problem: object, ledger: Any) -> None:
     """A graph repeats bit for bit what eager calls compute, in products that follow one another too."""
     eager = run()
     outs, replay = captured(lambda: [run() for _ in range(8)])
@@ -119,7 +119,7 @@ def check_replays(run: Run, problem: object, ledger: Any) -> None:
             ledger.equal(out, eager, problem)
 
 
-def check_beside_a_busy_stream(run: Run, rounds: int, problem: object, ledger: Any) -> None:
+def assert_repeats_beside_a_busy_stream(run: Run, rounds: int, problem: object, ledger: Any) -> None:
     """50 repetitions a round, bit for bit, beside a neighbour that is idle at first and outlasts the round at last."""
     first = run()
     busy, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.float16, device="cuda")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.python.blockwise import ACTIVATIONS, FLOATS, SIZES, multiply, multiply_quantized, pack, splits_of
 from tests.python.quantizer_model import Quantized, activations, assert_same
-from tests.python.running import SLEEP, Run, captured, check_on_streams, check_rewritten_operands
+from tests.python.running import SLEEP, Run, assert_reads_what_was_just_written, assert_right_on_streams, captured
 from torch import Tensor
 
 import qcutlass
@@ -175,7 +175,7 @@ def test_operands_written_by_the_kernel_just_before(
     m: int, last: str, in_graph: bool, seeds: Iterator[int], ledger: Any
 ) -> None:
     problems = [BlockwiseCase(m, 2048, 2048, bias=True).exact(device="cuda", seed=next(seeds)) for _ in range(2)]
-    check_rewritten_operands(problems, product_of, last, in_graph, 30, ledger)
+    assert_reads_what_was_just_written(problems, product_of, last, in_graph, 30, ledger)
 
 
 @pytest.mark.parametrize("m", [1, 16, 77, 512])
@@ -239,7 +239,7 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
             problem, expected = BlockwiseCase(*size, bias=True).exact(device="cuda", seed=next(seeds))
             jobs.append((problem, expected, product_of(problem)[1]))
         work.append(jobs)
-    check_on_streams(work, 15, ledger)
+    assert_right_on_streams(work, 15, ledger)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -13,11 +13,11 @@ import torch
 from tests.python.running import (
     SLEEP,
     Run,
-    check_beside_a_busy_stream,
-    check_new_contents,
-    check_on_streams,
-    check_replays,
-    check_rewritten_operands,
+    assert_reads_what_was_just_written,
+    assert_repeats_beside_a_busy_stream,
+    assert_replays_read_new_contents,
+    assert_replays_repeat,
+    assert_right_on_streams,
 )
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def test_runs_on_the_current_stream(m: int, seed: int, ledger: Any) -> None:
 @pytest.mark.parametrize("m", [1, 16, 48])
 def test_weights_written_by_the_kernel_just_before(m: int, in_graph: bool, seeds: Iterator[int], ledger: Any) -> None:
     problems = [testing.exact_problem(m, 4096, 4096, device="cuda", seed=next(seeds)) for _ in range(2)]
-    check_rewritten_operands(problems, product_of, "w", in_graph, 200, ledger)
+    assert_reads_what_was_just_written(problems, product_of, "w", in_graph, 200, ledger)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_weights_written_by_the_kernel_just_before(m: int, in_graph: bool, seeds
 )
 def test_a_thousand_repetitions_beside_a_busy_stream(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
     problem = testing.random_problem(m, n, k, device="cuda", seed=seed)
-    check_beside_a_busy_stream(product_of(problem)[1], 20, problem, ledger)
+    assert_repeats_beside_a_busy_stream(product_of(problem)[1], 20, problem, ledger)
 
 
 def test_packs_on_the_current_stream(seed: int, ledger: Any) -> None:
@@ -105,12 +105,12 @@ def test_packs_on_the_current_stream(seed: int, ledger: Any) -> None:
 @pytest.mark.parametrize("m", [1, 16, 77, 512])
 def test_graph_capture_and_replay_with_new_contents(m: int, bits: int, seeds: Iterator[int], ledger: Any) -> None:
     case = testing.Case(m, 520, 2048, bits=bits, bias=True, act_scale=True, perm=True, activation="relu")
-    check_new_contents(case, product_of, seeds, ledger)
+    assert_replays_read_new_contents(case, product_of, seeds, ledger)
 
 
 def test_a_captured_graph_replays_bit_for_bit(seed: int, ledger: Any) -> None:
     problem = testing.random_problem(16, 256, 8192, device="cuda", seed=seed)  # few channels, long k: split-K
-    check_replays(product_of(problem)[1], problem, ledger)
+    assert_replays_repeat(product_of(problem)[1], problem, ledger)
 
 
 def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
@@ -122,7 +122,7 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
         ]
         problems = [testing.exact_problem(m, n, k, group_size=64, device="cuda", seed=next(seeds)) for m, n, k in sizes]
         work.append([(problem, expected, product_of(problem)[1]) for problem, expected in problems])
-    check_on_streams(work, 20, ledger)
+    assert_right_on_streams(work, 20, ledger)
 
 
 def test_second_device_while_the_first_is_current(seed: int, ledger: Any) -> None:

@@ -12,12 +12,12 @@ import torch
 from tests.python.eight_bit import multiply, needs_instructions, pack
 from tests.python.running import (
     SLEEP,
+    assert_reads_what_was_just_written,
+    assert_repeats_beside_a_busy_stream,
+    assert_replays_read_new_contents,
+    assert_replays_repeat,
+    assert_right_on_streams,
     captured,
-    check_beside_a_busy_stream,
-    check_new_contents,
-    check_on_streams,
-    check_replays,
-    check_rewritten_operands,
 )
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def test_operands_written_by_the_kernel_just_before(
 ) -> None:
     """Scales and zero points of activations are always new: the kernel just before is the one that quantises."""
     problems = [case_of(m, 2048, 2048, torch.int8).exact(device="cuda", seed=next(seeds)) for _ in range(2)]
-    check_rewritten_operands(problems, product_of, last, in_graph, 50, ledger)
+    assert_reads_what_was_just_written(problems, product_of, last, in_graph, 50, ledger)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +86,7 @@ def test_graph_capture_and_replay_with_new_contents(
 ) -> None:
     needs_instructions(dtype)
     case = replace(case_of(m, 520, 2048, dtype), activation="relu")
-    check_new_contents(case, product_of, seeds, ledger)
+    assert_replays_read_new_contents(case, product_of, seeds, ledger)
 
 
 def test_what_is_computed_at_each_call_is_captured_too(seeds: Iterator[int], ledger: Any) -> None:
@@ -113,13 +113,13 @@ def test_what_is_computed_at_each_call_is_captured_too(seeds: Iterator[int], led
 def test_a_captured_graph_replays_bit_for_bit(dtype: torch.dtype, seed: int, ledger: Any) -> None:
     needs_instructions(dtype)
     problem = case_of(16, 256, 8192, dtype).random(device="cuda", seed=seed)  # few channels, long k: split-K
-    check_replays(product_of(problem)[1], problem, ledger)
+    assert_replays_repeat(product_of(problem)[1], problem, ledger)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 4096, 14336), (64, 4096, 4096), (256, 4096, 4096)])
 def test_many_repetitions_beside_a_busy_stream(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
     problem = case_of(m, n, k, torch.int8).random(device="cuda", seed=seed)
-    check_beside_a_busy_stream(product_of(problem)[1], 10, problem, ledger)
+    assert_repeats_beside_a_busy_stream(product_of(problem)[1], 10, problem, ledger)
 
 
 def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
@@ -132,7 +132,7 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
         ]
         problems = [case_of(*size, choose.choice(dtypes)).exact(device="cuda", seed=next(seeds)) for size in sizes]
         work.append([(problem, expected, product_of(problem)[1]) for problem, expected in problems])
-    check_on_streams(work, 20, ledger)
+    assert_right_on_streams(work, 20, ledger)
 
 
 def test_second_device_while_the_first_is_current(seed: int, ledger: Any) -> None:
