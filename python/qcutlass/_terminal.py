@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -30,6 +31,16 @@ class Bits(str, Enum):
 def console(stderr: bool = False) -> Console:
     """One that leaves names as they are: `:x:` is no emoji. What is printed has its brackets escaped."""
     return Console(stderr=stderr, emoji=False)
+
+
+def read_text(option: str, path: Path) -> str:
+    """The text file that an option names; ValueError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path}: expected a text file in UTF-8 ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}") from error
 
 
 def failed(error: object) -> typer.Exit:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from qcutlass import __version__, cli_quantize, formats
 from qcutlass._terminal import USER_ERRORS as _USER_ERRORS
-from qcutlass._terminal import Bits, Device
+from qcutlass._terminal import Bits, Device, read_text
 from qcutlass._terminal import console as _console
 from qcutlass._terminal import failed as _failed
 from qcutlass.errors import UnsupportedError
@@ -379,9 +379,10 @@ def evaluate(
     """Compute the perplexity of a text."""
     console = _console(stderr=True)
     try:
+        words = read_text("--text", text)
         with console.status("loading"):
             model, tokenizer = _load(folder, device, dtype, fuse, threads)
-            ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0][:tokens]
+            ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
         from qcutlass.models.evaluation import perplexity
 
         with Progress(console=console, transient=True) as progress:

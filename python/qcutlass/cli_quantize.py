@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qcutlass._terminal import USER_ERRORS, Bits, Device, console, failed
+from qcutlass._terminal import USER_ERRORS, Bits, Device, console, failed, read_text
 from qcutlass.algorithms.gptq import DAMPING
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers import WeightOnly
@@ -71,7 +71,8 @@ def quantize(
         if chosen.needs_calibration:
             if calibration is None:
                 raise ValueError(f"--calibration: {chosen.name} needs a text file")
-            tokens = open_source(model, "auto", None).tokenizer()(calibration.read_text(encoding="utf-8"))["input_ids"]
+            words = read_text("--calibration", calibration)
+            tokens = open_source(model, "auto", None).tokenizer()(words)["input_ids"]
             ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
             typer.echo(f"calibration: {samples} windows of {seqlen} of {len(tokens)} tokens, seed {seed}", err=True)
         with _bar() as progress:

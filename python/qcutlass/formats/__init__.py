@@ -108,6 +108,9 @@ def load(
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"format: expected 'auto' or one of {', '.join(FORMATS)}, got {format!r}")
     source, found = _open(checkpoint)
+    is_gguf = isinstance(source, gguf.GGUFSource)
+    if format != "auto" and (format == "gguf") != is_gguf:
+        raise CheckpointError(f"format: got {format!r}, but this is {'a' if is_gguf else 'no'} GGUF file; pass 'auto'")
     found = found.updated(config)
     return Checkpoint(source, _detect(source, found) if format == "auto" else FORMATS[format], found)
 

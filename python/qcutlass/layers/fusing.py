@@ -239,7 +239,7 @@ def _obstacle(names: Sequence[str], members: Sequence[nn.Module]) -> str | None:
     layers: list[WeightOnlyLinear] = []
     for name, member in zip(names, members, strict=True):
         if type(member) is not WeightOnlyLinear:
-            return f"{name} is a {type(member).__name__}, not a WeightOnlyLinear"
+            return f"{name}: expected a WeightOnlyLinear, got {type(member).__name__}"
         if member._forward_hooks or member._forward_pre_hooks or "forward" in vars(member):
             return f"{name} has forward hooks"
         if member.w_packed.is_meta:

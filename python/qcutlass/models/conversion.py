@@ -166,6 +166,9 @@ def check_places(source: Path, destination: Path, overwrite: bool) -> None:
     old, new = source.resolve(), destination.resolve()
     if old == new or old in new.parents or new in old.parents:
         raise ValueError(f"destination: expected a folder apart from the source {source}, got {destination}")
+    parent = next(folder for folder in new.parents if folder.exists())
+    if not parent.is_dir():
+        raise FileExistsError(f"{destination}: {parent} is a file, not a folder to make it in")
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise FileExistsError(f"{destination}: expected a folder or nothing, got a file or a link")
     if overwrite and destination.is_dir() and any(destination.iterdir()) and not is_converted(destination):

@@ -29,7 +29,7 @@ from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.loading import from_layer
-from qcutlass.models.converted import QUANTIZATION, ConvertedFolder
+from qcutlass.models.converted import QUANTIZATION, ConvertedFolder, is_converted
 from qcutlass.models.specs import METHOD, LayerSpec, ModelSpec
 
 _DEFAULT: Final = "default"
@@ -233,17 +233,29 @@ def load_model(
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder; a GGUF file is converted first: qcutlass convert")
+    # Both check the headers, with errors that say more than those of transformers.
+    format = METHOD if is_converted(path) and ConvertedFolder(path) else formats.detect(path)
     config = AutoConfig.from_pretrained(path)
-    values = getattr(config, QUANTIZATION, None)
-    if values is None or values.get("quant_method") != METHOD:
-        if formats.detect(path) == "floats":
-            values = None
-        else:
-            config.quantization_config = QcutlassConfig().to_dict()
+    if format == "floats":
+        config.__dict__.pop(QUANTIZATION, None)  # whatever it says
+    elif format != METHOD:
+        config.quantization_config = QcutlassConfig().to_dict()
     where = torch.device(device)
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     elif dtype is None:
         dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.float16
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
-    return model.to(where).eval(), AutoTokenizer.from_pretrained(path)
+    tokenizer = _tokenizer(path)
+    model, report = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    if report["missing_keys"]:  # which transformers fills with random numbers
+        names = sorted(report["missing_keys"])
+        raise CheckpointError(f"{path}: {len(names)} of the model's tensors are absent: {', '.join(names[:4])}")
+    return model.to(where).eval(), tokenizer
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedError(f"{folder}: transformers reads no tokenizer there ({reason})") from error

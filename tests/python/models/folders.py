@@ -123,7 +123,7 @@ class Cuts(ABC):
         return self._stored("compressed", as_compressed, COMPRESSED)
 
     def floats(self) -> _Cut:
-        weights = {name: self.source.layer(name).dequantize(torch.float32).half() for name in self.names}
+        weights = {name: self.weight(name).half() for name in self.names}
         tensors = {**self.rest, **{f"{name}.weight": weight for name, weight in weights.items()}}
         return self._write("floats", tensors, None, weights)
 

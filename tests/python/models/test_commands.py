@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.python.models.folders import RandomCut, SmolCut, random_model
 from typer.testing import CliRunner
 
@@ -42,9 +45,13 @@ def test_convert_and_inspect(tmp_path: Path, seed: int) -> None:
         (("convert", "{source}", "{new}"), "exists; pass overwrite=True"),
         (("convert", "{source}", "{source}", "--overwrite"), "apart from the source"),
         (("convert", "{source}", "{other}", "--from", "magic"), "format: expected 'auto' or one of"),
+        (("convert", "{source}", "{other}", "--from", "gguf"), "got 'gguf', but this is no GGUF file; pass 'auto'"),
+        (("convert", "{source}", "{new}/config.json/deep/er"), "config.json is a file, not a folder to make it in"),
         (("convert", "{absent}", "{other}"), "no such file or folder"),
         (("inspect", "{absent}"), "no such file or folder"),
         (("eval", "{absent}", "--text", "{source}/config.json"), "no such folder"),
+        (("eval", "{new}", "--text", "{absent}"), "absent: No such file"),
+        (("eval", "{new}", "--text", "{new}/model.safetensors"), "expected a text file in UTF-8"),
         (("generate", "{absent}", "--prompt", "x"), "no such folder"),
     ],
 )
@@ -57,6 +64,63 @@ def test_errors_of_users(arguments: tuple[str, ...], message: str, tmp_path: Pat
     assert result.exit_code == 2
     assert message in result.output
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "floats", "converted"])
+def test_a_damaged_model_makes_no_text(kind: str, random_cut: RandomCut, tmp_path: Path) -> None:
+    """What is absent would be random numbers; what is cut off would be told of by others, in other words."""
+    folder = tmp_path / "damaged"
+    if kind == "converted":
+        models.convert(random_cut.gptq().folder, folder)
+    else:
+        shutil.copytree(getattr(random_cut, kind)().folder, folder)
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    norm = "model.layers.1.input_layernorm.weight"
+
+    def message() -> str:
+        result = command("generate", folder, "--prompt", "5 6", "--max-new-tokens", 1)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        return " ".join(str(result.output).split())
+
+    save_file({name: tensor for name, tensor in whole.items() if name != norm}, path)
+    assert f"1 of the model's tensors are absent: {norm}" in message()
+    save_file({name: tensor for name, tensor in whole.items() if "1.mlp.up_proj" not in name}, path)
+    assert "layers.1.mlp.up_proj" in message()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "model.safetensors: not a whole safetensors file" in message()
+    path.unlink()
+    assert "expected .safetensors files" in message()
+    save_file(whole, path)
+    for file in folder.glob("token*"):
+        file.unlink()
+    assert "transformers reads no tokenizer there" in message()
+    (folder / "config.json").write_text("{")
+    assert "config.json: not JSON" in message()
+
+
+def test_a_gpu_that_is_not_there(random_cut: RandomCut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "text.txt").write_text("5 6 7")
+    for words in (("generate", "--prompt", "5"), ("eval", "--text", tmp_path / "text.txt")):
+        result = command(words[0], random_cut.awq().folder, *words[1:], "--device", "cuda")
+        assert result.exit_code == 2
+        assert "torch sees no CUDA device; use --device cpu" in result.output
+
+
+def test_floats_stay_floats_whatever_the_label(random_cut: RandomCut, tmp_path: Path) -> None:
+    folder = tmp_path / "labelled"
+    shutil.copytree(random_cut.floats().folder, folder)
+    expected = command("generate", folder, "--prompt", "5 6", "--max-new-tokens", 3)
+    config = json.loads((folder / "config.json").read_text())
+    for label in ({"quant_method": "gptq", "bits": 4}, {"quant_method": None}):
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": label}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one says that the label lies
+            result = command("generate", folder, "--prompt", "5 6", "--max-new-tokens", 3)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == expected.stdout
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
