@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tests.python.models.folders import RandomCut
 from tests.python.modules import randn
 
 import qcutlass
@@ -169,3 +173,29 @@ def test_other_layers_are_refused() -> None:
         shard(other, 0, 2, "out")
     with pytest.raises(TypeError, match="expected a QuantLinear"):
         shard(torch.nn.Linear(64, 16), 0, 2, "out")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("axis", ["out", "in"])
+@pytest.mark.parametrize("kind", ["awq", "compressed", "w8a8"])
+def test_parts_of_a_checkpoint_go_through_files(kind: str, axis: Any, random_cut: RandomCut, tmp_path: Path) -> None:
+    """As each rank of a server saves its own and loads it again."""
+    folder = getattr(random_cut, kind)().folder
+    for name in (f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")):
+        whole = QuantLinear.from_checkpoint(folder, name)
+        x = randn(3, whole.in_features, seed=1)
+        parts = [shard(whole, rank, 2, axis) for rank in range(2)]
+        for rank, part in enumerate(parts):
+            save_file(part.state_dict(), tmp_path / f"{rank}.safetensors")
+        outs = []
+        for rank, (part, other) in enumerate(zip(parts, reversed(parts), strict=True)):
+            loaded = copy.deepcopy(other)
+            loaded.load_state_dict(load_file(tmp_path / f"{rank}.safetensors"))
+            mine = x if axis == "out" else x[:, rank * part.in_features : (rank + 1) * part.in_features]
+            outs.append(loaded(mine))
+            assert torch.equal(outs[-1], part(mine))
+            assert not torch.equal(outs[-1], other(mine))
+        if axis == "out":
+            assert torch.equal(torch.cat(outs, dim=1), whole(x))
+        else:
+            weights = [models.weights_of(part) for part in parts]
+            assert torch.equal(torch.cat(weights, dim=1), models.weights_of(whole))
