@@ -52,16 +52,8 @@ class BlockwiseCall(NamedTuple):
     split_k: int = 0
 
     @property
-    def weights(self) -> Tensor:
-        return self.b
-
-    @property
     def operands(self) -> tuple[Tensor | None, ...]:
         return self.a, self.b, self.a_s, self.b_s, self.bias, None
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return {"a": self.a, "b": self.b, "a_s": self.a_s, "b_s": self.b_s, "bias": self.bias}
 
     @property
     def options(self) -> tuple[Any, ...]:

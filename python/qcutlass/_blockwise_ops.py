@@ -18,7 +18,7 @@ from qcutlass._blockwise import (
     scales_shape,
 )
 from qcutlass._ops import _register, _register_product
-from qcutlass._validation import ceil_div, check_memory
+from qcutlass._validation import ceil_div, check_memory, tensors_of
 
 Quantized: TypeAlias = tuple[Tensor, Tensor]
 """Codes, and the scales of their blocks."""
@@ -27,7 +27,7 @@ Quantized: TypeAlias = tuple[Tensor, Tensor]
 def multiply_quantized(call: BlockwiseCall) -> Quantized:
     """The product, quantised, and its scales."""
     n = call.check(None).n
-    check_memory(call.tensors)
+    check_memory(tensors_of(call))
     if call.b.dim() == 2:
         call = call._replace(b=_ops.pack(call.b, 8, "int8"), n=n)
     call = QuantizedCall.of(call, _scales(call, n))

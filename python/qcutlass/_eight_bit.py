@@ -67,11 +67,6 @@ class Int8Call(NamedTuple):
         return self.a_q, self.w_packed, self.a_scale, self.w_scale, self.azp, self.w_sums, self.bias
 
     @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        names = ("a_q", "w_packed", "a_scale", "w_scale", "azp", "w_sums", "bias")
-        return dict(zip(names, self.operands, strict=True))
-
-    @property
     def options(self) -> tuple[Any, ...]:
         return self.activation, self.out_dtype, self.tactic, self.n, self.split_k, (type(self.n), type(self.split_k))
 
@@ -108,10 +103,6 @@ class Float8Call(NamedTuple):
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
         return self.a, self.w, self.a_scale, self.w_scale, None, None, self.bias
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return {"a": self.a, "w": self.w, "a_scale": self.a_scale, "w_scale": self.w_scale, "bias": self.bias}
 
     @property
     def options(self) -> tuple[Any, ...]:

@@ -38,6 +38,7 @@ from qcutlass._validation import (
     check_pack,
     check_unpack,
     packed_shape,
+    tensors_of,
 )
 
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
@@ -72,7 +73,7 @@ def is_eager(*values: object) -> bool:
 def multiply(call: Call) -> Tensor:
     """The product in a new tensor."""
     shape, a = call.check(None), call.a
-    check_memory(call.tensors)
+    check_memory(tensors_of(call))
     rows = a.shape[0] if a.dim() == 2 else a.shape[:-1].numel()
     out = a.new_empty((rows, shape.n), dtype=call.out_dtype)
     if out.numel():
@@ -83,7 +84,7 @@ def multiply(call: Call) -> Tensor:
 def multiply_out(call: Call, out: Tensor) -> None:
     """The product in `out`, whose strides are arbitrary."""
     shape = call.check(out)
-    check_memory(call.tensors | {"out": out})
+    check_memory(tensors_of(call) | {"out": out})
     check_out_memory(out, call)
     if not out.numel():
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qcutlass._validation import Call
+from qcutlass._validation import Call, tensors_of
 
 
 def extent(tensor: Tensor) -> int:
@@ -57,9 +57,7 @@ def check_out_memory(out: Tensor, call: Call) -> None:
             f"{list(out.stride())}; pass out.clone()"
         )
     begin, end = _span(out)
-    for name, value in call.tensors.items():
-        if value is None:
-            continue
+    for name, value in tensors_of(call).items():
         other_begin, other_end = _span(value)  # almost always apart: no need to look closer
         if begin < other_end and other_begin < end and overlap(out, value):
             raise ValueError(f"out overlaps {name} in memory: pass a tensor with memory of its own")

@@ -10,7 +10,7 @@ from torch import Tensor
 from qcutlass import _C
 from qcutlass._arguments import DTYPES, as_rows, backend, current_device
 from qcutlass._ops import _register
-from qcutlass._validation import FLOATING, check_device, check_flag, check_memory, check_tensor, shape_of
+from qcutlass._validation import FLOATING, check_device, check_flag, check_memory, check_tensor, shape_of, tensors_of
 
 Quantized: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Codes, scales and zero points; the latter are empty where the call asks for none."""
@@ -32,10 +32,6 @@ class QuantizeCall(NamedTuple):
     scale: Tensor | None = None
     azp: Tensor | None = None
     smooth: Tensor | None = None
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return {"a": self.a, "scale": self.scale, "azp": self.azp, "smooth": self.smooth}
 
     @property
     def has_azp(self) -> bool:
@@ -107,7 +103,7 @@ def _outputs(call: QuantizeCall) -> Quantized:
 def quantize(call: QuantizeCall) -> Quantized:
     """The codes of `a`, with scales and zero points of their own or the given ones."""
     check_quantize(call)
-    check_memory(call.tensors)
+    check_memory(tensors_of(call))
     codes, scale, azp = _outputs(call)
     if scale.numel() == 0:
         return codes, scale, azp

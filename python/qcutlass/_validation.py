@@ -38,8 +38,6 @@ ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
     "silu": _C.Activation.SILU,
 }
 
-_OPERANDS: Final = ("a", "w_packed", "scales", "zeros", "bias", "act_scale", "perm")
-
 
 class Call(Protocol):
     """The arguments of one product, in the order of its operator's schema: what every kind of product has."""
@@ -68,10 +66,6 @@ class Call(Protocol):
         """The tensors, in the order of the extension's `GemmArguments.at` or `at_sums`."""
 
     @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        """The same by name."""
-
-    @property
     def options(self) -> tuple[Any, ...]:
         """All that is no tensor; types beside values where a wrong one may equal a right one, as True and 1.0 do 1."""
 
@@ -79,6 +73,19 @@ class Call(Protocol):
         """Checks every argument but what needs memory addresses."""
 
     def __iter__(self) -> Iterator[Any]: ...
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+class Arguments(Protocol):
+    """Those of a call, in a NamedTuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def tensors_of(call: Arguments) -> dict[str, Tensor]:
+    """The tensors among the arguments of a call, by name."""
+    return {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
 
 
 class GemmCall(NamedTuple):
@@ -104,10 +111,6 @@ class GemmCall(NamedTuple):
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
         return self.a, self.w_packed, self.scales, self.zeros, self.bias, self.act_scale, self.perm
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return dict(zip(_OPERANDS, self.operands, strict=True))
 
     @property
     def options(self) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from qcutlass import _blockwise_ops, _ops
 from qcutlass._blockwise import BlockwiseCall
 from qcutlass._blockwise_ops import Quantized
-from qcutlass._validation import check_inference
+from qcutlass._validation import check_inference, tensors_of
 from qcutlass.products import _multiply
 
 __all__ = [
@@ -334,7 +334,7 @@ def int8_addmm_quant(
         (torch.int8, torch.Size([3, 2]))
     """
     call = BlockwiseCall(a, a_s, b, b_s, bias, activation, torch.int8, n, block_size, out_block_size, tactic, split_k)
-    check_inference(**call.tensors)
+    check_inference(**tensors_of(call))
     if _ops.is_eager(*call):
         return _blockwise_ops.multiply_quantized(call)
     result: Quantized = torch.ops.qcutlass.blockwise_gemm_quant(*call)

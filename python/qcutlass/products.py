@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qcutlass import _launch, _ops
 from qcutlass._eight_bit import Float8Call, Int8Call, check_weight_sums, sums_call
-from qcutlass._validation import Call, GemmCall, check_inference
+from qcutlass._validation import Call, GemmCall, check_inference, tensors_of
 
 
 def gemm(
@@ -226,7 +226,7 @@ def _multiply(name: str, call: Call, out: Tensor | None) -> Tensor:
     if repeated is not None:
         return repeated
     if forward or torch.is_grad_enabled():
-        check_inference(**call.tensors, out=out)
+        check_inference(**tensors_of(call), out=out)
     if out is not None:
         if _ops.is_eager(*call, out):
             _ops.multiply_out(call, out)

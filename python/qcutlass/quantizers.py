@@ -8,11 +8,11 @@ from torch import Tensor
 from qcutlass import _quantizer_ops
 from qcutlass._ops import is_eager
 from qcutlass._quantizer_ops import QuantizeCall, Quantized
-from qcutlass._validation import FLOATING, check_inference, check_matrix, shape_of
+from qcutlass._validation import FLOATING, check_inference, check_matrix, shape_of, tensors_of
 
 
 def _quantize(call: QuantizeCall) -> Quantized:
-    check_inference(**call.tensors)
+    check_inference(**tensors_of(call))
     if is_eager(*call):
         return _quantizer_ops.quantize(call)
     result: Quantized = torch.ops.qcutlass.quantize_8bit(*call)
