@@ -230,24 +230,17 @@ def int8_addmm(
         b: int8 `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
             `preprocess_weights(b, 8, activations="int8")`: the faster way by far for weights that are used again.
         b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
-        bias: float16, bfloat16 or float32 `[N]`.
+        bias, activation, tactic, split_k: as for `qcutlass.gemm`.
         out_dtype: float16, bfloat16 or float32.
-        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         block_size: 32, 64 or 128, of both operands.
         n: N of packed weights. None: that of `bias`, else every channel that was packed, a multiple of 16.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
-        tactic: name of a kernel configuration to use; CUDA only.
-        split_k: number of blocks that share the K extent of an output tile; 0: chosen. CUDA only.
 
     Returns:
         `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
 
     Raises:
-        TypeError: an operand is not a tensor, or not of an allowed type.
-        ValueError: shapes disagree, devices are mixed, the weights were packed for other activations, or `out` shares
-            memory with an operand.
-        RuntimeError: an operand requires grad and grad mode is on; qcutlass is for inference.
-        UnsupportedError: valid, but this build or this GPU has no kernel for it.
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `qcutlass.gemm`.
 
     Example:
         >>> import torch, qcutlass

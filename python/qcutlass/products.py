@@ -102,9 +102,8 @@ def gemm_w8a8(
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`. None with int32
             outputs.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`. None with int32 outputs.
-        bias: float16, bfloat16 or float32 `[N]`.
+        bias, activation, tactic, split_k: as for `gemm`.
         azp: int32, zero points of the activations, shaped as `a_scale` may be.
-        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out_dtype: float16, bfloat16 or float32; or int32: the sums themselves (modulo 2^32), without scales, bias and
             activation.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
@@ -112,18 +111,12 @@ def gemm_w8a8(
             packed, a multiple of 16.
         w_sums: int32 `[N]`, `weight_sums(w_packed)`: needed where `azp` is given, and computed at each call if it is
             not here, which takes about as long again as a product of one row.
-        tactic: name of a kernel configuration to use; CUDA only.
-        split_k: number of blocks that share the K extent of an output tile; 0: chosen. CUDA only.
 
     Returns:
         `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
 
     Raises:
-        TypeError: an operand is not a tensor, or not of an allowed type.
-        ValueError: shapes disagree, devices are mixed, K is too large, the weights were packed for other activations,
-            or `out` shares memory with an operand.
-        RuntimeError: an operand requires grad and grad mode is on; qcutlass is for inference.
-        UnsupportedError: valid, but this build or this GPU has no kernel for it.
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; K is too large.
 
     Example:
         >>> import torch, qcutlass
@@ -164,20 +157,17 @@ def gemm_fp8(
             `[N, K]`, which is packed at each call: pack weights once that are used more often.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`.
-        bias: float16, bfloat16 or float32 `[N]`.
-        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        bias, activation, tactic, split_k: as for `gemm`.
         out_dtype: float16, bfloat16 or float32.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
         n: N. None: that of plain weights; of packed ones what `w_scale` or `bias` of N elements tell, else every
             channel that was packed, a multiple of 16.
-        tactic: name of a kernel configuration to use; CUDA only.
-        split_k: number of blocks that share the K extent of an output tile; 0: chosen. CUDA only.
 
     Returns:
         `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as for `gemm_w8a8`.
+        TypeError, ValueError, RuntimeError: as for `gemm`.
         UnsupportedError: the GPU has no fp8 instructions (they came with compute capability 8.9), or no kernel was
             built for it.
 
