@@ -20,6 +20,7 @@ import qcutlass
 from qcutlass import formats, testing
 from qcutlass.cli import app
 from qcutlass.formats import CanonicalLinear
+from qcutlass.quickstart import default_model
 
 GGUF_TYPES = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0")}
 SHAPE = (48, 96)
@@ -119,6 +120,18 @@ def test_quickstart_on_safetensors(options: tuple[str, ...], safetensors_file: P
     assert result.exit_code == 0, result.output
     assert "passed: 3 of 3 linear layers within bound" in " ".join(result.stdout.split())
     assert "skipped model.layers.0.mlp.counts: I64" in result.stdout
+
+
+def test_quickstart_on_the_file_that_the_environment_names(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QCUTLASS_SMOLLM2", str(gguf_file))
+    assert default_model() == gguf_file
+    result = qcutlass_command("quickstart")
+    assert result.exit_code == 0, result.output
+    assert "passed: 4 of 4 linear layers within bound" in " ".join(result.stdout.split())
+    monkeypatch.setenv("QCUTLASS_SMOLLM2", f"{gguf_file}.absent")
+    result = qcutlass_command("quickstart")
+    assert result.exit_code == 2
+    assert "QCUTLASS_SMOLLM2: expected the name of a GGUF file, got '" in result.output
 
 
 @pytest.mark.gpu

@@ -100,6 +100,14 @@ def model(tmp_path: Path) -> Path:
     )  # fmt: skip
 
 
+def test_a_file_is_of_its_format_alone(model: Path) -> None:
+    with pytest.raises(CheckpointError, match="format: got 'gptq', but this is a GGUF file; pass 'auto'"):
+        formats.load(model, "gptq")
+    with pytest.raises(CheckpointError, match="format: got 'gguf', but this is no GGUF file; pass 'auto'"):
+        formats.load({"up.weight": torch.ones(32, 64)}, "gguf")
+    assert list(formats.load(model, "gguf")) == list(formats.load(model))
+
+
 def test_layers_biases_and_the_rest(model: Path) -> None:
     checkpoint = formats.load(model)
     assert checkpoint.format == "gguf"

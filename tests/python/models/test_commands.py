@@ -263,6 +263,11 @@ def test_from_floats_to_text_in_the_format_of_others(smol: SmolCut, tmp_path: Pa
             ("quantize", "{source}", "{other}", "--method", "w8a8", "--no-act-scale"),
             "only awq, smoothquant; leave it out",
         ),
+        (("quantize", "{source}", "{other}", "--calibration", "{absent}"), "--calibration"),
+        (
+            ("quantize", "{source}", "{other}", "--calibration", "{source}/model.safetensors"),
+            "model.safetensors: expected a text file in UTF-8",
+        ),
         (("quantize", "{source}", "{source}", "--method", "rtn"), "apart from the source"),
         (("export", "{absent}", "{other}"), "no such folder"),
         (("export", "{source}", "{other}"), "not a converted folder"),
