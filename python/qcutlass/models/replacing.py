@@ -39,9 +39,12 @@ def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
         OSError: the disk is full, or the parent folder can't be written.
     """
     check_new(destination, overwrite)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(destination)
-    folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=_SUFFIX, dir=destination.parent))
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(destination)
+        folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=_SUFFIX, dir=destination.parent))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(destination)) from error  # not the temporary folder's name
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

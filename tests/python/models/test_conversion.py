@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -397,3 +398,16 @@ def test_a_layer_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
         {"up.weight": codes, "up.weight_scale": scales[:, None]}, "up", config=W8A8
     )
     assert torch.equal(models.weights_of(w8a8), codes.float() * scales[:, None])
+
+
+def test_a_parent_that_cannot_be_written(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the folder that was asked for, not a temporary one."""
+
+    def refuse(**options: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", f"{options['dir']}/temporary")
+
+    source, destination = random_model(tmp_path / "source", 1, seed=seed), tmp_path / "new"
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(PermissionError, match=f"Permission denied: '{destination}'"):
+        models.convert(source, destination)
+    assert not destination.exists()
