@@ -228,7 +228,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        UnsupportedError, CheckpointError: as for `qcutlass.formats.load`.
+        UnsupportedError: as for `qcutlass.formats.load`; transformers reads no tokenizer there.
+        CheckpointError: as for `qcutlass.formats.load`; some of the model's tensors are absent.
     """
     path = Path(folder)
     if not path.is_dir():
