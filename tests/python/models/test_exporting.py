@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,14 @@ def test_transformers_reads_exports_without_zero_points(quantized: Any, tmp_path
         assert torch.equal(model.get_submodule(layer).weight.detach(), weight), layer
 
 
-@pytest.mark.xfail(raises=RuntimeError, strict=False, reason="transformers 5.23 expects zero points of a byte each")
-def test_transformers_reads_exports_with_zero_points(quantized: Any, tmp_path: Path) -> None:
+def test_transformers_does_not_read_exports_with_zero_points(quantized: Any, tmp_path: Path) -> None:
     """Once it does, `export_note` has nothing to say."""
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    if not sys.modules["transformers"].__version__.startswith("5.23"):
+        pytest.skip("known of transformers 5.23")
     models.export_model(quantized("asymmetric"), tmp_path / "out", "compressed-tensors")
-    loaded(tmp_path / "out")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        loaded(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
