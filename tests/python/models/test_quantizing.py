@@ -169,6 +169,24 @@ def test_methods_beat_rounding_to_nearest(seed: int, tmp_path: Path) -> None:
     assert errors["awq"] < errors["rtn"], errors
 
 
+def test_smoothing_saves_a_model_with_outliers(seed: int, tmp_path: Path) -> None:
+    model, ids = make("llama", seed), calibration(seed)
+    with torch.no_grad():
+        for block in model.model.layers:
+            for norm, names in ((block.input_layernorm, LLAMA[0]), (block.post_attention_layernorm, LLAMA[2])):
+                norm.weight[:3] *= 200  # as in large models, a few channels have huge activations
+                for name in names.linears:
+                    block.get_submodule(name).weight[:, :3] /= 200
+        expected = model(ids).logits
+    model.save_pretrained(tmp_path / "source")
+    errors = {}
+    for name, needed in (("w8a8", None), ("smoothquant", ids)):
+        models.quantize_model(tmp_path / "source", tmp_path / name, name, calibration=needed)
+        with torch.no_grad():
+            errors[name] = quantizing.relative_norm(loaded(tmp_path / name)(ids).logits, expected)
+    assert errors["smoothquant"] < errors["w8a8"] / 4, errors
+
+
 def test_each_block_sees_what_the_quantised_ones_before_it_give(seed: int, tmp_path: Path) -> None:
     """The same by the whole model in memory, without the driver."""
     model, ids, scheme = make("qwen2", seed), calibration(seed), WeightOnly(4, 32, scale_dtype=torch.float16)
