@@ -234,7 +234,7 @@ def quality_command(
     restart: Annotated[bool, typer.Option("--restart", help="Measure all rows anew.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and qcutlass.")] = None,
 ) -> None:
-    """Perplexity of SmolLM2 under every method, in minutes on a CPU; exits with 1 if a promise is broken."""
+    """Perplexity of SmolLM2 under every method, in an hour of one core; exits with 1 if a promise is broken."""
     if threads is not None:
         torch.set_num_threads(threads)
     settings = quality.Settings(samples=samples, seed=seed, tokens=tokens)

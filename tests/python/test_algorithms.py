@@ -71,6 +71,8 @@ def test_statistics_are_means_over_all_tokens(seed: int) -> None:
     assert torch.equal(halved.mean_abs * 2, found.mean_abs)
     assert torch.equal(halved.absmax * 2, found.absmax)
     assert torch.equal(halved.rows * 2, found.rows)
+    with pytest.raises(ValueError, match="factors: expected positive numbers, got 0"):
+        found.divided(torch.arange(160.0))
 
 
 def test_statistics_do_not_grow_with_the_tokens() -> None:

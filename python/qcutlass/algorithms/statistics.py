@@ -77,8 +77,10 @@ class InputStatistics:
             self.rows = torch.cat([self.rows, rows[kept.to(rows.device)]])
 
     def divided(self, factors: Tensor) -> InputStatistics:
-        """Of the same tokens, each divided by `factors`, floating `[K]`."""
+        """Of the same tokens, each divided by `factors`, floating `[K]`, all positive."""
         check_channels("factors", factors, len(self.mean_abs))
+        if not bool((factors > 0).all()):
+            raise ValueError(f"factors: expected positive numbers, got {float(factors.min()):g}")
         s = factors.to(self.mean_abs)
         return replace(
             self,

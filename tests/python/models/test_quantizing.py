@@ -184,7 +184,7 @@ def test_smoothing_saves_a_model_with_outliers(seed: int, tmp_path: Path) -> Non
         models.quantize_model(tmp_path / "source", tmp_path / name, name, calibration=needed)
         with torch.no_grad():
             errors[name] = quantizing.relative_norm(loaded(tmp_path / name)(ids).logits, expected)
-    assert errors["smoothquant"] < errors["w8a8"] / 4, errors
+    assert errors["smoothquant"] < errors["w8a8"] / 10, errors
 
 
 def test_each_block_sees_what_the_quantised_ones_before_it_give(seed: int, tmp_path: Path) -> None:
