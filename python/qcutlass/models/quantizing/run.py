@@ -142,9 +142,12 @@ def quantize_model(
         progress: called with what is done, how many steps of the present stage are, and of how many.
 
     Raises:
-        FileExistsError: `destination` is there and not to be overwritten, or the folder of the work is another run's.
-        UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise.
-        TypeError, ValueError: options; calibration is missing; or as for `convert`.
+        FileExistsError: `destination` is there and not to be overwritten; the folder of the work is that of a run with
+            another source, calibration, method or version of a package, or being worked in.
+        UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise; the model is
+            a mixture of experts.
+        TypeError, ValueError: options; calibration is missing, not of this model's tokens, or not looked at by the
+            method; a pattern of `skip` matches no layer; or as for `convert`.
         CheckpointError, OSError: as for `convert`.
 
     Example:
