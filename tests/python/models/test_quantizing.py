@@ -467,6 +467,8 @@ def test_memory_is_that_of_one_block(process: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_billion_weights_within_six_gigabytes(process: Any) -> None:
+def test_a_billion_weights_within_six_gigabytes(process: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = process("quantizations", "billion", 6)
+    with capsys.disabled():
+        print(f"\ngptq of a billion weights: {found}")
     assert found["peak GB"] < found["limit GB"], found
