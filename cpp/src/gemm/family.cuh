@@ -5,12 +5,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
 #include "gemm/block_scales.cuh"
-#include "gemm/cuda_check.h"
 #include "gemm/family.h"
+#include "gemm/launch_kernel.cuh"
 #include "gemm/output.cuh"
 
 namespace qcutlass::cuda {
@@ -61,37 +60,12 @@ struct Family<kType, kPacking, kMode>::Impl {
     params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
-    int const stages = int(layout::ceil_div(launch.k, Shape::kK));
-    params.stages_a_share = stages / launch.split_k;
-    params.stages_left = stages % launch.split_k;
-    params.prefetch = launch.prefetch;
-    params.cluster = launch.cluster;
-    params.partials = static_cast<typename Kernel::Sum*>(launch.partials);
-    params.partial_stride = launch.partial_stride;
-
-    auto const kernel = cutlass::device_kernel<Kernel>;
-    if (launch.first_use)
-      QCUTLASS_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               std::min(C::kSharedMemory, launch.shared_memory_limit)));
-    cudaLaunchAttribute attributes[2];
-    int count = 0;
-    if (launch.programmatic) {
-      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (launch.cluster) {
-      attributes[count].id = cudaLaunchAttributeClusterDimension;
-      attributes[count].val.clusterDim.x = attributes[count].val.clusterDim.y = 1;
-      attributes[count++].val.clusterDim.z = unsigned(launch.split_k);
-    }
-    cudaLaunchConfig_t config{};
-    config.gridDim = Kernel::Swizzle::get_grid_shape(params.tiles);
-    config.blockDim = dim3(C::kTactic.threads());
-    config.dynamicSmemBytes = size_t(shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens));
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = unsigned(count);
-    QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+    set_shares(params, launch, Shape::kK);
+    launch_kernel<Kernel>(launch, params,
+                          {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.split_k)),
+                           C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
+                           std::min(C::kSharedMemory, launch.shared_memory_limit)},
+                          stream);
   }
 
   static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {

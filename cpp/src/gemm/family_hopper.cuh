@@ -4,12 +4,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm_hopper.h"
 #include "gemm/block_scales.cuh"
-#include "gemm/cuda_check.h"
 #include "gemm/family.h"
+#include "gemm/launch_kernel.cuh"
 #include "gemm/output.cuh"
 #include "gemm/tensor_map.h"
 
@@ -93,37 +92,13 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     params.channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM));
     params.token_tiles = int(layout::ceil_div(launch.tokens, Shape::kN));
     params.shares = launch.split_k;
-    int const stages = int(layout::ceil_div(launch.k, Shape::kK));
-    params.stages_a_share = stages / launch.split_k;
-    params.stages_left = stages % launch.split_k;
-    params.prefetch = launch.prefetch;
-    params.cluster = launch.cluster;
-    params.partials = static_cast<typename Kernel::Sum*>(launch.partials);
-    params.partial_stride = launch.partial_stride;
-
-    auto const kernel = cutlass::device_kernel<Kernel>;
-    if (launch.first_use)
-      QCUTLASS_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedMemory));
-    cudaLaunchAttribute attributes[2];
-    int count = 0;
-    if (launch.programmatic) {
-      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (launch.cluster) {
-      attributes[count].id = cudaLaunchAttributeClusterDimension;
-      attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-      attributes[count++].val.clusterDim.x = unsigned(launch.split_k);
-    }
+    set_shares(params, launch, Shape::kK);
     int64_t const items = int64_t(params.channel_tiles) * params.token_tiles * params.shares;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(launch.cluster ? items : std::min<int64_t>(items, launch.sm_count)));
-    config.blockDim = dim3(C::kTactic.threads());
-    config.dynamicSmemBytes = size_t(C::kSharedMemory);
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = unsigned(count);
-    QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+    int64_t const blocks = launch.cluster ? items : std::min<int64_t>(items, launch.sm_count);
+    launch_kernel<Kernel>(launch, params,
+                          {dim3(unsigned(blocks)), dim3(unsigned(launch.split_k)), C::kTactic.threads(),
+                           C::kSharedMemory, C::kSharedMemory},
+                          stream);
   }
 
   using Function = void (*)(Launch const&, cudaStream_t);

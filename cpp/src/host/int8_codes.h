@@ -6,6 +6,7 @@
 
 #include "host/multiversion.h"
 #include "host/numeric.h"
+#include "integer_floats.h"
 #include "qcutlass/quantize.h"
 
 namespace qcutlass::host {
@@ -19,14 +20,12 @@ QCUTLASS_INLINE int32_t largest_magnitude(float const* __restrict x, int64_t cou
 /// Codes of quotients; returns whether one of them is NaN, which becomes 0.
 QCUTLASS_INLINE bool round_to_int8(float const* __restrict x, int64_t count, int32_t azp, int32_t least,
                                    int8_t* __restrict codes) {
-  // Adding it leaves an integer's low bits in those of the sum, rounded to even; for magnitudes up to 2^22.
-  constexpr float kRounder = 0x1.8p23f;
   constexpr float kFar = 1024.0f;  // past every int8, whatever the zero point
   int32_t found = 0;
   for (int64_t i = 0; i < count; ++i) {
     bool const is_nan = (bit_cast<int32_t>(x[i]) & 0x7fffffff) > 0x7f800000;
     float const near = x[i] < -kFar ? -kFar : x[i] > kFar ? kFar : x[i];
-    int32_t const rounded = is_nan ? 0 : bit_cast<int32_t>(near + kRounder) - bit_cast<int32_t>(kRounder);
+    int32_t const rounded = is_nan ? 0 : bit_cast<int32_t>(near + kIntegerFloat) - kIntegerFloatBits;
     codes[i] = static_cast<int8_t>(std::min(std::max(rounded + azp, least), 127));
     found |= is_nan;
   }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "integer_floats.h"
 #include "qcutlass/quantize.h"
 #include "quantize/vector.cuh"
 
@@ -71,10 +72,6 @@ class Divisor {
   float value_, reciprocal_;
 };
 
-/// Adding it leaves an integer's low bits in those of the sum, rounded to even; for magnitudes up to 2^22.
-inline constexpr float kRounder = 0x1.8p23f;
-inline constexpr int kRounderBits = 0x4b400000;
-
 /// Two codes, saturated. Before compute capability 8.9 software makes them, of which one copy is enough.
 template <__nv_fp8_interpretation_t kFormat>
 __device__ __noinline__ uint32_t float8_pair_in_software(float x, float y) {
@@ -102,9 +99,7 @@ class Rounding {
   __device__ uint32_t operator()(float const* x, bool& found) const {
     float const q[4] = {divide(x[0], found), divide(x[1], found), divide(x[2], found), divide(x[3], found)};
     if constexpr (Codes::kInteger) {
-      uint32_t const low = __byte_perm(to_integer(q[0]), to_integer(q[1]), 0x0040);
-      uint32_t const high = __byte_perm(to_integer(q[2]), to_integer(q[3]), 0x0040);
-      return __byte_perm(low, high, 0x5410);
+      return pack_bytes(to_integer(q[0]), to_integer(q[1]), to_integer(q[2]), to_integer(q[3]));
     } else {
       constexpr auto kFormat = Codes::kType == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
       return __byte_perm(float8_pair<kFormat>(q[0], q[1]), float8_pair<kFormat>(q[2], q[3]), 0x5410);
@@ -123,8 +118,8 @@ class Rounding {
   __device__ uint32_t to_integer(float quotient) const {
     constexpr float kFar = Codes::kAsymmetric ? 1024.0f : 127.0f;
     float const near = kBounded ? quotient : fminf(fmaxf(quotient, -kFar), kFar);
-    int const rounded = __float_as_int(__fadd_rn(near, kRounder));
-    return uint32_t(Codes::kAsymmetric ? min(max(rounded - kRounderBits + azp_, -128), 127) : rounded);
+    int const rounded = __float_as_int(__fadd_rn(near, kIntegerFloat));
+    return uint32_t(Codes::kAsymmetric ? min(max(rounded - kIntegerFloatBits + azp_, -128), 127) : rounded);
   }
 
   Divisor const& divisor_;

@@ -66,13 +66,10 @@ struct CodeVector {
 
   /// The integers nearest to x * factor, of at most 127.
   __device__ void round(float const* x, float factor) {
-    auto const code = [&](int i) { return __float_as_uint(__fmaf_rn(x[i], factor, kRounder)); };
+    auto const code = [&](int i) { return __float_as_uint(__fmaf_rn(x[i], factor, kIntegerFloat)); };
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      uint32_t const low = __byte_perm(code(i), code(i + 1), 0x0040),
-                     high = __byte_perm(code(i + 2), code(i + 3), 0x0040);
-      data.values[i / 4] = __byte_perm(low, high, 0x5410);
-    }
+    for (int i = 0; i < kCount; i += 4)
+      data.values[i / 4] = pack_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
   }
 };
 

@@ -4,6 +4,7 @@
 #include <math_constants.h>
 
 #include "cutlass_ext/epilogue/bias_activation.h"
+#include "integer_floats.h"
 #include "qcutlass/gemm.h"
 #include "qcutlass/quantize.h"
 
@@ -103,12 +104,12 @@ class BlockwiseOutput {
     return extent == 0.f ? 1.f : extent < CUDART_INF_F ? scale : extent;
   }
 
-  /// Four codes: adding 1.5 * 2^23 rounds a quotient to even and leaves it in the low bits of the sum.
+  /// Four codes.
   static CUTLASS_DEVICE uint32_t round(float const* value, float reciprocal) {
     uint32_t bits[4];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(fmaf(value[i], reciprocal, 0x1.8p23f));
-    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(fmaf(value[i], reciprocal, qcutlass::kIntegerFloat));
+    return qcutlass::pack_bytes(bits[0], bits[1], bits[2], bits[3]);
   }
 
   Params const& params_;

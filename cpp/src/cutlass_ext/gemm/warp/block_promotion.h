@@ -3,26 +3,23 @@
 
 #include "cutlass/array.h"
 #include "cutlass/cutlass.h"
+#include "integer_floats.h"
 
 namespace cutlass::gemm::warp {
 
-/// Block sums start as the bits of 1.5 * 2^23. Floats from 2^23 to 2^24 are the integers, their bits consecutive, so
-/// start + sum are the bits of 1.5 * 2^23 + sum as long as |sum| < 2^22, and one exact subtraction makes it a float:
-/// cheaper than a conversion, which runs at half the rate at best.
+/// Block sums, below 2^22, start as the bits of a float: see integer_floats.h.
 struct BlockPromotion {
-  static constexpr int kStart = 0x4b400000;
-  static constexpr float kStartValue = 0x1.8p23f;
   static constexpr int kMostK = 128;
   static_assert(kMostK * 128 * 128 < 1 << 22);
 
   static CUTLASS_DEVICE Array<int, 4> start() {
     Array<int, 4> sums;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) sums[i] = kStart;
+    for (int i = 0; i < 4; ++i) sums[i] = qcutlass::kIntegerFloatBits;
     return sums;
   }
 
-  static CUTLASS_DEVICE float value(int block) { return __int_as_float(block) - kStartValue; }
+  static CUTLASS_DEVICE float value(int block) { return __int_as_float(block) - qcutlass::kIntegerFloat; }
 
   /// sums += block sums * scale. Elements 0 and 2 of an accumulator belong to one token, 1 and 3 to the next.
   static CUTLASS_DEVICE void add(Array<float, 4>& sums, Array<int, 4> const& block, float2 scale) {
