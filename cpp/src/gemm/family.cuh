@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
 #include "gemm/block_scales.cuh"
@@ -61,11 +62,11 @@ struct Family<kType, kPacking, kMode>::Impl {
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
     set_shares(params, launch, Shape::kK);
-    launch_kernel<Kernel>(launch, params,
-                          {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.split_k)),
-                           C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
-                           std::min(C::kSharedMemory, launch.shared_memory_limit)},
-                          stream);
+    launch_kernel(cutlass::device_kernel<Kernel>, launch, params,
+                  {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.split_k)),
+                   C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
+                   std::min(C::kSharedMemory, launch.shared_memory_limit)},
+                  stream);
   }
 
   static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm_hopper.h"
 #include "gemm/block_scales.cuh"
@@ -95,10 +96,10 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     set_shares(params, launch, Shape::kK);
     int64_t const items = int64_t(params.channel_tiles) * params.token_tiles * params.shares;
     int64_t const blocks = launch.cluster ? items : std::min<int64_t>(items, launch.sm_count);
-    launch_kernel<Kernel>(launch, params,
-                          {dim3(unsigned(blocks)), dim3(unsigned(launch.split_k)), C::kTactic.threads(),
-                           C::kSharedMemory, C::kSharedMemory},
-                          stream);
+    launch_kernel(cutlass::device_kernel<Kernel>, launch, params,
+                  {dim3(unsigned(blocks)), dim3(unsigned(launch.split_k)), C::kTactic.threads(), C::kSharedMemory,
+                   C::kSharedMemory},
+                  stream);
   }
 
   using Function = void (*)(Launch const&, cudaStream_t);

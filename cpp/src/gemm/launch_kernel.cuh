@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cutlass/device_kernel.h"
 #include "gemm/cuda_check.h"
 #include "gemm/family.h"
 
@@ -27,10 +26,9 @@ struct LaunchShape {
   int shared_memory, most_shared_memory;  // bytes of this launch, and of any
 };
 
-template <class Kernel>
-void launch_kernel(Launch const& launch, typename Kernel::Params const& params, LaunchShape const& shape,
+template <class Params>
+void launch_kernel(void (*kernel)(Params), Launch const& launch, Params const& params, LaunchShape const& shape,
                    cudaStream_t stream) {
-  auto const kernel = cutlass::device_kernel<Kernel>;
   if (launch.first_use)
     QCUTLASS_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.most_shared_memory));
