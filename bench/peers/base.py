@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from textwrap import shorten
 from types import ModuleType
 from typing import ClassVar, Final, TypeAlias, TypeVar
 
@@ -20,6 +21,8 @@ _Kind = TypeVar("_Kind", bound=Layer)
 MAX_ERROR: Final = 0.02
 """Relative Frobenius error up to which a peer's result counts. It is no judgement of the peer, which may round or
 accumulate in its own way: it tells a wrongly wired adapter, whose error is of the order of 1."""
+
+_REASON: Final = 80  # characters of an exception that a report shows
 
 Product: TypeAlias = Callable[[int], list[Contestant]]
 """Contestants for the first M rows of the layer's activations; the fastest of them counts. Raises `Skip` if the peer
@@ -85,7 +88,7 @@ def import_library(module: str, package: str) -> ModuleType:
 def reason(error: Exception) -> str:
     """One line for an exception of a peer's library."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {shorten(lines[0], _REASON, placeholder=' ...')}" if lines else type(error).__name__
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
