@@ -136,10 +136,12 @@ class _Contestant:
     """Decoding in one of its modes.
 
     Attributes:
+        decoding: what is decoded; graphs point into its tensors, so it has to live as long as they do.
         seconds: by phase: of a prompt, and of a step, measured over a round; prompts are measured first.
         text: `[STEPS, batch]`, the first tokens.
     """
 
+    decoding: _Decoding
     seconds: Mapping[str, Callable[[], float]]
     text: Tensor
 
@@ -159,7 +161,7 @@ def _contestant(model: Any, batch: int, prompt: int, graph: bool) -> _Contestant
         "prefill": functools.partial(_seconds, decoding.prefill, 1, model.device),
         "decode": functools.partial(_seconds, decoding.step, STEPS, model.device),
     }
-    return _Contestant(seconds, torch.cat(text, dim=1).T)
+    return _Contestant(decoding, seconds, torch.cat(text, dim=1).T)
 
 
 def _seconds(call: Callable[[], None], repeats: int, device: torch.device) -> float:
