@@ -235,11 +235,12 @@ def compared(rows: Sequence[Row]) -> list[Row]:
             continue
         row = dict(by_key[key])
         row["increase"] = row["perplexity"] - exact["perplexity"]
+        row["divergence"] = max(row.get("divergence", 0.0), 0.0)  # a sum of rounded terms
         plain = by_key.get(("rtn", row["weights"]))
         if plain is not None and not key[0].startswith("rtn"):
             lost = abs(plain["perplexity"] - exact["perplexity"])
             chance = math.hypot(row["uncertainty"], plain["uncertainty"])
-            if lost > chance:
+            if lost > 2 * chance:
                 row["saved"] = 1 - abs(row["increase"]) / lost
             if row["weights"] == GOAL_WEIGHTS:
                 row["goal_ok"] = abs(row["increase"]) <= (1 - GOAL) * lost
@@ -256,9 +257,9 @@ def report(rows: Sequence[Row], settings: Settings) -> Report:
     summary = [
         f"Goals: gptq and awq are at least {GOAL:.0%} closer to the float model's perplexity than rtn at "
         f"{GOAL_WEIGHTS}; elsewhere their KL divergence is not larger than rtn's, and their perplexity not farther off "
-        "by more than both standard errors.",
+        "by more than both standard errors, added as squares.",
         "Standard error: of the difference to the float model's perplexity, from the differences of each token's loss. "
-        "What is saved of rtn's difference is left out where this one is not larger than its error.",
+        "What is saved of rtn's difference is left out where this one is within twice that.",
         "KL divergence: of the next token's distribution from the float model's, in nats, mean over tokens. Bits a "
         "weight: all that is stored of the quantised layers, scales, zero points and padding included; embeddings, "
         "which the head shares, stay floats.",
