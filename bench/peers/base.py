@@ -88,7 +88,9 @@ def import_library(module: str, package: str) -> ModuleType:
 def reason(error: Exception) -> str:
     """One line for an exception of a peer's library."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {shorten(lines[0], _REASON, placeholder=' ...')}" if lines else type(error).__name__
+    return (
+        f"{type(error).__name__}: {shorten(lines[0], _REASON, placeholder=' ...')}" if lines else type(error).__name__
+    )
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

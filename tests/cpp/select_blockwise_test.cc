@@ -12,7 +12,8 @@
 namespace qcutlass {
 namespace {
 
-constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kH200{90, 132, 227 * 1024};
+constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kH200{90, 132, 227 * 1024},
+    kH200Wgmma{90, 132, 227 * 1024, 90, true};
 
 GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t size = 128, int64_t out_size = 0) {
   GemmArguments a;
@@ -36,6 +37,18 @@ TEST(SelectBlockwise, SizesHaveScaleModes) {
   EXPECT_EQ(scale_mode(problem(1, 64, 4096, 32)), ScaleMode::kBlock32);
   EXPECT_EQ(select(problem(1, 64, 4096), kH200).tactic.rfind("w8a8_s8_block_sm80_", 0), 0u);
   EXPECT_EQ(select(problem(1, 64, 4096, 32), kH200).tactic.rfind("w8a8_s8_block32_sm80_", 0), 0u);
+}
+
+TEST(SelectBlockwise, AsynchronousMmasServeManyTokensInBlocksOf128) {
+  auto const is_wgmma = [](GemmArguments const& a, DeviceTraits const& gpu) {
+    return select(a, gpu).tactic.find("_sm90a_") != std::string::npos;
+  };
+  for (int64_t out : {0, 128})
+    for (int64_t m : {1, 16, 512, 4096}) {
+      EXPECT_EQ(is_wgmma(problem(m, 8192, 8192, 128, out), kH200Wgmma), m >= 512) << m;
+      EXPECT_FALSE(is_wgmma(problem(m, 8192, 8192, 128, out), kH200));
+      for (int64_t small : {32, 64}) EXPECT_FALSE(is_wgmma(problem(m, 8192, 8192, small, out), kH200Wgmma));
+    }
 }
 
 TEST(SelectBlockwise, NamesAreUnique) {

@@ -400,9 +400,10 @@ TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
 
 TEST(Wgmma, RingsHoldWholePairsOfBatches) {
   for (Packing packing : {Packing::kW4A16, Packing::kW8A16, Packing::kW8A8})
-    for (ScaleMode mode : {ScaleMode::kNative, ScaleMode::kFine, ScaleMode::kFloat, ScaleMode::kNone})
+    for (ScaleMode mode :
+         {ScaleMode::kNative, ScaleMode::kFine, ScaleMode::kFloat, ScaleMode::kNone, ScaleMode::kBlock})
       for (Tactic const& t : kTactics)
-        if (t.mainloop == Mainloop::kHopper && (mode == ScaleMode::kNone) == (packing == Packing::kW8A8)) {
+        if (t.mainloop == Mainloop::kHopper && (mode >= ScaleMode::kNone) == (packing == Packing::kW8A8)) {
           int const stages = stages_of(t, packing, mode), steps = t.stage_k(packing) / step_k(packing);
           EXPECT_GE(stages, 3);
           EXPECT_LE(stages, std::max(t.stages, 4));

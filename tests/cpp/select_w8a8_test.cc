@@ -13,7 +13,7 @@ namespace qcutlass {
 namespace {
 
 constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kRtx4090{89, 128, 99 * 1024},
-    kH200{90, 132, 227 * 1024};
+    kH200{90, 132, 227 * 1024}, kH200Wgmma{90, 132, 227 * 1024, 90, true};
 constexpr DType kTypes[] = {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2};
 
 GemmArguments problem(int64_t m, int64_t n, int64_t k, DType type = DType::kInt8) {
@@ -56,6 +56,29 @@ TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
   EXPECT_EQ(names.count("w8a8_s8_sm90a_n128m256k128_s4"), 1u);
   EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n128m128k128_s6"), 1u);
   EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n128m256k128_s4"), 0u);  // has no registers for a second set of sums
+}
+
+TEST(SelectW8A8, AsynchronousMmasServeManyTokens) {
+  for (DType type : kTypes)
+    for (auto [n, k] : {std::pair{4096, 4096}, {28672, 4096}, {4096, 14336}, {8192, 8192}})
+      for (int64_t m : {1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096}) {
+        GemmArguments const a = problem(m, n, k, type);
+        bool const chosen = traits_of(a, select(a, kH200Wgmma).tactic).wgmma;
+        EXPECT_FALSE(chosen && m < 32) << m << " tokens, " << n << " x " << k;
+        EXPECT_TRUE(chosen || m < 128) << m << " tokens, " << n << " x " << k;
+        EXPECT_FALSE(traits_of(a, select(a, kH200).tactic).wgmma);
+      }
+}
+
+/// Of the two promoted configurations, the one with more tokens a tile was the faster one from here on.
+TEST(SelectW8A8, PromotedSumsPreferManyTokensATile) {
+  for (int64_t m : {1024, 4096})
+    EXPECT_EQ(select(problem(m, 8192, 8192, DType::kFloat8E4M3), kH200Wgmma).tactic, "w8a8_e4m3_sm90a_n128m128k128_s6");
+  GemmArguments const a = problem(4096, 8192, 8192, DType::kFloat8E4M3), b = problem(4096, 8192, 8192);
+  auto const compute = [](GemmArguments const& arguments) {
+    return candidates(arguments, kH200Wgmma).front().cost.compute;
+  };
+  EXPECT_GT(compute(a), 1.1 * compute(b)) << "promotion takes time";
 }
 
 TEST(SelectW8A8, ConfigurationsForOtherProductsAreNotOffered) {

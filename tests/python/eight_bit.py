@@ -44,6 +44,13 @@ def multiply(p: testing.EightBitProblem, **keywords: Any) -> Tensor:
     return qcutlass.gemm_w8a8(p.a, packed, p.a_scale, p.w_scale, **options)
 
 
+def is_aligned(p: testing.EightBitProblem) -> bool:
+    """Whether asynchronous MMAs add this fp8 product where no tactic is asked for."""
+    if not p.a.is_cuda or p.a.dtype == torch.int8 or p.a.numel() == 0:
+        return False
+    return "_sm90a_" in qcutlass.plan(p.a, pack(p), p.a_scale, p.w_scale, n=p.shape[1], **p.keywords).tactic
+
+
 def assert_correct(out: Tensor, p: testing.EightBitProblem, label: object = None) -> None:
     """Oracle T, or equality of integer sums."""
     label = p if label is None else label

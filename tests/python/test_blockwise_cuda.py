@@ -111,6 +111,18 @@ def test_every_tactic(size: int, quantized: bool, seeds: Iterator[int], ledger: 
         assert of_names == set(names)
 
 
+def test_rings_go_round_and_blocks_take_more_tiles(seeds: Iterator[int], ledger: Any) -> None:
+    """More stages than a ring has places, an odd number of them; more tiles than SMs, which persistent blocks share."""
+    sms, served = torch.cuda.get_device_properties(0).multi_processor_count, 0
+    case = BlockwiseCase(2 * 128 + 5, 128 * (sms // 2) + 9, 11 * 128 - 7, 128, torch.float32)
+    for name in tactics(128):
+        if "_sm90a_" in name:
+            problem, expected = case.exact(device="cuda", seed=next(seeds))
+            ledger.equal(multiply(problem, pack(problem), tactic=name, split_k=1), expected, f"{name}: {problem}")
+            served += 1
+    assert served == 2 or not _C.device_traits(torch.cuda.current_device()).wgmma
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_each_block_has_its_own_scales(size: int, ledger: Any) -> None:
     """Identity activations return the weights of each block times both its scales, all of them different."""

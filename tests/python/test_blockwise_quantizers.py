@@ -197,7 +197,8 @@ def test_gelu_of_zeros_and_of_scales_that_are_not_finite(device: str) -> None:
 
 @on_devices
 def test_gelu_of_negative_scales(device: str, seed: int) -> None:
-    x = torch.randint(-127, 128, (9, 256), generator=torch.Generator().manual_seed(seed)).to(torch.int8)
+    x = torch.randint(-128, 128, (9, 256), generator=torch.Generator().manual_seed(seed)).to(torch.int8)
+    x[0, :2] = torch.tensor([-128, 127])
     s = -torch.rand(9, 2)
     testing.assert_gelu(*(t.cpu() for t in int8_gelu(x.to(device), s.to(device))), x, s, 128)
 

@@ -16,6 +16,7 @@ from tests.python.eight_bit import (
     FLOATS,
     ROWS,
     arguments,
+    is_aligned,
     multiply,
     needs_instructions,
     pack,
@@ -74,11 +75,6 @@ def tactic_of(dtype: torch.dtype, index: int, m: int = 1) -> _C.TacticTraits | N
     return traits if fits else None
 
 
-def may_align(p: EightBitProblem) -> bool:
-    """Whether selection may give an fp8 product to asynchronous MMAs."""
-    return p.a.dtype in FLOAT8 and _C.device_traits(torch.cuda.current_device()).wgmma
-
-
 def assert_correct(
     out: Tensor, p: EightBitProblem, ledger: Any, label: object = None, aligned: bool | None = None
 ) -> None:
@@ -86,7 +82,7 @@ def assert_correct(
     if p.out_dtype == torch.int32:
         ledger.equal(out.reshape(p.shape[:2]), p.integer_sums(), label)
     else:
-        ledger.close(out, p.reference(aligned=may_align(p) if aligned is None else aligned), label)
+        ledger.close(out, p.reference(aligned=is_aligned(p) if aligned is None else aligned), label)
 
 
 def run_poisoned(p: EightBitProblem, choose: random.Random, **keywords: Any) -> Tensor:
@@ -129,6 +125,23 @@ def test_every_tactic(dtype: torch.dtype, index: int, seeds: Iterator[int], ledg
         problem = case.random(device="cuda", seed=next(seeds))
         assert_correct(run_poisoned(problem, choose, **forced), problem, ledger, forced, aligned=tactic.wgmma)
     ledger.tactics.add(tactic.name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rings_go_round_and_blocks_take_more_tiles(dtype: torch.dtype, seeds: Iterator[int], ledger: Any) -> None:
+    """More stages than a ring has places, an odd number of them; more tiles than SMs, which persistent blocks share."""
+    needs_instructions(dtype)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for index in TACTICS:
+        tactic = tactic_of(dtype, index, 512)
+        if tactic is None or not tactic.wgmma:
+            continue
+        m, n = 2 * tactic.tokens + 5, tactic.channels * (sms // 2) + 9
+        k = tactic.k * (tactic.stages + 3 - tactic.stages % 2) - 7
+        problem, expected = EightBitCase(m, n, k, dtype, torch.float32, bias=True).exact(
+            device="cuda", seed=next(seeds)
+        )
+        ledger.equal(multiply(problem, tactic=tactic.name, split_k=1), expected, f"{tactic.name}: {problem}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.python.eight_bit import ACTIVATIONS, FLOATS
+from tests.python.eight_bit import ACTIVATIONS, FLOAT8, FLOATS
 from tests.python.faults import faults_of
 from torch import Tensor
 
@@ -157,6 +157,38 @@ class OutputTruncated(Model):
         return torch.where(nearest.float().abs() > value.abs(), bits - 1, bits).view(nearest.dtype)
 
 
+def align(terms: Tensor, largest: Tensor) -> Tensor:
+    """What 13 bits after the point of `largest`, the exponent of the largest number of a sum, hold of its terms."""
+    unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 13)
+    return torch.trunc(terms / unit) * unit
+
+
+class Promoted(Model):
+    """Asynchronous MMAs of fp8: steps of 32 columns align with the sum so far, which is promoted every 128."""
+
+    every = 128
+
+    def accumulate(self) -> Tensor:
+        a, w = self.columns(), self.weight()
+        total = torch.zeros(len(a), len(w), dtype=torch.float64)
+        for begin in range(0, a.shape[1], self.every):
+            block = torch.zeros_like(total)
+            for k in range(begin, min(begin + self.every, a.shape[1]), 32):
+                terms = a[:, None, k : k + 32] * w[None, :, k : k + 32]
+                largest = torch.maximum(terms.abs().amax(-1), block.abs())
+                block = align(block, largest) + align(terms, largest[..., None]).sum(-1)
+            total += block
+        return total
+
+
+class PromotedEvery512(Promoted):
+    every = 512
+
+
+class NotPromoted(Promoted):
+    every = 1 << 30
+
+
 SHARED = faults_of(Model)
 GENERAL: list[type[Model]] = [
     *SHARED,
@@ -186,11 +218,12 @@ OF_INTEGER_SUMS: list[type[Model]] = [
 ]
 
 
-def verdicts(model: type[Model], case: EightBitCase, seed: int) -> tuple[bool, float]:
+def verdicts(model: type[Model], case: EightBitCase, seed: int, aligned: bool = False) -> tuple[bool, float]:
     """(oracle E accepts, largest ratio of oracle T) for a model of the product."""
     exact, expected = case.exact(seed=seed)
     real = case.random(seed=seed)
-    return torch.equal(model(exact).run(), expected), testing.error_ratio(model(real).run(), real.reference())
+    ratio = testing.error_ratio(model(real).run(), real.reference(aligned=aligned))
+    return torch.equal(model(exact).run(), expected), ratio
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS)
@@ -211,16 +244,34 @@ def test_every_fault_of_integer_sums_is_rejected(fault: type[Model], seed: int) 
         testing.assert_equal(fault(p).run(), p.integer_sums())
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("fault", GENERAL)
-def test_every_fault_of_fp8_products_is_rejected(fault: type[Model], dtype: torch.dtype, seed: int) -> None:
+def test_every_fault_of_fp8_products_is_rejected(
+    fault: type[Model], dtype: torch.dtype, aligned: bool, seed: int
+) -> None:
     for out_dtype in FLOATS:
-        accepted, ratio = verdicts(fault, EightBitCase(M, N, K, dtype, out_dtype, bias=True), seed)
+        accepted, ratio = verdicts(fault, EightBitCase(M, N, K, dtype, out_dtype, bias=True), seed, aligned)
         assert not accepted or ratio > 1, f"{fault.__name__} passes: ratio {ratio}, {out_dtype}, seed {seed}"
 
 
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("k", [129, 449, 1024])
+def test_sums_that_are_promoted_too_late_are_rejected(k: int, dtype: torch.dtype, seed: int) -> None:
+    case = EightBitCase(32, 48, k, dtype, torch.float32)
+    accepted, ratio = verdicts(Promoted, case, seed, aligned=True)
+    assert accepted, "sums of 128 small integers are exact"
+    assert ratio <= 1, f"the sound loop is rejected: ratio {ratio}, seed {seed}"
+    assert verdicts(Promoted, case, seed)[1] > 1, "the bound of fp32 sums is narrower"
+    if k > 256:
+        for fault in (PromotedEvery512, NotPromoted):
+            assert (found := verdicts(fault, case, seed, aligned=True)[1]) > 1, (
+                f"{fault.__name__}: {found}, seed {seed}"
+            )
+
+
 @pytest.mark.parametrize("out_dtype", FLOATS)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.int8, *FLOAT8])
 def test_the_sound_product_is_accepted(dtype: torch.dtype, out_dtype: torch.dtype, seed: int) -> None:
     for bias in (False, True):
         for activation in ACTIVATIONS:
@@ -242,7 +293,7 @@ def test_faults_between_two_roundings_are_told_from_fp32_ones(seed: int) -> None
     assert testing.error_ratio(scaled, p.reference()) > 1
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.int8, *FLOAT8])
 def test_exact_problems_show_narrow_accumulators(dtype: torch.dtype, seed: int) -> None:
     for k in (200, 1000, 20000):
         problem, expected = EightBitCase(17, 40, k, dtype, torch.float32, bias=True).exact(seed=seed)

@@ -74,7 +74,7 @@ double hopper_compute(GemmArguments const& a, GpuClass const& gpu, Tactic const&
       kSteps * kRegisters * convert_instructions(a.a_type, a.weights.packing, scale_mode(a), true);
   double const promotion = a.blocks.size != 0    ? gpu.hopper.promotion + gpu.hopper.scaling
                            : is_float8(a.a_type) ? gpu.hopper.promotion
-                                                 : 0;
+                                                 : 0;  // kSumsInMma
   double const promotions = t.tokens / 2 * promotion;
   double const slice = gpu.hopper.slice + conversions * gpu.hopper.convert;
   double const issued = warpgroups * (slice * std::sqrt(64.0 / t.tokens) + promotions);

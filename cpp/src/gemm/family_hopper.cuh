@@ -29,7 +29,7 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
                                                               hopper_turns(kTactic), Element, kPacking, kMode>;
     using Promoted =
         cutlass::gemm::threadblock::MmaPackedHopperPromoted<Shape, kWarpgroups, kStages, Element, kPacking, kMode>;
-    using Mma = std::conditional_t<is_blockwise(kMode) || is_float8(kType), Promoted, Plain>;
+    using Mma = std::conditional_t<(product_of(kPacking, kMode, kType) & kPromoted) != 0, Promoted, Plain>;
     using Kernel = cutlass::gemm::kernel::PackedGemmHopper<Mma>;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");

@@ -54,8 +54,8 @@ constexpr Products operator|(Products a, Products b) { return Products(uint8_t(a
 inline constexpr Products kEightByEight = kInt8 | kFloat8, kEightBits = kEightByEight | kBlockwise,
                           kNotBlockwise = kWeightOnly | kEightByEight, kAnyBlocks = kBlockwise | kSmallBlocks,
                           kMost = kNotBlockwise | kBlockwise, kAll = kMost | kSmallBlocks;
-/// Products whose sums stay in the accumulators of kHopper's MMAs, and those that CUDA cores add up.
-inline constexpr Products kExactSums = kWeightOnly | kInt8, kPromoted = kFloat8 | kBlockwise;
+/// Products whose sums kHopper's MMAs keep to the end, and those whose sums leave them every 128 k for fp32 ones.
+inline constexpr Products kSumsInMma = kWeightOnly | kInt8, kPromoted = kFloat8 | kBlockwise;
 
 constexpr Products product_of(Packing packing, ScaleMode mode, DType activations) {
   if (is_blockwise(mode)) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
@@ -100,7 +100,7 @@ inline constexpr int kMostHopperCluster = 6;
 /// k steps from one wait of kHopper for its MMAs to the next: as many as two sets of their operands A leave registers
 /// for beside the sums.
 constexpr int hopper_batch(Tactic const& t) { return t.channels == 256 && t.tokens > 64 ? 1 : 4; }
-/// Whether its warpgroups take turns.
+/// Whether its warpgroups take turns, if their sums stay in the MMAs.
 constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tokens == 128; }
 
 inline constexpr Tactic kTactics[] = {
@@ -155,11 +155,11 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kAnyBlocks},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
     // asynchronous MMAs: from some 64 tokens up
-    {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kExactSums},
+    {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kSumsInMma},
     {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kWeightOnly},
-    {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kExactSums},
-    {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kExactSums},
-    {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kExactSums},
+    {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kSumsInMma},
+    {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kSumsInMma},
+    {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kSumsInMma},
     {Mainloop::kHopper, 256, 64, 16, 64, 1, 4, 1, kInt8},
     {Mainloop::kHopper, 128, 64, 16, 64, 1, 8, 1, kPromoted},
     {Mainloop::kHopper, 128, 128, 16, 128, 1, 6, 1, kPromoted},

@@ -68,8 +68,7 @@ struct CodeVector {
   __device__ void round(float const* x, float factor) {
     auto const code = [&](int i) { return __float_as_uint(__fmaf_rn(x[i], factor, kIntegerFloat)); };
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4)
-      data.values[i / 4] = pack_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
+    for (int i = 0; i < kCount; i += 4) data.values[i / 4] = pack_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
   }
 };
 

@@ -4,7 +4,7 @@
 namespace qcutlass {
 
 // GELU(x) = max(x, 0) - |x| Phi(-|x|), and 2^P(t) is Phi(-t) for t >= 0 with a polynomial P that begins with -1. These
-// coefficients, of t to t^5, bring it to within 2^-21.7 for every t (a linear program over a grid of t; weights as the
+// coefficients, of t to t^5, bring it to within 2^-21.4 for every t (a linear program over a grid of t; weights as the
 // error of Phi demands; at 4 powers it would be 2^-13.5). Where Phi is 0 to within that, P only has to stay below -22,
 // which the last coefficient sees to.
 inline constexpr int kGeluTerms = 5;

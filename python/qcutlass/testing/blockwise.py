@@ -18,7 +18,7 @@ _LEAST_SCALE: Final = 2.0**-126
 _UNDERFLOW: Final = 2.0**-125  # of errors: no more than what sums of zeros may have
 _LARGEST: Final = 127
 _GELU: Final = 2.0**-20
-"""Error of `int8_gelu`'s GELU relative to its argument: 2^-21.7 of the polynomial whose exponential a GPU takes, and
+"""Error of `int8_gelu`'s GELU relative to its argument: 2^-21.4 of the polynomial whose exponential a GPU takes, and
 2^-21 of rounding it, the exponential and a sum."""
 
 

@@ -1,12 +1,11 @@
 // The sm_90a mainloop of products whose MMAs' sums are not those of the product: as MmaPackedHopper, but every stage's
 // sums begin anew, and CUDA cores add them to fp32 sums ("promotion") while the other warpgroup's MMAs run.
 //
-//   fp8             wgmma aligns the products of a step and what they are added to, and keeps some 14 bits: over a
-//   stage
-//                   that is the accuracy of the products themselves, over a long k it would not be
-//   blockwise int8  a stage is a block of k, whose int32 sums are scaled. Warps beside the producing thread
-//                   multiply the scales of the block's tokens with that of the tile's channels, which are one block,
-//                   and put them into the ring
+// fp8: wgmma aligns the products of a step with what they are added to and keeps some 14 bits. Errors of that size do
+// not grow beyond a stage.
+//
+// Blockwise int8: a stage is a block of k, whose int32 sums are scaled. Warps beside the producing thread multiply the
+// scales of the block's tokens with that of the tile's channels, which are one block, and put them into the ring.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/mma_packed_hopper.h"
