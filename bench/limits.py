@@ -50,7 +50,7 @@ MACHINES: Final = {
         rates={
             "16-bit": Rates(mma=635e12, dense=790e12),
             "int8": Rates(mma=1288e12, dense=924e12),  # cuBLAS's int8 products reach less than mma.sync
-            "fp8": Rates(mma=635e12, dense=1470e12),  # sm_90 runs an mma.sync on fp8 as one on fp16; _scaled_mm
+            "fp8": Rates(mma=635e12, dense=1470e12),  # sm_90 runs an mma.sync on fp8 as one on fp16
         },
     )
 }
