@@ -22,7 +22,7 @@ MAX_ERROR: Final = 0.02
 """Relative Frobenius error up to which a peer's result counts. It is no judgement of the peer, which may round or
 accumulate in its own way: it tells a wrongly wired adapter, whose error is of the order of 1."""
 
-_REASON: Final = 80  # characters of an exception that a report shows
+_REASON: Final = 240  # characters of an exception that a report shows
 
 Product: TypeAlias = Callable[[int], list[Contestant]]
 """Contestants for the first M rows of the layer's activations; the fastest of them counts. Raises `Skip` if the peer
