@@ -3,14 +3,20 @@
 // Everything that packs, unpacks, reads or checks packed weights derives from this file.
 //
 // The product is computed as C^T[N, M] = W[N, K] . A^T[K, M], with the weights as operand A of the tensor-core
-// instruction, so a packed tile is that instruction's A fragment, register for register, and a warp reads a tile with
-// one coalesced 16-byte load a lane. The same bytes serve mma.sync and, warp by warp, wgmma with operand A in
-// registers.
+// instruction.
 //
-//   packed tensor   uint8 [tiles_n][tiles_k][32 lanes][16 bytes], tiles_n = ceil(N / 16), tiles_k = ceil(K / kTileK)
+//   packed tensor   uint8 [tiles_n][tiles_k][32][16 bytes], tiles_n = ceil(N / 16), tiles_k = ceil(K / kTileK)
 //   tile            16 channels x kTileK k: 512 bytes (kTileK = 64 for 4-bit codes, 32 for 8-bit codes)
-//   lane            4g + t, as in the PTX fragment tables: g = row % 8, t picks a pair (or, for int8 activations, a
-//   quad) of k
+//
+// With 16-bit activations weights are converted in registers, so a tile is the instruction's A fragment, register for
+// register: each of 32 lanes has 16 bytes of its own, and a warp reads a tile with one coalesced load. The same bytes
+// serve mma.sync and, warp by warp, wgmma with operand A in registers.
+//
+//   lane            4g + t, as in the PTX fragment tables: g = row % 8, t picks a pair of k
+//
+// With 8-bit activations weights are multiplied as they are, so a tile is what instructions read from shared memory: 16
+// rows of 32 bytes in the 32-byte swizzle of wgmma's descriptors and of TMA. wgmma reads it as either operand, mma.sync
+// through ldmatrix, without bank conflicts.
 //
 // Padding codes (n >= N or k >= K inside a tile) are zero; no result depends on them.
 #pragma once
@@ -22,7 +28,7 @@
 namespace qcutlass::layout {
 
 /// Version of the byte order below. A change of any byte's meaning is a new version.
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 
 constexpr int kLanes = 32;
 constexpr int kLaneBytes = 16;
@@ -47,12 +53,12 @@ struct Position {
 
 /// Place of the code of (row, k) inside a tile; 0 <= row < kTileN, 0 <= k < tile_k(packing).
 constexpr Position position_in_tile(Packing packing, int row, int k) {
-  int const g = row % 8, upper = row / 8;  // mma: rows g and g + 8 belong to the same lane
   if (packing == Packing::kW8A8) {
-    // m16n8k32 A fragment: register 2 * (k / 16) + upper holds the four bytes k = 4t .. 4t + 3 (+ 16).
-    int const t = k % 16 / 4, reg = 2 * (k / 16) + upper;
-    return {(4 * g + t) * kLaneBytes + reg * 4 + k % 4, 0};
+    // The swizzle (PTX ISA, "Swizzling modes"): bit 4 of an address, the 16-byte chunk of a row, ^= bit 7.
+    int const chunk = k / 16 ^ row / 4 % 2;
+    return {row * 32 + chunk * 16 + k % 16, 0};
   }
+  int const g = row % 8, upper = row / 8;  // mma: rows g and g + 8 belong to the same lane
   // m16n8k16 A fragment: register `pair` = 2 * (upper half of the k16 step) + upper holds k = 2t, 2t + 1 (+ 8).
   int const t = k % 8 / 2, step = k / 16, pair = 2 * (k % 16 / 8) + upper, odd = k % 2;
   int const lane_byte = (4 * g + t) * kLaneBytes;

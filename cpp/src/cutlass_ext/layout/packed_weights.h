@@ -7,8 +7,8 @@
 
 namespace cutlass::layout {
 
-/// Fragment-order weights. A lane's 16 bytes of a tile are `kSteps` steps, of 16 k for 16-bit activations and of 32 k
-/// for those of 8 bits, of `kWords` 32-bit words.
+/// Packed weights. A tile is `kSteps` steps, of 16 k for 16-bit activations and of 32 k for those of 8 bits; a lane's
+/// part of a step is `kWords` 32-bit words.
 template <qcutlass::Packing kPacking_>
 struct PackedWeights {
   static constexpr qcutlass::Packing kPacking = kPacking_;
@@ -22,11 +22,18 @@ struct PackedWeights {
   static constexpr int kWords = 4 / kSteps;
   static constexpr int kRegisterK = kStepK / 8;  // elements of an A fragment's register
 
-  /// Element `i` of register `reg` of step `step` of a lane's fragment is taken from this bit of the lane's 128 bits:
-  /// by the register converters (arch/dequantize.h), or, with 8-bit activations, as the fragment itself.
-  static constexpr int fragment_bit(int step, int reg, int i) {
-    if (!kConverts) return reg * 32 + i * 8;
-    return kBits == 4 ? step * 32 + (reg + 4 * i) * 4 : step * 64 + (2 * reg + i) * 8;
+  /// The 16 bytes of a tile that a lane names: to a 128-bit load, to have them, or, with 8-bit activations, to
+  /// ldmatrix.x4, for which lane l names row l % 8 of matrix l / 8 and has word l % 4 of row l / 4 of every matrix.
+  static constexpr int lane_byte(int lane) {
+    if (kConverts) return lane * 16;
+    return int(qcutlass::layout::position_in_tile(kPacking, lane % 16, lane / 16 * 16).byte);
+  }
+
+  /// Element `i` of register `reg` of step `step` of a lane's A fragment is taken from this bit of the tile: by the
+  /// register converters (arch/dequantize.h), or, with 8-bit activations, by ldmatrix.
+  static constexpr int fragment_bit(int lane, int step, int reg, int i) {
+    if (!kConverts) return (lane_byte(8 * reg + lane / 4) + lane % 4 * 4 + i) * 8;
+    return lane_byte(lane) * 8 + (kBits == 4 ? step * 32 + (reg + 4 * i) * 4 : step * 64 + (2 * reg + i) * 8);
   }
 
   /// Whether that is the place where layout.h keeps the code of that element: register `reg` of lane 4g + t holds row
@@ -40,7 +47,7 @@ struct PackedWeights {
             int const row = lane / 4 + 8 * (reg % 2);
             int const k = step * kStepK + lane % 4 * kRegisterK + kStepK / 2 * (reg / 2) + i;
             auto const p = qcutlass::layout::position_in_tile(kPacking, row, k);
-            if (p.byte * 8 + p.bit != lane * 128 + fragment_bit(step, reg, i)) return false;
+            if (p.byte * 8 + p.bit != fragment_bit(lane, step, reg, i)) return false;
           }
     return true;
   }
