@@ -1,12 +1,10 @@
 // Dot products of int8 rows, widened to int16: the compiler turns them into multiply-adds of pairs.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <cstring>
 
-#include "host/lane_group.h"
 #include "host/multiversion.h"
+#include "host/tile_rows.h"
 
 namespace qcutlass::host {
 
@@ -14,20 +12,15 @@ namespace qcutlass::host {
 template <int kMaxTiles>
 class Int8Strip {
  public:
-  using Group = LaneGroup<Packing::kW8A8>;
-
   /// Codes of `count` packed tiles.
   QCUTLASS_INLINE void decode(uint8_t const* packed, int64_t count) {
     for (int64_t tile = 0; tile < count; ++tile) {
-      for (int g = 0; g < Group::kGroups; ++g) {
-        uint32_t words[kWords], natural[kWords];
-        std::memcpy(words, packed + tile * layout::kTileBytes + g * Group::kBytes, Group::kBytes);
 #pragma GCC unroll 16
-        for (int i = 0; i < kWords; ++i) natural[i] = words[kWord[i]];
-        int8_t codes[Group::kBytes];
-        std::memcpy(codes, natural, sizeof(codes));
-        widen(codes, codes_[g] + tile * Group::kTileK);
-        widen(codes + Group::kTileK, codes_[g + Group::kGroups] + tile * Group::kTileK);
+      for (int row = 0; row < layout::kTileN; ++row) {
+        for (int chunk = 0; chunk < TileRows::kChunks; ++chunk) {
+          widen(packed + tile * layout::kTileBytes + TileRows::byte(row, chunk),
+                codes_[row] + tile * TileRows::kTileK + chunk * TileRows::kChunk);
+        }
       }
     }
   }
@@ -41,26 +34,8 @@ class Int8Strip {
   }
 
  private:
-  static constexpr int kWords = Group::kBytes / 4;
-
-  /// Where four columns in natural order lie among the words of a lane group.
-  static constexpr std::array<uint8_t, kWords> make_words() {
-    std::array<uint8_t, kWords> words{};
-    for (int i = 0; i < kWords; ++i) words[i] = Group::kByte[4 * i] / 4;
-    return words;
-  }
-  static constexpr std::array<uint8_t, kWords> kWord = make_words();
-
-  static constexpr bool matches_layout() {
-    for (int i = 0; i < Group::kBytes; ++i) {
-      if (Group::kByte[i] != 4 * kWord[i / 4] + i % 4) return false;
-    }
-    return true;
-  }
-  static_assert(matches_layout());
-
-  static QCUTLASS_INLINE void widen(int8_t const* __restrict codes, int16_t* __restrict out) {
-    for (int k = 0; k < Group::kTileK; ++k) out[k] = codes[k];
+  static QCUTLASS_INLINE void widen(uint8_t const* __restrict codes, int16_t* __restrict out) {
+    for (int k = 0; k < TileRows::kChunk; ++k) out[k] = static_cast<int8_t>(codes[k]);
   }
 
   /// Rows and channels at a time: their sums stay in registers, and each load serves several.
@@ -82,7 +57,7 @@ class Int8Strip {
     }
   }
 
-  alignas(64) int16_t codes_[layout::kTileN][kMaxTiles * Group::kTileK];
+  alignas(64) int16_t codes_[layout::kTileN][kMaxTiles * TileRows::kTileK];
 };
 
 }  // namespace qcutlass::host

@@ -1,5 +1,5 @@
-// The packed layout as the host code walks it: a tile is eight lane groups, one for each g, of 64 bytes that hold rows
-// g and g + 8.
+// The packed layout of weights for 16-bit activations as the host code walks it: a tile is eight lane groups, one for
+// each g, of 64 bytes that hold rows g and g + 8.
 #pragma once
 
 #include <array>
@@ -74,6 +74,5 @@ struct LaneGroup {
 
 static_assert(LaneGroup<Packing::kW4A16>::matches_layout());
 static_assert(LaneGroup<Packing::kW8A16>::matches_layout());
-static_assert(LaneGroup<Packing::kW8A8>::matches_layout());
 
 }  // namespace qcutlass::host

@@ -1,4 +1,4 @@
-// Packing and unpacking: a byte permutation of each lane group (lane_group.h).
+// Packing and unpacking: a byte permutation of each lane group (lane_group.h), or chunk by chunk (tile_rows.h).
 #include "qcutlass/pack.h"
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include "host/lane_group.h"
 #include "host/multiversion.h"
 #include "host/parallel.h"
+#include "host/tile_rows.h"
 
 namespace qcutlass::host {
 
@@ -87,6 +88,50 @@ void unpack_strip(PackArguments const& arguments, int64_t strip) {
     if (upper != nullptr) std::memcpy(upper, codes.upper, count);
   };
   for_each_lane_group<kPacking>(arguments, strip, visit);
+}
+
+/// Calls visit(codes, count, packed) for each chunk of a strip of 16 rows: a pointer to its `count` codes, null where
+/// there are none, and to the packed bytes. Two rows at a time: they share cache lines.
+template <class Visit>
+void for_each_chunk(PackArguments const& arguments, int64_t strip, Visit const& visit) {
+  int64_t const tiles_k = layout::tiles_k(Packing::kW8A8, arguments.k);
+  for (int first = 0; first < layout::kTileN; first += 2) {
+    uint8_t* packed = arguments.packed + strip * tiles_k * layout::kTileBytes;
+    for (int64_t tile = 0; tile < tiles_k; ++tile, packed += layout::kTileBytes) {
+      for (int i = 0; i < 2 * TileRows::kChunks; ++i) {
+        int const row = first + i / TileRows::kChunks, chunk = i % TileRows::kChunks;
+        int64_t const n = strip * layout::kTileN + row, k = tile * TileRows::kTileK + chunk * TileRows::kChunk;
+        bool const exists = n < arguments.n && k < arguments.k;
+        visit(exists ? arguments.codes + n * arguments.codes_stride + k : nullptr,
+              static_cast<size_t>(std::min<int64_t>(arguments.k - k, TileRows::kChunk)),
+              packed + TileRows::byte(row, chunk));
+      }
+    }
+  }
+}
+
+inline void copy_chunk(uint8_t* to, uint8_t const* from, size_t count) {
+  if (count == TileRows::kChunk) {
+    std::memcpy(to, from, TileRows::kChunk);  // without a call
+  } else {
+    std::memcpy(to, from, count);
+  }
+}
+
+template <>
+void pack_strip<Packing::kW8A8>(PackArguments const& arguments, int64_t strip) {
+  for_each_chunk(arguments, strip, [](uint8_t const* codes, size_t count, uint8_t* packed) {
+    uint8_t chunk[TileRows::kChunk] = {};
+    if (codes != nullptr) copy_chunk(chunk, codes, count);
+    std::memcpy(packed, chunk, sizeof(chunk));
+  });
+}
+
+template <>
+void unpack_strip<Packing::kW8A8>(PackArguments const& arguments, int64_t strip) {
+  for_each_chunk(arguments, strip, [](uint8_t* codes, size_t count, uint8_t const* packed) {
+    if (codes != nullptr) copy_chunk(codes, packed, count);
+  });
 }
 
 template <class Strip>

@@ -95,6 +95,7 @@ class MmaPackedStream {
         thread_(threadIdx.x % kSetThreads),
         slice_(warp / (kWarpsM * kWarpsN)),
         first_channel_(warp / kWarpsN % kWarpsM * WarpShape::kM + lane / 4),
+        code_place_(first_channel_ / 16 * kStripBytes + LayoutA::lane_byte(lane)),
         first_token_(warp % kWarpsN * WarpShape::kN),
         tokens_(fast_min(args.tokens - token, Shape::kN)),
         place_bytes_(Place::kTokens + fast_min(args.tokens, Shape::kN) * Place::kTokenBytes),
@@ -311,9 +312,8 @@ class MmaPackedStream {
     for (int i = 0; i < kCount; ++i) {
       CUTLASS_PRAGMA_UNROLL
       for (int tile = 0; tile < kTiles; ++tile)
-        reinterpret_cast<uint4*>(codes[i])[tile] =
-            *reinterpret_cast<uint4 const*>(place + Place::kWeights + (first_channel_ / 16 + m + i) * kStripBytes +
-                                            tile * LayoutA::kTileBytes + lane_ * 16);
+        Traits::load_codes(codes[i] + tile * 4,
+                           place + Place::kWeights + code_place_ + (m + i) * kStripBytes + tile * LayoutA::kTileBytes);
     }
   }
 
@@ -450,6 +450,7 @@ class MmaPackedStream {
   Arguments const& args_;
   int const lane_, thread_, slice_;
   int const first_channel_;  // of this lane, within the block's tile
+  int const code_place_;     // of its codes, within a stage's
   int const first_token_;    // of its warp
   int const tokens_;         // of the tile that exist
   int const place_bytes_;

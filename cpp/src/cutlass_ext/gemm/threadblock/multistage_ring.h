@@ -1,6 +1,6 @@
 // The cp.async ring of the multistage mainloops: MmaMultistage's skeleton (one barrier a stage, operands shared by all
 // warps of the block, warps sliced along k) with these differences:
-//   - weights are operand A, in fragment order: one 128-bit shared load brings all that a lane needs of a tile;
+//   - weights are operand A, packed so that one shared load brings all that a lane needs of a tile;
 //   - scales and zeros, or the scales of blocks, travel in the ring as a third operand;
 //   - the ragged end of k lies in the last stage, as in the packed tensor;
 //   - the loop is unrolled over the places of the ring. mma.sync overlaps with nothing in its quarter of an SM, so
@@ -76,6 +76,8 @@ class MultistageRing {
         warp_m_(warp / kWarpsN % kWarpsM),
         warp_n_(warp % kWarpsN),
         slice_(warp / (kWarpsN * kWarpsM)),
+        code_place_(warp_m_ * kStrips * WeightLoader::kStripBytes + slice_ * kSliceTiles * LayoutA::kTileBytes +
+                    LayoutA::lane_byte(lane)),
         load_k_(first_k),
         end_k_(end_k),
         stages_((end_k - first_k + Shape::kK - 1) / Shape::kK),
@@ -148,12 +150,10 @@ class MultistageRing {
                                     storage_.activations(place) + token_place_[step] + n * 8 * TokenLoader::kRowBytes);
   }
 
-  /// The lane's codes of packed tile `tile` of its slice, strip `m` of the warp: one 128-bit load.
+  /// The lane's codes of packed tile `tile` of its slice, strip `m` of the warp.
   CUTLASS_DEVICE void load_codes(uint32_t (&codes)[4], int place, int tile, int m) const {
-    uint4 const v =
-        *reinterpret_cast<uint4 const*>(storage_.weights(place) + (warp_m_ * kStrips + m) * WeightLoader::kStripBytes +
-                                        (slice_ * kSliceTiles + tile) * LayoutA::kTileBytes + lane_ * 16);
-    codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
+    Traits::load_codes(
+        codes, storage_.weights(place) + code_place_ + m * WeightLoader::kStripBytes + tile * LayoutA::kTileBytes);
   }
 
   SharedStorage& storage_;
@@ -161,6 +161,8 @@ class MultistageRing {
   int const lane_, warp_m_, warp_n_, slice_;
 
  private:
+  int const code_place_;  // of the lane, in a stage
+
   /// Copies into a place of the ring the stage that lies `ahead` of the next one to load.
   CUTLASS_DEVICE void copy_weights(int place, int ahead) {
     weights_.copy(storage_.weights(place), ahead);

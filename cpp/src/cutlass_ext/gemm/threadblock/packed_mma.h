@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cutlass/arch/memory_sm75.h"
 #include "cutlass/arch/mma.h"
 #include "cutlass_ext/arch/mma_float8.h"
 #include "cutlass_ext/gemm/threadblock/block_scale_loader.h"
@@ -45,6 +46,17 @@ struct PackedMma {
     using Type = arch::MmaFloat8<A, B>;
   };
   using ArchMma = typename MmaOf<Weight, Element, kFloat8>::Type;
+
+  /// The lane's words of a tile, from LayoutA::lane_byte(lane) of it in shared memory: one 128-bit load, or one
+  /// ldmatrix of the fragment itself.
+  static CUTLASS_DEVICE void load_codes(uint32_t* codes, uint8_t const* lane_bytes) {
+    uint4 words;
+    if constexpr (LayoutA::kConverts)
+      words = *reinterpret_cast<uint4 const*>(lane_bytes);
+    else
+      arch::ldsm<layout::RowMajor, 4>(reinterpret_cast<Array<unsigned, 4>&>(words), lane_bytes);
+    codes[0] = words.x, codes[1] = words.y, codes[2] = words.z, codes[3] = words.w;
+  }
 
   using Scales = warp::GroupScales<Element, LayoutA::kBits, kMode>;
 
