@@ -16,7 +16,7 @@ TILE_BYTES: Final = 512
 LANE_BYTES: Final = 16
 TILE_N: Final = 16
 PACKINGS: Final = {_C.Packing.W4A16: 4, _C.Packing.W8A16: 8, _C.Packing.W8A8: 8}
-"""Every packing and the bits of its codes."""
+"""Every packing and the bits of its codes. Those for 16-bit activations have an order of lanes, W8A8 one of rows."""
 
 LANE: Final = 5  # the one whose bytes are drawn: g = 1, t = 1
 MASKS: Final = ((0, 0x000F000F), (0, 0x00F000F0), (8, 0x000F000F), (8, 0x00F000F0))  # shift, mask: see dequantize.h
@@ -37,7 +37,7 @@ def lane_of(packing: _C.Packing, row: int, k: int) -> int:
 
 
 def stored(packing: _C.Packing, lane: int) -> list[tuple[int, int]]:
-    """(row, k) of the codes in a lane's 16 bytes, in the order of their bits."""
+    """(row, k) of the codes in a lane's 16 bytes of a tile, the `lane`-th ones, in the order of their bits."""
     width = _C.tile_k(packing)
     places = {_C.position(packing, width, row, k): (row, k) for row in range(TILE_N) for k in range(width)}
     return [places[place] for place in sorted(places) if place[0] // LANE_BYTES == lane]
@@ -52,7 +52,10 @@ def masked(packing: _C.Packing, lane: int, shift: int, mask: int) -> list[tuple[
 
 
 def write(folder: Path, packings: Iterable[_C.Packing] = tuple(PACKINGS)) -> list[Path]:
-    """Draws the order of tiles, a tile and a lane of each packing, and the masks, as SVG; returns the files."""
+    """Draws the order of tiles, a tile and (where there are) a lane of each packing, and the masks, as SVG.
+
+    Returns the files.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,6 +64,9 @@ def write(folder: Path, packings: Iterable[_C.Packing] = tuple(PACKINGS)) -> lis
     with matplotlib.rc_context(_STYLE):
         drawings = {"tiles": draw_tiles(_C.Packing.W4A16, 40, 150), "masks": draw_masks(LANE)}
         for packing in packings:
+            if packing == _C.Packing.W8A8:
+                drawings["tile_w8a8"] = draw_rows(packing)
+                continue
             drawings[f"tile_{packing.name.lower()}"] = draw_tile(packing)
             drawings[f"lane_{packing.name.lower()}"] = draw_lane(packing, LANE)
         for name, figure in drawings.items():
@@ -103,6 +109,25 @@ def draw_tile(packing: _C.Packing) -> Figure:
     axes.set(xlabel="column k", ylabel="channel n")
     handles = [axes.scatter([], [], marker="s", color=color, label=f"word {i}") for i, color in enumerate(_WORDS)]
     axes.legend(handles=handles, ncol=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    return figure
+
+
+def draw_rows(packing: _C.Packing) -> Figure:
+    """The bytes of a tile, a channel's in a row, with the column of the code in each; colours are halves of columns."""
+    width = _C.tile_k(packing)
+    figure, axes = _axes(width, TILE_N, 8.6, 4.4)
+    codes = [code for lane in range(TILE_BYTES // LANE_BYTES) for code in stored(packing, lane)]
+    for byte, (_, k) in enumerate(codes):
+        y, x = divmod(byte, width)
+        _box(axes, x, y, 1, 1, _WORDS[k // LANE_BYTES])
+        _label(axes, x + 0.5, y + 0.5, str(k), fontsize=5.5)
+    _ticks(axes, range(0, width + 1, 8), range(0, TILE_N + 1, 4))
+    axes.set(xlabel="byte of the row", ylabel="channel n")
+    names = [f"columns {k} to {k + LANE_BYTES - 1}" for k in range(0, width, LANE_BYTES)]
+    handles = [
+        axes.scatter([], [], marker="s", color=color, label=name) for name, color in zip(names, _WORDS, strict=False)
+    ]
+    axes.legend(handles=handles, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     return figure
 
 

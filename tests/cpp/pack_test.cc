@@ -21,7 +21,8 @@ std::vector<uint8_t> pack(Packing packing, int64_t n, int64_t k, std::vector<uin
   return packed;
 }
 
-// The expected bytes below are written from the description of the layout (PTX fragment order), not with layout.h.
+// The expected bytes below are written from the description of the layout (PTX fragment order, PTX swizzle), not with
+// layout.h.
 
 struct SingleCode {
   int64_t n, k, byte;
@@ -100,13 +101,23 @@ TEST(PackGolden, W8A16Lanes) {
                                            0x89, 0x88, 0x09, 0x08, 0x81, 0x80, 0x01, 0x00}));
 }
 
-TEST(PackGolden, W8A8Lanes) {
+std::vector<uint8_t> counting(int first, int step) {
+  std::vector<uint8_t> bytes;
+  for (int i = 0; i < 16; ++i) bytes.push_back(static_cast<uint8_t>(first + i * step));
+  return bytes;
+}
+
+TEST(PackGolden, W8A8Rows) {
   std::vector<uint8_t> const packed = pack(Packing::kW8A8, 16, 32, eight_bit_tile());
-  using Bytes = std::vector<uint8_t>;
-  EXPECT_EQ(lane_bytes(packed, 0), (Bytes{0x00, 0x01, 0x02, 0x03, 0x80, 0x81, 0x82, 0x83,  //
-                                          0xff, 0xfe, 0xfd, 0xfc, 0x7f, 0x7e, 0x7d, 0x7c}));
-  EXPECT_EQ(lane_bytes(packed, 31), (Bytes{0x7c, 0x7d, 0x7e, 0x7f, 0xfc, 0xfd, 0xfe, 0xff,  //
-                                           0x83, 0x82, 0x81, 0x80, 0x03, 0x02, 0x01, 0x00}));
+  EXPECT_EQ(lane_bytes(packed, 0), counting(0x00, 1));    // row 0: in order
+  EXPECT_EQ(lane_bytes(packed, 1), counting(0xff, -1));   //
+  EXPECT_EQ(lane_bytes(packed, 6), counting(0x30, 1));    // row 3
+  EXPECT_EQ(lane_bytes(packed, 8), counting(0xbf, -1));   // row 4: its second half first
+  EXPECT_EQ(lane_bytes(packed, 9), counting(0x40, 1));    //
+  EXPECT_EQ(lane_bytes(packed, 15), counting(0x70, 1));   // row 7
+  EXPECT_EQ(lane_bytes(packed, 16), counting(0x80, 1));   // row 8
+  EXPECT_EQ(lane_bytes(packed, 24), counting(0x3f, -1));  // row 12
+  EXPECT_EQ(lane_bytes(packed, 31), counting(0xf0, 1));   // row 15
 }
 
 TEST(PackGolden, PaddingIsZero) {

@@ -77,6 +77,10 @@ def test_every_packing_is_drawn(drawings: ModuleType, tmp_path: Path) -> None:
     drawings.write(tmp_path)
     for packing in PACKINGS:
         drawn = re.findall(r">(\d+)</text>", (tmp_path / f"tile_{packing.name.lower()}.svg").read_text())
+        if packing == _C.Packing.W8A8:
+            columns = [str(k) for lane in range(32) for _, k in drawings.stored(packing, lane)]
+            assert "-".join(columns) in "-".join(drawn)
+            continue
         lanes = [str(drawings.lane_of(packing, n, k)) for n in range(16) for k in range(_C.tile_k(packing))]
         assert "-".join(lanes) in "-".join(drawn)
     for path in drawings.write(tmp_path / "again", [_C.Packing.W8A8]):

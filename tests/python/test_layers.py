@@ -202,10 +202,10 @@ def damaged(name: str, value: Any) -> Callable[[dict[str, Tensor]], None]:
     [
         (
             damaged("layout", torch.tensor([7, 4, 40, 128, 64])),
-            "in layout version 7, this build reads version 1",
+            "in layout version 7, this build reads version 2",
         ),
-        (damaged("layout", torch.tensor([1, 8, 40, 128, 64])), "bits = 8, not 4: build the layer with the same scheme"),
-        (damaged("layout", torch.tensor([1, 4, 41, 128, 32])), "N = 41, not 40; group_size = 32, not 64"),
+        (damaged("layout", torch.tensor([2, 8, 40, 128, 64])), "bits = 8, not 4: build the layer with the same scheme"),
+        (damaged("layout", torch.tensor([2, 4, 41, 128, 32])), "N = 41, not 40; group_size = 32, not 64"),
         (damaged("layout", torch.tensor(1)), "layout: expected .version, bits, N, K, group_size., got 1"),
         (damaged("layout", None), "no `layout` beside the buffers"),
         (damaged("layout", [1, 4, 40, 128, 64]), "layout: expected a torch.Tensor, got list"),
@@ -297,8 +297,8 @@ def test_copies_are_independent(seed: int) -> None:
 
 def test_pickles_of_another_layout_are_refused(seed: int) -> None:
     layer = QuantLinear.from_linear(random_linear(16, 64, seed))
-    layer.layout[0] += 1
-    with pytest.raises(ValueError, match="packed in layout version 2, this build reads version 1"):
+    layer.layout[0] -= 1
+    with pytest.raises(ValueError, match="packed in layout version 1, this build reads version 2"):
         pickle.loads(pickle.dumps(layer))
 
 

@@ -93,8 +93,8 @@ def test_layers_are_saved_loaded_and_copied_bit_for_bit(size: int, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("layout", torch.tensor([2, 8, N, K, 128]), "in layout version 2, this build reads version 1"),
-        ("layout", torch.tensor([1, 8, N, K, 64]), "group_size = 64, not 128"),
+        ("layout", torch.tensor([1, 8, N, K, 128]), "in layout version 1, this build reads version 2"),
+        ("layout", torch.tensor([2, 8, N, K, 64]), "group_size = 64, not 128"),
         ("w_packed", torch.zeros(13, 9, 32, 16, dtype=torch.uint8), "w_packed: expected a tensor of int8"),
         ("w_packed", torch.zeros(13, 8, 32, 16, dtype=torch.int8), "b: for K = 288 its second dimension"),
         ("w_packed", torch.zeros(12, 9, 32, 16, dtype=torch.int8), "n: N = 200 needs b of 13 tiles"),

@@ -182,7 +182,7 @@ def test_the_sums_that_zero_points_need_are_kept(scheme: W8A8, seed: int) -> Non
 @pytest.mark.parametrize(
     ("scheme", "name", "value", "message"),
     [
-        (W8A8(), "layout", torch.tensor([2, 8, N, K, K]), "in layout version 2, this build reads version 1"),
+        (W8A8(), "layout", torch.tensor([1, 8, N, K, K]), "in layout version 1, this build reads version 2: quantise"),
         (W8A8(), "w_packed", torch.zeros(3, 3, 32, 16, dtype=torch.uint8), "w_packed: expected a tensor of int8"),
         (W8A8(), "w_packed", torch.zeros(3, 4, 32, 16, dtype=torch.int8), "w_packed: for K = 96 its second dimension"),
         (W8A8(), "w_scale", torch.ones(N, dtype=torch.float16), "w_scale: expected a tensor of float32"),

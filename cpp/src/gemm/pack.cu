@@ -1,4 +1,4 @@
-// Packing and unpacking on the GPU. One thread a lane of a packed tile: 16 bytes, read or written at once.
+// Packing and unpacking on the GPU. One thread 16 bytes of a packed tile, which it reads or writes at once.
 #include <algorithm>
 #include <type_traits>
 
@@ -10,65 +10,66 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Codes of a lane of a tile.
-constexpr int kMaxCodes = layout::kLaneBytes * 2;
+constexpr int kUnitBytes = layout::kLaneBytes, kUnits = layout::kTileBytes / kUnitBytes;
 
-struct LaneCode {
+struct Code {
   uint8_t row, k;
 };
 
-/// Where each of a lane's codes comes from: entry i is the (row, k) of the tile whose code has index i within lane 0.
-/// Lanes differ by a shift of row and k only, so lane 4g + t holds (row + g, k + offset(t)); the constructor checks
-/// that against layout.h.
-struct LaneMap {
-  LaneCode codes[kMaxCodes] = {};
-  int count = 0;   // codes a lane
-  int t_step = 0;  // k offset from one t to the next
+/// Where the codes of a tile's 16-byte units come from. Units differ by a shift of row and k only; holds() checks that
+/// against layout.h.
+template <Packing kPacking>
+struct UnitMap {
+  static constexpr int kBits = bits_of(kPacking);
+  static constexpr int kCount = kUnitBytes * 8 / kBits;
 
-  constexpr explicit LaneMap(Packing packing) {
-    int const bits = bits_of(packing), width = layout::tile_k(packing);
-    count = layout::kLaneBytes * 8 / bits;
-    t_step = packing == Packing::kW8A8 ? 4 : 2;
+  Code codes[kCount] = {};  // of unit 0
+
+  constexpr UnitMap() {
     for (int row = 0; row < layout::kTileN; ++row)
-      for (int k = 0; k < width; ++k) {
-        auto const p = layout::position_in_tile(packing, row, k);
-        if (p.byte < layout::kLaneBytes) codes[(p.byte * 8 + p.bit) / bits] = {uint8_t(row), uint8_t(k)};
+      for (int k = 0; k < layout::tile_k(kPacking); ++k) {
+        auto const p = layout::position_in_tile(kPacking, row, k);
+        if (p.byte < kUnitBytes) codes[(p.byte * 8 + p.bit) / kBits] = {uint8_t(row), uint8_t(k)};
       }
   }
 
-  constexpr bool holds(Packing packing) const {
-    int const bits = bits_of(packing);
-    for (int lane = 0; lane < layout::kLanes; ++lane)
-      for (int i = 0; i < count; ++i) {
-        auto const p = layout::position_in_tile(packing, codes[i].row + lane / 4, codes[i].k + lane % 4 * t_step);
-        if (p.byte * 8 + p.bit != lane * layout::kLaneBytes * 8 + i * bits) return false;
+  /// Shift of a unit: it is half a row with 8-bit activations, else a lane.
+  static constexpr int row(int unit) { return kPacking == Packing::kW8A8 ? unit / 2 : unit / 4; }
+  static constexpr int k(int unit) {
+    return kPacking == Packing::kW8A8 ? (unit % 2 ^ unit / 8 % 2) * kUnitBytes : unit % 4 * 2;
+  }
+
+  constexpr bool holds() const {
+    for (int unit = 0; unit < kUnits; ++unit)
+      for (int i = 0; i < kCount; ++i) {
+        auto const p = layout::position_in_tile(kPacking, codes[i].row + row(unit), codes[i].k + k(unit));
+        if (p.byte * 8 + p.bit != unit * kUnitBytes * 8 + i * kBits) return false;
       }
     return true;
   }
 };
 
-template <Packing kPacking>
-constexpr LaneMap kLaneMap{kPacking};
-static_assert(kLaneMap<Packing::kW4A16>.holds(Packing::kW4A16));
-static_assert(kLaneMap<Packing::kW8A16>.holds(Packing::kW8A16));
-static_assert(kLaneMap<Packing::kW8A8>.holds(Packing::kW8A8));
+static_assert(UnitMap<Packing::kW4A16>{}.holds());
+static_assert(UnitMap<Packing::kW8A16>{}.holds());
+static_assert(UnitMap<Packing::kW8A8>{}.holds());
 
-/// Calls visit(i, n, k) for every code i of the lane that thread `index` of all lanes owns.
+/// Calls visit(i, n, k) for every code i of unit `index` of all tiles.
 template <Packing kPacking, class Visit>
 __device__ void for_each_code(int64_t index, int64_t tiles_k, Visit visit) {
-  constexpr LaneMap kMap = kLaneMap<kPacking>;
-  int const lane = int(index % layout::kLanes);
-  int64_t const tile = index / layout::kLanes;
-  int64_t const n = tile / tiles_k * layout::kTileN + lane / 4;
-  int64_t const k = tile % tiles_k * layout::tile_k(kPacking) + lane % 4 * kMap.t_step;
+  using Map = UnitMap<kPacking>;
+  constexpr Map kMap;
+  int const unit = int(index % kUnits);
+  int64_t const tile = index / kUnits;
+  int64_t const n = tile / tiles_k * layout::kTileN + Map::row(unit);
+  int64_t const k = tile % tiles_k * layout::tile_k(kPacking) + Map::k(unit);
 #pragma unroll
-  for (int i = 0; i < kMap.count; ++i) visit(i, n + kMap.codes[i].row, k + kMap.codes[i].k);
+  for (int i = 0; i < Map::kCount; ++i) visit(i, n + kMap.codes[i].row, k + kMap.codes[i].k);
 }
 
 template <Packing kPacking>
-__global__ void pack_kernel(PackArguments a, int64_t lanes, int64_t tiles_k) {
+__global__ void pack_kernel(PackArguments a, int64_t units, int64_t tiles_k) {
   constexpr int kBits = bits_of(kPacking);
-  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes;
+  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < units;
        index += int64_t(gridDim.x) * kThreads) {
     uint32_t words[4] = {};
     for_each_code<kPacking>(index, tiles_k, [&](int i, int64_t n, int64_t k) {
@@ -87,8 +88,8 @@ __device__ uint32_t code_of(uint4 const& v, int i) {
 }
 
 template <Packing kPacking>
-__global__ void unpack_kernel(PackArguments a, int64_t lanes, int64_t tiles_k) {
-  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < lanes;
+__global__ void unpack_kernel(PackArguments a, int64_t units, int64_t tiles_k) {
+  for (int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x; index < units;
        index += int64_t(gridDim.x) * kThreads) {
     uint4 const v = reinterpret_cast<uint4 const*>(a.packed)[index];
     for_each_code<kPacking>(index, tiles_k, [&](int i, int64_t n, int64_t k) {
@@ -97,7 +98,7 @@ __global__ void unpack_kernel(PackArguments a, int64_t lanes, int64_t tiles_k) {
   }
 }
 
-unsigned blocks_for(int64_t lanes) { return unsigned(std::min<int64_t>(layout::ceil_div(lanes, kThreads), 1 << 20)); }
+unsigned blocks_for(int64_t units) { return unsigned(std::min<int64_t>(layout::ceil_div(units, kThreads), 1 << 20)); }
 
 /// Runs `launch` with the packing as a constant.
 template <class Launch>
@@ -113,20 +114,20 @@ void dispatch(Packing packing, Launch launch) {
 }  // namespace
 
 void pack(PackArguments const& a, void* stream) {
-  int64_t const tiles_k = layout::tiles_k(a.packing, a.k), lanes = layout::tiles_n(a.n) * tiles_k * layout::kLanes;
-  if (lanes == 0) return;
+  int64_t const tiles_k = layout::tiles_k(a.packing, a.k), units = layout::tiles_n(a.n) * tiles_k * kUnits;
+  if (units == 0) return;
   dispatch(a.packing, [&](auto packing) {
     pack_kernel<packing.value>
-        <<<blocks_for(lanes), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, lanes, tiles_k);
+        <<<blocks_for(units), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, units, tiles_k);
   });
 }
 
 void unpack(PackArguments const& a, void* stream) {
-  int64_t const tiles_k = layout::tiles_k(a.packing, a.k), lanes = layout::tiles_n(a.n) * tiles_k * layout::kLanes;
-  if (lanes == 0) return;
+  int64_t const tiles_k = layout::tiles_k(a.packing, a.k), units = layout::tiles_n(a.n) * tiles_k * kUnits;
+  if (units == 0) return;
   dispatch(a.packing, [&](auto packing) {
     unpack_kernel<packing.value>
-        <<<blocks_for(lanes), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, lanes, tiles_k);
+        <<<blocks_for(units), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, units, tiles_k);
   });
 }
 

@@ -310,6 +310,7 @@ def test_bad_sources_leave_nothing_behind(tmp_path: Path, seed: int) -> None:
     ("change", "message"),
     [
         ({"layout_version": 99}, "convert the model again"),
+        ({"layout_version": 1}, "convert the model again"),
         ({"version": 2}, "convert the model again"),
         ({"exceptions": []}, "exceptions"),
         ({"default": {"kind": "magic"}}, "kind"),
@@ -345,7 +346,7 @@ def test_damaged_tensors(suffix: str, tmp_path: Path, seed: int) -> None:
 def test_a_huge_shape_allocates_nothing(tmp_path: Path, seed: int) -> None:
     models.convert(random_model(tmp_path / "source", 1, seed=seed), tmp_path / "new")
     tensors = load_file(tmp_path / "new" / "model.safetensors")
-    tensors[f"{UP}.layout"] = torch.tensor([1, 4, 1 << 40, 1 << 40, 64])
+    tensors[f"{UP}.layout"] = torch.tensor([2, 4, 1 << 40, 1 << 40, 64])
     save_file(tensors, tmp_path / "new" / "model.safetensors")
     with pytest.raises(CheckpointError, match="expected w_packed"):
         models.ConvertedFolder(tmp_path / "new")[UP]

@@ -205,7 +205,7 @@ def test_a_converted_folder_without_a_tensor_is_refused(suffix: str, converted: 
 
 def test_another_layout_is_refused(converted: Path, tmp_path: Path) -> None:
     tensors = load_file(converted / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.layout"][0] += 1
+    tensors["model.layers.1.mlp.up_proj.layout"][0] -= 1
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((converted / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj: the weights were packed in layout version"):

@@ -95,7 +95,7 @@ class MmaPackedStream {
         thread_(threadIdx.x % kSetThreads),
         slice_(warp / (kWarpsM * kWarpsN)),
         first_channel_(warp / kWarpsN % kWarpsM * WarpShape::kM + lane / 4),
-        code_place_(first_channel_ / 16 * kStripBytes + LayoutA::lane_byte(lane)),
+        lane_byte_(LayoutA::lane_byte(lane)),
         first_token_(warp % kWarpsN * WarpShape::kN),
         tokens_(fast_min(args.tokens - token, Shape::kN)),
         place_bytes_(Place::kTokens + fast_min(args.tokens, Shape::kN) * Place::kTokenBytes),
@@ -305,16 +305,13 @@ class MmaPackedStream {
 
   using Codes = uint32_t[kSteps * LayoutA::kWords];
 
-  /// The lane's codes of `kCount` strips from the warp's strip m on.
+  /// The lane's codes of packed tile `tile` of `kCount` strips from the warp's strip m on.
   template <int kCount>
-  CUTLASS_DEVICE void load_codes(Codes (&codes)[kCount], uint8_t const* place, int m) const {
+  CUTLASS_DEVICE void load_codes(Codes (&codes)[kCount], uint8_t const* place, int m, int tile) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kTiles; ++tile)
-        Traits::load_codes(codes[i] + tile * 4,
-                           place + Place::kWeights + code_place_ + (m + i) * kStripBytes + tile * LayoutA::kTileBytes);
-    }
+    for (int i = 0; i < kCount; ++i)
+      Traits::load_codes(codes[i] + tile * 4, place + Place::kWeights + (first_channel_ / 16 + m + i) * kStripBytes +
+                                                  tile * LayoutA::kTileBytes + lane_byte_);
   }
 
   /// `kCount` strips of a blockwise product from the warp's strip m on.
@@ -322,12 +319,12 @@ class MmaPackedStream {
   CUTLASS_DEVICE void accumulate_blocks(Sums* sums, uint8_t const* place, int m,
                                         uint32_t const (&b)[kColumns][kSteps][2]) const {
     Codes codes[kCount];
-    load_codes(codes, place, m);
     Products block[kCount][kColumns];
     Products const start = warp::BlockPromotion::start();
     float const* scales = reinterpret_cast<float const*>(place + Place::kBlocks);
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kSteps; ++s) {
+      load_codes(codes, place, m, s);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCount; ++i) {
         CUTLASS_PRAGMA_UNROLL
@@ -353,7 +350,10 @@ class MmaPackedStream {
   CUTLASS_DEVICE void accumulate_strips(Sums* sums, uint8_t const* place, int m,
                                         uint32_t const (&b)[kColumns][kSteps][2], unsigned starts) {
     Codes codes[kCount];
-    load_codes(codes, place, m);
+    if constexpr (LayoutA::kConverts) {  // plain loads, whose place the compiler chooses; ldmatrix stays where it is
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kTiles; ++tile) load_codes(codes, place, m, tile);
+    }
     Operands op[kCount];
     Sums group[kCount][kColumns];
     int const channel = first_channel_ + m * 16;
@@ -365,6 +365,7 @@ class MmaPackedStream {
     }
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kSteps; ++s) {
+      if constexpr (!LayoutA::kConverts) load_codes(codes, place, m, s);
       if (s > 0 && s % kRowSteps == 0 && (starts >> s & 1)) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kCount; ++i) {
@@ -450,7 +451,7 @@ class MmaPackedStream {
   Arguments const& args_;
   int const lane_, thread_, slice_;
   int const first_channel_;  // of this lane, within the block's tile
-  int const code_place_;     // of its codes, within a stage's
+  int const lane_byte_;      // of its codes, in a packed tile
   int const first_token_;    // of its warp
   int const tokens_;         // of the tile that exist
   int const place_bytes_;
