@@ -24,7 +24,7 @@ PACKINGS: Final = {4: _C.Packing.W4A16, 8: _C.Packing.W8A16}
 """Packing for 16-bit activations, by bits of a weight."""
 
 TILE_N: Final = 16
-TILE: Final = (32, 16)  # lanes, bytes of a lane
+TILE: Final = (32, 16)  # lanes (or halves of rows), bytes of each
 _TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()}
 _AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
 _CUDA_GROUP_STEP: Final = 16

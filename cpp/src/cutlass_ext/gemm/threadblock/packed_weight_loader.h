@@ -9,7 +9,7 @@ namespace cutlass::gemm::threadblock {
 
 /// Copies, stage by stage, the packed tiles of `kStrips` strips of 16 channels over `kTilesK` tiles. To a strip its
 /// tiles are one contiguous run of bytes, in global and in shared memory, so a linear copy in 16-byte chunks keeps
-/// fragment order and has no bank conflicts. (CUTLASS's predicated iterators handle a ragged k extent in the first
+/// their order and has no bank conflicts. (CUTLASS's predicated iterators handle a ragged k extent in the first
 /// tile; packed tiles have theirs in the last.)
 template <class Layout, int kStrips, int kTilesK, int kThreads>
 class PackedWeightLoader {
