@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "gemm/cuda_check.h"
 #include "qcutlass/error.h"
 #include "qcutlass/layout.h"
 
@@ -27,6 +28,15 @@ inline Grid grid_of(int64_t rows, int64_t columns, int threads, int least = 1) {
     return unsigned(std::min(std::max<int64_t>(layout::ceil_div(extent, of), 1), most));
   };
   return {dim3(blocks(columns, across, kMostBlocks), blocks(rows, down, kMostBlocksDown)), dim3(across, down)};
+}
+
+/// How many blocks take work in turn on the current device, where `per_sm` of them run at a time: two rounds, so that
+/// one that ends early makes room.
+inline int64_t blocks_in_turn(int per_sm) {
+  int device = 0, sm_count = 0;
+  QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
+  QCUTLASS_CUDA_CHECK(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
+  return 2 * int64_t(per_sm) * sm_count;
 }
 
 /// Calls run(std::integral_constant<int, size>).

@@ -17,6 +17,9 @@ constexpr int kWarp = 32;
 template <class Codes, bool kSmooth>
 inline constexpr int kThreadsPerSm = kSmooth || Codes::kAsymmetric ? 1024 : 1536;
 
+/// Of a pass over a whole matrix: threads of a block, blocks that have registers, vectors of a thread at a time.
+inline constexpr int kTensorThreads = 256, kTensorBlocksPerSm = 4, kTensorVectors = 4;
+
 /// Values x of one row, in vectors; zeros past its end.
 template <class In, bool kSmooth>
 class RowReader {
@@ -210,28 +213,31 @@ __global__ void __launch_bounds__(kBlock) quantize_long_rows(__grid_constant__ Q
   }
 }
 
-/// Calls visit(row, column, held) for each vector that a thread of a grid of [rows, columns] of threads owns; `held`
-/// has that vector alone.
+/// Calls visit(row, first, step, held) for all vectors of a matrix, kTensorVectors at a time: those at columns
+/// first + v * step. The grid may be smaller than the matrix.
 template <class Reader, class Visit>
-__device__ void for_each_vector(QuantizeTask const& task, Visit visit) {
-  int64_t const step = int64_t(gridDim.x) * blockDim.x * Reader::kCount;
+__device__ void for_each_vectors(QuantizeTask const& task, Visit visit) {
+  int64_t const step = int64_t(blockDim.x) * Reader::kCount, of_block = kTensorVectors * step;
   for (int64_t row = blockIdx.y * int64_t(blockDim.y) + threadIdx.y; row < task.rows;
        row += int64_t(gridDim.y) * blockDim.y) {
     Reader const reader(task, row);
-    for (int64_t k = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) * Reader::kCount; k < task.columns; k += step) {
-      typename Reader::Held held[1];
-      reader.read(k, step, held);
-      visit(row, k, held);
+    for (int64_t first = blockIdx.x * of_block + threadIdx.x * Reader::kCount; first < task.columns;
+         first += gridDim.x * of_block) {
+      typename Reader::Held held[kTensorVectors];
+      reader.read(first, step, held);
+      visit(row, first, step, held);
     }
   }
 }
 
 /// The extremes of the whole matrix into the two words at task.workspace, which are zero before.
 template <class In, bool kAsymmetric, bool kSmooth>
-__global__ void find_range(__grid_constant__ QuantizeTask const task) {
+__global__ void __launch_bounds__(kTensorThreads, kTensorBlocksPerSm)
+    find_range(__grid_constant__ QuantizeTask const task) {
   Range range;
   using Reader = RowReader<In, kSmooth>;
-  for_each_vector<Reader>(task, [&](int64_t, int64_t, auto const& held) { include<kAsymmetric, Reader>(range, held); });
+  for_each_vectors<Reader>(
+      task, [&](int64_t, int64_t, int64_t, auto const& held) { include<kAsymmetric, Reader>(range, held); });
   range = reduce<kAsymmetric, kWarp>(range);
   // The order of the atomic operations makes no difference to their result. Most find that it is there already.
   if ((threadIdx.y * blockDim.x + threadIdx.x) % kWarp == 0) {
@@ -243,7 +249,8 @@ __global__ void find_range(__grid_constant__ QuantizeTask const task) {
 
 /// The codes of the whole matrix, by the given scale, which task.scale holds too, or by that of find_range's result.
 template <class In, class Codes, bool kSmooth>
-__global__ void quantize_tensor(__grid_constant__ QuantizeTask const task) {
+__global__ void __launch_bounds__(kTensorThreads, kTensorBlocksPerSm)
+    quantize_tensor(__grid_constant__ QuantizeTask const task) {
   bool const given = task.given_scale != nullptr;
   Quantizer quantizer;
   if (given) {
@@ -256,8 +263,8 @@ __global__ void quantize_tensor(__grid_constant__ QuantizeTask const task) {
   Divisor const divisor(quantizer.scale);
   bool found = false;
   using Reader = RowReader<In, kSmooth>;
-  for_each_vector<Reader>(task, [&](int64_t row, int64_t k, auto const& held) {
-    found |= finish<Codes, false, Reader>(task, row, k, 0, held, divisor, quantizer.azp);
+  for_each_vectors<Reader>(task, [&](int64_t row, int64_t first, int64_t step, auto const& held) {
+    found |= finish<Codes, false, Reader>(task, row, first, step, held, divisor, quantizer.azp);
   });
   if (found && given) *task.scale = __int_as_float(0x7fc00000);
 }

@@ -13,8 +13,7 @@
 
 namespace qcutlass::cuda {
 inline constexpr int kBlock = 256, kLargeBlock = 1024;
-inline constexpr int kVectors = 4;              // of a row, in the registers of a thread
-inline constexpr unsigned kRangeBlocks = 2048;  // of the pass that finds a matrix's range: enough to fill every GPU
+inline constexpr int kVectors = 4;  // of a row, in the registers of a thread
 
 template <class In>
 QuantizeTask make_task(QuantizeArguments const& arguments) {
@@ -51,15 +50,15 @@ void quantize_each_row(QuantizeTask const& task, cudaStream_t stream) {
 
 template <class In, class Codes, bool kSmooth>
 void quantize_whole(QuantizeTask const& task, cudaStream_t stream) {
-  int64_t const vectors = layout::ceil_div(task.columns, Raw<In>::kCount);
-  Grid const grid = grid_of(task.rows, vectors, kBlock);
+  Grid grid = grid_of(task.rows, layout::ceil_div(task.columns, kTensorVectors * Raw<In>::kCount), kTensorThreads);
+  auto const most = unsigned(blocks_in_turn(kTensorBlocksPerSm));
+  grid.blocks.x = std::min(grid.blocks.x, most);
+  grid.blocks.y = std::min(grid.blocks.y, std::max(most / grid.blocks.x, 1u));
   if (task.given_scale != nullptr) {
     QCUTLASS_CUDA_CHECK(cudaMemcpyAsync(task.scale, task.given_scale, sizeof(float), cudaMemcpyDeviceToDevice, stream));
   } else {
     QCUTLASS_CUDA_CHECK(cudaMemsetAsync(task.workspace, 0, kQuantizeWorkspaceBytes, stream));
-    unsigned const x = std::min(grid.blocks.x, kRangeBlocks);
-    unsigned const y = std::min(grid.blocks.y, std::max(kRangeBlocks / x, 1u));
-    find_range<In, Codes::kAsymmetric, kSmooth><<<dim3(x, y), grid.threads, 0, stream>>>(task);
+    find_range<In, Codes::kAsymmetric, kSmooth><<<grid.blocks, grid.threads, 0, stream>>>(task);
     QCUTLASS_CUDA_CHECK(cudaGetLastError());
   }
   quantize_tensor<In, Codes, kSmooth><<<grid.blocks, grid.threads, 0, stream>>>(task);
