@@ -32,11 +32,12 @@ inline constexpr float kAsymmetricSteps = 255.0f;
 /// The smallest normal number: quotients by it neither lose bits nor overflow.
 inline constexpr float kLeastScale = 0x1p-126f;
 
-/// The scale of a range of values. NaN stays NaN.
-constexpr float scale_of(float extent, float steps) {
-  float const scale = extent / steps;
+/// `scale`, of a range of values up to `extent`, where it is a scale. NaN stays NaN.
+constexpr float valid_scale(float extent, float scale) {
   return extent == 0.0f ? 1.0f : scale < kLeastScale ? kLeastScale : scale;
 }
+/// The scale of a range of values.
+constexpr float scale_of(float extent, float steps) { return valid_scale(extent, extent / steps); }
 
 /// One matrix to quantise. Plain data: pointers, sizes and strides in elements; nothing is owned.
 struct QuantizeArguments {

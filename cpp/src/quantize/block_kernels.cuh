@@ -9,14 +9,20 @@ namespace qcutlass::cuda {
 inline constexpr int kBlockThreads = 256;  // of a thread block here
 inline constexpr int kBlockVectors = 4;    // of a block of activations, in the registers of a thread
 
-/// The largest of kThreads neighbouring threads of a warp, a power of two, in each of them.
+/// The largest of kThreads neighbouring threads of a warp, a power of two, in each of them. `present`: the threads of
+/// the warp that call it.
 template <int kThreads, class T, class Max>
-__device__ T reduce_group(T value, Max larger) {
-  unsigned const lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarp;
-  unsigned const group = kThreads == kWarp ? ~0u : ((1u << kThreads) - 1) << (lane & ~(kThreads - 1u));
+__device__ T reduce_group(T value, Max larger, unsigned present = ~0u) {
 #pragma unroll
-  for (int step = kThreads / 2; step > 0; step /= 2) value = larger(value, __shfl_xor_sync(group, value, step));
+  for (int step = kThreads / 2; step > 0; step /= 2) value = larger(value, __shfl_xor_sync(present, value, step));
   return value;
+}
+
+/// The kThreads neighbouring threads of a warp, a power of two, to which this one belongs.
+template <int kThreads>
+__device__ unsigned group_of_threads() {
+  unsigned const lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarp;
+  return kThreads == kWarp ? ~0u : ((1u << kThreads) - 1) << (lane & ~(kThreads - 1u));
 }
 
 /// Blocks of one row: a few threads each, in whose registers it stays between its range and its codes. The grid has
@@ -40,7 +46,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
       reader.read(first, kStep, held);
       Range range;
       include<false, Reader>(range, held);
-      range.high = reduce_group<kThreads>(range.high, [](int a, int b) { return max(a, b); });
+      range.high =
+          reduce_group<kThreads>(range.high, [](int a, int b) { return max(a, b); }, group_of_threads<kThreads>());
       float const scale = quantizer_of<Int8>(range).scale;
       if (thread == 0) task.scale[row * blocks + block] = scale;
       Reader::convert_anew(held);

@@ -13,8 +13,9 @@ namespace qcutlass::cuda {
 
 namespace {
 
-constexpr unsigned kMostGeluBlocks = 2048;  // along columns
-constexpr int kGeluCodes = 16;              // of a load
+constexpr int kGeluCodes = 16;       // of a load
+constexpr int kGeluVectors = 2;      // loads of a thread at a time
+constexpr int kGeluBlocksPerSm = 3;  // thread blocks that have registers
 
 /// As many as fill a store.
 template <class Out>
@@ -29,38 +30,39 @@ template <int kCount>
 struct CodeVector {
   using Words = Vector<uint32_t, kCount / 4>;
 
-  Words data = {};
+  Words words = {};
 
-  /// From the column `first` of a row of `columns`; zeros past its end.
-  __device__ static CodeVector load(int8_t const* row, int64_t first, int64_t columns, bool aligned) {
+  /// `valid` codes, zeros after them.
+  __device__ static CodeVector load(int8_t const* data, int64_t valid, bool aligned) {
     CodeVector result;
     if (aligned) {
-      if (first < columns) result.data = *reinterpret_cast<Words const*>(row + first);
+      if (valid > 0) result.words = *reinterpret_cast<Words const*>(data);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        if (first + i < columns) result.data.values[i / 4] |= uint32_t(uint8_t(row[first + i])) << i % 4 * 8;
+        if (i < valid) result.words.values[i / 4] |= uint32_t(uint8_t(data[i])) << i % 4 * 8;
     }
     return result;
   }
 
-  __device__ void store(int8_t* row, int64_t first, int64_t columns, bool aligned) const {
+  __device__ void store(int8_t* data, int64_t valid, bool aligned) const {
     if (aligned) {
-      if (first < columns) *reinterpret_cast<Words*>(row + first) = data;
+      if (valid > 0) *reinterpret_cast<Words*>(data) = words;
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        if (first + i < columns) row[first + i] = int8_t(data.values[i / 4] >> i % 4 * 8);
+        if (i < valid) data[i] = int8_t(words.values[i / 4] >> i % 4 * 8);
     }
   }
 
-  /// The codes times `sign`, 1 or -1. Bytes are put into the last bits of 2^23, offset by 128, which is subtracted with
-  /// it: exact.
-  __device__ void to_floats(float* x, float sign = 1.0f) const {
+  /// The codes times `factor`, a power of 2 or its negative. Bytes are put into the last bits of 2^23, offset by 128,
+  /// which is subtracted with it: exact.
+  __device__ void to_floats(float* x, float factor = 1.0f) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      uint32_t const shifted = data.values[i / 4] ^ 0x80808080u;
-      x[i] = __fmaf_rn(__uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7540 | i % 4)), sign, -8388736.0f * sign);
+      uint32_t const shifted = words.values[i / 4] ^ 0x80808080u;
+      x[i] =
+          __fmaf_rn(__uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7540 | i % 4)), factor, -8388736.0f * factor);
     }
   }
 
@@ -68,7 +70,8 @@ struct CodeVector {
   __device__ void round(float const* x, float factor) {
     auto const code = [&](int i) { return __float_as_uint(__fmaf_rn(x[i], factor, kIntegerFloat)); };
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) data.values[i / 4] = pack_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
+    for (int i = 0; i < kCount; i += 4)
+      words.values[i / 4] = pack_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
   }
 };
 
@@ -87,66 +90,100 @@ __device__ float reciprocal_approx(float x) {
 class ScaledGelu {
  public:
   __device__ explicit ScaledGelu(float scale) {
-    float const near = fminf(scale, kGeluFar);
-    float power = near;
+    float const twice = 2.0f * fminf(scale, kGeluFar);
+    float power = twice;
 #pragma unroll
-    for (int i = 0; i < kGeluTerms; ++i, power *= near) terms_[i] = gelu_log2(i) * power;
+    for (int i = 0; i < kGeluTerms; ++i, power *= twice) terms_[i] = gelu_log2(i) * power;
   }
 
-  __device__ float operator()(float code) const {
-    float const size = fabsf(code);
-    float log2 = terms_[kGeluTerms - 1];
+  /// In place, of halves of codes; returns the largest magnitude. Numbers go through each step together: none waits
+  /// for another, and the operand that they share is read once. The compiler on its own takes one after the other.
+  template <int kCount>
+  __device__ float operator()(float (&numbers)[kCount]) const {
+    constexpr int kTogether = 16;
+    float largest = 0.0f;
 #pragma unroll
-    for (int i = kGeluTerms - 2; i >= 0; --i) log2 = __fmaf_rn(log2, size, terms_[i]);
-    return __fmaf_rn(-size, exp2_approx(__fmaf_rn(log2, size, -1.0f)), fmaxf(code, 0.0f));
+    for (int first = 0; first < kCount; first += kTogether) {
+      float* const x = numbers + first;
+      float power[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) power[i] = terms_[kGeluTerms - 1];
+#pragma unroll
+      for (int term = kGeluTerms - 2; term >= 0; --term)
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) power[i] = __fmaf_rn(power[i], fabsf(x[i]), terms_[term]);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) power[i] = exp2_approx(__fmul_rn(power[i], fabsf(x[i])));
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) x[i] = __fmaf_rn(fabsf(x[i]), __fsub_rn(1.0f, power[i]), x[i]);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    }
+    return largest;
   }
 
  private:
   float terms_[kGeluTerms];
 };
 
-/// Blocks of columns, a few threads each. Their work between a load and a store is long: a grid that is not much larger
-/// than the GPU, whose thread blocks take several in turn.
-template <int kSize, bool kAligned>
-__global__ void __launch_bounds__(kBlockThreads) gelu(__grid_constant__ BlockTask const task) {
-  constexpr int kCount = kGeluCodes, kVectors = 2, kThreads = kSize / (kCount * kVectors);
+/// Blocks of columns, numbered from row to row, a few threads each, which take several in turn: arithmetic is what
+/// takes the time, and loads of the next block are under way meanwhile. `kWhole`: whole blocks of one row, aligned.
+template <int kSize, bool kWhole>
+__global__ void __launch_bounds__(kBlockThreads, kGeluBlocksPerSm) gelu(__grid_constant__ BlockTask const task) {
+  constexpr int kCount = kGeluCodes, kThreads = kSize / (kCount * kGeluVectors), kStep = kThreads * kCount;
   using Codes16 = CodeVector<kCount>;
-  int const thread = threadIdx.x % kThreads;
-  int64_t const blocks = layout::ceil_div(task.columns, kSize), blocks_across = blockDim.x / kThreads;
-  for (int64_t row = blockIdx.y * int64_t(blockDim.y) + threadIdx.y; row < task.rows;
-       row += int64_t(gridDim.y) * blockDim.y) {
-    int8_t const* const codes = task.codes + row * task.codes_stride;
-    int8_t* const out = static_cast<int8_t*>(task.out) + row * task.columns;
-    for (int64_t block = blockIdx.x * blocks_across + threadIdx.x / kThreads; block < blocks;
-         block += gridDim.x * blocks_across) {
-      int64_t const first = block * kSize + thread * kCount;
-      Codes16 vectors[kVectors];
+  int const thread = threadIdx.x % kThreads, group = threadIdx.x / kThreads;
+  int64_t const across = layout::ceil_div(task.columns, kSize), blocks = kWhole ? across : task.rows * across;
+  int64_t const turn = gridDim.x * int64_t(kBlockThreads / kThreads);
+  bool const aligned = kWhole || (task.codes_aligned && task.out_aligned);
+
+  /// Calls visit(row, column, columns left from there on) for what this thread has of a block.
+  auto const locate = [&](int64_t block, auto visit) {
+    int64_t const row = kWhole ? 0 : block / across;
+    int64_t const column = (block - row * across) * kSize + thread * kCount;
+    visit(row, column, kWhole ? kSize : task.columns - column);
+  };
+  Codes16 codes[kGeluVectors];
+  float scale = 0.0f;
+  auto const read = [&](int64_t block) {
+    if (block >= blocks) return;
+    scale = task.scales[block];
+    locate(block, [&](int64_t row, int64_t column, int64_t left) {
+      int8_t const* const data = task.codes + row * task.codes_stride + column;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v)
-        vectors[v] = Codes16::load(codes, first + v * kThreads * kCount, task.columns, kAligned);
-      float const scale = task.scales[row * blocks + block];
-      ScaledGelu const scaled_gelu(fabsf(scale));
-      float y[kVectors][kCount], largest = 0.0f;  // divided by the size of the scale
+      for (int v = 0; v < kGeluVectors; ++v) codes[v] = Codes16::load(data + v * kStep, left - v * kStep, aligned);
+    });
+  };
+  auto const write = [&](int64_t block, Codes16 const(&rounded)[kGeluVectors]) {
+    locate(block, [&](int64_t row, int64_t column, int64_t left) {
+      int8_t* const data = static_cast<int8_t*>(task.out) + row * task.columns + column;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        vectors[v].to_floats(y[v], copysignf(1.0f, scale));
+      for (int v = 0; v < kGeluVectors; ++v) rounded[v].store(data + v * kStep, left - v * kStep, aligned);
+    });
+  };
+
+  int64_t block = blockIdx.x * int64_t(kBlockThreads / kThreads) + group;
+  read(block);
+  for (; block - group % (kWarp / kThreads) < blocks; block += turn) {  // whole warps
+    float const size = fabsf(scale), half = copysignf(0.5f, scale);
+    float y[kGeluVectors * kCount];
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          y[v][i] = scaled_gelu(y[v][i]);
-          largest = fmaxf(largest, fabsf(y[v][i]));
-        }
-      }
-      largest = reduce_group<kThreads>(largest, [](float a, float b) { return fmaxf(a, b); });
-      bool const finite = isfinite(scale);
-      float const extent = finite ? __fmul_rn(largest, fabsf(scale)) : __int_as_float(0x7fc00000);
-      float const out_scale = scale_of(extent, largest_code(DType::kInt8));
-      float const factor = finite ? fabsf(scale) * reciprocal_approx(out_scale) : 0.0f;  // of 2^-126 to 2^121
-      if (thread == 0) task.out_scales[row * blocks + block] = out_scale;
+    for (int v = 0; v < kGeluVectors; ++v) codes[v].to_floats(y + v * kCount, half);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        vectors[v].round(y[v], factor);
-        vectors[v].store(out, first + v * kThreads * kCount, task.columns, kAligned);
-      }
+    for (float& number : y) asm volatile("" : "+f"(number));  // all of them now: the next codes take these registers
+    read(block + turn);
+    float largest = ScaledGelu(size)(y);  // y is divided by the size of the scale
+    largest = reduce_group<kThreads>(largest, [](float a, float b) { return fmaxf(a, b); });
+    bool const finite = isfinite(size);
+    float const extent = finite ? __fmul_rn(largest, size) : __int_as_float(0x7fc00000);
+    float const out_scale = valid_scale(extent, __fmul_rn(extent, 1.0f / largest_code(DType::kInt8)));
+    float const factor = finite ? size * reciprocal_approx(out_scale) : 0.0f;  // of 2^-126 to 2^121
+    Codes16 rounded[kGeluVectors];
+#pragma unroll
+    for (int v = 0; v < kGeluVectors; ++v) rounded[v].round(y + v * kCount, factor);
+    if (block < blocks) {
+      if (thread == 0) task.out_scales[block] = out_scale;
+      write(block, rounded);
     }
   }
 }
@@ -164,7 +201,7 @@ __global__ void __launch_bounds__(kBlockThreads) dequantize(__grid_constant__ Bl
     for (int64_t first = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) * kCount; first < task.columns;
          first += step) {
       float x[kCount];
-      CodeVector<kCount>::load(codes, first, task.columns, task.codes_aligned).to_floats(x);
+      CodeVector<kCount>::load(codes + first, task.columns - first, task.codes_aligned).to_floats(x);
       float const scale = scales[first / kSize];
       Vector<Out, kCount> numbers;
 #pragma unroll
@@ -226,15 +263,16 @@ void dequantize_blocks(BlockArguments const& arguments, void* stream) {
 }
 
 void gelu_blocks(BlockArguments const& arguments, void* stream) {
-  if (arguments.rows == 0) return;
+  if (arguments.rows == 0 || arguments.columns == 0) return;
   BlockTask const task = make_task<kGeluCodes, int8_t>(arguments);
   with_block_size(task.size, [&](auto constant) {
-    constexpr int kSize = constant, kElements = 2 * kGeluCodes;  // of a thread
-    int64_t const threads = layout::ceil_div(task.columns, kSize) * (kSize / kElements);
-    Grid grid = grid_of(task.rows, threads, kBlockThreads, kSize / kElements);
-    grid.blocks.x = std::min(grid.blocks.x, kMostGeluBlocks);
-    auto const kernel = task.codes_aligned && task.out_aligned ? gelu<kSize, true> : gelu<kSize, false>;
-    kernel<<<grid.blocks, grid.threads, 0, static_cast<cudaStream_t>(stream)>>>(task);
+    constexpr int kSize = constant, kAtOnce = kBlockThreads * kGeluVectors * kGeluCodes / kSize;  // of a thread block
+    int64_t const across = layout::ceil_div(task.columns, kSize);
+    int64_t const work = layout::ceil_div(task.rows * across, kAtOnce);
+    bool const whole = task.rows == 1 && task.columns % kSize == 0 && task.codes_aligned && task.out_aligned;
+    auto const kernel = whole ? gelu<kSize, true> : gelu<kSize, false>;
+    auto const thread_blocks = unsigned(std::min(work, blocks_in_turn(kGeluBlocksPerSm)));
+    kernel<<<thread_blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(task);
   });
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }

@@ -3,9 +3,9 @@
 
 namespace qcutlass {
 
-// GELU(x) = max(x, 0) - |x| Phi(-|x|), and 2^P(t) is Phi(-t) for t >= 0 with a polynomial P that begins with -1. These
-// coefficients, of t to t^5, bring it to within 2^-21.4 for every t (a linear program over a grid of t; weights as the
-// error of Phi demands; at 4 powers it would be 2^-13.5). Where Phi is 0 to within that, P only has to stay below -22,
+// GELU(x) = x/2 + |x|/2 (1 - 2 Phi(-|x|)), and 2^P(t) is 2 Phi(-t) for t >= 0 with a polynomial P that is 0 at 0. These
+// coefficients, of t to t^5, bring Phi to within 2^-21.4 for every t (a linear program over a grid of t; weights as the
+// error of Phi demands; at 4 powers it would be 2^-13.5). Where Phi is 0 to within that, P only has to stay below -21,
 // which the last coefficient sees to.
 inline constexpr int kGeluTerms = 5;
 constexpr float gelu_log2(int term) {
