@@ -53,9 +53,9 @@ TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
   EXPECT_EQ(names.size(), count);
   EXPECT_EQ(names.count("w8a8_s8_sm80_n128m128k128_s3"), 1u);
   EXPECT_EQ(names.count("w8a8_s8_sm80_stream_n32m8k1024w8_s3"), 1u);
-  EXPECT_EQ(names.count("w8a8_s8_sm90a_n128m256k128_s4"), 1u);
+  EXPECT_EQ(names.count("w8a8_s8_sm90a_n256m128k128_s4"), 1u);
   EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n128m128k128_s6"), 1u);
-  EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n128m256k128_s4"), 0u);  // has no registers for a second set of sums
+  EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n256m128k128_s4"), 0u);  // has no registers for a second set of sums
 }
 
 TEST(SelectW8A8, AsynchronousMmasServeManyTokens) {
@@ -79,6 +79,54 @@ TEST(SelectW8A8, PromotedSumsPreferManyTokensATile) {
     return candidates(arguments, kH200Wgmma).front().cost.compute;
   };
   EXPECT_GT(compute(a), 1.1 * compute(b)) << "promotion takes time";
+}
+
+TEST(SelectW8A8, NeighboursShareWeights) {
+  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 1, 1), 1) << "no neighbour";
+  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 2, 1), 2);
+  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 3, 1), 1) << "a fourth of the blocks would have nothing to do";
+  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 9, 1), 2);
+  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 2, 3), 1) << "the cluster shares k";
+  EXPECT_EQ(hopper_sharers(Packing::kW4A16, 2, 1), 1);
+}
+
+/// Times of one run on an H200, microseconds: the fastest configurations, and those within a few percent.
+TEST(SelectW8A8, ChoicesAreAmongTheBestMeasured) {
+  struct Time {
+    DType type;
+    int64_t m, n, k;
+    char const* tile;
+    int split_k;
+    double us;
+  };
+  constexpr DType kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3;
+  Time const times[] = {
+      {kI8, 64, 8192, 8192, "n128m64", 2, 19.70},     {kI8, 64, 8192, 8192, "n128m64", 1, 21.42},
+      {kI8, 128, 8192, 8192, "n128m64", 1, 21.37},    {kI8, 128, 8192, 8192, "n128m128", 2, 22.74},
+      {kI8, 256, 8192, 8192, "n128m128", 1, 27.90},   {kI8, 512, 8192, 8192, "n128m128", 1, 50.30},
+      {kI8, 512, 8192, 8192, "n256m128", 1, 52.17},   {kI8, 1024, 8192, 8192, "n256m128", 1, 99.07},
+      {kI8, 1024, 8192, 8192, "n128m128", 1, 102.0},  {kI8, 4096, 8192, 8192, "n256m128", 1, 362.5},
+      {kI8, 512, 4096, 14336, "n128m128", 1, 40.93},  {kI8, 4096, 4096, 14336, "n256m128", 1, 296.4},
+      {kI8, 512, 28672, 4096, "n128m128", 1, 99.42},  {kI8, 4096, 28672, 4096, "n256m128", 1, 719.2},
+      {kE4M3, 64, 8192, 8192, "n128m64", 2, 19.91},   {kE4M3, 64, 8192, 8192, "n128m64", 1, 21.46},
+      {kE4M3, 128, 8192, 8192, "n128m64", 1, 22.31},  {kE4M3, 128, 8192, 8192, "n128m128", 2, 22.51},
+      {kE4M3, 256, 8192, 8192, "n128m128", 1, 29.90}, {kE4M3, 4096, 8192, 8192, "n128m128", 1, 433.8},
+  };
+  for (Time const& best : times) {
+    for (Time const& t : times)  // of each problem the first one listed is the fastest
+      if (t.type == best.type && t.m == best.m && t.n == best.n && t.k == best.k && t.us < best.us) goto next;
+    {
+      Plan const plan = select(problem(best.m, best.n, best.k, best.type), kH200Wgmma);
+      double us = 1e9;
+      for (Time const& t : times)
+        if (t.type == best.type && t.m == best.m && t.n == best.n && t.k == best.k && plan.split_k == t.split_k &&
+            plan.tactic.find(std::string("sm90a_") + t.tile + "k") != std::string::npos)
+          us = t.us;
+      EXPECT_LE(us, 1.09 * best.us) << best.m << " tokens, " << best.n << " x " << best.k << ": " << plan.tactic
+                                    << " / " << plan.split_k;
+    }
+  next:;
+  }
 }
 
 TEST(SelectW8A8, ConfigurationsForOtherProductsAreNotOffered) {

@@ -111,10 +111,14 @@ def test_every_tactic(size: int, quantized: bool, seeds: Iterator[int], ledger: 
         assert of_names == set(names)
 
 
-def test_rings_go_round_and_blocks_take_more_tiles(seeds: Iterator[int], ledger: Any) -> None:
-    """More stages than a ring has places, an odd number of them; more tiles than SMs, which persistent blocks share."""
+@pytest.mark.parametrize("m", [261, 450, 1029])
+def test_rings_go_round_and_blocks_take_more_tiles(m: int, seeds: Iterator[int], ledger: Any) -> None:
+    """More stages than a ring has places, an odd number of them; more tiles than SMs, which persistent blocks share.
+
+    Of 64 and of 128 tokens these are 5 and 3 tiles, which blocks take alone, 8 and 4, which pairs that share weights
+    take, and 17 and 9, where the last pair has one tile."""
     sms, served = torch.cuda.get_device_properties(0).multi_processor_count, 0
-    case = BlockwiseCase(2 * 128 + 5, 128 * (sms // 2) + 9, 11 * 128 - 7, 128, torch.float32)
+    case = BlockwiseCase(m, 128 * (sms * 128 // m) + 9, 11 * 128 - 7, 128, torch.float32)
     for name in tactics(128):
         if "_sm90a_" in name:
             problem, expected = case.exact(device="cuda", seed=next(seeds))

@@ -68,7 +68,7 @@ def test_more_rows_take_more_time_and_fp8_on_hopper_more_than_int8() -> None:
     costs = [qcutlass.explain(*int8_product(m, 4096, 512)[0], device="h200").cost for m in (16, 256, 2048)]
     assert [cost.total for cost in costs] == sorted(cost.total for cost in costs)
     float8 = qcutlass.explain(*float8_product(2048, 4096, 512, torch.float8_e4m3fn), device="h200").cost
-    assert float8.compute > 1.5 * costs[-1].compute  # sm_90 has mma.sync of fp16 only
+    assert float8.compute > 1.05 * costs[-1].compute  # sums leave the MMAs every 128 columns
 
 
 def test_plans_need_a_gpu() -> None:

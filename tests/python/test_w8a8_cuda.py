@@ -127,16 +127,22 @@ def test_every_tactic(dtype: torch.dtype, index: int, seeds: Iterator[int], ledg
     ledger.tactics.add(tactic.name)
 
 
+@pytest.mark.parametrize("tiles", [3, 4, 9])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rings_go_round_and_blocks_take_more_tiles(dtype: torch.dtype, seeds: Iterator[int], ledger: Any) -> None:
-    """More stages than a ring has places, an odd number of them; more tiles than SMs, which persistent blocks share."""
+def test_rings_go_round_and_blocks_take_more_tiles(
+    dtype: torch.dtype, tiles: int, seeds: Iterator[int], ledger: Any
+) -> None:
+    """More stages than a ring has places, an odd number of them; more tiles than SMs, which persistent blocks share.
+
+    Blocks with 3 tiles of tokens side by side work alone, with 4 in pairs that share weights, with 9 in pairs the last
+    of which has one tile."""
     needs_instructions(dtype)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for index in TACTICS:
         tactic = tactic_of(dtype, index, 512)
         if tactic is None or not tactic.wgmma:
             continue
-        m, n = 2 * tactic.tokens + 5, tactic.channels * (sms // 2) + 9
+        m, n = (tiles - 1) * tactic.tokens + 5, tactic.channels * (sms // (tiles - 1)) + 9
         k = tactic.k * (tactic.stages + 3 - tactic.stages % 2) - 7
         problem, expected = EightBitCase(m, n, k, dtype, torch.float32, bias=True).exact(
             device="cuda", seed=next(seeds)

@@ -15,6 +15,7 @@ MainloopCosts const& mainloop_costs(GpuClass const& gpu, Tactic const& t) {
 /// How the blocks of a launch spread over the GPU.
 struct Waves {
   double blocks;
+  int sharers;      ///< of weights
   double busiest;   ///< blocks that the busiest SM runs, one after the other or together
   double resident;  ///< blocks that an SM holds at once
   double stages;    ///< of a block
@@ -22,9 +23,20 @@ struct Waves {
   Waves(GemmArguments const& a, DeviceTraits const& device, GpuClass const& gpu, Tactic const& t, int split_k,
         bool cluster)
       : blocks(static_cast<double>(tiles(a, t)) * split_k),
-        busiest(std::ceil(blocks / (device.sm_count * (cluster && split_k > 2 ? gpu.launch.cluster_share : 1.0)))),
+        sharers(t.mainloop == Mainloop::kHopper
+                    ? hopper_sharers(a.weights.packing, layout::ceil_div(a.m, t.tokens), split_k)
+                    : 1),
+        busiest(std::ceil(pairs(a, t) * split_k /
+                          (device.sm_count / sharers * (cluster && split_k > 2 ? gpu.launch.cluster_share : 1.0)))),
         resident(resident_blocks(a, device, t)),
         stages(std::ceil(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k(a.weights.packing))) / split_k)) {}
+
+ private:
+  /// Groups of blocks that share weights, of a share of k.
+  double pairs(GemmArguments const& a, Tactic const& t) const {
+    int64_t const token_tiles = layout::ceil_div(a.m, t.tokens);
+    return static_cast<double>(layout::ceil_div(a.weights.n, t.channels) * layout::ceil_div(token_tiles, sharers));
+  }
 };
 
 /// Time of two things that overlap, though not perfectly.
@@ -49,9 +61,10 @@ double load(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves 
       std::min(waves.resident, waves.busiest) * (stages_of(t, w.packing, scale_mode(a)) - 1) * stage;
   bool const hopper = t.mainloop == Mainloop::kHopper;
   double const latency = hopper ? gpu.hopper.latency : mainloop_costs(gpu, t).latency;
-  double const again = std::max(0.0, waves.blocks * waves.stages * stage - distinct);
+  double const from_l2 = stage - weight_bytes * (1 - 1.0 / waves.sharers);
+  double const again = std::max(0.0, waves.blocks * waves.stages * from_l2 - distinct);
   return std::max({(distinct + mainloop_costs(gpu, t).reread * again) / (gpu.memory.dram * 1e6),
-                   waves.blocks * waves.stages * stage / (gpu.memory.l2 * 1e6),
+                   waves.blocks * waves.stages * from_l2 / (gpu.memory.l2 * 1e6),
                    waves.busiest * waves.stages * stage / in_flight * latency});
 }
 
@@ -64,25 +77,31 @@ double convert_instructions(DType type, Packing packing, ScaleMode mode, bool sc
   return multiply + (packing == Packing::kW4A16 ? 2.75 : 5.0);
 }
 
-/// A slice of k, 128 bytes of a token's row, takes the tensor cores a clock for every 2 tokens of each of 4 steps and
-/// 64 channels, and each warpgroup's warps their issue slots. Both overlap the better the more they differ: measured
-/// times go with the root of the sum of their squares.
+/// Of the main loop of asynchronous MMAs, all but four warps of whose blocks multiply.
+double warpgroups(Tactic const& t) { return t.warps() / 4.0 - 1; }
+/// Outputs of a tile that a warpgroup has.
+double warpgroup_outputs(Tactic const& t) { return t.channels * t.tokens / warpgroups(t); }
+
+/// A slice of k, 128 bytes of a token's row, takes the tensor cores a clock for every 128 outputs of each of 4 steps,
+/// and each warpgroup's warps their issue slots. Both overlap the better the more they differ: measured times go with
+/// the root of the sum of their squares.
 double hopper_compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves) {
   constexpr int kSteps = 4, kRegisters = 4;
-  double const warpgroups = t.channels / 64.0, mmas = warpgroups * kSteps * t.tokens / 2;
+  double const mmas = kSteps * t.channels * t.tokens / 128.0;
   double const conversions =
       kSteps * kRegisters * convert_instructions(a.a_type, a.weights.packing, scale_mode(a), true);
   double const promotion = a.blocks.size != 0    ? gpu.hopper.promotion + gpu.hopper.scaling
                            : is_float8(a.a_type) ? gpu.hopper.promotion
-                                                 : 0;  // kSumsInMma
-  double const promotions = t.tokens / 2 * promotion;
-  double const slice = gpu.hopper.slice + conversions * gpu.hopper.convert;
-  double const issued = warpgroups * (slice * std::sqrt(64.0 / t.tokens) + promotions);
+                                                 : 0;  // the sums stay in the MMAs
+  double const promotions = warpgroup_outputs(t) / 128 * promotion;
+  double slice = gpu.hopper.slice + conversions * gpu.hopper.convert;
+  if (a.weights.packing != Packing::kW8A8) slice *= std::sqrt(64.0 / t.tokens);
+  double const issued = warpgroups(t) * (slice + promotions);
   return waves.busiest * waves.stages * t.slices * std::hypot(mmas, issued) / (gpu.hopper.clock * 1e3);
 }
 
 double hopper_fixed(GpuClass const& gpu, Tactic const& t, Waves const& waves, int split_k, bool cluster) {
-  double const outputs = 64.0 * t.tokens * waves.busiest, own = cluster ? outputs / split_k : outputs;
+  double const outputs = warpgroup_outputs(t) * waves.busiest, own = cluster ? outputs / split_k : outputs;
   double const time = gpu.hopper.kernel + own * gpu.hopper.output;
   return cluster ? time + (split_k - 1) * gpu.hopper.cluster + (outputs - own) * gpu.hopper.exchange : time;
 }

@@ -62,11 +62,12 @@ struct Family<kType, kPacking, kMode>::Impl {
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
     set_shares(params, launch, Shape::kK);
-    launch_kernel(cutlass::device_kernel<Kernel>, launch, params,
-                  {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.split_k)),
-                   C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
-                   std::min(C::kSharedMemory, launch.shared_memory_limit)},
-                  stream);
+    launch_kernel(
+        cutlass::device_kernel<Kernel>, launch, params,
+        {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
+         C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
+         std::min(C::kSharedMemory, launch.shared_memory_limit)},
+        stream);
   }
 
   static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {

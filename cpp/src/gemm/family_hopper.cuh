@@ -25,11 +25,17 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     static constexpr int kWarpgroups = kTactic.warps() / 4 - 1;
     using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
     static constexpr int kStages = stages_of(kTactic, kPacking, kMode);
-    using Plain = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, kStages, hopper_batch(kTactic),
-                                                              hopper_turns(kTactic), Element, kPacking, kMode>;
-    using Promoted =
-        cutlass::gemm::threadblock::MmaPackedHopperPromoted<Shape, kWarpgroups, kStages, Element, kPacking, kMode>;
-    using Mma = std::conditional_t<(product_of(kPacking, kMode, kType) & kPromoted) != 0, Promoted, Plain>;
+    template <bool kConverts, class = void>
+    struct MmaOf {
+      using Type = cutlass::gemm::threadblock::MmaPackedHopper<Shape, kWarpgroups, kStages, hopper_batch(kTactic),
+                                                               hopper_turns(kTactic), Element, kPacking, kMode>;
+    };
+    template <class Unused>
+    struct MmaOf<false, Unused> {
+      using Type =
+          cutlass::gemm::threadblock::MmaPackedHopperW8A8<Shape, kTactic.warp_channels, kStages, Element, kMode>;
+    };
+    using Mma = typename MmaOf<kPacking != Packing::kW8A8>::Type;
     using Kernel = cutlass::gemm::kernel::PackedGemmHopper<Mma>;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
@@ -43,16 +49,42 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     return make_tensor_map({g.data, g.element_bytes, launch.channels, groups, 0, stride}, channels, rows, 0, false);
   }
 
+  static CUtensorMap activation_map(Launch const& launch, int columns, int rows) {
+    constexpr int kElement = int(sizeof(Element));
+    int64_t const row = int64_t(launch.k) * kElement;
+    int64_t const stride = launch.tokens > 1 ? launch.activation_stride * kElement : (row + 15) / 16 * 16;
+    return make_tensor_map({launch.activations, kElement, launch.k, launch.tokens, 0, stride}, columns, rows, 0, true);
+  }
+
+  static uint64_t weight_policy(Launch const& launch, int tokens) {
+    bool const once = launch.tokens <= tokens;  // weights are read by one tile of tokens
+    return uint64_t(once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  }
+
+  /// Of 8-by-8-bit products.
+  template <class Mma>
+  static typename Mma::Arguments arguments(Launch const& launch, int sharers) {
+    using Shape = typename Mma::Shape;
+    constexpr int kTile = Mma::LayoutA::kTileBytes;
+    typename Mma::Arguments args{};
+    args.activations = activation_map(launch, Shape::kK, Shape::kN);
+    args.weights = make_tensor_map(
+        {launch.weights, 4, kTile / 4, launch.tiles_n, launch.tiles_k, int64_t(launch.tiles_k) * kTile, kTile},
+        kTile / 4, Shape::kM / 16, Mma::kTiles / sharers, false);
+    args.weight_policy = weight_policy(launch, Shape::kN * sharers);
+    args.sharers = sharers;
+    args.blocks = block_scales(launch);
+    args.tokens = launch.tokens;
+    return args;
+  }
+
+  /// Of weight-only ones.
   template <class Mma>
   static typename Mma::Arguments arguments(Launch const& launch) {
     using Shape = typename Mma::Shape;
     using LayoutA = typename Mma::LayoutA;
-    constexpr int kElement = int(sizeof(Element));
     typename Mma::Arguments args{};
-    int64_t const row = int64_t(launch.k) * kElement;
-    int64_t const stride = launch.tokens > 1 ? launch.activation_stride * kElement : (row + 15) / 16 * 16;
-    args.activations = make_tensor_map({launch.activations, kElement, launch.k, launch.tokens, 0, stride}, Mma::kChunkK,
-                                       Shape::kN, 0, true);
+    args.activations = activation_map(launch, Mma::kChunkK, Shape::kN);
     args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, launch.tiles_n,
                                     LayoutA::kTileBytes, int64_t(launch.tiles_k) * LayoutA::kTileBytes},
                                    LayoutA::kTileBytes / 4, Mma::kTiles, Shape::kM / 16, false);
@@ -67,11 +99,7 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
         args.stage_bytes += Mma::kRows * args.zero_row;
       }
     }
-    bool const once = launch.tokens <= Shape::kN;  // weights are read by one tile of tokens
-    args.weight_policy =
-        uint64_t(once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    args.blocks = block_scales(launch);
-    args.tokens = launch.tokens;
+    args.weight_policy = weight_policy(launch, Shape::kN);
     args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
     args.group_shift = -1;
     for (int shift = 0; shift < 31; ++shift)
@@ -87,18 +115,23 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     using Kernel = typename C::Kernel;
     using Shape = typename Kernel::Shape;
 
+    int64_t const token_tiles = layout::ceil_div(launch.tokens, Shape::kN);
+    int const sharers = hopper_sharers(kPacking, token_tiles, launch.split_k);
     typename Kernel::Params params{};
-    params.mma = arguments<typename C::Mma>(launch);
+    if constexpr (kPacking == Packing::kW8A8)
+      params.mma = arguments<typename C::Mma>(launch, sharers);
+    else
+      params.mma = arguments<typename C::Mma>(launch);
     params.output = output_params<typename Kernel::OutputOp>(launch);
     params.channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM));
-    params.token_tiles = int(layout::ceil_div(launch.tokens, Shape::kN));
+    params.token_tiles = int(layout::ceil_div(token_tiles, sharers));
     params.shares = launch.split_k;
     set_shares(params, launch, Shape::kK);
     int64_t const items = int64_t(params.channel_tiles) * params.token_tiles * params.shares;
-    int64_t const blocks = launch.cluster ? items : std::min<int64_t>(items, launch.sm_count);
+    int64_t const blocks = (launch.cluster ? items : std::min<int64_t>(items, launch.sm_count / sharers)) * sharers;
     launch_kernel(cutlass::device_kernel<Kernel>, launch, params,
-                  {dim3(unsigned(blocks)), dim3(unsigned(launch.split_k)), C::kTactic.threads(), C::kSharedMemory,
-                   C::kSharedMemory},
+                  {dim3(unsigned(blocks)), dim3(unsigned(launch.cluster ? launch.split_k : sharers)),
+                   C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory},
                   stream);
   }
 

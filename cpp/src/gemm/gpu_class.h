@@ -33,19 +33,22 @@ struct MainloopCosts {
 inline constexpr MainloopCosts kStreamCosts = {0.732, 126, 6.51, 350, 1.31, 1.48e-4};
 inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.91e-5};
 
-/// The main loop of asynchronous MMAs, whose times have a form of their own: see cost_model.cc.
+/// The main loops of asynchronous MMAs, whose times have a form of their own: see cost_model.cc.
 struct HopperCosts {
   double clock = 1.85;       ///< GHz
   double slice = 71;         ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 1.8;      ///< clocks of an instruction that converts weights
-  double promotion = 4.6;    ///< clocks of a thread's sum that leaves the MMAs' registers, and what waits for it
-  double scaling = 3.2;      ///< more of them where it is scaled
+  double promotion = 0;      ///< clocks of a thread's sum that leaves the MMAs' registers
+  double scaling = 0;        ///< more of them where it is scaled
   double latency = 0.8;      ///< microseconds from a request to its bytes in shared memory
   double kernel = 1.6;       ///< microseconds: launch, first bytes, last stores
   double output = 3.0e-4;    ///< microseconds of the epilogue, per output of a warpgroup
   double cluster = 1.0;      ///< microseconds of meeting another block to exchange sums
   double exchange = 3.5e-4;  ///< microseconds per sum of a warpgroup that goes to other blocks
 };
+
+/// Those of 8-by-8-bit products.
+inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 142, 0, 0.634, 1.88, 1.01, 2.25, 3.46e-4, 0.01, 6.9e-4};
 
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.
@@ -122,6 +125,7 @@ constexpr GpuClass for_eight_bits(GpuClass gpu, EightBitCosts const& costs, bool
   gpu.promotion = costs.promotion;
   gpu.stream = costs.stream;
   gpu.multistage = costs.multistage;
+  gpu.hopper = kHopperW8A8Costs;
   return gpu;
 }
 

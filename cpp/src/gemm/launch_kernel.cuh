@@ -21,7 +21,7 @@ void set_shares(Params& params, Launch const& launch, int stage_k) {
 }
 
 struct LaunchShape {
-  dim3 grid, cluster;  // of blocks; the cluster counts if the launch has one
+  dim3 grid, cluster;  // of blocks; a cluster of one is none
   int threads;
   int shared_memory, most_shared_memory;  // bytes of this launch, and of any
 };
@@ -38,7 +38,7 @@ void launch_kernel(void (*kernel)(Params), Launch const& launch, Params const& p
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (launch.cluster) {
+  if (shape.cluster.x * shape.cluster.y * shape.cluster.z > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
   }

@@ -54,8 +54,8 @@ constexpr Products operator|(Products a, Products b) { return Products(uint8_t(a
 inline constexpr Products kEightByEight = kInt8 | kFloat8, kEightBits = kEightByEight | kBlockwise,
                           kNotBlockwise = kWeightOnly | kEightByEight, kAnyBlocks = kBlockwise | kSmallBlocks,
                           kMost = kNotBlockwise | kBlockwise, kAll = kMost | kSmallBlocks;
-/// Products whose sums kHopper's MMAs keep to the end, and those whose sums leave them every 128 k for fp32 ones.
-inline constexpr Products kSumsInMma = kWeightOnly | kInt8, kPromoted = kFloat8 | kBlockwise;
+/// Products whose sums leave kHopper's MMAs every 128 k for fp32 ones.
+inline constexpr Products kPromoted = kFloat8 | kBlockwise;
 
 constexpr Products product_of(Packing packing, ScaleMode mode, DType activations) {
   if (is_blockwise(mode)) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
@@ -65,7 +65,8 @@ constexpr Products product_of(Packing packing, ScaleMode mode, DType activations
 
 /// One configuration. The block's tile is `channels` x `tokens`, its warps' tiles are `warp_channels` x `warp_tokens`;
 /// `slices` warps share one such tile and split the k extent of each stage. (The warps of kHopper, which four producing
-/// ones feed, have all slices of a stage for themselves.)
+/// ones feed, have all slices of a stage for themselves. They have 16 channels or, of 8-bit weights for 8-bit
+/// activations, 16 tokens.)
 struct Tactic {
   Mainloop mainloop;
   int channels, tokens;
@@ -155,14 +156,15 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kAnyBlocks},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
     // asynchronous MMAs: from some 64 tokens up
-    {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kSumsInMma},
+    {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kWeightOnly},
     {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kWeightOnly},
-    {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kSumsInMma},
-    {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kSumsInMma},
-    {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kSumsInMma},
-    {Mainloop::kHopper, 256, 64, 16, 64, 1, 4, 1, kInt8},
-    {Mainloop::kHopper, 128, 64, 16, 64, 1, 8, 1, kPromoted},
-    {Mainloop::kHopper, 128, 128, 16, 128, 1, 6, 1, kPromoted},
+    {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kWeightOnly},
+    {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kWeightOnly},
+    {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kWeightOnly},
+    {Mainloop::kHopper, 128, 64, 64, 16, 1, 8, 1, kEightBits},
+    {Mainloop::kHopper, 256, 64, 128, 16, 1, 4, 1, kEightByEight},
+    {Mainloop::kHopper, 128, 128, 128, 16, 1, 6, 1, kEightBits},
+    {Mainloop::kHopper, 256, 128, 256, 16, 1, 4, 1, kInt8},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
@@ -193,8 +195,8 @@ constexpr int stage_bytes(Tactic const& t, Packing packing, ScaleMode mode, int6
   int const weights = t.channels * stage_k * bits_of(packing) / 8;
   int const activations = rows * stage_k * activation_bytes(packing);
   int const scales = t.channels * scale_rows(mode, stage_k) * (scale_bytes(mode) + zero_bytes(mode));
-  int const block_words = t.mainloop == Mainloop::kHopper ? t.tokens : block_row(t.channels, t.tokens);
-  int const blocks = is_blockwise(mode) ? stage_k / promoted_k(mode) * block_words * 4 : 0;
+  bool const in_ring = is_blockwise(mode) && t.mainloop != Mainloop::kHopper;
+  int const blocks = in_ring ? stage_k / promoted_k(mode) * block_row(t.channels, t.tokens) * 4 : 0;
   return weights + activations + scales + blocks;
 }
 
@@ -215,18 +217,29 @@ constexpr int epilogue_blocks(Tactic const& t, Packing packing, ScaleMode mode) 
 /// The most shared memory that a block may have on any GPU so far (sm_90, sm_100).
 inline constexpr int kMostSharedMemory = 227 * 1024;
 
-/// Shared memory of a block of kHopper with so many stages: the ring, two buffers a warpgroup to transpose sums in, two
-/// barriers a stage.
+/// Blocks of kHopper that share weights, neighbours along the tokens: pairs, where few of them are without a neighbour.
+constexpr int hopper_sharers(Packing packing, int64_t token_tiles, int split_k) {
+  constexpr int64_t kMany = 8;
+  return packing == Packing::kW8A8 && split_k == 1 && (token_tiles % 2 == 0 || token_tiles > kMany) ? 2 : 1;
+}
+
+/// Shared memory of a block of kHopper with so many stages: the ring, buffers that sums leave through, two barriers a
+/// stage.
 constexpr int hopper_shared_memory(Tactic const& t, Packing packing, ScaleMode mode, int stages) {
   int const transpose = t.channels / 64 * 2 * 16 * (64 + 4) * 4;
-  int const bytes = stages * (stage_bytes(t, packing, mode, t.tokens) + 16) + transpose;
+  int const sharers = t.warp_channels < 128 ? 128 / t.warp_channels : 1;  // warps of a buffer
+  int const rows = 8 / sharers * 8 * (128 + 8) * 4;
+  int const bytes =
+      stages * (stage_bytes(t, packing, mode, t.tokens) + 16) + (packing == Packing::kW8A8 ? rows : transpose);
   return (bytes + 127) / 128 * 128;
 }
 
-/// Stages of the ring. kHopper has as many of a configuration's as fit, but at least 3, and an even number of batches.
+/// Stages of the ring. kHopper has as many of a configuration's as fit, but at least 3, and an even number of batches
+/// of MMAs, which have buffers or sums in turns.
 constexpr int stages_of(Tactic const& t, Packing packing, ScaleMode mode) {
   if (t.mainloop != Mainloop::kHopper) return t.stages;
-  int const step = t.stage_k(packing) / step_k(packing) / hopper_batch(t) % 2 == 0 ? 1 : 2;
+  int const batches = packing == Packing::kW8A8 ? 1 : t.stage_k(packing) / step_k(packing) / hopper_batch(t);
+  int const step = batches % 2 == 0 ? 1 : 2;
   int stages = t.stages / step * step;
   while (stages > 2 + step && hopper_shared_memory(t, packing, mode, stages) > kMostSharedMemory) stages -= step;
   return stages;

@@ -8,6 +8,15 @@
 
 namespace cutlass::arch {
 
+/// This block's rank in its cluster.
+CUTLASS_DEVICE int cluster_rank() {
+  int rank = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
 /// All threads of all blocks of the cluster; shared memory written before it is visible to the cluster after it.
 CUTLASS_DEVICE void cluster_sync() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

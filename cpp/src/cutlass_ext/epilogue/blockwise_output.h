@@ -35,34 +35,27 @@ class BlockwiseOutput {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
-  /// `exchange(bits)` is the largest of the bits of the threads that hold a block, which are more than the kLanes that
-  /// are neighbours in a warp.
-  struct NoExchange {
-    static constexpr unsigned kLanes = 16;
-    CUTLASS_DEVICE int operator()(int bits) const { return bits; }
-  };
-
-  template <bool kActivates = true, class Exchange = NoExchange>
-  CUTLASS_DEVICE void store(int token, float (&sum)[kVector], Exchange const& exchange = {}) const {
+  template <bool kActivates = true>
+  CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
     }
     if constexpr (kActivates) activate(sum, params_.activation);
     if (params_.quantized.size != 0)
-      quantize(token, sum, exchange);
+      quantize(token, sum);
     else if (token < params_.tokens)
       store_channels(params_.output, params_.output_type, token * params_.stride + channel_, sum,
                      params_.channels - channel_, params_.vectors);
   }
 
  private:
+  static constexpr unsigned kMostLanes = 128 / kVector;  // of the largest block
   static constexpr float kLargest = qcutlass::largest_code(qcutlass::DType::kInt8);
 
   /// The quantiser of qcutlass/quantize.h with a reciprocal in place of quotients: next to half a code, the other one
   /// may be chosen. A tile's main loop waits for its epilogue, so instructions count.
-  template <class Exchange>
-  CUTLASS_DEVICE void quantize(int token, float (&value)[kVector], Exchange const& exchange) const {
+  CUTLASS_DEVICE void quantize(int token, float (&value)[kVector]) const {
     int const size = int(params_.quantized.size);
     if (channel_ + kVector > params_.channels) {
       CUTLASS_PRAGMA_UNROLL
@@ -72,14 +65,11 @@ class BlockwiseOutput {
     int bits = 0;  // of max |value|: magnitudes are ordered as their bits are, and NaN is the largest
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) bits = fast_max(bits, __float_as_int(fabsf(value[i])));
-    unsigned const threads = unsigned(size) / kVector, lanes = fast_min(threads, Exchange::kLanes),
-                   lane = threadIdx.x % 32;
+    unsigned const lanes = unsigned(size) / kVector, lane = threadIdx.x % 32;
     unsigned const mask = ((1u << lanes) - 1) << (lane & ~(lanes - 1));
     CUTLASS_PRAGMA_UNROLL
-    for (unsigned distance = 1; distance < Exchange::kLanes;
-         distance *= 2)  // no branch: others are interleaved with it
+    for (unsigned distance = 1; distance < kMostLanes; distance *= 2)  // no branch: others are interleaved with it
       bits = fast_max(bits, __shfl_xor_sync(mask, bits, distance < lanes ? distance : 0));
-    if (threads > Exchange::kLanes) bits = exchange(bits);
     float const scale = scale_of(__int_as_float(bits)), reciprocal = __fdividef(1.f, scale);
     uint2 codes = {round(value, reciprocal), round(value + kVector / 2, reciprocal)};
     if (!(scale < CUDART_INF_F)) codes = make_uint2(0, 0);  // NaN and infinities, which the scale shows

@@ -18,11 +18,12 @@ class WarpgroupEpilogue {
   using Sum = typename Mma::Accumulator;
   using Sums = typename Mma::FragmentC;
   static constexpr int kVector = 8;
+  static constexpr int kChunks = 1;
   static constexpr int kPassTokens = 16;
   static constexpr int kPasses = Shape::kN / kPassTokens;
-  static constexpr int kVectors = arch::kWarpgroupChannels / kVector;  // a row
+  static constexpr int kVectors = arch::kWarpgroupRows / kVector;  // a row
   static_assert(kPassTokens * kVectors == arch::kWarpgroupThreads, "one vector a thread and pass");
-  static constexpr int kRow = arch::kWarpgroupChannels + 4;  // lane (g, t) then writes bank 8t + g: no conflicts
+  static constexpr int kRow = arch::kWarpgroupRows + 4;  // lane (g, t) then writes bank 8t + g: no conflicts
 
   struct SharedStorage {
     alignas(16) Sum sums[Mma::kWarpgroups][2][kPassTokens][kRow];
@@ -32,7 +33,9 @@ class WarpgroupEpilogue {
       : storage_(storage), warpgroup_(warpgroup), thread_(thread) {}
 
   /// First of the 8 channels, within the block's tile, that this thread passes on.
-  CUTLASS_DEVICE int channel() const { return warpgroup_ * arch::kWarpgroupChannels + thread_ % kVectors * kVector; }
+  CUTLASS_DEVICE int channel(int /*chunk*/) const {
+    return warpgroup_ * arch::kWarpgroupRows + thread_ % kVectors * kVector;
+  }
 
   /// Bytes that a block receives when `blocks` of them exchange sums.
   static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * most_passes(blocks) * kSlotBytes; }
@@ -54,7 +57,8 @@ class WarpgroupEpilogue {
   /// finishes, the other blocks' sums added in order. Registers have no run-time index: without an activation, whose
   /// code is long, all passes are written out; with one, each pass picks its registers out of all.
   template <class Store>
-  CUTLASS_DEVICE void run(Sums& sums, uint4 const* slots, int blocks, int rank, bool activates, Store const& store) {
+  CUTLASS_DEVICE void run(int /*chunk*/, Sums& sums, uint4 const* slots, int blocks, int rank, bool activates,
+                          Store const& store) {
     auto const passes = std::make_integer_sequence<int, kPasses>{};
     if (!activates) {
       finish_all(sums, slots, blocks, rank, store, passes);
@@ -68,21 +72,7 @@ class WarpgroupEpilogue {
     }
   }
 
-  /// The largest of the `bits` that the threads of both warpgroups have for a row, each the same for all of its own;
-  /// within store(). They meet in the padding behind the row's sums.
-  CUTLASS_DEVICE int exchange_bits(int row, int bits) const {
-    static_assert(sizeof(Sum) == sizeof(int));
-    auto const place = [&](int warpgroup) {
-      return reinterpret_cast<int*>(
-          &storage_.sums[warpgroup][row / kPassTokens % 2][row % kPassTokens][arch::kWarpgroupChannels]);
-    };
-    if (thread_ % kVectors == 0) *place(warpgroup_) = bits;
-    arch::named_barrier_sync<2 * arch::kWarpgroupThreads>(kExchangeBarrier);
-    return fast_max(bits, *place(warpgroup_ ^ 1));
-  }
-
  private:
-  static constexpr int kExchangeBarrier = Mma::kWarpgroups + 2;  // after those of this class and of taking turns
   static constexpr int kSlotBytes = Shape::kM * kPassTokens * int(sizeof(Sum));  // sums of a pass
 
   template <class Store, int... kPass>

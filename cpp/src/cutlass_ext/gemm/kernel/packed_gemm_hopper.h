@@ -1,11 +1,11 @@
-// The kernel of the sm_90a mainloop: persistent blocks that go from tile to tile, or clusters that share the k extent
-// of one.
+// The kernel of the sm_90a mainloops: persistent blocks that go from tile to tile, alone or in pairs of neighbours that
+// share weights, or clusters that share the k extent of one tile.
 #pragma once
 
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/epilogue/output_op.h"
-#include "cutlass_ext/epilogue/warpgroup_epilogue.h"
-#include "cutlass_ext/gemm/threadblock/mma_packed_hopper_promoted.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_hopper.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_hopper_w8a8.h"
 
 namespace cutlass::gemm::kernel {
 
@@ -15,7 +15,7 @@ class PackedGemmHopper {
   using Mma = Mma_;
   using Element = typename Mma::Element;
   using Shape = typename Mma::Shape;
-  using Epilogue = epilogue::threadblock::WarpgroupEpilogue<Mma>;
+  using Epilogue = typename Mma::Epilogue;
   using Sum = typename Mma::Accumulator;
   using OutputOp = epilogue::thread::OutputOpOf<Element, Sum, Mma::kMode>;
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;
@@ -28,7 +28,7 @@ class PackedGemmHopper {
   struct Params {
     typename Mma::Arguments mma;
     typename OutputOp::Params output;
-    int channel_tiles, token_tiles;
+    int channel_tiles, token_tiles;   // pairs of token tiles where pairs of blocks share weights
     int shares;                       // of k
     int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
     bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
@@ -56,17 +56,17 @@ class PackedGemmHopper {
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-      Mma::initialize(storage.barriers);
+      Mma::initialize(storage.barriers, params.mma);
       cutlass::arch::fence_barrier_init();
     }
-    __syncthreads();
+    bool const paired = Mma::sharers(params.mma) > 1;
+    if (paired)
+      arch::cluster_sync();
+    else
+      __syncthreads();
     if (warp / 4 == Mma::kWarpgroups) {
       arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp % 4 == 0 && lane == 0) produce(params, storage);
-      if constexpr (Mma::kBlockwise) {
-        int const scaler = warp % 4 - 1;
-        if (scaler >= 0 && scaler < Mma::Scaler::kWarps) scale_blocks(params, storage, scaler, lane);
-      }
       __syncwarp();
       if (params.cluster) {  // as the consumers, around their exchange
         arch::cluster_sync();
@@ -77,6 +77,7 @@ class PackedGemmHopper {
       arch::wait_for_prior_grids();
       consume(params, storage, warp, lane);
     }
+    if (paired) arch::cluster_sync();  // nobody leaves while the other may still write to its barriers
   }
 
  private:
@@ -85,14 +86,6 @@ class PackedGemmHopper {
   static constexpr int kShare = 65536 / Mma::kThreads / 8 * 8, kProducerRegisters = Mma::kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = (kShare * (Mma::kWarpgroups + 1) - kProducerRegisters) / Mma::kWarpgroups;
   static_assert(kConsumerRegisters % 8 == 0 && kConsumerRegisters <= 240, "as setmaxnreg takes them");
-
-  /// For blocks of channels that two warpgroups share.
-  struct ExchangeBits {
-    static constexpr unsigned kLanes = Epilogue::kVectors;
-    Epilogue const& epilogue;
-    int row;
-    CUTLASS_DEVICE int operator()(int bits) const { return epilogue.exchange_bits(row, bits); }
-  };
 
   /// Share of the k extent of a tile.
   struct Work {
@@ -104,13 +97,17 @@ class PackedGemmHopper {
       int const first_tile = tile / group * kTokenTiles, rest = tile % group;
       int const beside = fast_min(kTokenTiles, params.token_tiles - first_tile);
       channel = rest / beside * Shape::kM;
-      token = (first_tile + rest % beside) * Shape::kN;
+      int const sharers = Mma::sharers(params.mma), pair = first_tile + rest % beside;
+      token = (pair * sharers + int(blockIdx.x) % sharers) * Shape::kN;
       // The first shares take a stage more where the stages do not divide evenly.
       first_k = (share * params.stages_a_share + fast_min(share, params.stages_left)) * Shape::kK;
       stages = params.stages_a_share + (share < params.stages_left);
     }
   };
 
+  /// Blocks that share weights go together.
+  static CUTLASS_DEVICE int first_item(Params const& params) { return int(blockIdx.x) / Mma::sharers(params.mma); }
+  static CUTLASS_DEVICE int step(Params const& params) { return int(gridDim.x) / Mma::sharers(params.mma); }
   static CUTLASS_DEVICE int items(Params const& params) {
     return params.channel_tiles * params.token_tiles * params.shares;
   }
@@ -118,26 +115,18 @@ class PackedGemmHopper {
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage) {
     typename Mma::Producer producer(storage.mainloop, storage.barriers, params.mma);
     if (!params.prefetch) arch::wait_for_prior_grids();
-    Work work(params, blockIdx.x);
+    int item = first_item(params);
+    Work work(params, item);
     producer.prefetch_weights(work.channel, work.first_k, work.stages);
     if (params.prefetch) arch::wait_for_prior_grids();
     // Early: a block of this kernel leaves no room on its SM, so that the next kernel's can only take idle ones. But
     // after the wait, so that what ended before this kernel's predecessor has ended for the next one too.
     arch::allow_next_grid();
-    for (int item = blockIdx.x;;) {
+    for (;;) {
       producer.load(work.channel, work.token, work.first_k, work.stages);
-      item += gridDim.x;
+      item += step(params);
       if (item >= items(params)) break;
       work = Work(params, item);
-    }
-  }
-
-  static CUTLASS_DEVICE void scale_blocks(Params const& params, SharedStorage& storage, int warp, int lane) {
-    arch::wait_for_prior_grids();
-    typename Mma::Scaler scaler(storage.mainloop, storage.barriers, params.mma, warp, lane);
-    for (int item = blockIdx.x; item < items(params); item += gridDim.x) {
-      Work const work(params, item);
-      scaler.load(work.channel, work.token, work.first_k, work.stages);
     }
   }
 
@@ -146,33 +135,32 @@ class PackedGemmHopper {
     Epilogue epilogue(storage.epilogue, warp / 4, threadIdx.x % arch::kWarpgroupThreads);
     int const blocks = params.cluster ? params.shares : 1;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int item = blockIdx.x; item < items(params); item += gridDim.x) {
+    for (int item = first_item(params); item < items(params); item += step(params)) {
       Work const work(params, item);
       typename Mma::FragmentC sums;
-      mma(sums, work.first_k, work.stages);
+      mma(sums, work.channel, work.token, work.first_k, work.stages);
       uint4* const slots = reinterpret_cast<uint4*>(&storage.mainloop);  // nothing more is loaded in a cluster
       if (params.cluster) {
         arch::cluster_sync();
         epilogue.send(sums, slots, blocks, work.share);
         arch::cluster_sync();
       }
-      int const channel = work.channel + epilogue.channel();
-      OutputOp const output(params.output, channel);
-      auto const store = [&](int row, Sum(&sum)[OutputOp::kVector], auto activates) {
-        constexpr bool kActivates = decltype(activates)::value;
-        if (params.partials == nullptr) {
-          if constexpr (Mma::kBlockwise)
-            output.template store<kActivates>(work.token + row, sum, ExchangeBits{epilogue, row});
-          else
-            output.template store<kActivates>(work.token + row, sum);
-        } else if (work.token + row < params.output.tokens && channel < params.partial_stride) {
-          int64_t const out_row = int64_t(work.share) * params.output.tokens + work.token + row;
-          epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + channel, sum,
-                                           OutputOp::kVector, true);
-        }
-      };
       bool const activates = params.output.activation != qcutlass::Activation::kNone;
-      epilogue.run(sums, slots, blocks, params.cluster ? work.share : 0, activates, store);
+      CUTLASS_PRAGMA_UNROLL
+      for (int chunk = 0; chunk < Epilogue::kChunks; ++chunk) {
+        int const channel = work.channel + epilogue.channel(chunk);
+        OutputOp const output(params.output, channel);
+        auto const store = [&](int row, Sum(&sum)[OutputOp::kVector], auto activates) {
+          if (params.partials == nullptr) {
+            output.template store<decltype(activates)::value>(work.token + row, sum);
+          } else if (work.token + row < params.output.tokens && channel < params.partial_stride) {
+            int64_t const out_row = int64_t(work.share) * params.output.tokens + work.token + row;
+            epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + channel, sum,
+                                             OutputOp::kVector, true);
+          }
+        };
+        epilogue.run(chunk, sums, slots, blocks, params.cluster ? work.share : 0, activates, store);
+      }
     }
   }
 };

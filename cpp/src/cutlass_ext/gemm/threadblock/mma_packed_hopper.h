@@ -1,5 +1,5 @@
-// The sm_90a mainloop: asynchronous warpgroup MMAs (wgmma) with the packed weights as register operand A and
-// activations in swizzled shared memory as operand B.
+// The sm_90a mainloop of weight-only products: asynchronous warpgroup MMAs (wgmma) with the dequantised weights as
+// register operand A and activations in swizzled shared memory as operand B.
 //
 //   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a
 //               place to be free and request a few boxes (activations, weights, scales, zeros)
@@ -16,6 +16,7 @@
 #include "cutlass_ext/arch/mbarrier.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
+#include "cutlass_ext/epilogue/warpgroup_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/packed_mma.h"
 
 namespace cutlass::gemm::threadblock {
@@ -39,7 +40,7 @@ class MmaPackedHopper {
   using Operands = typename Scales::Operands;
 
   static constexpr int kThreads = (kWarpgroups + 1) * arch::kWarpgroupThreads;
-  static_assert(Shape::kM == kWarpgroups * arch::kWarpgroupChannels);
+  static_assert(Shape::kM == kWarpgroups * arch::kWarpgroupRows);
   static constexpr int kStepK = Traits::kStepK;
   static constexpr int kSteps = Shape::kK / kStepK;
   static constexpr int kBatches = kSteps / kBatch_;  // of a stage
@@ -58,7 +59,7 @@ class MmaPackedHopper {
 
   using Wgmma = arch::Wgmma<typename Traits::Weight, Element, typename Traits::Product, Shape::kN, kStepK>;
   using FragmentC = typename Wgmma::Sums;
-  static constexpr bool kBlockwise = qcutlass::is_blockwise(kMode);
+  using Epilogue = epilogue::threadblock::WarpgroupEpilogue<MmaPackedHopper>;
 
   struct Arguments {
     CUtensorMap activations;  // [tokens][k]
@@ -71,12 +72,11 @@ class MmaPackedHopper {
     int group_shift;  // its logarithm where it is a power of two that divides Shape::kK; else negative
     qcutlass::DType scale_type, zero_type;
     int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
-    BlockScaleMatrices blocks;
-    int tokens;
   };
+  /// Blocks that fetch each other's weights: the smaller operand here.
+  static CUTLASS_DEVICE int sharers(Arguments const&) { return 1; }
 
-  /// Rings, one after the other; those of scales may be empty. Blockwise products have a scale for each token and
-  /// stage.
+  /// Rings, one after the other; those of scales may be empty.
   struct alignas(128) SharedStorage {
     static constexpr int kTokenBytes = Shape::kN * kChunkBytes;  // of a chunk
     static constexpr int kStripBytes = kTiles * LayoutA::kTileBytes;
@@ -85,9 +85,7 @@ class MmaPackedHopper {
     static constexpr int kWeights = kStages * kChunks * kTokenBytes;
     static constexpr int kScales = kWeights + kStages * Shape::kM / 16 * kStripBytes;
     static constexpr int kZeros = kScales + kStages * kScaleBytes;
-    static constexpr int kBlocks = kZeros + kStages * kZeroBytes;
-    static constexpr int kBlockBytes = kBlockwise ? Shape::kN * 4 : 0;
-    static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
+    static constexpr int kBytes = kZeros + kStages * kZeroBytes;
     static_assert(kTokenBytes % 1024 == 0, "what the swizzle's pattern repeats after");
     uint8_t rings[kBytes];
 
@@ -99,18 +97,17 @@ class MmaPackedHopper {
     }
     CUTLASS_DEVICE uint8_t* scales(int place) { return rings + kScales + place * kScaleBytes; }
     CUTLASS_DEVICE uint8_t* zeros(int place) { return rings + kZeros + place * kZeroBytes; }
-    CUTLASS_DEVICE float* blocks(int place) { return reinterpret_cast<float*>(rings + kBlocks + place * kBlockBytes); }
   };
   struct Barriers {
     arch::TransactionBarrier full[kStages], empty[kStages];
   };
 
   /// By one thread; a fence and a barrier of the block must follow.
-  static CUTLASS_DEVICE void initialize(Barriers& barriers) {
+  static CUTLASS_DEVICE void initialize(Barriers& barriers, Arguments const&) {
     CUTLASS_PRAGMA_UNROLL
     for (int place = 0; place < kStages; ++place) {
-      barriers.full[place].init(kBlockwise ? 2 : 1);  // the producer, and who scales blocks
-      barriers.empty[place].init(kWarpgroups * 4);    // a warp each
+      barriers.full[place].init(1);
+      barriers.empty[place].init(kWarpgroups * 4);  // a warp each
     }
   }
 
@@ -199,7 +196,7 @@ class MmaPackedHopper {
     }
 
     /// The sums over `stages` stages from k = first_k on, at least one.
-    CUTLASS_DEVICE void operator()(FragmentC& sums, int first_k, int stages) {
+    CUTLASS_DEVICE void operator()(FragmentC& sums, int /*channel*/, int /*token*/, int first_k, int stages) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
       k_ = first_k;
@@ -218,7 +215,6 @@ class MmaPackedHopper {
 
    private:
     static constexpr int kBatch = kBatch_;
-    static constexpr bool kConverts = LayoutA::kConverts;
     static constexpr int kTurnBarrier = kWarpgroups,
                          kTurnThreads = 2 * arch::kWarpgroupThreads;  // after the epilogue's
     static constexpr int kBatchTiles = kBatch > LayoutA::kSteps ? kBatch / LayoutA::kSteps : 1;
@@ -275,7 +271,8 @@ class MmaPackedHopper {
       for (int i = 0; i < kBatch; ++i) {
         int const byte = (batch * kBatch + i) * 32;  // of a token's k in this stage: every step has 32 bytes
         int const chunk = place * kChunks + byte / kChunkBytes;
-        uint64_t const tokens = arch::swizzled_operand(chunk * Shape::kN * kChunkBytes + byte % kChunkBytes);
+        uint64_t const tokens =
+            arch::swizzled_operand<kChunkBytes>(chunk * Shape::kN * kChunkBytes + byte % kChunkBytes);
         Wgmma::issue(sums, fragments_[buffer][i], tokens);
       }
       cute::warpgroup_commit_batch();
@@ -286,7 +283,7 @@ class MmaPackedHopper {
     CUTLASS_DEVICE void fetch(int place, int batch, int buffer) {
       if (batch == 0) await(place);
       int const step = batch * kBatch;
-      if (kConverts && step % LayoutA::kSteps == 0) {
+      if (step % LayoutA::kSteps == 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < kBatchTiles; ++t)
           load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
@@ -331,17 +328,13 @@ class MmaPackedHopper {
         uint32_t(&fragment)[4] = fragments_[buffer][i];
         arch::fence_registers(fragment);  // keeps the old one alive until here
         int const step = batch * kBatch + i;
-        if constexpr (kConverts) {
-          using Converter = typename Scales::Converter;
-          uint32_t const* words = codes_[buffer % kAhead] + step % kCodeSteps * LayoutA::kWords;
-          Operands const& op = operands_[buffer % kAhead][i / kRowSteps][0];
-          fragment[0] = Converter::template convert<0>(words, op);
-          fragment[1] = Converter::template convert<1>(words, op);
-          fragment[2] = Converter::template convert<2>(words, op);
-          fragment[3] = Converter::template convert<3>(words, op);
-        } else {
-          load_codes(fragment, place, step);
-        }
+        using Converter = typename Scales::Converter;
+        uint32_t const* words = codes_[buffer % kAhead] + step % kCodeSteps * LayoutA::kWords;
+        Operands const& op = operands_[buffer % kAhead][i / kRowSteps][0];
+        fragment[0] = Converter::template convert<0>(words, op);
+        fragment[1] = Converter::template convert<1>(words, op);
+        fragment[2] = Converter::template convert<2>(words, op);
+        fragment[3] = Converter::template convert<3>(words, op);
       }
     }
 

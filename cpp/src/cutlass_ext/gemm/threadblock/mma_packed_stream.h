@@ -305,13 +305,16 @@ class MmaPackedStream {
 
   using Codes = uint32_t[kSteps * LayoutA::kWords];
 
+  /// Of the lane's codes in a packed tile; simple ones need no register.
+  CUTLASS_DEVICE int code_byte() const { return LayoutA::kConverts ? lane_ * 16 : lane_byte_; }
+
   /// The lane's codes of packed tile `tile` of `kCount` strips from the warp's strip m on.
   template <int kCount>
   CUTLASS_DEVICE void load_codes(Codes (&codes)[kCount], uint8_t const* place, int m, int tile) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i)
       Traits::load_codes(codes[i] + tile * 4, place + Place::kWeights + (first_channel_ / 16 + m + i) * kStripBytes +
-                                                  tile * LayoutA::kTileBytes + lane_byte_);
+                                                  tile * LayoutA::kTileBytes + code_byte());
   }
 
   /// `kCount` strips of a blockwise product from the warp's strip m on.
@@ -451,7 +454,7 @@ class MmaPackedStream {
   Arguments const& args_;
   int const lane_, thread_, slice_;
   int const first_channel_;  // of this lane, within the block's tile
-  int const lane_byte_;      // of its codes, in a packed tile
+  int const lane_byte_;      // of what it names to ldmatrix, in a packed tile
   int const first_token_;    // of its warp
   int const tokens_;         // of the tile that exist
   int const place_bytes_;

@@ -76,8 +76,7 @@ class MultistageRing {
         warp_m_(warp / kWarpsN % kWarpsM),
         warp_n_(warp % kWarpsN),
         slice_(warp / (kWarpsN * kWarpsM)),
-        code_place_(warp_m_ * kStrips * WeightLoader::kStripBytes + slice_ * kSliceTiles * LayoutA::kTileBytes +
-                    LayoutA::lane_byte(lane)),
+        lane_byte_(LayoutA::lane_byte(lane)),
         load_k_(first_k),
         end_k_(end_k),
         stages_((end_k - first_k + Shape::kK - 1) / Shape::kK),
@@ -152,8 +151,9 @@ class MultistageRing {
 
   /// The lane's codes of packed tile `tile` of its slice, strip `m` of the warp.
   CUTLASS_DEVICE void load_codes(uint32_t (&codes)[4], int place, int tile, int m) const {
-    Traits::load_codes(
-        codes, storage_.weights(place) + code_place_ + m * WeightLoader::kStripBytes + tile * LayoutA::kTileBytes);
+    int const byte = LayoutA::kConverts ? lane_ * 16 : lane_byte_;  // the former needs no register
+    Traits::load_codes(codes, storage_.weights(place) + (warp_m_ * kStrips + m) * WeightLoader::kStripBytes +
+                                  (slice_ * kSliceTiles + tile) * LayoutA::kTileBytes + byte);
   }
 
   SharedStorage& storage_;
@@ -161,7 +161,7 @@ class MultistageRing {
   int const lane_, warp_m_, warp_n_, slice_;
 
  private:
-  int const code_place_;  // of the lane, in a stage
+  int const lane_byte_;  // of what it names to ldmatrix, in a packed tile
 
   /// Copies into a place of the ring the stage that lies `ahead` of the next one to load.
   CUTLASS_DEVICE void copy_weights(int place, int ahead) {

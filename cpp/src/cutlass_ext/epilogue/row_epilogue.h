@@ -1,0 +1,170 @@
+// From the sums of warpgroups whose rows are tokens to vectors of channels, and their addition over the blocks of a
+// cluster that share k.
+//
+// A warp has 16 tokens, eight at a time of which pass through a buffer beside the ring, which the producer already
+// fills for the next tile. Where a warp has fewer channels than the largest block that is quantised at once, the warps
+// that share tokens share a buffer.
+#pragma once
+
+#include "cutlass_ext/arch/cluster.h"
+#include "cutlass_ext/arch/named_barrier.h"
+#include "cutlass_ext/arch/wgmma.h"
+
+namespace cutlass::epilogue::threadblock {
+
+template <class Mma>
+class RowEpilogue {
+ public:
+  using Shape = typename Mma::Shape;
+  using Sum = typename Mma::Accumulator;
+  using Sums = typename Mma::FragmentC;
+  static constexpr int kVector = 8;
+  static constexpr int kChunk = 128;  // channels that pass together
+  static constexpr int kChunks = Mma::kWarpChannels > kChunk ? Mma::kWarpChannels / kChunk : 1;
+  static constexpr int kSharers = Mma::kWarpChannels < kChunk ? kChunk / Mma::kWarpChannels : 1;  // warps of a buffer
+  static_assert(Shape::kM % kChunk == 0 && (kSharers == 1 || Shape::kM == kChunk));
+  static constexpr int kPassTokens = 8;
+  static constexpr int kRow = kChunk + 8;  // half a warp's lanes (g, t) then write 8-byte words 4g + t: no conflicts
+
+  struct SharedStorage {
+    alignas(16) Sum sums[Mma::kWarpgroups * 4 / kSharers][kPassTokens][kRow];
+  };
+
+  CUTLASS_DEVICE RowEpilogue(SharedStorage& storage, int warpgroup, int thread)
+      : buffer_(storage.sums[kSharers == 1 ? warpgroup * 4 + thread / 32 : thread / 32]),
+        warpgroup_(warpgroup),
+        warp_(thread / 32),
+        lane_(thread % 32) {}
+
+  /// First of the 8 channels of a chunk, within the block's tile, that this thread passes on.
+  CUTLASS_DEVICE int channel(int chunk) const {
+    int const first = kSharers > 1 ? 0 : warpgroup_ * Mma::kWarpChannels % Shape::kM;
+    return first + chunk * kChunk + lane_ % kVectors * kVector;
+  }
+
+  /// Bytes that a block receives when `blocks` of them exchange sums.
+  static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * most_parts(blocks) * kSlotBytes; }
+
+  /// Where `blocks` > 1 blocks of a cluster share k, each finishes some parts of the tile, eight tokens of a warp each:
+  /// sends the sums of the others' parts into their memory at `slots`. Before it and after it all threads of the
+  /// cluster must meet.
+  CUTLASS_DEVICE void send(Sums const& sums, uint4* slots, int blocks, int rank) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const part = part_of(half), owner = owner_of(part, blocks);
+      if (owner == rank) continue;
+      uint4* slot = slots + slot_of(part, owner, rank, blocks);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kWords; ++i) {  // two n8 blocks of a row
+        Sum words[4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 4; ++j) words[j] = Sum(sums[index(2 * i + j / 2, half, j % 2)]);
+        arch::store_to_cluster(slot + i * kSlotThreads, owner, words);
+      }
+    }
+  }
+
+  /// Calls store(token within the tile, sums of 8 channels, whether it `activates`) for all tokens of a chunk of
+  /// channels that this block finishes, the other blocks' sums added in order.
+  template <class Store>
+  CUTLASS_DEVICE void run(int chunk, Sums& sums, uint4 const* slots, int blocks, int rank, bool activates,
+                          Store const& store) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const part = part_of(half);
+      if (owner_of(part, blocks) != rank) continue;
+      if (blocks > 1 && chunk == 0) add(sums, half, slots, part, blocks, rank);
+      write(sums, chunk, half);
+      synchronize();
+      store_rows(half, activates, store);
+      synchronize();
+    }
+  }
+
+ private:
+  static constexpr int kVectors = kChunk / kVector;  // of a token's chunk
+  static constexpr int kParts = 8;                   // four warps of a warpgroup, two halves
+  static constexpr int kBlocks = Mma::kWarpChannels / 8;
+  static constexpr int kWords = kBlocks / 2;  // of 16 bytes a thread, of a part
+  static constexpr int kSlotThreads = Mma::kWarpgroups * 32;
+  static constexpr int kSlotBytes = kWords * 16 * kSlotThreads;
+  static constexpr int kThreads = kSharers * 32;  // of a buffer
+
+  /// Of the sum of channel 2t + odd of an n8 block, row g or g + 8.
+  static CUTLASS_HOST_DEVICE constexpr int index(int block, int half, int odd) { return block * 4 + half * 2 + odd; }
+
+  CUTLASS_DEVICE void synchronize() const {
+    if constexpr (kSharers == 1)
+      __syncwarp();
+    else
+      arch::named_barrier_sync<kThreads>(warp_);
+  }
+
+  CUTLASS_DEVICE void write(Sums const& sums, int chunk, int half) const {
+    constexpr int kChunkBlocks = kBlocks / kChunks;
+    int const first = kSharers > 1 ? warpgroup_ * Mma::kWarpChannels : 0;
+    Sum* const row = buffer_[lane_ / 4] + first + lane_ % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kChunkBlocks; ++i) {
+      int const block = chunk * kChunkBlocks + i;
+      Array<Sum, 2> const pair = {Sum(sums[index(block, half, 0)]), Sum(sums[index(block, half, 1)])};
+      *reinterpret_cast<Array<Sum, 2>*>(row + i * 8) = pair;
+    }
+  }
+
+  /// Without an activation, whose code is long, all rows are written out, so that they do not wait for each other.
+  template <class Store>
+  CUTLASS_DEVICE void store_rows(int half, bool activates, Store const& store) const {
+    constexpr int kSteps = kPassTokens * kVectors / kThreads, kRowsAStep = kPassTokens / kSteps;
+    int const first = ((kSharers > 1 ? warpgroup_ * 32 : 0) + lane_) / kVectors;
+    if (activates) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < kSteps; ++i) store_row(half, first + i * kRowsAStep, std::true_type{}, store);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i) store_row(half, first + i * kRowsAStep, std::false_type{}, store);
+    }
+  }
+
+  template <class Activates, class Store>
+  CUTLASS_DEVICE void store_row(int half, int row, Activates activates, Store const& store) const {
+    uint4 const* p = reinterpret_cast<uint4 const*>(&buffer_[row][lane_ % kVectors * kVector]);
+    uint4 const words[2] = {p[0], p[1]};
+    Sum sum[kVector];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) sum[i] = reinterpret_cast<Sum const*>(words)[i];
+    int const first = kSharers > 1 ? 0 : warpgroup_ * arch::kWarpgroupRows % Shape::kN;
+    store(first + warp_ * 16 + half * 8 + row, sum, activates);
+  }
+
+  CUTLASS_DEVICE int part_of(int half) const { return half * 4 + warp_; }
+  /// The block that finishes a part; each has a run of them, of at most most_parts().
+  static CUTLASS_DEVICE int owner_of(int part, int blocks) { return blocks == 1 ? 0 : part * blocks / kParts; }
+  static CUTLASS_HOST_DEVICE constexpr int most_parts(int blocks) { return (kParts + blocks - 1) / blocks; }
+
+  /// This thread's place for the sums of `part` from block `source` in the memory of block `owner`.
+  CUTLASS_DEVICE int slot_of(int part, int owner, int source, int blocks) const {
+    int const first = (owner * kParts + blocks - 1) / blocks;
+    int const slot = (source - (source > owner)) * most_parts(blocks) + part - first;
+    return slot * (kSlotBytes / 16) + warpgroup_ * 32 + lane_;
+  }
+
+  CUTLASS_DEVICE void add(Sums& sums, int half, uint4 const* slots, int part, int blocks, int rank) const {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int source = 0; source < blocks; ++source) {
+      if (source == rank) continue;
+      uint4 const* slot = slots + slot_of(part, rank, source, blocks);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        uint4 const words = slot[i * kSlotThreads];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 4; ++j) sums[index(2 * i + j / 2, half, j % 2)] += reinterpret_cast<Sum const*>(&words)[j];
+      }
+    }
+  }
+
+  Sum (*const buffer_)[kRow];
+  int const warpgroup_, warp_, lane_;
+};
+
+}  // namespace cutlass::epilogue::threadblock

@@ -1,0 +1,317 @@
+// The sm_90a mainloop of 8-by-8-bit products: asynchronous warpgroup MMAs (wgmma) that read both operands from shared
+// memory, since nothing has to be converted. Tokens are the rows of the instruction, so that the sums of a thread are
+// of two tokens, whatever the number of channels.
+//
+//   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA. The blocks of a pair, which
+//               have the same channels, fetch half of the weights each, for both
+//   consumers   two warpgroups of 64 tokens by all channels of the tile, or, of a tile of 64 tokens, half of them
+//
+// int8: the MMAs keep the sums to the end. All others leave the MMAs after every stage of 128 k, for sums in fp32
+// ("promotion"), while the MMAs of the next stage or of the other warpgroup run:
+//   fp8         wgmma aligns the products of a step with what they are added to and keeps some 14 bits. Errors of that
+//               size do not grow beyond a stage
+//   blockwise   a stage is a block of k; its int32 sums are scaled
+#pragma once
+
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass_ext/arch/grid_dependency.h"
+#include "cutlass_ext/arch/mbarrier.h"
+#include "cutlass_ext/arch/wgmma.h"
+#include "cutlass_ext/epilogue/row_epilogue.h"
+#include "cutlass_ext/gemm/threadblock/packed_mma.h"
+
+namespace cutlass::gemm::threadblock {
+
+/// Shape: channels x tokens x k of a stage, 128 bytes of a row.
+template <class Shape_, int kWarpChannels_, int kStages_, class Element_, qcutlass::ScaleMode kMode_>
+class MmaPackedHopperW8A8 {
+ public:
+  using Shape = Shape_;
+  using Element = Element_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kWarpChannels = kWarpChannels_;
+  static constexpr qcutlass::ScaleMode kMode = kMode_;
+  using Traits = PackedMma<Element, qcutlass::Packing::kW8A8, kMode>;
+  using LayoutA = typename Traits::LayoutA;
+  using Accumulator = typename Traits::Accumulator;
+  static constexpr bool kBlockwise = qcutlass::is_blockwise(kMode);
+  static constexpr bool kPromotes = kBlockwise || Traits::kFloat8;
+
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kThreads = (kWarpgroups + 1) * arch::kWarpgroupThreads;
+  static_assert(Shape::kM * Shape::kN == kWarpgroups * kWarpChannels * arch::kWarpgroupRows);
+  static constexpr int kRowBytes = 128;  // of a token, the swizzle's width
+  static_assert(Shape::kK == kRowBytes && (!kBlockwise || qcutlass::promoted_k(kMode) == Shape::kK));
+  static_assert(!kBlockwise || Shape::kM == 128, "one scale for all channels of a tile");
+  static constexpr int kSteps = Shape::kK / Traits::kStepK;
+  static constexpr int kTiles = Shape::kK / LayoutA::kTileK;  // packed tiles of a strip and stage, one a step
+  static_assert(kTiles == kSteps);
+
+  using Wgmma = arch::WgmmaShared<Element, typename Traits::Weight, typename Traits::Product, kWarpChannels>;
+  using FragmentC =  // in the order of the instruction's sums
+      std::conditional_t<kPromotes, Accumulator[Wgmma::kSums], typename Wgmma::Sums>;
+  using Epilogue = epilogue::threadblock::RowEpilogue<MmaPackedHopperW8A8>;
+
+  struct Arguments {
+    CUtensorMap activations;  // [tokens][k]
+    CUtensorMap weights;      // [tiles_k][tiles_n][128 words]
+    uint64_t weight_policy;   // of the L2 cache
+    int sharers;              // blocks of a cluster that share weights: 1, or 2
+    BlockScaleMatrices blocks;
+    int tokens;
+  };
+  static CUTLASS_DEVICE int sharers(Arguments const& args) { return args.sharers; }
+
+  struct alignas(128) SharedStorage {
+    static constexpr int kTokenBytes = Shape::kN * kRowBytes;
+    static constexpr int kTileRow = Shape::kM / 16 * LayoutA::kTileBytes;  // a step's weights
+    static constexpr int kStageBytes = kTokenBytes + kTiles * kTileRow;
+    static_assert(kTokenBytes % 1024 == 0 && kStageBytes % 1024 == 0, "what the swizzle's pattern repeats after");
+    uint8_t ring[kStages * kStageBytes];
+
+    CUTLASS_DEVICE uint8_t* stage(int place) { return ring + place * kStageBytes; }
+  };
+  struct Barriers {
+    arch::TransactionBarrier full[kStages], empty[kStages];
+  };
+
+  /// By one thread; a fence and a barrier of the block, or of the blocks that share weights, must follow.
+  static CUTLASS_DEVICE void initialize(Barriers& barriers, Arguments const& args) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int place = 0; place < kStages; ++place) {
+      barriers.full[place].init(1);
+      barriers.empty[place].init(kWarpgroups * 4 * args.sharers);  // a warp each: what comes fills all of them
+    }
+  }
+
+  /// The producing thread.
+  class Producer {
+   public:
+    CUTLASS_DEVICE Producer(SharedStorage& storage, Barriers& barriers, Arguments const& args)
+        : storage_(storage), barriers_(barriers), args_(args) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations));
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.weights));
+    }
+
+    /// Requests the weights of the first tile's first stages; load() requests the rest.
+    CUTLASS_DEVICE void prefetch_weights(int channel, int first_k, int stages) {
+      requested_ = fast_min(stages, kStages);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int s = 0; s < requested_; ++s) load_weights(s, channel, first_k + s * Shape::kK);
+    }
+
+    CUTLASS_DEVICE void load(int channel, int token, int first_k, int stages) {
+      int place = 0, k = first_k;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int left = stages; left > 0; --left) {
+        if (requested_ > 0) {
+          --requested_;
+        } else {
+          barriers_.empty[place].wait(~phases_ >> place & 1);
+          load_weights(place, channel, k);
+        }
+        cute::SM90_TMA_LOAD_2D::copy(&args_.activations, barrier(place),
+                                     uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), storage_.stage(place), k, token);
+        phases_ ^= 1u << place;
+        place = place + 1 == kStages ? 0 : place + 1;
+        k += Shape::kK;
+      }
+    }
+
+   private:
+    CUTLASS_DEVICE uint64_t* barrier(int place) const { return reinterpret_cast<uint64_t*>(&barriers_.full[place]); }
+
+    CUTLASS_DEVICE void load_weights(int place, int channel, int k) {
+      barriers_.full[place].arrive_and_expect_tx(SharedStorage::kStageBytes);
+      uint8_t* const to = storage_.stage(place) + SharedStorage::kTokenBytes;
+      int const tile = k / LayoutA::kTileK;
+      if (args_.sharers == 1) {
+        cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, to, 0, channel / 16, tile);
+      } else {
+        int const first = int(blockIdx.x % 2) * (kTiles / 2);
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&args_.weights, barrier(place), uint16_t(0b11), args_.weight_policy,
+                                               to + first * SharedStorage::kTileRow, 0, channel / 16, tile + first);
+      }
+    }
+
+    SharedStorage& storage_;
+    Barriers& barriers_;
+    Arguments const& args_;
+    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
+    int requested_ = 0;    // stages whose weights are on their way already
+  };
+
+  /// A consuming warpgroup. Its instructions beside the MMAs are what bounds promoted products, so the loop is unrolled
+  /// over the places of the ring, which makes addresses and descriptors constants. Every product begins in place 0.
+  class Consumer {
+   public:
+    CUTLASS_DEVICE Consumer(SharedStorage&, Barriers& barriers, Arguments const& args, int warpgroup, int warp,
+                            int lane)
+        : barriers_(barriers),
+          args_(args),
+          token_(warpgroup * arch::kWarpgroupRows % Shape::kN + warp * 16 + lane / 4),
+          tokens_at_(warpgroup * arch::kWarpgroupRows % Shape::kN * kRowBytes),
+          weights_at_(warpgroup * kWarpChannels % Shape::kM / 16 * LayoutA::kTileBytes),
+          lane_(lane),
+          releases_(lane < args.sharers),
+          peer_(args.sharers > 1 ? lane : arch::cluster_rank()) {}
+
+    /// The sums over `stages` stages from k = first_k on, at least one.
+    CUTLASS_DEVICE void operator()(FragmentC& sums, int channel, int token, int first_k, int stages) {
+      auto const places = std::make_integer_sequence<int, kStages>{};
+      int left = stages;
+      if constexpr (kPromotes) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
+        if constexpr (kBlockwise) begin_scales(channel, token, first_k, stages);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (; left >= kStages; left -= kStages) promoted_round(sums, places);
+        if (left > 0) promoted_rest(sums, left, places);
+      } else {
+        first_ = true;
+        CUTLASS_PRAGMA_NO_UNROLL
+        while (round(sums, left, places)) {
+        }
+        cute::warpgroup_wait<0>();
+        arch::fence_registers(sums);
+        release((stages - 1) % kStages);
+      }
+    }
+
+   private:
+    using Sums = typename Wgmma::Sums;
+    static_assert(kStages % 2 == 0, "a place has one of the two sets of sums");
+
+    /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more.
+    template <int... kPlaces>
+    CUTLASS_DEVICE bool round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
+      return (stage<kPlaces>(sums, left) && ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
+      multiply<kPlace>(sums, kPlace == 0 && first_);
+      cute::warpgroup_wait<1>();
+      if (kPlace != 0 || !first_) release((kPlace + kStages - 1) % kStages);
+      if (kPlace == 0) first_ = false;
+      return --left > 0;
+    }
+
+    /// The same with a promotion after each stage, while the MMAs of the next one run. The last one waits for all MMAs:
+    /// ptxas serialises those in flight where a loop ends, or a path leaves it, if others' sums are read meanwhile.
+    template <int... kPlaces>
+    CUTLASS_DEVICE void promoted_round(FragmentC& sums, std::integer_sequence<int, kPlaces...>) {
+      Sums blocks[2];
+      multiply<0>(blocks[0], true);
+      (promoted_stage<kPlaces>(sums, blocks), ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE void promoted_stage(FragmentC& sums, Sums (&blocks)[2]) {
+      constexpr int kNext = kPlace + 1;
+      if constexpr (kNext < kStages) multiply<kNext>(blocks[kNext % 2], true);
+      finish<kPlace, (kNext < kStages)>(sums, blocks[kPlace % 2]);
+    }
+
+    /// The `left` < kStages last stages, one after the other.
+    template <int... kPlaces>
+    CUTLASS_DEVICE void promoted_rest(FragmentC& sums, int left, std::integer_sequence<int, kPlaces...>) {
+      (single_stage<kPlaces>(sums, left) && ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE bool single_stage(FragmentC& sums, int& left) {
+      Sums block;
+      multiply<kPlace>(block, true);
+      finish<kPlace, 0>(sums, block);
+      return --left > 0;
+    }
+
+    /// Waits for a stage's MMAs, the last but kLater, gives its place back and adds its sums.
+    template <int kPlace, int kLater>
+    CUTLASS_DEVICE void finish(FragmentC& sums, Sums& block) {
+      Array<float, 2> const factors = take_scales();
+      cute::warpgroup_wait<kLater>();
+      arch::fence_registers(block);
+      release(kPlace);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Wgmma::kSums; ++i) {  // [n8 block][row g or g + 8][channel 2t or 2t + 1]
+        if constexpr (kBlockwise)
+          sums[i] += float(int(block[i])) * factors[i / 2 % 2];
+        else
+          sums[i] += block[i];
+      }
+    }
+
+    /// Waits for a stage and issues its MMAs.
+    template <int kPlace>
+    CUTLASS_DEVICE void multiply(Sums& sums, bool first) {
+      constexpr int kOffset = kPlace * SharedStorage::kStageBytes;
+      constexpr uint64_t kTokens = arch::swizzled_operand<kRowBytes>(kOffset),
+                         kWeights = arch::swizzled_operand<LayoutA::kTileK>(kOffset + SharedStorage::kTokenBytes);
+      barriers_.full[kPlace].wait(phases_ >> kPlace & 1);
+      phases_ ^= 1u << kPlace;
+      arch::fence_registers(sums);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i)
+        Wgmma::issue(sums, arch::moved_operand(kTokens, i * Traits::kStepK + tokens_at_),
+                     arch::moved_operand(kWeights, i * SharedStorage::kTileRow + weights_at_), first && i == 0);
+      cute::warpgroup_commit_batch();
+    }
+
+    /// The places of all blocks that share weights are filled together.
+    CUTLASS_DEVICE void release(int place) const {
+      if (releases_) barriers_.empty[place].arrive(peer_);
+    }
+
+    /// Scales are requested kAhead stages before their use. Registers are short: of a quad, lane 0 loads those of row
+    /// g, lane 1 of row g + 8, the others those of the channels.
+    CUTLASS_DEVICE void begin_scales(int channel, int token, int first_k, int stages) {
+      BlockScaleMatrices const& blocks = args_.blocks;
+      int const row = fast_min(token + token_ + lane_ % 4 * 8, args_.tokens - 1);  // those beyond the last have its
+      scales_ = lane_ % 4 < 2 ? blocks.tokens + row * blocks.token_stride
+                              : blocks.channels + channel / Shape::kM * blocks.channel_stride;
+      scales_ += first_k / Shape::kK;
+      scales_left_ = stages;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAhead; ++i) request_scale(i);
+    }
+
+    CUTLASS_DEVICE void request_scale(int i) {
+      if (scales_left_ > 0) scale_[i] = *scales_;
+      ++scales_;
+      --scales_left_;
+    }
+
+    /// The factors of the next stage's sums, of the lane's rows g and g + 8.
+    CUTLASS_DEVICE Array<float, 2> take_scales() {
+      Array<float, 2> factors{};
+      if constexpr (kBlockwise) {
+        float const of_channels = __shfl_sync(~0u, scale_[0], 2, 4);
+        factors[0] = __shfl_sync(~0u, scale_[0], 0, 4) * of_channels;
+        factors[1] = __shfl_sync(~0u, scale_[0], 1, 4) * of_channels;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 1; i < kAhead; ++i) scale_[i - 1] = scale_[i];
+        request_scale(kAhead - 1);
+      }
+      return factors;
+    }
+
+    static constexpr int kAhead = 2;
+
+    Barriers& barriers_;
+    Arguments const& args_;
+    int const token_, tokens_at_, weights_at_, lane_;
+    bool const releases_;
+    int const peer_;       // whose place a lane releases
+    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
+    bool first_;           // no stage of this tile has been released yet
+    float const* scales_;
+    int scales_left_;
+    float scale_[kAhead];
+  };
+};
+
+}  // namespace cutlass::gemm::threadblock
