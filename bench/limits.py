@@ -15,17 +15,19 @@ class Rates:
     """Operations/s of the tensor cores on operands of one kind.
 
     Attributes:
-        mma: of mma.sync, accumulating in fp32 or int32.
-        dense: of cuBLAS's largest products, which may use faster instructions; None: not measured.
+        mma: of mma.sync, accumulating in fp32 or int32, as measured.
+        dense: of cuBLAS's largest products, as measured; None: they were not.
+        peak: of the fastest instructions, as the GPU's data sheet has it.
     """
 
     mma: float
     dense: float | None
+    peak: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Ceilings of a GPU, each measured with a kernel that does nothing else.
+    """Ceilings of a GPU; those of memory and launches were measured with kernels that do nothing else.
 
     Attributes:
         bandwidth: bytes/s read from HBM.
@@ -39,7 +41,7 @@ class Machine:
 
     def seconds(self, moved_bytes: int, operations: int, operands: Operands) -> float:
         """The least time for a kernel that moves so many bytes and does so many operations."""
-        return max(moved_bytes / self.bandwidth, operations / self.rates[operands].mma) + self.launch
+        return max(moved_bytes / self.bandwidth, operations / self.rates[operands].peak) + self.launch
 
 
 # By the start of torch.cuda.get_device_name(). A GPU that is not listed gets no "limit" column.
@@ -48,9 +50,9 @@ MACHINES: Final = {
         bandwidth=4.56e12,
         launch=0.6e-6,
         rates={
-            "16-bit": Rates(mma=635e12, dense=790e12),
-            "int8": Rates(mma=1288e12, dense=924e12),  # cuBLAS's int8 products reach less than mma.sync
-            "fp8": Rates(mma=635e12, dense=1470e12),  # sm_90 runs an mma.sync on fp8 as one on fp16
+            "16-bit": Rates(mma=635e12, dense=790e12, peak=989e12),
+            "int8": Rates(mma=1288e12, dense=924e12, peak=1979e12),  # cuBLAS's int8 products reach less than mma.sync
+            "fp8": Rates(mma=635e12, dense=1470e12, peak=1979e12),  # sm_90 runs an mma.sync on fp8 as one on fp16
         },
     )
 }

@@ -161,7 +161,7 @@ def _shape_figure(rows: Sequence[Row], contestants: dict[str, str], title: str) 
             color="#888888",
             linestyle="--",
             linewidth=1,
-            label="limit (memory, mma.sync)",
+            label="limit (memory, data sheet)",
         )
         shares.axhline(100, color="#888888", linestyle="--", linewidth=1)
     _logarithmic(times)
@@ -199,7 +199,11 @@ def _roofline(rows: Sequence[Row], scheme: str, gpu: str) -> Figure:
     machine = limits.machine(gpu)
     if machine is not None:
         rates = machine.rates[operands]
-        for rate, name, line in ((rates.mma, "mma.sync", "--"), (rates.dense, "cuBLAS at best", ":")):
+        for rate, name, line in (
+            (rates.peak, "data sheet", "-"),
+            (rates.mma, "mma.sync", "--"),
+            (rates.dense, "cuBLAS at best", ":"),
+        ):
             if rate is None:
                 continue
             ridge = rate / machine.bandwidth

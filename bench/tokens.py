@@ -42,6 +42,7 @@ COLUMNS: Final = [
     Column("qcutlass_mb", "qcutlass MB", "{:.0f}"),
     Column("spread", "spread", "{:.0%}"),
     Column("same_text", "graph = eager"),
+    Column("differ", "other text in graphs"),
     Column("error", "error / bound", "{:.3f}"),
 ]
 
@@ -220,7 +221,11 @@ def run(source: Source, dtypes: Sequence[torch.dtype], batches: Sequence[int], p
             texts: dict[str, Tensor] = {}
             for graph in (False, True) if quantized.device.type == "cuda" else (False,):
                 contestants = {name: _contestant(model, batch, prompt, graph) for name, model in forms.items()}
-                same = [torch.equal(texts.setdefault(name, each.text), each.text) for name, each in contestants.items()]
+                differ = [
+                    name
+                    for name, each in contestants.items()
+                    if not torch.equal(texts.setdefault(name, each.text), each.text)
+                ]
                 for phase, tokens in (("prefill", batch * prompt), ("decode", batch)):
                     samples = interleave([each.seconds[phase] for each in contestants.values()], ROUNDS)
                     times = {name: sample.median for name, sample in zip(forms, samples, strict=True)}
@@ -235,7 +240,8 @@ def run(source: Source, dtypes: Sequence[torch.dtype], batches: Sequence[int], p
                         "ratio": times["dense"] / min(times["qcutlass"], times["fused"]),
                         **sizes,
                         "spread": max(sample.spread for sample in samples),
-                        "same_text": all(same) if graph else None,
+                        "same_text": not differ if graph else None,
+                        "differ": ", ".join(differ),
                         "error": error,
                     }
 

@@ -25,8 +25,9 @@ from qcutlass import blockwise, testing
 from qcutlass.selection import weight_dtype
 
 # (M, N, K): no extent is a multiple of any tile's; the second has whole tiles of every configuration as well, and more
-# stages than any pipeline. K % 8 decides how activations are copied.
-SHAPES = [(5, 45, 333), (131, 300, 2200)]
+# stages than any pipeline; the third has pairs of tiles of 64 and of 128 tokens. K % 8 decides how activations are
+# copied.
+SHAPES = [(5, 45, 333), (131, 300, 2200), (200, 150, 400)]
 # Each kind of scales and zeros has kernels of its own.
 SCHEMES: list[dict[str, Any]] = [
     {"group_size": 64, "zeros": "none"},

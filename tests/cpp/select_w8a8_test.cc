@@ -70,7 +70,7 @@ TEST(SelectW8A8, AsynchronousMmasServeManyTokens) {
       }
 }
 
-/// Of the two promoted configurations, the one with more tokens a tile was the faster one from here on.
+/// Of the promoted configurations, the one with more tokens a tile was the fastest one from here on.
 TEST(SelectW8A8, PromotedSumsPreferManyTokensATile) {
   for (int64_t m : {1024, 4096})
     EXPECT_EQ(select(problem(m, 8192, 8192, DType::kFloat8E4M3), kH200Wgmma).tactic, "w8a8_e4m3_sm90a_n128m128k128_s6");

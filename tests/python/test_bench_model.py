@@ -96,6 +96,7 @@ def test_tokens_of_a_whole_model(device: str, tmp_path: Path, monkeypatch: pytes
         assert row["ratio"] == row["dense_ms"] / min(row["qcutlass_ms"], row["fused_ms"])
         assert row["dense_mb"] > row["qcutlass_mb"] > 0
         assert row["same_text"] is (True if row["mode"] == "CUDA graph" else None)
+        assert row["differ"] == ""
         assert 0 < row["error"] <= 1
 
 

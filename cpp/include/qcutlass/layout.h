@@ -3,7 +3,7 @@
 // Everything that packs, unpacks, reads or checks packed weights derives from this file.
 //
 // The product is computed as C^T[N, M] = W[N, K] . A^T[K, M], with the weights as operand A of the tensor-core
-// instruction.
+// instruction. (8-by-8-bit products on sm_90a have them as operand B.)
 //
 //   packed tensor   uint8 [tiles_n][tiles_k][32][16 bytes], tiles_n = ceil(N / 16), tiles_k = ceil(K / kTileK)
 //   tile            16 channels x kTileK k: 512 bytes (kTileK = 64 for 4-bit codes, 32 for 8-bit codes)

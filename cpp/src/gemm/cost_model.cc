@@ -26,8 +26,9 @@ struct Waves {
         sharers(t.mainloop == Mainloop::kHopper
                     ? hopper_sharers(a.weights.packing, layout::ceil_div(a.m, t.tokens), split_k)
                     : 1),
-        busiest(std::ceil(pairs(a, t) * split_k /
-                          (device.sm_count / sharers * (cluster && split_k > 2 ? gpu.launch.cluster_share : 1.0)))),
+        busiest(std::ceil(
+            pairs(a, t) * split_k /
+            (std::max(1, device.sm_count / sharers) * (cluster && split_k > 2 ? gpu.launch.cluster_share : 1.0)))),
         resident(resident_blocks(a, device, t)),
         stages(std::ceil(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k(a.weights.packing))) / split_k)) {}
 

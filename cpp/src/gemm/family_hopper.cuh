@@ -68,6 +68,7 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     constexpr int kTile = Mma::LayoutA::kTileBytes;
     typename Mma::Arguments args{};
     args.activations = activation_map(launch, Shape::kK, Shape::kN);
+    // A box is [tiles of k][strips][tile]: the strips of a step lie together. Dimensions need not be ordered by stride.
     args.weights = make_tensor_map(
         {launch.weights, 4, kTile / 4, launch.tiles_n, launch.tiles_k, int64_t(launch.tiles_k) * kTile, kTile},
         kTile / 4, Shape::kM / 16, Mma::kTiles / sharers, false);
@@ -128,7 +129,8 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     params.shares = launch.split_k;
     set_shares(params, launch, Shape::kK);
     int64_t const items = int64_t(params.channel_tiles) * params.token_tiles * params.shares;
-    int64_t const blocks = (launch.cluster ? items : std::min<int64_t>(items, launch.sm_count / sharers)) * sharers;
+    int64_t const blocks =
+        (launch.cluster ? items : std::min<int64_t>(items, std::max(1, launch.sm_count / sharers))) * sharers;
     launch_kernel(cutlass::device_kernel<Kernel>, launch, params,
                   {dim3(unsigned(blocks)), dim3(unsigned(launch.cluster ? launch.split_k : sharers)),
                    C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory},

@@ -54,8 +54,6 @@ constexpr Products operator|(Products a, Products b) { return Products(uint8_t(a
 inline constexpr Products kEightByEight = kInt8 | kFloat8, kEightBits = kEightByEight | kBlockwise,
                           kNotBlockwise = kWeightOnly | kEightByEight, kAnyBlocks = kBlockwise | kSmallBlocks,
                           kMost = kNotBlockwise | kBlockwise, kAll = kMost | kSmallBlocks;
-/// Products whose sums leave kHopper's MMAs every 128 k for fp32 ones.
-inline constexpr Products kPromoted = kFloat8 | kBlockwise;
 
 constexpr Products product_of(Packing packing, ScaleMode mode, DType activations) {
   if (is_blockwise(mode)) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
@@ -98,10 +96,10 @@ struct Tactic {
 /// Largest cluster of kHopper: blocks have room for each other's sums in all up to this one, not in every one of 7.
 inline constexpr int kMostHopperCluster = 6;
 
-/// k steps from one wait of kHopper for its MMAs to the next: as many as two sets of their operands A leave registers
-/// for beside the sums.
+/// k steps from one wait of kHopper's weight-only loop for its MMAs to the next: as many as two sets of their operands
+/// A leave registers for beside the sums.
 constexpr int hopper_batch(Tactic const& t) { return t.channels == 256 && t.tokens > 64 ? 1 : 4; }
-/// Whether its warpgroups take turns, if their sums stay in the MMAs.
+/// Whether its warpgroups take turns.
 constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tokens == 128; }
 
 inline constexpr Tactic kTactics[] = {
@@ -234,7 +232,7 @@ constexpr int hopper_shared_memory(Tactic const& t, Packing packing, ScaleMode m
   return (bytes + 127) / 128 * 128;
 }
 
-/// Stages of the ring. kHopper has as many of a configuration's as fit, but at least 3, and an even number of batches
+/// Stages of the ring. kHopper has as many of a configuration's as fit, but at least 3 or 4, an even number of batches
 /// of MMAs, which have buffers or sums in turns.
 constexpr int stages_of(Tactic const& t, Packing packing, ScaleMode mode) {
   if (t.mainloop != Mainloop::kHopper) return t.stages;

@@ -1,5 +1,5 @@
-// Thread block clusters (sm_90): blocks that share the k extent of a tile add their partial sums through distributed
-// shared memory.
+// Thread block clusters (sm_90): blocks that share weights fill and free each other's rings, blocks that share the k
+// extent of a tile add their partial sums through distributed shared memory.
 #pragma once
 
 #include "cutlass/arch/memory.h"

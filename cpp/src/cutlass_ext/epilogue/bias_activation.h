@@ -82,6 +82,9 @@ CUTLASS_DEVICE void store_channels(void* out, qcutlass::DType type, int64_t offs
   }
 }
 
+/// What an output operator loads for a token, if that is nothing.
+struct NoToken {};
+
 /// Maps vectors of 8 consecutive channels of one token from fp32 sums to the output.
 template <class Element>
 class BiasActivation {
@@ -104,9 +107,12 @@ class BiasActivation {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
-  /// kActivates: false where the caller knows that there is no activation.
+  CUTLASS_DEVICE NoToken load(int /*token*/) const { return {}; }
+
+  /// kActivates: false where the caller knows that there is no activation. `of_token`: what load(token) has returned,
+  /// for callers with time to pass between the two.
   template <bool kActivates = true>
-  CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
+  CUTLASS_DEVICE void store(int token, float (&sum)[kVector], NoToken /*of_token*/ = {}) const {
     if (token >= params_.tokens) return;
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL

@@ -35,8 +35,11 @@ class BlockwiseOutput {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
+  CUTLASS_DEVICE NoToken load(int /*token*/) const { return {}; }
+
+  /// As BiasActivation's.
   template <bool kActivates = true>
-  CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
+  CUTLASS_DEVICE void store(int token, float (&sum)[kVector], NoToken /*of_token*/ = {}) const {
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];

@@ -64,11 +64,18 @@ class RowEpilogue {
     }
   }
 
-  /// Calls store(token within the tile, sums of 8 channels, whether it `activates`) for all tokens of a chunk of
-  /// channels that this block finishes, the other blocks' sums added in order.
-  template <class Store>
+  /// Calls store(token within the tile, sums of 8 channels, load(token), whether it `activates`) for all tokens of a
+  /// chunk of channels that this block finishes, the other blocks' sums added in order. Without an activation, whose
+  /// code is long, all calls are written out, so that they do not wait for each other, and all loads come first.
+  template <class Load, class Store>
   CUTLASS_DEVICE void run(int chunk, Sums& sums, uint4 const* slots, int blocks, int rank, bool activates,
-                          Store const& store) {
+                          Load const& load, Store const& store) {
+    using Token = decltype(load(0));
+    Token tokens[2][kSteps];
+    if (!activates) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * kSteps; ++i) tokens[i / kSteps][i % kSteps] = load(token(i / kSteps, i % kSteps));
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       int const part = part_of(half);
@@ -76,7 +83,13 @@ class RowEpilogue {
       if (blocks > 1 && chunk == 0) add(sums, half, slots, part, blocks, rank);
       write(sums, chunk, half);
       synchronize();
-      store_rows(half, activates, store);
+      if (activates) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int i = 0; i < kSteps; ++i) pass_on(half, i, load(token(half, i)), std::true_type{}, store);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSteps; ++i) pass_on(half, i, tokens[half][i], std::false_type{}, store);
+      }
       synchronize();
     }
   }
@@ -89,6 +102,7 @@ class RowEpilogue {
   static constexpr int kSlotThreads = Mma::kWarpgroups * 32;
   static constexpr int kSlotBytes = kWords * 16 * kSlotThreads;
   static constexpr int kThreads = kSharers * 32;  // of a buffer
+  static constexpr int kSteps = kPassTokens * kVectors / kThreads;
 
   /// Of the sum of channel 2t + odd of an n8 block, row g or g + 8.
   static CUTLASS_HOST_DEVICE constexpr int index(int block, int half, int odd) { return block * 4 + half * 2 + odd; }
@@ -112,29 +126,24 @@ class RowEpilogue {
     }
   }
 
-  /// Without an activation, whose code is long, all rows are written out, so that they do not wait for each other.
-  template <class Store>
-  CUTLASS_DEVICE void store_rows(int half, bool activates, Store const& store) const {
-    constexpr int kSteps = kPassTokens * kVectors / kThreads, kRowsAStep = kPassTokens / kSteps;
-    int const first = ((kSharers > 1 ? warpgroup_ * 32 : 0) + lane_) / kVectors;
-    if (activates) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < kSteps; ++i) store_row(half, first + i * kRowsAStep, std::true_type{}, store);
-    } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSteps; ++i) store_row(half, first + i * kRowsAStep, std::false_type{}, store);
-    }
+  /// Of the buffer, at the i-th of kSteps vectors of this thread.
+  CUTLASS_DEVICE int row(int i) const {
+    return ((kSharers > 1 ? warpgroup_ * 32 : 0) + lane_) / kVectors + i * (kPassTokens / kSteps);
+  }
+  /// The token of that vector, within the block's tile.
+  CUTLASS_DEVICE int token(int half, int i) const {
+    int const first = kSharers > 1 ? 0 : warpgroup_ * arch::kWarpgroupRows % Shape::kN;
+    return first + warp_ * 16 + half * 8 + row(i);
   }
 
-  template <class Activates, class Store>
-  CUTLASS_DEVICE void store_row(int half, int row, Activates activates, Store const& store) const {
-    uint4 const* p = reinterpret_cast<uint4 const*>(&buffer_[row][lane_ % kVectors * kVector]);
+  template <class Token, class Activates, class Store>
+  CUTLASS_DEVICE void pass_on(int half, int i, Token const& of_token, Activates activates, Store const& store) const {
+    uint4 const* p = reinterpret_cast<uint4 const*>(&buffer_[row(i)][lane_ % kVectors * kVector]);
     uint4 const words[2] = {p[0], p[1]};
     Sum sum[kVector];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) sum[i] = reinterpret_cast<Sum const*>(words)[i];
-    int const first = kSharers > 1 ? 0 : warpgroup_ * arch::kWarpgroupRows % Shape::kN;
-    store(first + warp_ * 16 + half * 8 + row, sum, activates);
+    for (int j = 0; j < kVector; ++j) sum[j] = reinterpret_cast<Sum const*>(words)[j];
+    store(token(half, i), sum, of_token, activates);
   }
 
   CUTLASS_DEVICE int part_of(int half) const { return half * 4 + warp_; }

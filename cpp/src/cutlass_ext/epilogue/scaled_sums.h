@@ -1,6 +1,6 @@
 // The end of 8-by-8-bit products: zero points, scales of tokens and channels, bias, activation, one rounding. The
 // elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one operator on
-// the transposed sums, which its row-major visitors do not take.
+// vectors of channels, which sums of all main loops become; its visitors take row-major ones.
 #pragma once
 
 #include "cutlass_ext/epilogue/bias_activation.h"
@@ -42,13 +42,28 @@ class ScaledSums {
     if (kInteger && scales.azp != nullptr) load_channels(channel_sums_, scales.channel_sums, channel, params.channels);
   }
 
-  /// kActivates: false where the caller knows that there is no activation.
+  struct Token {
+    float scale;
+    int32_t azp;
+  };
+  CUTLASS_DEVICE Token load(int token) const {
+    int64_t const last = fast_min(token, params_.tokens - 1);
+    qcutlass::SumScales const& scales = params_.scales;
+    return {scales.a_scale != nullptr ? scales.a_scale[last * scales.a_scale_stride] : 1.f,
+            kInteger && scales.azp != nullptr ? scales.azp[last * scales.azp_stride] : 0};
+  }
+
+  /// As BiasActivation's.
   template <bool kActivates = true>
   CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
+    store<kActivates>(token, sum, load(token));
+  }
+  template <bool kActivates = true>
+  CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector], Token const& of_token) const {
     if (token >= params_.tokens) return;
     int64_t const offset = token * params_.stride + channel_;
     qcutlass::SumScales const& scales = params_.scales;
-    int32_t const azp = scales.azp != nullptr ? scales.azp[token * scales.azp_stride] : 0;
+    int32_t const azp = of_token.azp;
     if (kInteger && params_.output_type == qcutlass::DType::kInt32) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector && scales.azp != nullptr; ++i)  // exact modulo 2^32
@@ -64,9 +79,8 @@ class ScaledSums {
       else
         value[i] = float(sum[i]);
     }
-    float const a_scale = scales.a_scale[token * scales.a_scale_stride];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) value[i] = value[i] * a_scale * w_scale_[i];
+    for (int i = 0; i < kVector; ++i) value[i] = value[i] * of_token.scale * w_scale_[i];
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) value[i] += bias_[i];

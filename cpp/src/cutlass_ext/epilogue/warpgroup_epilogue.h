@@ -53,39 +53,40 @@ class WarpgroupEpilogue {
     }
   }
 
-  /// Calls store(token within the tile, sums of 8 channels, whether it `activates`) for all tokens that this block
-  /// finishes, the other blocks' sums added in order. Registers have no run-time index: without an activation, whose
-  /// code is long, all passes are written out; with one, each pass picks its registers out of all.
-  template <class Store>
+  /// Calls store(token within the tile, sums of 8 channels, load(token), whether it `activates`) for all that this
+  /// block finishes, the other blocks' sums added in order. Registers have no run-time index: without an activation,
+  /// whose code is long, all passes are written out; with one, each pass picks its registers out of all.
+  template <class Load, class Store>
   CUTLASS_DEVICE void run(int /*chunk*/, Sums& sums, uint4 const* slots, int blocks, int rank, bool activates,
-                          Store const& store) {
+                          Load const& load, Store const& store) {
     auto const passes = std::make_integer_sequence<int, kPasses>{};
     if (!activates) {
-      finish_all(sums, slots, blocks, rank, store, passes);
+      finish_all(sums, slots, blocks, rank, load, store, passes);
       return;
     }
     CUTLASS_PRAGMA_NO_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       if (owner_of(pass, blocks) != rank) continue;
       transpose_one_of(pass, sums, slots, blocks, rank, passes);
-      store_rows(pass, store, std::true_type{});
+      store_rows(pass, load, store, std::true_type{});
     }
   }
 
  private:
   static constexpr int kSlotBytes = Shape::kM * kPassTokens * int(sizeof(Sum));  // sums of a pass
 
-  template <class Store, int... kPass>
-  CUTLASS_DEVICE void finish_all(Sums& sums, uint4 const* slots, int blocks, int rank, Store const& store,
-                                 std::integer_sequence<int, kPass...>) {
-    (finish<kPass>(sums, slots, blocks, rank, store), ...);
+  template <class Load, class Store, int... kPass>
+  CUTLASS_DEVICE void finish_all(Sums& sums, uint4 const* slots, int blocks, int rank, Load const& load,
+                                 Store const& store, std::integer_sequence<int, kPass...>) {
+    (finish<kPass>(sums, slots, blocks, rank, load, store), ...);
   }
 
-  template <int kPass, class Store>
-  CUTLASS_DEVICE void finish(Sums& sums, uint4 const* slots, int blocks, int rank, Store const& store) {
+  template <int kPass, class Load, class Store>
+  CUTLASS_DEVICE void finish(Sums& sums, uint4 const* slots, int blocks, int rank, Load const& load,
+                             Store const& store) {
     if (owner_of(kPass, blocks) != rank) return;
     transpose<kPass>(sums, slots, blocks, rank);
-    store_rows(kPass, store, std::false_type{});
+    store_rows(kPass, load, store, std::false_type{});
   }
 
   template <int... kPass>
@@ -108,8 +109,8 @@ class WarpgroupEpilogue {
     arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
   }
 
-  template <class Store, class Activates>
-  CUTLASS_DEVICE void store_rows(int pass, Store const& store, Activates activates) const {
+  template <class Load, class Store, class Activates>
+  CUTLASS_DEVICE void store_rows(int pass, Load const& load, Store const& store, Activates activates) const {
     int const row = thread_ / kVectors;
     uint4 const* p =
         reinterpret_cast<uint4 const*>(&storage_.sums[warpgroup_][pass % 2][row][thread_ % kVectors * kVector]);
@@ -117,7 +118,8 @@ class WarpgroupEpilogue {
     Sum sum[kVector];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) sum[i] = reinterpret_cast<Sum const*>(words)[i];
-    store(pass * kPassTokens + row, sum, activates);
+    int const token = pass * kPassTokens + row;
+    store(token, sum, load(token), activates);
   }
 
   /// The block that finishes a pass; each has a run of them, of at most most_passes().

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cutlass/arch/reg_reconfig.h"
+#include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_hopper.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_hopper_w8a8.h"
@@ -21,8 +22,8 @@ class PackedGemmHopper {
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;
   static constexpr int MinBlocksPerMultiprocessor = 1;
 
-  /// Tiles of tokens side by side that blocks take before the next tile of channels: neighbours share both operands in
-  /// L2.
+  /// Tiles of tokens, or pairs of them, side by side that blocks take before the next tile of channels: neighbours
+  /// share both operands in L2.
   static constexpr int kTokenTiles = 4;
 
   struct Params {
@@ -38,7 +39,7 @@ class PackedGemmHopper {
   };
 
   struct SharedStorage {
-    typename Mma::SharedStorage mainloop;  // first: operand B lies at multiples of 1 KB
+    typename Mma::SharedStorage mainloop;  // first: swizzled operands lie at multiples of 1 KB
     typename Epilogue::SharedStorage epilogue;
     typename Mma::Barriers barriers;
   };
@@ -134,11 +135,19 @@ class PackedGemmHopper {
     typename Mma::Consumer mma(storage.mainloop, storage.barriers, params.mma, warp / 4, warp % 4, lane);
     Epilogue epilogue(storage.epilogue, warp / 4, threadIdx.x % arch::kWarpgroupThreads);
     int const blocks = params.cluster ? params.shares : 1;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int item = first_item(params); item < items(params); item += step(params)) {
-      Work const work(params, item);
+    int item = first_item(params);
+    Work next(params, item);
+    mma.begin(next.channel, next.token, next.first_k, next.stages);
+    for (bool more = true; more;) {
+      Work const work = next;
       typename Mma::FragmentC sums;
-      mma(sums, work.channel, work.token, work.first_k, work.stages);
+      mma(sums, work.first_k, work.stages);
+      item += step(params);
+      more = item < items(params);
+      if (more) {
+        next = Work(params, item);
+        mma.begin(next.channel, next.token, next.first_k, next.stages);
+      }
       uint4* const slots = reinterpret_cast<uint4*>(&storage.mainloop);  // nothing more is loaded in a cluster
       if (params.cluster) {
         arch::cluster_sync();
@@ -150,16 +159,17 @@ class PackedGemmHopper {
       for (int chunk = 0; chunk < Epilogue::kChunks; ++chunk) {
         int const channel = work.channel + epilogue.channel(chunk);
         OutputOp const output(params.output, channel);
-        auto const store = [&](int row, Sum(&sum)[OutputOp::kVector], auto activates) {
+        auto const load = [&](int row) { return output.load(work.token + row); };
+        auto const store = [&](int row, Sum(&sum)[OutputOp::kVector], auto const& of_token, auto activates) {
           if (params.partials == nullptr) {
-            output.template store<decltype(activates)::value>(work.token + row, sum);
+            output.template store<decltype(activates)::value>(work.token + row, sum, of_token);
           } else if (work.token + row < params.output.tokens && channel < params.partial_stride) {
             int64_t const out_row = int64_t(work.share) * params.output.tokens + work.token + row;
             epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + channel, sum,
                                              OutputOp::kVector, true);
           }
         };
-        epilogue.run(chunk, sums, slots, blocks, params.cluster ? work.share : 0, activates, store);
+        epilogue.run(chunk, sums, slots, blocks, params.cluster ? work.share : 0, activates, load, store);
       }
     }
   }

@@ -12,7 +12,6 @@
 
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/arch/mbarrier.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
@@ -195,8 +194,11 @@ class MmaPackedHopper {
       for (int i = 0; i < 2 * kBatch * 4; ++i) fragments_[i / 4 / kBatch][i / 4 % kBatch][i % 4] = 0;
     }
 
+    /// Requests what the next product needs beside its stages: nothing.
+    CUTLASS_DEVICE void begin(int /*channel*/, int /*token*/, int /*first_k*/, int /*stages*/) {}
+
     /// The sums over `stages` stages from k = first_k on, at least one.
-    CUTLASS_DEVICE void operator()(FragmentC& sums, int /*channel*/, int /*token*/, int first_k, int stages) {
+    CUTLASS_DEVICE void operator()(FragmentC& sums, int first_k, int stages) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
       k_ = first_k;

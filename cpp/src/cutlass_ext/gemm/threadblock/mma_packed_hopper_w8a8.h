@@ -15,7 +15,6 @@
 
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/arch/mbarrier.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/row_epilogue.h"
@@ -157,14 +156,18 @@ class MmaPackedHopperW8A8 {
           releases_(lane < args.sharers),
           peer_(args.sharers > 1 ? lane : arch::cluster_rank()) {}
 
-    /// The sums over `stages` stages from k = first_k on, at least one.
-    CUTLASS_DEVICE void operator()(FragmentC& sums, int channel, int token, int first_k, int stages) {
+    /// Requests the first scales of the next product: before each, since only scales depend on where it begins.
+    CUTLASS_DEVICE void begin(int channel, int token, int first_k, int stages) {
+      if constexpr (kBlockwise) begin_scales(channel, token, first_k, stages);
+    }
+
+    /// The sums over `stages` stages, at least one, for which begin() was called.
+    CUTLASS_DEVICE void operator()(FragmentC& sums, int /*first_k*/, int stages) {
       auto const places = std::make_integer_sequence<int, kStages>{};
       int left = stages;
       if constexpr (kPromotes) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
-        if constexpr (kBlockwise) begin_scales(channel, token, first_k, stages);
         CUTLASS_PRAGMA_NO_UNROLL
         for (; left >= kStages; left -= kStages) promoted_round(sums, places);
         if (left > 0) promoted_rest(sums, left, places);
