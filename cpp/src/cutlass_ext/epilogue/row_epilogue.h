@@ -9,6 +9,7 @@
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
+#include "cutlass_ext/epilogue/cluster_shares.h"
 
 namespace cutlass::epilogue::threadblock {
 
@@ -43,7 +44,7 @@ class RowEpilogue {
   }
 
   /// Bytes that a block receives when `blocks` of them exchange sums.
-  static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * most_parts(blocks) * kSlotBytes; }
+  static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * Shares::most_parts(blocks) * kSlotBytes; }
 
   /// Where `blocks` > 1 blocks of a cluster share k, each finishes some parts of the tile, eight tokens of a warp each:
   /// sends the sums of the others' parts into their memory at `slots`. Before it and after it all threads of the
@@ -51,7 +52,7 @@ class RowEpilogue {
   CUTLASS_DEVICE void send(Sums const& sums, uint4* slots, int blocks, int rank) const {
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      int const part = part_of(half), owner = owner_of(part, blocks);
+      int const part = part_of(half), owner = Shares::owner_of(part, blocks);
       if (owner == rank) continue;
       uint4* slot = slots + slot_of(part, owner, rank, blocks);
       CUTLASS_PRAGMA_UNROLL
@@ -79,7 +80,7 @@ class RowEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       int const part = part_of(half);
-      if (owner_of(part, blocks) != rank) continue;
+      if (Shares::owner_of(part, blocks) != rank) continue;
       if (blocks > 1 && chunk == 0) add(sums, half, slots, part, blocks, rank);
       write(sums, chunk, half);
       synchronize();
@@ -96,7 +97,7 @@ class RowEpilogue {
 
  private:
   static constexpr int kVectors = kChunk / kVector;  // of a token's chunk
-  static constexpr int kParts = 8;                   // four warps of a warpgroup, two halves
+  using Shares = ClusterShares<8>;                   // four warps of a warpgroup, two halves
   static constexpr int kBlocks = Mma::kWarpChannels / 8;
   static constexpr int kWords = kBlocks / 2;  // of 16 bytes a thread, of a part
   static constexpr int kSlotThreads = Mma::kWarpgroups * 32;
@@ -147,15 +148,9 @@ class RowEpilogue {
   }
 
   CUTLASS_DEVICE int part_of(int half) const { return half * 4 + warp_; }
-  /// The block that finishes a part; each has a run of them, of at most most_parts().
-  static CUTLASS_DEVICE int owner_of(int part, int blocks) { return blocks == 1 ? 0 : part * blocks / kParts; }
-  static CUTLASS_HOST_DEVICE constexpr int most_parts(int blocks) { return (kParts + blocks - 1) / blocks; }
-
   /// This thread's place for the sums of `part` from block `source` in the memory of block `owner`.
   CUTLASS_DEVICE int slot_of(int part, int owner, int source, int blocks) const {
-    int const first = (owner * kParts + blocks - 1) / blocks;
-    int const slot = (source - (source > owner)) * most_parts(blocks) + part - first;
-    return slot * (kSlotBytes / 16) + warpgroup_ * 32 + lane_;
+    return Shares::slot_of(part, owner, source, blocks) * (kSlotBytes / 16) + warpgroup_ * 32 + lane_;
   }
 
   CUTLASS_DEVICE void add(Sums& sums, int half, uint4 const* slots, int part, int blocks, int rank) const {

@@ -8,6 +8,7 @@
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
+#include "cutlass_ext/epilogue/cluster_shares.h"
 
 namespace cutlass::epilogue::threadblock {
 
@@ -21,6 +22,7 @@ class WarpgroupEpilogue {
   static constexpr int kChunks = 1;
   static constexpr int kPassTokens = 16;
   static constexpr int kPasses = Shape::kN / kPassTokens;
+  using Shares = ClusterShares<kPasses>;
   static constexpr int kVectors = arch::kWarpgroupRows / kVector;  // a row
   static_assert(kPassTokens * kVectors == arch::kWarpgroupThreads, "one vector a thread and pass");
   static constexpr int kRow = arch::kWarpgroupRows + 4;  // lane (g, t) then writes bank 8t + g: no conflicts
@@ -38,14 +40,14 @@ class WarpgroupEpilogue {
   }
 
   /// Bytes that a block receives when `blocks` of them exchange sums.
-  static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * most_passes(blocks) * kSlotBytes; }
+  static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * Shares::most_parts(blocks) * kSlotBytes; }
 
   /// Where `blocks` > 1 blocks of a cluster share k, each finishes some of the passes: sends the sums of the others'
   /// passes into their memory at `slots`. Before it and after it all threads of the cluster must meet.
   CUTLASS_DEVICE void send(Sums const& sums, uint4* slots, int blocks, int rank) const {
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      int const owner = owner_of(pass, blocks);
+      int const owner = Shares::owner_of(pass, blocks);
       if (owner == rank) continue;
       uint4* slot = slots + slot_of(pass, owner, rank, blocks);
       arch::store_to_cluster(slot, owner, &sums[pass * 8]);
@@ -66,7 +68,7 @@ class WarpgroupEpilogue {
     }
     CUTLASS_PRAGMA_NO_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      if (owner_of(pass, blocks) != rank) continue;
+      if (Shares::owner_of(pass, blocks) != rank) continue;
       transpose_one_of(pass, sums, slots, blocks, rank, passes);
       store_rows(pass, load, store, std::true_type{});
     }
@@ -84,7 +86,7 @@ class WarpgroupEpilogue {
   template <int kPass, class Load, class Store>
   CUTLASS_DEVICE void finish(Sums& sums, uint4 const* slots, int blocks, int rank, Load const& load,
                              Store const& store) {
-    if (owner_of(kPass, blocks) != rank) return;
+    if (Shares::owner_of(kPass, blocks) != rank) return;
     transpose<kPass>(sums, slots, blocks, rank);
     store_rows(kPass, load, store, std::false_type{});
   }
@@ -122,15 +124,10 @@ class WarpgroupEpilogue {
     store(token, sum, load(token), activates);
   }
 
-  /// The block that finishes a pass; each has a run of them, of at most most_passes().
-  static CUTLASS_DEVICE int owner_of(int pass, int blocks) { return blocks == 1 ? 0 : pass * blocks / kPasses; }
-  static CUTLASS_HOST_DEVICE constexpr int most_passes(int blocks) { return (kPasses + blocks - 1) / blocks; }
-
   /// This thread's place for the sums of `pass` from block `source` in the memory of block `owner`.
   CUTLASS_DEVICE int slot_of(int pass, int owner, int source, int blocks) const {
-    int const first = (owner * kPasses + blocks - 1) / blocks;
-    int const slot = (source - (source > owner)) * most_passes(blocks) + pass - first;
-    return slot * (kSlotBytes / 16) + warpgroup_ * 2 * arch::kWarpgroupThreads + thread_;
+    return Shares::slot_of(pass, owner, source, blocks) * (kSlotBytes / 16) + warpgroup_ * 2 * arch::kWarpgroupThreads +
+           thread_;
   }
 
   CUTLASS_DEVICE void add(Sum (&sums)[8], uint4 const* slots, int pass, int blocks, int rank) const {

@@ -56,10 +56,7 @@ class PackedGemmHopper {
       __trap();  // upper bits: rank in the cluster
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) {
-      Mma::initialize(storage.barriers, params.mma);
-      cutlass::arch::fence_barrier_init();
-    }
+    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma));
     bool const paired = Mma::sharers(params.mma) > 1;
     if (paired)
       arch::cluster_sync();

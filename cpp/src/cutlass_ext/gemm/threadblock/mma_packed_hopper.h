@@ -10,13 +10,11 @@
 // in place 0; phases are kept per place.
 #pragma once
 
-#include "cute/arch/copy_sm90_desc.hpp"
-#include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass_ext/arch/mbarrier.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/warpgroup_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/packed_mma.h"
+#include "cutlass_ext/gemm/threadblock/ring_producer.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -97,60 +95,30 @@ class MmaPackedHopper {
     CUTLASS_DEVICE uint8_t* scales(int place) { return rings + kScales + place * kScaleBytes; }
     CUTLASS_DEVICE uint8_t* zeros(int place) { return rings + kZeros + place * kZeroBytes; }
   };
-  struct Barriers {
-    arch::TransactionBarrier full[kStages], empty[kStages];
-  };
-
-  /// By one thread; a fence and a barrier of the block must follow.
-  static CUTLASS_DEVICE void initialize(Barriers& barriers, Arguments const&) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int place = 0; place < kStages; ++place) {
-      barriers.full[place].init(1);
-      barriers.empty[place].init(kWarpgroups * 4);  // a warp each
-    }
-  }
+  using Barriers = RingBarriers<kStages>;
+  /// Warps that free a place of the ring.
+  static CUTLASS_DEVICE int freeing_warps(Arguments const&) { return kWarpgroups * 4; }
 
   /// The producing thread.
-  class Producer {
+  class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
+    using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
+    using Base::args_, Base::barriers_, Base::barrier;
+    friend Base;
+
    public:
     CUTLASS_DEVICE Producer(SharedStorage& storage, Barriers& barriers, Arguments const& args)
-        : storage_(storage), barriers_(barriers), args_(args) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations));
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.weights));
-    }
-
-    /// Requests weights, scales and zeros of the first stages of a tile; load() requests the rest.
-    CUTLASS_DEVICE void prefetch_weights(int channel, int first_k, int stages) {
-      requested_ = fast_min(stages, kStages);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int s = 0; s < requested_; ++s) load_weights(s, channel, first_k + s * Shape::kK);
-    }
-
-    CUTLASS_DEVICE void load(int channel, int token, int first_k, int stages) {
-      int place = 0, k = first_k;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int left = stages; left > 0; --left) {
-        if (requested_ > 0) {
-          --requested_;
-        } else {
-          barriers_.empty[place].wait(~phases_ >> place & 1);
-          load_weights(place, channel, k);
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int chunk = 0; chunk < kChunks; ++chunk)
-          cute::SM90_TMA_LOAD_2D::copy(&args_.activations, barrier(place),
-                                       uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                       storage_.activations(place, chunk), k + chunk * kChunkK, token);
-        phases_ ^= 1u << place;
-        place = place + 1 == kStages ? 0 : place + 1;
-        k += Shape::kK;
-      }
-    }
+        : Base(barriers, args), storage_(storage) {}
 
    private:
-    CUTLASS_DEVICE uint64_t* barrier(int place) const { return reinterpret_cast<uint64_t*>(&barriers_.full[place]); }
+    CUTLASS_DEVICE void request_activations(int place, int token, int k) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        cute::SM90_TMA_LOAD_2D::copy(&args_.activations, barrier(place),
+                                     uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     storage_.activations(place, chunk), k + chunk * kChunkK, token);
+    }
 
-    CUTLASS_DEVICE void load_weights(int place, int channel, int k) {
+    CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
       barriers_.full[place].arrive_and_expect_tx(args_.stage_bytes);
       cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
                                    k / LayoutA::kTileK, channel / 16);
@@ -170,10 +138,6 @@ class MmaPackedHopper {
     }
 
     SharedStorage& storage_;
-    Barriers& barriers_;
-    Arguments const& args_;
-    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
-    int requested_ = 0;    // stages whose weights are on their way already
   };
 
   /// A consuming warpgroup.

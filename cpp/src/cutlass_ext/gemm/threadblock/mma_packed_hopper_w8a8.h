@@ -13,12 +13,10 @@
 //   blockwise   a stage is a block of k; its int32 sums are scaled
 #pragma once
 
-#include "cute/arch/copy_sm90_desc.hpp"
-#include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass_ext/arch/mbarrier.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/row_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/packed_mma.h"
+#include "cutlass_ext/gemm/threadblock/ring_producer.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -71,57 +69,27 @@ class MmaPackedHopperW8A8 {
 
     CUTLASS_DEVICE uint8_t* stage(int place) { return ring + place * kStageBytes; }
   };
-  struct Barriers {
-    arch::TransactionBarrier full[kStages], empty[kStages];
-  };
-
-  /// By one thread; a fence and a barrier of the block, or of the blocks that share weights, must follow.
-  static CUTLASS_DEVICE void initialize(Barriers& barriers, Arguments const& args) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int place = 0; place < kStages; ++place) {
-      barriers.full[place].init(1);
-      barriers.empty[place].init(kWarpgroups * 4 * args.sharers);  // a warp each: what comes fills all of them
-    }
-  }
+  using Barriers = RingBarriers<kStages>;
+  /// Warps that free a place of the ring, which what comes fills in all blocks that share weights.
+  static CUTLASS_DEVICE int freeing_warps(Arguments const& args) { return kWarpgroups * 4 * args.sharers; }
 
   /// The producing thread.
-  class Producer {
+  class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
+    using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
+    using Base::args_, Base::barriers_, Base::barrier;
+    friend Base;
+
    public:
     CUTLASS_DEVICE Producer(SharedStorage& storage, Barriers& barriers, Arguments const& args)
-        : storage_(storage), barriers_(barriers), args_(args) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations));
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.weights));
-    }
-
-    /// Requests the weights of the first tile's first stages; load() requests the rest.
-    CUTLASS_DEVICE void prefetch_weights(int channel, int first_k, int stages) {
-      requested_ = fast_min(stages, kStages);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int s = 0; s < requested_; ++s) load_weights(s, channel, first_k + s * Shape::kK);
-    }
-
-    CUTLASS_DEVICE void load(int channel, int token, int first_k, int stages) {
-      int place = 0, k = first_k;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int left = stages; left > 0; --left) {
-        if (requested_ > 0) {
-          --requested_;
-        } else {
-          barriers_.empty[place].wait(~phases_ >> place & 1);
-          load_weights(place, channel, k);
-        }
-        cute::SM90_TMA_LOAD_2D::copy(&args_.activations, barrier(place),
-                                     uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), storage_.stage(place), k, token);
-        phases_ ^= 1u << place;
-        place = place + 1 == kStages ? 0 : place + 1;
-        k += Shape::kK;
-      }
-    }
+        : Base(barriers, args), storage_(storage) {}
 
    private:
-    CUTLASS_DEVICE uint64_t* barrier(int place) const { return reinterpret_cast<uint64_t*>(&barriers_.full[place]); }
+    CUTLASS_DEVICE void request_activations(int place, int token, int k) {
+      cute::SM90_TMA_LOAD_2D::copy(&args_.activations, barrier(place), uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                   storage_.stage(place), k, token);
+    }
 
-    CUTLASS_DEVICE void load_weights(int place, int channel, int k) {
+    CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
       barriers_.full[place].arrive_and_expect_tx(SharedStorage::kStageBytes);
       uint8_t* const to = storage_.stage(place) + SharedStorage::kTokenBytes;
       int const tile = k / LayoutA::kTileK;
@@ -135,10 +103,6 @@ class MmaPackedHopperW8A8 {
     }
 
     SharedStorage& storage_;
-    Barriers& barriers_;
-    Arguments const& args_;
-    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
-    int requested_ = 0;    // stages whose weights are on their way already
   };
 
   /// A consuming warpgroup. Its instructions beside the MMAs are what bounds promoted products, so the loop is unrolled

@@ -1,0 +1,75 @@
+// What the sm_90a mainloops' rings have in common: barriers of their places, and the thread that keeps them full by
+// TMA.
+#pragma once
+
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass/fast_math.h"
+#include "cutlass_ext/arch/mbarrier.h"
+
+namespace cutlass::gemm::threadblock {
+
+template <int kStages>
+struct RingBarriers {
+  arch::TransactionBarrier full[kStages], empty[kStages];
+
+  /// By one thread, and before all others pass a barrier. `warps`: how many free a place.
+  CUTLASS_DEVICE void initialize(int warps) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int place = 0; place < kStages; ++place) {
+      full[place].init(1);
+      empty[place].init(warps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+/// The producing thread. `Loader` has request_weights(place, channel, k), which expects the bytes of a stage, too, and
+/// request_activations(place, token, k). Every product begins in place 0; phases are kept per place.
+template <class Loader, int kStages, int kStageK, class Arguments>
+class RingProducer {
+ public:
+  CUTLASS_DEVICE RingProducer(RingBarriers<kStages>& barriers, Arguments const& args)
+      : barriers_(barriers), args_(args) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations));
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.weights));
+  }
+
+  /// Requests the weights, with scales and zeros, of a tile's first stages; load() requests the rest.
+  CUTLASS_DEVICE void prefetch_weights(int channel, int first_k, int stages) {
+    requested_ = fast_min(stages, kStages);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int s = 0; s < requested_; ++s) loader().request_weights(s, channel, first_k + s * kStageK);
+  }
+
+  CUTLASS_DEVICE void load(int channel, int token, int first_k, int stages) {
+    int place = 0, k = first_k;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int left = stages; left > 0; --left) {
+      if (requested_ > 0) {
+        --requested_;
+      } else {
+        barriers_.empty[place].wait(~phases_ >> place & 1);
+        loader().request_weights(place, channel, k);
+      }
+      loader().request_activations(place, token, k);
+      phases_ ^= 1u << place;
+      place = place + 1 == kStages ? 0 : place + 1;
+      k += kStageK;
+    }
+  }
+
+ protected:
+  CUTLASS_DEVICE uint64_t* barrier(int place) const { return reinterpret_cast<uint64_t*>(&barriers_.full[place]); }
+
+  RingBarriers<kStages>& barriers_;
+  Arguments const& args_;
+
+ private:
+  CUTLASS_DEVICE Loader& loader() { return static_cast<Loader&>(*this); }
+
+  uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
+  int requested_ = 0;    // stages whose weights are on their way already
+};
+
+}  // namespace cutlass::gemm::threadblock
