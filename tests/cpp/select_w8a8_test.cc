@@ -53,9 +53,7 @@ TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {
   EXPECT_EQ(names.size(), count);
   EXPECT_EQ(names.count("w8a8_s8_sm80_n128m128k128_s3"), 1u);
   EXPECT_EQ(names.count("w8a8_s8_sm80_stream_n32m8k1024w8_s3"), 1u);
-  EXPECT_EQ(names.count("w8a8_s8_sm90a_n256m128k128_s4"), 1u);
   EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n128m128k128_s6"), 1u);
-  EXPECT_EQ(names.count("w8a8_e4m3_sm90a_n256m128k128_s4"), 0u);  // has no registers for a second set of sums
 }
 
 TEST(SelectW8A8, AsynchronousMmasServeManyTokens) {
@@ -64,7 +62,7 @@ TEST(SelectW8A8, AsynchronousMmasServeManyTokens) {
       for (int64_t m : {1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096}) {
         GemmArguments const a = problem(m, n, k, type);
         bool const chosen = traits_of(a, select(a, kH200Wgmma).tactic).wgmma;
-        EXPECT_FALSE(chosen && m < 32) << m << " tokens, " << n << " x " << k;
+        EXPECT_FALSE(chosen && m < 16) << m << " tokens, " << n << " x " << k;
         EXPECT_TRUE(chosen || m < 128) << m << " tokens, " << n << " x " << k;
         EXPECT_FALSE(traits_of(a, select(a, kH200).tactic).wgmma);
       }
@@ -78,7 +76,7 @@ TEST(SelectW8A8, PromotedSumsPreferManyTokensATile) {
   auto const compute = [](GemmArguments const& arguments) {
     return candidates(arguments, kH200Wgmma).front().cost.compute;
   };
-  EXPECT_GT(compute(a), 1.1 * compute(b)) << "promotion takes time";
+  EXPECT_GT(compute(a), 1.05 * compute(b)) << "promotion takes time";
 }
 
 TEST(SelectW8A8, NeighboursShareWeights) {
@@ -101,16 +99,31 @@ TEST(SelectW8A8, ChoicesAreAmongTheBestMeasured) {
   };
   constexpr DType kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3;
   Time const times[] = {
-      {kI8, 64, 8192, 8192, "n128m64", 2, 19.70},     {kI8, 64, 8192, 8192, "n128m64", 1, 21.42},
-      {kI8, 128, 8192, 8192, "n128m64", 1, 21.37},    {kI8, 128, 8192, 8192, "n128m128", 2, 22.74},
-      {kI8, 256, 8192, 8192, "n128m128", 1, 27.90},   {kI8, 512, 8192, 8192, "n128m128", 1, 50.30},
-      {kI8, 512, 8192, 8192, "n256m128", 1, 52.17},   {kI8, 1024, 8192, 8192, "n256m128", 1, 99.07},
-      {kI8, 1024, 8192, 8192, "n128m128", 1, 102.0},  {kI8, 4096, 8192, 8192, "n256m128", 1, 362.5},
-      {kI8, 512, 4096, 14336, "n128m128", 1, 40.93},  {kI8, 4096, 4096, 14336, "n256m128", 1, 296.4},
-      {kI8, 512, 28672, 4096, "n128m128", 1, 99.42},  {kI8, 4096, 28672, 4096, "n256m128", 1, 719.2},
-      {kE4M3, 64, 8192, 8192, "n128m64", 2, 19.91},   {kE4M3, 64, 8192, 8192, "n128m64", 1, 21.46},
-      {kE4M3, 128, 8192, 8192, "n128m64", 1, 22.31},  {kE4M3, 128, 8192, 8192, "n128m128", 2, 22.51},
-      {kE4M3, 256, 8192, 8192, "n128m128", 1, 29.90}, {kE4M3, 4096, 8192, 8192, "n128m128", 1, 433.8},
+      {kI8, 256, 4096, 4096, "n128m64", 1, 10.39},      {kI8, 512, 4096, 4096, "n128m128", 1, 14.57},
+      {kI8, 2048, 4096, 4096, "n128m128", 1, 52},       {kI8, 512, 4096, 14336, "n128m128", 1, 39.07},
+      {kI8, 2048, 4096, 14336, "n128m128", 1, 151.3},   {kI8, 512, 8192, 8192, "n128m128", 1, 46.21},
+      {kI8, 2048, 8192, 8192, "n128m128", 1, 183.2},    {kI8, 512, 28672, 4096, "n128m128", 1, 83.28},
+      {kI8, 2048, 28672, 4096, "n128m128", 1, 327.7},   {kE4M3, 64, 4096, 4096, "n128m64", 3, 8.526},
+      {kE4M3, 64, 4096, 4096, "n128m64", 2, 8.985},     {kE4M3, 128, 4096, 4096, "n128m64", 2, 9.356},
+      {kE4M3, 128, 4096, 4096, "n128m64", 1, 10.11},    {kE4M3, 256, 4096, 4096, "n128m64", 1, 11.15},
+      {kE4M3, 256, 4096, 4096, "n128m128", 2, 11.69},   {kE4M3, 512, 4096, 4096, "n128m128", 1, 15.52},
+      {kE4M3, 512, 4096, 4096, "n256m64", 1, 16.98},    {kE4M3, 1024, 4096, 4096, "n128m128", 1, 31.9},
+      {kE4M3, 1024, 4096, 4096, "n256m64", 1, 34.28},   {kE4M3, 4096, 4096, 4096, "n128m128", 1, 108.4},
+      {kE4M3, 4096, 4096, 4096, "n256m64", 1, 113.5},   {kE4M3, 64, 4096, 14336, "n128m64", 3, 19.61},
+      {kE4M3, 64, 4096, 14336, "n128m64", 2, 19.68},    {kE4M3, 64, 4096, 14336, "n256m64", 6, 21.43},
+      {kE4M3, 128, 4096, 14336, "n128m128", 3, 21.9},   {kE4M3, 128, 4096, 14336, "n128m64", 2, 23.58},
+      {kE4M3, 256, 4096, 14336, "n128m128", 2, 28},     {kE4M3, 512, 4096, 14336, "n128m128", 1, 45.65},
+      {kE4M3, 1024, 4096, 14336, "n128m128", 1, 89.46}, {kE4M3, 4096, 4096, 14336, "n128m128", 1, 349.2},
+      {kE4M3, 64, 8192, 8192, "n128m64", 2, 19.22},     {kE4M3, 64, 8192, 8192, "n128m64", 1, 20.61},
+      {kE4M3, 128, 8192, 8192, "n128m64", 1, 21.12},    {kE4M3, 128, 8192, 8192, "n128m128", 2, 21.66},
+      {kE4M3, 256, 8192, 8192, "n128m128", 1, 28.13},   {kE4M3, 512, 8192, 8192, "n128m128", 1, 52.72},
+      {kE4M3, 1024, 8192, 8192, "n128m128", 1, 101.8},  {kE4M3, 4096, 8192, 8192, "n128m128", 1, 404.1},
+      {kE4M3, 64, 28672, 4096, "n128m64", 1, 32.16},    {kE4M3, 64, 28672, 4096, "n256m64", 1, 33.32},
+      {kE4M3, 128, 28672, 4096, "n128m128", 1, 34.46},  {kE4M3, 128, 28672, 4096, "n256m64", 1, 36.62},
+      {kE4M3, 128, 28672, 4096, "n128m64", 1, 37.72},   {kE4M3, 256, 28672, 4096, "n128m128", 1, 54.46},
+      {kE4M3, 512, 28672, 4096, "n128m128", 1, 97.26},  {kE4M3, 512, 28672, 4096, "n256m64", 1, 105.8},
+      {kE4M3, 1024, 28672, 4096, "n128m128", 1, 189.1}, {kE4M3, 4096, 28672, 4096, "n128m128", 1, 742.9},
+      {kE4M3, 4096, 28672, 4096, "n256m64", 1, 814.1},
   };
   for (Time const& best : times) {
     for (Time const& t : times)  // of each problem the first one listed is the fastest

@@ -104,7 +104,7 @@ def test_tokens_are_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "STEPS", 6)
     quantized = llama.quantized_model(llama.SIZES["tiny"], SCHEME, CPU, torch.float32)
     with torch.inference_mode():
-        found = tokens._contestant(quantized, 2, 9, graph=False).text
+        found = tokens._text(quantized, 2, 9, graph=False)
         decoding, firsts = tokens._Decoding(quantized, 2, 9, 6), []
         for call in (decoding.prefill, decoding.step, decoding.step, decoding.prefill, decoding.step):
             call()

@@ -102,7 +102,7 @@ double hopper_compute(GemmArguments const& a, GpuClass const& gpu, Tactic const&
 }
 
 double hopper_fixed(GpuClass const& gpu, Tactic const& t, Waves const& waves, int split_k, bool cluster) {
-  double const outputs = warpgroup_outputs(t) * waves.busiest, own = cluster ? outputs / split_k : outputs;
+  double const outputs = t.channels * t.tokens * waves.busiest, own = cluster ? outputs / split_k : outputs;
   double const time = gpu.hopper.kernel + own * gpu.hopper.output;
   return cluster ? time + (split_k - 1) * gpu.hopper.cluster + (outputs - own) * gpu.hopper.exchange : time;
 }
@@ -134,7 +134,7 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
   double const block = hopper ? hopper_fixed(gpu, t, waves, split_k, cluster)
                               : costs.kernel + (waves.busiest - 1) * gpu.launch.block +
                                     t.tokens * t.channels * t.slices * waves.busiest * costs.output;
-  if (cluster) return block + (hopper ? 0 : gpu.launch.cluster);
+  if (cluster) return block + (hopper ? 0 : (split_k - 1) * gpu.launch.cluster);
   if (split_k == 1) return block;
   return block + gpu.launch.split + outputs * 4 * split_k * 2 / (gpu.memory.l2 * 1e6);
 }

@@ -124,11 +124,10 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     else
       params.mma = arguments<typename C::Mma>(launch);
     params.output = output_params<typename Kernel::OutputOp>(launch);
-    params.channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM));
-    params.token_tiles = int(layout::ceil_div(token_tiles, sharers));
-    params.shares = launch.split_k;
+    params.order = {int(layout::ceil_div(launch.channels, Shape::kM)), int(layout::ceil_div(token_tiles, sharers)),
+                    launch.split_k};
     set_shares(params, launch, Shape::kK);
-    int64_t const items = int64_t(params.channel_tiles) * params.token_tiles * params.shares;
+    int64_t const items = params.order.items;
     int64_t const blocks =
         (launch.cluster ? items : std::min<int64_t>(items, std::max(1, launch.sm_count / sharers))) * sharers;
     launch_kernel(cutlass::device_kernel<Kernel>, launch, params,

@@ -36,19 +36,19 @@ inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.
 /// The main loops of asynchronous MMAs, whose times have a form of their own: see cost_model.cc.
 struct HopperCosts {
   double clock = 1.85;       ///< GHz
-  double slice = 71;         ///< issue clocks of a warp's 128 bytes of k, beside conversions
+  double slice = 30;         ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 1.8;      ///< clocks of an instruction that converts weights
   double promotion = 0;      ///< clocks of a thread's sum that leaves the MMAs' registers
   double scaling = 0;        ///< more of them where it is scaled
-  double latency = 0.8;      ///< microseconds from a request to its bytes in shared memory
-  double kernel = 1.6;       ///< microseconds: launch, first bytes, last stores
-  double output = 3.0e-4;    ///< microseconds of the epilogue, per output of a warpgroup
-  double cluster = 1.0;      ///< microseconds of meeting another block to exchange sums
-  double exchange = 3.5e-4;  ///< microseconds per sum of a warpgroup that goes to other blocks
+  double latency = 0.737;    ///< microseconds from a request to its bytes in shared memory
+  double kernel = 2.13;      ///< microseconds: launch, first bytes, last stores
+  double output = 9.3e-5;    ///< microseconds of the epilogue, per output of a block
+  double cluster = 0.738;    ///< microseconds of meeting another block to exchange sums
+  double exchange = 2.0e-4;  ///< microseconds per sum of a block that goes to other blocks
 };
 
 /// Those of 8-by-8-bit products.
-inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 142, 0, 0.634, 1.88, 1.01, 2.25, 3.46e-4, 0.01, 6.9e-4};
+inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 144, 0, 0.653, 1.61, 1.06, 2.44, 6.60e-5, 0.01, 3.20e-4};
 
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.
@@ -59,29 +59,29 @@ struct EightBitCosts {
   double promotion;  ///< clocks of scaling the sums of an MMA's accumulator
   MainloopCosts stream, multistage;
 };
-inline constexpr EightBitCosts kEightByEightCosts = {1.133,
-                                                     1.66,
+inline constexpr EightBitCosts kEightByEightCosts = {1.08,
+                                                     1.29,
                                                      0.582,
-                                                     0.278,
-                                                     1.22,
+                                                     0.194,
+                                                     0.744,
                                                      0,
-                                                     {0.714, 17.3, 0.342, 646, 1.35, 1.01e-4, 2.88, 0.12},
-                                                     {0.663, 22.4, 4.66, 290, 2.26, 1.51e-4, 8.33, 0.12}};
-inline constexpr EightBitCosts kBlockwiseCosts = {1.09,
-                                                  1.64,
+                                                     {0.695, 17.4, 0.343, 681, 1.11, 2.70e-4, 3.35, 0.133},
+                                                     {0.588, 19.5, 2.71, 361, 3.09, 1.37e-4, 6.15, 0.0972}};
+inline constexpr EightBitCosts kBlockwiseCosts = {1.13,
+                                                  1.49,
                                                   0.576,
-                                                  0.275,
-                                                  0.64,
+                                                  0.281,
+                                                  0.896,
                                                   8.45,
-                                                  {0.654, 226.0, 0.564, 447.0, 1.79, 9.67e-05, 0.439, 0.365},
-                                                  {0.761, 148.0, 4.56, 63.9, 3.13, 0.000152, 0.263, 0.0971}};
+                                                  {0.596, 283, 0.576, 304, 1.54, 1.09e-4, 0.426, 0.457},
+                                                  {0.764, 147, 4, 62.9, 3.34, 1.07e-4, 0.253, 0.113}};
 /// How much longer MMAs of 8-bit floats take than those of integers: they are two of fp16 and conversions.
-inline constexpr double kFloat8Mma = 2.1;
+inline constexpr double kFloat8Mma = 3.89;
 
 /// Microseconds of combining the blocks that share k, and of small kernels.
 struct LaunchTimes {
   double split = 5.4;     ///< the kernel that adds partial sums, beside its traffic
-  double cluster = 1.22;  ///< clusters: exchanging sums
+  double cluster = 1.22;  ///< clusters: exchanging sums with one more block
   double block = 0.05;    ///< starting one more block on an SM
   double copy = 2.0;      ///< a kernel that copies activations or finishes outputs, beside its traffic
   /// Share of the SMs that clusters beyond pairs can use, since they do not fit every group of SMs that may hold one.

@@ -162,7 +162,6 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kHopper, 128, 64, 64, 16, 1, 8, 1, kEightBits},
     {Mainloop::kHopper, 256, 64, 128, 16, 1, 4, 1, kEightByEight},
     {Mainloop::kHopper, 128, 128, 128, 16, 1, 6, 1, kEightBits},
-    {Mainloop::kHopper, 256, 128, 256, 16, 1, 4, 1, kInt8},
 };
 inline constexpr int kTacticCount = static_cast<int>(sizeof(kTactics) / sizeof(kTactics[0]));
 
@@ -224,9 +223,8 @@ constexpr int hopper_sharers(Packing packing, int64_t token_tiles, int split_k) 
 /// Shared memory of a block of kHopper with so many stages: the ring, buffers that sums leave through, two barriers a
 /// stage.
 constexpr int hopper_shared_memory(Tactic const& t, Packing packing, ScaleMode mode, int stages) {
-  int const transpose = t.channels / 64 * 2 * 16 * (64 + 4) * 4;
-  int const sharers = t.warp_channels < 128 ? 128 / t.warp_channels : 1;  // warps of a buffer
-  int const rows = 8 / sharers * 8 * (128 + 8) * 4;
+  int const transpose = t.channels / 64 * 2 * 32 * (64 + 8) * 2;
+  int const rows = 8 * 16 * (t.warp_channels * 2 + 16);
   int const bytes =
       stages * (stage_bytes(t, packing, mode, t.tokens) + 16) + (packing == Packing::kW8A8 ? rows : transpose);
   return (bytes + 127) / 128 * 128;

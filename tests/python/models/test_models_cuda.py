@@ -144,7 +144,7 @@ def test_a_step_is_captured_in_a_graph(
             graph.replay()
             check(out, cut, random_cut, torch.float16, static)  # dense products choose other algorithms in a graph
         monkeypatch.setattr(tokens, "STEPS", STEPS)  # decoding with a cache, a whole step in a graph
-        texts = [tokens._contestant(model, batch, 12, graph=graph).text for graph in (False, True)]
+        texts = [tokens._text(model, batch, 12, graph=graph) for graph in (False, True)]
     assert torch.equal(*texts)
 
 

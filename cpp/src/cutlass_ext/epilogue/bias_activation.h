@@ -1,6 +1,8 @@
 // The element-wise end of a product: bias, activation, one rounding, and a store of any alignment.
 #pragma once
 
+#include <utility>
+
 #include "cutlass/bfloat16.h"
 #include "cutlass/constants.h"
 #include "cutlass/epilogue/thread/activation.h"
@@ -32,6 +34,30 @@ CUTLASS_DEVICE void activate(float (&x)[kCount], qcutlass::Activation activation
   }
 }
 
+/// The same of many values, eight at a time: the code of an activation is long, and registers have no run-time index.
+template <int kCount, int... kGroups>
+CUTLASS_DEVICE void activate_in_groups(float (&x)[kCount], qcutlass::Activation activation,
+                                       std::integer_sequence<int, kGroups...>) {
+  constexpr int kGroup = kCount / int(sizeof...(kGroups));
+  auto const copy = [](float* to, float const* from) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kGroup; ++i) to[i] = from[i];
+  };
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int group = 0; group < int(sizeof...(kGroups)); ++group) {
+    float values[kGroup];
+    ((group == kGroups ? copy(values, x + kGroups * kGroup) : void()), ...);
+    activate(values, activation);
+    ((group == kGroups ? copy(x + kGroups * kGroup, values) : void()), ...);
+  }
+}
+template <int kCount>
+CUTLASS_DEVICE void activate_all(float (&x)[kCount], qcutlass::Activation activation) {
+  static_assert(kCount % 8 == 0);
+  if (activation != qcutlass::Activation::kNone)
+    activate_in_groups(x, activation, std::make_integer_sequence<int, kCount / 8>{});
+}
+
 /// Channels that a thread has of a token, in every operator below.
 inline constexpr int kVectorChannels = 8;
 
@@ -42,9 +68,25 @@ CUTLASS_DEVICE void load_channels(Value (&values)[kVectorChannels], Element cons
   for (int i = 0; i < kVectorChannels; ++i) values[i] = channel + i < channels ? Value(data[channel + i]) : Value(0);
 }
 
+/// A bias that leaves every value as it is, -0 too.
+inline constexpr float kNoBias = -0.f;
+
+CUTLASS_DEVICE float load_bias(void const* bias, qcutlass::DType type, int channel) {
+  switch (type) {
+    case qcutlass::DType::kNone: return kNoBias;
+    case qcutlass::DType::kFloat16: return float(static_cast<half_t const*>(bias)[channel]);
+    case qcutlass::DType::kBFloat16: return float(static_cast<bfloat16_t const*>(bias)[channel]);
+    default: return static_cast<float const*>(bias)[channel];
+  }
+}
+
 CUTLASS_DEVICE void load_channels(float (&values)[kVectorChannels], void const* data, qcutlass::DType type, int channel,
                                   int channels) {
   switch (type) {
+    case qcutlass::DType::kNone:
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVectorChannels; ++i) values[i] = kNoBias;
+      break;
     case qcutlass::DType::kFloat16: load_channels(values, static_cast<half_t const*>(data), channel, channels); break;
     case qcutlass::DType::kBFloat16:
       load_channels(values, static_cast<bfloat16_t const*>(data), channel, channels);
@@ -82,8 +124,26 @@ CUTLASS_DEVICE void store_channels(void* out, qcutlass::DType type, int64_t offs
   }
 }
 
-/// What an output operator loads for a token, if that is nothing.
-struct NoToken {};
+/// Two values rounded to 16 bits.
+template <class Element>
+CUTLASS_DEVICE uint32_t pack_pair(float first, float second) {
+  Array<float, 2> const pair = {first, second};
+  Array<Element, 2> const result = NumericArrayConverter<Element, float, 2>::convert(pair);
+  return reinterpret_cast<uint32_t const&>(result);
+}
+
+/// Stores those of 8 channels of 16 bits, or 16 of 8, that exist.
+template <class Element>
+CUTLASS_DEVICE void store_words(Element* out, uint4 const& words, int count, bool vectors) {
+  constexpr int kCount = int(sizeof(words) / sizeof(Element));
+  if (vectors) {
+    if (count > 0) *reinterpret_cast<uint4*>(out) = words;
+  } else {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i)
+      if (i < count) out[i] = reinterpret_cast<Element const*>(&words)[i];
+  }
+}
 
 /// Maps vectors of 8 consecutive channels of one token from fp32 sums to the output.
 template <class Element>
@@ -107,18 +167,13 @@ class BiasActivation {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
-  CUTLASS_DEVICE NoToken load(int /*token*/) const { return {}; }
-
-  /// kActivates: false where the caller knows that there is no activation. `of_token`: what load(token) has returned,
-  /// for callers with time to pass between the two.
-  template <bool kActivates = true>
-  CUTLASS_DEVICE void store(int token, float (&sum)[kVector], NoToken /*of_token*/ = {}) const {
+  CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
     }
-    if constexpr (kActivates) activate(sum, params_.activation);
+    activate(sum, params_.activation);
     store_channels(params_.output + token * params_.stride + channel_, sum, params_.channels - channel_,
                    params_.vectors);
   }

@@ -1,12 +1,9 @@
 // The end of blockwise int8 products: bias, activation, and one rounding or quantisation by blocks of channels.
 #pragma once
 
-#include <math_constants.h>
-
 #include "cutlass_ext/epilogue/bias_activation.h"
-#include "integer_floats.h"
+#include "cutlass_ext/epilogue/block_quantizer.h"
 #include "qcutlass/gemm.h"
-#include "qcutlass/quantize.h"
 
 namespace cutlass::epilogue::thread {
 
@@ -30,21 +27,35 @@ class BlockwiseOutput {
     qcutlass::QuantizedOutput quantized;
   };
 
+  /// What a sum needs of its token, and of its channel.
+  struct Token {};
+  static CUTLASS_DEVICE Token load_token(Params const&, int /*token*/) { return {}; }
+  struct Channel {
+    float bias;
+  };
+  static CUTLASS_DEVICE Channel load_channel(Params const& params, int channel) {
+    return {channel < params.channels ? load_bias(params.bias, params.bias_type, channel) : kNoBias};
+  }
+  static CUTLASS_DEVICE bool uses_channels(Params const& params) { return params.bias_type != qcutlass::DType::kNone; }
+  static CUTLASS_DEVICE float value(float sum, Token, Channel const& channel, bool /*shifts*/) {
+    return sum + channel.bias;
+  }
+  static CUTLASS_DEVICE bool stores_sums(Params const&) { return false; }
+  static CUTLASS_DEVICE bool shifts(Params const&) { return false; }
+  static CUTLASS_DEVICE float shifted(float sum, Token, Channel const&) { return sum; }
+
   CUTLASS_DEVICE BlockwiseOutput(Params const& params, int channel) : params_(params), channel_(channel) {
     if (params.bias_type != qcutlass::DType::kNone)
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
-  CUTLASS_DEVICE NoToken load(int /*token*/) const { return {}; }
-
   /// As BiasActivation's.
-  template <bool kActivates = true>
-  CUTLASS_DEVICE void store(int token, float (&sum)[kVector], NoToken /*of_token*/ = {}) const {
+  CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
     }
-    if constexpr (kActivates) activate(sum, params_.activation);
+    activate(sum, params_.activation);
     if (params_.quantized.size != 0)
       quantize(token, sum);
     else if (token < params_.tokens)
@@ -54,10 +65,7 @@ class BlockwiseOutput {
 
  private:
   static constexpr unsigned kMostLanes = 128 / kVector;  // of the largest block
-  static constexpr float kLargest = qcutlass::largest_code(qcutlass::DType::kInt8);
 
-  /// The quantiser of qcutlass/quantize.h with a reciprocal in place of quotients: next to half a code, the other one
-  /// may be chosen. A tile's main loop waits for its epilogue, so instructions count.
   CUTLASS_DEVICE void quantize(int token, float (&value)[kVector]) const {
     int const size = int(params_.quantized.size);
     if (channel_ + kVector > params_.channels) {
@@ -65,20 +73,21 @@ class BlockwiseOutput {
       for (int i = 0; i < kVector; ++i)
         if (channel_ + i >= params_.channels) value[i] = 0.f;  // sums of channels that do not exist
     }
-    int bits = 0;  // of max |value|: magnitudes are ordered as their bits are, and NaN is the largest
+    BlockQuantizer::Extent extent;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) bits = fast_max(bits, __float_as_int(fabsf(value[i])));
+    for (int i = 0; i < kVector; ++i) extent.include(value[i]);
     unsigned const lanes = unsigned(size) / kVector, lane = threadIdx.x % 32;
     unsigned const mask = ((1u << lanes) - 1) << (lane & ~(lanes - 1));
     CUTLASS_PRAGMA_UNROLL
     for (unsigned distance = 1; distance < kMostLanes; distance *= 2)  // no branch: others are interleaved with it
-      bits = fast_max(bits, __shfl_xor_sync(mask, bits, distance < lanes ? distance : 0));
-    float const scale = scale_of(__int_as_float(bits)), reciprocal = __fdividef(1.f, scale);
-    uint2 codes = {round(value, reciprocal), round(value + kVector / 2, reciprocal)};
-    if (!(scale < CUDART_INF_F)) codes = make_uint2(0, 0);  // NaN and infinities, which the scale shows
+      extent.bits = fast_max(extent.bits, __shfl_xor_sync(mask, extent.bits, distance < lanes ? distance : 0));
+    BlockQuantizer const quantizer(extent);
+    uint2 const codes = {quantizer.codes(value[0], value[1], value[2], value[3]),
+                         quantizer.codes(value[4], value[5], value[6], value[7])};
 
     if (token >= params_.tokens || channel_ >= params_.channels) return;
-    if (channel_ % size == 0) params_.quantized.scales[token * params_.quantized.stride + channel_ / size] = scale;
+    if (channel_ % size == 0)
+      params_.quantized.scales[token * params_.quantized.stride + channel_ / size] = quantizer.scale();
     int8_t* const out = static_cast<int8_t*>(params_.output) + token * params_.stride + channel_;
     if (params_.vectors) {
       *reinterpret_cast<uint2*>(out) = codes;
@@ -87,22 +96,6 @@ class BlockwiseOutput {
       for (int i = 0; i < kVector; ++i)
         if (channel_ + i < params_.channels) out[i] = reinterpret_cast<int8_t const*>(&codes)[i];
     }
-  }
-
-  /// qcutlass::scale_of, its quotient by a constant by a product and one step of Newton's: correctly rounded.
-  static CUTLASS_DEVICE float scale_of(float extent) {
-    constexpr float kInverse = 1.f / kLargest;
-    float const rough = extent * kInverse, quotient = fmaf(fmaf(-rough, kLargest, extent), kInverse, rough);
-    float const scale = quotient < qcutlass::kLeastScale ? qcutlass::kLeastScale : quotient;  // NaN stays
-    return extent == 0.f ? 1.f : extent < CUDART_INF_F ? scale : extent;
-  }
-
-  /// Four codes.
-  static CUTLASS_DEVICE uint32_t round(float const* value, float reciprocal) {
-    uint32_t bits[4];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(fmaf(value[i], reciprocal, qcutlass::kIntegerFloat));
-    return qcutlass::pack_bytes(bits[0], bits[1], bits[2], bits[3]);
   }
 
   Params const& params_;

@@ -15,4 +15,12 @@ using OutputOpOf =
     std::conditional_t<kMode == qcutlass::ScaleMode::kNone, ScaledSums<Sum>,
                        std::conditional_t<qcutlass::is_blockwise(kMode), BlockwiseOutput, BiasActivation<Element>>>;
 
+/// Where blocks that share k leave their sums for a later kernel to add: [tokens][stride] of this block's share. `data`
+/// is null if they do not.
+template <class Sum>
+struct PartialSums {
+  Sum* data;
+  int64_t stride;
+};
+
 }  // namespace cutlass::epilogue::thread

@@ -1,15 +1,19 @@
-// From the sums of warpgroups whose rows are tokens to vectors of channels, and their addition over the blocks of a
-// cluster that share k.
+// From the sums of warpgroups whose rows are tokens to the output, and their addition over the blocks of a cluster that
+// share k.
 //
-// A warp has 16 tokens, eight at a time of which pass through a buffer beside the ring, which the producer already
-// fills for the next tile. Where a warp has fewer channels than the largest block that is quantised at once, the warps
-// that share tokens share a buffer.
+// Sums become values where they are. What they need of their tokens and channels is requested before the main loop,
+// since loads here would keep the tensor cores waiting: of its two tokens by each thread, of the channels by one thread
+// each, which share them through shared memory. Values of 16 bits and codes leave in whole rows by way of a buffer of
+// the warp, beside the ring, which the producer already fills for the next tile; those of 32 bits straight from
+// registers, in sectors of 32 bytes.
 #pragma once
 
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/cluster_shares.h"
+#include "cutlass_ext/epilogue/output_op.h"
+#include "cutlass_ext/epilogue/row_quantizer.h"
 
 namespace cutlass::epilogue::threadblock {
 
@@ -19,28 +23,25 @@ class RowEpilogue {
   using Shape = typename Mma::Shape;
   using Sum = typename Mma::Accumulator;
   using Sums = typename Mma::FragmentC;
-  static constexpr int kVector = 8;
-  static constexpr int kChunk = 128;  // channels that pass together
-  static constexpr int kChunks = Mma::kWarpChannels > kChunk ? Mma::kWarpChannels / kChunk : 1;
-  static constexpr int kSharers = Mma::kWarpChannels < kChunk ? kChunk / Mma::kWarpChannels : 1;  // warps of a buffer
-  static_assert(Shape::kM % kChunk == 0 && (kSharers == 1 || Shape::kM == kChunk));
-  static constexpr int kPassTokens = 8;
-  static constexpr int kRow = kChunk + 8;  // half a warp's lanes (g, t) then write 8-byte words 4g + t: no conflicts
+  using Output = thread::OutputOpOf<typename Mma::Element, Sum, Mma::kMode>;
+  using Params = typename Output::Params;
+  static constexpr int kChannels = Mma::kWarpChannels, kTokens = 16;  // of a warp
+  static_assert(kChannels == 64 || kChannels == 128);
+  static constexpr int kRowBytes = kChannels * 2 + 16;  // an odd multiple of 16: words of eight rows lie in other banks
 
   struct SharedStorage {
-    alignas(16) Sum sums[Mma::kWarpgroups * 4 / kSharers][kPassTokens][kRow];
+    alignas(16) uint8_t buffers[Mma::kWarpgroups * 4][kTokens * kRowBytes];
   };
 
   CUTLASS_DEVICE RowEpilogue(SharedStorage& storage, int warpgroup, int thread)
-      : buffer_(storage.sums[kSharers == 1 ? warpgroup * 4 + thread / 32 : thread / 32]),
-        warpgroup_(warpgroup),
-        warp_(thread / 32),
-        lane_(thread % 32) {}
+      : storage_(storage), warpgroup_(warpgroup), warp_(thread / 32), lane_(thread % 32) {}
 
-  /// First of the 8 channels of a chunk, within the block's tile, that this thread passes on.
-  CUTLASS_DEVICE int channel(int chunk) const {
-    int const first = kSharers > 1 ? 0 : warpgroup_ * Mma::kWarpChannels % Shape::kM;
-    return first + chunk * kChunk + lane_ % kVectors * kVector;
+  /// Requests what the sums of the next tile need. Channel and token: the tile's first, here and below.
+  CUTLASS_DEVICE void request(Params const& params, int channel, int token) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half)
+      tokens_[half] = Output::load_token(params, token + first_token() + half * 8 + lane_ / 4);
+    own_ = Output::load_channel(params, channel + first_channel() + thread());
   }
 
   /// Bytes that a block receives when `blocks` of them exchange sums.
@@ -65,86 +66,181 @@ class RowEpilogue {
     }
   }
 
-  /// Calls store(token within the tile, sums of 8 channels, load(token), whether it `activates`) for all tokens of a
-  /// chunk of channels that this block finishes, the other blocks' sums added in order. Without an activation, whose
-  /// code is long, all calls are written out, so that they do not wait for each other, and all loads come first.
-  template <class Load, class Store>
-  CUTLASS_DEVICE void run(int chunk, Sums& sums, uint4 const* slots, int blocks, int rank, bool activates,
-                          Load const& load, Store const& store) {
-    using Token = decltype(load(0));
-    Token tokens[2][kSteps];
-    if (!activates) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2 * kSteps; ++i) tokens[i / kSteps][i % kSteps] = load(token(i / kSteps, i % kSteps));
-    }
+  /// Writes what this block finishes of a tile, the other blocks' sums added in order. `partials`: where to instead of
+  /// the output, if shares of k are added later. `meanwhile`: called once, when what was requested has been used.
+  template <class Meanwhile>
+  CUTLASS_DEVICE void run(Params const& params, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
+                          int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
+    channel += first_channel();
+    token += first_token();
+    bool mine[2];
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      int const part = part_of(half);
-      if (Shares::owner_of(part, blocks) != rank) continue;
-      if (blocks > 1 && chunk == 0) add(sums, half, slots, part, blocks, rank);
-      write(sums, chunk, half);
-      synchronize();
-      if (activates) {
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (int i = 0; i < kSteps; ++i) pass_on(half, i, load(token(half, i)), std::true_type{}, store);
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kSteps; ++i) pass_on(half, i, tokens[half][i], std::false_type{}, store);
-      }
-      synchronize();
+      mine[half] = Shares::owner_of(part_of(half), blocks) == rank;
+      if (blocks > 1 && mine[half]) add(sums, half, slots, part_of(half), blocks, rank);
     }
+    if (partials.data != nullptr) {
+      meanwhile();
+      store_pairs(reinterpret_cast<Word*>(partials.data), partials.stride, params.tokens, int(partials.stride), true,
+                  sums, channel, token, mine);
+      return;
+    }
+    bool const shares = Output::uses_channels(params), shifts = Output::shifts(params);
+    if (shares) share_channels();
+    if (Output::stores_sums(params)) {
+      if (shifts) each(sums, sums, [](Sum sum, Token t, Channel c) { return Output::shifted(sum, t, c); });
+      if (shares) synchronize();
+      meanwhile();
+      store_pairs(static_cast<Word*>(params.output), params.stride, params.tokens, params.channels, params.vectors,
+                  sums, channel, token, mine);
+      return;
+    }
+    float values[kValues];
+    if (!shares)
+      copy(sums, values);
+    else if (shifts)
+      each(sums, values, [](Sum sum, Token t, Channel c) { return Output::value(sum, t, c, true); });
+    else
+      each(sums, values, [](Sum sum, Token t, Channel c) { return Output::value(sum, t, c, false); });
+    if (shares) synchronize();
+    meanwhile();
+    thread::activate_all(values, params.activation);
+    store(params, values, channel, token, mine);
   }
 
  private:
-  static constexpr int kVectors = kChunk / kVector;  // of a token's chunk
-  using Shares = ClusterShares<8>;                   // four warps of a warpgroup, two halves
-  static constexpr int kBlocks = Mma::kWarpChannels / 8;
+  using Word = std::remove_extent_t<Sums>;  // a sum as the instruction has it
+  using Token = typename Output::Token;
+  using Channel = typename Output::Channel;
+  struct alignas(sizeof(Channel) < 8 ? 8 : 16) Pair {  // one load
+    Channel odd[2];
+  };
+  using Shares = ClusterShares<8>;  // four warps of a warpgroup, two halves
+  static constexpr int kBlocks = kChannels / 8, kValues = kBlocks * 4;
   static constexpr int kWords = kBlocks / 2;  // of 16 bytes a thread, of a part
   static constexpr int kSlotThreads = Mma::kWarpgroups * 32;
   static constexpr int kSlotBytes = kWords * 16 * kSlotThreads;
-  static constexpr int kThreads = kSharers * 32;  // of a buffer
-  static constexpr int kSteps = kPassTokens * kVectors / kThreads;
+  static_assert(sizeof(Channel) * 32 <= kTokens * kRowBytes && sizeof(Sums) == kValues * sizeof(Sum));
 
-  /// Of the sum of channel 2t + odd of an n8 block, row g or g + 8.
+  CUTLASS_DEVICE int thread() const { return warp_ * 32 + lane_; }
+  CUTLASS_DEVICE int first_channel() const { return warpgroup_ * kChannels % Shape::kM; }
+  CUTLASS_DEVICE int first_token() const { return warpgroup_ * arch::kWarpgroupRows % Shape::kN + warp_ * kTokens; }
+  CUTLASS_DEVICE uint8_t* buffer(int warp) const { return storage_.buffers[warpgroup_ * 4 + warp]; }
+  CUTLASS_DEVICE void synchronize() const { arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_); }
+
+  /// Of the value of channel 2t + odd of an n8 block, row g or g + 8.
   static CUTLASS_HOST_DEVICE constexpr int index(int block, int half, int odd) { return block * 4 + half * 2 + odd; }
 
-  CUTLASS_DEVICE void synchronize() const {
-    if constexpr (kSharers == 1)
-      __syncwarp();
-    else
-      arch::named_barrier_sync<kThreads>(warp_);
+  /// What channels' values need, in the buffers of the warps whose threads requested it, to all of the warpgroup.
+  CUTLASS_DEVICE void share_channels() const {
+    reinterpret_cast<Channel*>(buffer(warp_))[lane_] = own_;
+    synchronize();
   }
 
-  CUTLASS_DEVICE void write(Sums const& sums, int chunk, int half) const {
-    constexpr int kChunkBlocks = kBlocks / kChunks;
-    int const first = kSharers > 1 ? warpgroup_ * Mma::kWarpChannels : 0;
-    Sum* const row = buffer_[lane_ / 4] + first + lane_ % 4 * 2;
+  /// results = function(sum, what its token needs, what its channel needs)
+  template <class Result, class Function>
+  CUTLASS_DEVICE void each(Sums const& sums, Result (&results)[kValues], Function const& function) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kChunkBlocks; ++i) {
-      int const block = chunk * kChunkBlocks + i;
-      Array<Sum, 2> const pair = {Sum(sums[index(block, half, 0)]), Sum(sums[index(block, half, 1)])};
-      *reinterpret_cast<Array<Sum, 2>*>(row + i * 8) = pair;
+    for (int block = 0; block < kBlocks; ++block) {
+      Channel const* const of_warp = reinterpret_cast<Channel const*>(buffer(block / 4));
+      Pair const channels = reinterpret_cast<Pair const&>(of_warp[block % 4 * 8 + lane_ % 4 * 2]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half)
+          results[index(block, half, odd)] =
+              function(Sum(sums[index(block, half, odd)]), tokens_[half], channels.odd[odd]);
+      }
     }
   }
 
-  /// Of the buffer, at the i-th of kSteps vectors of this thread.
-  CUTLASS_DEVICE int row(int i) const {
-    return ((kSharers > 1 ? warpgroup_ * 32 : 0) + lane_) / kVectors + i * (kPassTokens / kSteps);
-  }
-  /// The token of that vector, within the block's tile.
-  CUTLASS_DEVICE int token(int half, int i) const {
-    int const first = kSharers > 1 ? 0 : warpgroup_ * arch::kWarpgroupRows % Shape::kN;
-    return first + warp_ * 16 + half * 8 + row(i);
+  static CUTLASS_DEVICE void copy(Sums const& sums, float (&values)[kValues]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kValues; ++i) values[i] = float(Sum(sums[i]));
   }
 
-  template <class Token, class Activates, class Store>
-  CUTLASS_DEVICE void pass_on(int half, int i, Token const& of_token, Activates activates, Store const& store) const {
-    uint4 const* p = reinterpret_cast<uint4 const*>(&buffer_[row(i)][lane_ % kVectors * kVector]);
-    uint4 const words[2] = {p[0], p[1]};
-    Sum sum[kVector];
+  CUTLASS_DEVICE void store(Params const& params, float const (&values)[kValues], int channel, int token,
+                            bool const (&mine)[2]) const {
+    switch (params.output_type) {
+      case qcutlass::DType::kFloat16: store_rows<half_t>(params, values, channel, token, mine); break;
+      case qcutlass::DType::kBFloat16: store_rows<bfloat16_t>(params, values, channel, token, mine); break;
+      case qcutlass::DType::kFloat32:
+        store_pairs(static_cast<float*>(params.output), params.stride, params.tokens, params.channels, params.vectors,
+                    values, channel, token, mine);
+        break;
+      default:
+        if constexpr (qcutlass::is_blockwise(Mma::kMode)) {
+          int const other = (warpgroup_ ^ 1) * 4 + warp_;  // has the other channels where kChannels is 64
+          RowQuantizer<kChannels>(params, buffer(warp_), storage_.buffers[other], Mma::kWarpgroups + warp_, lane_)
+              .run(values, token, channel, mine);
+        }
+    }
+  }
+
+  /// Rounds to 16 bits, and stores rows of vectors of 8 channels.
+  template <class Element>
+  CUTLASS_DEVICE void store_rows(Params const& params, float const (&values)[kValues], int channel, int token,
+                                 bool const (&mine)[2]) const {
+    uint8_t* const words = buffer(warp_) + lane_ % 8 * kRowBytes + lane_ / 8 * 16;
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < kVector; ++j) sum[j] = reinterpret_cast<Sum const*>(words)[j];
-    store(token(half, i), sum, of_token, activates);
+    for (int half = 0; half < 2; ++half) {
+      if (!mine[half]) continue;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBlocks; i += 4) {
+        uint32_t w[4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 4; ++j)
+          w[j] = thread::pack_pair<Element>(values[index(i + j, half, 0)], values[index(i + j, half, 1)]);
+        cute::SM90_U32x4_STSM_N::copy(w[0], w[1], w[2], w[3],
+                                      *reinterpret_cast<cute::uint128_t*>(words + half * 8 * kRowBytes + i * 16));
+      }
+    }
+    __syncwarp();
+    constexpr int kLanes = kChannels / 8, kRows = 32 / kLanes, kSteps = kTokens / kRows;  // of a row; at once
+    uint8_t const* const vectors = buffer(warp_) + lane_ / kLanes * kRowBytes + lane_ % kLanes * 16;
+    uint4 rows[kSteps];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSteps; ++i) rows[i] = *reinterpret_cast<uint4 const*>(vectors + i * kRows * kRowBytes);
+    channel += lane_ % kLanes * 8;
+    token += lane_ / kLanes;
+    Element* out = static_cast<Element*>(params.output) + token * params.stride + channel;
+    int64_t const step = kRows * params.stride;
+    if (params.vectors) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i, out += step)
+        if (mine[i * kRows / 8] && token + i * kRows < params.tokens && channel < params.channels)
+          *reinterpret_cast<uint4*>(out) = rows[i];
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i, out += step)
+        if (mine[i * kRows / 8] && token + i * kRows < params.tokens)
+          thread::store_words(out, rows[i], params.channels - channel, false);
+    }
+    __syncwarp();
+  }
+
+  /// Two channels a store. `vectors`: rows of 8 channels are complete, and aligned.
+  template <class Value>
+  CUTLASS_DEVICE void store_pairs(Value* out, int64_t stride, int tokens, int channels, bool vectors,
+                                  Value const (&values)[kValues], int channel, int token, bool const (&mine)[2]) const {
+    channel += lane_ % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const out_token = token + half * 8 + lane_ / 4;
+      if (!mine[half] || out_token >= tokens) continue;
+      Value* const row = out + out_token * stride;
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        int const first = channel + block * 8;
+        Array<Value, 2> const pair = {values[index(block, half, 0)], values[index(block, half, 1)]};
+        if (vectors) {
+          if (first < channels) *reinterpret_cast<Array<Value, 2>*>(row + first) = pair;
+        } else {
+          if (first < channels) row[first] = pair[0];
+          if (first + 1 < channels) row[first + 1] = pair[1];
+        }
+      }
+    }
   }
 
   CUTLASS_DEVICE int part_of(int half) const { return half * 4 + warp_; }
@@ -167,8 +263,10 @@ class RowEpilogue {
     }
   }
 
-  Sum (*const buffer_)[kRow];
+  SharedStorage& storage_;
   int const warpgroup_, warp_, lane_;
+  Token tokens_[2];  // of rows g and g + 8
+  Channel own_;      // of channel thread() of the warpgroup
 };
 
 }  // namespace cutlass::epilogue::threadblock

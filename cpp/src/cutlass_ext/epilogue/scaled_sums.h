@@ -29,71 +29,95 @@ class ScaledSums {
     qcutlass::SumScales scales;
   };
 
-  CUTLASS_DEVICE ScaledSums(Params const& params, int channel) : params_(params), channel_(channel) {
-    qcutlass::SumScales const& scales = params.scales;
-    if (scales.w_scale_stride != 0) {
-      load_channels(w_scale_, scales.w_scale, channel, params.channels);
-    } else if (scales.w_scale != nullptr) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVector; ++i) w_scale_[i] = *scales.w_scale;
-    }
-    if (params.bias_type != qcutlass::DType::kNone)
-      load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
-    if (kInteger && scales.azp != nullptr) load_channels(channel_sums_, scales.channel_sums, channel, params.channels);
-  }
-
+  /// What a sum needs of its token.
   struct Token {
     float scale;
     int32_t azp;
   };
-  CUTLASS_DEVICE Token load(int token) const {
-    int64_t const last = fast_min(token, params_.tokens - 1);
-    qcutlass::SumScales const& scales = params_.scales;
+  static CUTLASS_DEVICE Token load_token(Params const& params, int token) {
+    int64_t const last = fast_min(token, params.tokens - 1);
+    qcutlass::SumScales const& scales = params.scales;
     return {scales.a_scale != nullptr ? scales.a_scale[last * scales.a_scale_stride] : 1.f,
             kInteger && scales.azp != nullptr ? scales.azp[last * scales.azp_stride] : 0};
   }
 
-  /// As BiasActivation's.
-  template <bool kActivates = true>
-  CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
-    store<kActivates>(token, sum, load(token));
+  /// And of its channel.
+  struct FloatChannel {
+    float scale, bias;
+    FloatChannel() = default;
+    CUTLASS_DEVICE FloatChannel(float scale, float bias, int32_t) : scale(scale), bias(bias) {}
+  };
+  struct alignas(16) IntegerChannel {
+    float scale, bias;
+    int32_t codes;  // their sum
+    IntegerChannel() = default;
+    CUTLASS_DEVICE IntegerChannel(float scale, float bias, int32_t codes) : scale(scale), bias(bias), codes(codes) {}
+  };
+  using Channel = std::conditional_t<kInteger, IntegerChannel, FloatChannel>;
+  static CUTLASS_DEVICE Channel load_channel(Params const& params, int channel) {
+    if (channel >= params.channels) return {1.f, kNoBias, 0};
+    qcutlass::SumScales const& scales = params.scales;
+    return {scales.w_scale != nullptr ? scales.w_scale[scales.w_scale_stride != 0 ? channel : 0] : 1.f,
+            load_bias(params.bias, params.bias_type, channel), shifts(params) ? scales.channel_sums[channel] : 0};
   }
-  template <bool kActivates = true>
-  CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector], Token const& of_token) const {
+  static CUTLASS_DEVICE bool uses_channels(Params const&) { return true; }
+
+  /// Whether outputs are sums as they are but for zero points; and the sum less the zero point's part, modulo 2^32.
+  static CUTLASS_DEVICE bool stores_sums(Params const& params) {
+    return kInteger && params.output_type == qcutlass::DType::kInt32;
+  }
+  static CUTLASS_DEVICE bool shifts(Params const& params) { return kInteger && params.scales.azp != nullptr; }
+  static CUTLASS_DEVICE Sum shifted(Sum sum, Token const& token, Channel const& channel) {
+    if constexpr (kInteger) sum = Sum(uint32_t(sum) - uint32_t(token.azp) * uint32_t(channel.codes));
+    return sum;
+  }
+
+  /// `shifts`: as the function. The zero point's part alone may exceed 32 bits.
+  static CUTLASS_DEVICE float value(Sum sum, Token const& token, Channel const& channel, bool shifts) {
+    float v = float(sum);
+    if constexpr (kInteger)
+      if (shifts) v = float(int64_t(sum) - int64_t(token.azp) * channel.codes);
+    return fmaf(v * token.scale, channel.scale, channel.bias);
+  }
+
+  CUTLASS_DEVICE ScaledSums(Params const& params, int channel) : params_(params), channel_(channel) {
+    qcutlass::SumScales const& scales = params.scales;
+    if (scales.w_scale_stride != 0) {
+      load_channels(w_scale_, scales.w_scale, channel, params.channels);
+    } else {
+      float const scale = scales.w_scale != nullptr ? *scales.w_scale : 1.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; ++i) w_scale_[i] = scale;
+    }
+    load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
+    if (shifts(params)) load_channels(codes_, scales.channel_sums, channel, params.channels);
+  }
+
+  /// As BiasActivation's.
+  CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
     int64_t const offset = token * params_.stride + channel_;
-    qcutlass::SumScales const& scales = params_.scales;
-    int32_t const azp = of_token.azp;
-    if (kInteger && params_.output_type == qcutlass::DType::kInt32) {
+    Token const of_token = load_token(params_, token);
+    if (stores_sums(params_)) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVector && scales.azp != nullptr; ++i)  // exact modulo 2^32
-        sum[i] = Sum(uint32_t(sum[i]) - uint32_t(azp) * uint32_t(channel_sums_[i]));
+      for (int i = 0; i < kVector && shifts(params_); ++i) sum[i] = shifted(sum[i], of_token, channel(i));
       store_channels(static_cast<Sum*>(params_.output) + offset, sum, params_.channels - channel_, params_.vectors);
       return;
     }
-    float value[kVector];
+    float values[kVector];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) {
-      if (kInteger && scales.azp != nullptr)  // the zero point's part alone may exceed 32 bits
-        value[i] = float(int64_t(sum[i]) - int64_t(azp) * channel_sums_[i]);
-      else
-        value[i] = float(sum[i]);
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) value[i] = value[i] * of_token.scale * w_scale_[i];
-    if (params_.bias_type != qcutlass::DType::kNone) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVector; ++i) value[i] += bias_[i];
-    }
-    if constexpr (kActivates) activate(value, params_.activation);
-    store_channels(params_.output, params_.output_type, offset, value, params_.channels - channel_, params_.vectors);
+    for (int i = 0; i < kVector; ++i) values[i] = value(sum[i], of_token, channel(i), shifts(params_));
+    activate(values, params_.activation);
+    store_channels(params_.output, params_.output_type, offset, values, params_.channels - channel_, params_.vectors);
   }
 
  private:
+  CUTLASS_DEVICE Channel channel(int i) const { return {w_scale_[i], bias_[i], codes_[i]}; }
+
   Params const& params_;
   int channel_;
   float w_scale_[kVector], bias_[kVector];
-  int32_t channel_sums_[kVector];
+  int32_t codes_[kVector];
 };
 
 }  // namespace cutlass::epilogue::thread

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/fast_math.h"
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_hopper.h"
@@ -26,11 +27,44 @@ class PackedGemmHopper {
   /// share both operands in L2.
   static constexpr int kTokenTiles = 4;
 
+  /// From an item, a share of the k extent of a tile, to its place. Divisions are by constants of the launch: their
+  /// instructions stand between the main loop and the epilogue.
+  struct TileOrder {
+    int token_tiles, items;  // pairs of token tiles where pairs of blocks share weights
+    FastDivmod shares;       // of k
+    FastDivmod group;        // tiles of kTokenTiles tiles of tokens by all of channels
+    FastDivmod last_tokens;  // tiles of tokens of the last group
+
+    TileOrder() = default;
+    TileOrder(int channel_tiles, int token_tiles, int shares)
+        : token_tiles(token_tiles),
+          items(channel_tiles * token_tiles * shares),
+          shares(shares),
+          group(kTokenTiles * channel_tiles),
+          last_tokens((token_tiles - 1) % kTokenTiles + 1) {}
+
+    struct Place {
+      int channel, token, share;  // of tiles
+    };
+    CUTLASS_DEVICE Place operator()(int item) const {
+      int tile, number, rest;
+      Place place;
+      shares(tile, place.share, item);
+      group(number, rest, tile);
+      int const first = number * kTokenTiles;
+      if (first + kTokenTiles <= token_tiles)
+        place.channel = rest / kTokenTiles, place.token = rest % kTokenTiles;
+      else
+        last_tokens(place.channel, place.token, rest);
+      place.token += first;
+      return place;
+    }
+  };
+
   struct Params {
     typename Mma::Arguments mma;
     typename OutputOp::Params output;
-    int channel_tiles, token_tiles;   // pairs of token tiles where pairs of blocks share weights
-    int shares;                       // of k
+    TileOrder order;
     int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
     bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
     bool cluster;   // the shares of k of a tile form a cluster, which adds them
@@ -90,13 +124,11 @@ class PackedGemmHopper {
     int channel, token, share, first_k, stages;
 
     CUTLASS_DEVICE Work(Params const& params, int item) {
-      int const tile = item / params.shares, group = kTokenTiles * params.channel_tiles;
-      share = item % params.shares;
-      int const first_tile = tile / group * kTokenTiles, rest = tile % group;
-      int const beside = fast_min(kTokenTiles, params.token_tiles - first_tile);
-      channel = rest / beside * Shape::kM;
-      int const sharers = Mma::sharers(params.mma), pair = first_tile + rest % beside;
-      token = (pair * sharers + int(blockIdx.x) % sharers) * Shape::kN;
+      auto const place = params.order(item);
+      int const sharers = Mma::sharers(params.mma);
+      channel = place.channel * Shape::kM;
+      token = (place.token * sharers + int(blockIdx.x) % sharers) * Shape::kN;
+      share = place.share;
       // The first shares take a stage more where the stages do not divide evenly.
       first_k = (share * params.stages_a_share + fast_min(share, params.stages_left)) * Shape::kK;
       stages = params.stages_a_share + (share < params.stages_left);
@@ -106,9 +138,6 @@ class PackedGemmHopper {
   /// Blocks that share weights go together.
   static CUTLASS_DEVICE int first_item(Params const& params) { return int(blockIdx.x) / Mma::sharers(params.mma); }
   static CUTLASS_DEVICE int step(Params const& params) { return int(gridDim.x) / Mma::sharers(params.mma); }
-  static CUTLASS_DEVICE int items(Params const& params) {
-    return params.channel_tiles * params.token_tiles * params.shares;
-  }
 
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage) {
     typename Mma::Producer producer(storage.mainloop, storage.barriers, params.mma);
@@ -123,7 +152,7 @@ class PackedGemmHopper {
     for (;;) {
       producer.load(work.channel, work.token, work.first_k, work.stages);
       item += step(params);
-      if (item >= items(params)) break;
+      if (item >= params.order.items) break;
       work = Work(params, item);
     }
   }
@@ -131,43 +160,36 @@ class PackedGemmHopper {
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int warp, int lane) {
     typename Mma::Consumer mma(storage.mainloop, storage.barriers, params.mma, warp / 4, warp % 4, lane);
     Epilogue epilogue(storage.epilogue, warp / 4, threadIdx.x % arch::kWarpgroupThreads);
-    int const blocks = params.cluster ? params.shares : 1;
+    int const blocks = params.cluster ? params.order.shares.divisor : 1;
     int item = first_item(params);
     Work next(params, item);
-    mma.begin(next.channel, next.token, next.first_k, next.stages);
+    auto const begin_next = [&] {
+      mma.begin(next.channel, next.token, next.first_k, next.stages);
+      epilogue.request(params.output, next.channel, next.token);
+    };
+    begin_next();
     for (bool more = true; more;) {
       Work const work = next;
       typename Mma::FragmentC sums;
       mma(sums, work.first_k, work.stages);
-      item += step(params);
-      more = item < items(params);
-      if (more) {
-        next = Work(params, item);
-        mma.begin(next.channel, next.token, next.first_k, next.stages);
-      }
       uint4* const slots = reinterpret_cast<uint4*>(&storage.mainloop);  // nothing more is loaded in a cluster
       if (params.cluster) {
         arch::cluster_sync();
         epilogue.send(sums, slots, blocks, work.share);
         arch::cluster_sync();
       }
-      bool const activates = params.output.activation != qcutlass::Activation::kNone;
-      CUTLASS_PRAGMA_UNROLL
-      for (int chunk = 0; chunk < Epilogue::kChunks; ++chunk) {
-        int const channel = work.channel + epilogue.channel(chunk);
-        OutputOp const output(params.output, channel);
-        auto const load = [&](int row) { return output.load(work.token + row); };
-        auto const store = [&](int row, Sum(&sum)[OutputOp::kVector], auto const& of_token, auto activates) {
-          if (params.partials == nullptr) {
-            output.template store<decltype(activates)::value>(work.token + row, sum, of_token);
-          } else if (work.token + row < params.output.tokens && channel < params.partial_stride) {
-            int64_t const out_row = int64_t(work.share) * params.output.tokens + work.token + row;
-            epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + channel, sum,
-                                             OutputOp::kVector, true);
-          }
-        };
-        epilogue.run(chunk, sums, slots, blocks, params.cluster ? work.share : 0, activates, load, store);
-      }
+      auto const meanwhile = [&] {
+        item += step(params);
+        more = item < params.order.items;
+        if (!more) return;
+        next = Work(params, item);
+        begin_next();
+      };
+      int64_t const share_sums = int64_t(params.output.tokens) * params.partial_stride;
+      epilogue.run(
+          params.output, work.channel, work.token, sums, slots, blocks, params.cluster ? work.share : 0,
+          {params.partials == nullptr ? nullptr : params.partials + work.share * share_sums, params.partial_stride},
+          meanwhile);
     }
   }
 };
