@@ -91,9 +91,12 @@ class Run:
     known: set[str] = field(default_factory=set)
     launched: set[str] = field(default_factory=set)
 
+    def tactics(self, names: list[str]) -> list[str]:
+        return [name for name in names if self.wanted in name]
+
     def products(self, names: list[str], check: Callable[[str, int], float]) -> None:
         """Runs `check` for every tactic and split that this GPU and K allow; it returns |error| / bound."""
-        tactics = [name for name in names if self.wanted in name]
+        tactics = self.tactics(names)
         self.known |= set(tactics)
         for tactic, split_k in itertools.product(tactics, self.splits):
             with contextlib.suppress(qcutlass.UnsupportedError):  # too little shared memory, or too short a K
@@ -104,6 +107,10 @@ class Run:
 
 def run_weight_only(run: Run, case: testing.Case, seed: int) -> None:
     problem = case.random(seed=seed)
+    packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
+    names = qcutlass.tactics(problem.a, packed, problem.scales, problem.zeros, **problem.keywords)
+    if not run.tactics(names):
+        return
     references = {dtype: problem.reference(dtype) for dtype in (case.dtype, torch.float32)}
     gpu = on_gpu(problem)
     operands = (gpu.a, check_weights(problem, gpu), gpu.scales, gpu.zeros)
@@ -114,7 +121,7 @@ def run_weight_only(run: Run, case: testing.Case, seed: int) -> None:
         label = f"{tactic} split {split_k}: {problem}"
         return testing.assert_close(out.cpu(), reference, splits=split_k, label=label)
 
-    run.products(qcutlass.tactics(*operands, **gpu.keywords), check)
+    run.products(names, check)
 
 
 def eight_bit_cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.EightBitCase]:
@@ -128,9 +135,13 @@ def eight_bit_cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Eigh
 def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
     """Quantises activations on the GPU too, which is compared with the CPU."""
     problem = case.random(seed=seed)
+    is_int8 = case.dtype == torch.int8
+    packed = qcutlass.preprocess_weights(problem.w, bits=8, activations="int8" if is_int8 else "fp8")
+    names = qcutlass.tactics(problem.a, packed, problem.a_scale, problem.w_scale, **problem.keywords)
+    if not run.tactics(names):
+        return
     references = {aligned: problem.reference(aligned=aligned) for aligned in (False, True)}
     gpu = on_gpu(problem)
-    is_int8 = case.dtype == torch.int8
     multiply = qcutlass.gemm_w8a8 if is_int8 else qcutlass.gemm_fp8
     packed = qcutlass.preprocess_weights(gpu.w, bits=8, activations="int8" if is_int8 else "fp8")
     operands: tuple[Any, ...] = (gpu.a, packed, gpu.a_scale, gpu.w_scale)
@@ -141,7 +152,7 @@ def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
         reference = references["_sm90a_" in tactic]  # fp8 there has a bound of its own
         return testing.assert_close(out.cpu(), reference, splits=split_k, label=label)
 
-    run.products(qcutlass.tactics(*operands, **gpu.keywords), check)
+    run.products(names, check)
     floats = torch.randn(case.m, case.k, dtype=torch.float16)
     kinds: list[dict[str, Any]] = (
         [{}, {"per_tensor": True}, {"asymmetric": True}] if is_int8 else [{"dtype": case.dtype}]
@@ -162,6 +173,9 @@ def blockwise_cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Bloc
 def run_blockwise(run: Run, case: testing.BlockwiseCase, seed: int) -> None:
     """Products with floating and quantised outputs, and the quantisers."""
     problem, size = case.random(seed=seed), case.block_size
+    packed = qcutlass.preprocess_weights(problem.b, bits=8, activations="int8")
+    if not run.tactics(qcutlass.tactics(problem.a, problem.a_s, packed, problem.b_s, block_size=size)):
+        return
     floating, quantized = problem.reference(), problem.reference(torch.float32)
     gpu = on_gpu(problem)
     packed = qcutlass.preprocess_weights(gpu.b, bits=8, activations="int8")
