@@ -80,9 +80,9 @@ TEST(SelectBlockwise, QuantizedBlocksOfChannelsLieWithinATile) {
         }
     EXPECT_GT(count, 0u);
   }
-  EXPECT_THROW(select(problem(8, 4096, 4096, 128, 128), kH200, "w8a8_s8_block_sm80_stream_n48m8k1024w8_s3"),
+  EXPECT_THROW(select(problem(8, 4096, 4096, 128, 128), kH200, "w8a8_s8_block_sm80_stream_n64m32k512w8_s3"),
                Unsupported);
-  EXPECT_NO_THROW(select(problem(8, 4096, 4096, 128, 0), kH200, "w8a8_s8_block_sm80_stream_n48m8k1024w8_s3"));
+  EXPECT_NO_THROW(select(problem(8, 4096, 4096, 128, 0), kH200, "w8a8_s8_block_sm80_stream_n64m32k512w8_s3"));
 }
 
 TEST(SelectBlockwise, PartialSumsHaveRoomForWholeBlocksOfChannels) {

@@ -48,7 +48,7 @@ struct HopperCosts {
 };
 
 /// Those of 8-by-8-bit products.
-inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 144, 0, 0.653, 1.61, 1.06, 2.44, 6.60e-5, 0.01, 3.20e-4};
+inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 108, 0, 0.765, 2.3, 0.926, 2.23, 6.12e-5, 0.00995, 3.36e-4};
 
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.
@@ -59,24 +59,24 @@ struct EightBitCosts {
   double promotion;  ///< clocks of scaling the sums of an MMA's accumulator
   MainloopCosts stream, multistage;
 };
-inline constexpr EightBitCosts kEightByEightCosts = {1.08,
-                                                     1.29,
-                                                     0.582,
-                                                     0.194,
-                                                     0.744,
+inline constexpr EightBitCosts kEightByEightCosts = {1.13,
+                                                     1.42,
+                                                     0.658,
+                                                     0.313,
+                                                     0.778,
                                                      0,
-                                                     {0.695, 17.4, 0.343, 681, 1.11, 2.70e-4, 3.35, 0.133},
-                                                     {0.588, 19.5, 2.71, 361, 3.09, 1.37e-4, 6.15, 0.0972}};
-inline constexpr EightBitCosts kBlockwiseCosts = {1.13,
-                                                  1.49,
+                                                     {0.67, 15.7, 0.299, 520, 1.26, 1.18e-4, 1.89, 0.193},
+                                                     {0.335, 16.8, 2.38, 407, 2.1, 1.51e-4, 4.42, 0.129}};
+inline constexpr EightBitCosts kBlockwiseCosts = {1.16,
+                                                  2.04,
                                                   0.576,
-                                                  0.281,
-                                                  0.896,
+                                                  0.325,
+                                                  1,
                                                   8.45,
-                                                  {0.596, 283, 0.576, 304, 1.54, 1.09e-4, 0.426, 0.457},
-                                                  {0.764, 147, 4, 62.9, 3.34, 1.07e-4, 0.253, 0.113}};
+                                                  {0.507, 312, 0.514, 360, 0.731, 1.23e-4, 0.407, 0.327},
+                                                  {0.751, 151, 3.04, 81.2, 3.1, 1.11e-4, 0.218, 0.146}};
 /// How much longer MMAs of 8-bit floats take than those of integers: they are two of fp16 and conversions.
-inline constexpr double kFloat8Mma = 3.89;
+inline constexpr double kFloat8Mma = 3.26;
 
 /// Microseconds of combining the blocks that share k, and of small kernels.
 struct LaunchTimes {

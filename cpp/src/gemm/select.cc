@@ -163,7 +163,7 @@ int tactic_row(GemmArguments const& arguments, std::string const& name) {
         tactic_name(arguments, kTactics[i]) == name)
       return i;
   throw InvalidArgument("tactic: '" + name + "' is not a configuration for this problem, which has e.g. '" +
-                        tactic_name(arguments, kTactics[0]) + "'; qcutlass.tactics() lists them");
+                        tactics(arguments).front().name + "'; qcutlass.tactics() lists them");
 }
 
 [[noreturn]] void throw_nothing_fits(DeviceTraits const& device, std::string const& tactic, int split_k) {

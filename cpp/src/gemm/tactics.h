@@ -104,19 +104,19 @@ constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tok
 
 inline constexpr Tactic kTactics[] = {
     // decode: weights stream past few tokens; all warps along k, unless a block has many channels
-    {Mainloop::kStream, 32, 8, 32, 8, 8, 3, 2, kAll},
-    {Mainloop::kStream, 32, 8, 32, 8, 16, 2, 1},
-    {Mainloop::kStream, 48, 8, 48, 8, 8, 3, 2},
-    {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4},
-    {Mainloop::kStream, 64, 8, 64, 8, 4, 2, 4},
+    {Mainloop::kStream, 32, 8, 32, 8, 8, 3, 2, kNotBlockwise | kSmallBlocks},
+    {Mainloop::kStream, 32, 8, 32, 8, 16, 2, 1, kNotBlockwise},
+    {Mainloop::kStream, 48, 8, 48, 8, 8, 3, 2, kNotBlockwise},
+    {Mainloop::kStream, 64, 8, 64, 8, 4, 3, 4, kNotBlockwise},
+    {Mainloop::kStream, 64, 8, 64, 8, 4, 2, 4, kNotBlockwise},
     {Mainloop::kStream, 64, 8, 32, 8, 8, 3, 1, kWeightOnly},
     {Mainloop::kStream, 128, 8, 64, 8, 4, 2, 2, kWeightOnly},
     {Mainloop::kStream, 80, 8, 80, 8, 8, 3, 2, kWeightOnly},
     {Mainloop::kStream, 224, 8, 112, 8, 4, 2, 1, kWeightOnly},
-    {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2},
-    {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1},
-    {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2, kAll},
-    {Mainloop::kStream, 64, 16, 64, 16, 8, 3, 1},
+    {Mainloop::kStream, 32, 16, 32, 16, 8, 3, 2, kNotBlockwise},
+    {Mainloop::kStream, 48, 16, 48, 16, 8, 3, 1, kNotBlockwise},
+    {Mainloop::kStream, 64, 16, 64, 16, 4, 3, 2, kNotBlockwise | kSmallBlocks},
+    {Mainloop::kStream, 64, 16, 64, 16, 8, 3, 1, kNotBlockwise},
     {Mainloop::kStream, 80, 16, 80, 16, 8, 2, 1, kWeightOnly},
     {Mainloop::kStream, 224, 16, 112, 16, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 64, 32, 32, 32, 4, 3, 1},
@@ -124,7 +124,7 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kStream, 80, 32, 80, 32, 8, 2, 1, kWeightOnly},
     {Mainloop::kStream, 128, 32, 64, 32, 4, 2, 1, kWeightOnly},
     {Mainloop::kStream, 224, 32, 112, 32, 4, 2, 1, kWeightOnly},
-    // channels of whole blocks, for outputs that are quantised
+    // blockwise: whole blocks of channels, which have one scale, and outputs are quantised in
     {Mainloop::kStream, 128, 8, 64, 8, 4, 3, 1, kAnyBlocks},
     {Mainloop::kStream, 128, 16, 64, 16, 4, 3, 1, kAnyBlocks},
     {Mainloop::kStream, 128, 32, 64, 32, 4, 3, 1, kAnyBlocks},

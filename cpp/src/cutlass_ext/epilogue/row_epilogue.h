@@ -181,26 +181,31 @@ class RowEpilogue {
   template <class Element>
   CUTLASS_DEVICE void store_rows(Params const& params, float const (&values)[kValues], int channel, int token,
                                  bool const (&mine)[2]) const {
-    uint8_t* const words = buffer(warp_) + lane_ % 8 * kRowBytes + lane_ / 8 * 16;
+    uint32_t words[2][kBlocks];
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      if (!mine[half]) continue;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kBlocks; i += 4) {
-        uint32_t w[4];
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < 4; ++j)
-          w[j] = thread::pack_pair<Element>(values[index(i + j, half, 0)], values[index(i + j, half, 1)]);
-        cute::SM90_U32x4_STSM_N::copy(w[0], w[1], w[2], w[3],
-                                      *reinterpret_cast<cute::uint128_t*>(words + half * 8 * kRowBytes + i * 16));
-      }
+      for (int i = 0; i < kBlocks; ++i)
+        words[half][i] = thread::pack_pair<Element>(values[index(i, half, 0)], values[index(i, half, 1)]);
+    }
+    uint8_t* const to = buffer(warp_) + lane_ % 8 * kRowBytes + lane_ / 8 * 16;
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      uint32_t const(&w)[kBlocks] = words[half];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBlocks; i += 4)
+        cute::SM90_U32x4_STSM_N::copy(w[i], w[i + 1], w[i + 2], w[i + 3],
+                                      *reinterpret_cast<cute::uint128_t*>(to + half * 8 * kRowBytes + i * 16));
     }
     __syncwarp();
     constexpr int kLanes = kChannels / 8, kRows = 32 / kLanes, kSteps = kTokens / kRows;  // of a row; at once
-    uint8_t const* const vectors = buffer(warp_) + lane_ / kLanes * kRowBytes + lane_ % kLanes * 16;
+    uint8_t const* const from = buffer(warp_) + lane_ / kLanes * kRowBytes + lane_ % kLanes * 16;
     uint4 rows[kSteps];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSteps; ++i) rows[i] = *reinterpret_cast<uint4 const*>(vectors + i * kRows * kRowBytes);
+    for (int i = 0; i < kSteps; ++i) rows[i] = *reinterpret_cast<uint4 const*>(from + i * kRows * kRowBytes);
+    // Keeps the words until here: in registers of theirs, rows would wait for the stores to have read them.
+    arch::fence_registers(words[0]);
+    arch::fence_registers(words[1]);
     channel += lane_ % kLanes * 8;
     token += lane_ / kLanes;
     Element* out = static_cast<Element*>(params.output) + token * params.stride + channel;
