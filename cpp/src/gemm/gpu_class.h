@@ -43,7 +43,7 @@ struct HopperCosts {
   double latency = 0.737;    ///< microseconds from a request to its bytes in shared memory
   double kernel = 2.13;      ///< microseconds: launch, first bytes, last stores
   double output = 9.3e-5;    ///< microseconds of the epilogue, per output of a block
-  double cluster = 0.738;    ///< microseconds of meeting another block to exchange sums
+  double cluster = 1.2;      ///< microseconds of meeting another block to exchange sums
   double exchange = 2.0e-4;  ///< microseconds per sum of a block that goes to other blocks
 };
 
