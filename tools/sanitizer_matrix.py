@@ -107,8 +107,8 @@ class Run:
 
 def run_weight_only(run: Run, case: testing.Case, seed: int) -> None:
     problem = case.random(seed=seed)
-    packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
-    names = qcutlass.tactics(problem.a, packed, problem.scales, problem.zeros, **problem.keywords)
+    on_cpu = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
+    names = qcutlass.tactics(problem.a, on_cpu, problem.scales, problem.zeros, **problem.keywords)
     if not run.tactics(names):
         return
     references = {dtype: problem.reference(dtype) for dtype in (case.dtype, torch.float32)}
@@ -136,8 +136,8 @@ def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
     """Quantises activations on the GPU too, which is compared with the CPU."""
     problem = case.random(seed=seed)
     is_int8 = case.dtype == torch.int8
-    packed = qcutlass.preprocess_weights(problem.w, bits=8, activations="int8" if is_int8 else "fp8")
-    names = qcutlass.tactics(problem.a, packed, problem.a_scale, problem.w_scale, **problem.keywords)
+    on_cpu = qcutlass.preprocess_weights(problem.w, bits=8, activations="int8" if is_int8 else "fp8")
+    names = qcutlass.tactics(problem.a, on_cpu, problem.a_scale, problem.w_scale, **problem.keywords)
     if not run.tactics(names):
         return
     references = {aligned: problem.reference(aligned=aligned) for aligned in (False, True)}
@@ -173,8 +173,8 @@ def blockwise_cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Bloc
 def run_blockwise(run: Run, case: testing.BlockwiseCase, seed: int) -> None:
     """Products with floating and quantised outputs, and the quantisers."""
     problem, size = case.random(seed=seed), case.block_size
-    packed = qcutlass.preprocess_weights(problem.b, bits=8, activations="int8")
-    if not run.tactics(qcutlass.tactics(problem.a, problem.a_s, packed, problem.b_s, block_size=size)):
+    on_cpu = qcutlass.preprocess_weights(problem.b, bits=8, activations="int8")
+    if not run.tactics(qcutlass.tactics(problem.a, problem.a_s, on_cpu, problem.b_s, block_size=size)):
         return
     floating, quantized = problem.reference(), problem.reference(torch.float32)
     gpu = on_gpu(problem)

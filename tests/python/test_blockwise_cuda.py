@@ -116,13 +116,18 @@ def test_rings_go_round_and_blocks_take_more_tiles(m: int, seeds: Iterator[int],
     """More stages than a ring has places, an odd number of them; more tiles than SMs, which persistent blocks share.
 
     Of 64 and of 128 tokens these are 5 and 3 tiles, which blocks take alone, 8 and 4, which pairs that share weights
-    take, and 17 and 9, where the last pair has one tile."""
+    take, and 17 and 9, where the last pair has one tile. Results of 16 bits and codes leave through memory that
+    those of the next tile take, too."""
     sms, served = torch.cuda.get_device_properties(0).multi_processor_count, 0
-    case = BlockwiseCase(m, 128 * (sms * 128 // m) + 9, 11 * 128 - 7, 128, torch.float32)
+    n, k = 128 * (sms * 128 // m), 11 * 128 - 7
     for name in tactics(128):
         if "_sm90a_" in name:
-            problem, expected = case.exact(device="cuda", seed=next(seeds))
-            ledger.equal(multiply(problem, pack(problem), tactic=name, split_k=1), expected, f"{name}: {problem}")
+            for more, out_dtype in ((9, torch.float32), (9, torch.bfloat16), (16, torch.float16)):
+                problem, expected = BlockwiseCase(m, n + more, k, 128, out_dtype).exact(device="cuda", seed=next(seeds))
+                ledger.equal(multiply(problem, pack(problem), tactic=name, split_k=1), expected, f"{name}: {problem}")
+            for more, out_size in ((9, 128), (16, 32)):
+                problem = BlockwiseCase(m, n + more, k, 128, torch.float32).random(device="cuda", seed=next(seeds))
+                assert_correct(product(problem, out_size, tactic=name, split_k=1), problem, out_size, ledger, split_k=1)
             served += 1
     assert served == 2 or not _C.device_traits(torch.cuda.current_device()).wgmma
 

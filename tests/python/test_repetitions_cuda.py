@@ -22,12 +22,14 @@ pytestmark = pytest.mark.gpu
 
 Product = Callable[..., tuple[Tensor, ...]]
 
-M, N, K = 712, 300, 1992  # six tiles of 128 tokens and three of 256: in pairs, the last one ragged; rings go round
+# Six tiles of 128 tokens and three of 256, in pairs, the last one ragged: rings go round; and more tiles than SMs.
+Shape = tuple[int, int, int]
+LONG, WIDE = (712, 300, 1992), (712, 8960, 520)
 LAUNCHES, REPLAYS = 50, 20
 
 
-def weight_only(bits: int, dtype: torch.dtype, zeros: testing.Zeros) -> tuple[Product, list[str]]:
-    p = testing.Case(M, N, K, bits, zeros=zeros, dtype=dtype, bias=True).random(device="cuda", seed=1)
+def weight_only(shape: Shape, bits: int, dtype: torch.dtype, zeros: testing.Zeros) -> tuple[Product, list[str]]:
+    p = testing.Case(*shape, bits, zeros=zeros, dtype=dtype, bias=True).random(device="cuda", seed=1)
     packed = qcutlass.preprocess_weights(p.codes, bits=bits)
     operands = (p.a, packed, p.scales, p.zeros)
     return lambda **forced: (qcutlass.gemm(*operands, **p.keywords | forced),), qcutlass.tactics(
@@ -35,41 +37,41 @@ def weight_only(bits: int, dtype: torch.dtype, zeros: testing.Zeros) -> tuple[Pr
     )
 
 
-def eight_by_eight(dtype: torch.dtype) -> tuple[Product, list[str]]:
-    p = testing.EightBitCase(M, N, K, dtype, bias=True).random(device="cuda", seed=1)
+def eight_by_eight(shape: Shape, dtype: torch.dtype) -> tuple[Product, list[str]]:
+    p = testing.EightBitCase(*shape, dtype, bias=True).random(device="cuda", seed=1)
     multiply = qcutlass.gemm_w8a8 if dtype == torch.int8 else qcutlass.gemm_fp8
     operands: tuple[Any, ...] = (p.a, eight_bit.pack(p), p.a_scale, p.w_scale)
-    options: dict[str, Any] = {"n": N} | p.keywords
+    options: dict[str, Any] = {"n": shape[1]} | p.keywords
     return lambda **forced: (multiply(*operands, **options | forced),), qcutlass.tactics(*operands, **options)
 
 
-def of_blocks(out_size: int | None) -> tuple[Product, list[str]]:
-    p = testing.BlockwiseCase(M, N, K, 128, bias=True).random(device="cuda", seed=1)
+def of_blocks(shape: Shape, out_size: int | None) -> tuple[Product, list[str]]:
+    p = testing.BlockwiseCase(*shape, 128, bias=True).random(device="cuda", seed=1)
     b = blockwise.pack(p)
-    names = qcutlass.tactics(p.a, p.a_s, b, p.b_s, n=N, block_size=128, out_block_size=out_size)
+    names = qcutlass.tactics(p.a, p.a_s, b, p.b_s, n=shape[1], block_size=128, out_block_size=out_size)
     if out_size is None:
         return lambda **forced: (blockwise.multiply(p, b, **forced),), names
     return lambda **forced: blockwise.multiply_quantized(p, out_size, b, **forced), names
 
 
-PRODUCTS: dict[str, Callable[[], tuple[Product, list[str]]]] = {
-    "w4a16 fp16": lambda: weight_only(4, torch.float16, "none"),
-    "w4a16 bf16, zeros": lambda: weight_only(4, torch.bfloat16, "int"),
-    "w8a16 fp16": lambda: weight_only(8, torch.float16, "none"),
-    "int8": lambda: eight_by_eight(torch.int8),
-    "fp8": lambda: eight_by_eight(torch.float8_e4m3fn),
-    "blockwise": lambda: of_blocks(None),
-    "blockwise, quantised": lambda: of_blocks(128),
-    "blockwise, quantised finely": lambda: of_blocks(32),
+PRODUCTS: dict[str, Callable[[Shape], tuple[Product, list[str]]]] = {
+    "w4a16 fp16": lambda shape: weight_only(shape, 4, torch.float16, "none"),
+    "w4a16 bf16, zeros": lambda shape: weight_only(shape, 4, torch.bfloat16, "int"),
+    "w8a16 fp16": lambda shape: weight_only(shape, 8, torch.float16, "none"),
+    "int8": lambda shape: eight_by_eight(shape, torch.int8),
+    "fp8": lambda shape: eight_by_eight(shape, torch.float8_e4m3fn),
+    "blockwise": lambda shape: of_blocks(shape, None),
+    "blockwise, quantised": lambda shape: of_blocks(shape, 128),
+    "blockwise, quantised finely": lambda shape: of_blocks(shape, 32),
 }
 
 
-@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize(("shape", "split_k"), [(LONG, 1), (LONG, 3), (WIDE, 1)], ids=["long", "shared", "wide"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_thousand_launches_give_the_same_bits(name: str, split_k: int, ledger: Any) -> None:
+def test_a_thousand_launches_give_the_same_bits(name: str, shape: Shape, split_k: int, ledger: Any) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    product, names = PRODUCTS[name]()
+    product, names = PRODUCTS[name](shape)
     busy, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
     wanted = [tactic for tactic in names if "_sm90a_" in tactic]
     assert wanted

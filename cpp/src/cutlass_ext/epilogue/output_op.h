@@ -1,4 +1,4 @@
-// The output operator of each kind of product.
+// The output operator of each kind of product, and where sums go that a later kernel adds.
 #pragma once
 
 #include <type_traits>

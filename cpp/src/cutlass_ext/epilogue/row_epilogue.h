@@ -8,6 +8,7 @@
 // registers, in sectors of 32 bytes.
 #pragma once
 
+#include "cute/arch/copy_sm90.hpp"
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
@@ -121,6 +122,9 @@ class RowEpilogue {
   static constexpr int kSlotThreads = Mma::kWarpgroups * 32;
   static constexpr int kSlotBytes = kWords * 16 * kSlotThreads;
   static_assert(sizeof(Channel) * 32 <= kTokens * kRowBytes && sizeof(Sums) == kValues * sizeof(Sum));
+  // Another warp may still read what it exchanges with this one when this one shares what the next tile needs.
+  static_assert(!qcutlass::is_blockwise(Mma::kMode) || (RowQuantizer<kChannels>::kBytes <= kTokens * kRowBytes &&
+                                                        RowQuantizer<kChannels>::kExchange >= sizeof(Channel) * 32));
 
   CUTLASS_DEVICE int thread() const { return warp_ * 32 + lane_; }
   CUTLASS_DEVICE int first_channel() const { return warpgroup_ * kChannels % Shape::kM; }

@@ -16,7 +16,7 @@ class RowQuantizer {
   using Quantizer = thread::BlockQuantizer;
   static constexpr int kValues = kChannels / 2;  // [n8 block][half][odd]
   static constexpr int kRowBytes = kChannels + 16;
-  static constexpr int kBytes = 16 * kRowBytes + 2 * 8 * int(sizeof(int));  // of a warp's buffer
+  static constexpr int kExchange = 16 * kRowBytes, kBytes = kExchange + 16 * int(sizeof(int));  // of a warp's buffer
 
   /// `other`: the buffer of the warp that has the other half of these channels, which meets this one at `barrier`.
   CUTLASS_DEVICE RowQuantizer(Params const& params, uint8_t* buffer, uint8_t const* other, int barrier, int lane)
@@ -82,7 +82,7 @@ class RowQuantizer {
   /// The other warp's extent of the same row. Each half has a place of its own, which is written again only after both
   /// warps have met for the other half, or by another launch.
   CUTLASS_DEVICE int exchange(int bits, int half) const {
-    int const at = 16 * kRowBytes + (half * 8 + lane_ / 4) * int(sizeof(int));
+    int const at = kExchange + (half * 8 + lane_ / 4) * int(sizeof(int));
     if (lane_ % 4 == 0) *reinterpret_cast<int*>(buffer_ + at) = bits;
     arch::named_barrier_sync<64>(barrier_);
     return *reinterpret_cast<int const*>(other_ + at);

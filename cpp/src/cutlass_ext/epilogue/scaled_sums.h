@@ -1,6 +1,6 @@
 // The end of 8-by-8-bit products: zero points, scales of tokens and channels, bias, activation, one rounding. The
-// elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one operator on
-// vectors of channels, which sums of all main loops become; its visitors take row-major ones.
+// elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one operator:
+// value by value in the registers of wgmma's sums, on vectors of channels after all other main loops.
 #pragma once
 
 #include "cutlass_ext/epilogue/bias_activation.h"

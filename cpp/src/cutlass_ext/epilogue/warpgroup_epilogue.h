@@ -22,11 +22,13 @@ class WarpgroupEpilogue {
   using Element = typename Mma::Element;
   using Sum = typename Mma::Accumulator;
   using Sums = typename Mma::FragmentC;
-  using Params = typename thread::BiasActivation<Element>::Params;
+  using Output = thread::BiasActivation<Element>;
+  using Params = typename Output::Params;
   static constexpr int kChannels = arch::kWarpgroupRows;  // of a warpgroup
   static constexpr int kPartTokens = 16, kParts = Shape::kN / kPartTokens;
   using Shares = ClusterShares<kParts>;
   static constexpr int kPassParts = 2, kPassTokens = kPassParts * kPartTokens;
+  static_assert(kParts % (2 * kPassParts) == 0, "the next tile begins in the buffer that the last pass has not used");
   static constexpr int kVectors = kChannels / 8;  // of a row
   static_assert(kPartTokens * kVectors == arch::kWarpgroupThreads, "one vector a thread and part");
   static constexpr int kRow = kChannels + 8;  // 9 times 16 bytes: words of eight rows lie in other banks
@@ -38,7 +40,7 @@ class WarpgroupEpilogue {
   CUTLASS_DEVICE WarpgroupEpilogue(SharedStorage& storage, int warpgroup, int thread)
       : storage_(storage), warpgroup_(warpgroup), thread_(thread) {}
 
-  /// Requests what the sums of the next tile need: nothing; main loops without promotion leave no registers.
+  /// Requests what the sums of the next tile need: nothing; sums and fragments leave no registers.
   CUTLASS_DEVICE void request(Params const&, int /*channel*/, int /*token*/) {}
 
   /// Bytes that a block receives when `blocks` of them exchange sums.
@@ -85,7 +87,7 @@ class WarpgroupEpilogue {
         mine[i] = Shares::owner_of(pass * kPassParts + i, blocks) == rank;
         if (mine[i]) transpose(sums, pass, i);
       }
-      // One barrier is enough, since a buffer is written again only after the next one.
+      // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPassParts; ++i)

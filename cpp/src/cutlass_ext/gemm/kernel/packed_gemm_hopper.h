@@ -19,7 +19,7 @@ class PackedGemmHopper {
   using Shape = typename Mma::Shape;
   using Epilogue = typename Mma::Epilogue;
   using Sum = typename Mma::Accumulator;
-  using OutputOp = epilogue::thread::OutputOpOf<Element, Sum, Mma::kMode>;
+  using OutputOp = typename Epilogue::Output;
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;
   static constexpr int MinBlocksPerMultiprocessor = 1;
 
@@ -27,8 +27,8 @@ class PackedGemmHopper {
   /// share both operands in L2.
   static constexpr int kTokenTiles = 4;
 
-  /// From an item, a share of the k extent of a tile, to its place. Divisions are by constants of the launch: their
-  /// instructions stand between the main loop and the epilogue.
+  /// From an item, a share of the k extent of a tile, to its place. Divisions are by constants of the launch: they
+  /// are part of every tile's end, when nothing multiplies.
   struct TileOrder {
     int token_tiles, items;  // pairs of token tiles where pairs of blocks share weights
     FastDivmod shares;       // of k
