@@ -9,6 +9,7 @@
 #include "gemm/architectures.h"
 #include "gemm/cost_model.h"
 #include "gemm/dense.h"
+#include "gemm/gpu_class.h"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
@@ -165,7 +166,8 @@ TEST(Select, TakesAForcedTactic) {
     int const split = static_cast<int>(std::min<int64_t>(3, layout::ceil_div(4096, t.k)));
     Plan const plan = select(a, kH200Wgmma, t.name, split);
     EXPECT_EQ(plan.split_k, split);
-    EXPECT_EQ(plan.workspace_bytes, 0u) << "clusters add their sums without memory";
+    EXPECT_EQ(plan.workspace_bytes == 0, plan.cluster) << "clusters add their sums without memory";
+    EXPECT_EQ(plan.cluster, !t.wgmma || tiles(a, kTactics[plan.row]) <= resident_clusters(132, split)) << t.name;
     EXPECT_THROW(select(a, kH200Wgmma, t.name, 4096 / 64 + 1), Unsupported) << "more shares than stages";
     if (t.wgmma) {
       EXPECT_THROW(select(a, kH200, t.name), Unsupported) << "not built";
@@ -398,6 +400,16 @@ TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
     }
 }
 
+TEST(Wgmma, ClustersThatDoNotRunAtOnceGoThroughMemory) {
+  GemmArguments const a = problem(64, 4096, 14336);  // 32 tiles of 128 channels; 39 clusters of 3, 30 of 4
+  std::string const tactic = "w4a16_f16_native_sm90a_n128m64k128_s8";
+  EXPECT_TRUE(select(a, kH200Wgmma, tactic, 3).cluster);
+  Plan const plan = select(a, kH200Wgmma, tactic, 4);
+  EXPECT_FALSE(plan.cluster);
+  EXPECT_EQ(plan.workspace_bytes, size_t{4} * 64 * 4096 * 4);
+  for (int blocks = 2; blocks <= 8; ++blocks) EXPECT_LE(resident_clusters(132, blocks) * blocks, 132);
+}
+
 TEST(Wgmma, RingsHoldWholePairsOfBatches) {
   for (Packing packing : {Packing::kW4A16, Packing::kW8A16, Packing::kW8A8})
     for (ScaleMode mode :
@@ -423,16 +435,22 @@ TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
     std::vector<Time> times;
   };
   std::vector<Row> const rows = {
-      {4096, 4096, 64, {{"n128m64k128", 3, 9.78}, {"n128m64k128", 2, 10.4}, {"n256m64k128", 5, 12.7}}},
-      {4096, 4096, 256, {{"n128m128k128", 2, 16.8}, {"n128m64k128", 1, 17.8}, {"n256m64k128", 2, 18.9}}},
-      {4096, 4096, 512, {{"n128m128k128", 1, 25.5}, {"n256m128k64", 2, 28.2}, {"n128m256k64", 2, 29.4}}},
-      {28672, 4096, 64, {{"n256m64k128", 1, 31.3}, {"n128m64k128", 1, 34.4}, {"n256m128k64", 1, 42.8}}},
-      {28672, 4096, 128, {{"n256m128k64", 1, 45.8}, {"n128m128k128", 1, 48.4}, {"n256m64k128", 1, 58.7}}},
-      {28672, 4096, 512, {{"n128m128k128", 1, 171}, {"n256m128k64", 1, 184}, {"n128m256k64", 1, 188}}},
-      {4096, 14336, 128, {{"n128m128k128", 3, 30.3}, {"n128m64k128", 2, 31.1}, {"n256m128k64", 6, 35.5}}},
-      {4096, 14336, 256, {{"n128m128k128", 2, 44.6}, {"n256m64k128", 2, 52.8}, {"n128m256k64", 3, 54.3}}},
-      {8192, 8192, 128, {{"n128m128k128", 2, 27.9}, {"n256m64k128", 2, 33.0}, {"n128m64k128", 1, 33.4}}},
-      {8192, 8192, 1024, {{"n256m128k64", 1, 179}, {"n128m256k64", 1, 179}, {"n128m128k128", 1, 187}}},
+      {4096, 4096, 64, {{"n128m64k128", 4, 9.41}, {"n128m64k128", 3, 9.9}, {"n128m64k128", 2, 10.4}}},
+      {4096, 4096, 130, {{"n128m128k128", 2, 15.9}, {"n128m64k128", 1, 16.4}, {"n128m256k64", 4, 16.8}}},
+      {4096, 4096, 256, {{"n128m128k128", 2, 16.6}, {"n128m64k128", 1, 17.1}, {"n256m64k128", 2, 18.6}}},
+      {4096, 4096, 512, {{"n128m128k128", 1, 24.4}, {"n256m128k64", 2, 28.2}, {"n256m64k128", 1, 28.6}}},
+      {28672, 4096, 64, {{"n256m64k128", 1, 30.7}, {"n128m64k128", 1, 33.7}, {"n256m128k64", 1, 43.8}}},
+      {28672, 4096, 128, {{"n256m128k64", 1, 45.1}, {"n128m128k128", 1, 46.8}, {"n256m64k128", 1, 57.1}}},
+      {28672, 4096, 300, {{"n256m128k64", 1, 132}, {"n128m128k128", 1, 137}, {"n256m64k128", 1, 139}}},
+      {28672, 4096, 512, {{"n128m128k128", 1, 164}, {"n128m256k64", 1, 172}, {"n256m128k64", 1, 177}}},
+      {4096, 14336, 64, {{"n128m64k128", 4, 18.9}, {"n256m64k128", 8, 20.5}, {"n128m64k128", 3, 22.3}}},
+      {4096, 14336, 128, {{"n128m128k128", 4, 26.5}, {"n256m128k64", 8, 29.6}, {"n128m128k128", 3, 30}}},
+      {4096, 14336, 160, {{"n128m256k64", 4, 41.8}, {"n128m128k128", 2, 42.1}, {"n256m128k64", 4, 44.5}}},
+      {4096, 14336, 256, {{"n128m128k128", 2, 43.9}, {"n128m256k64", 4, 45.4}, {"n256m128k64", 4, 47.5}}},
+      {8192, 8192, 32, {{"n256m64k128", 4, 19.7}, {"n128m64k128", 2, 19.9}, {"n256m64k128", 3, 24.1}}},
+      {8192, 8192, 128, {{"n128m128k128", 2, 27.7}, {"n256m128k64", 4, 31.7}, {"n256m64k128", 2, 32.7}}},
+      {8192, 8192, 144, {{"n128m128k128", 1, 45.7}, {"n128m256k64", 2, 47}, {"n256m128k64", 2, 47.7}}},
+      {8192, 8192, 1024, {{"n128m256k64", 1, 173}, {"n256m128k64", 1, 179}, {"n128m128k128", 1, 184}}},
   };
   for (Row const& row : rows) {
     Plan const plan = select(problem(row.m, row.n, row.k), kH200Wgmma);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/bias_activation.h"
 #include "qcutlass/types.h"
 
@@ -58,26 +59,36 @@ __global__ void gather_activations(Element const* a, int64_t a_stride, int32_t c
     }
 }
 
-/// Adds the `shares` partial products in order and finishes the output.
+/// Adds the `shares` partial products in order and finishes the output; for a row_grid() over vectors and tokens.
 template <class OutputOp>
 __global__ void reduce_partials(typename OutputOp::Sum const* partials, int64_t partial_stride, int shares,
                                 typename OutputOp::Params params) {
-  using Half = cutlass::Array<typename OutputOp::Sum, OutputOp::kVector / 2>;
-  int64_t const vectors = partial_stride / OutputOp::kVector, total = vectors * params.tokens;
-  for (int64_t v = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; v < total;
-       v += int64_t(gridDim.x) * kCopyThreads) {
-    int const token = int(v / vectors), channel = int(v % vectors) * OutputOp::kVector;
-    typename OutputOp::Sum sum[OutputOp::kVector];
-    for (int s = 0; s < shares; ++s) {
-      uint4 const* in =
-          reinterpret_cast<uint4 const*>(partials + (int64_t(s) * params.tokens + token) * partial_stride + channel);
-      uint4 const words[2] = {in[0], in[1]};
-      Half const* part = reinterpret_cast<Half const*>(words);
+  using Sum = typename OutputOp::Sum;
+  constexpr int kVector = OutputOp::kVector, kWords = kVector * sizeof(Sum) / sizeof(uint4);
+  constexpr int kAtOnce = 4;  // loads of so many shares are on their way together
+  cutlass::arch::wait_for_prior_grids();
+  cutlass::arch::allow_next_grid();
+  int const vectors = int(partial_stride) / kVector;
+  int64_t const share = params.tokens * partial_stride;
+  for (int token = blockIdx.y; token < params.tokens; token += gridDim.y)
+    for (int v = blockIdx.x * kCopyThreads + threadIdx.x; v < vectors; v += gridDim.x * kCopyThreads) {
+      Sum const* const from = partials + token * partial_stride + v * kVector;
+      Sum sum[kVector] = {};
+      for (int first = 0; first < shares; first += kAtOnce) {
+        uint4 words[kAtOnce][kWords];
 #pragma unroll
-      for (int i = 0; i < OutputOp::kVector; ++i) sum[i] = s == 0 ? part[i / 4][i % 4] : sum[i] + part[i / 4][i % 4];
+        for (int s = 0; s < kAtOnce; ++s)
+#pragma unroll
+          for (int i = 0; i < kWords; ++i)
+            if (first + s < shares) words[s][i] = reinterpret_cast<uint4 const*>(from + (first + s) * share)[i];
+#pragma unroll
+        for (int s = 0; s < kAtOnce; ++s)
+#pragma unroll
+          for (int i = 0; i < kVector; ++i)
+            if (first + s < shares) sum[i] += reinterpret_cast<Sum const*>(words[s])[i];
+      }
+      OutputOp(params, v * kVector).store(token, sum);
     }
-    OutputOp(params, channel).store(token, sum);
-  }
 }
 
 }  // namespace qcutlass::cuda

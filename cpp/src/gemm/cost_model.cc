@@ -20,15 +20,13 @@ struct Waves {
   double resident;  ///< blocks that an SM holds at once
   double stages;    ///< of a block
 
-  Waves(GemmArguments const& a, DeviceTraits const& device, GpuClass const& gpu, Tactic const& t, int split_k,
-        bool cluster)
+  Waves(GemmArguments const& a, DeviceTraits const& device, Tactic const& t, int split_k, bool cluster)
       : blocks(static_cast<double>(tiles(a, t)) * split_k),
         sharers(t.mainloop == Mainloop::kHopper
                     ? hopper_sharers(a.weights.packing, layout::ceil_div(a.m, t.tokens), split_k)
                     : 1),
-        busiest(std::ceil(
-            pairs(a, t) * split_k /
-            (std::max(1, device.sm_count / sharers) * (cluster && split_k > 2 ? gpu.launch.cluster_share : 1.0)))),
+        busiest(cluster ? std::ceil(pairs(a, t) / std::max(1, resident_clusters(device.sm_count, split_k)))
+                        : std::ceil(pairs(a, t) * split_k / std::max(1, device.sm_count / sharers))),
         resident(resident_blocks(a, device, t)),
         stages(std::ceil(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k(a.weights.packing))) / split_k)) {}
 
@@ -136,7 +134,7 @@ double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves
                                     t.tokens * t.channels * t.slices * waves.busiest * costs.output;
   if (cluster) return block + (hopper ? 0 : (split_k - 1) * gpu.launch.cluster);
   if (split_k == 1) return block;
-  return block + gpu.launch.split + outputs * 4 * split_k * 2 / (gpu.memory.l2 * 1e6);
+  return block + (hopper ? gpu.hopper.split : gpu.launch.split) + outputs * 4 * split_k * 2 / (gpu.memory.l2 * 1e6);
 }
 
 }  // namespace
@@ -161,7 +159,7 @@ Cost predict(GemmArguments const& arguments, DeviceTraits const& device, Tactic 
   if (arguments.weights.packing == Packing::kW8A8)
     gpu = for_eight_bits(gpu, arguments.blocks.size != 0 ? kBlockwiseCosts : kEightByEightCosts,
                          is_float8(arguments.a_type));
-  Waves const waves(arguments, device, gpu, tactic, split_k, cluster);
+  Waves const waves(arguments, device, tactic, split_k, cluster);
   Cost cost;
   cost.load = load(arguments, gpu, tactic, waves);
   cost.compute = compute(arguments, gpu, tactic, waves);

@@ -1,6 +1,4 @@
 // What surrounds the dense products of dequantised weights: activations before them, the epilogue after them.
-#include <algorithm>
-
 #include "gemm/copy_rows.cuh"
 #include "gemm/cuda_check.h"
 #include "gemm/workspace.h"
@@ -8,8 +6,6 @@
 
 namespace qcutlass::cuda {
 namespace {
-
-constexpr int64_t kMaxBlocks = 4096;
 
 template <class Element>
 void prepare(GemmArguments const& a, void* out, int64_t out_stride, cudaStream_t stream) {
@@ -25,9 +21,8 @@ void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int6
   Element* const out = static_cast<Element*>(a.out) + begin;
   auto const* const bias = static_cast<char const*>(a.bias) + begin * size_of(a.bias_type);
   bool const vectors = stores_vectors(out, a.out_stride, end - begin, a.m, a.a_type);
-  int64_t const blocks = layout::ceil_div(sums_stride / 8 * a.m, kCopyThreads);
   using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
-  reduce_partials<OutputOp><<<unsigned(std::min(blocks, kMaxBlocks)), kCopyThreads, 0, stream>>>(
+  reduce_partials<OutputOp><<<row_grid(sums_stride / OutputOp::kVector, a.m), kCopyThreads, 0, stream>>>(
       sums, sums_stride, 1, {out, a.out_stride, int(a.m), int(end - begin), vectors, bias, a.bias_type, a.activation});
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }

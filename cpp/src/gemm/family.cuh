@@ -63,11 +63,11 @@ struct Family<kType, kPacking, kMode>::Impl {
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
     set_shares(params, launch, Shape::kK);
     launch_kernel(
-        cutlass::device_kernel<Kernel>, launch, params,
+        cutlass::device_kernel<Kernel>, launch,
         {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
          C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
          std::min(C::kSharedMemory, launch.shared_memory_limit)},
-        stream);
+        stream, params);
   }
 
   static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {

@@ -49,11 +49,16 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     return make_tensor_map({g.data, g.element_bytes, launch.channels, groups, 0, stride}, channels, rows, 0, false);
   }
 
-  static CUtensorMap activation_map(Launch const& launch, int columns, int rows) {
+  template <int kTokens>
+  static cutlass::gemm::threadblock::TokenBoxes<kTokens> token_boxes(Launch const& launch, int columns) {
     constexpr int kElement = int(sizeof(Element));
     int64_t const row = int64_t(launch.k) * kElement;
     int64_t const stride = launch.tokens > 1 ? launch.activation_stride * kElement : (row + 15) / 16 * 16;
-    return make_tensor_map({launch.activations, kElement, launch.k, launch.tokens, 0, stride}, columns, rows, 0, true);
+    auto const map = [&](int rows) {
+      return make_tensor_map({launch.activations, kElement, launch.k, launch.tokens, 0, stride}, columns, rows, 0,
+                             true);
+    };
+    return {map(kTokens), map((launch.tokens - 1) % kTokens + 1), launch.tokens};
   }
 
   static uint64_t weight_policy(Launch const& launch, int tokens) {
@@ -67,7 +72,7 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     using Shape = typename Mma::Shape;
     constexpr int kTile = Mma::LayoutA::kTileBytes;
     typename Mma::Arguments args{};
-    args.activations = activation_map(launch, Shape::kK, Shape::kN);
+    args.activations = token_boxes<Shape::kN>(launch, Shape::kK);
     // A box is [tiles of k][strips][tile]: the strips of a step lie together. Dimensions need not be ordered by stride.
     args.weights = make_tensor_map(
         {launch.weights, 4, kTile / 4, launch.tiles_n, launch.tiles_k, int64_t(launch.tiles_k) * kTile, kTile},
@@ -75,7 +80,6 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     args.weight_policy = weight_policy(launch, Shape::kN * sharers);
     args.sharers = sharers;
     args.blocks = block_scales(launch);
-    args.tokens = launch.tokens;
     return args;
   }
 
@@ -85,26 +89,23 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     using Shape = typename Mma::Shape;
     using LayoutA = typename Mma::LayoutA;
     typename Mma::Arguments args{};
-    args.activations = activation_map(launch, Mma::kChunkK, Shape::kN);
+    args.activations = token_boxes<Shape::kN>(launch, Mma::kChunkK);
     args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, launch.tiles_n,
                                     LayoutA::kTileBytes, int64_t(launch.tiles_k) * LayoutA::kTileBytes},
                                    LayoutA::kTileBytes / 4, Mma::kTiles, Shape::kM / 16, false);
-    args.stage_bytes = Mma::SharedStorage::kWeights / Mma::kStages + Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
+    args.weight_bytes = Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
     if constexpr (Mma::kRows > 0) {
       args.scale_row = Shape::kM * launch.scales.element_bytes;
       args.zero_row = Shape::kM * launch.zeros.element_bytes;
       args.scales = group_map(launch.scales, launch, Shape::kM, Mma::kBoxRows);
-      args.stage_bytes += Mma::kRows * args.scale_row;
+      args.weight_bytes += Mma::kRows * args.scale_row;
       if (launch.zeros.type != DType::kNone) {
         args.zeros = group_map(launch.zeros, launch, Shape::kM, Mma::kBoxRows);
-        args.stage_bytes += Mma::kRows * args.zero_row;
+        args.weight_bytes += Mma::kRows * args.zero_row;
       }
     }
     args.weight_policy = weight_policy(launch, Shape::kN);
     args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
-    args.group_shift = -1;
-    for (int shift = 0; shift < 31; ++shift)
-      if (launch.group_size == 1 << shift && Shape::kK % launch.group_size == 0) args.group_shift = shift;
     args.scale_type = launch.scales.type;
     args.zero_type = launch.zeros.type;
     return args;
@@ -130,10 +131,10 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     int64_t const items = params.order.items;
     int64_t const blocks =
         (launch.cluster ? items : std::min<int64_t>(items, std::max(1, launch.sm_count / sharers))) * sharers;
-    launch_kernel(cutlass::device_kernel<Kernel>, launch, params,
+    launch_kernel(cutlass::device_kernel<Kernel>, launch,
                   {dim3(unsigned(blocks)), dim3(unsigned(launch.cluster ? launch.split_k : sharers)),
                    C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory},
-                  stream);
+                  stream, params);
   }
 
   using Function = void (*)(Launch const&, cudaStream_t);

@@ -35,20 +35,21 @@ inline constexpr MainloopCosts kMultistageCosts = {0.687, 5, 0.3, 65.5, 2.29, 9.
 
 /// The main loops of asynchronous MMAs, whose times have a form of their own: see cost_model.cc.
 struct HopperCosts {
-  double clock = 1.85;       ///< GHz
-  double slice = 30;         ///< issue clocks of a warp's 128 bytes of k, beside conversions
-  double convert = 1.8;      ///< clocks of an instruction that converts weights
-  double promotion = 0;      ///< clocks of a thread's sum that leaves the MMAs' registers
-  double scaling = 0;        ///< more of them where it is scaled
-  double latency = 0.737;    ///< microseconds from a request to its bytes in shared memory
-  double kernel = 2.13;      ///< microseconds: launch, first bytes, last stores
-  double output = 9.3e-5;    ///< microseconds of the epilogue, per output of a block
-  double cluster = 1.2;      ///< microseconds of meeting another block to exchange sums
-  double exchange = 2.0e-4;  ///< microseconds per sum of a block that goes to other blocks
+  double clock = 1.85;        ///< GHz
+  double slice = 30.5;        ///< issue clocks of a warp's 128 bytes of k, beside conversions
+  double convert = 1.91;      ///< clocks of an instruction that converts weights
+  double promotion = 0;       ///< clocks of a thread's sum that leaves the MMAs' registers
+  double scaling = 0;         ///< more of them where it is scaled
+  double latency = 0.498;     ///< microseconds from a request to its bytes in shared memory
+  double kernel = 2.34;       ///< microseconds: launch, first bytes, last stores
+  double output = 5.11e-5;    ///< microseconds of the epilogue, per output of a block
+  double cluster = 0.601;     ///< microseconds of meeting another block to exchange sums
+  double exchange = 2.36e-4;  ///< microseconds per sum of a block that goes to other blocks
+  double split = 1.86;        ///< microseconds of the kernel that adds partial sums, beside its traffic
 };
 
 /// Those of 8-by-8-bit products.
-inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 108, 0, 0.765, 2.3, 0.926, 2.23, 6.12e-5, 0.00995, 3.36e-4};
+inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 144, 0, 0.5, 1.65, 0.992, 2.4, 2.45e-5, 0.00647, 2.53e-4, 2.83};
 
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.
@@ -80,13 +81,19 @@ inline constexpr double kFloat8Mma = 3.26;
 
 /// Microseconds of combining the blocks that share k, and of small kernels.
 struct LaunchTimes {
-  double split = 5.4;     ///< the kernel that adds partial sums, beside its traffic
+  double split = 5.4;     ///< the kernel that adds partial sums, beside its traffic; kHopper has its own
   double cluster = 1.22;  ///< clusters: exchanging sums with one more block
   double block = 0.05;    ///< starting one more block on an SM
   double copy = 2.0;      ///< a kernel that copies activations or finishes outputs, beside its traffic
-  /// Share of the SMs that clusters beyond pairs can use, since they do not fit every group of SMs that may hold one.
-  double cluster_share = 0.918;
 };
+
+/// Clusters of so many blocks, one an SM, that run at once: those beyond pairs do not fill every group of SMs that may
+/// hold one. Shares of the SMs as cudaOccupancyMaxActiveClusters has them on an H200 (39 of 3 blocks, 30 of 4, 22, 17,
+/// 15 of 7 or 8).
+constexpr int resident_clusters(int sm_count, int blocks) {
+  constexpr double kShares[] = {1, 1, 1, 0.887, 0.91, 0.834, 0.773, 0.796, 0.91};
+  return int(sm_count * kShares[blocks]) / blocks;
+}
 
 /// Dequantising slices of the weights and multiplying them with the vendor's dense 16-bit product.
 struct DenseSpeed {

@@ -1,5 +1,4 @@
 // Launching a plan: operands aligned if need be, the kernel family picked by type, partial results added.
-#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -8,6 +7,7 @@
 #include "gemm/copy_rows.cuh"
 #include "gemm/cuda_check.h"
 #include "gemm/family.h"
+#include "gemm/launch_kernel.cuh"
 #include "gemm/output.cuh"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
@@ -96,12 +96,10 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, W
 
 template <class OutputOp>
 void reduce(Launch const& launch, cudaStream_t stream) {
-  int64_t const vectors = launch.partial_stride / 8 * launch.tokens;
-  unsigned const blocks = unsigned(std::min<int64_t>(layout::ceil_div(vectors, kCopyThreads), 4096));
-  reduce_partials<OutputOp>
-      <<<blocks, kCopyThreads, 0, stream>>>(static_cast<typename OutputOp::Sum const*>(launch.partials),
-                                            launch.partial_stride, launch.split_k, output_params<OutputOp>(launch));
-  QCUTLASS_CUDA_CHECK(cudaGetLastError());
+  dim3 const grid = row_grid(launch.partial_stride / OutputOp::kVector, launch.tokens);
+  launch_kernel(reduce_partials<OutputOp>, launch, {grid, dim3(1), kCopyThreads, 0, 0}, stream,
+                static_cast<typename OutputOp::Sum const*>(launch.partials), int64_t(launch.partial_stride),
+                launch.split_k, output_params<OutputOp>(launch));
 }
 
 void reduce(DType type, Launch const& launch, cudaStream_t stream) {

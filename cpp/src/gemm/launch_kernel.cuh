@@ -26,9 +26,9 @@ struct LaunchShape {
   int shared_memory, most_shared_memory;  // bytes of this launch, and of any
 };
 
-template <class Params>
-void launch_kernel(void (*kernel)(Params), Launch const& launch, Params const& params, LaunchShape const& shape,
-                   cudaStream_t stream) {
+template <class... Params>
+void launch_kernel(void (*kernel)(Params...), Launch const& launch, LaunchShape const& shape, cudaStream_t stream,
+                   Params const&... params) {
   if (launch.first_use)
     QCUTLASS_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.most_shared_memory));
@@ -49,7 +49,7 @@ void launch_kernel(void (*kernel)(Params), Launch const& launch, Params const& p
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = unsigned(count);
-  QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
 }
 
 }  // namespace qcutlass::cuda

@@ -1,9 +1,11 @@
 // Problem -> configuration: a pure function over the table of tactics.
 #include <algorithm>
 #include <cstdio>
+#include <initializer_list>
 
 #include "gemm/cost_model.h"
 #include "gemm/dense.h"
+#include "gemm/gpu_class.h"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 
@@ -11,9 +13,9 @@ namespace qcutlass {
 namespace {
 
 /// How many blocks may share k. Clusters of sizes between powers of two fit the groups of SMs badly.
-constexpr int kSplits[] = {1, 2, 4, 8, 16};
+constexpr std::initializer_list<int> kSplits = {1, 2, 4, 8, 16};
 /// With one block an SM there is little choice: these fill more of them.
-constexpr int kHopperSplits[] = {1, 2, 3, 5, 6};
+constexpr std::initializer_list<int> kHopperSplits = {1, 2, 3, 4, 5, 6, 8};
 /// Largest cluster size that every GPU with clusters supports.
 constexpr int kMaxCluster = 8;
 
@@ -118,10 +120,12 @@ bool fits_grid(GemmArguments const& arguments, Tactic const& t) {
   return layout::ceil_div(arguments.m, t.tokens) <= kMostRows * kSwizzled;
 }
 
-/// Clusters and early starts are compiled into code for sm_90 and newer, whatever the GPU.
-bool uses_cluster(DeviceTraits const& device, Tactic const& t, int split_k) {
-  int const most = t.mainloop == Mainloop::kHopper ? kMostHopperCluster : kMaxCluster;
-  return split_k > 1 && split_k <= most && device.code_capability >= 90;
+/// Clusters and early starts are compiled into code for sm_90 and newer, whatever the GPU. Where an SM holds one block,
+/// clusters that do not all run at once would wait for each other; partial sums then go through memory.
+bool uses_cluster(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& t, int split_k) {
+  if (split_k == 1 || device.code_capability < 90) return false;
+  if (t.mainloop != Mainloop::kHopper) return split_k <= kMaxCluster;
+  return split_k <= kMostHopperCluster && tiles(arguments, t) <= resident_clusters(device.sm_count, split_k);
 }
 
 /// Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
@@ -143,7 +147,7 @@ bool piles_up(GemmArguments const& arguments, DeviceTraits const& device, Tactic
 
 Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, int row, int split_k) {
   Tactic const& t = kTactics[row];
-  bool const cluster = uses_cluster(device, t, split_k);
+  bool const cluster = uses_cluster(arguments, device, t, split_k);
   Candidate result;
   result.plan.tactic = tactic_name(arguments, t);
   result.plan.row = row;

@@ -241,9 +241,10 @@ class RowEpilogue {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         int const first = channel + block * 8;
-        Array<Value, 2> const pair = {values[index(block, half, 0)], values[index(block, half, 1)]};
+        AlignedArray<Value, 2> pair;
+        pair[0] = values[index(block, half, 0)], pair[1] = values[index(block, half, 1)];
         if (vectors) {
-          if (first < channels) *reinterpret_cast<Array<Value, 2>*>(row + first) = pair;
+          if (first < channels) *reinterpret_cast<AlignedArray<Value, 2>*>(row + first) = pair;
         } else {
           if (first < channels) row[first] = pair[0];
           if (first + 1 < channels) row[first + 1] = pair[1];

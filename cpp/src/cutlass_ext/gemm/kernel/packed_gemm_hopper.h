@@ -23,25 +23,26 @@ class PackedGemmHopper {
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;
   static constexpr int MinBlocksPerMultiprocessor = 1;
 
-  /// Tiles of tokens, or pairs of them, side by side that blocks take before the next tile of channels: neighbours
-  /// share both operands in L2.
-  static constexpr int kTokenTiles = 4;
-
-  /// From an item, a share of the k extent of a tile, to its place. Divisions are by constants of the launch: they
-  /// are part of every tile's end, when nothing multiplies.
+  /// From an item, a share of the k extent of a tile, to its place. Some tiles of tokens, or pairs of them, side by
+  /// side are taken before the next tile of channels: about kSide, with which a wave of tiles reads the least, in even
+  /// groups, since all weights are read for each. Divisions are by constants of the launch: they are part of every
+  /// tile's end, when nothing multiplies.
   struct TileOrder {
+    static constexpr int kSide = 4;
+
     int token_tiles, items;  // pairs of token tiles where pairs of blocks share weights
     FastDivmod shares;       // of k
-    FastDivmod group;        // tiles of kTokenTiles tiles of tokens by all of channels
-    FastDivmod last_tokens;  // tiles of tokens of the last group
+    FastDivmod side, last;   // tiles of tokens of a group, and of the last one
+    FastDivmod group;        // tiles: those by all of channels
 
     TileOrder() = default;
     TileOrder(int channel_tiles, int token_tiles, int shares)
-        : token_tiles(token_tiles),
-          items(channel_tiles * token_tiles * shares),
-          shares(shares),
-          group(kTokenTiles * channel_tiles),
-          last_tokens((token_tiles - 1) % kTokenTiles + 1) {}
+        : token_tiles(token_tiles), items(channel_tiles * token_tiles * shares), shares(shares) {
+      int const groups = fast_max(1, (token_tiles + 1) / kSide);
+      side = FastDivmod((token_tiles + groups - 1) / groups);
+      last = FastDivmod((token_tiles - 1) % side.divisor + 1);
+      group = FastDivmod(side.divisor * channel_tiles);
+    }
 
     struct Place {
       int channel, token, share;  // of tiles
@@ -51,11 +52,8 @@ class PackedGemmHopper {
       Place place;
       shares(tile, place.share, item);
       group(number, rest, tile);
-      int const first = number * kTokenTiles;
-      if (first + kTokenTiles <= token_tiles)
-        place.channel = rest / kTokenTiles, place.token = rest % kTokenTiles;
-      else
-        last_tokens(place.channel, place.token, rest);
+      int const first = number * side.divisor;
+      (first + side.divisor <= token_tiles ? side : last)(place.channel, place.token, rest);
       place.token += first;
       return place;
     }
@@ -144,7 +142,7 @@ class PackedGemmHopper {
     if (!params.prefetch) arch::wait_for_prior_grids();
     int item = first_item(params);
     Work work(params, item);
-    producer.prefetch_weights(work.channel, work.first_k, work.stages);
+    producer.prefetch_weights(work.channel, work.token, work.first_k, work.stages);
     if (params.prefetch) arch::wait_for_prior_grids();
     // Early: a block of this kernel leaves no room on its SM, so that the next kernel's can only take idle ones. But
     // after the wait, so that what ended before this kernel's predecessor has ended for the next one too.

@@ -59,14 +59,13 @@ class MmaPackedHopper {
   using Epilogue = epilogue::threadblock::WarpgroupEpilogue<MmaPackedHopper>;
 
   struct Arguments {
-    CUtensorMap activations;  // [tokens][k]
-    CUtensorMap weights;      // [tiles_n][tiles_k][128 words]
-    CUtensorMap scales;       // [groups][channels]
-    CUtensorMap zeros;        // likewise
-    uint64_t weight_policy;   // of the L2 cache
-    int stage_bytes;          // that TMA writes
+    TokenBoxes<Shape::kN> activations;  // [tokens][k]
+    CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
+    CUtensorMap scales;                 // [groups][channels]
+    CUtensorMap zeros;                  // likewise
+    uint64_t weight_policy;             // of the L2 cache
+    int weight_bytes;                   // of a stage, with scales and zeros
     GroupSize group_size;
-    int group_shift;  // its logarithm where it is a power of two that divides Shape::kK; else negative
     qcutlass::DType scale_type, zero_type;
     int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
   };
@@ -102,7 +101,7 @@ class MmaPackedHopper {
   /// The producing thread.
   class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
     using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
-    using Base::args_, Base::barriers_, Base::barrier;
+    using Base::args_, Base::barriers_, Base::rows_, Base::barrier, Base::activation_bytes;
     friend Base;
 
    public:
@@ -113,13 +112,13 @@ class MmaPackedHopper {
     CUTLASS_DEVICE void request_activations(int place, int token, int k) {
       CUTLASS_PRAGMA_UNROLL
       for (int chunk = 0; chunk < kChunks; ++chunk)
-        cute::SM90_TMA_LOAD_2D::copy(&args_.activations, barrier(place),
+        cute::SM90_TMA_LOAD_2D::copy(&args_.activations.map(rows_), barrier(place),
                                      uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                      storage_.activations(place, chunk), k + chunk * kChunkK, token);
     }
 
     CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
-      barriers_.full[place].arrive_and_expect_tx(args_.stage_bytes);
+      barriers_.full[place].arrive_and_expect_tx(args_.weight_bytes + activation_bytes(kChunks * kChunkBytes));
       cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
                                    k / LayoutA::kTileK, channel / 16);
       if constexpr (kRows > 0) {
@@ -153,7 +152,7 @@ class MmaPackedHopper {
           lane_(lane) {
       if (kTurns_ && warpgroup == 1) arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier);  // the other one begins
       CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < kAhead * kBatchRows; ++r) operands_[r / kBatchRows][r % kBatchRows][0] = Scales::symmetric();
+      for (int r = 0; r < kAhead * kBatchRows; ++r) operands_[r / kBatchRows][r % kBatchRows] = Scales::symmetric();
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2 * kBatch * 4; ++i) fragments_[i / 4 / kBatch][i / 4 % kBatch][i % 4] = 0;
     }
@@ -166,6 +165,7 @@ class MmaPackedHopper {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
       k_ = first_k;
+      find_rows(0);
       fetch(0, 0, 0);
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1);
       prepare(0, 0, 0);
@@ -186,6 +186,9 @@ class MmaPackedHopper {
     static constexpr int kBatchTiles = kBatch > LayoutA::kSteps ? kBatch / LayoutA::kSteps : 1;
     static constexpr int kCodeSteps = kBatchTiles * LayoutA::kSteps;  // whose codes are in registers
     static constexpr int kBatchRows = kBatch > kRowSteps ? kBatch / kRowSteps : 1;
+    /// Whether the lanes that load a batch's scales, all rows of them at once, find these rows: where conversions are
+    /// the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
+    static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1;
     /// How many batches before its MMAs a batch's codes and scales leave shared memory: 2, if each batch has its own,
     /// and looking ahead does not hold on to another stage.
     static constexpr int kAhead = kBatches > 1 && kBatch % kCodeSteps == 0 && kBatch % kRowSteps == 0 ? 2 : 1;
@@ -254,13 +257,21 @@ class MmaPackedHopper {
         for (int t = 0; t < kBatchTiles; ++t)
           load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
       }
-      if constexpr (kRows > 0) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < kBatchRows; ++r)
-          if (step % kRowSteps == 0)
-            load_operands(operands_[buffer % kAhead][r], place, (step / kRowSteps + r) * kRowSteps * kStepK);
-      }
+      if constexpr (kRows > 0)
+        if (step % kRowSteps == 0) load_operands(operands_[buffer % kAhead], place, step);
       if (batch == kBatches - 1) k_ += Shape::kK;
+      find_rows((batch + 1) % kBatches);
+    }
+
+    /// Finds the row of the stage's box for operand lane / 8 of the batch that is fetched next: a batch ahead, for the
+    /// division takes its time.
+    CUTLASS_DEVICE void find_rows(int batch) {
+      if constexpr (kLanesFindRows) row_ = box_row(batch * kBatch + fast_min(lane_ / 8, kBatchRows - 1) * kRowSteps);
+    }
+
+    /// Row of the stage's box that serves a step.
+    CUTLASS_DEVICE int box_row(int step) const {
+      return args_.group_size.group(k_ + step * kStepK) - args_.group_size.group(k_);
     }
 
     /// A lane's codes of a tile: one 128-bit load.
@@ -270,21 +281,28 @@ class MmaPackedHopper {
       codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
     }
 
-    /// The operands for the k from `offset` on within the stage.
-    CUTLASS_DEVICE void load_operands(Operands (&operands)[1], int place, int offset) {
+    /// The operands of a batch that begins with `step`.
+    CUTLASS_DEVICE void load_operands(Operands (&operands)[kBatchRows], int place, int step) {
       constexpr bool kAnyType = kMode == qcutlass::ScaleMode::kFloat;
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
-      int row = offset / (kRowSteps * kStepK);
-      if constexpr (kBoxRows > 1) {
-        // Where stages are whole groups of a power of two, the row is the same in each; division is slow.
-        if (args_.group_shift >= 0)
-          row = offset >> args_.group_shift;
-        else
-          row = args_.group_size.group(k_ + offset) - args_.group_size.group(k_);
+      auto const at = [&](int row) {
+        return warp::GroupRow{storage_.scales(place) + row * scale_row, storage_.zeros(place) + row * zero_row,
+                              strip_ * 16};
+      };
+      if constexpr (kLanesFindRows) {
+        auto const row_of = [&](int i) { return at(__shfl_sync(~0u, row_, i * 8)); };
+        Scales::load(operands, at(row_), row_of, lane_, args_.scale_type, args_.zero_type);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kBatchRows; ++i) {
+          int const own = step + i * kRowSteps;
+          warp::GroupRow const row = at(kBoxRows > 1 ? box_row(own) : own / kRowSteps);
+          auto const row_of = [&](int) { return row; };
+          Scales::load(reinterpret_cast<Operands(&)[1]>(operands[i]), row, row_of, lane_, args_.scale_type,
+                       args_.zero_type);
+        }
       }
-      uint8_t const *scales = storage_.scales(place) + row * scale_row, *zeros = storage_.zeros(place) + row * zero_row;
-      Scales::load(operands, scales, zeros, strip_ * 16, lane_, args_.scale_type, args_.zero_type);
     }
 
     /// Fills a fragment buffer, whose last MMAs are done.
@@ -296,7 +314,7 @@ class MmaPackedHopper {
         int const step = batch * kBatch + i;
         using Converter = typename Scales::Converter;
         uint32_t const* words = codes_[buffer % kAhead] + step % kCodeSteps * LayoutA::kWords;
-        Operands const& op = operands_[buffer % kAhead][i / kRowSteps][0];
+        Operands const& op = operands_[buffer % kAhead][i / kRowSteps];
         fragment[0] = Converter::template convert<0>(words, op);
         fragment[1] = Converter::template convert<1>(words, op);
         fragment[2] = Converter::template convert<2>(words, op);
@@ -309,11 +327,12 @@ class MmaPackedHopper {
     Arguments const& args_;
     int const warpgroup_, strip_, lane_;
     int k_;                // of the stage whose codes come next
+    int row_;              // of scales: see find_rows()
     uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
     bool first_;           // no stage of this tile has been released yet
     uint32_t fragments_[2][kBatch][4];
     uint32_t codes_[kAhead][kBatchTiles * 4];
-    Operands operands_[kAhead][kBatchRows][1];
+    Operands operands_[kAhead][kBatchRows];
   };
 };
 

@@ -51,12 +51,11 @@ class MmaPackedHopperW8A8 {
   using Epilogue = epilogue::threadblock::RowEpilogue<MmaPackedHopperW8A8>;
 
   struct Arguments {
-    CUtensorMap activations;  // [tokens][k]
-    CUtensorMap weights;      // [tiles_k][tiles_n][128 words]
-    uint64_t weight_policy;   // of the L2 cache
-    int sharers;              // blocks of a cluster that share weights: 1, or 2
+    TokenBoxes<Shape::kN> activations;  // [tokens][k]
+    CUtensorMap weights;                // [tiles_k][tiles_n][128 words]
+    uint64_t weight_policy;             // of the L2 cache
+    int sharers;                        // blocks of a cluster that share weights: 1, or 2
     BlockScaleMatrices blocks;
-    int tokens;
   };
   static CUTLASS_DEVICE int sharers(Arguments const& args) { return args.sharers; }
 
@@ -76,7 +75,7 @@ class MmaPackedHopperW8A8 {
   /// The producing thread.
   class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
     using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
-    using Base::args_, Base::barriers_, Base::barrier;
+    using Base::args_, Base::barriers_, Base::rows_, Base::barrier, Base::activation_bytes;
     friend Base;
 
    public:
@@ -85,12 +84,12 @@ class MmaPackedHopperW8A8 {
 
    private:
     CUTLASS_DEVICE void request_activations(int place, int token, int k) {
-      cute::SM90_TMA_LOAD_2D::copy(&args_.activations, barrier(place), uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                   storage_.stage(place), k, token);
+      cute::SM90_TMA_LOAD_2D::copy(&args_.activations.map(rows_), barrier(place),
+                                   uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), storage_.stage(place), k, token);
     }
 
     CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
-      barriers_.full[place].arrive_and_expect_tx(SharedStorage::kStageBytes);
+      barriers_.full[place].arrive_and_expect_tx(kTiles * SharedStorage::kTileRow + activation_bytes(kRowBytes));
       uint8_t* const to = storage_.stage(place) + SharedStorage::kTokenBytes;
       int const tile = k / LayoutA::kTileK;
       if (args_.sharers == 1) {
@@ -237,7 +236,8 @@ class MmaPackedHopperW8A8 {
     /// g, lane 1 of row g + 8, the others those of the channels.
     CUTLASS_DEVICE void begin_scales(int channel, int token, int first_k, int stages) {
       BlockScaleMatrices const& blocks = args_.blocks;
-      int const row = fast_min(token + token_ + lane_ % 4 * 8, args_.tokens - 1);  // those beyond the last have its
+      // Rows beyond the last have its scale.
+      int const row = fast_min(token + token_ + lane_ % 4 * 8, args_.activations.tokens - 1);
       scales_ = lane_ % 4 < 2 ? blocks.tokens + row * blocks.token_stride
                               : blocks.channels + channel / Shape::kM * blocks.channel_stride;
       scales_ += first_k / Shape::kK;

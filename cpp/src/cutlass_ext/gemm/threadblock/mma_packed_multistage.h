@@ -60,7 +60,10 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
     if constexpr (kSliceRows > 0) {
       uint8_t const* scales =
           this->storage_.groups(place) + (this->slice_ * kSliceRows + row) * Ring::GroupLoader::kRowBytes;
-      Scales::load(operands_, scales, scales + Ring::GroupLoader::kZeros, this->warp_m_ * WarpShape::kM, this->lane_,
+      auto const row_of = [&](int strip) {
+        return warp::GroupRow{scales, scales + Ring::GroupLoader::kZeros, this->warp_m_ * WarpShape::kM + strip * 16};
+      };
+      Scales::load(operands_, row_of(fast_min(this->lane_ / 8, kStrips - 1)), row_of, this->lane_,
                    this->args_.scales.type, this->args_.zeros.type);
     }
   }

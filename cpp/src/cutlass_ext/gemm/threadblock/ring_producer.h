@@ -24,26 +24,43 @@ struct RingBarriers {
   }
 };
 
+/// The rows of activations of a product's tiles, kTokens each. The last tile has a map of its own, of just the tokens
+/// that exist: rows outside a tensor are not read, but their zeros come at some 16 bytes a clock, slower than MMAs need
+/// them. What lies in the ring instead reaches no sum of other tokens.
+template <int kTokens>
+struct TokenBoxes {
+  CUtensorMap whole, last;
+  int tokens;
+
+  /// Of the tile that begins at `token`; none or less if it lies behind the last one.
+  CUTLASS_DEVICE int rows(int token) const { return fast_min(tokens - token, kTokens); }
+  CUTLASS_DEVICE CUtensorMap const& map(int rows) const { return rows == kTokens ? whole : last; }
+};
+
 /// The producing thread. `Loader` has request_weights(place, channel, k), which expects the bytes of a stage, too, and
-/// request_activations(place, token, k). Every product begins in place 0; phases are kept per place.
+/// request_activations(place, token, k), both for the rows_ tokens of the tile that exist. Every product begins in
+/// place 0; phases are kept per place.
 template <class Loader, int kStages, int kStageK, class Arguments>
 class RingProducer {
  public:
   CUTLASS_DEVICE RingProducer(RingBarriers<kStages>& barriers, Arguments const& args)
       : barriers_(barriers), args_(args) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations));
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations.whole));
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations.last));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.weights));
   }
 
   /// Requests the weights, with scales and zeros, of a tile's first stages; load() requests the rest.
-  CUTLASS_DEVICE void prefetch_weights(int channel, int first_k, int stages) {
+  CUTLASS_DEVICE void prefetch_weights(int channel, int token, int first_k, int stages) {
     requested_ = fast_min(stages, kStages);
+    rows_ = args_.activations.rows(token);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int s = 0; s < requested_; ++s) loader().request_weights(s, channel, first_k + s * kStageK);
   }
 
   CUTLASS_DEVICE void load(int channel, int token, int first_k, int stages) {
     int place = 0, k = first_k;
+    rows_ = args_.activations.rows(token);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int left = stages; left > 0; --left) {
       if (requested_ > 0) {
@@ -52,7 +69,7 @@ class RingProducer {
         barriers_.empty[place].wait(~phases_ >> place & 1);
         loader().request_weights(place, channel, k);
       }
-      loader().request_activations(place, token, k);
+      if (rows_ > 0) loader().request_activations(place, token, k);
       phases_ ^= 1u << place;
       place = place + 1 == kStages ? 0 : place + 1;
       k += kStageK;
@@ -62,8 +79,12 @@ class RingProducer {
  protected:
   CUTLASS_DEVICE uint64_t* barrier(int place) const { return reinterpret_cast<uint64_t*>(&barriers_.full[place]); }
 
+  /// Of a stage, if a row has so many.
+  CUTLASS_DEVICE int activation_bytes(int row_bytes) const { return fast_max(rows_, 0) * row_bytes; }
+
   RingBarriers<kStages>& barriers_;
   Arguments const& args_;
+  int rows_;
 
  private:
   CUTLASS_DEVICE Loader& loader() { return static_cast<Loader&>(*this); }

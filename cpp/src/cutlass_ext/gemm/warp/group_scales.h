@@ -21,6 +21,12 @@ CUTLASS_DEVICE float load_as_float(uint8_t const* row, int index, qcutlass::DTyp
   }
 }
 
+/// Where the scales and zeros of a strip for one group lie: a row of each, and the strip's first channel in them.
+struct GroupRow {
+  uint8_t const *scales, *zeros;
+  int channel;
+};
+
 /// Converter and operand reader of a scale mode.
 template <class Element, int Bits, qcutlass::ScaleMode kMode>
 struct GroupScales {
@@ -39,24 +45,25 @@ struct GroupScales {
     return Converter::make(s[0], s[8], z[0], z[1]);
   }
 
-  /// The same for all strips of a warp, from channel `channel` on; operands that are the same for every group are there
-  /// from symmetric().
-  template <int kStrips>
-  static CUTLASS_DEVICE void load(Operands (&operands)[kStrips], uint8_t const* scales, uint8_t const* zeros,
-                                  int channel, int lane, qcutlass::DType /*scale_type*/, qcutlass::DType zero_type) {
+  /// The same for several strips or groups: row_of(i) is where those of operand i lie, `own` is that of operand
+  /// lane / 8 or, where there are fewer, the last. Operands that are the same for every group are there from
+  /// symmetric().
+  template <int kCount, class RowOf>
+  static CUTLASS_DEVICE void load(Operands (&operands)[kCount], GroupRow const& own, RowOf const& row_of, int lane,
+                                  qcutlass::DType /*scale_type*/, qcutlass::DType zero_type) {
     // A transposing ldmatrix over rows of 8 scales gives lane 4g + t the elements g of rows 2t and 2t + 1. With the
     // strip's first 8 scales as every even row and the others as every odd one, that is the pair s(g), s(g + 8).
-    constexpr int kMatrices = kStrips == 3 ? 4 : kStrips;
+    constexpr int kMatrices = kCount == 3 ? 4 : kCount;
     Array<unsigned, kMatrices> pairs;
-    arch::ldsm<layout::ColumnMajor, kMatrices>(
-        pairs, scales + (channel + fast_min(lane / 8, kStrips - 1) * 16 + lane % 2 * 8) * 2);
+    arch::ldsm<layout::ColumnMajor, kMatrices>(pairs, own.scales + (own.channel + lane % 2 * 8) * 2);
     CUTLASS_PRAGMA_UNROLL
-    for (int m = 0; m < kStrips; ++m) operands[m].scale = pairs[m];
+    for (int i = 0; i < kCount; ++i) operands[i].scale = pairs[i];
     if (zero_type == qcutlass::DType::kNone) return;
     CUTLASS_PRAGMA_UNROLL
-    for (int m = 0; m < kStrips; ++m) {
-      uint8_t const* z = zeros + channel + m * 16 + lane / 4;
-      operands[m].offset = Converter::offset(z[0], z[8]);
+    for (int i = 0; i < kCount; ++i) {
+      GroupRow const row = row_of(i);
+      uint8_t const* z = row.zeros + row.channel + lane / 4;
+      operands[i].offset = Converter::offset(z[0], z[8]);
     }
   }
 
@@ -82,12 +89,14 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
     return op;
   }
 
-  template <int kStrips>
-  static CUTLASS_DEVICE void load(Operands (&operands)[kStrips], uint8_t const* scales, uint8_t const* zeros,
-                                  int channel, int lane, qcutlass::DType scale_type, qcutlass::DType zero_type) {
+  template <int kCount, class RowOf>
+  static CUTLASS_DEVICE void load(Operands (&operands)[kCount], GroupRow const& /*own*/, RowOf const& row_of, int lane,
+                                  qcutlass::DType scale_type, qcutlass::DType zero_type) {
     CUTLASS_PRAGMA_UNROLL
-    for (int m = 0; m < kStrips; ++m)
-      operands[m] = load(scales, zeros, channel + m * 16 + lane / 4, scale_type, zero_type);
+    for (int i = 0; i < kCount; ++i) {
+      GroupRow const row = row_of(i);
+      operands[i] = load(row.scales, row.zeros, row.channel + lane / 4, scale_type, zero_type);
+    }
   }
 
   static CUTLASS_DEVICE Operands symmetric() { return {}; }
