@@ -87,7 +87,7 @@ def test_every_tactic(size: int, quantized: bool, seeds: Iterator[int], ledger: 
             k = max(1, 128 * choose.randrange(6) + choose.choice([0, 0, 16, 32, choose.randrange(-65, 66)]))
             dtype = torch.float32 if quantized else choose.choice(FLOATS)
             case = BlockwiseCase(m, n, k, size, dtype, choose.random() < 0.5, choose.choice(FLOATS))
-            split_k = 1 if quantized else choose.choice([0, 0, 1, min(choose.randrange(2, 9), -(-k // size))])
+            split_k = choose.choice([0, 0, 1, min(choose.randrange(2, 9), -(-k // size))])
             forced: dict[str, Any] = {"tactic": name, "split_k": split_k}
             try:
                 exact, expected = replace(case, activation=choose.choice([None, "relu"])).exact(

@@ -29,7 +29,7 @@ struct LaunchShape {
 template <class... Params>
 void launch_kernel(void (*kernel)(Params...), Launch const& launch, LaunchShape const& shape, cudaStream_t stream,
                    Params const&... params) {
-  if (launch.first_use)
+  if (launch.first_use && shape.most_shared_memory > 0)
     QCUTLASS_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.most_shared_memory));
   cudaLaunchAttribute attributes[2];

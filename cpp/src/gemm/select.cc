@@ -121,11 +121,13 @@ bool fits_grid(GemmArguments const& arguments, Tactic const& t) {
 }
 
 /// Clusters and early starts are compiled into code for sm_90 and newer, whatever the GPU. Where an SM holds one block,
-/// clusters that do not all run at once would wait for each other; partial sums then go through memory.
+/// clusters may not all run at once although there are SMs for their blocks: partial sums then go through memory.
 bool uses_cluster(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& t, int split_k) {
   if (split_k == 1 || device.code_capability < 90) return false;
   if (t.mainloop != Mainloop::kHopper) return split_k <= kMaxCluster;
-  return split_k <= kMostHopperCluster && tiles(arguments, t) <= resident_clusters(device.sm_count, split_k);
+  int64_t const count = tiles(arguments, t);
+  return split_k <= kMostHopperCluster &&
+         (count <= resident_clusters(device.sm_count, split_k) || count * split_k > device.sm_count);
 }
 
 /// Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.

@@ -30,7 +30,7 @@ BUCKETS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 409
 
 _FORMAT: Final = 1
 _MOST_BYTES: Final = 1 << 24
-_SPLITS: Final = (1, 2, 4, 8, 16)  # that selection makes
+_MOST_SPLITS: Final = 16  # that selection makes
 _MOST_MICROSECONDS: Final = 1e9
 
 
@@ -113,8 +113,7 @@ def _parse_plan(key: object, value: object) -> TunedPlan:
     plan = TunedPlan(**value)  # type: ignore[arg-type]
     named = isinstance(plan.tactic, str) and 0 < len(plan.tactic) < 200 and plan.tactic.isascii()
     _check(named, f"the tactic of {key!r} is no name")
-    splits = _integer(plan.split_k, 1, max(_SPLITS)) and plan.split_k in _SPLITS
-    _check(splits, f"split_k of {key!r} is none of {', '.join(map(str, _SPLITS))}")
+    _check(_integer(plan.split_k, 1, _MOST_SPLITS), f"split_k of {key!r} is not in 1 .. {_MOST_SPLITS}")
     time = plan.microseconds
     number = isinstance(time, int | float) and not isinstance(time, bool) and 0 < time < _MOST_MICROSECONDS
     _check(number, f"microseconds of {key!r} are not in 0 .. {_MOST_MICROSECONDS:g}")

@@ -24,12 +24,9 @@ class PackedGemmHopper {
   static constexpr int MinBlocksPerMultiprocessor = 1;
 
   /// From an item, a share of the k extent of a tile, to its place. Some tiles of tokens, or pairs of them, side by
-  /// side are taken before the next tile of channels: about kSide, with which a wave of tiles reads the least, in even
-  /// groups, since all weights are read for each. Divisions are by constants of the launch: they are part of every
+  /// side are taken before the next tile of channels. Divisions are by constants of the launch: they are part of every
   /// tile's end, when nothing multiplies.
   struct TileOrder {
-    static constexpr int kSide = 4;
-
     int token_tiles, items;  // pairs of token tiles where pairs of blocks share weights
     FastDivmod shares;       // of k
     FastDivmod side, last;   // tiles of tokens of a group, and of the last one
@@ -37,11 +34,19 @@ class PackedGemmHopper {
 
     TileOrder() = default;
     TileOrder(int channel_tiles, int token_tiles, int shares)
-        : token_tiles(token_tiles), items(channel_tiles * token_tiles * shares), shares(shares) {
-      int const groups = fast_max(1, (token_tiles + 1) / kSide);
-      side = FastDivmod((token_tiles + groups - 1) / groups);
-      last = FastDivmod((token_tiles - 1) % side.divisor + 1);
-      group = FastDivmod(side.divisor * channel_tiles);
+        : token_tiles(token_tiles),
+          items(channel_tiles * token_tiles * shares),
+          shares(shares),
+          side(side_of(token_tiles)),
+          last((token_tiles - 1) % side.divisor + 1),
+          group(side.divisor * channel_tiles) {}
+
+    /// Four, with which a wave of tiles reads the least; or some more, if a last group of one or two would read all
+    /// weights again for little.
+    static int side_of(int token_tiles) {
+      int side = 4;
+      while (side < token_tiles && (token_tiles - 1) % side < 2) ++side;
+      return fast_min(side, token_tiles);
     }
 
     struct Place {

@@ -186,8 +186,8 @@ class MmaPackedHopper {
     static constexpr int kBatchTiles = kBatch > LayoutA::kSteps ? kBatch / LayoutA::kSteps : 1;
     static constexpr int kCodeSteps = kBatchTiles * LayoutA::kSteps;  // whose codes are in registers
     static constexpr int kBatchRows = kBatch > kRowSteps ? kBatch / kRowSteps : 1;
-    /// Whether the lanes that load a batch's scales, all rows of them at once, find these rows: where conversions are
-    /// the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
+    /// Whether the lanes that load a batch's scales, several rows of them at once, find these rows: where conversions
+    /// are the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
     static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1;
     /// How many batches before its MMAs a batch's codes and scales leave shared memory: 2, if each batch has its own,
     /// and looking ahead does not hold on to another stage.
