@@ -66,7 +66,7 @@ PRODUCTS: dict[str, Callable[[Shape], tuple[Product, list[str]]]] = {
 }
 
 
-# In clusters of three; by way of memory, where a kernel that adds the sums starts early and lets the next product do so.
+# In clusters of three; by way of memory, where the kernel that adds the sums starts early and lets the next one do so.
 SHARED = {"long": (LONG, 1), "shared": (LONG, 3), "through memory": (LONG, 8), "wide": (WIDE, 1)}
 
 

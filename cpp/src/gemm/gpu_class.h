@@ -45,7 +45,7 @@ struct HopperCosts {
   double output = 5.11e-5;    ///< microseconds of the epilogue, per output of a block
   double cluster = 0.601;     ///< microseconds of meeting another block to exchange sums
   double exchange = 2.36e-4;  ///< microseconds per sum of a block that goes to other blocks
-  double split = 1.86;        ///< microseconds of the kernel that adds partial sums, beside its traffic
+  double split = 1.7;         ///< microseconds of the kernel that adds partial sums, beside its traffic
 };
 
 /// Those of 8-by-8-bit products.

@@ -156,8 +156,10 @@ inline constexpr Tactic kTactics[] = {
     // asynchronous MMAs: from some 64 tokens up
     {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kWeightOnly},
     {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kWeightOnly},
+    {Mainloop::kHopper, 128, 96, 16, 96, 2, 7, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kWeightOnly},
     {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kWeightOnly},
+    {Mainloop::kHopper, 128, 192, 16, 192, 1, 6, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 64, 64, 16, 1, 8, 1, kEightBits},
     {Mainloop::kHopper, 256, 64, 128, 16, 1, 4, 1, kEightByEight},

@@ -27,8 +27,8 @@ class WarpgroupEpilogue {
   static constexpr int kChannels = arch::kWarpgroupRows;  // of a warpgroup
   static constexpr int kPartTokens = 16, kParts = Shape::kN / kPartTokens;
   using Shares = ClusterShares<kParts>;
-  static constexpr int kPassParts = 2, kPassTokens = kPassParts * kPartTokens;
-  static_assert(kParts % (2 * kPassParts) == 0, "the next tile begins in the buffer that the last pass has not used");
+  static constexpr int kPassParts = 2, kPassTokens = kPassParts * kPartTokens, kPasses = kParts / kPassParts;
+  static_assert(kParts % kPassParts == 0);
   static constexpr int kVectors = kChannels / 8;  // of a row
   static_assert(kPartTokens * kVectors == arch::kWarpgroupThreads, "one vector a thread and part");
   static constexpr int kRow = kChannels + 8;  // 9 times 16 bytes: words of eight rows lie in other banks
@@ -80,7 +80,7 @@ class WarpgroupEpilogue {
     add_bias(params, sums, channel);
     thread::activate_all(sums, params.activation);
     CUTLASS_PRAGMA_UNROLL
-    for (int pass = 0; pass < kParts / kPassParts; ++pass) {
+    for (int pass = 0; pass < kPasses; ++pass) {
       bool mine[kPassParts];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPassParts; ++i) {
@@ -93,10 +93,16 @@ class WarpgroupEpilogue {
       for (int i = 0; i < kPassParts; ++i)
         if (mine[i]) store_rows(params, pass, i, channel, token);
     }
+    if (kPasses % 2 != 0) first_ ^= 1;
   }
 
  private:
   static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
+
+  /// The buffer of a pass: always another than that of the pass before, of the tile before too.
+  CUTLASS_DEVICE auto& rows(int pass) const {
+    return storage_.rows[warpgroup_][kPasses % 2 == 0 ? pass % 2 : (pass + first_) % 2];
+  }
 
   CUTLASS_DEVICE int lane() const { return thread_ % 32; }
   CUTLASS_DEVICE int warp() const { return thread_ / 32; }
@@ -125,14 +131,13 @@ class WarpgroupEpilogue {
       words[i] = thread::pack_pair<Element>(sums[first], sums[first + 1]);
     }
     int const token = part * kPartTokens + lane() / 16 * 8 + lane() % 8, channel = warp() * 16 + lane() / 8 % 2 * 8;
-    cute::SM90_U16x8_STSM_T::copy(
-        words[0], words[1], words[2], words[3],
-        reinterpret_cast<cute::uint128_t&>(storage_.rows[warpgroup_][pass % 2][token][channel]));
+    cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
+                                  reinterpret_cast<cute::uint128_t&>(rows(pass)[token][channel]));
   }
 
   CUTLASS_DEVICE void store_rows(Params const& params, int pass, int part, int channel, int token) const {
     int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * 8;
-    uint4 const words = reinterpret_cast<uint4 const&>(storage_.rows[warpgroup_][pass % 2][row][own]);
+    uint4 const words = reinterpret_cast<uint4 const&>(rows(pass)[row][own]);
     token += pass * kPassTokens + row;
     channel += own;
     if (token < params.tokens)
@@ -169,6 +174,7 @@ class WarpgroupEpilogue {
 
   SharedStorage& storage_;
   int const warpgroup_, thread_;
+  int first_ = 0;  // buffer of a tile's first pass, where tiles have an odd number of them
 };
 
 }  // namespace cutlass::epilogue::threadblock
