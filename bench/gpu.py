@@ -76,18 +76,19 @@ class Bench:
                 self._skip(peer.key, str(skip))
 
     def rows(self, schemes: Sequence[Scheme], shapes: Sequence[Shape], ms: Sequence[int]) -> Iterator[list[Row]]:
-        """The rows of each cell as it is measured: schemes, then shapes, then M.
+        """The rows of each cell as it is measured: shapes, then M, then schemes, so that those of a product are measured
+        one after the other, whatever the clocks do.
 
         Raises:
             AssertionError: one of our kernels' results is out of its bound, or two launches differ.
         """
-        for scheme in schemes:
-            for shape in shapes:
-                layer = layer_of(scheme, shape, max(ms))
-                products = self._prepare(layer)
-                for m in ms:
-                    yield self._cell(layer, products, m)
-                del layer, products  # before the next one takes its memory
+        for shape in shapes:
+            layers = [layer_of(scheme, shape, max(ms)) for scheme in schemes]
+            products = [self._prepare(layer) for layer in layers]
+            for m in ms:
+                for i, layer in enumerate(layers):
+                    yield self._cell(layer, products[i], m)
+            del layer, layers, products  # before the next ones take their memory
 
     def report(self, rows: list[Row]) -> Report:
         facts: Row = {
@@ -101,7 +102,8 @@ class Bench:
             "peers": self.versions,
             "skipped": self.skipped,
         }
-        return gpu_report.report(facts, rows)
+        schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+        return gpu_report.report(facts, sorted(rows, key=lambda row: schemes.index(row["scheme"])))
 
     def _skip(self, key: str, why: str) -> None:
         reasons = self.skipped.setdefault(key, [])
