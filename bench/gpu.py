@@ -76,8 +76,8 @@ class Bench:
                 self._skip(peer.key, str(skip))
 
     def rows(self, schemes: Sequence[Scheme], shapes: Sequence[Shape], ms: Sequence[int]) -> Iterator[list[Row]]:
-        """The rows of each cell as it is measured: shapes, then M, then schemes, so that those of a product are measured
-        one after the other, whatever the clocks do.
+        """The rows of each cell as it is measured: shapes, then M, then schemes, so that those of a product come one
+        after the other, whatever the clocks do.
 
         Raises:
             AssertionError: one of our kernels' results is out of its bound, or two launches differ.
