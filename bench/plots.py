@@ -122,9 +122,13 @@ def _series(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _powers(axes: Axes, ms: Sequence[int]) -> None:
-    """M in powers of two, every one with its number."""
+    """M in powers of two, with the numbers of those that leave each other room."""
+    room, numbered = 1.3, [ms[0]]
+    for m in ms:
+        if m >= room * numbered[-1]:
+            numbered.append(m)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ms, [str(m) for m in ms], rotation=45)
+    axes.set_xticks(ms, [str(m) if m in numbered else "" for m in ms], rotation=45)
     axes.minorticks_off()
     axes.set_xlabel("M (rows of activations)")
 

@@ -153,7 +153,7 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 64, 64, 64, 32, 4, 3, 1, kBlockwise},
     {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kAnyBlocks},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
-    // asynchronous MMAs: from some 64 tokens up
+    // asynchronous MMAs: from some 20 to 30 tokens up
     {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kWeightOnly},
     {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 96, 16, 96, 2, 7, 1, kWeightOnly},
