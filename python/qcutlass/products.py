@@ -52,7 +52,8 @@ def gemm(
         bits: 4 or 8; needed for K <= 32 only, where the shape of `w_packed` does not tell.
         out: `[..., N]` with the type of `a`, to be written; must not share memory with an operand.
         tactic: name of a kernel configuration to use (see `tactics`); CUDA only.
-        split_k: number of blocks that share the K extent of an output tile; 0: chosen. CUDA only.
+        split_k: number of blocks that share the K extent of an output tile; of several waves of wgmma tiles only the
+            last one's are shared. 0: chosen. CUDA only.
 
     Returns:
         `[..., N]` with the type of `a`; `out` if it was given. Bitwise repeatable.

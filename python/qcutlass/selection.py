@@ -70,7 +70,8 @@ class Explanation:
         elif plan.split_k == 1:
             how = "K not shared"
         else:
-            how = f"K shared by {plan.split_k} blocks{' of a cluster' if plan.cluster else ''}"
+            whose = "K of the last tiles" if plan.shared_channel or plan.shared_token else "K"
+            how = f"{whose} shared by {plan.split_k} blocks{' of a cluster' if plan.cluster else ''}"
         space = f"{plan.workspace_bytes / 2**20:.1f} MiB" if plan.workspace_bytes else "no"
         return f"{plan.tactic}, {how}, {space} workspace"
 

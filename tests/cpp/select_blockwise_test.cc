@@ -86,8 +86,10 @@ TEST(SelectBlockwise, QuantizedBlocksOfChannelsLieWithinATile) {
 }
 
 TEST(SelectBlockwise, PartialSumsHaveRoomForWholeBlocksOfChannels) {
-  EXPECT_EQ(Workspace(problem(8, 100, 4096), 2, false).partial_stride, 104);
-  EXPECT_EQ(Workspace(problem(8, 100, 4096, 128, 64), 2, false).partial_stride, 128);
+  Plan plan;
+  plan.split_k = 2;
+  EXPECT_EQ(Workspace(problem(8, 100, 4096), plan).partial_stride, 104);
+  EXPECT_EQ(Workspace(problem(8, 100, 4096, 128, 64), plan).partial_stride, 128);
 }
 
 TEST(SelectBlockwise, PromotionTakesTime) {

@@ -7,41 +7,16 @@
 #include <vector>
 
 #include "gemm/architectures.h"
-#include "gemm/cost_model.h"
 #include "gemm/dense.h"
-#include "gemm/gpu_class.h"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
+#include "selection.h"
 
 namespace qcutlass {
 namespace {
 
-// Compute capability, SMs, opt-in shared memory: A100, RTX 3090, RTX 4090, H200 without and with code for sm_90a.
-constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kRtx4090{89, 128, 99 * 1024},
-    kH200{90, 132, 227 * 1024}, kH200Wgmma{90, 132, 227 * 1024, 90, true};
-constexpr DeviceTraits kDevices[] = {kA100, kRtx3090, kRtx4090, kH200, kH200Wgmma};
-
-using Shape = std::pair<int64_t, int64_t>;  // n, k
-constexpr Shape kShapes[] = {{4096, 4096}, {28672, 4096}, {4096, 14336}, {8192, 8192}, {6144, 4096}, {10240, 8192}};
-constexpr int64_t kTokens[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384};
-
-GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t group_size = 128, DType type = DType::kFloat16,
-                      Packing packing = Packing::kW4A16) {
-  GemmArguments a;
-  a.m = m;
-  a.a_type = type;
-  a.a_stride = k;
-  a.out_stride = n;
-  a.weights.packing = packing;
-  a.weights.n = n;
-  a.weights.k = k;
-  a.weights.group_size = group_size;
-  a.weights.scale_type = type;
-  a.weights.scale_stride = n;
-  return a;
-}
-
+using namespace selection;
 std::vector<GemmArguments> schemes(int64_t m, int64_t n, int64_t k) {
   std::vector<GemmArguments> result;
   for (DType type : {DType::kFloat16, DType::kBFloat16})
@@ -55,13 +30,6 @@ std::vector<GemmArguments> schemes(int64_t m, int64_t n, int64_t k) {
   return result;
 }
 
-TacticTraits traits_of(GemmArguments const& a, std::string const& name) {
-  for (TacticTraits const& t : tactics(a))
-    if (t.name == name) return t;
-  ADD_FAILURE() << name << " is not in the list";
-  return {};
-}
-
 TEST(Select, FitsTheDevice) {
   for (DeviceTraits const& device : kDevices)
     for (auto [n, k] : {std::pair<int64_t, int64_t>{4096, 4096}, {28672, 4096}, {576, 1536}, {1, 1}, {97, 1000}})
@@ -73,7 +41,7 @@ TEST(Select, FitsTheDevice) {
           EXPECT_GE(plan.split_k, 1);
           EXPECT_LE(plan.split_k, layout::ceil_div(k, t.k)) << "a share without k: " << plan.tactic;
           EXPECT_TRUE(!plan.cluster || (device.compute_capability >= 90 && plan.split_k > 1));
-          EXPECT_EQ(plan.workspace_bytes, Workspace(a, plan.split_k, plan.cluster).bytes);
+          EXPECT_EQ(plan.workspace_bytes, Workspace(a, plan).bytes);
         }
 }
 
@@ -103,8 +71,13 @@ TEST(Select, SharesKOnlyWhereTilesLeaveSmsIdle) {
         GemmArguments const a = problem(m, n, k);
         for (Candidate const& c : candidates(a, device)) {
           TacticTraits const t = traits_of(a, c.plan.tactic);
-          int64_t const tiles = layout::ceil_div(n, t.channels) * layout::ceil_div(m, t.tokens);
-          EXPECT_TRUE(c.plan.split_k == 1 || tiles <= device.sm_count) << c.plan.tactic << " split " << c.plan.split_k;
+          auto const tiles = [&t](int64_t channels, int64_t tokens) {
+            return layout::ceil_div(channels, t.channels) * layout::ceil_div(tokens, t.tokens);
+          };
+          int64_t const shared = tiles(n - c.plan.shared_channel, m - c.plan.shared_token);
+          EXPECT_TRUE(shared == tiles(n, m) || (t.wgmma && tiles(n, m) > device.sm_count)) << c.plan.tactic;
+          EXPECT_TRUE(c.plan.split_k == 1 || (shared > 0 && shared <= device.sm_count))
+              << c.plan.tactic << " split " << c.plan.split_k;
         }
       }
 }
@@ -307,25 +280,25 @@ TEST(KernelSetHash, TellsBuildsApart) {
 
 TEST(Workspace, CopiesOnlyWhatIsMisaligned) {
   GemmArguments a = problem(3, 4096, 4096);
-  EXPECT_EQ(Workspace(a, 1, false).bytes, 0u);
+  EXPECT_EQ(Workspace(a, Plan{}).bytes, 0u);
   a.a_stride = 4100;
-  EXPECT_TRUE(Workspace(a, 1, false).copy_activations);
-  EXPECT_FALSE(Workspace(a, 1, false).copy_scales);
+  EXPECT_TRUE(Workspace(a, Plan{}).copy_activations);
+  EXPECT_FALSE(Workspace(a, Plan{}).copy_scales);
   GemmArguments const odd = problem(3, 4097, 4096);
-  EXPECT_TRUE(Workspace(odd, 1, false).copy_scales);
-  EXPECT_EQ(Workspace(odd, 1, false).scale_stride % 8, 0);
+  EXPECT_TRUE(Workspace(odd, Plan{}).copy_scales);
+  EXPECT_EQ(Workspace(odd, Plan{}).scale_stride % 8, 0);
   int32_t perm = 0;
   a = problem(3, 4096, 4096);
   a.perm = &perm;
-  EXPECT_TRUE(Workspace(a, 1, false).copy_activations);
+  EXPECT_TRUE(Workspace(a, Plan{}).copy_activations);
 }
 
 TEST(Workspace, CopiesScalesWhoseRowsLieFarApart) {
   GemmArguments far = problem(3, 4096, 4096);
   far.weights.scale_stride = int64_t(1) << 31;
-  EXPECT_TRUE(Workspace(far, 1, false).copy_scales);
+  EXPECT_TRUE(Workspace(far, Plan{}).copy_scales);
   far.weights.group_size = far.weights.k;  // one row
-  EXPECT_FALSE(Workspace(far, 1, false).copy_scales);
+  EXPECT_FALSE(Workspace(far, Plan{}).copy_scales);
 }
 
 TEST(Select, OffersOnlyWhatIsCompiled) {
@@ -362,111 +335,6 @@ TEST(Select, LeavesWhatIsCompiledForHopperToItsCode) {
       EXPECT_FALSE(c.plan.cluster) << c.plan.tactic;
       EXPECT_FALSE(c.plan.early) << c.plan.tactic;
     }
-}
-
-bool is_wgmma(GemmArguments const& a, DeviceTraits const& device) {
-  return traits_of(a, select(a, device).tactic).wgmma;
-}
-
-TEST(Wgmma, IsOfferedWhereItsCodeRuns) {
-  for (int64_t m : {1, 64, 4096})
-    for (DeviceTraits const& device : kDevices) {
-      GemmArguments const a = problem(m, 8192, 8192);
-      bool offered = false;
-      for (Candidate const& c : candidates(a, device)) offered |= traits_of(a, c.plan.tactic).wgmma;
-      EXPECT_EQ(offered, device.wgmma) << m;
-    }
-}
-
-TEST(Wgmma, IsChosenFromSomeNumberOfTokensUp) {
-  for (auto [n, k] : kShapes)
-    for (int64_t m : kTokens)
-      for (DType type : {DType::kFloat16, DType::kBFloat16})
-        for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
-          bool const chosen = is_wgmma(problem(m, n, k, 128, type, packing), kH200Wgmma);
-          EXPECT_FALSE(chosen && m < 16) << m << " tokens, " << n << " x " << k;
-          EXPECT_TRUE(chosen || m < 128) << m << " tokens, " << n << " x " << k;
-        }
-}
-
-TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
-  GemmArguments const a = problem(128, 512, 32768);
-  for (TacticTraits const& t : tactics(a))
-    if (t.wgmma) {
-      EXPECT_TRUE(select(a, kH200Wgmma, t.name, 6).cluster) << t.name;
-      EXPECT_FALSE(select(a, kH200Wgmma, t.name, 7).cluster) << t.name;
-      EXPECT_GE(select(a, kH200Wgmma, t.name, 7).workspace_bytes, size_t{7} * 128 * 512 * 4) << t.name;
-    }
-}
-
-TEST(Wgmma, ClustersThatDoNotRunAtOnceGoThroughMemory) {
-  GemmArguments const a = problem(64, 4096, 14336);  // 32 tiles of 128 channels; 39 clusters of 3, 30 of 4
-  std::string const tactic = "w4a16_f16_native_sm90a_n128m64k128_s8";
-  EXPECT_TRUE(select(a, kH200Wgmma, tactic, 3).cluster);
-  Plan const plan = select(a, kH200Wgmma, tactic, 4);
-  EXPECT_FALSE(plan.cluster);
-  EXPECT_EQ(plan.workspace_bytes, size_t{4} * 64 * 4096 * 4);
-  EXPECT_TRUE(select(problem(64, 8192, 8192), kH200Wgmma, tactic, 4).cluster) << "several rounds either way";
-  for (int blocks = 2; blocks <= 8; ++blocks) EXPECT_LE(resident_clusters(132, blocks) * blocks, 132);
-}
-
-TEST(Wgmma, RingsHoldWholePairsOfBatches) {
-  for (Packing packing : {Packing::kW4A16, Packing::kW8A16, Packing::kW8A8})
-    for (ScaleMode mode :
-         {ScaleMode::kNative, ScaleMode::kFine, ScaleMode::kFloat, ScaleMode::kNone, ScaleMode::kBlock})
-      for (Tactic const& t : kTactics)
-        if (t.mainloop == Mainloop::kHopper && (mode >= ScaleMode::kNone) == (packing == Packing::kW8A8)) {
-          int const stages = stages_of(t, packing, mode), steps = t.stage_k(packing) / step_k(packing);
-          EXPECT_GE(stages, 3);
-          EXPECT_LE(stages, std::max(t.stages, 4));
-          EXPECT_EQ(stages * (steps / hopper_batch(t)) % 2, 0);
-        }
-}
-
-/// Times of one run on an H200, microseconds: fp16, 4-bit codes in groups of 128.
-TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
-  struct Time {
-    char const* tile;
-    int split_k;
-    double us;
-  };
-  struct Row {
-    int64_t n, k, m;
-    std::vector<Time> times;
-  };
-  std::vector<Row> const rows = {
-      {4096, 4096, 64, {{"n128m64k128", 4, 9.35}, {"n128m96k128", 4, 9.58}, {"n128m64k128", 3, 9.86}}},
-      {4096, 4096, 96, {{"n128m96k128", 4, 10.3}, {"n128m128k128", 4, 11.1}, {"n128m96k128", 3, 11.5}}},
-      {4096, 4096, 192, {{"n128m96k128", 2, 14.1}, {"n128m192k64", 4, 15.9}, {"n128m128k128", 2, 16.2}}},
-      {4096, 4096, 256, {{"n128m128k128", 2, 16.6}, {"n128m64k128", 1, 17.1}, {"n256m64k128", 2, 18.6}}},
-      {4096, 4096, 512, {{"n128m128k128", 1, 24.4}, {"n256m128k64", 2, 28.2}, {"n256m64k128", 1, 28.6}}},
-      {28672, 4096, 64, {{"n256m64k128", 1, 30.8}, {"n128m64k128", 1, 33.6}, {"n128m96k128", 1, 39.3}}},
-      {28672, 4096, 96, {{"n128m96k128", 1, 40}, {"n256m128k64", 1, 44.6}, {"n128m128k128", 1, 45.8}}},
-      {28672, 4096, 128, {{"n256m128k64", 1, 44.9}, {"n128m128k128", 1, 46.6}, {"n256m64k128", 1, 56.5}}},
-      {28672, 4096, 192, {{"n128m192k64", 1, 65.2}, {"n128m96k128", 1, 76.9}, {"n256m64k128", 1, 83.4}}},
-      {28672, 4096, 512, {{"n128m128k128", 1, 164}, {"n128m256k64", 1, 172}, {"n256m128k64", 1, 177}}},
-      {4096, 14336, 64, {{"n128m64k128", 4, 18.7}, {"n256m64k128", 8, 20.1}, {"n128m96k128", 4, 20.5}}},
-      {4096, 14336, 96, {{"n128m96k128", 4, 21.7}, {"n128m128k128", 4, 24.4}, {"n128m96k128", 3, 26}}},
-      {4096, 14336, 128, {{"n128m128k128", 4, 26.2}, {"n256m128k64", 8, 29.2}, {"n128m128k128", 3, 30.1}}},
-      {4096, 14336, 192, {{"n128m192k64", 4, 35.1}, {"n128m96k128", 2, 37}, {"n128m192k64", 3, 42}}},
-      {4096, 14336, 256, {{"n128m128k128", 2, 43.9}, {"n128m256k64", 4, 45.4}, {"n256m128k64", 4, 47.5}}},
-      {8192, 8192, 32, {{"n256m64k128", 4, 19.7}, {"n128m64k128", 2, 19.9}, {"n256m64k128", 3, 24.1}}},
-      {8192, 8192, 96, {{"n128m96k128", 2, 23.8}, {"n128m128k128", 2, 27.2}, {"n256m128k64", 4, 30.1}}},
-      {8192, 8192, 128, {{"n128m128k128", 2, 27.7}, {"n256m128k64", 4, 31.7}, {"n256m64k128", 2, 32.3}}},
-      {8192, 8192, 288, {{"n128m192k64", 1, 64.8}, {"n128m96k128", 1, 72.8}, {"n256m128k64", 1, 79.8}}},
-      {8192, 8192, 1024, {{"n128m256k64", 1, 173}, {"n256m128k64", 1, 179}, {"n128m128k128", 1, 184}}},
-  };
-  for (Row const& row : rows) {
-    Plan const plan = select(problem(row.m, row.n, row.k), kH200Wgmma);
-    double best = row.times[0].us, chosen = 0;
-    for (Time const& time : row.times) {
-      best = std::min(best, time.us);
-      std::string const name = "w4a16_f16_native_sm90a_" + std::string(time.tile) + "_";
-      if (plan.tactic.rfind(name, 0) == 0 && plan.split_k == time.split_k) chosen = time.us;
-    }
-    EXPECT_GT(chosen, 0) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
-    EXPECT_LE(chosen, 1.05 * best) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
-  }
 }
 
 TEST(Architectures, ServeWgmmaOnOneCapability) {

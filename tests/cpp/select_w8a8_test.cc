@@ -167,7 +167,7 @@ TEST(SelectW8A8, FitsTheDevice) {
           TacticTraits const t = traits_of(a, plan.tactic);
           EXPECT_LE(t.shared_memory, device.shared_memory_per_block) << plan.tactic;
           EXPECT_LE(plan.split_k, layout::ceil_div(k, t.k)) << plan.tactic;
-          EXPECT_EQ(plan.workspace_bytes, Workspace(a, plan.split_k, plan.cluster).bytes);
+          EXPECT_EQ(plan.workspace_bytes, Workspace(a, plan).bytes);
           EXPECT_FALSE(plan.rounds_weights);
           EXPECT_FALSE(plan.dense);
         }
@@ -246,9 +246,9 @@ TEST(SelectW8A8, SplitsFitTheGrid) {
 
 TEST(SelectW8A8, UnalignedActivationsAreCopied) {
   GemmArguments a = problem(8, 256, 100);  // rows of 100 bytes
-  EXPECT_EQ(Workspace(a, 1, false).activation_stride, 112);
-  EXPECT_EQ(Workspace(a, 1, false).bytes, 1024u);  // 8 rows of 112, rounded up to 256
-  EXPECT_EQ(Workspace(problem(8, 256, 128), 1, false).bytes, 0u);
+  EXPECT_EQ(Workspace(a, Plan{}).activation_stride, 112);
+  EXPECT_EQ(Workspace(a, Plan{}).bytes, 1024u);  // 8 rows of 112, rounded up to 256
+  EXPECT_EQ(Workspace(problem(8, 256, 128), Plan{}).bytes, 0u);
 }
 
 TEST(SelectW8A8, MoreTokensTakeMoreTime) {

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 # Six tiles of 128 tokens and three of 256, in pairs, the last one ragged: rings go round; and more tiles than SMs.
 LONG, WIDE = (712, 300, 1992), (712, 8960, 520)
 # Shares of K: clusters of three add theirs; eight go through memory, and the kernel that adds them starts early.
-CASES = {"long": (LONG, 1), "cluster": (LONG, 3), "memory": (LONG, 8), "wide": (WIDE, 1)}
+CASES = {"long": (LONG, 1), "cluster": (LONG, 3), "memory": (LONG, 8), "wide": (WIDE, 1), "last wave": (WIDE, 2)}
 LAUNCHES, REPLAYS = 50, 20
 
 

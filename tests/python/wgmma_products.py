@@ -19,11 +19,16 @@ Shape = tuple[int, int, int]  # m, n, k
 
 @dataclass(frozen=True)
 class Product:
-    """run(a, tactic=..., split_k=...) gives the outputs of `a` or of its first rows; `names`: of all its tactics."""
+    """run(a, tactic=..., split_k=...) gives the outputs of `a` or of its first rows; explain(...) says how; `names`: of
+    all its tactics."""
 
     a: Tensor
     run: Callable[..., tuple[Tensor, ...]]
+    explain: Callable[..., qcutlass.Explanation]
     names: list[str]
+
+    def plan(self, tactic: str, split_k: int) -> Any:
+        return self.explain(tactic=tactic, split_k=split_k).plan
 
 
 def weight_only(shape: Shape, device: str, bits: int, dtype: torch.dtype, zeros: testing.Zeros) -> Product:
@@ -32,6 +37,7 @@ def weight_only(shape: Shape, device: str, bits: int, dtype: torch.dtype, zeros:
     return Product(
         p.a,
         lambda a, **forced: (qcutlass.gemm(a, *operands, **p.keywords | forced),),
+        lambda **forced: qcutlass.explain(p.a, *operands, **p.keywords | forced),
         qcutlass.tactics(p.a, *operands, **p.keywords),
     )
 
@@ -43,6 +49,7 @@ def eight_by_eight(shape: Shape, device: str, dtype: torch.dtype) -> Product:
     return Product(
         p.a,
         lambda a, **forced: (multiply(a, packed, p.a_scale[: len(a)], p.w_scale, **options | forced),),
+        lambda **forced: qcutlass.explain(p.a, packed, p.a_scale, p.w_scale, **options | forced),
         qcutlass.tactics(p.a, packed, p.a_scale, p.w_scale, **options),
     )
 
@@ -57,8 +64,13 @@ def of_blocks(shape: Shape, device: str, out_size: int | None) -> Product:
             return (blockwise.multiply(rows, b, **forced),)
         return blockwise.multiply_quantized(rows, out_size, b, **forced)
 
-    names = qcutlass.tactics(p.a, p.a_s, b, p.b_s, n=shape[1], block_size=128, out_block_size=out_size)
-    return Product(p.a, run, names)
+    operands, sizes = (p.a, p.a_s, b, p.b_s), {"n": shape[1], "block_size": 128, "out_block_size": out_size}
+    return Product(
+        p.a,
+        run,
+        lambda **forced: qcutlass.explain(*operands, **sizes | forced),
+        qcutlass.tactics(*operands, **sizes),
+    )
 
 
 PRODUCTS: dict[str, Callable[[Shape, str], Product]] = {

@@ -106,9 +106,11 @@ void gemm(GemmArguments const& arguments, int threads);
 struct Plan {
   std::string tactic;    ///< name of the configuration, as in tactics()
   int row = -1;          ///< of the configuration in tactics(); -1 if dense
-  int split_k = 1;       ///< blocks that share the k extent of one output tile
+  int split_k = 1;       ///< blocks that share the k extent of one output tile, where it is shared
   bool cluster = false;  ///< those blocks form a thread block cluster (sm_90) and need no workspace for their sums
   bool early = false;    ///< may start, and load weights, while the kernel before it in the stream ends (sm_90)
+  /// First channel and token of the tiles whose k is shared: of several waves of wgmma tiles, only the last one's.
+  int64_t shared_channel = 0, shared_token = 0;
   size_t workspace_bytes = 0;  ///< scratch memory the launch needs
   /// Weights are rounded to the activations' type before the product; if not, (code - zero) * scale enters unrounded.
   bool rounds_weights = true;

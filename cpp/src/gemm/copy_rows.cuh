@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "cutlass_ext/arch/grid_dependency.h"
-#include "cutlass_ext/epilogue/bias_activation.h"
+#include "cutlass_ext/epilogue/output_op.h"
 #include "qcutlass/types.h"
 
 namespace qcutlass::cuda {
@@ -61,18 +61,18 @@ __global__ void gather_activations(Element const* a, int64_t a_stride, int32_t c
 
 /// Adds the `shares` partial products in order and finishes the output; for a row_grid() over vectors and tokens.
 template <class OutputOp>
-__global__ void reduce_partials(typename OutputOp::Sum const* partials, int64_t partial_stride, int shares,
-                                typename OutputOp::Params params) {
+__global__ void reduce_partials(cutlass::epilogue::thread::PartialSums<typename OutputOp::Sum const> partials,
+                                int shares, typename OutputOp::Params params) {
   using Sum = typename OutputOp::Sum;
   constexpr int kVector = OutputOp::kVector, kWords = kVector * sizeof(Sum) / sizeof(uint4);
   constexpr int kAtOnce = 4;  // loads of so many shares are on their way together
   cutlass::arch::wait_for_prior_grids();
   cutlass::arch::allow_next_grid();
-  int const vectors = int(partial_stride) / kVector;
-  int64_t const share = params.tokens * partial_stride;
-  for (int token = blockIdx.y; token < params.tokens; token += gridDim.y)
+  int const vectors = int(partials.stride) / kVector, tokens = params.tokens - partials.token;
+  int64_t const share = tokens * partials.stride;
+  for (int token = blockIdx.y; token < tokens; token += gridDim.y)
     for (int v = blockIdx.x * kCopyThreads + threadIdx.x; v < vectors; v += gridDim.x * kCopyThreads) {
-      Sum const* const from = partials + token * partial_stride + v * kVector;
+      Sum const* const from = partials.data + token * partials.stride + v * kVector;
       Sum sum[kVector] = {};
       for (int first = 0; first < shares; first += kAtOnce) {
         uint4 words[kAtOnce][kWords];
@@ -87,7 +87,7 @@ __global__ void reduce_partials(typename OutputOp::Sum const* partials, int64_t 
           for (int i = 0; i < kVector; ++i)
             if (first + s < shares) sum[i] += reinterpret_cast<Sum const*>(words[s])[i];
       }
-      OutputOp(params, v * kVector).store(token, sum);
+      OutputOp(params, partials.channel + v * kVector).store(partials.token + token, sum);
     }
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "gemm/gpu_class.h"
+#include "gemm/shared_tiles.h"
 
 namespace qcutlass {
 namespace {
@@ -15,10 +16,12 @@ MainloopCosts const& mainloop_costs(GpuClass const& gpu, Tactic const& t) {
 /// How the blocks of a launch spread over the GPU.
 struct Waves {
   double blocks;
-  int sharers;      ///< of weights
-  double busiest;   ///< blocks that the busiest SM runs, one after the other or together
-  double resident;  ///< blocks that an SM holds at once
-  double stages;    ///< of a block
+  int sharers;             ///< of weights
+  double busiest;          ///< blocks that the busiest SM runs, one after the other or together
+  double resident;         ///< blocks that an SM holds at once
+  double stages;           ///< of a block
+  double shared;           ///< outputs of tiles whose k is shared
+  bool only_last = false;  ///< only those of the last wave are
 
   Waves(GemmArguments const& a, DeviceTraits const& device, Tactic const& t, int split_k, bool cluster)
       : blocks(static_cast<double>(tiles(a, t)) * split_k),
@@ -28,7 +31,18 @@ struct Waves {
         busiest(cluster ? std::ceil(pairs(a, t) / std::max(1, resident_clusters(device.sm_count, split_k)))
                         : std::ceil(pairs(a, t) * split_k / std::max(1, device.sm_count / sharers))),
         resident(resident_blocks(a, device, t)),
-        stages(std::ceil(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k(a.weights.packing))) / split_k)) {}
+        stages(static_cast<double>(layout::ceil_div(a.weights.k, t.stage_k(a.weights.packing)))),
+        shared(static_cast<double>(a.m) * static_cast<double>(a.weights.n)) {
+    SharedTiles const last(a, device, t, split_k);
+    if (!last.only_last()) {
+      stages = std::ceil(stages / split_k);
+      return;
+    }
+    only_last = true;
+    blocks = static_cast<double>(last.tiles);
+    busiest = last.busiest(device.sm_count, split_k, static_cast<int64_t>(stages)) / stages;
+    shared = static_cast<double>(a.m - last.first_token) * static_cast<double>(a.weights.n - last.first_channel);
+  }
 
  private:
   /// Groups of blocks that share weights, of a share of k.
@@ -124,17 +138,17 @@ double compute(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Wav
 }
 
 /// Launch, prologue, epilogue, and the exchange of partial sums.
-double fixed(GemmArguments const& a, GpuClass const& gpu, Tactic const& t, Waves const& waves, int split_k,
-             bool cluster) {
+double fixed(GpuClass const& gpu, Tactic const& t, Waves const& waves, int split_k, bool cluster) {
   MainloopCosts const& costs = mainloop_costs(gpu, t);
-  double const outputs = static_cast<double>(a.m) * static_cast<double>(a.weights.n);
   bool const hopper = t.mainloop == Mainloop::kHopper;
   double const block = hopper ? hopper_fixed(gpu, t, waves, split_k, cluster)
                               : costs.kernel + (waves.busiest - 1) * gpu.launch.block +
                                     t.tokens * t.channels * t.slices * waves.busiest * costs.output;
   if (cluster) return block + (hopper ? 0 : (split_k - 1) * gpu.launch.cluster);
   if (split_k == 1) return block;
-  return block + (hopper ? gpu.hopper.split : gpu.launch.split) + outputs * 4 * split_k * 2 / (gpu.memory.l2 * 1e6);
+  double const passes = waves.only_last ? gpu.hopper.last_passes : 2;  // written and read
+  return block + (hopper ? gpu.hopper.split : gpu.launch.split) + (waves.only_last ? gpu.hopper.last : 0) +
+         waves.shared * 4 * split_k * passes / (gpu.memory.l2 * 1e6);
 }
 
 }  // namespace
@@ -163,7 +177,7 @@ Cost predict(GemmArguments const& arguments, DeviceTraits const& device, Tactic 
   Cost cost;
   cost.load = load(arguments, gpu, tactic, waves);
   cost.compute = compute(arguments, gpu, tactic, waves);
-  cost.fixed = fixed(arguments, gpu, tactic, waves, split_k, cluster);
+  cost.fixed = fixed(gpu, tactic, waves, split_k, cluster);
   cost.total = overlapped(cost.load, cost.compute, gpu) + cost.fixed;
   return cost;
 }

@@ -23,7 +23,8 @@ void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int6
   bool const vectors = stores_vectors(out, a.out_stride, end - begin, a.m, a.a_type);
   using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
   reduce_partials<OutputOp><<<row_grid(sums_stride / OutputOp::kVector, a.m), kCopyThreads, 0, stream>>>(
-      sums, sums_stride, 1, {out, a.out_stride, int(a.m), int(end - begin), vectors, bias, a.bias_type, a.activation});
+      cutlass::epilogue::thread::PartialSums<float const>{sums, sums_stride, 0, 0}, 1,
+      {out, a.out_stride, int(a.m), int(end - begin), vectors, bias, a.bias_type, a.activation});
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -39,6 +39,7 @@ struct Launch {
   bool prefetch;      // and loads weights, scales and zeros meanwhile
   void* partials;     // of the type of the sums
   int64_t partial_stride;
+  int shared_channel, shared_token;  // first ones of the tiles whose k is shared
   int sm_count;
   bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
   int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do

@@ -125,8 +125,11 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
     else
       params.mma = arguments<typename C::Mma>(launch);
     params.output = output_params<typename Kernel::OutputOp>(launch);
-    params.order = {int(layout::ceil_div(launch.channels, Shape::kM)), int(layout::ceil_div(token_tiles, sharers)),
-                    launch.split_k};
+    int const channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM)),
+              token_groups = int(layout::ceil_div(token_tiles, sharers)),
+              shared = (channel_tiles - launch.shared_channel / Shape::kM) *
+                       (token_groups - launch.shared_token / (Shape::kN * sharers));
+    params.order = {channel_tiles, token_groups, channel_tiles * token_groups - shared, launch.split_k};
     set_shares(params, launch, Shape::kK);
     int64_t const items = params.order.items;
     int64_t const blocks =

@@ -46,6 +46,8 @@ struct HopperCosts {
   double cluster = 0.601;     ///< microseconds of meeting another block to exchange sums
   double exchange = 2.36e-4;  ///< microseconds per sum of a block that goes to other blocks
   double split = 1.7;         ///< microseconds of the kernel that adds partial sums, beside its traffic
+  double last = 1.5;          ///< microseconds more where only tiles of a last wave are shared,
+  double last_passes = 3;     ///< whose sums take as long as if they went through L2 so often
 };
 
 /// Those of 8-by-8-bit products.

@@ -9,6 +9,7 @@
 #include "gemm/family.h"
 #include "gemm/launch_kernel.cuh"
 #include "gemm/output.cuh"
+#include "gemm/shared_tiles.h"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 
@@ -96,10 +97,9 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, W
 
 template <class OutputOp>
 void reduce(Launch const& launch, cudaStream_t stream) {
-  dim3 const grid = row_grid(launch.partial_stride / OutputOp::kVector, launch.tokens);
+  dim3 const grid = row_grid(launch.partial_stride / OutputOp::kVector, launch.tokens - launch.shared_token);
   launch_kernel(reduce_partials<OutputOp>, launch, {grid, dim3(1), kCopyThreads, 0, 0}, stream,
-                static_cast<typename OutputOp::Sum const*>(launch.partials), int64_t(launch.partial_stride),
-                launch.split_k, output_params<OutputOp>(launch));
+                partial_sums<typename OutputOp::Sum const>(launch), launch.split_k, output_params<OutputOp>(launch));
 }
 
 void reduce(DType type, Launch const& launch, cudaStream_t stream) {
@@ -161,7 +161,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   if (plan.row < 0 || plan.row >= kTacticCount)
     throw InvalidArgument("plan: '" + plan.tactic + "' is run by the caller of the library, not by a kernel");
   int const tactic = plan.row;
-  Workspace const space(a, plan.split_k, plan.cluster);
+  Workspace const space(a, plan);
   if (space.bytes > a.workspace_bytes)
     throw InvalidArgument("workspace: " + std::to_string(space.bytes) +
                           " bytes are needed for this plan and these operands, got " +
@@ -172,6 +172,10 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   int device = 0;
   QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
   DeviceTraits const& traits = device_traits(device);
+  SharedTiles const shared(a, traits, kTactics[tactic], plan.split_k);
+  if (plan.shared_channel != shared.first_channel || plan.shared_token != shared.first_token)
+    throw InvalidArgument(
+        "plan: it was made for a product of another size, or for another GPU; call select for this one");
 
   Launch launch{};
   launch.weights = w.packed;
@@ -202,8 +206,10 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.programmatic = plan.early;
   // Copies made by this call are there only after the wait.
   launch.prefetch = launch.programmatic && a.settled && !space.copy_scales && !space.copy_zeros;
-  launch.partials = plan.split_k > 1 && !plan.cluster ? base + space.partials : nullptr;
+  launch.partials = space.partial_bytes > 0 ? base + space.partials : nullptr;
   launch.partial_stride = space.partial_stride;
+  launch.shared_channel = int(plan.shared_channel);
+  launch.shared_token = int(plan.shared_token);
 
   int const family = family_index(a.a_type, w.packing, scale_mode(a));
   static std::atomic<bool> used[kMaxDevices][kFamilyCount][kTacticCount];

@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "gemm/cuda_check.h"
-#include "gemm/family.h"
+#include "gemm/output.cuh"
 
 namespace qcutlass::cuda {
 
@@ -16,8 +16,7 @@ void set_shares(Params& params, Launch const& launch, int stage_k) {
   params.stages_left = stages % launch.split_k;
   params.prefetch = launch.prefetch;
   params.cluster = launch.cluster;
-  params.partials = static_cast<decltype(params.partials)>(launch.partials);
-  params.partial_stride = launch.partial_stride;
+  params.partials = partial_sums<typename decltype(params.partials)::Sum>(launch);
 }
 
 struct LaunchShape {

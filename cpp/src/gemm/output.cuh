@@ -1,8 +1,7 @@
 // A launch's output as the epilogue takes it: for the kernels, and for the sum of their partial products.
 #pragma once
 
-#include "cutlass_ext/epilogue/blockwise_output.h"
-#include "cutlass_ext/epilogue/scaled_sums.h"
+#include "cutlass_ext/epilogue/output_op.h"
 #include "gemm/family.h"
 
 namespace qcutlass::cuda {
@@ -28,6 +27,11 @@ typename OutputOp::Params output_params(Launch const& launch) {
   params.bias_type = launch.bias_type;
   params.activation = launch.activation;
   return params;
+}
+
+template <class Sum>
+cutlass::epilogue::thread::PartialSums<Sum> partial_sums(Launch const& launch) {
+  return {static_cast<Sum*>(launch.partials), launch.partial_stride, launch.shared_channel, launch.shared_token};
 }
 
 }  // namespace qcutlass::cuda

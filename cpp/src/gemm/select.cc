@@ -6,6 +6,7 @@
 #include "gemm/cost_model.h"
 #include "gemm/dense.h"
 #include "gemm/gpu_class.h"
+#include "gemm/shared_tiles.h"
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 
@@ -126,15 +127,17 @@ bool uses_cluster(GemmArguments const& arguments, DeviceTraits const& device, Ta
   if (split_k == 1 || device.code_capability < 90) return false;
   if (t.mainloop != Mainloop::kHopper) return split_k <= kMaxCluster;
   int64_t const count = tiles(arguments, t);
-  return split_k <= kMostHopperCluster &&
+  return split_k <= kMostHopperCluster && count <= device.sm_count &&
          (count <= resident_clusters(device.sm_count, split_k) || count * split_k > device.sm_count);
 }
 
-/// Sharing k pays where tiles leave SMs idle; over several waves its barriers cost more than a ragged last one.
+/// Sharing k pays where tiles leave SMs idle: all of them or, where blocks persist, those of the last wave.
 bool split_pays(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& t, int split_k) {
-  int64_t const count = tiles(arguments, t);
-  return split_k == 1 || (count <= device.sm_count &&
-                          count * split_k <= int64_t(device.sm_count) * resident_blocks(arguments, device, t));
+  if (split_k == 1) return true;
+  int64_t const count = tiles(arguments, t), shared = SharedTiles(arguments, device, t, split_k).shared;
+  if (shared < count) return shared > 0 && shared * split_k <= device.sm_count;
+  return count <= device.sm_count &&
+         count * split_k <= int64_t(device.sm_count) * resident_blocks(arguments, device, t);
 }
 
 /// Whether early blocks of the next product could pile up on some SMs while others idle, where a launch leaves room for
@@ -147,8 +150,10 @@ bool piles_up(GemmArguments const& arguments, DeviceTraits const& device, Tactic
   return t.min_blocks > 1 && blocks <= int64_t(device.sm_count) * t.min_blocks;
 }
 
-Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, int row, int split_k) {
+Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, int row, int wanted_split) {
   Tactic const& t = kTactics[row];
+  int const split_k = SharedTiles(arguments, device, t, wanted_split).shared > 0 ? wanted_split : 1;
+  SharedTiles const shared(arguments, device, t, split_k);
   bool const cluster = uses_cluster(arguments, device, t, split_k);
   Candidate result;
   result.plan.tactic = tactic_name(arguments, t);
@@ -156,7 +161,9 @@ Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device, 
   result.plan.split_k = split_k;
   result.plan.cluster = cluster;
   result.plan.early = device.code_capability >= 90 && !piles_up(arguments, device, t, split_k);
-  result.plan.workspace_bytes = Workspace(arguments, split_k, cluster).bytes;
+  result.plan.shared_channel = shared.first_channel;
+  result.plan.shared_token = shared.first_token;
+  result.plan.workspace_bytes = Workspace(arguments, result.plan).bytes;
   result.plan.rounds_weights = rounds_weights(t, scale_mode(arguments));
   result.cost = predict(arguments, device, t, split_k, cluster);
   return result;

@@ -44,20 +44,23 @@ inline constexpr int kNativeGroup = slice_k(Packing::kW4A16), kGroupStep = step_
 
 /// The products that a configuration is built for, as a set.
 enum Products : uint8_t {
-  kWeightOnly = 1,   ///< 16-bit activations by low-bit weights
-  kInt8 = 2,         ///< int8 by int8, one scale a sum
-  kFloat8 = 4,       ///< fp8 by fp8, likewise
-  kBlockwise = 8,    ///< blockwise int8 with blocks of 128
-  kSmallBlocks = 16  ///< with smaller ones
+  kInt4Weights = 1,   ///< 16-bit activations by int4 weights
+  kInt8Weights = 2,   ///< by int8 weights
+  kInt8 = 4,          ///< int8 by int8, one scale a sum
+  kFloat8 = 8,        ///< fp8 by fp8, likewise
+  kBlockwise = 16,    ///< blockwise int8 with blocks of 128
+  kSmallBlocks = 32,  ///< with smaller ones
 };
 constexpr Products operator|(Products a, Products b) { return Products(uint8_t(a) | uint8_t(b)); }
-inline constexpr Products kEightByEight = kInt8 | kFloat8, kEightBits = kEightByEight | kBlockwise,
-                          kNotBlockwise = kWeightOnly | kEightByEight, kAnyBlocks = kBlockwise | kSmallBlocks,
-                          kMost = kNotBlockwise | kBlockwise, kAll = kMost | kSmallBlocks;
+inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kEightByEight = kInt8 | kFloat8,
+                          kEightBits = kEightByEight | kBlockwise, kNotBlockwise = kWeightOnly | kEightByEight,
+                          kAnyBlocks = kBlockwise | kSmallBlocks, kMost = kNotBlockwise | kBlockwise,
+                          kAll = kMost | kSmallBlocks;
 
 constexpr Products product_of(Packing packing, ScaleMode mode, DType activations) {
   if (is_blockwise(mode)) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
-  if (packing != Packing::kW8A8) return kWeightOnly;
+  if (packing == Packing::kW4A16) return kInt4Weights;
+  if (packing == Packing::kW8A16) return kInt8Weights;
   return is_float8(activations) ? kFloat8 : kInt8;
 }
 
@@ -98,7 +101,10 @@ inline constexpr int kMostHopperCluster = 6;
 
 /// k steps from one wait of kHopper's weight-only loop for its MMAs to the next: as many as two sets of their operands
 /// A leave registers for beside the sums.
-constexpr int hopper_batch(Tactic const& t) { return t.channels == 256 && t.tokens > 64 ? 1 : 4; }
+constexpr int hopper_batch(Tactic const& t) {
+  if (t.channels == 256 && t.tokens > 64) return 1;
+  return t.slices == 1 && t.tokens <= 192 ? 2 : 4;  // two batches a stage: scales of fine groups are looked up early
+}
 /// Whether its warpgroups take turns.
 constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tokens == 128; }
 
@@ -153,13 +159,17 @@ inline constexpr Tactic kTactics[] = {
     {Mainloop::kMultistage, 64, 64, 64, 32, 4, 3, 1, kBlockwise},
     {Mainloop::kMultistage, 128, 64, 64, 32, 1, 3, 2, kAnyBlocks},  // fits 99 KB, and outputs in blocks of 128
     {Mainloop::kMultistage, 128, 64, 64, 32, 2, 3, 1, kBlockwise},
-    // asynchronous MMAs: from some 20 to 30 tokens up
+    // asynchronous MMAs: from some 20 to 30 tokens up. Of equal predictions the first is taken: one wave, not two
+    {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kInt4Weights},
+    {Mainloop::kHopper, 256, 64, 16, 64, 1, 7, 1, kInt8Weights},
     {Mainloop::kHopper, 128, 64, 16, 64, 2, 8, 1, kWeightOnly},
-    {Mainloop::kHopper, 256, 64, 16, 64, 2, 5, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 96, 16, 96, 2, 7, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 128, 16, 128, 2, 5, 1, kWeightOnly},
     {Mainloop::kHopper, 256, 128, 16, 128, 1, 7, 1, kWeightOnly},
+    {Mainloop::kHopper, 128, 160, 16, 160, 2, 4, 1, kInt4Weights},
+    {Mainloop::kHopper, 128, 160, 16, 160, 1, 7, 1, kInt8Weights},
     {Mainloop::kHopper, 128, 192, 16, 192, 1, 6, 1, kWeightOnly},
+    {Mainloop::kHopper, 128, 224, 16, 224, 1, 6, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 256, 16, 256, 1, 4, 1, kWeightOnly},
     {Mainloop::kHopper, 128, 64, 64, 16, 1, 8, 1, kEightBits},
     {Mainloop::kHopper, 256, 64, 128, 16, 1, 4, 1, kEightByEight},
@@ -220,6 +230,14 @@ inline constexpr int kMostSharedMemory = 227 * 1024;
 constexpr int hopper_sharers(Packing packing, int64_t token_tiles, int split_k) {
   constexpr int64_t kMany = 8;
   return packing == Packing::kW8A8 && split_k == 1 && (token_tiles % 2 == 0 || token_tiles > kMany) ? 2 : 1;
+}
+
+/// Tiles of tokens of kHopper side by side, or pairs of them, before the next tile of channels: four, with which a wave
+/// of tiles reads the least; or some more, if a last group of one or two would read all weights again for little.
+constexpr int hopper_side(int64_t token_tiles) {
+  int side = 4;
+  while (side < token_tiles && (token_tiles - 1) % side < 2) ++side;
+  return side < token_tiles ? side : int(token_tiles);
 }
 
 /// Shared memory of a block of kHopper with so many stages: the ring, buffers that sums leave through, two barriers a

@@ -2,6 +2,7 @@
 // sums.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "gemm/tactics.h"
@@ -35,11 +36,12 @@ inline bool stores_vectors(void const* data, int64_t stride, int64_t columns, in
 struct Workspace {
   bool copy_activations, copy_scales, copy_zeros;
   size_t activations, scales, zeros, partials, bytes;
+  size_t partial_bytes;
   int64_t activation_stride;  // elements
   int64_t scale_stride, zero_stride;
   int64_t partial_stride;
 
-  Workspace(GemmArguments const& a, int split_k, bool cluster) {
+  Workspace(GemmArguments const& a, Plan const& plan) {
     WeightArguments const& w = a.weights;
     auto const padded = [](int64_t columns, DType type) {
       return round_up(columns * size_of(type), kAlignment) / size_of(type);
@@ -59,7 +61,11 @@ struct Workspace {
     activation_stride = copy_activations ? padded(w.k, a.a_type) : a.a_stride;
     scale_stride = copy_scales ? padded(w.n, w.scale_type) : w.scale_stride;
     zero_stride = copy_zeros ? padded(w.n, w.zero_type) : w.zero_stride;
-    partial_stride = round_up(w.n, a.quantized.size != 0 ? a.quantized.size : 8);
+    // Every share's sums; a tile may end beyond the product.
+    int64_t const shared_channels = std::max<int64_t>(0, w.n - plan.shared_channel);
+    partial_stride = round_up(shared_channels, a.quantized.size != 0 ? a.quantized.size : 8);
+    int64_t const shared_rows = plan.split_k > 1 && !plan.cluster ? plan.split_k * (a.m - plan.shared_token) : 0;
+    partial_bytes = static_cast<size_t>(shared_rows * partial_stride) * sizeof(float);
 
     bytes = 0;
     auto const part = [this](bool needed, int64_t size) {
@@ -70,7 +76,7 @@ struct Workspace {
     activations = part(copy_activations, a.m * activation_stride * size_of(a.a_type));
     scales = part(copy_scales, w.groups() * scale_stride * size_of(w.scale_type));
     zeros = part(copy_zeros, w.groups() * zero_stride * size_of(w.zero_type));
-    partials = part(split_k > 1 && !cluster, split_k * a.m * partial_stride * static_cast<int64_t>(sizeof(float)));
+    partials = part(partial_bytes > 0, static_cast<int64_t>(partial_bytes));
   }
 };
 

@@ -16,6 +16,8 @@ void register_plans(py::module_& module) {
       .def_readonly("tactic", &Plan::tactic)
       .def_readonly("split_k", &Plan::split_k)
       .def_readonly("cluster", &Plan::cluster)
+      .def_readonly("shared_channel", &Plan::shared_channel)
+      .def_readonly("shared_token", &Plan::shared_token)
       .def_readonly("workspace_bytes", &Plan::workspace_bytes)
       .def_readonly("rounds_weights", &Plan::rounds_weights)
       .def_readonly("dense", &Plan::dense)

@@ -15,12 +15,19 @@ using OutputOpOf =
     std::conditional_t<kMode == qcutlass::ScaleMode::kNone, ScaledSums<Sum>,
                        std::conditional_t<qcutlass::is_blockwise(kMode), BlockwiseOutput, BiasActivation<Element>>>;
 
-/// Where blocks that share k leave their sums for a later kernel to add: [tokens][stride] of this block's share. `data`
-/// is null if they do not.
-template <class Sum>
+/// Where blocks that share k leave their sums for a later kernel to add: [share][token][stride], from a first channel
+/// and token of the product on. `data` is null if they do not.
+template <class Sum_>
 struct PartialSums {
+  using Sum = Sum_;
   Sum* data;
   int64_t stride;
+  int channel, token;
+
+  /// Those of one share.
+  CUTLASS_HOST_DEVICE PartialSums of(int share, int tokens) const {
+    return {data + int64_t(share) * (tokens - token) * stride, stride, channel, token};
+  }
 };
 
 }  // namespace cutlass::epilogue::thread

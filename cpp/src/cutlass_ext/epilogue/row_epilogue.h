@@ -82,8 +82,8 @@ class RowEpilogue {
     }
     if (partials.data != nullptr) {
       meanwhile();
-      store_pairs(reinterpret_cast<Word*>(partials.data), partials.stride, params.tokens, int(partials.stride), true,
-                  sums, channel, token, mine);
+      store_pairs(reinterpret_cast<Word*>(partials.data), partials.stride, params.tokens - partials.token,
+                  int(partials.stride), true, sums, channel - partials.channel, token - partials.token, mine);
       return;
     }
     bool const shares = Output::uses_channels(params), shifts = Output::shifts(params);

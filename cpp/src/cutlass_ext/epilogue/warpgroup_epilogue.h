@@ -150,8 +150,9 @@ class WarpgroupEpilogue {
                                  int token) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) {
-      int const own = channel + own_channel() + i / 2 % 2 * 8, row = token + i / 4 * 8 + lane() % 4 * 2 + i % 2;
-      if (row < tokens && own < partials.stride) partials.data[row * partials.stride + own] = sums[i];
+      int const own = channel - partials.channel + own_channel() + i / 2 % 2 * 8,
+                row = token - partials.token + i / 4 * 8 + lane() % 4 * 2 + i % 2;
+      if (row < tokens - partials.token && own < partials.stride) partials.data[row * partials.stride + own] = sums[i];
     }
   }
 

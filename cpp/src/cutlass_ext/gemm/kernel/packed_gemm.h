@@ -33,9 +33,7 @@ class PackedGemm {
     int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
     bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
     bool cluster;   // the shares of k of a tile form a cluster, which adds them
-    /// [shares][tokens][partial_stride] when k is shared without a cluster: another kernel adds them, in order.
-    Sum* partials;
-    int64_t partial_stride;
+    epilogue::thread::PartialSums<Sum> partials;  // when k is shared without a cluster
   };
 
   union SharedStorage {
@@ -68,12 +66,11 @@ class PackedGemm {
     int const c = channel + epilogue.channel();
     OutputOp const output(params.output, c);
     auto const store = [&](int row, Sum(&sum)[OutputOp::kVector]) {
-      if (params.partials == nullptr) {
+      if (params.partials.data == nullptr) {
         output.store(token + row, sum);
-      } else if (token + row < params.mma.tokens && c < params.partial_stride) {
-        int64_t const out_row = int64_t(tile.k()) * params.mma.tokens + token + row;
-        epilogue::thread::store_channels(params.partials + out_row * params.partial_stride + c, sum, OutputOp::kVector,
-                                         true);
+      } else if (token + row < params.mma.tokens && c < params.partials.stride) {
+        auto const own = params.partials.of(tile.k(), params.mma.tokens);
+        epilogue::thread::store_channels(own.data + (token + row) * own.stride + c, sum, OutputOp::kVector, true);
       }
     };
     // Quantising is a chain of dependent steps: several rows of a thread take turns.

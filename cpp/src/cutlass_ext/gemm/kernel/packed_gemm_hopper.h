@@ -23,39 +23,39 @@ class PackedGemmHopper {
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;
   static constexpr int MinBlocksPerMultiprocessor = 1;
 
-  /// From an item, a share of the k extent of a tile, to its place. Some tiles of tokens, or pairs of them, side by
-  /// side are taken before the next tile of channels. Divisions are by constants of the launch: they are part of every
-  /// tile's end, when nothing multiplies.
+  /// From an item, a tile or a share of the k extent of one, to its place. Some tiles of tokens, or pairs of them, side
+  /// by side are taken before the next tile of channels. The first tiles are not shared: those of whole waves.
+  /// Divisions are by constants of the launch: they are part of every tile's end, when nothing multiplies.
   struct TileOrder {
     int token_tiles, items;  // pairs of token tiles where pairs of blocks share weights
-    FastDivmod shares;       // of k
+    int whole;               // tiles that are not shared
+    FastDivmod shares;       // of k of the others
     FastDivmod side, last;   // tiles of tokens of a group, and of the last one
     FastDivmod group;        // tiles: those by all of channels
 
     TileOrder() = default;
-    TileOrder(int channel_tiles, int token_tiles, int shares)
+    TileOrder(int channel_tiles, int token_tiles, int whole, int shares)
         : token_tiles(token_tiles),
-          items(channel_tiles * token_tiles * shares),
+          items(whole + (channel_tiles * token_tiles - whole) * shares),
+          whole(whole),
           shares(shares),
-          side(side_of(token_tiles)),
+          side(qcutlass::hopper_side(token_tiles)),
           last((token_tiles - 1) % side.divisor + 1),
           group(side.divisor * channel_tiles) {}
 
-    /// Four, with which a wave of tiles reads the least; or some more, if a last group of one or two would read all
-    /// weights again for little.
-    static int side_of(int token_tiles) {
-      int side = 4;
-      while (side < token_tiles && (token_tiles - 1) % side < 2) ++side;
-      return fast_min(side, token_tiles);
-    }
-
     struct Place {
       int channel, token, share;  // of tiles
+      bool whole;
     };
     CUTLASS_DEVICE Place operator()(int item) const {
-      int tile, number, rest;
+      int tile = item, number, rest;
       Place place;
-      shares(tile, place.share, item);
+      place.whole = item < whole;
+      place.share = 0;
+      if (!place.whole) {
+        shares(tile, place.share, item - whole);
+        tile += whole;
+      }
       group(number, rest, tile);
       int const first = number * side.divisor;
       (first + side.divisor <= token_tiles ? side : last)(place.channel, place.token, rest);
@@ -71,8 +71,7 @@ class PackedGemmHopper {
     int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
     bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
     bool cluster;   // the shares of k of a tile form a cluster, which adds them
-    Sum* partials;  // [shares][tokens][partial_stride] when k is shared without a cluster
-    int64_t partial_stride;
+    epilogue::thread::PartialSums<Sum> partials;  // when k is shared without a cluster
   };
 
   struct SharedStorage {
@@ -125,6 +124,7 @@ class PackedGemmHopper {
   /// Share of the k extent of a tile.
   struct Work {
     int channel, token, share, first_k, stages;
+    bool whole;
 
     CUTLASS_DEVICE Work(Params const& params, int item) {
       auto const place = params.order(item);
@@ -132,9 +132,11 @@ class PackedGemmHopper {
       channel = place.channel * Shape::kM;
       token = (place.token * sharers + int(blockIdx.x) % sharers) * Shape::kN;
       share = place.share;
+      whole = place.whole;
       // The first shares take a stage more where the stages do not divide evenly.
       first_k = (share * params.stages_a_share + fast_min(share, params.stages_left)) * Shape::kK;
       stages = params.stages_a_share + (share < params.stages_left);
+      if (whole) stages = params.stages_a_share * params.order.shares.divisor + params.stages_left;
     }
   };
 
@@ -188,11 +190,11 @@ class PackedGemmHopper {
         next = Work(params, item);
         begin_next();
       };
-      int64_t const share_sums = int64_t(params.output.tokens) * params.partial_stride;
-      epilogue.run(
-          params.output, work.channel, work.token, sums, slots, blocks, params.cluster ? work.share : 0,
-          {params.partials == nullptr ? nullptr : params.partials + work.share * share_sums, params.partial_stride},
-          meanwhile);
+      auto partials = params.partials;
+      if (work.whole) partials.data = nullptr;
+      if (partials.data != nullptr) partials = partials.of(work.share, params.output.tokens);
+      epilogue.run(params.output, work.channel, work.token, sums, slots, blocks, params.cluster ? work.share : 0,
+                   partials, meanwhile);
     }
   }
 };

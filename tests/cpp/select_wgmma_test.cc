@@ -1,0 +1,160 @@
+// Selection among the kernels of asynchronous MMAs.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "gemm/gpu_class.h"
+#include "gemm/tactics.h"
+#include "qcutlass/gemm.h"
+#include "selection.h"
+
+namespace qcutlass {
+namespace {
+
+using namespace selection;
+
+bool is_wgmma(GemmArguments const& a, DeviceTraits const& device) {
+  return traits_of(a, select(a, device).tactic).wgmma;
+}
+
+// 448 tiles on 132 SMs are three waves and 52 tiles, the last 26 of 128 channels: two blocks for each of them.
+TEST(Wgmma, SharesTheLastWave) {
+  for (int64_t m : {300, 320}) {
+    Plan const plan = select(problem(m, 28672, 4096), kH200Wgmma);
+    EXPECT_EQ(plan.tactic, "w4a16_f16_native_sm90a_n128m160k128_s4");
+    EXPECT_EQ(plan.split_k, 2);
+    EXPECT_FALSE(plan.cluster);
+    EXPECT_EQ(plan.shared_channel, 28672 - 26 * 128);
+    EXPECT_EQ(plan.shared_token, 0);
+    EXPECT_EQ(plan.workspace_bytes, size_t(2) * m * 26 * 128 * 4);
+  }
+  // Tiles of tokens come in groups, of four here and then three: 224 * 7 = 11 * 132 + 116.
+  Plan const grouped = select(problem(7 * 256, 28672, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m256k64_s4", 2);
+  EXPECT_EQ(grouped.shared_token, 4 * 256);
+  EXPECT_EQ(grouped.shared_channel, 28672 - 39 * 128);
+  // Whole waves have no last one.
+  Plan const whole = select(problem(64, 2 * 132 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
+  EXPECT_EQ(whole.split_k, 1);
+  EXPECT_EQ(whole.workspace_bytes, 0u);
+}
+
+TEST(Wgmma, IsOfferedWhereItsCodeRuns) {
+  for (int64_t m : {1, 64, 4096})
+    for (DeviceTraits const& device : kDevices) {
+      GemmArguments const a = problem(m, 8192, 8192);
+      bool offered = false;
+      for (Candidate const& c : candidates(a, device)) offered |= traits_of(a, c.plan.tactic).wgmma;
+      EXPECT_EQ(offered, device.wgmma) << m;
+    }
+}
+
+TEST(Wgmma, IsChosenFromSomeNumberOfTokensUp) {
+  for (auto [n, k] : kShapes)
+    for (int64_t m : kTokens)
+      for (DType type : {DType::kFloat16, DType::kBFloat16})
+        for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
+          bool const chosen = is_wgmma(problem(m, n, k, 128, type, packing), kH200Wgmma);
+          EXPECT_FALSE(chosen && m < 16) << m << " tokens, " << n << " x " << k;
+          EXPECT_TRUE(chosen || m < 128) << m << " tokens, " << n << " x " << k;
+        }
+}
+
+TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
+  GemmArguments const a = problem(128, 512, 32768);
+  for (TacticTraits const& t : tactics(a))
+    if (t.wgmma) {
+      EXPECT_TRUE(select(a, kH200Wgmma, t.name, 6).cluster) << t.name;
+      EXPECT_FALSE(select(a, kH200Wgmma, t.name, 7).cluster) << t.name;
+      EXPECT_GE(select(a, kH200Wgmma, t.name, 7).workspace_bytes, size_t{7} * 128 * 512 * 4) << t.name;
+    }
+}
+
+TEST(Wgmma, ClustersThatDoNotRunAtOnceGoThroughMemory) {
+  GemmArguments const a = problem(64, 4096, 14336);  // 32 tiles of 128 channels; 39 clusters of 3, 30 of 4
+  std::string const tactic = "w4a16_f16_native_sm90a_n128m64k128_s8";
+  EXPECT_TRUE(select(a, kH200Wgmma, tactic, 3).cluster);
+  Plan const plan = select(a, kH200Wgmma, tactic, 4);
+  EXPECT_FALSE(plan.cluster);
+  EXPECT_EQ(plan.workspace_bytes, size_t{4} * 64 * 4096 * 4);
+  EXPECT_TRUE(select(problem(64, 8192, 8192), kH200Wgmma, tactic, 4).cluster) << "several rounds either way";
+  for (int blocks = 2; blocks <= 8; ++blocks) EXPECT_LE(resident_clusters(132, blocks) * blocks, 132);
+}
+
+TEST(Wgmma, RingsHoldWholePairsOfBatches) {
+  for (Packing packing : {Packing::kW4A16, Packing::kW8A16, Packing::kW8A8})
+    for (ScaleMode mode :
+         {ScaleMode::kNative, ScaleMode::kFine, ScaleMode::kFloat, ScaleMode::kNone, ScaleMode::kBlock})
+      for (Tactic const& t : kTactics)
+        if (t.mainloop == Mainloop::kHopper && (mode >= ScaleMode::kNone) == (packing == Packing::kW8A8)) {
+          int const stages = stages_of(t, packing, mode), steps = t.stage_k(packing) / step_k(packing);
+          EXPECT_GE(stages, 3);
+          EXPECT_LE(stages, std::max(t.stages, 4));
+          EXPECT_EQ(stages * (steps / hopper_batch(t)) % 2, 0);
+        }
+}
+
+/// Times on an H200, microseconds: fp16, 4-bit codes in groups of 128. A row is of one run.
+TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
+  struct Time {
+    char const* tile;
+    int split_k;
+    double us;
+  };
+  struct Row {
+    int64_t n, k, m;
+    std::vector<Time> times;
+  };
+  std::vector<Row> const rows = {
+      {4096, 4096, 64, {{"n128m64k128", 4, 9.35}, {"n128m96k128", 4, 9.58}, {"n128m64k128", 3, 9.86}}},
+      {4096, 4096, 96, {{"n128m96k128", 4, 10.3}, {"n128m128k128", 4, 11.1}, {"n128m96k128", 3, 11.5}}},
+      {4096, 4096, 192, {{"n128m96k128", 2, 14.1}, {"n128m192k64", 4, 15.9}, {"n128m128k128", 2, 16.2}}},
+      {4096, 4096, 256, {{"n128m128k128", 2, 16.6}, {"n128m64k128", 1, 17.1}, {"n256m64k128", 2, 18.6}}},
+      {4096, 4096, 300, {{"n128m160k128", 2, 19.5}, {"n128m96k128", 1, 20.3}, {"n128m192k64", 2, 22.1}}},
+      {4096, 4096, 512, {{"n128m128k128", 1, 24.4}, {"n256m128k64", 2, 28.2}, {"n256m64k128", 1, 28.6}}},
+      {4096, 4096, 640, {{"n128m160k128", 1, 29.2}, {"n128m192k64", 1, 33.7}, {"n128m128k128", 4, 35.1}}},
+      {6144, 4096, 256, {{"n128m128k128", 1, 22.7}, {"n128m96k128", 8, 26.2}, {"n256m128k64", 2, 26.2}}},
+      {6144, 4096, 300, {{"n128m160k128", 1, 26.9}, {"n256m64k128", 1, 28.4}, {"n128m192k64", 1, 31.3}}},
+      {11008, 4096, 256, {{"n128m128k128", 3, 37}, {"n128m128k128", 2, 39.3}, {"n128m96k128", 1, 39.4}}},
+      {11008, 4096, 300, {{"n128m160k128", 3, 43.2}, {"n256m128k64", 1, 46}, {"n128m160k128", 2, 46.2}}},
+      {28672, 4096, 64, {{"n256m64k128", 1, 30.8}, {"n128m64k128", 1, 33.6}, {"n128m96k128", 1, 39.3}}},
+      {28672, 4096, 96, {{"n128m96k128", 1, 40}, {"n256m128k64", 1, 44.6}, {"n128m128k128", 1, 45.8}}},
+      {28672, 4096, 128, {{"n256m128k64", 1, 44.9}, {"n128m128k128", 1, 46.6}, {"n256m64k128", 1, 56.5}}},
+      {28672, 4096, 129, {{"n128m160k128", 1, 54.4}, {"n128m192k64", 1, 63.4}, {"n128m96k128", 2, 70}}},
+      {28672, 4096, 192, {{"n128m192k64", 1, 65.2}, {"n128m96k128", 1, 76.9}, {"n256m64k128", 1, 83.4}}},
+      {28672, 4096, 224, {{"n128m224k64", 1, 75.2}, {"n128m256k64", 1, 83.8}, {"n128m128k128", 2, 86.6}}},
+      {28672, 4096, 256, {{"n128m256k64", 1, 84.1}, {"n128m128k128", 2, 87.9}, {"n256m128k64", 1, 88.3}}},
+      {28672, 4096, 300, {{"n128m160k128", 2, 103}, {"n128m160k128", 1, 109}, {"n128m192k64", 2, 120}}},
+      {28672, 4096, 448, {{"n128m224k64", 2, 142}, {"n128m160k128", 8, 150}, {"n128m224k64", 1, 150}}},
+      {28672, 4096, 512, {{"n128m256k64", 2, 160}, {"n128m128k128", 1, 164}, {"n256m128k64", 2, 165}}},
+      {4096, 14336, 64, {{"n128m64k128", 4, 18.7}, {"n256m64k128", 8, 20.1}, {"n128m96k128", 4, 20.5}}},
+      {4096, 14336, 96, {{"n128m96k128", 4, 21.7}, {"n128m128k128", 4, 24.4}, {"n128m96k128", 3, 26}}},
+      {4096, 14336, 128, {{"n128m128k128", 4, 26.2}, {"n256m128k64", 8, 29.2}, {"n128m128k128", 3, 30.1}}},
+      {4096, 14336, 160, {{"n128m160k128", 4, 30.5}, {"n128m192k64", 4, 34.1}, {"n128m96k128", 2, 35.9}}},
+      {4096, 14336, 192, {{"n128m192k64", 4, 35.1}, {"n128m96k128", 2, 37}, {"n128m192k64", 3, 42}}},
+      {4096, 14336, 256, {{"n128m128k128", 2, 43.9}, {"n128m256k64", 4, 45.4}, {"n256m128k64", 4, 47.5}}},
+      {4096, 14336, 300, {{"n128m160k128", 2, 52.1}, {"n128m192k64", 2, 60.2}, {"n128m96k128", 1, 65.4}}},
+      {8192, 8192, 32, {{"n256m64k128", 4, 19.7}, {"n128m64k128", 2, 19.9}, {"n256m64k128", 3, 24.1}}},
+      {8192, 8192, 96, {{"n128m96k128", 2, 23.8}, {"n128m128k128", 2, 27.2}, {"n256m128k64", 4, 30.1}}},
+      {8192, 8192, 128, {{"n128m128k128", 2, 27.7}, {"n256m128k64", 4, 31.7}, {"n256m64k128", 2, 32.3}}},
+      {8192, 8192, 160, {{"n128m160k128", 2, 33}, {"n128m192k64", 2, 37.7}, {"n128m96k128", 1, 38.8}}},
+      {8192, 8192, 300, {{"n128m160k128", 1, 55.4}, {"n128m192k64", 1, 65.2}, {"n128m128k128", 2, 72.4}}},
+      {8192, 8192, 448, {{"n128m224k64", 1, 76}, {"n128m256k64", 1, 85.8}, {"n128m160k128", 2, 87}}},
+      {8192, 8192, 1024, {{"n128m256k64", 1, 173}, {"n256m128k64", 1, 179}, {"n128m128k128", 1, 184}}},
+  };
+  for (Row const& row : rows) {
+    Plan const plan = select(problem(row.m, row.n, row.k), kH200Wgmma);
+    double best = row.times[0].us, chosen = 0;
+    for (Time const& time : row.times) {
+      best = std::min(best, time.us);
+      std::string const name = "w4a16_f16_native_sm90a_" + std::string(time.tile) + "_";
+      if (plan.tactic.rfind(name, 0) == 0 && plan.split_k == time.split_k) chosen = time.us;
+    }
+    EXPECT_GT(chosen, 0) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
+    EXPECT_LE(chosen, 1.05 * best) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
+  }
+}
+
+}  // namespace
+}  // namespace qcutlass

@@ -1,0 +1,54 @@
+"""Where wgmma tiles fill several waves of SMs, blocks share the K of those in the last one alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.python.wgmma_products import PRODUCTS, on_gpu
+from torch import Tensor
+
+from qcutlass import testing
+
+# 3 to 12 tiles of tokens, in one group of them or several, by 35 or 70 of channels, the last ones ragged: more than
+# there are SMs, in no whole waves. Nine stages of K are shared unevenly.
+SHAPE = (712, 8900, 1032)
+
+
+def difference(out: Tensor, expected: Tensor) -> Tensor:
+    """Of outputs, in units of what another order of sums may move: a code, or 2^-7 (of bfloat16) of a number, or of a
+    small part of what numbers are like."""
+    size = expected.float().abs()
+    unit = torch.ones_like(size) if out.dtype == torch.int8 else 2.0**-7 * size.clamp(min=float(size.mean()) / 8)
+    return (out.float() - expected.float()).abs() / unit
+
+
+def test_differences_are_seen() -> None:
+    numbers, codes = torch.tensor([0.01, 0.4, -0.1]), torch.tensor([3, -7], dtype=torch.int8)
+    assert difference(numbers, numbers).max() == 0 == difference(codes, codes).max()
+    assert difference(numbers + torch.tensor([0.0, 0.004, 0.0]), numbers).max() > 1
+    assert difference(codes + 2, codes).max() > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split_k", [2, 3, 8])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_last_tiles_are_shared_and_no_others(name: str, split_k: int, ledger: Any) -> None:
+    product, tactics = on_gpu(name, SHAPE)
+    partly = 0
+    for tactic in tactics:
+        whole = product.run(product.a, tactic=tactic, split_k=1)
+        testing.poison_free_memory("cuda")
+        outs = product.run(product.a, tactic=tactic, split_k=split_k)
+        plan = product.plan(tactic, split_k)
+        partly += plan.shared_channel > 0
+        for out, expected in zip(outs, whole, strict=True):
+            shared = torch.zeros_like(out, dtype=torch.bool)
+            columns = -(-SHAPE[1] // out.shape[1])  # that an output stands for: scales are of blocks
+            shared[plan.shared_token :, plan.shared_channel // columns :] = True
+            ledger.equal(out[~shared], expected[~shared], f"{name}: {tactic}, K of all tiles but the last")
+            assert difference(out, expected).max() <= 1, f"{name}: {tactic}, K shared by {split_k}"
+            if "int8" in name:
+                ledger.equal(out, expected, f"{name}: {tactic}, exact sums shared by {split_k}")
+    assert partly, "no tactic has a last wave"
