@@ -19,22 +19,44 @@ endforeach()
 set(QCUTLASS_HOPPER_INSTANCES ${QCUTLASS_INSTANCES})
 list(FILTER QCUTLASS_HOPPER_INSTANCES EXCLUDE REGEX "kBlock[0-9]")
 
+# Sets `name` to a family's name, `parameters` to its template parameters in namespace qcutlass.
+function(qcutlass_family instance name parameters)
+  string(REGEX MATCH "^(.*):(.*)/(.*):(.*)/(.*):(.*)$" match "${instance}")
+  set(${name} "${CMAKE_MATCH_1}_${CMAKE_MATCH_3}_${CMAKE_MATCH_5}" PARENT_SCOPE)
+  set(${parameters} "DType::${CMAKE_MATCH_4}, Packing::${CMAKE_MATCH_2}, ScaleMode::${CMAKE_MATCH_6}" PARENT_SCOPE)
+endfunction()
+
 # Writes the units of a list of families, which instantiate `template`, and sets `sources` to their paths; an unchanged
 # unit keeps its time stamp.
 function(qcutlass_write_instances sources header template suffix)
   set(units "")
   foreach(instance IN LISTS ARGN)
-    string(REGEX MATCH "^(.*):(.*)/(.*):(.*)/(.*):(.*)$" match "${instance}")
-    set(family ${CMAKE_MATCH_1}_${CMAKE_MATCH_3}_${CMAKE_MATCH_5}${suffix})
-    set(unit "${CMAKE_BINARY_DIR}/instances/${family}.cu")
+    qcutlass_family("${instance}" family parameters)
+    set(unit "${CMAKE_BINARY_DIR}/instances/${family}${suffix}.cu")
     file(CONFIGURE OUTPUT "${unit}" @ONLY CONTENT
-"// Kernel family ${family}: written by cpp/cmake/instances.cmake.
+"// Kernel family ${family}${suffix}: written by cpp/cmake/instances.cmake.
 #include \"gemm/${header}\"
 
-template struct qcutlass::cuda::${template}<qcutlass::DType::${CMAKE_MATCH_4}, qcutlass::Packing::${CMAKE_MATCH_2},
-                                       qcutlass::ScaleMode::${CMAKE_MATCH_6}>;
+namespace qcutlass::cuda {
+template struct ${template}<${parameters}>;
+}
 ")
     list(APPEND units "${unit}")
   endforeach()
   set(${sources} "${units}" PARENT_SCOPE)
+endfunction()
+
+# Writes the table of all families that launch.cu looks them up in: type, packing, mode, and whether it has
+# configurations for sm_90a.
+function(qcutlass_write_families file)
+  set(rows "// Written by cpp/cmake/instances.cmake.\n")
+  foreach(instance IN LISTS QCUTLASS_INSTANCES)
+    qcutlass_family("${instance}" family parameters)
+    set(hopper false)
+    if("${instance}" IN_LIST QCUTLASS_HOPPER_INSTANCES)
+      set(hopper true)
+    endif()
+    string(APPEND rows "kFamily<${parameters}, ${hopper}>,\n")
+  endforeach()
+  file(CONFIGURE OUTPUT "${file}" @ONLY CONTENT "${rows}")
 endfunction()

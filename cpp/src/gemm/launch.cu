@@ -19,7 +19,7 @@ namespace {
 constexpr int kMaxDevices = 64;
 using FamilyLaunch = void (*)(int, Launch const&, void*);
 
-/// The one list of families at run time.
+/// A family at run time; cpp/cmake/instances.cmake lists them.
 struct FamilyEntry {
   DType type;
   Packing packing;
@@ -28,36 +28,19 @@ struct FamilyEntry {
   FamilyLaunch launch_hopper;  // nullptr: not built
 };
 
-template <DType kType, Packing kPacking, ScaleMode kMode>
+template <DType kType, Packing kPacking, ScaleMode kMode, bool kHopper>
 constexpr FamilyLaunch hopper_launch() {
 #ifdef QCUTLASS_SM90A
-  if constexpr (!is_blockwise(kMode) || kMode == ScaleMode::kBlock) return HopperFamily<kType, kPacking, kMode>::launch;
+  if constexpr (kHopper) return HopperFamily<kType, kPacking, kMode>::launch;
 #endif
   return nullptr;
 }
 
-template <DType kType, Packing kPacking, ScaleMode kMode>
+template <DType kType, Packing kPacking, ScaleMode kMode, bool kHopper>
 constexpr FamilyEntry kFamily = {kType, kPacking, kMode, Family<kType, kPacking, kMode>::launch,
-                                 hopper_launch<kType, kPacking, kMode>()};
+                                 hopper_launch<kType, kPacking, kMode, kHopper>()};
 constexpr FamilyEntry kFamilies[] = {
-    kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kNative>,
-    kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kFine>,
-    kFamily<DType::kFloat16, Packing::kW4A16, ScaleMode::kFloat>,
-    kFamily<DType::kFloat16, Packing::kW8A16, ScaleMode::kNative>,
-    kFamily<DType::kFloat16, Packing::kW8A16, ScaleMode::kFine>,
-    kFamily<DType::kFloat16, Packing::kW8A16, ScaleMode::kFloat>,
-    kFamily<DType::kBFloat16, Packing::kW4A16, ScaleMode::kNative>,
-    kFamily<DType::kBFloat16, Packing::kW4A16, ScaleMode::kFine>,
-    kFamily<DType::kBFloat16, Packing::kW4A16, ScaleMode::kFloat>,
-    kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kNative>,
-    kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kFine>,
-    kFamily<DType::kBFloat16, Packing::kW8A16, ScaleMode::kFloat>,
-    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kNone>,
-    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kBlock>,
-    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kBlock64>,
-    kFamily<DType::kInt8, Packing::kW8A8, ScaleMode::kBlock32>,
-    kFamily<DType::kFloat8E4M3, Packing::kW8A8, ScaleMode::kNone>,
-    kFamily<DType::kFloat8E5M2, Packing::kW8A8, ScaleMode::kNone>,
+#include "families.inc"
 };
 constexpr int kFamilyCount = sizeof(kFamilies) / sizeof(kFamilies[0]);
 
