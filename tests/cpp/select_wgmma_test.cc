@@ -19,17 +19,28 @@ bool is_wgmma(GemmArguments const& a, DeviceTraits const& device) {
   return traits_of(a, select(a, device).tactic).wgmma;
 }
 
-// 448 tiles on 132 SMs are three waves and 52 tiles, the last 26 of 128 channels: two blocks for each of them.
 TEST(Wgmma, SharesTheLastWave) {
+  std::string const tactic = "w4a16_f16_native_sm90a_n128m160k128_s4";
   for (int64_t m : {300, 320}) {
-    Plan const plan = select(problem(m, 28672, 4096), kH200Wgmma);
-    EXPECT_EQ(plan.tactic, "w4a16_f16_native_sm90a_n128m160k128_s4");
-    EXPECT_EQ(plan.split_k, 2);
-    EXPECT_FALSE(plan.cluster);
-    EXPECT_EQ(plan.shared_channel, 28672 - 26 * 128);
-    EXPECT_EQ(plan.shared_token, 0);
-    EXPECT_EQ(plan.workspace_bytes, size_t(2) * m * 26 * 128 * 4);
+    // 448 tiles on 132 SMs are three waves and 52 tiles, the last 26 of 128 channels: a cluster of two for each of
+    // them.
+    Plan const pairs = select(problem(m, 28672, 4096), kH200Wgmma);
+    EXPECT_EQ(pairs.tactic, tactic);
+    EXPECT_EQ(pairs.split_k, 2);
+    EXPECT_TRUE(pairs.cluster);
+    EXPECT_EQ(pairs.shared_channel, 28672 - 26 * 128);
+    EXPECT_EQ(pairs.shared_token, 0);
+    EXPECT_EQ(pairs.workspace_bytes, 0u);
+    // Of 172 tiles 40 are left, for three blocks each. Clusters of three do not fill an H200 in the first wave.
+    Plan const threes = select(problem(m, 11008, 4096), kH200Wgmma, tactic, 3);
+    EXPECT_FALSE(threes.cluster);
+    EXPECT_EQ(threes.shared_channel, 11008 - 20 * 128);
+    EXPECT_EQ(threes.workspace_bytes, size_t(3) * m * 20 * 128 * 4);
   }
+  // Blocks of a pair begin with a tile at once if what comes before are pairs: not after 131 of 11 x 13 tiles.
+  Plan const odd = select(problem(13 * 64, 11 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
+  EXPECT_EQ(odd.shared_channel, 7 * 128);
+  EXPECT_FALSE(odd.cluster);
   // Tiles of tokens come in groups, of four here and then three: 224 * 7 = 11 * 132 + 116.
   Plan const grouped = select(problem(7 * 256, 28672, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m256k64_s4", 2);
   EXPECT_EQ(grouped.shared_token, 4 * 256);

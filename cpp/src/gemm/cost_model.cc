@@ -114,9 +114,11 @@ double hopper_compute(GemmArguments const& a, GpuClass const& gpu, Tactic const&
 }
 
 double hopper_fixed(GpuClass const& gpu, Tactic const& t, Waves const& waves, int split_k, bool cluster) {
-  double const outputs = t.channels * t.tokens * waves.busiest, own = cluster ? outputs / split_k : outputs;
-  double const time = gpu.hopper.kernel + own * gpu.hopper.output;
-  return cluster ? time + (split_k - 1) * gpu.hopper.cluster + (outputs - own) * gpu.hopper.exchange : time;
+  double const tile = t.channels * t.tokens, outputs = tile * waves.busiest;
+  if (!cluster) return gpu.hopper.kernel + outputs * gpu.hopper.output;
+  double const shared = waves.only_last ? tile : outputs, own = waves.only_last ? outputs : outputs / split_k;
+  return gpu.hopper.kernel + own * gpu.hopper.output + (split_k - 1) * gpu.hopper.cluster +
+         (shared - shared / split_k) * gpu.hopper.exchange;
 }
 
 /// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
@@ -144,10 +146,11 @@ double fixed(GpuClass const& gpu, Tactic const& t, Waves const& waves, int split
   double const block = hopper ? hopper_fixed(gpu, t, waves, split_k, cluster)
                               : costs.kernel + (waves.busiest - 1) * gpu.launch.block +
                                     t.tokens * t.channels * t.slices * waves.busiest * costs.output;
-  if (cluster) return block + (hopper ? 0 : (split_k - 1) * gpu.launch.cluster);
   if (split_k == 1) return block;
+  double const last = waves.only_last ? gpu.hopper.last : 0;
+  if (cluster) return block + (hopper ? last : (split_k - 1) * gpu.launch.cluster);
   double const passes = waves.only_last ? gpu.hopper.last_passes : 2;  // written and read
-  return block + (hopper ? gpu.hopper.split : gpu.launch.split) + (waves.only_last ? gpu.hopper.last : 0) +
+  return block + (hopper ? gpu.hopper.split : gpu.launch.split) + last +
          waves.shared * 4 * split_k * passes / (gpu.memory.l2 * 1e6);
 }
 

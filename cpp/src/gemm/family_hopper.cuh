@@ -129,15 +129,16 @@ struct HopperFamily<kType, kPacking, kMode>::Impl {
               token_groups = int(layout::ceil_div(token_tiles, sharers)),
               shared = (channel_tiles - launch.shared_channel / Shape::kM) *
                        (token_groups - launch.shared_token / (Shape::kN * sharers));
-    params.order = {channel_tiles, token_groups, channel_tiles * token_groups - shared, launch.split_k};
+    int const whole = channel_tiles * token_groups - shared;
+    params.order = {channel_tiles, token_groups, whole, launch.split_k};
     set_shares(params, launch, Shape::kK);
-    int64_t const items = params.order.items;
-    int64_t const blocks =
-        (launch.cluster ? items : std::min<int64_t>(items, std::max(1, launch.sm_count / sharers))) * sharers;
-    launch_kernel(cutlass::device_kernel<Kernel>, launch,
-                  {dim3(unsigned(blocks)), dim3(unsigned(launch.cluster ? launch.split_k : sharers)),
-                   C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory},
-                  stream, params);
+    int const together = launch.cluster ? launch.split_k : sharers;  // blocks of a cluster
+    int64_t const all = int64_t(params.order.items) * sharers, fit = std::max(1, launch.sm_count / together) * together;
+    int64_t const blocks = launch.cluster && whole == 0 ? all : std::min(all, fit);
+    launch_kernel(
+        cutlass::device_kernel<Kernel>, launch,
+        {dim3(unsigned(blocks)), dim3(unsigned(together)), C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory},
+        stream, params);
   }
 
   using Function = void (*)(Launch const&, cudaStream_t);

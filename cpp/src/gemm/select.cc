@@ -126,9 +126,14 @@ bool fits_grid(GemmArguments const& arguments, Tactic const& t) {
 bool uses_cluster(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& t, int split_k) {
   if (split_k == 1 || device.code_capability < 90) return false;
   if (t.mainloop != Mainloop::kHopper) return split_k <= kMaxCluster;
-  int64_t const count = tiles(arguments, t);
-  return split_k <= kMostHopperCluster && count <= device.sm_count &&
-         (count <= resident_clusters(device.sm_count, split_k) || count * split_k > device.sm_count);
+  if (split_k > kMostHopperCluster) return false;
+  int const resident = resident_clusters(device.sm_count, split_k);
+  SharedTiles const tiles(arguments, device, t, split_k);
+  // In a last wave clusters take tiles together which the blocks of each have begun with together.
+  if (tiles.only_last())
+    return resident * split_k == device.sm_count && (tiles.tiles - tiles.shared) % split_k == 0 &&
+           tiles.shared <= resident;
+  return tiles.tiles <= device.sm_count && (tiles.tiles <= resident || tiles.tiles * split_k > device.sm_count);
 }
 
 /// Sharing k pays where tiles leave SMs idle: all of them or, where blocks persist, those of the last wave.

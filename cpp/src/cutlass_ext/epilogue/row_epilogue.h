@@ -67,8 +67,9 @@ class RowEpilogue {
     }
   }
 
-  /// Writes what this block finishes of a tile, the other blocks' sums added in order. `partials`: where to instead of
-  /// the output, if shares of k are added later. `meanwhile`: called once, when what was requested has been used.
+  /// Writes what this block finishes of a tile, the other blocks' sums added in order; all of it if its `rank` among
+  /// them is negative. `partials`: where to instead of the output, if shares of k are added later. `meanwhile`: called
+  /// once, when what was requested has been used.
   template <class Meanwhile>
   CUTLASS_DEVICE void run(Params const& params, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
                           int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
@@ -77,8 +78,8 @@ class RowEpilogue {
     bool mine[2];
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      mine[half] = Shares::owner_of(part_of(half), blocks) == rank;
-      if (blocks > 1 && mine[half]) add(sums, half, slots, part_of(half), blocks, rank);
+      mine[half] = rank < 0 || Shares::owner_of(part_of(half), blocks) == rank;
+      if (rank >= 0 && mine[half]) add(sums, half, slots, part_of(half), blocks, rank);
     }
     if (partials.data != nullptr) {
       meanwhile();

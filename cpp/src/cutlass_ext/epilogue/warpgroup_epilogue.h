@@ -61,13 +61,14 @@ class WarpgroupEpilogue {
   }
 
   /// Writes what this block finishes of a tile, which begins at (channel, token), the other blocks' sums added in
-  /// order. `partials`: where to instead of the output, if shares of k are added later. `meanwhile`: called once.
+  /// order; all of it if its `rank` among them is negative. `partials`: where to instead of the output, if shares of k
+  /// are added later. `meanwhile`: called once.
   template <class Meanwhile>
   CUTLASS_DEVICE void run(Params const& params, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
                           int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
     meanwhile();
     channel += warpgroup_ * kChannels;
-    if (blocks > 1) {
+    if (rank >= 0) {
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kParts; ++part)
         if (Shares::owner_of(part, blocks) == rank)
@@ -84,7 +85,7 @@ class WarpgroupEpilogue {
       bool mine[kPassParts];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPassParts; ++i) {
-        mine[i] = Shares::owner_of(pass * kPassParts + i, blocks) == rank;
+        mine[i] = rank < 0 || Shares::owner_of(pass * kPassParts + i, blocks) == rank;
         if (mine[i]) transpose(sums, pass, i);
       }
       // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.

@@ -44,15 +44,16 @@ class PackedGemmHopper {
           group(side.divisor * channel_tiles) {}
 
     struct Place {
-      int channel, token, share;  // of tiles
-      bool whole;
+      int channel, token;  // of tiles
+      int share, shares;   // of k; one of one is all of it
     };
     CUTLASS_DEVICE Place operator()(int item) const {
       int tile = item, number, rest;
       Place place;
-      place.whole = item < whole;
       place.share = 0;
-      if (!place.whole) {
+      place.shares = 1;
+      if (item >= whole) {
+        place.shares = shares.divisor;
         shares(tile, place.share, item - whole);
         tile += whole;
       }
@@ -70,7 +71,7 @@ class PackedGemmHopper {
     TileOrder order;
     int stages_a_share, stages_left;  // of k, and the remainder of their division by the shares
     bool prefetch;  // weights, scales and zeros are there before the kernels that precede this one have ended
-    bool cluster;   // the shares of k of a tile form a cluster, which adds them
+    bool cluster;   // blocks that share the k of a tile form a cluster, which adds them: a share is a block's last item
     epilogue::thread::PartialSums<Sum> partials;  // when k is shared without a cluster
   };
 
@@ -102,7 +103,7 @@ class PackedGemmHopper {
       arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp % 4 == 0 && lane == 0) produce(params, storage);
       __syncwarp();
-      if (params.cluster) {  // as the consumers, around their exchange
+      if (params.cluster && ends_with_share(params)) {  // as the consumers, around their exchange
         arch::cluster_sync();
         arch::cluster_sync();
       }
@@ -123,8 +124,7 @@ class PackedGemmHopper {
 
   /// Share of the k extent of a tile.
   struct Work {
-    int channel, token, share, first_k, stages;
-    bool whole;
+    int channel, token, share, shares, first_k, stages;
 
     CUTLASS_DEVICE Work(Params const& params, int item) {
       auto const place = params.order(item);
@@ -132,17 +132,22 @@ class PackedGemmHopper {
       channel = place.channel * Shape::kM;
       token = (place.token * sharers + int(blockIdx.x) % sharers) * Shape::kN;
       share = place.share;
-      whole = place.whole;
+      shares = place.shares;
       // The first shares take a stage more where the stages do not divide evenly.
       first_k = (share * params.stages_a_share + fast_min(share, params.stages_left)) * Shape::kK;
       stages = params.stages_a_share + (share < params.stages_left);
-      if (whole) stages = params.stages_a_share * params.order.shares.divisor + params.stages_left;
+      if (shares == 1) stages = params.stages_a_share * params.order.shares.divisor + params.stages_left;
     }
   };
 
   /// Blocks that share weights go together.
   static CUTLASS_DEVICE int first_item(Params const& params) { return int(blockIdx.x) / Mma::sharers(params.mma); }
   static CUTLASS_DEVICE int step(Params const& params) { return int(gridDim.x) / Mma::sharers(params.mma); }
+  /// Of a cluster, all blocks have a share as their last item, or none of them.
+  static CUTLASS_DEVICE bool ends_with_share(Params const& params) {
+    int const first = first_item(params), last = params.order.items - 1;
+    return last - (last - first) % step(params) >= params.order.whole;
+  }
 
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage) {
     typename Mma::Producer producer(storage.mainloop, storage.barriers, params.mma);
@@ -177,8 +182,9 @@ class PackedGemmHopper {
       Work const work = next;
       typename Mma::FragmentC sums;
       mma(sums, work.first_k, work.stages);
-      uint4* const slots = reinterpret_cast<uint4*>(&storage.mainloop);  // nothing more is loaded in a cluster
-      if (params.cluster) {
+      uint4* const slots = reinterpret_cast<uint4*>(&storage.mainloop);      // nothing more is loaded after a share
+      int const rank = params.cluster && work.shares > 1 ? work.share : -1;  // among blocks that add their sums
+      if (rank >= 0) {
         arch::cluster_sync();
         epilogue.send(sums, slots, blocks, work.share);
         arch::cluster_sync();
@@ -191,10 +197,9 @@ class PackedGemmHopper {
         begin_next();
       };
       auto partials = params.partials;
-      if (work.whole) partials.data = nullptr;
+      if (work.shares == 1) partials.data = nullptr;
       if (partials.data != nullptr) partials = partials.of(work.share, params.output.tokens);
-      epilogue.run(params.output, work.channel, work.token, sums, slots, blocks, params.cluster ? work.share : 0,
-                   partials, meanwhile);
+      epilogue.run(params.output, work.channel, work.token, sums, slots, blocks, rank, partials, meanwhile);
     }
   }
 };
