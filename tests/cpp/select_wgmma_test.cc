@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gemm/gpu_class.h"
+#include "gemm/shared_tiles.h"
 #include "gemm/tactics.h"
 #include "qcutlass/gemm.h"
 #include "selection.h"
@@ -31,7 +32,7 @@ TEST(Wgmma, SharesTheLastWave) {
     EXPECT_EQ(pairs.shared_channel, 28672 - 26 * 128);
     EXPECT_EQ(pairs.shared_token, 0);
     EXPECT_EQ(pairs.workspace_bytes, 0u);
-    // Of 172 tiles 40 are left, for three blocks each. Clusters of three do not fill an H200 in the first wave.
+    // Of 172 tiles 40 are left, for three blocks each. Clusters of three leave SMs of an H200 out.
     Plan const threes = select(problem(m, 11008, 4096), kH200Wgmma, tactic, 3);
     EXPECT_FALSE(threes.cluster);
     EXPECT_EQ(threes.shared_channel, 11008 - 20 * 128);
@@ -41,14 +42,35 @@ TEST(Wgmma, SharesTheLastWave) {
   Plan const odd = select(problem(13 * 64, 11 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
   EXPECT_EQ(odd.shared_channel, 7 * 128);
   EXPECT_FALSE(odd.cluster);
+  // Nor where an SM would be without a neighbour; threes leave out SMs even where there are few tiles.
+  DeviceTraits neighbourless = kH200Wgmma;
+  neighbourless.sm_count = 131;
+  EXPECT_FALSE(select(problem(64, 140 * 128, 4096), neighbourless, "w4a16_f16_native_sm90a_n128m64k128_s8", 2).cluster);
+  EXPECT_TRUE(select(problem(64, 140 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2).cluster);
+  EXPECT_FALSE(select(problem(64, 140 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 3).cluster);
   // Tiles of tokens come in groups, of four here and then three: 224 * 7 = 11 * 132 + 116.
   Plan const grouped = select(problem(7 * 256, 28672, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m256k64_s4", 2);
   EXPECT_EQ(grouped.shared_token, 4 * 256);
   EXPECT_EQ(grouped.shared_channel, 28672 - 39 * 128);
+  EXPECT_FALSE(grouped.cluster) << "117 pairs are more than there are SMs for";
   // Whole waves have no last one.
   Plan const whole = select(problem(64, 2 * 132 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
   EXPECT_EQ(whole.split_k, 1);
   EXPECT_EQ(whole.workspace_bytes, 0u);
+}
+
+TEST(Wgmma, KnowsTheBusiestBlockOfASharedLastWave) {
+  Tactic const& t = *std::find_if(std::begin(kTactics), std::end(kTactics), [](Tactic const& t) {
+    return t.mainloop == Mainloop::kHopper && t.channels == 128 && t.tokens == 64;
+  });
+  auto const busiest = [&t](int64_t m, int64_t channel_tiles, int split_k) {
+    return SharedTiles(problem(m, channel_tiles * 128, 4096), kH200Wgmma, t, split_k).busiest(132, split_k, 32);
+  };
+  EXPECT_EQ(busiest(64, 140, 2), 32 + 16);  // a tile and one of 8 x 2 shares
+  EXPECT_EQ(busiest(64, 140, 3), 32 + 11);  // the longest share of 32 stages
+  // 131 tiles are whole: the block after them begins with the first of 12 x 11 shares and has no second one.
+  EXPECT_EQ(busiest(13 * 64, 11, 11), 32 + 3);
+  EXPECT_EQ(busiest(13 * 64, 11, 2), 32 + 16);
 }
 
 TEST(Wgmma, IsOfferedWhereItsCodeRuns) {

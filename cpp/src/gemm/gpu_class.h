@@ -46,12 +46,13 @@ struct HopperCosts {
   double cluster = 0.601;     ///< microseconds of meeting another block to exchange sums
   double exchange = 2.36e-4;  ///< microseconds per sum of a block that goes to other blocks
   double split = 1.7;         ///< microseconds of the kernel that adds partial sums, beside its traffic
-  double last = 1.5;          ///< microseconds more where only tiles of a last wave are shared,
-  double last_passes = 3;     ///< whose sums take as long as if they went through L2 so often
+  double last = 1.5;          ///< microseconds more where only tiles of a last wave are shared
+  double last_passes = 3;     ///< passes of their sums through L2, as the time goes, where they are not in clusters
 };
 
 /// Those of 8-by-8-bit products.
-inline constexpr HopperCosts kHopperW8A8Costs = {1.95, 144, 0, 0.5, 1.65, 0.992, 2.4, 2.45e-5, 0.00647, 2.53e-4, 2.83};
+inline constexpr HopperCosts kHopperW8A8Costs = {1.95,    144,     0,       0.5,  1.65, 0.992, 2.4,
+                                                 2.45e-5, 0.00647, 2.53e-4, 2.83, 3.5,  3};
 
 /// What is different for 8-by-8-bit products, fitted to times of their own: factors on the speeds of the class, and
 /// main loops without conversions, whose blocks are fewer and longer.

@@ -156,7 +156,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
   DeviceTraits const& traits = device_traits(device);
   SharedTiles const shared(a, traits, kTactics[tactic], plan.split_k);
-  if (plan.shared_channel != shared.first_channel || plan.shared_token != shared.first_token)
+  if (plan.shared_channel != shared.first_channel || plan.shared_token != shared.first_token ||
+      (plan.cluster && shared.only_last() && !shared.fits_clusters(traits.sm_count, plan.split_k)))
     throw InvalidArgument(
         "plan: it was made for a product of another size, or for another GPU; call select for this one");
 

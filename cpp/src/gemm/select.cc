@@ -129,10 +129,8 @@ bool uses_cluster(GemmArguments const& arguments, DeviceTraits const& device, Ta
   if (split_k > kMostHopperCluster) return false;
   int const resident = resident_clusters(device.sm_count, split_k);
   SharedTiles const tiles(arguments, device, t, split_k);
-  // In a last wave clusters take tiles together which the blocks of each have begun with together.
-  if (tiles.only_last())
-    return resident * split_k == device.sm_count && (tiles.tiles - tiles.shared) % split_k == 0 &&
-           tiles.shared <= resident;
+  if (tiles.only_last())  // all SMs must be in clusters, for the sake of the tiles that are not shared
+    return resident * split_k == device.sm_count && tiles.fits_clusters(device.sm_count, split_k);
   return tiles.tiles <= device.sm_count && (tiles.tiles <= resident || tiles.tiles * split_k > device.sm_count);
 }
 

@@ -31,6 +31,12 @@ struct SharedTiles {
   /// Whether other tiles are taken whole before.
   bool only_last() const { return shared < tiles; }
 
+  /// Whether the blocks that share a tile may be a cluster if so: SMs and whole tiles come in clusters, so that a
+  /// block's rank is its share, and a share is the last thing that a block does.
+  bool fits_clusters(int sm_count, int split_k) const {
+    return sm_count % split_k == 0 && (tiles - shared) % split_k == 0 && shared * split_k <= sm_count;
+  }
+
   /// Stages that the busiest SM works on if so, of `stages` a tile: blocks take tiles and then shares in turn. The
   /// first block has the most of them, or the one that is the first to begin with shares.
   double busiest(int sm_count, int split_k, int64_t stages) const {

@@ -99,11 +99,12 @@ struct Tactic {
 /// Largest cluster of kHopper: blocks have room for each other's sums in all up to this one, not in every one of 7.
 inline constexpr int kMostHopperCluster = 6;
 
-/// k steps from one wait of kHopper's weight-only loop for its MMAs to the next: as many as two sets of their operands
-/// A leave registers for beside the sums.
+/// k steps from one wait of kHopper's weight-only loop for its MMAs to the next: no more than two sets of their
+/// operands A leave registers for beside the sums; and two batches of a stage where MMAs are too short to hide looking
+/// up fine groups' scales.
 constexpr int hopper_batch(Tactic const& t) {
   if (t.channels == 256 && t.tokens > 64) return 1;
-  return t.slices == 1 && t.tokens <= 192 ? 2 : 4;  // two batches a stage: scales of fine groups are looked up early
+  return t.slices == 1 && t.tokens <= 192 ? 2 : 4;
 }
 /// Whether its warpgroups take turns.
 constexpr bool hopper_turns(Tactic const& t) { return t.channels == 128 && t.tokens == 128; }

@@ -80,7 +80,8 @@ class RowQuantizer {
   }
 
   /// The other warp's extent of the same row. Each half has a place of its own, which is written again only after both
-  /// warps have met for the other half, or by another launch.
+  /// warps have met: for the other half or, of a tile whose halves other blocks finish, at the cluster's barriers
+  /// before.
   CUTLASS_DEVICE int exchange(int bits, int half) const {
     int const at = kExchange + (half * 8 + lane_ / 4) * int(sizeof(int));
     if (lane_ % 4 == 0) *reinterpret_cast<int*>(buffer_ + at) = bits;

@@ -1,5 +1,5 @@
 // The kernel of the sm_90a mainloops: persistent blocks that go from tile to tile, alone or in pairs of neighbours that
-// share weights, or clusters that share the k extent of one tile.
+// share weights; the last tiles, or all of them, may have blocks that share their k extent, in clusters or alone.
 #pragma once
 
 #include "cutlass/arch/reg_reconfig.h"
@@ -24,7 +24,7 @@ class PackedGemmHopper {
   static constexpr int MinBlocksPerMultiprocessor = 1;
 
   /// From an item, a tile or a share of the k extent of one, to its place. Some tiles of tokens, or pairs of them, side
-  /// by side are taken before the next tile of channels. The first tiles are not shared: those of whole waves.
+  /// by side are taken before the next tile of channels. The first `whole` tiles are not shared.
   /// Divisions are by constants of the launch: they are part of every tile's end, when nothing multiplies.
   struct TileOrder {
     int token_tiles, items;  // pairs of token tiles where pairs of blocks share weights
