@@ -8,24 +8,16 @@
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
+#include "selection.h"
 
 namespace qcutlass {
 namespace {
 
-constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kH200{90, 132, 227 * 1024},
-    kH200Wgmma{90, 132, 227 * 1024, 90, true};
+using namespace selection;
 
 GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t size = 128, int64_t out_size = 0) {
-  GemmArguments a;
-  a.m = m;
-  a.a_type = DType::kInt8;
+  GemmArguments a = unscaled_problem(m, n, k, DType::kInt8, Packing::kW8A8);
   a.out_type = out_size != 0 ? DType::kInt8 : DType::kFloat16;
-  a.a_stride = k;
-  a.out_stride = n;
-  a.weights.packing = Packing::kW8A8;
-  a.weights.n = n;
-  a.weights.k = k;
-  a.weights.group_size = k;
   a.blocks.size = size;
   a.quantized.size = out_size;
   return a;

@@ -23,7 +23,7 @@ std::vector<GemmArguments> schemes(int64_t m, int64_t n, int64_t k) {
     for (Packing packing : {Packing::kW4A16, Packing::kW8A16})
       for (int64_t group : {int64_t{16}, int64_t{48}, int64_t{64}, int64_t{128}, k})
         for (DType zero : {DType::kNone, DType::kUInt8, DType::kInt32, DType::kFloat32}) {
-          result.push_back(problem(m, n, k, group, type, packing));
+          result.push_back(weight_only_problem(m, n, k, group, type, packing));
           result.back().weights.zero_type = zero;
           result.back().weights.zero_stride = n;
         }
@@ -48,7 +48,7 @@ TEST(Select, FitsTheDevice) {
 TEST(Select, FollowsTheNumberOfTokens) {
   for (DeviceTraits const& device : kDevices) {
     auto const tokens = [&](int64_t m) {
-      GemmArguments const a = problem(m, 8192, 8192);
+      GemmArguments const a = weight_only_problem(m, 8192, 8192);
       return traits_of(a, select(a, device).tactic).tokens;
     };
     EXPECT_LE(tokens(1), 16);
@@ -59,16 +59,16 @@ TEST(Select, FollowsTheNumberOfTokens) {
 }
 
 TEST(Select, SharesKWhereChannelsAreFew) {
-  EXPECT_GT(select(problem(1, 192, 8192), kA100).split_k, 1);
-  EXPECT_TRUE(select(problem(1, 192, 8192), kH200).cluster);
-  EXPECT_EQ(select(problem(4096, 28672, 4096), kH200).split_k, 1);
+  EXPECT_GT(select(weight_only_problem(1, 192, 8192), kA100).split_k, 1);
+  EXPECT_TRUE(select(weight_only_problem(1, 192, 8192), kH200).cluster);
+  EXPECT_EQ(select(weight_only_problem(4096, 28672, 4096), kH200).split_k, 1);
 }
 
 TEST(Select, SharesKOnlyWhereTilesLeaveSmsIdle) {
   for (DeviceTraits const& device : kDevices)
     for (auto [n, k] : kShapes)
       for (int64_t m : kTokens) {
-        GemmArguments const a = problem(m, n, k);
+        GemmArguments const a = weight_only_problem(m, n, k);
         for (Candidate const& c : candidates(a, device)) {
           TacticTraits const t = traits_of(a, c.plan.tactic);
           auto const tiles = [&t](int64_t channels, int64_t tokens) {
@@ -84,7 +84,7 @@ TEST(Select, SharesKOnlyWhereTilesLeaveSmsIdle) {
 }
 
 TEST(Select, IsRepeatable) {
-  GemmArguments const a = problem(300, 6144, 4096);
+  GemmArguments const a = weight_only_problem(300, 6144, 4096);
   std::vector<Candidate> const first = candidates(a, kH200, {}, 0, true), second = candidates(a, kH200, {}, 0, true);
   ASSERT_EQ(first.size(), second.size());
   for (size_t i = 0; i < first.size(); ++i) {
@@ -98,7 +98,7 @@ TEST(Select, IsRepeatable) {
 TEST(Select, TakesTheFirstCandidate) {
   for (int64_t m : kTokens)
     for (bool dense : {false, true}) {
-      GemmArguments const a = problem(m, 4096, 4096);
+      GemmArguments const a = weight_only_problem(m, 4096, 4096);
       std::vector<Candidate> const all = candidates(a, kH200, {}, 0, dense);
       Plan const plan = select(a, kH200, {}, 0, dense);
       EXPECT_EQ(plan.tactic, all[0].plan.tactic);
@@ -120,17 +120,17 @@ TEST(Select, MoreWorkTakesNoLess) {
     for (auto [n, k] : kShapes) {
       double last = 0;
       for (int64_t m : kTokens) {
-        double const total = candidates(problem(m, n, k), device, {}, 0, true)[0].cost.total;
+        double const total = candidates(weight_only_problem(m, n, k), device, {}, 0, true)[0].cost.total;
         EXPECT_GE(total, last) << m << " tokens, " << n << " x " << k;
-        EXPECT_LE(total, candidates(problem(m, 2 * n, k), device, {}, 0, true)[0].cost.total) << m;
-        EXPECT_LE(total, candidates(problem(m, n, 2 * k), device, {}, 0, true)[0].cost.total) << m;
+        EXPECT_LE(total, candidates(weight_only_problem(m, 2 * n, k), device, {}, 0, true)[0].cost.total) << m;
+        EXPECT_LE(total, candidates(weight_only_problem(m, n, 2 * k), device, {}, 0, true)[0].cost.total) << m;
         last = total;
       }
     }
 }
 
 TEST(Select, TakesAForcedTactic) {
-  GemmArguments const a = problem(33, 6144, 4096);
+  GemmArguments const a = weight_only_problem(33, 6144, 4096);
   for (TacticTraits const& t : tactics(a)) {
     if (t.shared_memory > kH200Wgmma.shared_memory_per_block) {
       EXPECT_THROW(select(a, kH200Wgmma, t.name), Unsupported);
@@ -164,7 +164,7 @@ TEST(Select, NamesAreUnique) {
 }
 
 TEST(Select, PicksTheScaleMode) {
-  GemmArguments a = problem(1, 64, 4096, 128);
+  GemmArguments a = weight_only_problem(1, 64, 4096, 128);
   EXPECT_EQ(scale_mode(a), ScaleMode::kNative);
   a.weights.group_size = 4096;
   EXPECT_EQ(scale_mode(a), ScaleMode::kNative);
@@ -178,13 +178,13 @@ TEST(Select, PicksTheScaleMode) {
 }
 
 TEST(Select, RefusesWhatIsNotBuilt) {
-  EXPECT_THROW(select(problem(1, 64, 64, 24), kH200), Unsupported);
-  EXPECT_NO_THROW(select(problem(1, 64, 24, 24), kH200)) << "one group: any size";
-  EXPECT_THROW(select(problem(1, 64, 64, 64, DType::kFloat32), kH200), Unsupported);
-  EXPECT_THROW(select(problem(1, 64, int64_t{1} << 28), kH200), Unsupported);
-  EXPECT_THROW(select(problem(1, 64, 64), kH200, "no_such_tactic"), InvalidArgument);
-  EXPECT_THROW(select(problem(1, 64, 64), kH200, {}, 9), Unsupported) << "more shares than stages";
-  EXPECT_THROW(select(problem(1, 64, 64), DeviceTraits{75, 40, 16 * 1024}), Unsupported) << "nothing fits";
+  EXPECT_THROW(select(weight_only_problem(1, 64, 64, 24), kH200), Unsupported);
+  EXPECT_NO_THROW(select(weight_only_problem(1, 64, 24, 24), kH200)) << "one group: any size";
+  EXPECT_THROW(select(weight_only_problem(1, 64, 64, 64, DType::kFloat32), kH200), Unsupported);
+  EXPECT_THROW(select(weight_only_problem(1, 64, int64_t{1} << 28), kH200), Unsupported);
+  EXPECT_THROW(select(weight_only_problem(1, 64, 64), kH200, "no_such_tactic"), InvalidArgument);
+  EXPECT_THROW(select(weight_only_problem(1, 64, 64), kH200, {}, 9), Unsupported) << "more shares than stages";
+  EXPECT_THROW(select(weight_only_problem(1, 64, 64), DeviceTraits{75, 40, 16 * 1024}), Unsupported) << "nothing fits";
 }
 
 TEST(Select, EveryTacticStatesItsNeeds) {
@@ -205,7 +205,7 @@ TEST(Dense, IsChosenFromSomeNumberOfTokensUp) {
   for (auto [n, k] : kShapes) {
     bool chosen = false;
     for (int64_t m : kTokens) {
-      GemmArguments const a = problem(m, n, k);
+      GemmArguments const a = weight_only_problem(m, n, k);
       Plan const plan = select(a, kH200, {}, 0, true);
       EXPECT_TRUE(plan.dense || !chosen) << m << " tokens, " << n << " x " << k;
       EXPECT_EQ(plan.dense, plan.tactic == "w4a16_f16_dequantize_dense");
@@ -219,7 +219,7 @@ TEST(Dense, IsChosenFromSomeNumberOfTokensUp) {
 
 TEST(Dense, IsOfferedOnceFrom128TokensUp) {
   for (int64_t m : kTokens) {
-    std::vector<Candidate> const all = candidates(problem(m, 4096, 4096), kH200, {}, 0, true);
+    std::vector<Candidate> const all = candidates(weight_only_problem(m, 4096, 4096), kH200, {}, 0, true);
     auto const count =
         std::count_if(all.begin(), all.end(), [](Candidate const& candidate) { return candidate.plan.dense; });
     EXPECT_EQ(count, m >= dense::kMinRows ? 1 : 0) << m;
@@ -232,7 +232,7 @@ TEST(Dense, SlicesAreBounded) {
          {Shape{4096, 4096}, {28672, 4096}, {57344, 8192}, {1, 1}, {97, 1000}, {129, 262144}, {152064, 64}})
       for (int64_t m : {1, 128, 1000, 16384})
         for (Activation activation : {Activation::kNone, Activation::kSilu}) {
-          GemmArguments a = problem(m, n, k);
+          GemmArguments a = weight_only_problem(m, n, k);
           a.activation = activation;
           Plan const plan = select(a, device, dense_tactic(a), 0, true);
           EXPECT_TRUE(plan.dense);
@@ -249,7 +249,7 @@ TEST(Dense, SlicesAreBounded) {
 }
 
 TEST(Dense, SizesItsWorkspace) {
-  GemmArguments a = problem(1000, 4096, 4096);
+  GemmArguments a = weight_only_problem(1000, 4096, 4096);
   auto const bytes = [&] { return select(a, kH200, dense_tactic(a), 0, true).workspace_bytes; };
   size_t const plain = bytes();
   int32_t perm = 0;
@@ -261,12 +261,13 @@ TEST(Dense, SizesItsWorkspace) {
 }
 
 TEST(Dense, IsRefusedWhereItDoesNotFit) {
-  GemmArguments const a = problem(128, 4096, 4096);
+  GemmArguments const a = weight_only_problem(128, 4096, 4096);
   EXPECT_THROW(select(a, kH200, dense_tactic(a)), Unsupported) << "the caller did not offer to run it";
   EXPECT_THROW(select(a, kH200, dense_tactic(a), 2, true), Unsupported) << "k is not shared";
-  EXPECT_THROW(select(problem(128, 256, (1 << 18) + 1), kH200, dense_tactic(a), 0, true), Unsupported)
+  EXPECT_THROW(select(weight_only_problem(128, 256, (1 << 18) + 1), kH200, dense_tactic(a), 0, true), Unsupported)
       << "128 rows are more than the workspace holds";
-  EXPECT_THROW(select(problem(128, 256, 64, 64, DType::kBFloat16), kH200, dense_tactic(a), 0, true), InvalidArgument)
+  EXPECT_THROW(select(weight_only_problem(128, 256, 64, 64, DType::kBFloat16), kH200, dense_tactic(a), 0, true),
+               InvalidArgument)
       << "the name of another type's tactic";
 }
 
@@ -280,22 +281,22 @@ TEST(KernelSetHash, TellsBuildsApart) {
 }
 
 TEST(Workspace, CopiesOnlyWhatIsMisaligned) {
-  GemmArguments a = problem(3, 4096, 4096);
+  GemmArguments a = weight_only_problem(3, 4096, 4096);
   EXPECT_EQ(Workspace(a, Plan{}).bytes, 0u);
   a.a_stride = 4100;
   EXPECT_TRUE(Workspace(a, Plan{}).copy_activations);
   EXPECT_FALSE(Workspace(a, Plan{}).copy_scales);
-  GemmArguments const odd = problem(3, 4097, 4096);
+  GemmArguments const odd = weight_only_problem(3, 4097, 4096);
   EXPECT_TRUE(Workspace(odd, Plan{}).copy_scales);
   EXPECT_EQ(Workspace(odd, Plan{}).scale_stride % 8, 0);
   int32_t perm = 0;
-  a = problem(3, 4096, 4096);
+  a = weight_only_problem(3, 4096, 4096);
   a.perm = &perm;
   EXPECT_TRUE(Workspace(a, Plan{}).copy_activations);
 }
 
 TEST(Workspace, CopiesScalesWhoseRowsLieFarApart) {
-  GemmArguments far = problem(3, 4096, 4096);
+  GemmArguments far = weight_only_problem(3, 4096, 4096);
   far.weights.scale_stride = int64_t(1) << 31;
   EXPECT_TRUE(Workspace(far, Plan{}).copy_scales);
   far.weights.group_size = far.weights.k;  // one row
@@ -308,7 +309,7 @@ TEST(Select, OffersOnlyWhatIsCompiled) {
   int left_out = 0;
   for (DType zeros : {DType::kNone, DType::kFloat32})
     for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
-      GemmArguments a = problem(1, 4096, 4096);
+      GemmArguments a = weight_only_problem(1, 4096, 4096);
       a.weights.packing = packing;
       a.weights.zero_type = zeros;
       for (Candidate const& c : candidates(a, huge))
@@ -319,7 +320,7 @@ TEST(Select, OffersOnlyWhatIsCompiled) {
 }
 
 TEST(Select, StaysWithinTheGrid) {
-  GemmArguments tall = problem(int64_t(1) << 25, 16, 64);
+  GemmArguments tall = weight_only_problem(int64_t(1) << 25, 16, 64);
   for (Candidate const& c : candidates(tall, kH200)) {
     Tactic const& t = kTactics[c.plan.row];
     EXPECT_LE(layout::ceil_div(layout::ceil_div(tall.m, t.tokens), 8), 65535) << c.plan.tactic;
@@ -332,7 +333,7 @@ TEST(Select, LeavesWhatIsCompiledForHopperToItsCode) {
   DeviceTraits old_code = kH200;
   old_code.code_capability = 80;  // PTX of an older architecture
   for (int64_t m : {1, 16, 300})
-    for (Candidate const& c : candidates(problem(m, 192, 8192), old_code)) {
+    for (Candidate const& c : candidates(weight_only_problem(m, 192, 8192), old_code)) {
       EXPECT_FALSE(c.plan.cluster) << c.plan.tactic;
       EXPECT_FALSE(c.plan.early) << c.plan.tactic;
     }

@@ -8,33 +8,19 @@
 #include "gemm/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
+#include "selection.h"
 
 namespace qcutlass {
 namespace {
 
-constexpr DeviceTraits kA100{80, 108, 163 * 1024}, kRtx3090{86, 82, 99 * 1024}, kRtx4090{89, 128, 99 * 1024},
-    kH200{90, 132, 227 * 1024}, kH200Wgmma{90, 132, 227 * 1024, 90, true};
+using namespace selection;
+
 constexpr DType kTypes[] = {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2};
 
 GemmArguments problem(int64_t m, int64_t n, int64_t k, DType type = DType::kInt8) {
-  GemmArguments a;
-  a.m = m;
-  a.a_type = type;
+  GemmArguments a = unscaled_problem(m, n, k, type, Packing::kW8A8);
   a.out_type = DType::kBFloat16;
-  a.a_stride = k;
-  a.out_stride = n;
-  a.weights.packing = Packing::kW8A8;
-  a.weights.n = n;
-  a.weights.k = k;
-  a.weights.group_size = k;
   return a;
-}
-
-TacticTraits traits_of(GemmArguments const& a, std::string const& name) {
-  for (TacticTraits const& t : tactics(a))
-    if (t.name == name) return t;
-  ADD_FAILURE() << name << " is not in the list";
-  return {};
 }
 
 TEST(SelectW8A8, NamesAreUniqueAndTellTheTypes) {

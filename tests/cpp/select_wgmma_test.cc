@@ -25,7 +25,7 @@ TEST(Wgmma, SharesTheLastWave) {
   for (int64_t m : {300, 320}) {
     // 448 tiles on 132 SMs are three waves and 52 tiles, the last 26 of 128 channels: a cluster of two for each of
     // them.
-    Plan const pairs = select(problem(m, 28672, 4096), kH200Wgmma);
+    Plan const pairs = select(weight_only_problem(m, 28672, 4096), kH200Wgmma);
     EXPECT_EQ(pairs.tactic, tactic);
     EXPECT_EQ(pairs.split_k, 2);
     EXPECT_TRUE(pairs.cluster);
@@ -33,28 +33,35 @@ TEST(Wgmma, SharesTheLastWave) {
     EXPECT_EQ(pairs.shared_token, 0);
     EXPECT_EQ(pairs.workspace_bytes, 0u);
     // Of 172 tiles 40 are left, for three blocks each. Clusters of three leave SMs of an H200 out.
-    Plan const threes = select(problem(m, 11008, 4096), kH200Wgmma, tactic, 3);
+    Plan const threes = select(weight_only_problem(m, 11008, 4096), kH200Wgmma, tactic, 3);
     EXPECT_FALSE(threes.cluster);
     EXPECT_EQ(threes.shared_channel, 11008 - 20 * 128);
     EXPECT_EQ(threes.workspace_bytes, size_t(3) * m * 20 * 128 * 4);
   }
   // Blocks of a pair begin with a tile at once if what comes before are pairs: not after 131 of 11 x 13 tiles.
-  Plan const odd = select(problem(13 * 64, 11 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
+  Plan const odd =
+      select(weight_only_problem(13 * 64, 11 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
   EXPECT_EQ(odd.shared_channel, 7 * 128);
   EXPECT_FALSE(odd.cluster);
   // Nor where an SM would be without a neighbour; threes leave out SMs even where there are few tiles.
   DeviceTraits neighbourless = kH200Wgmma;
   neighbourless.sm_count = 131;
-  EXPECT_FALSE(select(problem(64, 140 * 128, 4096), neighbourless, "w4a16_f16_native_sm90a_n128m64k128_s8", 2).cluster);
-  EXPECT_TRUE(select(problem(64, 140 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2).cluster);
-  EXPECT_FALSE(select(problem(64, 140 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 3).cluster);
+  EXPECT_FALSE(
+      select(weight_only_problem(64, 140 * 128, 4096), neighbourless, "w4a16_f16_native_sm90a_n128m64k128_s8", 2)
+          .cluster);
+  EXPECT_TRUE(
+      select(weight_only_problem(64, 140 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2).cluster);
+  EXPECT_FALSE(
+      select(weight_only_problem(64, 140 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 3).cluster);
   // Tiles of tokens come in groups, of four here and then three: 224 * 7 = 11 * 132 + 116.
-  Plan const grouped = select(problem(7 * 256, 28672, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m256k64_s4", 2);
+  Plan const grouped =
+      select(weight_only_problem(7 * 256, 28672, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m256k64_s4", 2);
   EXPECT_EQ(grouped.shared_token, 4 * 256);
   EXPECT_EQ(grouped.shared_channel, 28672 - 39 * 128);
   EXPECT_FALSE(grouped.cluster) << "117 pairs are more than there are SMs for";
   // Whole waves have no last one.
-  Plan const whole = select(problem(64, 2 * 132 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
+  Plan const whole =
+      select(weight_only_problem(64, 2 * 132 * 128, 4096), kH200Wgmma, "w4a16_f16_native_sm90a_n128m64k128_s8", 2);
   EXPECT_EQ(whole.split_k, 1);
   EXPECT_EQ(whole.workspace_bytes, 0u);
 }
@@ -64,7 +71,8 @@ TEST(Wgmma, KnowsTheBusiestBlockOfASharedLastWave) {
     return t.mainloop == Mainloop::kHopper && t.channels == 128 && t.tokens == 64;
   });
   auto const busiest = [&t](int64_t m, int64_t channel_tiles, int split_k) {
-    return SharedTiles(problem(m, channel_tiles * 128, 4096), kH200Wgmma, t, split_k).busiest(132, split_k, 32);
+    return SharedTiles(weight_only_problem(m, channel_tiles * 128, 4096), kH200Wgmma, t, split_k)
+        .busiest(132, split_k, 32);
   };
   EXPECT_EQ(busiest(64, 140, 2), 32 + 16);  // a tile and one of 8 x 2 shares
   EXPECT_EQ(busiest(64, 140, 3), 32 + 11);  // the longest share of 32 stages
@@ -76,7 +84,7 @@ TEST(Wgmma, KnowsTheBusiestBlockOfASharedLastWave) {
 TEST(Wgmma, IsOfferedWhereItsCodeRuns) {
   for (int64_t m : {1, 64, 4096})
     for (DeviceTraits const& device : kDevices) {
-      GemmArguments const a = problem(m, 8192, 8192);
+      GemmArguments const a = weight_only_problem(m, 8192, 8192);
       bool offered = false;
       for (Candidate const& c : candidates(a, device)) offered |= traits_of(a, c.plan.tactic).wgmma;
       EXPECT_EQ(offered, device.wgmma) << m;
@@ -88,14 +96,14 @@ TEST(Wgmma, IsChosenFromSomeNumberOfTokensUp) {
     for (int64_t m : kTokens)
       for (DType type : {DType::kFloat16, DType::kBFloat16})
         for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
-          bool const chosen = is_wgmma(problem(m, n, k, 128, type, packing), kH200Wgmma);
+          bool const chosen = is_wgmma(weight_only_problem(m, n, k, 128, type, packing), kH200Wgmma);
           EXPECT_FALSE(chosen && m < 16) << m << " tokens, " << n << " x " << k;
           EXPECT_TRUE(chosen || m < 128) << m << " tokens, " << n << " x " << k;
         }
 }
 
 TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
-  GemmArguments const a = problem(128, 512, 32768);
+  GemmArguments const a = weight_only_problem(128, 512, 32768);
   for (TacticTraits const& t : tactics(a))
     if (t.wgmma) {
       EXPECT_TRUE(select(a, kH200Wgmma, t.name, 6).cluster) << t.name;
@@ -105,13 +113,14 @@ TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
 }
 
 TEST(Wgmma, ClustersThatDoNotRunAtOnceGoThroughMemory) {
-  GemmArguments const a = problem(64, 4096, 14336);  // 32 tiles of 128 channels; 39 clusters of 3, 30 of 4
+  GemmArguments const a = weight_only_problem(64, 4096, 14336);  // 32 tiles of 128 channels; 39 clusters of 3, 30 of 4
   std::string const tactic = "w4a16_f16_native_sm90a_n128m64k128_s8";
   EXPECT_TRUE(select(a, kH200Wgmma, tactic, 3).cluster);
   Plan const plan = select(a, kH200Wgmma, tactic, 4);
   EXPECT_FALSE(plan.cluster);
   EXPECT_EQ(plan.workspace_bytes, size_t{4} * 64 * 4096 * 4);
-  EXPECT_TRUE(select(problem(64, 8192, 8192), kH200Wgmma, tactic, 4).cluster) << "several rounds either way";
+  EXPECT_TRUE(select(weight_only_problem(64, 8192, 8192), kH200Wgmma, tactic, 4).cluster)
+      << "several rounds either way";
   for (int blocks = 2; blocks <= 8; ++blocks) EXPECT_LE(resident_clusters(132, blocks) * blocks, 132);
 }
 
@@ -177,7 +186,7 @@ TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
       {8192, 8192, 1024, {{"n128m256k64", 1, 173}, {"n256m128k64", 1, 179}, {"n128m128k128", 1, 184}}},
   };
   for (Row const& row : rows) {
-    Plan const plan = select(problem(row.m, row.n, row.k), kH200Wgmma);
+    Plan const plan = select(weight_only_problem(row.m, row.n, row.k), kH200Wgmma);
     double best = row.times[0].us, chosen = 0;
     for (Time const& time : row.times) {
       best = std::min(best, time.us);

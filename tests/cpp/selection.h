@@ -20,8 +20,8 @@ inline constexpr Shape kShapes[] = {{4096, 4096}, {28672, 4096}, {4096, 14336},
                                     {8192, 8192}, {6144, 4096},  {10240, 8192}};
 inline constexpr int64_t kTokens[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384};
 
-inline GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t group_size = 128, DType type = DType::kFloat16,
-                             Packing packing = Packing::kW4A16) {
+/// Without scales of weights: one group a channel.
+inline GemmArguments unscaled_problem(int64_t m, int64_t n, int64_t k, DType type, Packing packing) {
   GemmArguments a;
   a.m = m;
   a.a_type = type;
@@ -30,6 +30,13 @@ inline GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t group_size
   a.weights.packing = packing;
   a.weights.n = n;
   a.weights.k = k;
+  a.weights.group_size = k;
+  return a;
+}
+
+inline GemmArguments weight_only_problem(int64_t m, int64_t n, int64_t k, int64_t group_size = 128,
+                                         DType type = DType::kFloat16, Packing packing = Packing::kW4A16) {
+  GemmArguments a = unscaled_problem(m, n, k, type, packing);
   a.weights.group_size = group_size;
   a.weights.scale_type = type;
   a.weights.scale_stride = n;

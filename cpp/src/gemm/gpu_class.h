@@ -50,7 +50,7 @@ struct HopperCosts {
   double last_passes = 3;     ///< passes of their sums through L2, as the time goes, where they are not in clusters
 };
 
-/// Those of 8-by-8-bit products.
+/// Those of 8-by-8-bit products. With a shared last wave no pairs of blocks share weights.
 inline constexpr HopperCosts kHopperW8A8Costs = {1.95,    144,     0,       0.5,  1.65, 0.992, 2.4,
                                                  2.45e-5, 0.00647, 2.53e-4, 2.83, 3.5,  3};
 

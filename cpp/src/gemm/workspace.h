@@ -61,7 +61,7 @@ struct Workspace {
     activation_stride = copy_activations ? padded(w.k, a.a_type) : a.a_stride;
     scale_stride = copy_scales ? padded(w.n, w.scale_type) : w.scale_stride;
     zero_stride = copy_zeros ? padded(w.n, w.zero_type) : w.zero_stride;
-    // Every share's sums; a tile may end beyond the product.
+    // Every share's sums. Plans of wider products begin beyond this one; launches refuse them.
     int64_t const shared_channels = std::max<int64_t>(0, w.n - plan.shared_channel);
     partial_stride = round_up(shared_channels, a.quantized.size != 0 ? a.quantized.size : 8);
     int64_t const shared_rows = plan.split_k > 1 && !plan.cluster ? plan.split_k * (a.m - plan.shared_token) : 0;
