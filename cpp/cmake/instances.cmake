@@ -16,8 +16,8 @@ foreach(activation s8:kInt8 e4m3:kFloat8E4M3 e5m2:kFloat8E5M2)
 endforeach()
 
 # Families that have configurations for sm_90a, in units of their own: all but those of small blocks.
-set(QCUTLASS_HOPPER_INSTANCES ${QCUTLASS_INSTANCES})
-list(FILTER QCUTLASS_HOPPER_INSTANCES EXCLUDE REGEX "kBlock[0-9]")
+set(QCUTLASS_WGMMA_INSTANCES ${QCUTLASS_INSTANCES})
+list(FILTER QCUTLASS_WGMMA_INSTANCES EXCLUDE REGEX "kBlock[0-9]")
 
 # Sets `name` to a family's name, `parameters` to its template parameters in namespace qcutlass.
 function(qcutlass_family instance name parameters)
@@ -35,7 +35,7 @@ function(qcutlass_write_instances sources header template suffix)
     set(unit "${CMAKE_BINARY_DIR}/instances/${family}${suffix}.cu")
     file(CONFIGURE OUTPUT "${unit}" @ONLY CONTENT
 "// Kernel family ${family}${suffix}: written by cpp/cmake/instances.cmake.
-#include \"gemm/${header}\"
+#include \"cuda/${header}\"
 
 namespace qcutlass::cuda {
 template struct ${template}<${parameters}>;
@@ -52,11 +52,11 @@ function(qcutlass_write_families file)
   set(rows "// Written by cpp/cmake/instances.cmake.\n")
   foreach(instance IN LISTS QCUTLASS_INSTANCES)
     qcutlass_family("${instance}" family parameters)
-    set(hopper false)
-    if("${instance}" IN_LIST QCUTLASS_HOPPER_INSTANCES)
-      set(hopper true)
+    set(wgmma false)
+    if("${instance}" IN_LIST QCUTLASS_WGMMA_INSTANCES)
+      set(wgmma true)
     endif()
-    string(APPEND rows "kFamily<${parameters}, ${hopper}>,\n")
+    string(APPEND rows "kFamily<${parameters}, ${wgmma}>,\n")
   endforeach()
   file(CONFIGURE OUTPUT "${file}" @ONLY CONTENT "${rows}")
 endfunction()

@@ -7,9 +7,9 @@
 #include <random>
 #include <vector>
 
+#include "cuda/quantize/gelu.h"
 #include "qcutlass/error.h"
 #include "qcutlass/quantize.h"
-#include "quantize/gelu.h"
 
 namespace qcutlass {
 namespace {

@@ -4,8 +4,8 @@
 #include <set>
 #include <string>
 
-#include "gemm/cost_model.h"
-#include "gemm/workspace.h"
+#include "plan/cost_model.h"
+#include "plan/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 #include "selection.h"

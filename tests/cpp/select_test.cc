@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "gemm/architectures.h"
-#include "gemm/dense.h"
-#include "gemm/workspace.h"
+#include "plan/architectures.h"
+#include "plan/dense.h"
+#include "plan/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 #include "selection.h"
@@ -329,7 +329,7 @@ TEST(Select, StaysWithinTheGrid) {
   EXPECT_THROW(select(tall, kH200), Unsupported);
 }
 
-TEST(Select, LeavesWhatIsCompiledForHopperToItsCode) {
+TEST(Select, LeavesWhatIsCompiledForWgmmaToItsCode) {
   DeviceTraits old_code = kH200;
   old_code.code_capability = 80;  // PTX of an older architecture
   for (int64_t m : {1, 16, 300})

@@ -4,8 +4,8 @@
 #include <set>
 #include <string>
 
-#include "gemm/cost_model.h"
-#include "gemm/workspace.h"
+#include "plan/cost_model.h"
+#include "plan/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 #include "selection.h"
@@ -66,12 +66,12 @@ TEST(SelectW8A8, PromotedSumsPreferManyTokensATile) {
 }
 
 TEST(SelectW8A8, NeighboursShareWeights) {
-  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 1, 1), 1) << "no neighbour";
-  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 2, 1), 2);
-  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 3, 1), 1) << "a fourth of the blocks would have nothing to do";
-  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 9, 1), 2);
-  EXPECT_EQ(hopper_sharers(Packing::kW8A8, 2, 3), 1) << "the cluster shares k";
-  EXPECT_EQ(hopper_sharers(Packing::kW4A16, 2, 1), 1);
+  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 1, 1), 1) << "no neighbour";
+  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 2, 1), 2);
+  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 3, 1), 1) << "a fourth of the blocks would have nothing to do";
+  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 9, 1), 2);
+  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 2, 3), 1) << "the cluster shares k";
+  EXPECT_EQ(wgmma_sharers(Packing::kW4A16, 2, 1), 1);
 }
 
 /// Times of one run on an H200, microseconds: the fastest configurations, and those within a few percent.

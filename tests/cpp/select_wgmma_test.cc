@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "gemm/gpu_class.h"
-#include "gemm/shared_tiles.h"
-#include "gemm/tactics.h"
+#include "plan/gpu_class.h"
+#include "plan/shared_tiles.h"
+#include "plan/tactics.h"
 #include "qcutlass/gemm.h"
 #include "selection.h"
 
@@ -68,7 +68,7 @@ TEST(Wgmma, SharesTheLastWave) {
 
 TEST(Wgmma, KnowsTheBusiestBlockOfASharedLastWave) {
   Tactic const& t = *std::find_if(std::begin(kTactics), std::end(kTactics), [](Tactic const& t) {
-    return t.mainloop == Mainloop::kHopper && t.channels == 128 && t.tokens == 64;
+    return t.mainloop == Mainloop::kWgmma && t.channels == 128 && t.tokens == 64;
   });
   auto const busiest = [&t](int64_t m, int64_t channel_tiles, int split_k) {
     return SharedTiles(weight_only_problem(m, channel_tiles * 128, 4096), kH200Wgmma, t, split_k)
@@ -129,11 +129,11 @@ TEST(Wgmma, RingsHoldWholePairsOfBatches) {
     for (ScaleMode mode :
          {ScaleMode::kNative, ScaleMode::kFine, ScaleMode::kFloat, ScaleMode::kNone, ScaleMode::kBlock})
       for (Tactic const& t : kTactics)
-        if (t.mainloop == Mainloop::kHopper && (mode >= ScaleMode::kNone) == (packing == Packing::kW8A8)) {
+        if (t.mainloop == Mainloop::kWgmma && (mode >= ScaleMode::kNone) == (packing == Packing::kW8A8)) {
           int const stages = stages_of(t, packing, mode), steps = t.stage_k(packing) / step_k(packing);
           EXPECT_GE(stages, 3);
           EXPECT_LE(stages, std::max(t.stages, 4));
-          EXPECT_EQ(stages * (steps / hopper_batch(t)) % 2, 0);
+          EXPECT_EQ(stages * (steps / wgmma_batch(t)) % 2, 0);
         }
 }
 

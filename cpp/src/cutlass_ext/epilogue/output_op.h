@@ -5,7 +5,7 @@
 
 #include "cutlass_ext/epilogue/blockwise_output.h"
 #include "cutlass_ext/epilogue/scaled_sums.h"
-#include "gemm/tactics.h"
+#include "plan/tactics.h"
 
 namespace cutlass::epilogue::thread {
 

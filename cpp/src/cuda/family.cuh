@@ -1,0 +1,97 @@
+// All configurations of one kernel family (activation type, packing, scale mode), instantiated from the table of
+// tactics, but those of family_wgmma.cuh. One translation unit a family: see cpp/cmake/instances.cmake.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "cuda/block_scales.cuh"
+#include "cuda/family.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/output.cuh"
+#include "cutlass/device_kernel.h"
+#include "cutlass_ext/element_type.h"
+#include "cutlass_ext/gemm/kernel/packed_gemm.h"
+
+namespace qcutlass::cuda {
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct Family<kType, kPacking, kMode>::Impl {
+  using Element = decltype(element_of<kType>());
+
+  template <int kIndex>
+  struct Configuration {
+    static constexpr Tactic kTactic = kTactics[kIndex];
+    using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
+    using WarpShape = cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kTactic.slice_k(kPacking)>;
+    using Stream =
+        cutlass::gemm::threadblock::MmaPackedStream<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>;
+    using Multistage = std::conditional_t<
+        is_blockwise(kMode),
+        cutlass::gemm::threadblock::MmaPackedBlockwise<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>,
+        cutlass::gemm::threadblock::MmaPackedMultistage<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>>;
+    using Mma = std::conditional_t<kTactic.mainloop == Mainloop::kStream, Stream, Multistage>;
+    using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kPacking, kMode),
+                                                     epilogue_row(kTactic), kTactic.min_blocks>;
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
+    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
+    static_assert(Mma::kThreads == kTactic.threads());
+  };
+
+  template <int kIndex>
+  static void launch(Launch const& launch, cudaStream_t stream) {
+    using C = Configuration<kIndex>;
+    using Kernel = typename C::Kernel;
+    using Shape = typename Kernel::Shape;
+
+    typename Kernel::Params params;
+    params.mma = {static_cast<uint8_t const*>(launch.weights),
+                  static_cast<Element const*>(launch.activations),
+                  int(launch.activation_stride),
+                  launch.channels,
+                  launch.tokens,
+                  launch.k,
+                  launch.tiles_n,
+                  launch.tiles_k,
+                  cutlass::gemm::threadblock::GroupSize(launch.group_size),
+                  group_matrix(launch.scales),
+                  group_matrix(launch.zeros),
+                  block_scales(launch)};
+    params.output = output_params<typename Kernel::OutputOp>(launch);
+    params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
+                                                    {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
+    params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
+    set_shares(params, launch, Shape::kK);
+    launch_kernel(
+        cutlass::device_kernel<Kernel>, launch,
+        {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
+         C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
+         std::min(C::kSharedMemory, launch.shared_memory_limit)},
+        stream, params);
+  }
+
+  static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {
+    return {static_cast<uint8_t const*>(g.data), g.stride_bytes, g.element_bytes, g.row_bytes, g.type};
+  }
+
+  using Function = void (*)(Launch const&, cudaStream_t);
+  template <int kIndex>
+  static constexpr Function entry() {
+    if constexpr (kTactics[kIndex].mainloop != Mainloop::kWgmma &&
+                  is_compiled(kTactics[kIndex], kPacking, kMode, kType))
+      return launch<kIndex>;
+    return nullptr;  // selection knows that it fits no GPU
+  }
+  template <int... kIndices>
+  static constexpr Function function(int index, std::integer_sequence<int, kIndices...>) {
+    Function const table[] = {entry<kIndices>()...};
+    return table[index];
+  }
+};
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+void Family<kType, kPacking, kMode>::launch(int tactic, Launch const& launch, void* stream) {
+  Impl::function(tactic, std::make_integer_sequence<int, kTacticCount>{})(launch, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace qcutlass::cuda

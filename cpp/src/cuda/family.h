@@ -1,0 +1,61 @@
+// What a kernel family looks like from outside: one launch function over plain data.
+#pragma once
+
+#include "plan/tactics.h"
+#include "qcutlass/gemm.h"
+
+namespace qcutlass::cuda {
+
+/// A product whose operands already have the alignment that the kernels need: see workspace.h.
+struct Launch {
+  struct Groups {  // scales or zeros: rows of `row_bytes` bytes, a multiple of 16
+    void const* data = nullptr;
+    int64_t stride_bytes = 0;
+    int element_bytes = 0;
+    int row_bytes = 0;
+    DType type = DType::kNone;
+  };
+
+  void const* weights;
+  int tiles_n, tiles_k;
+  void const* activations;  // [tokens, k rounded up to a multiple of 16 bytes]
+  int64_t activation_stride;
+  int channels, tokens, k;
+  int group_size;
+  Groups scales, zeros;
+  void* output;
+  DType output_type;
+  int64_t output_stride;
+  bool output_vectors;
+  void const* bias;
+  DType bias_type;
+  Activation activation;
+  SumScales sums;
+  BlockScales blocks;
+  QuantizedOutput quantized;
+  int split_k;
+  bool cluster;
+  bool programmatic;  // the kernel itself waits for what precedes it: sm_90
+  bool prefetch;      // and loads weights, scales and zeros meanwhile
+  void* partials;     // of the type of the sums
+  int64_t partial_stride;
+  int shared_channel, shared_token;  // first ones of the tiles whose k is shared
+  int sm_count;
+  bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
+  int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do
+};
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct Family {
+  static void launch(int tactic, Launch const& launch, void* stream);
+  struct Impl;
+};
+
+/// The same for the configurations whose main loop is kWgmma.
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct WgmmaFamily {
+  static void launch(int tactic, Launch const& launch, void* stream);
+  struct Impl;
+};
+
+}  // namespace qcutlass::cuda

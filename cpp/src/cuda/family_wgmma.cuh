@@ -1,0 +1,163 @@
+// All kWgmma configurations of one kernel family, as family.cuh has the others: compiled for sm_90a alone.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "cuda/block_scales.cuh"
+#include "cuda/family.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/output.cuh"
+#include "cuda/tensor_map.h"
+#include "cutlass/device_kernel.h"
+#include "cutlass_ext/element_type.h"
+#include "cutlass_ext/gemm/kernel/packed_gemm_wgmma.h"
+
+namespace qcutlass::cuda {
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct WgmmaFamily<kType, kPacking, kMode>::Impl {
+  using Element = decltype(element_of<kType>());
+
+  template <int kIndex>
+  struct Configuration {
+    static constexpr Tactic kTactic = kTactics[kIndex];
+    static constexpr int kWarpgroups = kTactic.warps() / 4 - 1;
+    using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
+    static constexpr int kStages = stages_of(kTactic, kPacking, kMode);
+    template <bool kConverts, class = void>
+    struct MmaOf {
+      using Type = cutlass::gemm::threadblock::MmaPackedWgmmaRs<Shape, kWarpgroups, kStages, wgmma_batch(kTactic),
+                                                                wgmma_turns(kTactic), Element, kPacking, kMode>;
+    };
+    template <class Unused>
+    struct MmaOf<false, Unused> {
+      using Type = cutlass::gemm::threadblock::MmaPackedWgmmaSs<Shape, kTactic.warp_channels, kStages, Element, kMode>;
+    };
+    using Mma = typename MmaOf<kPacking != Packing::kW8A8>::Type;
+    using Kernel = cutlass::gemm::kernel::PackedGemmWgmma<Mma>;
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
+    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
+    static_assert(Mma::kThreads == kTactic.threads());
+  };
+
+  /// Rows of scales or zeros, `channels` by `rows` a box.
+  static CUtensorMap group_map(Launch::Groups const& g, Launch const& launch, int channels, int rows) {
+    int64_t const groups = layout::ceil_div(launch.k, launch.group_size);
+    int64_t const stride = groups > 1 ? g.stride_bytes : g.row_bytes;  // a single row may have any
+    return make_tensor_map({g.data, g.element_bytes, launch.channels, groups, 0, stride}, channels, rows, 0, false);
+  }
+
+  template <int kTokens>
+  static cutlass::gemm::threadblock::TokenBoxes<kTokens> token_boxes(Launch const& launch, int columns) {
+    constexpr int kElement = int(sizeof(Element));
+    int64_t const row = int64_t(launch.k) * kElement;
+    int64_t const stride = launch.tokens > 1 ? launch.activation_stride * kElement : (row + 15) / 16 * 16;
+    auto const map = [&](int rows) {
+      return make_tensor_map({launch.activations, kElement, launch.k, launch.tokens, 0, stride}, columns, rows, 0,
+                             true);
+    };
+    return {map(kTokens), map((launch.tokens - 1) % kTokens + 1), launch.tokens};
+  }
+
+  static uint64_t weight_policy(Launch const& launch, int tokens) {
+    bool const once = launch.tokens <= tokens;  // weights are read by one tile of tokens
+    return uint64_t(once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  }
+
+  /// Of 8-by-8-bit products.
+  template <class Mma>
+  static typename Mma::Arguments arguments(Launch const& launch, int sharers) {
+    using Shape = typename Mma::Shape;
+    constexpr int kTile = Mma::LayoutA::kTileBytes;
+    typename Mma::Arguments args{};
+    args.activations = token_boxes<Shape::kN>(launch, Shape::kK);
+    // A box is [tiles of k][strips][tile]: the strips of a step lie together. Dimensions need not be ordered by stride.
+    args.weights = make_tensor_map(
+        {launch.weights, 4, kTile / 4, launch.tiles_n, launch.tiles_k, int64_t(launch.tiles_k) * kTile, kTile},
+        kTile / 4, Shape::kM / 16, Mma::kTiles / sharers, false);
+    args.weight_policy = weight_policy(launch, Shape::kN * sharers);
+    args.sharers = sharers;
+    args.blocks = block_scales(launch);
+    return args;
+  }
+
+  /// Of weight-only ones.
+  template <class Mma>
+  static typename Mma::Arguments arguments(Launch const& launch) {
+    using Shape = typename Mma::Shape;
+    using LayoutA = typename Mma::LayoutA;
+    typename Mma::Arguments args{};
+    args.activations = token_boxes<Shape::kN>(launch, Mma::kChunkK);
+    args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, launch.tiles_n,
+                                    LayoutA::kTileBytes, int64_t(launch.tiles_k) * LayoutA::kTileBytes},
+                                   LayoutA::kTileBytes / 4, Mma::kTiles, Shape::kM / 16, false);
+    args.weight_bytes = Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
+    if constexpr (Mma::kRows > 0) {
+      args.scale_row = Shape::kM * launch.scales.element_bytes;
+      args.zero_row = Shape::kM * launch.zeros.element_bytes;
+      args.scales = group_map(launch.scales, launch, Shape::kM, Mma::kBoxRows);
+      args.weight_bytes += Mma::kRows * args.scale_row;
+      if (launch.zeros.type != DType::kNone) {
+        args.zeros = group_map(launch.zeros, launch, Shape::kM, Mma::kBoxRows);
+        args.weight_bytes += Mma::kRows * args.zero_row;
+      }
+    }
+    args.weight_policy = weight_policy(launch, Shape::kN);
+    args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
+    args.scale_type = launch.scales.type;
+    args.zero_type = launch.zeros.type;
+    return args;
+  }
+
+  template <int kIndex>
+  static void launch(Launch const& launch, cudaStream_t stream) {
+    using C = Configuration<kIndex>;
+    using Kernel = typename C::Kernel;
+    using Shape = typename Kernel::Shape;
+
+    int64_t const token_tiles = layout::ceil_div(launch.tokens, Shape::kN);
+    int const sharers = wgmma_sharers(kPacking, token_tiles, launch.split_k);
+    typename Kernel::Params params{};
+    if constexpr (kPacking == Packing::kW8A8)
+      params.mma = arguments<typename C::Mma>(launch, sharers);
+    else
+      params.mma = arguments<typename C::Mma>(launch);
+    params.output = output_params<typename Kernel::OutputOp>(launch);
+    int const channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM)),
+              token_groups = int(layout::ceil_div(token_tiles, sharers)),
+              shared = (channel_tiles - launch.shared_channel / Shape::kM) *
+                       (token_groups - launch.shared_token / (Shape::kN * sharers));
+    int const whole = channel_tiles * token_groups - shared;
+    params.order = {channel_tiles, token_groups, whole, launch.split_k};
+    set_shares(params, launch, Shape::kK);
+    int const together = launch.cluster ? launch.split_k : sharers;  // blocks of a cluster
+    int64_t const all = int64_t(params.order.items) * sharers, fit = std::max(1, launch.sm_count / together) * together;
+    int64_t const blocks = launch.cluster && whole == 0 ? all : std::min(all, fit);
+    launch_kernel(
+        cutlass::device_kernel<Kernel>, launch,
+        {dim3(unsigned(blocks)), dim3(unsigned(together)), C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory},
+        stream, params);
+  }
+
+  using Function = void (*)(Launch const&, cudaStream_t);
+  template <int kIndex>
+  static constexpr Function entry() {
+    if constexpr (kTactics[kIndex].mainloop == Mainloop::kWgmma &&
+                  is_compiled(kTactics[kIndex], kPacking, kMode, kType))
+      return launch<kIndex>;
+    return nullptr;
+  }
+  template <int... kIndices>
+  static constexpr Function function(int index, std::integer_sequence<int, kIndices...>) {
+    Function const table[] = {entry<kIndices>()...};
+    return table[index];
+  }
+};
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+void WgmmaFamily<kType, kPacking, kMode>::launch(int tactic, Launch const& launch, void* stream) {
+  Impl::function(tactic, std::make_integer_sequence<int, kTacticCount>{})(launch, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace qcutlass::cuda

@@ -1,0 +1,214 @@
+// Launching a plan: operands aligned if need be, the kernel family picked by type, partial results added.
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "cuda/copy_rows.cuh"
+#include "cuda/cuda_check.h"
+#include "cuda/family.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/output.cuh"
+#include "plan/architectures.h"
+#include "plan/shared_tiles.h"
+#include "plan/workspace.h"
+#include "qcutlass/error.h"
+
+namespace qcutlass::cuda {
+namespace {
+
+constexpr int kMaxDevices = 64;
+using FamilyLaunch = void (*)(int, Launch const&, void*);
+
+/// A family at run time; cpp/cmake/instances.cmake lists them.
+struct FamilyEntry {
+  DType type;
+  Packing packing;
+  ScaleMode mode;
+  FamilyLaunch launch;
+  FamilyLaunch launch_wgmma;  // nullptr: not built
+};
+
+template <DType kType, Packing kPacking, ScaleMode kMode, bool kWgmma>
+constexpr FamilyLaunch wgmma_launch() {
+#ifdef QCUTLASS_SM90A
+  if constexpr (kWgmma) return WgmmaFamily<kType, kPacking, kMode>::launch;
+#endif
+  return nullptr;
+}
+
+template <DType kType, Packing kPacking, ScaleMode kMode, bool kWgmma>
+constexpr FamilyEntry kFamily = {kType, kPacking, kMode, Family<kType, kPacking, kMode>::launch,
+                                 wgmma_launch<kType, kPacking, kMode, kWgmma>()};
+constexpr FamilyEntry kFamilies[] = {
+#include "families.inc"
+};
+constexpr int kFamilyCount = sizeof(kFamilies) / sizeof(kFamilies[0]);
+
+int family_index(DType type, Packing packing, ScaleMode mode) {
+  int i = 0;
+  while (i < kFamilyCount &&
+         (kFamilies[i].type != type || kFamilies[i].packing != packing || kFamilies[i].mode != mode))
+    ++i;
+  if (i == kFamilyCount) throw Unsupported("a: no kernels are built for its type with weights packed like these");
+  return i;
+}
+
+/// Scales or zeros, copied into rows of whole vectors where they are not already.
+Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, WeightArguments const& w, void* copy_to,
+                      int64_t copy_stride, cudaStream_t stream) {
+  Launch::Groups result;
+  if (type == DType::kNone) return result;
+  int64_t const size = size_of(type);
+  if (copy) {
+    auto const run = [&](auto word) {
+      using Word = decltype(word);
+      copy_rows<<<row_grid(copy_stride, w.groups()), kCopyThreads, 0, stream>>>(
+          static_cast<Word const*>(data), stride, w.groups(), w.n, static_cast<Word*>(copy_to), copy_stride);
+      QCUTLASS_CUDA_CHECK(cudaGetLastError());
+    };
+    size == 1 ? run(uint8_t{}) : size == 2 ? run(uint16_t{}) : run(uint32_t{});
+    data = copy_to;
+    stride = copy_stride;
+  }
+  result.data = data;
+  result.stride_bytes = stride * size;
+  result.element_bytes = int(size);
+  result.row_bytes = int(round_up(w.n * size, kAlignment));
+  result.type = type;
+  return result;
+}
+
+template <class OutputOp>
+void reduce(Launch const& launch, cudaStream_t stream) {
+  dim3 const grid = row_grid(launch.partial_stride / OutputOp::kVector, launch.tokens - launch.shared_token);
+  launch_kernel(reduce_partials<OutputOp>, launch, {grid, dim3(1), kCopyThreads, 0, 0}, stream,
+                partial_sums<typename OutputOp::Sum const>(launch), launch.split_k, output_params<OutputOp>(launch));
+}
+
+void reduce(DType type, Launch const& launch, cudaStream_t stream) {
+  namespace output = cutlass::epilogue::thread;
+  if (launch.blocks.size != 0) return reduce<output::BlockwiseOutput>(launch, stream);
+  switch (type) {
+    case DType::kFloat16: reduce<output::BiasActivation<cutlass::half_t>>(launch, stream); break;
+    case DType::kBFloat16: reduce<output::BiasActivation<cutlass::bfloat16_t>>(launch, stream); break;
+    case DType::kInt8: reduce<output::ScaledSums<int32_t>>(launch, stream); break;
+    default: reduce<output::ScaledSums<float>>(launch, stream); break;
+  }
+}
+
+}  // namespace
+
+bool is_built() { return true; }
+
+std::vector<std::string> built_architectures() { return split_architectures(QCUTLASS_CUDA_ARCHITECTURES); }
+
+DeviceTraits const& device_traits(int device) {
+  static std::mutex mutex;
+  static std::unique_ptr<DeviceTraits> cache[kMaxDevices];
+  if (device < 0 || device >= kMaxDevices)
+    throw InvalidArgument("device: expected an index in [0, 64), got " + std::to_string(device));
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!cache[device]) {
+    auto const attribute = [device](cudaDeviceAttr name) {
+      int value = 0;
+      cudaError_t const status = cudaDeviceGetAttribute(&value, name, device);
+      if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver || status == cudaErrorInvalidDevice)
+        throw Unsupported("GPU " + std::to_string(device) + " is not available (" + cudaGetErrorString(status) +
+                          "); this build has kernels for " + QCUTLASS_CUDA_ARCHITECTURES +
+                          ". CPU tensors work without a GPU");
+      QCUTLASS_CUDA_CHECK(status);
+      return value;
+    };
+    DeviceTraits traits;
+    traits.compute_capability =
+        10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+    traits.sm_count = attribute(cudaDevAttrMultiProcessorCount);
+    traits.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    traits.code_capability = serving_architecture(built_architectures(), traits.compute_capability);
+    traits.wgmma = serves_wgmma(built_architectures(), traits.compute_capability);
+    if (traits.code_capability == 0)
+      throw Unsupported(
+          "GPU " + std::to_string(device) + " has compute capability " +
+          std::to_string(traits.compute_capability / 10) + "." + std::to_string(traits.compute_capability % 10) +
+          ", but this build has kernels for " + QCUTLASS_CUDA_ARCHITECTURES +
+          " only; rebuild with CMAKE_CUDA_ARCHITECTURES=" + std::to_string(traits.compute_capability) + "-real");
+    cache[device] = std::make_unique<DeviceTraits>(traits);
+  }
+  return *cache[device];
+}
+
+void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
+  WeightArguments const& w = a.weights;
+  if (a.m == 0 || w.n == 0) return;
+  auto const stream = static_cast<cudaStream_t>(stream_handle);
+  if (plan.row < 0 || plan.row >= kTacticCount)
+    throw InvalidArgument("plan: '" + plan.tactic + "' is run by the caller of the library, not by a kernel");
+  int const tactic = plan.row;
+  Workspace const space(a, plan);
+  if (space.bytes > a.workspace_bytes)
+    throw InvalidArgument("workspace: " + std::to_string(space.bytes) +
+                          " bytes are needed for this plan and these operands, got " +
+                          std::to_string(a.workspace_bytes));
+  if (reinterpret_cast<uintptr_t>(w.packed) % kAlignment != 0)
+    throw InvalidArgument("w_packed: expected a 16-byte aligned tensor; clone() it");
+  char* const base = static_cast<char*>(a.workspace);
+  int device = 0;
+  QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
+  DeviceTraits const& traits = device_traits(device);
+  SharedTiles const shared(a, traits, kTactics[tactic], plan.split_k);
+  if (plan.shared_channel != shared.first_channel || plan.shared_token != shared.first_token ||
+      (plan.cluster && shared.only_last() && !shared.fits_clusters(traits.sm_count, plan.split_k)))
+    throw InvalidArgument(
+        "plan: it was made for a product of another size, or for another GPU; call select for this one");
+
+  Launch launch{};
+  launch.weights = w.packed;
+  launch.tiles_n = int(layout::tiles_n(w.n));
+  launch.tiles_k = int(layout::tiles_k(w.packing, w.k));
+  launch.activations = space.copy_activations ? base + space.activations : a.a;
+  launch.activation_stride = space.activation_stride;
+  launch.channels = int(w.n);
+  launch.tokens = int(a.m);
+  launch.k = int(w.k);
+  launch.group_size = int(w.groups() == 1 ? round_up(w.k, kNativeGroup) : w.group_size);
+  launch.scales = groups(space.copy_scales, w.scales, w.scale_type, w.scale_stride, w, base + space.scales,
+                         space.scale_stride, stream);
+  launch.zeros =
+      groups(space.copy_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros, space.zero_stride, stream);
+  launch.output = a.out;
+  launch.output_type = a.out_type == DType::kNone ? a.a_type : a.out_type;
+  launch.output_stride = a.out_stride;
+  launch.output_vectors = stores_vectors(a.out, a.out_stride, w.n, a.m, launch.output_type);
+  launch.bias = a.bias;
+  launch.bias_type = a.bias_type;
+  launch.activation = a.activation;
+  launch.sums = a.sums;
+  launch.blocks = a.blocks;
+  launch.quantized = a.quantized;
+  launch.split_k = plan.split_k;
+  launch.cluster = plan.cluster;
+  launch.programmatic = plan.early;
+  // Copies made by this call are there only after the wait.
+  launch.prefetch = launch.programmatic && a.settled && !space.copy_scales && !space.copy_zeros;
+  launch.partials = space.partial_bytes > 0 ? base + space.partials : nullptr;
+  launch.partial_stride = space.partial_stride;
+  launch.shared_channel = int(plan.shared_channel);
+  launch.shared_token = int(plan.shared_token);
+
+  int const family = family_index(a.a_type, w.packing, scale_mode(a));
+  static std::atomic<bool> used[kMaxDevices][kFamilyCount][kTacticCount];
+  std::atomic<bool>& seen = used[device % kMaxDevices][family][tactic];
+  launch.first_use = !seen.load(std::memory_order_acquire);
+  launch.shared_memory_limit = traits.shared_memory_per_block;
+  launch.sm_count = traits.sm_count;
+
+  FamilyEntry const& entry = kFamilies[family];
+  FamilyLaunch const run = kTactics[tactic].mainloop == Mainloop::kWgmma ? entry.launch_wgmma : entry.launch;
+  if (run == nullptr) throw Unsupported("plan: '" + plan.tactic + "' needs a build for 90a-real");
+  if (space.copy_activations) prepare_activations(a, base + space.activations, space.activation_stride, stream);
+  run(tactic, launch, stream);
+  seen.store(true, std::memory_order_release);
+  if (launch.partials != nullptr) reduce(a.a_type, launch, stream);
+}
+
+}  // namespace qcutlass::cuda

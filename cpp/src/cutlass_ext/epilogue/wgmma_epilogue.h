@@ -1,0 +1,182 @@
+// From the transposed sums of warpgroups (channels x tokens) to row-major [token][channel], and their addition over the
+// blocks of a cluster that share k.
+//
+// Sums become values where they are, in threads that have two channels each. Every warpgroup transposes its own 64
+// channels, 32 tokens at a time, by stmatrix, through two small buffers of its own beside the ring, which the producer
+// already fills for the next tile.
+#pragma once
+
+#include "cute/arch/copy_sm90.hpp"
+#include "cutlass_ext/arch/cluster.h"
+#include "cutlass_ext/arch/named_barrier.h"
+#include "cutlass_ext/arch/wgmma.h"
+#include "cutlass_ext/epilogue/cluster_shares.h"
+#include "cutlass_ext/epilogue/output_op.h"
+
+namespace cutlass::epilogue::threadblock {
+
+template <class Mma>
+class WgmmaEpilogue {
+ public:
+  using Shape = typename Mma::Shape;
+  using Element = typename Mma::Element;
+  using Sum = typename Mma::Accumulator;
+  using Sums = typename Mma::FragmentC;
+  using Output = thread::BiasActivation<Element>;
+  using Params = typename Output::Params;
+  static constexpr int kChannels = arch::kWarpgroupRows;  // of a warpgroup
+  static constexpr int kPartTokens = 16, kParts = Shape::kN / kPartTokens;
+  using Shares = ClusterShares<kParts>;
+  static constexpr int kPassParts = 2, kPassTokens = kPassParts * kPartTokens, kPasses = kParts / kPassParts;
+  static_assert(kParts % kPassParts == 0);
+  static constexpr int kVectors = kChannels / 8;  // of a row
+  static_assert(kPartTokens * kVectors == arch::kWarpgroupThreads, "one vector a thread and part");
+  static constexpr int kRow = kChannels + 8;  // 9 times 16 bytes: words of eight rows lie in other banks
+
+  struct SharedStorage {
+    alignas(16) Element rows[Mma::kWarpgroups][2][kPassTokens][kRow];
+  };
+
+  CUTLASS_DEVICE WgmmaEpilogue(SharedStorage& storage, int warpgroup, int thread)
+      : storage_(storage), warpgroup_(warpgroup), thread_(thread) {}
+
+  /// Requests what the sums of the next tile need: nothing; sums and fragments leave no registers.
+  CUTLASS_DEVICE void request(Params const&, int /*channel*/, int /*token*/) {}
+
+  /// Bytes that a block receives when `blocks` of them exchange sums.
+  static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * Shares::most_parts(blocks) * kSlotBytes; }
+
+  /// Where `blocks` > 1 blocks of a cluster share k, each finishes some parts of the tile, 16 tokens each: sends the
+  /// sums of the others' parts into their memory at `slots`. Before it and after it all threads of the cluster must
+  /// meet.
+  CUTLASS_DEVICE void send(Sums const& sums, uint4* slots, int blocks, int rank) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      int const owner = Shares::owner_of(part, blocks);
+      if (owner == rank) continue;
+      uint4* slot = slots + slot_of(part, owner, rank, blocks);
+      arch::store_to_cluster(slot, owner, &sums[part * 8]);
+      arch::store_to_cluster(slot + arch::kWarpgroupThreads, owner, &sums[part * 8 + 4]);
+    }
+  }
+
+  /// Writes what this block finishes of a tile, which begins at (channel, token), the other blocks' sums added in
+  /// order; all of it if its `rank` among them is negative. `partials`: where to instead of the output, if shares of k
+  /// are added later. `meanwhile`: called once.
+  template <class Meanwhile>
+  CUTLASS_DEVICE void run(Params const& params, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
+                          int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
+    meanwhile();
+    channel += warpgroup_ * kChannels;
+    if (rank >= 0) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < kParts; ++part)
+        if (Shares::owner_of(part, blocks) == rank)
+          add(reinterpret_cast<Sum(&)[8]>(sums[part * 8]), slots, part, blocks, rank);
+    }
+    if (partials.data != nullptr) {
+      store_sums(partials, params.tokens, sums, channel, token);
+      return;
+    }
+    add_bias(params, sums, channel);
+    thread::activate_all(sums, params.activation);
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      bool mine[kPassParts];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPassParts; ++i) {
+        mine[i] = rank < 0 || Shares::owner_of(pass * kPassParts + i, blocks) == rank;
+        if (mine[i]) transpose(sums, pass, i);
+      }
+      // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.
+      arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPassParts; ++i)
+        if (mine[i]) store_rows(params, pass, i, channel, token);
+    }
+    if (kPasses % 2 != 0) first_ ^= 1;
+  }
+
+ private:
+  static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
+
+  /// The buffer of a pass: always another than that of the pass before, of the tile before too.
+  CUTLASS_DEVICE auto& rows(int pass) const {
+    return storage_.rows[warpgroup_][kPasses % 2 == 0 ? pass % 2 : (pass + first_) % 2];
+  }
+
+  CUTLASS_DEVICE int lane() const { return thread_ % 32; }
+  CUTLASS_DEVICE int warp() const { return thread_ / 32; }
+  /// Of this thread's channels, the first; the other is 8 further on.
+  CUTLASS_DEVICE int own_channel() const { return warp() * 16 + lane() / 4; }
+
+  /// [n8 block][channel g or g + 8][token 2t or 2t + 1]
+  CUTLASS_DEVICE void add_bias(Params const& params, Sums& sums, int channel) const {
+    if (params.bias_type == qcutlass::DType::kNone) return;
+    float bias[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const own = channel + own_channel() + i * 8;
+      bias[i] = own < params.channels ? thread::load_bias(params.bias, params.bias_type, own) : thread::kNoBias;
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) sums[i] += bias[i / 2 % 2];
+  }
+
+  /// A warp's 16 channels of a part, rounded: four matrices of 8 channels by 8 tokens, each stored transposed.
+  CUTLASS_DEVICE void transpose(Sums const& sums, int pass, int part) const {
+    uint32_t words[4];  // [n8 block][channel g or g + 8]
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      int const first = (pass * kPassParts + part) * 8 + i * 2;
+      words[i] = thread::pack_pair<Element>(sums[first], sums[first + 1]);
+    }
+    int const token = part * kPartTokens + lane() / 16 * 8 + lane() % 8, channel = warp() * 16 + lane() / 8 % 2 * 8;
+    cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
+                                  reinterpret_cast<cute::uint128_t&>(rows(pass)[token][channel]));
+  }
+
+  CUTLASS_DEVICE void store_rows(Params const& params, int pass, int part, int channel, int token) const {
+    int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * 8;
+    uint4 const words = reinterpret_cast<uint4 const&>(rows(pass)[row][own]);
+    token += pass * kPassTokens + row;
+    channel += own;
+    if (token < params.tokens)
+      thread::store_words(params.output + token * params.stride + channel, words, params.channels - channel,
+                          params.vectors);
+  }
+
+  /// Sectors of 32 bytes, of eight lanes each.
+  CUTLASS_DEVICE void store_sums(thread::PartialSums<Sum> const& partials, int tokens, Sums const& sums, int channel,
+                                 int token) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) {
+      int const own = channel - partials.channel + own_channel() + i / 2 % 2 * 8,
+                row = token - partials.token + i / 4 * 8 + lane() % 4 * 2 + i % 2;
+      if (row < tokens - partials.token && own < partials.stride) partials.data[row * partials.stride + own] = sums[i];
+    }
+  }
+
+  /// This thread's place for the sums of `part` from block `source` in the memory of block `owner`.
+  CUTLASS_DEVICE int slot_of(int part, int owner, int source, int blocks) const {
+    return Shares::slot_of(part, owner, source, blocks) * (kSlotBytes / 16) + warpgroup_ * 2 * arch::kWarpgroupThreads +
+           thread_;
+  }
+
+  CUTLASS_DEVICE void add(Sum (&sums)[8], uint4 const* slots, int part, int blocks, int rank) const {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int source = 0; source < blocks; ++source) {
+      if (source == rank) continue;
+      uint4 const* slot = slots + slot_of(part, rank, source, blocks);
+      uint4 const words[2] = {slot[0], slot[arch::kWarpgroupThreads]};
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) sums[i] += reinterpret_cast<Sum const*>(words)[i];
+    }
+  }
+
+  SharedStorage& storage_;
+  int const warpgroup_, thread_;
+  int first_ = 0;  // buffer of a tile's first pass, where tiles have an odd number of them
+};
+
+}  // namespace cutlass::epilogue::threadblock

@@ -1,0 +1,339 @@
+// The sm_90a mainloop of weight-only products: asynchronous warpgroup MMAs (wgmma) with the dequantised weights as
+// register operand A and activations in swizzled shared memory as operand B.
+//
+//   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a
+//               place to be free and request a few boxes (activations, weights, scales, zeros)
+//   consumers   the other warpgroups take their strips' codes from the ring, dequantise a batch of k steps into one of
+//               two fragment buffers while the MMAs of the other one run, and free a stage when its last batch is done
+//
+// The loop is unrolled over the places of the ring: descriptors of operand B then are constants. Every product begins
+// in place 0; phases are kept per place.
+#pragma once
+
+#include "cutlass_ext/arch/named_barrier.h"
+#include "cutlass_ext/arch/wgmma.h"
+#include "cutlass_ext/epilogue/wgmma_epilogue.h"
+#include "cutlass_ext/gemm/threadblock/packed_mma.h"
+#include "cutlass_ext/gemm/threadblock/ring_producer.h"
+
+namespace cutlass::gemm::threadblock {
+
+/// Shape: channels x tokens x k of a stage, which is one or more chunks of 128 bytes of a token's row. kWarpgroups
+/// share the channels. kBatch: k steps from one wait for MMAs to the next. kTurns: warpgroups issue their batches in
+/// turns.
+template <class Shape_, int kWarpgroups_, int kStages_, int kBatch_, bool kTurns_, class Element_,
+          qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_>
+class MmaPackedWgmmaRs {
+ public:
+  using Shape = Shape_;
+  using Element = Element_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr qcutlass::ScaleMode kMode = kMode_;
+  using Traits = PackedMma<Element, kPacking_, kMode>;
+  using LayoutA = typename Traits::LayoutA;
+  using Accumulator = typename Traits::Accumulator;
+  using Scales = typename Traits::Scales;
+  using Operands = typename Scales::Operands;
+
+  static constexpr int kThreads = (kWarpgroups + 1) * arch::kWarpgroupThreads;
+  static_assert(Shape::kM == kWarpgroups * arch::kWarpgroupRows);
+  static constexpr int kStepK = Traits::kStepK;
+  static constexpr int kSteps = Shape::kK / kStepK;
+  static constexpr int kBatches = kSteps / kBatch_;  // of a stage
+  static_assert(kSteps % kBatch_ == 0 && kStages * kBatches % 2 == 0, "a batch's fragment buffer is a constant");
+  static_assert(!kTurns_ || kWarpgroups == 2);
+
+  static constexpr int kChunkBytes = 128;
+  static constexpr int kChunks = Shape::kK * int(sizeof(Element)) / kChunkBytes;
+  static constexpr int kChunkK = Shape::kK / kChunks;
+  static constexpr int kTiles = Shape::kK / LayoutA::kTileK;  // packed tiles of a strip and stage
+  static constexpr int kRows = qcutlass::scale_rows(kMode, Shape::kK);
+  static constexpr int kRowSteps = kRows > 0 ? kSteps / kRows : kSteps;  // steps that one row of scales serves
+  /// Rows of scales in a box. Where a stage has many, all come in one, from its first group on, and consumers find
+  /// their group's; else each one's own, so that consumers need not divide.
+  static constexpr int kBoxRows = kMode == qcutlass::ScaleMode::kNative ? 1 : kRows;
+
+  using Wgmma = arch::Wgmma<typename Traits::Weight, Element, typename Traits::Product, Shape::kN, kStepK>;
+  using FragmentC = typename Wgmma::Sums;
+  using Epilogue = epilogue::threadblock::WgmmaEpilogue<MmaPackedWgmmaRs>;
+
+  struct Arguments {
+    TokenBoxes<Shape::kN> activations;  // [tokens][k]
+    CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
+    CUtensorMap scales;                 // [groups][channels]
+    CUtensorMap zeros;                  // likewise
+    uint64_t weight_policy;             // of the L2 cache
+    int weight_bytes;                   // of a stage, with scales and zeros
+    GroupSize group_size;
+    qcutlass::DType scale_type, zero_type;
+    int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
+  };
+  /// Blocks that fetch each other's weights: the smaller operand here.
+  static CUTLASS_DEVICE int sharers(Arguments const&) { return 1; }
+
+  /// Rings, one after the other; those of scales may be empty.
+  struct alignas(128) SharedStorage {
+    static constexpr int kTokenBytes = Shape::kN * kChunkBytes;  // of a chunk
+    static constexpr int kStripBytes = kTiles * LayoutA::kTileBytes;
+    static constexpr int kScaleBytes = kRows * Shape::kM * qcutlass::scale_bytes(kMode);
+    static constexpr int kZeroBytes = kRows * Shape::kM * qcutlass::zero_bytes(kMode);
+    static constexpr int kWeights = kStages * kChunks * kTokenBytes;
+    static constexpr int kScales = kWeights + kStages * Shape::kM / 16 * kStripBytes;
+    static constexpr int kZeros = kScales + kStages * kScaleBytes;
+    static constexpr int kBytes = kZeros + kStages * kZeroBytes;
+    static_assert(kTokenBytes % 1024 == 0, "what the swizzle's pattern repeats after");
+    uint8_t rings[kBytes];
+
+    CUTLASS_DEVICE uint8_t* activations(int place, int chunk) {
+      return rings + (place * kChunks + chunk) * kTokenBytes;
+    }
+    CUTLASS_DEVICE uint8_t* weights(int place, int strip) {
+      return rings + kWeights + (place * (Shape::kM / 16) + strip) * kStripBytes;
+    }
+    CUTLASS_DEVICE uint8_t* scales(int place) { return rings + kScales + place * kScaleBytes; }
+    CUTLASS_DEVICE uint8_t* zeros(int place) { return rings + kZeros + place * kZeroBytes; }
+  };
+  using Barriers = RingBarriers<kStages>;
+  /// Warps that free a place of the ring.
+  static CUTLASS_DEVICE int freeing_warps(Arguments const&) { return kWarpgroups * 4; }
+
+  /// The producing thread.
+  class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
+    using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
+    using Base::args_, Base::barriers_, Base::rows_, Base::barrier, Base::activation_bytes;
+    friend Base;
+
+   public:
+    CUTLASS_DEVICE Producer(SharedStorage& storage, Barriers& barriers, Arguments const& args)
+        : Base(barriers, args), storage_(storage) {}
+
+   private:
+    CUTLASS_DEVICE void request_activations(int place, int token, int k) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        cute::SM90_TMA_LOAD_2D::copy(&args_.activations.map(rows_), barrier(place),
+                                     uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     storage_.activations(place, chunk), k + chunk * kChunkK, token);
+    }
+
+    CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
+      barriers_.full[place].arrive_and_expect_tx(args_.weight_bytes + activation_bytes(kChunks * kChunkBytes));
+      cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
+                                   k / LayoutA::kTileK, channel / 16);
+      if constexpr (kRows > 0) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int box = 0; box < kRows / kBoxRows; ++box) {
+          int const group = args_.group_size.group(k + box * kBoxRows * kRowSteps * kStepK);
+          load_rows(args_.scales, place, storage_.scales(place) + box * args_.scale_row, channel, group);
+          if (args_.zero_type != qcutlass::DType::kNone)
+            load_rows(args_.zeros, place, storage_.zeros(place) + box * args_.zero_row, channel, group);
+        }
+      }
+    }
+
+    CUTLASS_DEVICE void load_rows(CUtensorMap const& map, int place, uint8_t* to, int channel, int group) {
+      cute::SM90_TMA_LOAD_2D::copy(&map, barrier(place), args_.weight_policy, to, channel, group);
+    }
+
+    SharedStorage& storage_;
+  };
+
+  /// A consuming warpgroup.
+  class Consumer {
+   public:
+    CUTLASS_DEVICE Consumer(SharedStorage& storage, Barriers& barriers, Arguments const& args, int warpgroup, int warp,
+                            int lane)
+        : storage_(storage),
+          barriers_(barriers),
+          args_(args),
+          warpgroup_(warpgroup),
+          strip_(warpgroup * 4 + warp),
+          lane_(lane) {
+      if (kTurns_ && warpgroup == 1) arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier);  // the other one begins
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < kAhead * kBatchRows; ++r) operands_[r / kBatchRows][r % kBatchRows] = Scales::symmetric();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * kBatch * 4; ++i) fragments_[i / 4 / kBatch][i / 4 % kBatch][i % 4] = 0;
+    }
+
+    /// Requests what the next product needs beside its stages: nothing.
+    CUTLASS_DEVICE void begin(int /*channel*/, int /*token*/, int /*first_k*/, int /*stages*/) {}
+
+    /// The sums over `stages` stages from k = first_k on, at least one.
+    CUTLASS_DEVICE void operator()(FragmentC& sums, int first_k, int stages) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
+      k_ = first_k;
+      find_rows(0);
+      fetch(0, 0, 0);
+      if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1);
+      prepare(0, 0, 0);
+      first_ = true;
+      int left = stages;
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (round(sums, left, std::make_integer_sequence<int, kStages>{})) {
+      }
+      cute::warpgroup_wait<0>();
+      arch::fence_registers(sums);
+      release((stages - 1) % kStages);
+    }
+
+   private:
+    static constexpr int kBatch = kBatch_;
+    static constexpr int kTurnBarrier = kWarpgroups,
+                         kTurnThreads = 2 * arch::kWarpgroupThreads;  // after the epilogue's
+    static constexpr int kBatchTiles = kBatch > LayoutA::kSteps ? kBatch / LayoutA::kSteps : 1;
+    static constexpr int kCodeSteps = kBatchTiles * LayoutA::kSteps;  // whose codes are in registers
+    static constexpr int kBatchRows = kBatch > kRowSteps ? kBatch / kRowSteps : 1;
+    /// Whether the lanes that load a batch's scales, several rows of them at once, find these rows: where conversions
+    /// are the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
+    static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1;
+    /// How many batches before its MMAs a batch's codes and scales leave shared memory: 2, if each batch has its own,
+    /// and looking ahead does not hold on to another stage.
+    static constexpr int kAhead = kBatches > 1 && kBatch % kCodeSteps == 0 && kBatch % kRowSteps == 0 ? 2 : 1;
+
+    /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more. (The compiler does
+    /// not unroll a loop with barriers in it.)
+    template <int... kPlaces>
+    CUTLASS_DEVICE bool round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
+      return (stage<kPlaces>(sums, left) && ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int batch = 0; batch < kBatches; ++batch) {
+        int const buffer = (kPlace * kBatches + batch) % 2;
+        multiply(sums, buffer, kPlace, batch);
+        if (left > (batch + kAhead) / kBatches)
+          fetch((kPlace + (batch + kAhead) / kBatches) % kStages, (batch + kAhead) % kBatches, (buffer + kAhead) % 2);
+        cute::warpgroup_wait<1>();  // the batch before this one is done: its fragments are free
+        if (batch == 0) {           // and the last stage
+          if (kPlace != 0 || !first_) release((kPlace + kStages - 1) % kStages);
+          first_ = false;
+        }
+        if (left > (batch + 1) / kBatches)
+          prepare((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches, buffer ^ 1);
+      }
+      return --left > 0;
+    }
+
+    CUTLASS_DEVICE void await(int place) {
+      barriers_.full[place].wait(phases_ >> place & 1);
+      phases_ ^= 1u << place;
+    }
+
+    CUTLASS_DEVICE void release(int place) {
+      if (lane_ == 0) barriers_.empty[place].arrive();
+    }
+
+    /// Issues the MMAs of a batch. In turns, one warpgroup dequantises while the other's MMAs run; left to themselves,
+    /// both tend to do the same at the same time. It pays where the two take about as long.
+    CUTLASS_DEVICE void multiply(FragmentC& sums, int buffer, int place, int batch) {
+      if constexpr (kTurns_) arch::named_barrier_sync<kTurnThreads>(kTurnBarrier + warpgroup_);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatch; ++i) arch::fence_registers(fragments_[buffer][i]);
+      arch::fence_registers(sums);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        int const byte = (batch * kBatch + i) * 32;  // of a token's k in this stage: every step has 32 bytes
+        int const chunk = place * kChunks + byte / kChunkBytes;
+        uint64_t const tokens =
+            arch::swizzled_operand<kChunkBytes>(chunk * Shape::kN * kChunkBytes + byte % kChunkBytes);
+        Wgmma::issue(sums, fragments_[buffer][i], tokens);
+      }
+      cute::warpgroup_commit_batch();
+      if constexpr (kTurns_) arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier + (warpgroup_ ^ 1));
+    }
+
+    /// Shared memory -> registers of what a batch is converted from; scales where a new row of them begins.
+    CUTLASS_DEVICE void fetch(int place, int batch, int buffer) {
+      if (batch == 0) await(place);
+      int const step = batch * kBatch;
+      if (step % LayoutA::kSteps == 0) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < kBatchTiles; ++t)
+          load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
+      }
+      if constexpr (kRows > 0)
+        if (step % kRowSteps == 0) load_operands(operands_[buffer % kAhead], place, step);
+      if (batch == kBatches - 1) k_ += Shape::kK;
+      find_rows((batch + 1) % kBatches);
+    }
+
+    /// Finds the row of the stage's box for operand lane / 8 of the batch that is fetched next: a batch ahead, for the
+    /// division takes its time.
+    CUTLASS_DEVICE void find_rows(int batch) {
+      if constexpr (kLanesFindRows) row_ = box_row(batch * kBatch + fast_min(lane_ / 8, kBatchRows - 1) * kRowSteps);
+    }
+
+    /// Row of the stage's box that serves a step.
+    CUTLASS_DEVICE int box_row(int step) const {
+      return args_.group_size.group(k_ + step * kStepK) - args_.group_size.group(k_);
+    }
+
+    /// A lane's codes of a tile: one 128-bit load.
+    CUTLASS_DEVICE void load_codes(uint32_t* codes, int place, int tile) const {
+      uint4 const v =
+          *reinterpret_cast<uint4 const*>(storage_.weights(place, strip_) + tile * LayoutA::kTileBytes + lane_ * 16);
+      codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
+    }
+
+    /// The operands of a batch that begins with `step`.
+    CUTLASS_DEVICE void load_operands(Operands (&operands)[kBatchRows], int place, int step) {
+      constexpr bool kAnyType = kMode == qcutlass::ScaleMode::kFloat;
+      int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
+                zero_row = kAnyType ? args_.zero_row : Shape::kM;
+      auto const at = [&](int row) {
+        return warp::GroupRow{storage_.scales(place) + row * scale_row, storage_.zeros(place) + row * zero_row,
+                              strip_ * 16};
+      };
+      if constexpr (kLanesFindRows) {
+        auto const row_of = [&](int i) { return at(__shfl_sync(~0u, row_, i * 8)); };
+        Scales::load(operands, at(row_), row_of, lane_, args_.scale_type, args_.zero_type);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kBatchRows; ++i) {
+          int const own = step + i * kRowSteps;
+          warp::GroupRow const row = at(kBoxRows > 1 ? box_row(own) : own / kRowSteps);
+          auto const row_of = [&](int) { return row; };
+          Scales::load(reinterpret_cast<Operands(&)[1]>(operands[i]), row, row_of, lane_, args_.scale_type,
+                       args_.zero_type);
+        }
+      }
+    }
+
+    /// Fills a fragment buffer, whose last MMAs are done.
+    CUTLASS_DEVICE void prepare(int place, int batch, int buffer) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        uint32_t(&fragment)[4] = fragments_[buffer][i];
+        arch::fence_registers(fragment);  // keeps the old one alive until here
+        int const step = batch * kBatch + i;
+        using Converter = typename Scales::Converter;
+        uint32_t const* words = codes_[buffer % kAhead] + step % kCodeSteps * LayoutA::kWords;
+        Operands const& op = operands_[buffer % kAhead][i / kRowSteps];
+        fragment[0] = Converter::template convert<0>(words, op);
+        fragment[1] = Converter::template convert<1>(words, op);
+        fragment[2] = Converter::template convert<2>(words, op);
+        fragment[3] = Converter::template convert<3>(words, op);
+      }
+    }
+
+    SharedStorage& storage_;
+    Barriers& barriers_;
+    Arguments const& args_;
+    int const warpgroup_, strip_, lane_;
+    int k_;                // of the stage whose codes come next
+    int row_;              // of scales: see find_rows()
+    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
+    bool first_;           // no stage of this tile has been released yet
+    uint32_t fragments_[2][kBatch][4];
+    uint32_t codes_[kAhead][kBatchTiles * 4];
+    Operands operands_[kAhead][kBatchRows];
+  };
+};
+
+}  // namespace cutlass::gemm::threadblock

@@ -1,0 +1,284 @@
+// The sm_90a mainloop of 8-by-8-bit products: asynchronous warpgroup MMAs (wgmma) that read both operands from shared
+// memory, since nothing has to be converted. Tokens are the rows of the instruction, so that the sums of a thread are
+// of two tokens, whatever the number of channels.
+//
+//   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA. The blocks of a pair, which
+//               have the same channels, fetch half of the weights each, for both
+//   consumers   two warpgroups of 64 tokens by all channels of the tile, or, of a tile of 64 tokens, half of them
+//
+// int8: the MMAs keep the sums to the end. All others leave the MMAs after every stage of 128 k, for sums in fp32
+// ("promotion"), while the MMAs of the next stage or of the other warpgroup run:
+//   fp8         wgmma aligns the products of a step with what they are added to and keeps some 14 bits. Errors of that
+//               size do not grow beyond a stage
+//   blockwise   a stage is a block of k; its int32 sums are scaled
+#pragma once
+
+#include "cutlass_ext/arch/wgmma.h"
+#include "cutlass_ext/epilogue/row_epilogue.h"
+#include "cutlass_ext/gemm/threadblock/packed_mma.h"
+#include "cutlass_ext/gemm/threadblock/ring_producer.h"
+
+namespace cutlass::gemm::threadblock {
+
+/// Shape: channels x tokens x k of a stage, 128 bytes of a row.
+template <class Shape_, int kWarpChannels_, int kStages_, class Element_, qcutlass::ScaleMode kMode_>
+class MmaPackedWgmmaSs {
+ public:
+  using Shape = Shape_;
+  using Element = Element_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kWarpChannels = kWarpChannels_;
+  static constexpr qcutlass::ScaleMode kMode = kMode_;
+  using Traits = PackedMma<Element, qcutlass::Packing::kW8A8, kMode>;
+  using LayoutA = typename Traits::LayoutA;
+  using Accumulator = typename Traits::Accumulator;
+  static constexpr bool kBlockwise = qcutlass::is_blockwise(kMode);
+  static constexpr bool kPromotes = kBlockwise || Traits::kFloat8;
+
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kThreads = (kWarpgroups + 1) * arch::kWarpgroupThreads;
+  static_assert(Shape::kM * Shape::kN == kWarpgroups * kWarpChannels * arch::kWarpgroupRows);
+  static constexpr int kRowBytes = 128;  // of a token, the swizzle's width
+  static_assert(Shape::kK == kRowBytes && (!kBlockwise || qcutlass::promoted_k(kMode) == Shape::kK));
+  static_assert(!kBlockwise || Shape::kM == 128, "one scale for all channels of a tile");
+  static constexpr int kSteps = Shape::kK / Traits::kStepK;
+  static constexpr int kTiles = Shape::kK / LayoutA::kTileK;  // packed tiles of a strip and stage, one a step
+  static_assert(kTiles == kSteps);
+
+  using Wgmma = arch::WgmmaShared<Element, typename Traits::Weight, typename Traits::Product, kWarpChannels>;
+  using FragmentC =  // in the order of the instruction's sums
+      std::conditional_t<kPromotes, Accumulator[Wgmma::kSums], typename Wgmma::Sums>;
+  using Epilogue = epilogue::threadblock::RowEpilogue<MmaPackedWgmmaSs>;
+
+  struct Arguments {
+    TokenBoxes<Shape::kN> activations;  // [tokens][k]
+    CUtensorMap weights;                // [tiles_k][tiles_n][128 words]
+    uint64_t weight_policy;             // of the L2 cache
+    int sharers;                        // blocks of a cluster that share weights: 1, or 2
+    BlockScaleMatrices blocks;
+  };
+  static CUTLASS_DEVICE int sharers(Arguments const& args) { return args.sharers; }
+
+  struct alignas(128) SharedStorage {
+    static constexpr int kTokenBytes = Shape::kN * kRowBytes;
+    static constexpr int kTileRow = Shape::kM / 16 * LayoutA::kTileBytes;  // a step's weights
+    static constexpr int kStageBytes = kTokenBytes + kTiles * kTileRow;
+    static_assert(kTokenBytes % 1024 == 0 && kStageBytes % 1024 == 0, "what the swizzle's pattern repeats after");
+    uint8_t ring[kStages * kStageBytes];
+
+    CUTLASS_DEVICE uint8_t* stage(int place) { return ring + place * kStageBytes; }
+  };
+  using Barriers = RingBarriers<kStages>;
+  /// Warps that free a place of the ring, which what comes fills in all blocks that share weights.
+  static CUTLASS_DEVICE int freeing_warps(Arguments const& args) { return kWarpgroups * 4 * args.sharers; }
+
+  /// The producing thread.
+  class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
+    using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
+    using Base::args_, Base::barriers_, Base::rows_, Base::barrier, Base::activation_bytes;
+    friend Base;
+
+   public:
+    CUTLASS_DEVICE Producer(SharedStorage& storage, Barriers& barriers, Arguments const& args)
+        : Base(barriers, args), storage_(storage) {}
+
+   private:
+    CUTLASS_DEVICE void request_activations(int place, int token, int k) {
+      cute::SM90_TMA_LOAD_2D::copy(&args_.activations.map(rows_), barrier(place),
+                                   uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), storage_.stage(place), k, token);
+    }
+
+    CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
+      barriers_.full[place].arrive_and_expect_tx(kTiles * SharedStorage::kTileRow + activation_bytes(kRowBytes));
+      uint8_t* const to = storage_.stage(place) + SharedStorage::kTokenBytes;
+      int const tile = k / LayoutA::kTileK;
+      if (args_.sharers == 1) {
+        cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, to, 0, channel / 16, tile);
+      } else {
+        int const first = int(blockIdx.x % 2) * (kTiles / 2);
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&args_.weights, barrier(place), uint16_t(0b11), args_.weight_policy,
+                                               to + first * SharedStorage::kTileRow, 0, channel / 16, tile + first);
+      }
+    }
+
+    SharedStorage& storage_;
+  };
+
+  /// A consuming warpgroup. Its instructions beside the MMAs are what bounds promoted products, so the loop is unrolled
+  /// over the places of the ring, which makes addresses and descriptors constants. Every product begins in place 0.
+  class Consumer {
+   public:
+    CUTLASS_DEVICE Consumer(SharedStorage&, Barriers& barriers, Arguments const& args, int warpgroup, int warp,
+                            int lane)
+        : barriers_(barriers),
+          args_(args),
+          token_(warpgroup * arch::kWarpgroupRows % Shape::kN + warp * 16 + lane / 4),
+          tokens_at_(warpgroup * arch::kWarpgroupRows % Shape::kN * kRowBytes),
+          weights_at_(warpgroup * kWarpChannels % Shape::kM / 16 * LayoutA::kTileBytes),
+          lane_(lane),
+          releases_(lane < args.sharers),
+          peer_(args.sharers > 1 ? lane : arch::cluster_rank()) {}
+
+    /// Requests the first scales of the next product: before each, since only scales depend on where it begins.
+    CUTLASS_DEVICE void begin(int channel, int token, int first_k, int stages) {
+      if constexpr (kBlockwise) begin_scales(channel, token, first_k, stages);
+    }
+
+    /// The sums over `stages` stages, at least one, for which begin() was called.
+    CUTLASS_DEVICE void operator()(FragmentC& sums, int /*first_k*/, int stages) {
+      auto const places = std::make_integer_sequence<int, kStages>{};
+      int left = stages;
+      if constexpr (kPromotes) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (; left >= kStages; left -= kStages) promoted_round(sums, places);
+        if (left > 0) promoted_rest(sums, left, places);
+      } else {
+        first_ = true;
+        CUTLASS_PRAGMA_NO_UNROLL
+        while (round(sums, left, places)) {
+        }
+        cute::warpgroup_wait<0>();
+        arch::fence_registers(sums);
+        release((stages - 1) % kStages);
+      }
+    }
+
+   private:
+    using Sums = typename Wgmma::Sums;
+    static_assert(kStages % 2 == 0, "a place has one of the two sets of sums");
+
+    /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more.
+    template <int... kPlaces>
+    CUTLASS_DEVICE bool round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
+      return (stage<kPlaces>(sums, left) && ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
+      multiply<kPlace>(sums, kPlace == 0 && first_);
+      cute::warpgroup_wait<1>();
+      if (kPlace != 0 || !first_) release((kPlace + kStages - 1) % kStages);
+      if (kPlace == 0) first_ = false;
+      return --left > 0;
+    }
+
+    /// The same with a promotion after each stage, while the MMAs of the next one run. The last one waits for all MMAs:
+    /// ptxas serialises those in flight where a loop ends, or a path leaves it, if others' sums are read meanwhile.
+    template <int... kPlaces>
+    CUTLASS_DEVICE void promoted_round(FragmentC& sums, std::integer_sequence<int, kPlaces...>) {
+      Sums blocks[2];
+      multiply<0>(blocks[0], true);
+      (promoted_stage<kPlaces>(sums, blocks), ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE void promoted_stage(FragmentC& sums, Sums (&blocks)[2]) {
+      constexpr int kNext = kPlace + 1;
+      if constexpr (kNext < kStages) multiply<kNext>(blocks[kNext % 2], true);
+      finish<kPlace, (kNext < kStages)>(sums, blocks[kPlace % 2]);
+    }
+
+    /// The `left` < kStages last stages, one after the other.
+    template <int... kPlaces>
+    CUTLASS_DEVICE void promoted_rest(FragmentC& sums, int left, std::integer_sequence<int, kPlaces...>) {
+      (single_stage<kPlaces>(sums, left) && ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE bool single_stage(FragmentC& sums, int& left) {
+      Sums block;
+      multiply<kPlace>(block, true);
+      finish<kPlace, 0>(sums, block);
+      return --left > 0;
+    }
+
+    /// Waits for a stage's MMAs, the last but kLater, gives its place back and adds its sums.
+    template <int kPlace, int kLater>
+    CUTLASS_DEVICE void finish(FragmentC& sums, Sums& block) {
+      Array<float, 2> const factors = take_scales();
+      cute::warpgroup_wait<kLater>();
+      arch::fence_registers(block);
+      release(kPlace);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Wgmma::kSums; ++i) {  // [n8 block][row g or g + 8][channel 2t or 2t + 1]
+        if constexpr (kBlockwise)
+          sums[i] += float(int(block[i])) * factors[i / 2 % 2];
+        else
+          sums[i] += block[i];
+      }
+    }
+
+    /// Waits for a stage and issues its MMAs.
+    template <int kPlace>
+    CUTLASS_DEVICE void multiply(Sums& sums, bool first) {
+      constexpr int kOffset = kPlace * SharedStorage::kStageBytes;
+      constexpr uint64_t kTokens = arch::swizzled_operand<kRowBytes>(kOffset),
+                         kWeights = arch::swizzled_operand<LayoutA::kTileK>(kOffset + SharedStorage::kTokenBytes);
+      barriers_.full[kPlace].wait(phases_ >> kPlace & 1);
+      phases_ ^= 1u << kPlace;
+      arch::fence_registers(sums);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i)
+        Wgmma::issue(sums, arch::moved_operand(kTokens, i * Traits::kStepK + tokens_at_),
+                     arch::moved_operand(kWeights, i * SharedStorage::kTileRow + weights_at_), first && i == 0);
+      cute::warpgroup_commit_batch();
+    }
+
+    /// The places of all blocks that share weights are filled together.
+    CUTLASS_DEVICE void release(int place) const {
+      if (releases_) barriers_.empty[place].arrive(peer_);
+    }
+
+    /// Scales are requested kAhead stages before their use. Registers are short: of a quad, lane 0 loads those of row
+    /// g, lane 1 of row g + 8, the others those of the channels.
+    CUTLASS_DEVICE void begin_scales(int channel, int token, int first_k, int stages) {
+      BlockScaleMatrices const& blocks = args_.blocks;
+      // Rows beyond the last have its scale.
+      int const row = fast_min(token + token_ + lane_ % 4 * 8, args_.activations.tokens - 1);
+      scales_ = lane_ % 4 < 2 ? blocks.tokens + row * blocks.token_stride
+                              : blocks.channels + channel / Shape::kM * blocks.channel_stride;
+      scales_ += first_k / Shape::kK;
+      scales_left_ = stages;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAhead; ++i) request_scale(i);
+    }
+
+    CUTLASS_DEVICE void request_scale(int i) {
+      if (scales_left_ > 0) scale_[i] = *scales_;
+      ++scales_;
+      --scales_left_;
+    }
+
+    /// The factors of the next stage's sums, of the lane's rows g and g + 8.
+    CUTLASS_DEVICE Array<float, 2> take_scales() {
+      Array<float, 2> factors{};
+      if constexpr (kBlockwise) {
+        float const of_channels = __shfl_sync(~0u, scale_[0], 2, 4);
+        factors[0] = __shfl_sync(~0u, scale_[0], 0, 4) * of_channels;
+        factors[1] = __shfl_sync(~0u, scale_[0], 1, 4) * of_channels;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 1; i < kAhead; ++i) scale_[i - 1] = scale_[i];
+        request_scale(kAhead - 1);
+      }
+      return factors;
+    }
+
+    static constexpr int kAhead = 2;
+
+    Barriers& barriers_;
+    Arguments const& args_;
+    int const token_, tokens_at_, weights_at_, lane_;
+    bool const releases_;
+    int const peer_;       // whose place a lane releases
+    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
+    bool first_;           // no stage of this tile has been released yet
+    float const* scales_;
+    int scales_left_;
+    float scale_[kAhead];
+  };
+};
+
+}  // namespace cutlass::gemm::threadblock

@@ -1,0 +1,56 @@
+// Which tiles of a launch have blocks that share their k extent.
+#pragma once
+
+#include <algorithm>
+
+#include "plan/tactics.h"
+#include "qcutlass/gemm.h"
+
+namespace qcutlass {
+
+/// The shared tiles of a product, a rectangle at the end of both directions: all tiles or, where the persistent blocks
+/// of kWgmma take several waves of them, what is left over after as many whole waves as there are. In the order of
+/// tiles (see TileOrder) these are the last tiles of channels of the last group of tiles of tokens.
+struct SharedTiles {
+  int64_t tiles;                               ///< of the product
+  int64_t shared;                              ///< of these; none if whole waves leave nothing over
+  int64_t first_channel = 0, first_token = 0;  ///< of the shared ones
+
+  SharedTiles(GemmArguments const& a, DeviceTraits const& device, Tactic const& t, int split_k)
+      : tiles(qcutlass::tiles(a, t)), shared(tiles) {
+    if (split_k == 1 || !persists(device, t)) return;
+    int64_t const channel_tiles = layout::ceil_div(a.weights.n, t.channels),
+                  token_tiles = layout::ceil_div(a.m, t.tokens), side = (token_tiles - 1) % wgmma_side(token_tiles) + 1,
+                  rows = std::min(layout::ceil_div(tiles % device.sm_count, side), channel_tiles);
+    shared = rows * side;
+    first_channel = (channel_tiles - rows) * t.channels;
+    first_token = (token_tiles - side) * t.tokens;
+  }
+
+  /// Whether other tiles are taken whole before.
+  bool only_last() const { return shared < tiles; }
+
+  /// Whether the blocks that share a tile may be a cluster if so: SMs and whole tiles come in clusters, so that a
+  /// block's rank is its share, and a share is the last thing that a block does.
+  bool fits_clusters(int sm_count, int split_k) const {
+    return sm_count % split_k == 0 && (tiles - shared) % split_k == 0 && shared * split_k <= sm_count;
+  }
+
+  /// Stages that the busiest SM works on if so, of `stages` a tile: blocks take tiles and then shares in turn. The
+  /// first block has the most of them, or the one that is the first to begin with shares.
+  double busiest(int sm_count, int split_k, int64_t stages) const {
+    int64_t const whole = tiles - shared, items = whole + shared * split_k, begins = whole % sm_count;
+    auto const work = [&](int64_t block) {
+      int64_t const own = layout::ceil_div(whole - block, sm_count), all = layout::ceil_div(items - block, sm_count);
+      return static_cast<double>(own * stages + (all - own) * layout::ceil_div(stages, split_k));
+    };
+    return std::max(work(0), work(begins));
+  }
+
+ private:
+  bool persists(DeviceTraits const& device, Tactic const& t) const {
+    return t.mainloop == Mainloop::kWgmma && tiles > device.sm_count;
+  }
+};
+
+}  // namespace qcutlass

@@ -1,3 +1,0 @@
-#include "quantize/launch.cuh"
-
-template void qcutlass::cuda::quantize_from<__nv_bfloat16>(QuantizeArguments const&, cudaStream_t);

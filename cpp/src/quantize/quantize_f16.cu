@@ -1,3 +1,0 @@
-#include "quantize/launch.cuh"
-
-template void qcutlass::cuda::quantize_from<__half>(QuantizeArguments const&, cudaStream_t);

@@ -1,3 +1,0 @@
-#include "quantize/launch.cuh"
-
-template void qcutlass::cuda::quantize_from<float>(QuantizeArguments const&, cudaStream_t);
