@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <stdexcept>
 #include <thread>
@@ -33,6 +34,33 @@ TEST(ParallelFor, StaysOnTheCallingThreadWhenOneRangeSuffices) {
   std::thread::id id;
   host::parallel_for(10, 10, 8, [&](int64_t, int64_t) { id = std::this_thread::get_id(); });
   EXPECT_EQ(id, std::this_thread::get_id());
+}
+
+/// Whether 1 + 2^-40 is more than 1 in fp32: in the mode that vector instructions obey, which fegetround does not ask.
+bool rounds_upwards() {
+  float volatile one = 1, tiny = 0x1p-40f;
+  return one + tiny > one;
+}
+
+/// Whether both threads of a loop, the caller and one of the pool, do so.
+bool all_round_upwards() {
+  std::atomic<int> begun{0}, upwards{0};
+  host::parallel_for(2, 1, 2, [&](int64_t, int64_t) {
+    upwards += rounds_upwards();
+    ++begun;
+    while (begun < 2) std::this_thread::yield();  // so that each has one
+  });
+  return upwards == 2;
+}
+
+TEST(ParallelFor, UsesTheCallersFloatingPointMode) {
+  EXPECT_FALSE(all_round_upwards());  // the pool's thread is there before the mode changes
+  int const before = std::fegetround();
+  std::fesetround(FE_UPWARD);
+  bool const upwards = all_round_upwards();
+  std::fesetround(before);
+  EXPECT_TRUE(upwards);
+  EXPECT_FALSE(all_round_upwards()) << "nothing is left over from the call before";
 }
 
 TEST(ParallelFor, RethrowsAnExceptionAfterAllThreadsHaveFinished) {

@@ -24,9 +24,9 @@ GemmArguments problem(int64_t m, int64_t n, int64_t k, int64_t size = 128, int64
 }
 
 TEST(SelectBlockwise, SizesHaveScaleModes) {
-  EXPECT_EQ(scale_mode(problem(1, 64, 4096)), ScaleMode::kBlock);
-  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 64)), ScaleMode::kBlock64);
-  EXPECT_EQ(scale_mode(problem(1, 64, 4096, 32)), ScaleMode::kBlock32);
+  EXPECT_EQ(make_problem(problem(1, 64, 4096)).kind.mode, ScaleMode::kBlock);
+  EXPECT_EQ(make_problem(problem(1, 64, 4096, 64)).kind.mode, ScaleMode::kBlock64);
+  EXPECT_EQ(make_problem(problem(1, 64, 4096, 32)).kind.mode, ScaleMode::kBlock32);
   EXPECT_EQ(select(problem(1, 64, 4096), kH200).tactic.rfind("w8a8_s8_block_sm80_", 0), 0u);
   EXPECT_EQ(select(problem(1, 64, 4096, 32), kH200).tactic.rfind("w8a8_s8_block32_sm80_", 0), 0u);
 }
@@ -80,8 +80,8 @@ TEST(SelectBlockwise, QuantizedBlocksOfChannelsLieWithinATile) {
 TEST(SelectBlockwise, PartialSumsHaveRoomForWholeBlocksOfChannels) {
   Plan plan;
   plan.split_k = 2;
-  EXPECT_EQ(Workspace(problem(8, 100, 4096), plan).partial_stride, 104);
-  EXPECT_EQ(Workspace(problem(8, 100, 4096, 128, 64), plan).partial_stride, 128);
+  EXPECT_EQ(Workspace(make_problem(problem(8, 100, 4096)), plan).partial_stride, 104);
+  EXPECT_EQ(Workspace(make_problem(problem(8, 100, 4096, 128, 64)), plan).partial_stride, 128);
 }
 
 TEST(SelectBlockwise, PromotionTakesTime) {

@@ -8,6 +8,7 @@
 
 #include "plan/architectures.h"
 #include "plan/dense.h"
+#include "plan/footprint.h"
 #include "plan/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
@@ -41,7 +42,7 @@ TEST(Select, FitsTheDevice) {
           EXPECT_GE(plan.split_k, 1);
           EXPECT_LE(plan.split_k, layout::ceil_div(k, t.k)) << "a share without k: " << plan.tactic;
           EXPECT_TRUE(!plan.cluster || (device.compute_capability >= 90 && plan.split_k > 1));
-          EXPECT_EQ(plan.workspace_bytes, Workspace(a, plan).bytes);
+          EXPECT_EQ(plan.workspace_bytes, Workspace(make_problem(a), plan).bytes);
         }
 }
 
@@ -158,23 +159,23 @@ TEST(Select, NamesAreUnique) {
     names.insert(own.begin(), own.end());
   }
   auto const serving = std::count_if(std::begin(kTactics), std::end(kTactics), [](Tactic const& t) {
-    return t.serves(Packing::kW4A16, ScaleMode::kNative, DType::kFloat16);
+    return t.serves(Kind{DType::kFloat16, Packing::kW4A16, ScaleMode::kNative});
   });
   EXPECT_EQ(names.size(), size_t(12 * serving)) << "2 activation types, 2 packings, 3 scale modes";
 }
 
 TEST(Select, PicksTheScaleMode) {
   GemmArguments a = weight_only_problem(1, 64, 4096, 128);
-  EXPECT_EQ(scale_mode(a), ScaleMode::kNative);
+  EXPECT_EQ(make_problem(a).kind.mode, ScaleMode::kNative);
   a.weights.group_size = 4096;
-  EXPECT_EQ(scale_mode(a), ScaleMode::kNative);
+  EXPECT_EQ(make_problem(a).kind.mode, ScaleMode::kNative);
   a.weights.group_size = 96;
-  EXPECT_EQ(scale_mode(a), ScaleMode::kFine);
+  EXPECT_EQ(make_problem(a).kind.mode, ScaleMode::kFine);
   a.weights.zero_type = DType::kFloat16;
-  EXPECT_EQ(scale_mode(a), ScaleMode::kFloat);
+  EXPECT_EQ(make_problem(a).kind.mode, ScaleMode::kFloat);
   a.weights.zero_type = DType::kUInt8;
   a.weights.scale_type = DType::kFloat32;
-  EXPECT_EQ(scale_mode(a), ScaleMode::kFloat);
+  EXPECT_EQ(make_problem(a).kind.mode, ScaleMode::kFloat);
 }
 
 TEST(Select, RefusesWhatIsNotBuilt) {
@@ -193,7 +194,7 @@ TEST(Select, EveryTacticStatesItsNeeds) {
     for (TacticTraits const& t : tactics(a)) {
       EXPECT_GT(t.shared_memory, 0);
       EXPECT_LE(t.max_registers * t.warps * 32, 65536) << t.name;
-      bool const smallest = a.weights.packing == Packing::kW4A16 && scale_mode(a) == ScaleMode::kNative;
+      bool const smallest = a.weights.packing == Packing::kW4A16 && make_problem(a).kind.mode == ScaleMode::kNative;
       EXPECT_TRUE(!smallest || t.shared_memory <= kH200.shared_memory_per_block) << t.name << " fits no scheme";
       small |= t.shared_memory <= kRtx3090.shared_memory_per_block;
     }
@@ -282,25 +283,25 @@ TEST(KernelSetHash, TellsBuildsApart) {
 
 TEST(Workspace, CopiesOnlyWhatIsMisaligned) {
   GemmArguments a = weight_only_problem(3, 4096, 4096);
-  EXPECT_EQ(Workspace(a, Plan{}).bytes, 0u);
+  EXPECT_EQ(Workspace(make_problem(a), Plan{}).bytes, 0u);
   a.a_stride = 4100;
-  EXPECT_TRUE(Workspace(a, Plan{}).copy_activations);
-  EXPECT_FALSE(Workspace(a, Plan{}).copy_scales);
+  EXPECT_TRUE(make_problem(a).activations.copied);
+  EXPECT_FALSE(make_problem(a).weights.copied_scales);
   GemmArguments const odd = weight_only_problem(3, 4097, 4096);
-  EXPECT_TRUE(Workspace(odd, Plan{}).copy_scales);
-  EXPECT_EQ(Workspace(odd, Plan{}).scale_stride % 8, 0);
+  EXPECT_TRUE(make_problem(odd).weights.copied_scales);
+  EXPECT_EQ(Workspace(make_problem(odd), Plan{}).scale_stride % 8, 0);
   int32_t perm = 0;
   a = weight_only_problem(3, 4096, 4096);
   a.perm = &perm;
-  EXPECT_TRUE(Workspace(a, Plan{}).copy_activations);
+  EXPECT_TRUE(make_problem(a).activations.copied);
 }
 
 TEST(Workspace, CopiesScalesWhoseRowsLieFarApart) {
   GemmArguments far = weight_only_problem(3, 4096, 4096);
   far.weights.scale_stride = int64_t(1) << 31;
-  EXPECT_TRUE(Workspace(far, Plan{}).copy_scales);
+  EXPECT_TRUE(make_problem(far).weights.copied_scales);
   far.weights.group_size = far.weights.k;  // one row
-  EXPECT_FALSE(Workspace(far, Plan{}).copy_scales);
+  EXPECT_FALSE(make_problem(far).weights.copied_scales);
 }
 
 TEST(Select, OffersOnlyWhatIsCompiled) {
@@ -313,8 +314,8 @@ TEST(Select, OffersOnlyWhatIsCompiled) {
       a.weights.packing = packing;
       a.weights.zero_type = zeros;
       for (Candidate const& c : candidates(a, huge))
-        EXPECT_TRUE(is_compiled(kTactics[c.plan.row], packing, scale_mode(a), a.a_type)) << c.plan.tactic;
-      for (Tactic const& t : kTactics) left_out += !is_compiled(t, packing, scale_mode(a), a.a_type);
+        EXPECT_TRUE(is_compiled(kTactics[c.plan.row], make_problem(a).kind)) << c.plan.tactic;
+      for (Tactic const& t : kTactics) left_out += !is_compiled(t, make_problem(a).kind);
     }
   EXPECT_GT(left_out, 0);
 }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "plan/cost_model.h"
+#include "plan/footprint.h"
 #include "plan/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
@@ -66,12 +67,12 @@ TEST(SelectW8A8, PromotedSumsPreferManyTokensATile) {
 }
 
 TEST(SelectW8A8, NeighboursShareWeights) {
-  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 1, 1), 1) << "no neighbour";
-  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 2, 1), 2);
-  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 3, 1), 1) << "a fourth of the blocks would have nothing to do";
-  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 9, 1), 2);
-  EXPECT_EQ(wgmma_sharers(Packing::kW8A8, 2, 3), 1) << "the cluster shares k";
-  EXPECT_EQ(wgmma_sharers(Packing::kW4A16, 2, 1), 1);
+  EXPECT_EQ(wgmma_sharers(Mainloop::kWgmmaSs, 1, 1), 1) << "no neighbour";
+  EXPECT_EQ(wgmma_sharers(Mainloop::kWgmmaSs, 2, 1), 2);
+  EXPECT_EQ(wgmma_sharers(Mainloop::kWgmmaSs, 3, 1), 1) << "a fourth of the blocks would have nothing to do";
+  EXPECT_EQ(wgmma_sharers(Mainloop::kWgmmaSs, 9, 1), 2);
+  EXPECT_EQ(wgmma_sharers(Mainloop::kWgmmaSs, 2, 3), 1) << "the cluster shares k";
+  EXPECT_EQ(wgmma_sharers(Mainloop::kWgmmaRs, 2, 1), 1);
 }
 
 /// Times of one run on an H200, microseconds: the fastest configurations, and those within a few percent.
@@ -153,7 +154,7 @@ TEST(SelectW8A8, FitsTheDevice) {
           TacticTraits const t = traits_of(a, plan.tactic);
           EXPECT_LE(t.shared_memory, device.shared_memory_per_block) << plan.tactic;
           EXPECT_LE(plan.split_k, layout::ceil_div(k, t.k)) << plan.tactic;
-          EXPECT_EQ(plan.workspace_bytes, Workspace(a, plan).bytes);
+          EXPECT_EQ(plan.workspace_bytes, Workspace(make_problem(a), plan).bytes);
           EXPECT_FALSE(plan.rounds_weights);
           EXPECT_FALSE(plan.dense);
         }
@@ -232,9 +233,9 @@ TEST(SelectW8A8, SplitsFitTheGrid) {
 
 TEST(SelectW8A8, UnalignedActivationsAreCopied) {
   GemmArguments a = problem(8, 256, 100);  // rows of 100 bytes
-  EXPECT_EQ(Workspace(a, Plan{}).activation_stride, 112);
-  EXPECT_EQ(Workspace(a, Plan{}).bytes, 1024u);  // 8 rows of 112, rounded up to 256
-  EXPECT_EQ(Workspace(problem(8, 256, 128), Plan{}).bytes, 0u);
+  EXPECT_EQ(Workspace(make_problem(a), Plan{}).activation_stride, 112);
+  EXPECT_EQ(Workspace(make_problem(a), Plan{}).bytes, 1024u);  // 8 rows of 112, rounded up to 256
+  EXPECT_EQ(Workspace(make_problem(problem(8, 256, 128)), Plan{}).bytes, 0u);
 }
 
 TEST(SelectW8A8, MoreTokensTakeMoreTime) {

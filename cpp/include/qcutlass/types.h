@@ -5,8 +5,19 @@
 
 namespace qcutlass {
 
-/// kFloat8E4M3 has no infinities (torch.float8_e4m3fn); kFloat8E5M2 is IEEE-like.
-enum class DType : uint8_t { kNone, kFloat16, kBFloat16, kFloat32, kUInt8, kInt8, kInt32, kFloat8E4M3, kFloat8E5M2 };
+/// kFloat8E4M3 has no infinities (torch.float8_e4m3fn); kFloat8E5M2 is IEEE-like. kUInt4 is that of packed codes alone.
+enum class DType : uint8_t {
+  kNone,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kUInt8,
+  kInt8,
+  kInt32,
+  kFloat8E4M3,
+  kFloat8E5M2,
+  kUInt4
+};
 
 /// Activation applied to the fp32 result after the bias. kGelu is the exact (erf) form, kGeluTanh its tanh
 /// approximation.
@@ -19,20 +30,24 @@ enum class Packing : uint8_t {
   kW8A8,   ///< int8 or fp8 weights for activations of 8 bits (mma m16n8k32); nothing to dequantise
 };
 
-constexpr int size_of(DType type) {
+constexpr int bits_of(DType type) {
   switch (type) {
     case DType::kNone: return 0;
+    case DType::kUInt4: return 4;
     case DType::kUInt8:
     case DType::kInt8:
     case DType::kFloat8E4M3:
-    case DType::kFloat8E5M2: return 1;
+    case DType::kFloat8E5M2: return 8;
     case DType::kFloat16:
-    case DType::kBFloat16: return 2;
+    case DType::kBFloat16: return 16;
     case DType::kFloat32:
-    case DType::kInt32: return 4;
+    case DType::kInt32: return 32;
   }
   return 0;
 }
+
+/// Bytes of an element of a type of whole bytes.
+constexpr int size_of(DType type) { return bits_of(type) / 8; }
 
 constexpr bool is_floating(DType type) {
   return type == DType::kFloat16 || type == DType::kBFloat16 || type == DType::kFloat32;
@@ -44,5 +59,8 @@ constexpr bool is_float8(DType type) { return type == DType::kFloat8E4M3 || type
 constexpr bool is_block_size(int64_t size) { return size == 32 || size == 64 || size == 128; }
 
 constexpr int bits_of(Packing packing) { return packing == Packing::kW4A16 ? 4 : 8; }
+
+/// Bytes of an element of the activations.
+constexpr int activation_bytes(Packing packing) { return packing == Packing::kW8A8 ? 1 : 2; }
 
 }  // namespace qcutlass

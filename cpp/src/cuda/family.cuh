@@ -12,12 +12,14 @@
 #include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
+#include "plan/footprint.h"
 
 namespace qcutlass::cuda {
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
 struct Family<kType, kPacking, kMode>::Impl {
   using Element = decltype(element_of<kType>());
+  static constexpr Kind kKind = {kType, kPacking, kMode};
 
   template <int kIndex>
   struct Configuration {
@@ -27,14 +29,14 @@ struct Family<kType, kPacking, kMode>::Impl {
     using Stream =
         cutlass::gemm::threadblock::MmaPackedStream<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>;
     using Multistage = std::conditional_t<
-        is_blockwise(kMode),
+        is_promoted(kMode),
         cutlass::gemm::threadblock::MmaPackedBlockwise<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>,
         cutlass::gemm::threadblock::MmaPackedMultistage<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>>;
     using Mma = std::conditional_t<kTactic.mainloop == Mainloop::kStream, Stream, Multistage>;
-    using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kPacking, kMode),
-                                                     epilogue_row(kTactic), kTactic.min_blocks>;
-    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
-    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
+    using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kKind), epilogue_row(kTactic),
+                                                     kTactic.min_blocks>;
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kKind, kTactic.tokens);
+    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "footprint.h states what the kernel uses");
     static_assert(Mma::kThreads == kTactic.threads());
   };
 
@@ -65,7 +67,7 @@ struct Family<kType, kPacking, kMode>::Impl {
     launch_kernel(
         cutlass::device_kernel<Kernel>, launch,
         {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
-         C::kTactic.threads(), shared_memory_bytes(C::kTactic, kPacking, kMode, launch.tokens),
+         C::kTactic.threads(), shared_memory_bytes(C::kTactic, kKind, launch.tokens),
          std::min(C::kSharedMemory, launch.shared_memory_limit)},
         stream, params);
   }
@@ -77,9 +79,7 @@ struct Family<kType, kPacking, kMode>::Impl {
   using Function = void (*)(Launch const&, cudaStream_t);
   template <int kIndex>
   static constexpr Function entry() {
-    if constexpr (kTactics[kIndex].mainloop != Mainloop::kWgmma &&
-                  is_compiled(kTactics[kIndex], kPacking, kMode, kType))
-      return launch<kIndex>;
+    if constexpr (!is_wgmma(kTactics[kIndex].mainloop) && is_compiled(kTactics[kIndex], kKind)) return launch<kIndex>;
     return nullptr;  // selection knows that it fits no GPU
   }
   template <int... kIndices>

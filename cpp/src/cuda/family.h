@@ -2,7 +2,6 @@
 #pragma once
 
 #include "plan/tactics.h"
-#include "qcutlass/gemm.h"
 
 namespace qcutlass::cuda {
 
@@ -51,7 +50,7 @@ struct Family {
   struct Impl;
 };
 
-/// The same for the configurations whose main loop is kWgmma.
+/// The same for the configurations whose main loops are of wgmma.
 template <DType kType, Packing kPacking, ScaleMode kMode>
 struct WgmmaFamily {
   static void launch(int tactic, Launch const& launch, void* stream);

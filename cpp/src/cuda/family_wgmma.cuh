@@ -1,4 +1,4 @@
-// All kWgmma configurations of one kernel family, as family.cuh has the others: compiled for sm_90a alone.
+// All wgmma configurations of one kernel family, as family.cuh has the others: compiled for sm_90a alone.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +12,21 @@
 #include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm_wgmma.h"
+#include "plan/footprint.h"
 
 namespace qcutlass::cuda {
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
 struct WgmmaFamily<kType, kPacking, kMode>::Impl {
   using Element = decltype(element_of<kType>());
+  static constexpr Kind kKind = {kType, kPacking, kMode};
 
   template <int kIndex>
   struct Configuration {
     static constexpr Tactic kTactic = kTactics[kIndex];
-    static constexpr int kWarpgroups = kTactic.warps() / 4 - 1;
+    static constexpr int kWarpgroups = kTactic.warps / 4 - 1;
     using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
-    static constexpr int kStages = stages_of(kTactic, kPacking, kMode);
+    static constexpr int kStages = stages_of(kTactic, kKind);
     template <bool kConverts, class = void>
     struct MmaOf {
       using Type = cutlass::gemm::threadblock::MmaPackedWgmmaRs<Shape, kWarpgroups, kStages, wgmma_batch(kTactic),
@@ -34,10 +36,10 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     struct MmaOf<false, Unused> {
       using Type = cutlass::gemm::threadblock::MmaPackedWgmmaSs<Shape, kTactic.warp_channels, kStages, Element, kMode>;
     };
-    using Mma = typename MmaOf<kPacking != Packing::kW8A8>::Type;
+    using Mma = typename MmaOf<kTactic.mainloop == Mainloop::kWgmmaRs>::Type;
     using Kernel = cutlass::gemm::kernel::PackedGemmWgmma<Mma>;
-    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kPacking, kMode, kTactic.tokens);
-    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "tactics.h states what the kernel uses");
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kKind, kTactic.tokens);
+    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "footprint.h states what the kernel uses");
     static_assert(Mma::kThreads == kTactic.threads());
   };
 
@@ -117,9 +119,9 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     using Shape = typename Kernel::Shape;
 
     int64_t const token_tiles = layout::ceil_div(launch.tokens, Shape::kN);
-    int const sharers = wgmma_sharers(kPacking, token_tiles, launch.split_k);
+    int const sharers = wgmma_sharers(C::kTactic.mainloop, token_tiles, launch.split_k);
     typename Kernel::Params params{};
-    if constexpr (kPacking == Packing::kW8A8)
+    if constexpr (C::kTactic.mainloop == Mainloop::kWgmmaSs)
       params.mma = arguments<typename C::Mma>(launch, sharers);
     else
       params.mma = arguments<typename C::Mma>(launch);
@@ -143,9 +145,7 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
   using Function = void (*)(Launch const&, cudaStream_t);
   template <int kIndex>
   static constexpr Function entry() {
-    if constexpr (kTactics[kIndex].mainloop == Mainloop::kWgmma &&
-                  is_compiled(kTactics[kIndex], kPacking, kMode, kType))
-      return launch<kIndex>;
+    if constexpr (is_wgmma(kTactics[kIndex].mainloop) && is_compiled(kTactics[kIndex], kKind)) return launch<kIndex>;
     return nullptr;
   }
   template <int... kIndices>

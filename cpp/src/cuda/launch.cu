@@ -21,9 +21,7 @@ using FamilyLaunch = void (*)(int, Launch const&, void*);
 
 /// A family at run time; cpp/cmake/instances.cmake lists them.
 struct FamilyEntry {
-  DType type;
-  Packing packing;
-  ScaleMode mode;
+  Kind kind;
   FamilyLaunch launch;
   FamilyLaunch launch_wgmma;  // nullptr: not built
 };
@@ -37,18 +35,16 @@ constexpr FamilyLaunch wgmma_launch() {
 }
 
 template <DType kType, Packing kPacking, ScaleMode kMode, bool kWgmma>
-constexpr FamilyEntry kFamily = {kType, kPacking, kMode, Family<kType, kPacking, kMode>::launch,
-                                 wgmma_launch<kType, kPacking, kMode, kWgmma>()};
+constexpr FamilyEntry kFamily = {
+    {kType, kPacking, kMode}, Family<kType, kPacking, kMode>::launch, wgmma_launch<kType, kPacking, kMode, kWgmma>()};
 constexpr FamilyEntry kFamilies[] = {
 #include "families.inc"
 };
 constexpr int kFamilyCount = sizeof(kFamilies) / sizeof(kFamilies[0]);
 
-int family_index(DType type, Packing packing, ScaleMode mode) {
+int family_index(Kind const& kind) {
   int i = 0;
-  while (i < kFamilyCount &&
-         (kFamilies[i].type != type || kFamilies[i].packing != packing || kFamilies[i].mode != mode))
-    ++i;
+  while (i < kFamilyCount && kFamilies[i].kind != kind) ++i;
   if (i == kFamilyCount) throw Unsupported("a: no kernels are built for its type with weights packed like these");
   return i;
 }
@@ -85,10 +81,10 @@ void reduce(Launch const& launch, cudaStream_t stream) {
                 partial_sums<typename OutputOp::Sum const>(launch), launch.split_k, output_params<OutputOp>(launch));
 }
 
-void reduce(DType type, Launch const& launch, cudaStream_t stream) {
+void reduce(Kind const& kind, Launch const& launch, cudaStream_t stream) {
   namespace output = cutlass::epilogue::thread;
-  if (launch.blocks.size != 0) return reduce<output::BlockwiseOutput>(launch, stream);
-  switch (type) {
+  if (kind.is_promoted()) return reduce<output::BlockwiseOutput>(launch, stream);
+  switch (kind.activations) {
     case DType::kFloat16: reduce<output::BiasActivation<cutlass::half_t>>(launch, stream); break;
     case DType::kBFloat16: reduce<output::BiasActivation<cutlass::bfloat16_t>>(launch, stream); break;
     case DType::kInt8: reduce<output::ScaledSums<int32_t>>(launch, stream); break;
@@ -144,7 +140,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   if (plan.row < 0 || plan.row >= kTacticCount)
     throw InvalidArgument("plan: '" + plan.tactic + "' is run by the caller of the library, not by a kernel");
   int const tactic = plan.row;
-  Workspace const space(a, plan);
+  Problem const problem = make_problem(a);
+  Workspace const space(problem, plan);
   if (space.bytes > a.workspace_bytes)
     throw InvalidArgument("workspace: " + std::to_string(space.bytes) +
                           " bytes are needed for this plan and these operands, got " +
@@ -155,7 +152,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   int device = 0;
   QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
   DeviceTraits const& traits = device_traits(device);
-  SharedTiles const shared(a, traits, kTactics[tactic], plan.split_k);
+  SharedTiles const shared(problem, traits, kTactics[tactic], plan.split_k);
   if (plan.shared_channel != shared.first_channel || plan.shared_token != shared.first_token ||
       (plan.cluster && shared.only_last() && !shared.fits_clusters(traits.sm_count, plan.split_k)))
     throw InvalidArgument(
@@ -165,18 +162,18 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.weights = w.packed;
   launch.tiles_n = int(layout::tiles_n(w.n));
   launch.tiles_k = int(layout::tiles_k(w.packing, w.k));
-  launch.activations = space.copy_activations ? base + space.activations : a.a;
-  launch.activation_stride = space.activation_stride;
+  launch.activations = problem.activations.copied ? base + space.activations : a.a;
+  launch.activation_stride = problem.activations.copied ? space.activation_stride : a.a_stride;
   launch.channels = int(w.n);
   launch.tokens = int(a.m);
   launch.k = int(w.k);
   launch.group_size = int(w.groups() == 1 ? round_up(w.k, kNativeGroup) : w.group_size);
-  launch.scales = groups(space.copy_scales, w.scales, w.scale_type, w.scale_stride, w, base + space.scales,
+  launch.scales = groups(problem.weights.copied_scales, w.scales, w.scale_type, w.scale_stride, w, base + space.scales,
                          space.scale_stride, stream);
-  launch.zeros =
-      groups(space.copy_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros, space.zero_stride, stream);
+  launch.zeros = groups(problem.weights.copied_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros,
+                        space.zero_stride, stream);
   launch.output = a.out;
-  launch.output_type = a.out_type == DType::kNone ? a.a_type : a.out_type;
+  launch.output_type = problem.output.type;
   launch.output_stride = a.out_stride;
   launch.output_vectors = stores_vectors(a.out, a.out_stride, w.n, a.m, launch.output_type);
   launch.bias = a.bias;
@@ -189,13 +186,13 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.cluster = plan.cluster;
   launch.programmatic = plan.early;
   // Copies made by this call are there only after the wait.
-  launch.prefetch = launch.programmatic && a.settled && !space.copy_scales && !space.copy_zeros;
+  launch.prefetch = launch.programmatic && a.settled && !problem.weights.copied_scales && !problem.weights.copied_zeros;
   launch.partials = space.partial_bytes > 0 ? base + space.partials : nullptr;
   launch.partial_stride = space.partial_stride;
   launch.shared_channel = int(plan.shared_channel);
   launch.shared_token = int(plan.shared_token);
 
-  int const family = family_index(a.a_type, w.packing, scale_mode(a));
+  int const family = family_index(problem.kind);
   static std::atomic<bool> used[kMaxDevices][kFamilyCount][kTacticCount];
   std::atomic<bool>& seen = used[device % kMaxDevices][family][tactic];
   launch.first_use = !seen.load(std::memory_order_acquire);
@@ -203,12 +200,12 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.sm_count = traits.sm_count;
 
   FamilyEntry const& entry = kFamilies[family];
-  FamilyLaunch const run = kTactics[tactic].mainloop == Mainloop::kWgmma ? entry.launch_wgmma : entry.launch;
+  FamilyLaunch const run = is_wgmma(kTactics[tactic].mainloop) ? entry.launch_wgmma : entry.launch;
   if (run == nullptr) throw Unsupported("plan: '" + plan.tactic + "' needs a build for 90a-real");
-  if (space.copy_activations) prepare_activations(a, base + space.activations, space.activation_stride, stream);
+  if (problem.activations.copied) prepare_activations(a, base + space.activations, space.activation_stride, stream);
   run(tactic, launch, stream);
   seen.store(true, std::memory_order_release);
-  if (launch.partials != nullptr) reduce(a.a_type, launch, stream);
+  if (launch.partials != nullptr) reduce(problem.kind, launch, stream);
 }
 
 }  // namespace qcutlass::cuda

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "host/floating_point_mode.h"
+
 namespace qcutlass::host {
 
 class ThreadPool {
@@ -21,13 +23,15 @@ class ThreadPool {
 
   /// Calls work() on the calling thread and on up to `helpers` others, those that are free before the caller's own call
   /// returns: nobody waits for a thread that has not begun, so nested and concurrent calls cannot block each other.
-  /// Returns when every call has; work() must not throw, and does nothing where there is nothing left to do.
+  /// Returns when every call has; work() must not throw, and does nothing where there is nothing left to do. All calls
+  /// are made in the caller's floating-point mode, so that results do not depend on who makes which.
   template <class Work>
   void run(int helpers, Work const& work) {
     Task task;
     task.call = [](void const* pointer) { (*static_cast<Work const*>(pointer))(); };
     task.work = &work;
     task.places = helpers;
+    task.mode = FloatingPointMode::current();
     submit(task);
     work();
     retire(task);
@@ -38,6 +42,7 @@ class ThreadPool {
     void (*call)(void const*);
     void const* work;
     int places;  ///< threads that may still join
+    FloatingPointMode mode;
     std::atomic<int> running{0};
   };
 
@@ -106,6 +111,7 @@ class ThreadPool {
         --places_;
         ++task.running;
         lock.unlock();
+        task.mode.make_current();
         task.call(task.work);
         task.running.fetch_sub(1, std::memory_order_release);  // the task may be gone from here on
       } else {

@@ -1,17 +1,20 @@
 // What a product is expected to take: a pure function of waves, bytes, issue slots and fixed costs. Its constants are
-// those of gpu_class.h.
+// those of gpu_class.h and costs.h.
 #pragma once
 
+#include "plan/costs.h"
 #include "plan/tactics.h"
-#include "qcutlass/gemm.h"
 
 namespace qcutlass {
 
 /// Prediction for one configuration and split.
-Cost predict(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic, int split_k,
-             bool cluster);
+Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster);
+
+/// The same with other constants.
+Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster,
+             ProductCosts const& costs);
 
 /// Blocks of a configuration that an SM holds at once; 0 if not even one fits.
-int resident_blocks(GemmArguments const& arguments, DeviceTraits const& device, Tactic const& tactic);
+int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic const& tactic);
 
 }  // namespace qcutlass

@@ -4,8 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
-#include "qcutlass/gemm.h"
+#include "plan/problem.h"
 
 namespace qcutlass::dense {
 
@@ -16,13 +17,16 @@ inline constexpr int64_t kMaxSliceBytes = int64_t(64) << 20;
 /// Slices but the last are multiples of this many rows.
 inline constexpr int64_t kSliceRows = 128;
 
+/// Its name.
+std::string tactic(Problem const& problem);
+
 /// Whether a slice of some width keeps to the bounds.
-bool fits(GemmArguments const& arguments);
+bool fits(Problem const& problem);
 
 /// The slice with the least predicted time, and that time. `workspace_bytes` holds, each rounded up to 256 bytes: the
 /// weights `[slice, k]`; the fp32 sums `[m, slice rounded up to 8]` if there is a bias or an activation; the
 /// activations
 /// `[m, k]` if they are permuted or scaled.
-Candidate candidate(GemmArguments const& arguments, DeviceTraits const& device);
+Candidate candidate(Problem const& problem, DeviceTraits const& device);
 
 }  // namespace qcutlass::dense

@@ -3,24 +3,23 @@
 
 #include <algorithm>
 
-#include "plan/tactics.h"
-#include "qcutlass/gemm.h"
+#include "plan/footprint.h"
 
 namespace qcutlass {
 
 /// The shared tiles of a product, a rectangle at the end of both directions: all tiles or, where the persistent blocks
-/// of kWgmma take several waves of them, what is left over after as many whole waves as there are. In the order of
-/// tiles (see TileOrder) these are the last tiles of channels of the last group of tiles of tokens.
+/// of wgmma kernels take several waves of them, what is left over after as many whole waves as there are. In the order
+/// of tiles (see TileOrder) these are the last tiles of channels of the last group of tiles of tokens.
 struct SharedTiles {
   int64_t tiles;                               ///< of the product
   int64_t shared;                              ///< of these; none if whole waves leave nothing over
   int64_t first_channel = 0, first_token = 0;  ///< of the shared ones
 
-  SharedTiles(GemmArguments const& a, DeviceTraits const& device, Tactic const& t, int split_k)
-      : tiles(qcutlass::tiles(a, t)), shared(tiles) {
+  SharedTiles(Problem const& p, DeviceTraits const& device, Tactic const& t, int split_k)
+      : tiles(qcutlass::tiles(p, t)), shared(tiles) {
     if (split_k == 1 || !persists(device, t)) return;
-    int64_t const channel_tiles = layout::ceil_div(a.weights.n, t.channels),
-                  token_tiles = layout::ceil_div(a.m, t.tokens), side = (token_tiles - 1) % wgmma_side(token_tiles) + 1,
+    int64_t const channel_tiles = layout::ceil_div(p.n, t.channels), token_tiles = layout::ceil_div(p.m, t.tokens),
+                  side = (token_tiles - 1) % wgmma_side(token_tiles) + 1,
                   rows = std::min(layout::ceil_div(tiles % device.sm_count, side), channel_tiles);
     shared = rows * side;
     first_channel = (channel_tiles - rows) * t.channels;
@@ -49,7 +48,7 @@ struct SharedTiles {
 
  private:
   bool persists(DeviceTraits const& device, Tactic const& t) const {
-    return t.mainloop == Mainloop::kWgmma && tiles > device.sm_count;
+    return is_wgmma(t.mainloop) && tiles > device.sm_count;
   }
 };
 

@@ -5,7 +5,7 @@
 
 #include "cutlass_ext/epilogue/blockwise_output.h"
 #include "cutlass_ext/epilogue/scaled_sums.h"
-#include "plan/tactics.h"
+#include "plan/footprint.h"
 
 namespace cutlass::epilogue::thread {
 
@@ -13,7 +13,7 @@ namespace cutlass::epilogue::thread {
 template <class Element, class Sum, qcutlass::ScaleMode kMode>
 using OutputOpOf =
     std::conditional_t<kMode == qcutlass::ScaleMode::kNone, ScaledSums<Sum>,
-                       std::conditional_t<qcutlass::is_blockwise(kMode), BlockwiseOutput, BiasActivation<Element>>>;
+                       std::conditional_t<qcutlass::is_promoted(kMode), BlockwiseOutput, BiasActivation<Element>>>;
 
 /// Where blocks that share k leave their sums for a later kernel to add: [share][token][stride], from a first channel
 /// and token of the product on. `data` is null if they do not.

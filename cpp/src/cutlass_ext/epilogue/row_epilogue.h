@@ -124,8 +124,8 @@ class RowEpilogue {
   static constexpr int kSlotBytes = kWords * 16 * kSlotThreads;
   static_assert(sizeof(Channel) * 32 <= kTokens * kRowBytes && sizeof(Sums) == kValues * sizeof(Sum));
   // Another warp may still read what it exchanges with this one when this one shares what the next tile needs.
-  static_assert(!qcutlass::is_blockwise(Mma::kMode) || (RowQuantizer<kChannels>::kBytes <= kTokens * kRowBytes &&
-                                                        RowQuantizer<kChannels>::kExchange >= sizeof(Channel) * 32));
+  static_assert(!qcutlass::is_promoted(Mma::kMode) || (RowQuantizer<kChannels>::kBytes <= kTokens * kRowBytes &&
+                                                       RowQuantizer<kChannels>::kExchange >= sizeof(Channel) * 32));
 
   CUTLASS_DEVICE int thread() const { return warp_ * 32 + lane_; }
   CUTLASS_DEVICE int first_channel() const { return warpgroup_ * kChannels % Shape::kM; }
@@ -174,7 +174,7 @@ class RowEpilogue {
                     values, channel, token, mine);
         break;
       default:
-        if constexpr (qcutlass::is_blockwise(Mma::kMode)) {
+        if constexpr (qcutlass::is_promoted(Mma::kMode)) {
           int const other = (warpgroup_ ^ 1) * 4 + warp_;  // has the other channels where kChannels is 64
           RowQuantizer<kChannels>(params, buffer(warp_), storage_.buffers[other], Mma::kWarpgroups + warp_, lane_)
               .run(values, token, channel, mine);

@@ -3,7 +3,7 @@
 
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/fast_math.h"
-#include "plan/tactics.h"
+#include "plan/footprint.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -71,7 +71,7 @@ struct NoBlockScales {
 /// The loader of a scale mode, for stages of kStageK columns.
 template <int kChannels, int kTokens, int kStageK, qcutlass::ScaleMode kMode, int kThreads>
 using BlockScaleLoaderOf = std::conditional_t<
-    qcutlass::is_blockwise(kMode),
+    qcutlass::is_promoted(kMode),
     BlockScaleLoader<kChannels, kTokens, kStageK / qcutlass::promoted_k(kMode), qcutlass::promoted_k(kMode), kThreads>,
     NoBlockScales>;
 

@@ -60,7 +60,7 @@ class MmaPackedStream {
   static constexpr int kZeroRowBytes = Shape::kM * qcutlass::zero_bytes(kMode);
 
   /// Blockwise int8: sums of blocks of k are scaled into the accumulators.
-  static constexpr bool kBlockwise = qcutlass::is_blockwise(kMode);
+  static constexpr bool kBlockwise = qcutlass::is_promoted(kMode);
   static constexpr int kPromotedSteps = qcutlass::promoted_k(kMode) / kStepK;
   using BlockScales = BlockScaleLoaderOf<Shape::kM, Shape::kN, kStageK, kMode, kSetThreads>;
 

@@ -32,7 +32,7 @@ class MmaPackedWgmmaSs {
   using Traits = PackedMma<Element, qcutlass::Packing::kW8A8, kMode>;
   using LayoutA = typename Traits::LayoutA;
   using Accumulator = typename Traits::Accumulator;
-  static constexpr bool kBlockwise = qcutlass::is_blockwise(kMode);
+  static constexpr bool kBlockwise = qcutlass::is_promoted(kMode);
   static constexpr bool kPromotes = kBlockwise || Traits::kFloat8;
 
   static constexpr int kWarpgroups = 2;

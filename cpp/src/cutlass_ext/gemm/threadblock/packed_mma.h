@@ -33,7 +33,7 @@ struct PackedMma {
 #endif
   using Weight = std::conditional_t<kFloat8, float_e4m3_t, Element>;
   using Product = std::conditional_t<kInteger, int32_t, float>;  // sums of the instruction
-  using Accumulator = std::conditional_t<qcutlass::is_blockwise(kMode), float, Product>;
+  using Accumulator = std::conditional_t<qcutlass::is_promoted(kMode), float, Product>;
   /// CUTLASS has the integer instruction with saturation only; sums within kMaxInt8K do not reach it.
   using Operator = std::conditional_t<kInteger, arch::OpMultiplyAddSaturate, arch::OpMultiplyAdd>;
   template <class A, class B, bool kFloat8>

@@ -3,7 +3,7 @@
 
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/fast_math.h"
-#include "plan/tactics.h"
+#include "plan/footprint.h"
 #include "qcutlass/types.h"
 
 namespace cutlass::gemm::threadblock {

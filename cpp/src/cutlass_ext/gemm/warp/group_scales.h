@@ -4,7 +4,7 @@
 #include "cutlass/arch/memory_sm75.h"
 #include "cutlass/fast_math.h"
 #include "cutlass_ext/arch/dequantize.h"
-#include "plan/tactics.h"
+#include "plan/footprint.h"
 
 namespace cutlass::gemm::warp {
 

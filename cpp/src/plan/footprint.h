@@ -1,0 +1,118 @@
+// Shared memory of the kernels, and how many stages fit it. The kernels assert that it is their own.
+#pragma once
+
+#include "plan/tactics.h"
+
+namespace qcutlass {
+
+/// The most shared memory that a block may have on any GPU so far (sm_90, sm_100).
+inline constexpr int kMostSharedMemory = 227 * 1024;
+
+/// Rows of scales that `k` columns of weights may need in the main loop.
+constexpr int scale_rows(ScaleMode mode, int k = kNativeGroup) {
+  if (mode == ScaleMode::kNone || is_promoted(mode)) return 0;
+  return k / (mode == ScaleMode::kNative ? kNativeGroup : kGroupStep);
+}
+/// Bytes kept per scale and per zero in shared memory: kFloat takes any type up to 4 bytes.
+constexpr int scale_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 2; }
+constexpr int zero_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 1; }
+/// fp32 words of one row of block scales in shared memory, of tokens and of strips of 16 channels: whole vectors.
+constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
+
+/// The streaming loop scales sums instead of weights where a group spans many columns: nothing is rounded then.
+constexpr bool rounds_weights(Tactic const& t, ScaleMode mode) {
+  return scale_rows(mode) > 0 && (t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative);
+}
+
+/// Shared memory of a stage for m rows of activations.
+constexpr int stage_bytes(Tactic const& t, Kind const& kind, int64_t m) {
+  int const rows =
+      t.mainloop == Mainloop::kStream && m < t.tokens ? int(m) : t.tokens;  // the ring of kStream has no others
+  int const stage_k = t.stage_k(kind.packing);
+  int const weights = t.channels * stage_k * kind.weight_bits() / 8;
+  int const activations = rows * stage_k * kind.activation_bytes();
+  int const scales = t.channels * scale_rows(kind.mode, stage_k) * (scale_bytes(kind.mode) + zero_bytes(kind.mode));
+  bool const in_ring = kind.is_promoted() && !is_wgmma(t.mainloop);
+  int const blocks = in_ring ? stage_k / promoted_k(kind.mode) * block_row(t.channels, t.tokens) * 4 : 0;
+  return weights + activations + scales + blocks;
+}
+
+/// fp32 words between two token rows of the epilogue's transposing buffer: 4 mod 32, so that the accumulator's lanes
+/// (g, t) hit bank 8t + g of the 32, each once.
+constexpr int epilogue_row(Tactic const& t) { return (t.channels + 31) / 32 * 32 + 4; }
+
+/// Token columns (in blocks of 8 per warp) that the epilogue transposes between two barriers: as many as fit the memory
+/// that the mainloop no longer needs.
+constexpr int epilogue_blocks(Tactic const& t, Kind const& kind) {
+  int const available = t.stages * stage_bytes(t, kind, t.tokens);
+  int const block = t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
+  int blocks = t.warp_tokens / 8;
+  while (blocks > 1 && blocks * block > available) blocks /= 2;
+  return blocks;
+}
+
+/// Largest cluster of wgmma kernels: blocks have room for each other's sums in all up to this one, not in every one of
+/// 7.
+inline constexpr int kMostWgmmaCluster = 6;
+
+/// k steps from one wait of kWgmmaRs for its MMAs to the next: no more than two sets of their operands A leave
+/// registers for beside the sums; and two batches of a stage where MMAs are too short to hide looking up fine groups'
+/// scales.
+constexpr int wgmma_batch(Tactic const& t) {
+  if (t.channels == 256 && t.tokens > 64) return 1;
+  return t.slices == 1 && t.tokens <= 192 ? 2 : 4;
+}
+/// Whether its warpgroups take turns.
+constexpr bool wgmma_turns(Tactic const& t) { return t.channels == 128 && t.tokens == 128; }
+
+/// Blocks of kWgmmaSs that share weights, neighbours along the tokens: pairs, where few of them are without a
+/// neighbour.
+constexpr int wgmma_sharers(Mainloop mainloop, int64_t token_tiles, int split_k) {
+  constexpr int64_t kMany = 8;
+  return mainloop == Mainloop::kWgmmaSs && split_k == 1 && (token_tiles % 2 == 0 || token_tiles > kMany) ? 2 : 1;
+}
+
+/// Tiles of tokens of wgmma kernels side by side, or pairs of them, before the next tile of channels: four, with which
+/// a wave of tiles reads the least; or some more, if a last group of one or two would read all weights again for
+/// little.
+constexpr int wgmma_side(int64_t token_tiles) {
+  int side = 4;
+  while (side < token_tiles && (token_tiles - 1) % side < 2) ++side;
+  return side < token_tiles ? side : int(token_tiles);
+}
+
+/// Shared memory of a block of a wgmma kernel with so many stages: the ring, buffers that sums leave through (kWgmmaRs:
+/// transposed; kWgmmaSs: rows of 16 tokens), two barriers a stage.
+constexpr int wgmma_shared_memory(Tactic const& t, Kind const& kind, int stages) {
+  int const buffers =
+      t.mainloop == Mainloop::kWgmmaRs ? t.channels / 64 * 2 * 32 * (64 + 8) * 2 : 8 * 16 * (t.warp_channels * 2 + 16);
+  int const bytes = stages * (stage_bytes(t, kind, t.tokens) + 16) + buffers;
+  return (bytes + 127) / 128 * 128;
+}
+
+/// Stages of the ring. Wgmma kernels have as many of a configuration's as fit, but at least 3 or 4, an even number of
+/// batches of MMAs, which have buffers or sums in turns.
+constexpr int stages_of(Tactic const& t, Kind const& kind) {
+  if (!is_wgmma(t.mainloop)) return t.stages;
+  int const batches =
+      t.mainloop == Mainloop::kWgmmaRs ? t.stage_k(kind.packing) / step_k(kind.packing) / wgmma_batch(t) : 1;
+  int const step = batches % 2 == 0 ? 1 : 2;
+  int stages = t.stages / step * step;
+  while (stages > 2 + step && wgmma_shared_memory(t, kind, stages) > kMostSharedMemory) stages -= step;
+  return stages;
+}
+
+/// Dynamic shared memory of a block for m rows of activations.
+constexpr int shared_memory_bytes(Tactic const& t, Kind const& kind, int64_t m) {
+  if (is_wgmma(t.mainloop)) return wgmma_shared_memory(t, kind, stages_of(t, kind));
+  int const epilogue = epilogue_blocks(t, kind) * t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
+  int const mainloop = t.stages * stage_bytes(t, kind, m);
+  return mainloop > epilogue ? mainloop : epilogue;
+}
+
+/// Whether the configuration is for such products, and some GPU can run it, if only for one row of activations.
+constexpr bool is_compiled(Tactic const& t, Kind const& kind) {
+  return t.serves(kind) && shared_memory_bytes(t, kind, 1) <= kMostSharedMemory;
+}
+
+}  // namespace qcutlass

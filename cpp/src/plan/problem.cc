@@ -1,0 +1,178 @@
+#include "plan/problem.h"
+
+#include "plan/tactics.h"
+#include "qcutlass/error.h"
+
+namespace qcutlass {
+namespace {
+
+void check_blockwise(GemmArguments const& arguments) {
+  int64_t const size = arguments.blocks.size, out_size = arguments.quantized.size;
+  if (arguments.weights.packing != Packing::kW8A8 || arguments.a_type != DType::kInt8)
+    throw Unsupported("a: blockwise products are of int8 activations and weights packed for them");
+  if (!is_block_size(size)) throw InvalidArgument("block size: expected 32, 64 or 128, got " + std::to_string(size));
+  if (out_size != 0 && !is_block_size(out_size))
+    throw InvalidArgument("block size of the output: expected 32, 64 or 128, got " + std::to_string(out_size));
+  if ((arguments.out_type == DType::kInt8) != (out_size != 0) || (out_size == 0 && !is_floating(arguments.out_type)))
+    throw InvalidArgument("out_type: expected float16, bfloat16 or float32, or int8 for an output that is quantised");
+}
+
+void check_eight_bits(GemmArguments const& arguments) {
+  WeightArguments const& w = arguments.weights;
+  bool const is_int8 = arguments.a_type == DType::kInt8, blockwise = arguments.blocks.size != 0;
+  if (!is_int8 && !is_float8(arguments.a_type))
+    throw Unsupported("a: weights packed for activations of 8 bits meet int8 or float8 ones only");
+  if (is_int8 && !blockwise && w.k > kMaxInt8K)
+    throw InvalidArgument("a: int8 products have at most K = " + std::to_string(kMaxInt8K) +
+                          ", where int32 sums cannot overflow; got " + std::to_string(w.k) + ". Split K");
+  if (arguments.out_type == DType::kNone || (arguments.out_type == DType::kInt8 && !blockwise) ||
+      (arguments.out_type == DType::kInt32 && !is_int8))
+    throw InvalidArgument("out_type: expected float16, bfloat16, float32 or, from int8, int32");
+  if (arguments.perm != nullptr || arguments.act_scale != nullptr)
+    throw Unsupported("perm, act_scale: activations of 8 bits are multiplied as they are");
+  if (arguments.sums.azp != nullptr && !is_int8) throw Unsupported("azp: float8 activations have no zero points");
+  constexpr int64_t kMaxRows = int64_t(1) << 25;  // a grid of the smaller tiles, where nothing is dequantised
+  if (arguments.m > kMaxRows)
+    throw Unsupported("a: the CUDA kernels take up to 2^25 rows of 8-bit activations; split the product");
+}
+
+void check_sixteen_bits(GemmArguments const& arguments) {
+  WeightArguments const& w = arguments.weights;
+  if (arguments.a_type != DType::kFloat16 && arguments.a_type != DType::kBFloat16)
+    throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
+  if (w.groups() > 1 && w.group_size % kGroupStep != 0)
+    throw Unsupported("group_size: the CUDA kernels take multiples of " + std::to_string(kGroupStep) +
+                      " or one group a channel, got " + std::to_string(w.group_size) + "; re-quantise, or use the CPU");
+}
+
+void check_sizes(GemmArguments const& arguments) {
+  // Indices of rows, and offsets within a row or between neighbouring ones, are 32-bit in the kernels.
+  constexpr int64_t kMaxRows = int64_t(1) << 30, kMaxChannels = int64_t(1) << 28;
+  if (arguments.m > kMaxRows || arguments.weights.n > kMaxChannels || arguments.weights.k > kMaxStride)
+    throw Unsupported(
+        "a, w_packed: the CUDA kernels take up to 2^30 rows, 2^28 channels and 2^24 columns; split the product");
+}
+
+ScaleMode scale_mode(GemmArguments const& arguments) {
+  WeightArguments const& w = arguments.weights;
+  switch (arguments.blocks.size) {
+    case 128: return ScaleMode::kBlock;
+    case 64: return ScaleMode::kBlock64;
+    case 32: return ScaleMode::kBlock32;
+    default: break;
+  }
+  if (w.packing == Packing::kW8A8) return ScaleMode::kNone;
+  bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
+  if (!native) return ScaleMode::kFloat;
+  return w.group_size >= w.k || w.group_size % kNativeGroup == 0 ? ScaleMode::kNative : ScaleMode::kFine;
+}
+
+DType weight_type(GemmArguments const& arguments) {
+  switch (arguments.weights.packing) {
+    case Packing::kW4A16: return DType::kUInt4;
+    case Packing::kW8A16: return DType::kUInt8;
+    case Packing::kW8A8: return is_float8(arguments.a_type) ? DType::kFloat8E4M3 : DType::kInt8;
+  }
+  return DType::kNone;
+}
+
+/// Rows of scales or zeros that the kernels cannot read where they are.
+bool copies(void const* data, DType type, int64_t stride, WeightArguments const& w) {
+  constexpr int64_t kMaxRowBytes = (int64_t(1) << 31) - 1;  // the kernels keep strides in 32 bits
+  return type != DType::kNone && ((w.groups() > 1 && stride * size_of(type) > kMaxRowBytes) ||
+                                  !rows_aligned(data, stride, w.n, w.groups(), type));
+}
+
+Operand activations_of(GemmArguments const& a) {
+  WeightArguments const& w = a.weights;
+  Operand operand;
+  operand.type = a.a_type;
+  if (w.packing == Packing::kW8A8) {
+    operand.granularity = a.blocks.size != 0 ? Granularity::kBlock : Granularity::kRow;
+    operand.group = a.blocks.size;
+    operand.scale_type = DType::kFloat32;
+    operand.zero_type = a.sums.azp != nullptr ? DType::kInt32 : DType::kNone;
+  }
+  // The same pass gathers columns and applies act_scale. The kernels' offsets within a tile of rows are 32-bit. Rows
+  // that overlap are copied too: tensor maps do not take them.
+  bool const overlap = a.m > 1 && a.a_stride < w.k;
+  operand.copied = a.perm != nullptr || a.act_scale != nullptr || a.a_stride > kMaxStride || overlap ||
+                   !rows_aligned(a.a, a.a_stride, w.k, a.m, a.a_type);
+  return operand;
+}
+
+Operand weights_of(GemmArguments const& a) {
+  WeightArguments const& w = a.weights;
+  Operand operand;
+  operand.type = weight_type(a);
+  if (w.packing == Packing::kW8A8) {
+    operand.granularity = a.blocks.size != 0 ? Granularity::kBlock : Granularity::kRow;
+    operand.group = a.blocks.size;
+    operand.scale_type = DType::kFloat32;
+    return operand;
+  }
+  operand.granularity = w.groups() > 1 ? Granularity::kGroup : Granularity::kRow;
+  operand.group = w.groups() > 1 ? w.group_size : 0;
+  operand.scale_type = w.scale_type;
+  operand.zero_type = w.zero_type;
+  operand.copied_scales = copies(w.scales, w.scale_type, w.scale_stride, w);
+  operand.copied_zeros = copies(w.zeros, w.zero_type, w.zero_stride, w);
+  return operand;
+}
+
+Operand output_of(GemmArguments const& a) {
+  Operand operand;
+  operand.type = a.out_type == DType::kNone ? a.a_type : a.out_type;
+  operand.granularity = a.quantized.size != 0 ? Granularity::kBlock : Granularity::kNone;
+  operand.group = a.quantized.size;
+  operand.scale_type = a.quantized.size != 0 ? DType::kFloat32 : DType::kNone;
+  return operand;
+}
+
+}  // namespace
+
+std::string Kind::prefix() const {
+  std::string result;
+  switch (packing) {
+    case Packing::kW4A16: result = "w4a16_"; break;
+    case Packing::kW8A16: result = "w8a16_"; break;
+    case Packing::kW8A8: result = "w8a8_"; break;
+  }
+  switch (activations) {
+    case DType::kFloat16: return result + "f16_";
+    case DType::kBFloat16: return result + "bf16_";
+    case DType::kInt8: return result + "s8_";
+    case DType::kFloat8E4M3: return result + "e4m3_";
+    case DType::kFloat8E5M2: return result + "e5m2_";
+    default: return result;
+  }
+}
+
+Problem make_problem(GemmArguments const& arguments) {
+  if (arguments.blocks.size != 0)
+    check_blockwise(arguments);
+  else if (arguments.quantized.size != 0)
+    throw Unsupported("out: only blockwise products quantise their output");
+  if (arguments.weights.packing == Packing::kW8A8)
+    check_eight_bits(arguments);
+  else
+    check_sixteen_bits(arguments);
+  check_sizes(arguments);
+
+  Problem problem;
+  problem.m = arguments.m, problem.n = arguments.weights.n, problem.k = arguments.weights.k;
+  problem.activations = activations_of(arguments);
+  problem.weights = weights_of(arguments);
+  problem.output = output_of(arguments);
+  problem.kind = {arguments.a_type, arguments.weights.packing, scale_mode(arguments)};
+  problem.gathers = arguments.perm != nullptr || arguments.act_scale != nullptr;
+  problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone;
+  return problem;
+}
+
+bool rows_aligned(void const* data, int64_t stride, int64_t columns, int64_t rows, DType type) {
+  return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && columns * size_of(type) % kAlignment == 0 &&
+         (rows <= 1 || stride * size_of(type) % kAlignment == 0);
+}
+
+}  // namespace qcutlass

@@ -1,0 +1,124 @@
+// The problem: what is multiplied by what, operand by operand. Made once from the arguments of a product; selection,
+// the cost model, workspaces, launches and the names of tactics take it, and ask nothing else what kind of product it
+// is.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "qcutlass/gemm.h"
+#include "qcutlass/layout.h"
+
+namespace qcutlass {
+
+/// How scales and zeros reach the products: what the main loop does between loading weights and adding up.
+enum class ScaleMode : uint8_t {
+  kNative,   ///< weights scaled in 16 bits: scales of the activations' type, zeros uint8 or none, a group per 64 k
+  kFine,     ///< the same with groups of any multiple of 16
+  kFloat,    ///< weights scaled in fp32, rounded once: any type of scales and zeros, real-valued zeros
+  kNone,     ///< weights as they are; the epilogue scales the sums
+  kBlock,    ///< weights as they are; the sums of every 128 k are scaled into fp32 ones
+  kBlock64,  ///< the same with those of every 64 k
+  kBlock32,  ///< the same with those of every 32 k
+};
+
+inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float", "none", "block", "block64", "block32"};
+
+/// Whether sums leave the tensor cores' accumulators before the epilogue, to be scaled and added in fp32.
+constexpr bool is_promoted(ScaleMode mode) { return mode >= ScaleMode::kBlock; }
+/// k whose sums do so together, where they do.
+constexpr int promoted_k(ScaleMode mode) {
+  return mode == ScaleMode::kBlock ? 128 : mode == ScaleMode::kBlock64 ? 64 : 32;
+}
+
+/// The kinds of products that a tactic is built for, as a set.
+enum Products : uint8_t {
+  kInt4Weights = 1,   ///< 16-bit activations by int4 weights
+  kInt8Weights = 2,   ///< 16-bit activations by int8 weights
+  kInt8 = 4,          ///< int8 by int8, a scale for each row and channel
+  kFloat8 = 8,        ///< fp8 by fp8, a scale for each row and channel
+  kBlockwise = 16,    ///< int8 by int8, a scale for each block of 128
+  kSmallBlocks = 32,  ///< int8 by int8, a scale for each smaller block
+};
+constexpr Products operator|(Products a, Products b) { return Products(uint8_t(a) | uint8_t(b)); }
+inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kEightByEight = kInt8 | kFloat8,
+                          kEightBits = kEightByEight | kBlockwise, kNotBlockwise = kWeightOnly | kEightByEight,
+                          kAnyBlocks = kBlockwise | kSmallBlocks, kMost = kNotBlockwise | kBlockwise,
+                          kAll = kMost | kSmallBlocks;
+
+/// What kernels are compiled for: a family has one. It follows from the types and scales of the operands.
+struct Kind {
+  DType activations = DType::kNone;
+  Packing packing = Packing::kW4A16;
+  ScaleMode mode = ScaleMode::kNative;
+
+  constexpr int weight_bits() const { return bits_of(packing); }
+  constexpr int activation_bytes() const { return qcutlass::activation_bytes(packing); }
+  /// Weights are converted to the activations' type before they are multiplied; otherwise both have 8 bits.
+  constexpr bool dequantises() const { return activation_bytes() == 2; }
+  constexpr bool is_float8() const { return qcutlass::is_float8(activations); }
+  /// Sums leave the tensor cores' accumulators before the epilogue.
+  constexpr bool is_promoted() const { return qcutlass::is_promoted(mode); }
+  /// Compute capability that the instructions need.
+  constexpr int capability() const { return is_float8() ? 89 : 80; }
+
+  constexpr Products product() const {
+    if (is_promoted()) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
+    if (dequantises()) return weight_bits() == 4 ? kInt4Weights : kInt8Weights;
+    return is_float8() ? kFloat8 : kInt8;
+  }
+
+  constexpr bool operator==(Kind const& other) const {
+    return activations == other.activations && packing == other.packing && mode == other.mode;
+  }
+  constexpr bool operator!=(Kind const& other) const { return !(*this == other); }
+
+  /// What the names of its tactics begin with: `<packing>_<activation type>_`.
+  std::string prefix() const;
+};
+
+/// How many elements share a scale.
+enum class Granularity : uint8_t {
+  kNone,   ///< no scales: the elements are the numbers
+  kRow,    ///< those of a row, a token or a channel, or all
+  kGroup,  ///< `group` neighbours in a row
+  kBlock,  ///< `group` neighbours in a row; of weights, in each of `group` rows
+};
+
+struct Operand {
+  DType type = DType::kNone;
+  Granularity granularity = Granularity::kNone;
+  int64_t group = 0;
+  DType scale_type = DType::kNone, zero_type = DType::kNone;
+  /// Kernels read rows in whole vectors: those that do not lie so, or are not stored as they are multiplied, are
+  /// copied.
+  bool copied = false, copied_scales = false, copied_zeros = false;
+};
+
+struct Problem {
+  int64_t m = 0, n = 0, k = 0;
+  int64_t groups = 1;  ///< matrices of weights, each for rows of its own (experts); 1: a dense product
+  Operand activations, weights, output;
+  Kind kind;
+  bool gathers = false;   ///< the activations' columns are permuted or scaled before
+  bool finishes = false;  ///< a bias or an activation follows
+
+  /// Rows of the weights' scales.
+  constexpr int64_t scale_rows() const {
+    return weights.granularity == Granularity::kGroup ? layout::ceil_div(k, weights.group) : 1;
+  }
+};
+
+/// Throws InvalidArgument or Unsupported, with the reason, for what no CUDA kernel covers.
+Problem make_problem(GemmArguments const& arguments);
+
+/// Bytes of one vector access; rows of every operand of the kernels start at multiples of it.
+inline constexpr int kAlignment = 16;
+
+/// Largest k, and largest row stride of the activations, in elements.
+inline constexpr int64_t kMaxStride = int64_t(1) << 24;
+
+/// Whether rows of `columns` elements can be read in whole vectors.
+bool rows_aligned(void const* data, int64_t stride, int64_t columns, int64_t rows, DType type);
+
+}  // namespace qcutlass
