@@ -66,26 +66,35 @@ def test_public_headers_include_the_standard_library_and_each_other_only(reposit
             assert re.fullmatch(r"qcutlass/\w+\.h|[a-z_]+", name), f"{path.name} includes {name}"
 
 
-FORBIDDEN_INCLUDES = {  # folder: what its files must not include
-    "cpp/src/host": r"cutlass/|cute/|cuda|pybind11|Python\.h|cutlass_ext|src/gemm|\.\./gemm|src/python",
-    "cpp/src/gemm": r"^cutlass/|^cute/|pybind11|Python\.h|src/python",
-    "cpp/src/cutlass_ext": r"pybind11|Python\.h|src/host|src/python",
-    "cpp/src/python": r"cutlass/(?!\.\.)|cute/|cuda_runtime|cutlass_ext",
-    "cpp": r"^torch/|^ATen/|^c10/|torch/extension",
+ROOMS = {  # folder of cpp/src: the folders it includes, beside itself and the public headers
+    "plan": set(),
+    "host": {"plan"},
+    "cutlass_ext": {"plan"},
+    "cuda": {"plan", "cutlass_ext"},
+    "python": {"plan"},
 }
+LIBRARIES = {"cutlass": {"cutlass_ext", "cuda"}, "cute": {"cutlass_ext", "cuda"}, "pybind11": {"python"}}
 
 
-@pytest.mark.parametrize("folder", FORBIDDEN_INCLUDES)
-def test_include_direction(folder: str, repository: Path) -> None:
-    exempt = {"family.cuh", "family_hopper.cuh"}  # what the instance units are made of: they include CUTLASS
-    found = [
-        f"{path.relative_to(repository)} includes {name}"
-        for path in sources(repository, folder, suffixes=CXX_SUFFIXES)
-        if not (folder == "cpp/src/gemm" and path.name in exempt)
-        for name in includes(path)
-        if re.search(FORBIDDEN_INCLUDES[folder], name) and not name.startswith("qcutlass/")
-    ]
+def test_rooms_of_the_core_include_those_below_them_only(repository: Path) -> None:
+    source = repository / "cpp/src"
+    folders = {path.name for path in source.iterdir() if path.is_dir()}
+    assert folders == set(ROOMS)
+    found, seen = [], set()
+    for path in sources(repository, "cpp/src", suffixes=CXX_SUFFIXES):
+        room = path.relative_to(source).parts[0]
+        for name in includes(path):
+            first, _, rest = name.partition("/")
+            if first in ROOMS and rest and (source / name).exists():
+                seen.add((room, first))
+                allowed = first == room or first in ROOMS[room]
+            else:
+                allowed = room in LIBRARIES.get(first, {room}) and first not in {"torch", "ATen", "c10"}
+                allowed = allowed and (not name.startswith("cuda_") or room in {"cutlass_ext", "cuda"})
+            if not allowed:
+                found.append(f"{path.relative_to(repository)} includes {name}")
     assert found == []
+    assert {(room, below) for room, rooms in ROOMS.items() for below in rooms} <= seen, "a direction nobody takes"
 
 
 def test_only_the_bindings_include_pybind11(repository: Path) -> None:

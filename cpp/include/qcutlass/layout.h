@@ -38,6 +38,9 @@ constexpr int kTileN = 16;
 /// k extent of a tile: the 512 bytes hold 16 channels.
 constexpr int tile_k(Packing packing) { return kTileBytes * 8 / bits_of(packing) / kTileN; }
 
+/// Whether a tile is the instruction's A fragment, to be converted in registers; otherwise it is rows in shared memory.
+constexpr bool in_fragment_order(Packing packing) { return activation_bytes(packing) == 2; }
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t tiles_n(int64_t n) { return ceil_div(n, kTileN); }
 constexpr int64_t tiles_k(Packing packing, int64_t k) { return ceil_div(k, tile_k(packing)); }
@@ -53,7 +56,7 @@ struct Position {
 
 /// Place of the code of (row, k) inside a tile; 0 <= row < kTileN, 0 <= k < tile_k(packing).
 constexpr Position position_in_tile(Packing packing, int row, int k) {
-  if (packing == Packing::kW8A8) {
+  if (!in_fragment_order(packing)) {
     // The swizzle (PTX ISA, "Swizzling modes"): bit 4 of an address, the 16-byte chunk of a row, ^= bit 7.
     int const chunk = k / 16 ^ row / 4 % 2;
     return {row * 32 + chunk * 16 + k % 16, 0};
@@ -62,7 +65,7 @@ constexpr Position position_in_tile(Packing packing, int row, int k) {
   // m16n8k16 A fragment: register `pair` = 2 * (upper half of the k16 step) + upper holds k = 2t, 2t + 1 (+ 8).
   int const t = k % 8 / 2, step = k / 16, pair = 2 * (k % 16 / 8) + upper, odd = k % 2;
   int const lane_byte = (4 * g + t) * kLaneBytes;
-  if (packing == Packing::kW8A16) {
+  if (bits_of(packing) == 8) {
     // Natural byte order: PRMT with 0x64 (or 0x43) interleaves bytes (2 * pair, 2 * pair + 1) into a pair of 16-bit
     // values.
     return {lane_byte + step * 8 + pair * 2 + odd, 0};

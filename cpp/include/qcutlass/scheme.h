@@ -18,7 +18,7 @@ struct WeightArguments {
   Packing packing = Packing::kW4A16;
   int64_t n = 0;
   int64_t k = 0;
-  /// k elements that share a scale; >= k: one scale a channel. The last group may be short. Not used with kW8A8.
+  /// k elements that share a scale; >= k: one scale a channel. The last group may be short. k with kW8A8.
   int64_t group_size = 0;
   void const* packed = nullptr;
   DType scale_type = DType::kNone;  ///< floating
@@ -31,7 +31,7 @@ struct WeightArguments {
 
   constexpr int bits() const { return bits_of(packing); }
   constexpr int64_t groups() const {
-    return packing == Packing::kW8A8 || group_size >= k ? 1 : (k + group_size - 1) / group_size;
+    return scale_type == DType::kNone || group_size >= k ? 1 : (k + group_size - 1) / group_size;
   }
 };
 

@@ -34,9 +34,9 @@ struct UnitMap {
   }
 
   /// Shift of a unit: it is half a row with 8-bit activations, else a lane.
-  static constexpr int row(int unit) { return kPacking == Packing::kW8A8 ? unit / 2 : unit / 4; }
+  static constexpr int row(int unit) { return layout::in_fragment_order(kPacking) ? unit / 4 : unit / 2; }
   static constexpr int k(int unit) {
-    return kPacking == Packing::kW8A8 ? (unit % 2 ^ unit / 8 % 2) * kUnitBytes : unit % 4 * 2;
+    return layout::in_fragment_order(kPacking) ? unit % 4 * 2 : (unit % 2 ^ unit / 8 % 2) * kUnitBytes;
   }
 
   constexpr bool holds() const {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "qcutlass/error.h"
+#include "qcutlass/layout.h"
 #include "qcutlass/scheme.h"
 #include "qcutlass/types.h"
 
@@ -37,7 +38,7 @@ inline void check_block_size(char const* name, int64_t size) {
 inline void check_threads(int threads) { check_at_least("threads", threads, 1); }
 
 inline void check_weights(WeightArguments const& weights) {
-  check(weights.packing != Packing::kW8A8,
+  check(layout::in_fragment_order(weights.packing),
         "packing: weights packed for int8 activations (W8A8) have no zeros and group scales; pack them as W4A16 or "
         "W8A16");
   check_at_least("n", weights.n, 0);

@@ -16,6 +16,7 @@
 #include "host/numeric.h"
 #include "host/parallel.h"
 #include "host/tile_math.h"
+#include "plan/problem.h"
 
 namespace qcutlass::host {
 
@@ -156,8 +157,9 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t s
 }  // namespace
 
 void gemm(GemmArguments const& arguments, int threads) {
-  if (arguments.blocks.size != 0) return gemm_blockwise(arguments, threads);
-  if (arguments.weights.packing == Packing::kW8A8) return gemm_w8a8(arguments, threads);
+  Kind const kind = kind_of(arguments);
+  if (kind.is_promoted()) return gemm_blockwise(arguments, threads);
+  if (!kind.dequantises()) return gemm_w8a8(arguments, threads);
   check_gemm(arguments, threads);
   WeightArguments const& weights = arguments.weights;
   if (arguments.m == 0 || weights.n == 0) return;

@@ -12,6 +12,7 @@
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
+#include "plan/problem.h"
 
 namespace qcutlass::host {
 
@@ -21,7 +22,7 @@ constexpr int kTileK = layout::tile_k(Packing::kW8A8);
 constexpr int kMostTiles = 128 / kTileK;  // of a block
 
 void check_types(GemmArguments const& arguments) {
-  check(arguments.weights.packing == Packing::kW8A8 && arguments.a_type == DType::kInt8,
+  check(!kind_of(arguments).dequantises() && arguments.a_type == DType::kInt8,
         "blockwise products take int8 activations and W8A8 weights");
   check(is_floating(arguments.out_type) || arguments.out_type == DType::kInt8,
         "out_type must be float16, bfloat16, float32 or int8 for blockwise products");

@@ -56,10 +56,10 @@ void check_sizes(GemmArguments const& arguments) {
 ScaleMode scale_mode(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
   switch (arguments.blocks.size) {
-    case 128: return ScaleMode::kBlock;
+    case 0: break;
     case 64: return ScaleMode::kBlock64;
     case 32: return ScaleMode::kBlock32;
-    default: break;
+    default: return ScaleMode::kBlock;
   }
   if (w.packing == Packing::kW8A8) return ScaleMode::kNone;
   bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
@@ -148,6 +148,10 @@ std::string Kind::prefix() const {
   }
 }
 
+Kind kind_of(GemmArguments const& arguments) {
+  return {arguments.a_type, arguments.weights.packing, scale_mode(arguments)};
+}
+
 Problem make_problem(GemmArguments const& arguments) {
   if (arguments.blocks.size != 0)
     check_blockwise(arguments);
@@ -164,7 +168,7 @@ Problem make_problem(GemmArguments const& arguments) {
   problem.activations = activations_of(arguments);
   problem.weights = weights_of(arguments);
   problem.output = output_of(arguments);
-  problem.kind = {arguments.a_type, arguments.weights.packing, scale_mode(arguments)};
+  problem.kind = kind_of(arguments);
   problem.gathers = arguments.perm != nullptr || arguments.act_scale != nullptr;
   problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone;
   return problem;

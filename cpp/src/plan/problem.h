@@ -109,6 +109,9 @@ struct Problem {
   }
 };
 
+/// The kind of any product, whether or not the CUDA kernels cover it.
+Kind kind_of(GemmArguments const& arguments);
+
 /// Throws InvalidArgument or Unsupported, with the reason, for what no CUDA kernel covers.
 Problem make_problem(GemmArguments const& arguments);
 

@@ -136,7 +136,7 @@ std::string dense_tactic(GemmArguments const& arguments) { return dense::tactic(
 std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic,
                                   int split_k, bool dense) {
   Problem const problem = make_problem(arguments);
-  if (device.code_capability < problem.kind.capability())
+  if (problem.kind.is_float8() && device.code_capability < problem.kind.capability())
     throw Unsupported(
         "a: products of float8 need a GPU of compute capability 8.9 or newer and code built for it; this one has " +
         std::to_string(device.compute_capability / 10) + "." + std::to_string(device.compute_capability % 10) +

@@ -16,7 +16,7 @@ struct PackedWeights {
   static constexpr int kTileK = qcutlass::layout::tile_k(kPacking);
   static constexpr int kTileBytes = qcutlass::layout::kTileBytes;
   static constexpr int kTileChannels = qcutlass::layout::kTileN;
-  static constexpr bool kConverts = kPacking != qcutlass::Packing::kW8A8;
+  static constexpr bool kConverts = qcutlass::layout::in_fragment_order(kPacking);
   static constexpr int kStepK = kConverts ? 16 : 32;
   static constexpr int kSteps = kTileK / kStepK;
   static constexpr int kWords = 4 / kSteps;
