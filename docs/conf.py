@@ -53,6 +53,13 @@ generated/commands
 generated/formats
 generated/api/*
 ```
+
+```{toctree}
+:hidden:
+
+generated/results/figures
+generated/third_party
+```
 """
 
 

@@ -20,10 +20,15 @@ from qcutlass.formats import FORMATS
 # Classes of the extension that functions of the package return or take, shown as gemm.h describes them.
 _EXTENSION: Final = ("Plan", "Candidate", "Cost", "DeviceTraits")
 
-# Texts of the repository outside `docs` that are pages, too.
-_COPIES: Final = {"README.md": "readme", "CHANGELOG.md": "changelog", "CONTRIBUTING.md": "contributing"} | {
-    "tests/README.md": "tests"
+# Texts of the repository outside `docs` that are pages, too, and folders that have a page about their files.
+_COPIES: Final = {
+    "README.md": "readme",
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+    "tests/README.md": "tests",
+    "third_party/README.md": "third_party",
 }
+_FOLDERS: Final = {"bench/results": "results/figures", "python/qcutlass/formats": "formats"}
 
 
 def write(folder: Path, repository: Path) -> None:
@@ -151,11 +156,10 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
 
 def page_of(path: str) -> str:
     """Where Sphinx has the contents of a file, both as paths from the repository's root: itself if it has no page."""
-    if path in _COPIES:
-        return f"docs/generated/{_COPIES[path]}.md"
     if path.startswith("bench/results/") and path.endswith(".md"):
         return f"docs/generated/results/{PurePosixPath(path).name}"
-    return "docs/generated/formats.md" if path == "python/qcutlass/formats" else path
+    name = (_COPIES | _FOLDERS).get(path)
+    return path if name is None else f"docs/generated/{name}.md"
 
 
 def _relinked(text: str, source: str, page: str) -> str:
@@ -172,7 +176,8 @@ def _with_references(text: str) -> str:
 
 
 def _contents(text: str) -> Iterator[str]:
-    for caption, links in re.findall(r"^#+ (.*)\n+<!-- contents -->\n+((?:[-*] .*\n|  .*\n)+)", text, flags=re.MULTILINE):
-        pages = re.findall(r"^[-*] \[(.*?)\]\((.*?)\.md\)", links, flags=re.MULTILINE)
+    marked = r"^#+ (.*)\n(?:(?!#).*\n)*?<!-- contents -->\n+((?:- .*\n)+)"
+    for caption, links in re.findall(marked, text, flags=re.MULTILINE):
+        pages = re.findall(r"^- \[(.*?)\]\((.*?)\.md\)", links, flags=re.MULTILINE)
         entries = "".join(f"{title} <{page}>\n" for title, page in pages)
         yield f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}```\n"
