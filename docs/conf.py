@@ -52,11 +52,6 @@ GENERATED = """
 generated/commands
 generated/formats
 generated/api/*
-```
-
-```{toctree}
-:hidden:
-
 generated/results/figures
 generated/third_party
 ```
