@@ -24,6 +24,7 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon",
 html_theme = "furo"
 html_title = f"qcutlass {release}"
 html_copy_source = False
+html_show_copyright = False
 
 # Docstrings put names and formulas alike between single backticks: what names an object becomes a link.
 default_role = "py:obj"

@@ -221,7 +221,7 @@ MUTATIONS: list[Mutation] = [change_bytes, change_number, change_length, change_
 
 
 def check(layer: Layer) -> None:
-    """What every layer that is loaded must be, whatever the file was."""
+    """Asserts that a loaded layer is well-formed, whatever the file was."""
     n, k = layer.shape
     tensors = [layer.bias]
     if isinstance(layer, CanonicalLinear):

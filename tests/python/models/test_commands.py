@@ -68,7 +68,7 @@ def test_errors_of_users(arguments: tuple[str, ...], message: str, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["gptq", "floats", "converted"])
 def test_a_damaged_model_makes_no_text(kind: str, random_cut: RandomCut, tmp_path: Path) -> None:
-    """What is absent would be random numbers; what is cut off would be told of by others, in other words."""
+    """Without a message of ours, absent tensors would be random numbers, and cut files a failure of another package."""
     folder = tmp_path / "damaged"
     if kind == "converted":
         models.convert(random_cut.gptq().folder, folder)

@@ -1,5 +1,4 @@
-// What the sm_90a mainloops' rings have in common: barriers of their places, and the thread that keeps them full by
-// TMA.
+// The ring of a wgmma main loop: barriers of its stages, and the thread that keeps it full by TMA.
 #pragma once
 
 #include "cute/arch/copy_sm90_desc.hpp"
