@@ -96,7 +96,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def seeds(seed: int) -> Iterator[int]:
-    """As many seeds as a test wants."""
+    """Seeds, as many as a test wants."""
     return iter(range(seed, seed + 2**31))
 
 

@@ -136,7 +136,7 @@ def test_groups_that_cannot_be_folded_change_nothing(groups: Any, error: type[Ex
 
 
 def chained() -> tuple[nn.Module, dict[str, ActivationStatistics]]:
-    """In fp16; the middle Linear is behind the norm and before the last one: each pair alone folds."""
+    """A model in fp16 whose middle Linear is behind the norm and before the last one; each pair alone folds."""
     model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).half()
     with torch.no_grad():
         model[1].weight.fill_(10)

@@ -161,7 +161,7 @@ def _continuation(smol: SmolCut, cut: Any, prompt: str, count: int) -> str:
 
 
 def _perplexity(smol: SmolCut, cut: Any, text: str) -> float:
-    """By hand, window by window."""
+    """The perplexity computed by hand, window by window."""
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(cut.folder)(text, return_tensors="pt").input_ids[0, :64].view(2, 32)

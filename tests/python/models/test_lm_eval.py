@@ -21,7 +21,7 @@ QUESTIONS = [
 
 
 def task(folder: Path) -> dict[str, Any]:
-    """Choices by likelihood, from a file."""
+    """A task of choices by likelihood, whose questions are in a file."""
     path = folder / "questions.json"
     path.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
     return {

@@ -1,4 +1,4 @@
-// The multistage mainloop of blockwise int8. The int32 sums of every block of k are scaled into fp32 ones by the CUDA
+// The multistage main loop of blockwise int8. The int32 sums of every block of k are scaled into fp32 ones by the CUDA
 // cores, so a block's products are made output by output, not step by step: only a few outputs have int32 sums at a
 // time. Operand B of a whole slice stays in registers, the strips of operand A pass by.
 #pragma once
