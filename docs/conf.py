@@ -25,6 +25,8 @@ html_theme = "furo"
 html_title = f"qcutlass {release}"
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 
 # Docstrings put names and formulas alike between single backticks: what names an object becomes a link.
 default_role = "py:obj"
