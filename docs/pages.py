@@ -46,7 +46,8 @@ def generated(repository: Path) -> dict[str, str]:
     """The generated pages by name: public modules, results of the benches, commands, formats, texts beside `docs`."""
     files = {f"api/{module.__name__}.md": module_page(module) for module in public_modules()}
     results = repository / "bench" / "results"
-    files |= {f"results/{table.name}": result_page(table) for table in sorted(results.glob("*.md"))}
+    titles = result_titles((repository / "docs" / "performance.md").read_text())
+    files |= {f"results/{path.name}": result_page(path, titles[path.name]) for path in sorted(results.glob("*.md"))}
     files["results/figures.md"] = figure_page(sorted(results.glob("*.png")))
     for source, name in _COPIES.items():
         text = (repository / source).read_text()
@@ -123,10 +124,16 @@ def command_page() -> str:
     return "\n".join(lines)
 
 
-def result_page(table: Path) -> str:
-    """A table of the benches."""
-    title, _, rest = table.read_text().lstrip("# ").partition("\n")
-    return f"# {title}: {table.stem}\n{rest}"
+def result_titles(performance: str) -> dict[str, str]:
+    """The title of each table of the benches by its file's name, as the list in performance.md calls it."""
+    return {
+        name: title for title, name in re.findall(r"^- \[(.*)\]\(\.\./bench/results/(.*)\)", performance, re.MULTILINE)
+    }
+
+
+def result_page(table: Path, title: str) -> str:
+    """A table of the benches under a title of its own."""
+    return f"# {title}\n{table.read_text().partition(chr(10))[2]}"
 
 
 def figure_page(figures: list[Path]) -> str:
