@@ -1,4 +1,4 @@
-// What the kinds of stock CUTLASS products share: how one is launched, and how functions are exported to ctypes.
+// Launching a stock CUTLASS product, and exporting functions to ctypes: shared by all kinds of products.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -24,7 +24,7 @@ _UNKNOWN_LIMIT = 5e-6  # seconds that a launch takes at least, where the GPU's c
 
 @dataclass(frozen=True)
 class Options:
-    """What to run beside the selected kernel.
+    """Contestants beside the selected kernel.
 
     Attributes:
         tactics: None: the selected tactic alone; otherwise also every one whose name contains this.

@@ -35,7 +35,7 @@ def copies_for(weight_bytes: int) -> int:
 
 
 def rotation(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """As many copies as it takes that each is cold in L2 when its turn comes."""
+    """Copies of the tensors, so many that each is cold in L2 when its turn comes."""
     return [[t.clone() for t in tensors] for _ in range(copies_for(sum(t.nbytes for t in tensors)))]
 
 

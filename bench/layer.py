@@ -96,7 +96,7 @@ class Layer(ABC):
 
     @abstractmethod
     def moved_bytes(self, m: int) -> int:
-        """What m rows have to move: weights, what belongs to them, and activations read once, the output written."""
+        """The bytes that a product of m rows moves at least: every operand read once, the output written once."""
 
     def forced(self, m: int, wanted: str, splits: Sequence[int]) -> Iterator[Contestant]:
         """Each tactic whose name contains `wanted`, with each split-K, as far as the GPU and K allow."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 Operands: TypeAlias = Literal["16-bit", "int8", "fp8"]
-"""What the tensor cores multiply: fp16 or bf16, int8, fp8."""
+"""The type of the tensor cores' operands: fp16 or bf16, int8, fp8."""
 
 
 @dataclass(frozen=True)

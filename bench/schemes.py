@@ -43,7 +43,7 @@ class WeightOnly:
 
     @property
     def operands(self) -> Operands:
-        """What the tensor cores multiply."""
+        """The type of the tensor cores' operands."""
         return "16-bit"
 
     def case(self, m: int, n: int, k: int, default_dtype: torch.dtype) -> testing.Case:
@@ -77,7 +77,7 @@ class EightBit:
 
     @property
     def operands(self) -> Operands:
-        """What the tensor cores multiply."""
+        """The type of the tensor cores' operands."""
         return "int8" if self.a_dtype == torch.int8 else "fp8"
 
     def case(self, m: int, n: int, k: int) -> testing.EightBitCase:
@@ -110,7 +110,7 @@ class Blockwise:
 
     @property
     def operands(self) -> Operands:
-        """What the tensor cores multiply."""
+        """The type of the tensor cores' operands."""
         return "int8"
 
     def case(self, m: int, n: int, k: int) -> testing.BlockwiseCase:

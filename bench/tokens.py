@@ -178,7 +178,7 @@ def _contestant(model: Any, batch: int, prompt: int, graph: bool) -> _Contestant
 
 
 def _seconds(call: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Of one of so many calls in a row, the host's time included."""
+    """The seconds of one of `repeats` calls in a row, the host's time included."""
     _wait(device)
 
     def round_() -> None:
@@ -195,7 +195,7 @@ def _wait(device: torch.device) -> None:
 
 
 def megabytes(model: Any) -> float:
-    """Of all tensors of a model, each once."""
+    """The size of all tensors of a model, each counted once."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return sum(int(storage.nbytes()) for storage in storages.values()) / 1e6

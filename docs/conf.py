@@ -14,18 +14,19 @@ import qcutlass
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
-import layout_drawings  # noqa: E402  # beside this file
-import pages  # noqa: E402
+import pages  # noqa: E402  # beside this file
 
 project = "qcutlass"
 author = "the authors of qcutlass"
 version = release = qcutlass.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "myst_nb"]
-exclude_patterns = ["generated/sections"]  # included by pages
 html_theme = "furo"
 html_title = f"qcutlass {release}"
 html_copy_source = False
+html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 
 # Docstrings put names and formulas alike between single backticks: what names an object becomes a link.
 default_role = "py:obj"
@@ -45,10 +46,31 @@ nb_execution_show_tb = True  # a failure is a warning, which -W makes an error
 nb_execution_timeout = 60
 
 
+GENERATED = """
+```{toctree}
+:hidden:
+:glob:
+:caption: Reference
+
+generated/commands
+generated/formats
+generated/api/*
+generated/results/figures
+generated/third_party
+```
+"""
+
+
 def write_generated(app: Sphinx) -> None:
-    """Writes the pages and drawings that follow from the tree, before Sphinx looks for pages."""
-    layout_drawings.write(DOCS / "generated" / "layout")
+    """Writes the pages that follow from the tree, before Sphinx looks for pages."""
     pages.write(DOCS / "generated", DOCS.parent)
+
+
+def prepare_page(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Makes a page of the manual from plain Markdown; the start page also lists what is generated."""
+    if not docname.startswith("generated/"):
+        page = f"docs/{docname}.md"
+        source[0] = pages.manual_page(source[0], page, page) + (GENERATED if docname == "index" else "")
 
 
 def prepare_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -73,5 +95,6 @@ def is_internal(app: Sphinx, domain: Domain, node: pending_xref) -> bool | None:
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("builder-inited", write_generated)
+    app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon
     app.connect("warn-missing-reference", is_internal)

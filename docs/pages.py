@@ -1,11 +1,12 @@
-"""Pages that follow from the tree: public modules, results of the benches, sections of README.md."""
+"""Pages for Sphinx: those that follow from the tree, and what makes plain Markdown of `docs` a manual with links."""
 
 from __future__ import annotations
 
 import importlib
+import os.path
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Final
 
@@ -18,6 +19,16 @@ from qcutlass.formats import FORMATS
 
 # Classes of the extension that functions of the package return or take, shown as gemm.h describes them.
 _EXTENSION: Final = ("Plan", "Candidate", "Cost", "DeviceTraits")
+
+# Texts of the repository outside `docs` that are pages, too, and folders that have a page about their files.
+_COPIES: Final = {
+    "README.md": "readme",
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+    "tests/README.md": "tests",
+    "third_party/README.md": "third_party",
+}
+_FOLDERS: Final = {"bench/results": "results/figures", "python/qcutlass/formats": "formats"}
 
 
 def write(folder: Path, repository: Path) -> None:
@@ -32,19 +43,16 @@ def write(folder: Path, repository: Path) -> None:
 
 
 def generated(repository: Path) -> dict[str, str]:
-    """Files by name.
-
-    api/<module>.md, results/<table>.md, results/figures.md and commands.md are pages; sections/formats.md and
-    sections/<heading>.md, those of README.md, are for pages of `docs` to include.
-    """
+    """The generated pages by name: public modules, results of the benches, commands, formats, texts beside `docs`."""
     files = {f"api/{module.__name__}.md": module_page(module) for module in public_modules()}
     results = repository / "bench" / "results"
-    files |= {f"results/{table.name}": result_page(table) for table in sorted(results.glob("*.md"))}
+    titles = result_titles((repository / "docs" / "performance.md").read_text())
+    files |= {f"results/{path.name}": result_page(path, titles[path.name]) for path in sorted(results.glob("*.md"))}
     files["results/figures.md"] = figure_page(sorted(results.glob("*.png")))
-    for heading, text in sections((repository / "README.md").read_text()).items():
-        name = re.sub(r"\W+", "-", heading.lower()).strip("-")
-        files[f"sections/{name}.md"] = relinked(text)
-    return files | {"sections/formats.md": format_sections(), "commands.md": command_page()}
+    for source, name in _COPIES.items():
+        text = (repository / source).read_text()
+        files[f"{name}.md"] = manual_page(text, source, f"docs/generated/{name}.md")
+    return files | {"formats.md": format_page(), "commands.md": command_page()}
 
 
 def public_modules() -> Iterator[ModuleType]:
@@ -87,9 +95,9 @@ def module_page(module: ModuleType) -> str:
     return "\n".join(lines)
 
 
-def format_sections() -> str:
+def format_page() -> str:
     """A section for each format that can be read: its bytes, as its loader describes them."""
-    lines = []
+    lines = ["# Bytes of the checkpoint formats", ""]
     for name, row in FORMATS.items():
         lines += [f"## {name}", "", "```{eval-rst}"]
         lines += [f".. automodule:: {row.load.__module__}", "   :no-index:", "```", ""]
@@ -116,10 +124,16 @@ def command_page() -> str:
     return "\n".join(lines)
 
 
-def result_page(table: Path) -> str:
-    """A table of the benches."""
-    title, _, rest = table.read_text().lstrip("# ").partition("\n")
-    return f"# {title}: {table.stem}\n{rest}"
+def result_titles(performance: str) -> dict[str, str]:
+    """The title of each table of the benches by its file's name, as the list in performance.md calls it."""
+    return {
+        name: title for title, name in re.findall(r"^- \[(.*)\]\(\.\./bench/results/(.*)\)", performance, re.MULTILINE)
+    }
+
+
+def result_page(table: Path, title: str) -> str:
+    """A table of the benches under a title of its own."""
+    return f"# {title}\n{table.read_text().partition(chr(10))[2]}"
 
 
 def figure_page(figures: list[Path]) -> str:
@@ -130,27 +144,47 @@ def figure_page(figures: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def sections(text: str) -> dict[str, str]:
-    """The text below each heading of a document, by heading, what is below it one level up."""
-    found: dict[str, str] = {}
-    heading, fenced = "", False
-    for line in text.splitlines():
-        fenced ^= line.startswith("```")
-        level = 0 if fenced else len(line) - len(line.lstrip("#"))
-        if level in (1, 2):
-            heading = line.lstrip("# ")
-        else:
-            found[heading] = found.get(heading, "") + line[level > 0 :] + "\n"
-    return found
+def manual_page(text: str, source: str, page: str) -> str:
+    """The text of the file `source` as Sphinx is to read it at `page` (paths from the repository's root).
+
+    Links to files that have a page lead to it, names of the package in code become links, and a list of links behind
+    the line `<!-- contents -->` becomes a part of the table of contents as well.
+    """
+    text = outside_code(text, lambda prose: _with_references(_relinked(prose, source, page)))
+    return text + "".join(_contents(text))
 
 
-def relinked(text: str) -> str:
-    """The text with its links, relative to the repository, made relative to `docs`."""
+def outside_code(text: str, change: Callable[[str], str]) -> str:
+    """The text with what lies outside of its fenced blocks changed."""
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = map(change, parts[::2])
+    return "".join(parts)
 
+
+def page_of(path: str) -> str:
+    """Where Sphinx has the contents of a file, both as paths from the repository's root: itself if it has no page."""
+    if path.startswith("bench/results/") and path.endswith(".md"):
+        return f"docs/generated/results/{PurePosixPath(path).name}"
+    name = (_COPIES | _FOLDERS).get(path)
+    return path if name is None else f"docs/generated/{name}.md"
+
+
+def _relinked(text: str, source: str, page: str) -> str:
     def relink(link: re.Match[str]) -> str:
-        target = link[1]
-        if target.startswith("bench/results/") and target.endswith(".md"):
-            return f"](generated/{target.removeprefix('bench/')})"
-        return f"]({target.lower()})" if target == "CONTRIBUTING.md" else f"](../{target})"
+        target, hash, anchor = link[1].partition("#")
+        path = os.path.normpath(PurePosixPath(source).parent / target)
+        return f"]({os.path.relpath(page_of(path), PurePosixPath(page).parent)}{hash}{anchor})"
 
     return re.sub(r"\]\((?!https?:|#)([^()\s]+)\)", relink, text)
+
+
+def _with_references(text: str) -> str:
+    return re.sub(r"(?<![`\[}])`(qcutlass(?:\.\w+)+)`(?![`\]])", r"{py:obj}`\1`", text)
+
+
+def _contents(text: str) -> Iterator[str]:
+    marked = r"^#+ (.*)\n(?:(?!#).*\n)*?<!-- contents -->\n+((?:- .*\n)+)"
+    for caption, links in re.findall(marked, text, flags=re.MULTILINE):
+        pages = re.findall(r"^- \[(.*?)\]\((.*?)\.md\)", links, flags=re.MULTILINE)
+        entries = "".join(f"{title} <{page}>\n" for title, page in pages)
+        yield f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}```\n"

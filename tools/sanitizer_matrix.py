@@ -77,7 +77,7 @@ def check_weights(problem: testing.Problem, gpu: testing.Problem) -> Tensor:
 
 @dataclass
 class Run:
-    """What was launched so far.
+    """The launches so far, and which are wanted.
 
     Attributes:
         wanted: part of the names of the tactics to launch.

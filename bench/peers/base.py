@@ -1,4 +1,4 @@
-"""What every peer offers, and how far from the reference it may be."""
+"""The base class of all peers, and the largest error that a peer's result may have."""
 
 from __future__ import annotations
 

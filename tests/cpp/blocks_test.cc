@@ -124,7 +124,7 @@ TEST(Blocks, GeluIsQuantisedAgain) {
   }
 }
 
-/// What a GPU computes, in fp32: 2^P, up to 128 times where Phi is 0 or 1.
+/// The GPU's formula in fp32, with 2^P: P may be as large as 128 where Phi is 0 or 1.
 TEST(Blocks, ThePolynomialOfGeluIsThatOfTheNormalDistribution) {
   double worst = 0;
   auto const check = [&](float x) {

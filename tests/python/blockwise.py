@@ -1,4 +1,4 @@
-"""What the tests of blockwise int8 share."""
+"""Calls and checks for tests of blockwise int8."""
 
 from __future__ import annotations
 

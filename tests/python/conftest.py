@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Ledger:
-    """What the GPU tests have checked; the terminal summary shows it."""
+    """The record of all checks of GPU tests, which the terminal summary shows."""
 
     cases: int = 0
     ratio: float = 0.0
@@ -96,13 +96,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def seeds(seed: int) -> Iterator[int]:
-    """As many seeds as a test wants."""
+    """Seeds, as many as a test wants."""
     return iter(range(seed, seed + 2**31))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_tuned_plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the user of this machine tuned is neither used nor changed."""
+    """Keeps the tuned plans of this machine's user out of the tests, and the tests out of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QCUTLASS_CACHE_DIR", str(tmp_path_factory.mktemp("no_tuned_plans")))
         tuning.forget()

@@ -1,4 +1,4 @@
-"""What the tests of 8-by-8-bit products share."""
+"""Calls and checks for tests of 8-by-8-bit products."""
 
 from __future__ import annotations
 

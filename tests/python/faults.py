@@ -14,7 +14,7 @@ from qcutlass import testing
 
 
 class Fault:
-    """What mixins find behind `super()`."""
+    """Base of the mixins, which declares the stations that they find behind `super()`."""
 
     def columns(self) -> Tensor:
         return super().columns()  # type: ignore[misc,no-any-return]

@@ -1,4 +1,4 @@
-"""What the quantisers to 8 bits must give, worked out in numpy from their documentation, and data to give them."""
+"""A model of the quantisers to 8 bits, written in numpy from their documentation, and inputs for them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def round_to_float8(x: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[A
 
 
 def reference(a: Tensor, options: Options, smooth: Tensor | None = None) -> Quantized:
-    """What the documentation promises; numpy's fp32 arithmetic rounds each operation to nearest even."""
+    """The codes, scales and zero points of the documentation; numpy's fp32 arithmetic rounds each operation to even."""
     dtype, one = options.get("dtype", torch.int8), np.float32(1)
     with np.errstate(all="ignore"):
         x = a.detach().cpu().float().numpy().astype(np.float32)

@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 def captured(call: Callable[[], _Result]) -> tuple[_Result, Callable[[], None]]:
-    """What a call returns under capture, and the replay of its CUDA graph."""
+    """The result of a call under capture, and the replay of its CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()

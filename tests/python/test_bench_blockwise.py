@@ -99,7 +99,7 @@ def test_cublas_computes_the_layer(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_triton_gets_its_operands_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class FakeKernel:
-        """What triton_kernel.py does with its pointers, in their order."""
+        """The product of triton_kernel.py, with operands in its order."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             assert grid == (2,)

@@ -10,7 +10,7 @@ from bench import plots, quality
 
 
 def rows(**perplexities: float) -> list[dict[str, Any]]:
-    """Of one scheme, by method."""
+    """Rows of the table for one scheme, with these perplexities by method."""
     found: list[dict[str, Any]] = [
         {"method": "float", "weights": "float32", "perplexity": 10.0, "bits_per_weight": 32.0, "uncertainty": 0.0}
     ]

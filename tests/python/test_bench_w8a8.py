@@ -143,7 +143,7 @@ def test_peers_compute_the_layer(name: str) -> None:
 
 def test_stock_cutlass_gets_its_operands_in_order() -> None:
     class FakeLibrary:
-        """What cutlass_int8.cu does with its pointers, in their order."""
+        """The product of cutlass_int8.cu, with operands in its order."""
 
         names = ("64x64x64_s3", "128x128x64_s4")
 

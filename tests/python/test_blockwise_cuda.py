@@ -317,7 +317,7 @@ def test_quantisers_of_more_than_2_to_the_31_elements(rows: int, k: int, seed: i
 
 @pytest.mark.parametrize(("m", "n", "k"), [(33000, 65544, 128), (5, 70000, 32800), (66000, 24, 32800)])
 def test_products_of_more_than_2_to_the_31_elements(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
-    """Of the outputs, the weights, the activations."""
+    """So many outputs, weights, or activations."""
     free = torch.cuda.mem_get_info()[0] / 2**30
     if free < 40:
         pytest.skip(f"needs 40 GiB of GPU memory, {free:.1f} are free")

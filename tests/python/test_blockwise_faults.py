@@ -60,7 +60,7 @@ class Model:
         return value.to(self.problem.out_dtype)
 
     def store(self, out: Tensor) -> Tensor:
-        """What memory holds afterwards."""
+        """The output as memory holds it after the launch."""
         return out
 
     def epilogue(self) -> Tensor:

@@ -20,7 +20,7 @@ LENGTHS = [1, 7, 8, 16, 31, 32, 33, 64, 100, 127, 128, 129, 136, 255, 256, 257, 
 
 
 def expected_of(x: Tensor, size: int) -> Quantized:
-    """By blocks of columns, each quantised as a row is: what test_quantizers.py compares with the stated arithmetic."""
+    """Codes and scales of blocks of columns, each quantised by the model of a row, which test_quantizers.py uses."""
     parts = [reference(part.contiguous(), {}) for part in x.cpu().split(size, -1)]
     return Quantized(torch.cat([p.codes for p in parts], -1), torch.stack([p.scale for p in parts], -1))
 

@@ -18,6 +18,7 @@ from tests.python.blockwise import (
     multiply_quantized,
     pack,
 )
+from tests.python.manual import run_by
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -167,9 +168,8 @@ def test_a_multilayer_perceptron_errs_as_its_roundings_do(device: str) -> None:
     assert 1e-4 < error < 1 / 64  # a quarter of a step, 1/127, of the largest number of a block, three times over
 
 
-def test_the_example_of_the_readme(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    section = (repository / "README.md").read_text().partition("### Blockwise int8")[2]
-    exec(section.partition("```python\n")[2].partition("```")[0], {})
+def test_the_example_of_the_manual(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(run_by(repository / "docs/products.md", "tests/python/test_blockwise_torch.py").text, {})
     of_tokens, of_blocks = (float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines())
     assert 1e-4 < of_blocks < of_tokens / 10
 

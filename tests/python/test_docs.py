@@ -1,20 +1,25 @@
-"""The documentation: drawings against packed tensors, messages against the source, cells against the linter."""
+"""The manual: drawings against packed tensors, messages against the source, snippets and command lines that run."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import typer
+from tests.python import manual
 
-import qcutlass
+import qcutlass.cli
 from qcutlass import _C
 
 PACKINGS = {_C.Packing.W4A16: (4, "16bit"), _C.Packing.W8A16: (8, "16bit"), _C.Packing.W8A8: (8, "int8")}
@@ -32,6 +37,14 @@ def module_of(path: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def drawings(repository: Path) -> ModuleType:
     return module_of(repository / "docs" / "layout_drawings.py")
+
+
+@pytest.fixture(scope="module")
+def drawn(drawings: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all drawings, made anew."""
+    folder = tmp_path_factory.mktemp("drawn")
+    drawings.write(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +85,28 @@ def test_drawn_masks_keep_pairs_of_a_row(drawings: ModuleType) -> None:
         assert pairs == [[(n, k), (n, k + 1)] for n, k in corners]
 
 
-def test_every_packing_is_drawn(drawings: ModuleType, tmp_path: Path) -> None:
+def texts_of(path: Path) -> list[str]:
+    return re.findall(r">([^<>]+)</text>", path.read_text())
+
+
+def test_every_packing_is_drawn(drawings: ModuleType, drawn: Path, tmp_path: Path) -> None:
     assert set(drawings.PACKINGS) == set(map(_C.Packing, range(len(_C.Packing.__members__))))
-    drawings.write(tmp_path)
     for packing in PACKINGS:
-        drawn = re.findall(r">(\d+)</text>", (tmp_path / f"tile_{packing.name.lower()}.svg").read_text())
+        numbers = [text for text in texts_of(drawn / f"tile_{packing.name.lower()}.svg") if text.isdigit()]
         if packing == _C.Packing.W8A8:
             columns = [str(k) for lane in range(32) for _, k in drawings.stored(packing, lane)]
-            assert "-".join(columns) in "-".join(drawn)
+            assert "-".join(columns) in "-".join(numbers)
             continue
         lanes = [str(drawings.lane_of(packing, n, k)) for n in range(16) for k in range(_C.tile_k(packing))]
-        assert "-".join(lanes) in "-".join(drawn)
-    for path in drawings.write(tmp_path / "again", [_C.Packing.W8A8]):
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+        assert "-".join(lanes) in "-".join(numbers)
+    for path in drawings.write(tmp_path, [_C.Packing.W8A8]):
+        assert path.read_bytes() == (drawn / path.name).read_bytes()
+
+
+def test_committed_drawings_are_those_of_the_map(repository: Path, drawn: Path) -> None:
+    fresh = {path.name: texts_of(path) for path in drawn.iterdir()}
+    assert {path.name: texts_of(path) for path in (repository / "docs/layout").iterdir()} == fresh
+    assert all(len(texts) > 8 for texts in fresh.values())
 
 
 def messages(page: Path) -> list[str]:
@@ -103,7 +125,7 @@ def python_texts(path: Path) -> list[str]:
 
 
 def cxx_texts(path: Path) -> list[str]:
-    """What a source file throws, with … for all that is no literal."""
+    """The messages that a source file throws, with … for all that is no literal."""
     statements = re.findall(r"""throw \w+\(((?:"[^"]*"|[^"])*?)\);""", path.read_text())
     return ["…".join(re.findall(r'"([^"]*)"', re.sub(r'"\s+"', "", statement))) for statement in statements]
 
@@ -152,16 +174,126 @@ def test_cells_of_notebooks_are_linted_and_formatted(repository: Path, tmp_path:
             assert done.returncode == 0, f"{page.name}: {done.stdout}{done.stderr}"
 
 
-def test_sections_of_a_document(pages: ModuleType) -> None:
-    text = "# A\n\nfirst\n\n## B\n\n```bash\n# no heading\n```\n\n### C\n\nlast\n"
-    assert pages.sections(text) == {"A": "\nfirst\n\n", "B": "\n```bash\n# no heading\n```\n\n## C\n\nlast\n"}
+def test_readme_is_short(repository: Path) -> None:
+    assert len((repository / "README.md").read_text().splitlines()) <= 150
 
 
-def test_links_of_sections_lead_from_docs(pages: ModuleType) -> None:
-    text = "[a](bench/results/gpu.md) ![b](bench/results/x.png) [c](CONTRIBUTING.md) [d](https://d.org) [e](#e)"
-    assert pages.relinked(text) == (
-        "[a](generated/results/gpu.md) ![b](../bench/results/x.png) [c](contributing.md) [d](https://d.org) [e](#e)"
+def test_every_snippet_is_run(repository: Path) -> None:
+    """By .ci/run, by the test that its mark names, or by the tests below."""
+    steps = (repository / ".ci/run").read_text()
+    for page in manual.pages(repository):
+        for snippet in manual.snippets(page):
+            mark = snippet.mark
+            if mark.startswith("run by "):
+                text = (repository / mark.removeprefix("run by ")).read_text()
+                assert "run_by(" in text, f"{page.name}: {mark}"
+                assert f'"docs/{page.name}"' in text, f"{page.name}: {mark}"
+            elif mark and snippet.language in ("bash", "python") and not mark.startswith("not run: "):
+                assert re.search(rf"\bcommands {mark}\b", steps), f"{page.name}: .ci/run has no step {mark}"
+
+
+def runnable(repository: Path) -> list[Path]:
+    return [page for page in manual.pages(repository) if any(python_without_mark(s) for s in manual.snippets(page))]
+
+
+def python_without_mark(snippet: manual.Snippet) -> bool:
+    return snippet.language == "python" and not snippet.mark
+
+
+def test_snippets_run(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a page in their order, one after the other; what follows one as text is what it prints."""
+    monkeypatch.chdir(tmp_path)
+    assert len(runnable(repository)) >= 3
+    for page in runnable(repository):
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        for snippet in filter(python_without_mark, manual.snippets(page)):
+            exec(compile(snippet.text, page.name, "exec"), namespace)
+            printed = capsys.readouterr().out.splitlines()
+            shown = [line for line in snippet.output.splitlines() if line.strip() != "..."]
+            assert [line for line in shown if line not in printed] == [], f"{page.name} prints: {printed}"
+
+
+def test_calls_in_snippets_that_are_not_run_fit(repository: Path) -> None:
+    """Their functions of the package exist and take those arguments."""
+    for page in manual.pages(repository):
+        for snippet in manual.snippets(page):
+            if snippet.language == "python" and snippet.mark.startswith("not run: "):
+                calls = [node for node in ast.walk(ast.parse(snippet.text)) if isinstance(node, ast.Call)]
+                names = [ast.unparse(call.func) for call in calls]
+                assert all(name.startswith("qcutlass.") for name in names), names
+                for name, call in zip(names, calls, strict=True):
+                    function = getattr(qcutlass, name.removeprefix("qcutlass."))
+                    keywords = {str(keyword.arg): None for keyword in call.keywords}
+                    inspect.signature(function).bind(*call.args, **keywords)
+
+
+def command_lines(repository: Path) -> list[tuple[str, list[str]]]:
+    """The program and the arguments of each command line of ours in the manual."""
+    lines = [
+        line
+        for page in manual.pages(repository)
+        for snippet in manual.snippets(page)
+        if snippet.language == "bash"
+        for line in snippet.text.splitlines()
+    ]
+    found = re.findall(r"^(qcutlass|python -m bench) (.*?)(?: &&| *$)", "\n".join(lines), flags=re.MULTILINE)
+    return [(program, shlex.split(arguments, comments=True)) for program, arguments in found]
+
+
+def test_command_lines_are_understood(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command, option and number of arguments; nothing is run."""
+    monkeypatch.chdir(tmp_path)
+    programs = {
+        "qcutlass": typer.main.get_group(qcutlass.cli.app),
+        "python -m bench": typer.main.get_group(importlib.import_module("bench.__main__").app),
+    }
+    lines = command_lines(repository)
+    assert {program for program, _ in lines} == set(programs)
+    for program, (command, *arguments) in lines:
+        for argument in arguments:  # some take files or folders that exist
+            place = tmp_path / argument
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch() if place.suffix else place.mkdir(exist_ok=True)
+        programs[program].commands[command].make_context(command, list(arguments))
+
+
+def test_links_lead_to_files(repository: Path) -> None:
+    pages = [*manual.pages(repository), repository / "CONTRIBUTING.md", repository / "tests/README.md"]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:|#)([^()\s#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pages_read_as_plain_markdown(repository: Path) -> None:
+    """But for the cells of notebooks: no directives, roles or links without a text."""
+    for page in manual.pages(repository):
+        text = page.read_text()
+        assert re.findall(r"^```\{(?!code-cell\}).*|\{[\w:]+\}`|\[\]\(.*", text, flags=re.MULTILINE) == [], page.name
+
+
+def test_pages_of_the_manual(pages: ModuleType) -> None:
+    text = (
+        "[a](../bench/results/gpu.md#x) ![b](../bench/results/x.png) [c](../CONTRIBUTING.md) [d](https://d.org)\n"
+        "[e](#e) `qcutlass.gemm` ``[`qcutlass.gemm`](f.md)``\n```python\nf[0](x)\n```\n"
     )
+    assert pages.manual_page(text, "docs/a.md", "docs/a.md") == (
+        "[a](generated/results/gpu.md#x) ![b](../bench/results/x.png) [c](generated/contributing.md) [d](https://d.org)\n"
+        "[e](#e) {py:obj}`qcutlass.gemm` ``[`qcutlass.gemm`](f.md)``\n```python\nf[0](x)\n```\n"
+    )
+    assert pages.manual_page("[a](docs/a.md) [b](LICENSE)", "README.md", "docs/generated/readme.md") == (
+        "[a](../a.md) [b](../../LICENSE)"
+    )
+
+
+def test_contents_of_the_manual(pages: ModuleType) -> None:
+    text = (
+        "# A\n\n- [no](no.md)\n\n## B\n\ntext\n\n<!-- contents -->\n\n- [C c](c.md): it\n- [R](../README.md)\n\n- end\n"
+    )
+    page = pages.manual_page(text, "docs/index.md", "docs/index.md")
+    assert page.endswith("```{toctree}\n:hidden:\n:caption: B\n\nC c <c>\nR <generated/readme>\n```\n")
+    assert page.count("toctree") == 1
 
 
 def test_public_names_have_a_page(pages: ModuleType) -> None:

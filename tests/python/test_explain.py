@@ -19,7 +19,7 @@ H200 = selection.GPUS["h200"]
 def operands(
     m: int, n: int = 512, k: int = 1024, device: str = "cpu", **options: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What gemm takes, positional and by name."""
+    """The arguments of a call of gemm, positional and by name."""
     problem = testing.Case(m, n, k, **options).random(seed=1)
     packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
     tensors = (problem.a, packed, problem.scales, problem.zeros)

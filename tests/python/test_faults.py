@@ -41,7 +41,7 @@ class Model:
         return total.to(self.problem.a.dtype)
 
     def store(self, out: Tensor) -> Tensor:
-        """What memory holds afterwards."""
+        """The output as memory holds it after the launch."""
         return out
 
     def run(self) -> Tensor:

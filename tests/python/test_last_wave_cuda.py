@@ -18,8 +18,8 @@ SHAPES = {"some in pairs": (712, 8900, 1032), "all in pairs": (712, 17092, 1032)
 
 
 def difference(out: Tensor, expected: Tensor) -> Tensor:
-    """Of outputs, in units of what another order of sums may move: a code, or 2^-7 (of bfloat16) of a number, or of a
-    small part of what numbers are like."""
+    """The distance of outputs in units of what another order of sums may move: a code, or 2^-7 of a number (bfloat16),
+    small numbers counted as an eighth of the mean."""
     size = expected.float().abs()
     unit = torch.ones_like(size) if out.dtype == torch.int8 else 2.0**-7 * size.clamp(min=float(size.mean()) / 8)
     return (out.float() - expected.float()).abs() / unit

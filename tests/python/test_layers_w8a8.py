@@ -75,7 +75,7 @@ def test_a_layer_errs_as_its_roundings_do(scheme: Scheme, smooth: bool, seed: in
 
 
 def by_public_functions(p: Problem, scheme: Scheme, activation: str | None) -> Tensor:
-    """What a layer of the scheme is to compute, step by step."""
+    """The product that a layer of the scheme computes, step by step."""
     s, bias, dtype = p.statistics.smooth, p.linear.bias.detach(), p.a.dtype
     weight = p.linear.weight.detach().float() * (1 if s is None else s)
     low, high = p.statistics.extremes()

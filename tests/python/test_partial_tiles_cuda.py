@@ -21,7 +21,7 @@ def poison(a: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_of_a_product_do_not_depend_on_how_many_there_are(name: str) -> None:
-    """What the tests on a GPU are made of, with no tactic forced."""
+    """The checks of the GPU tests below, on the CPU: rows agree, and poison shows."""
     product = PRODUCTS[name]((9, 70, 300), "cpu")
     assert any("_sm90a_" in tactic for tactic in product.names)
     whole, rows = product.run(product.a), product.run(product.a[:5])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.manual import run_by
 from tests.python.modules import Block, Decoder, RMSNorm, randomized
 from torch import Tensor, nn
 
@@ -135,7 +136,7 @@ def test_groups_that_cannot_be_folded_change_nothing(groups: Any, error: type[Ex
 
 
 def chained() -> tuple[nn.Module, dict[str, ActivationStatistics]]:
-    """In fp16; the middle Linear is behind the norm and before the last one: each pair alone folds."""
+    """A model in fp16 whose middle Linear is behind the norm and before the last one; each pair alone folds."""
     model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).half()
     with torch.no_grad():
         model[1].weight.fill_(10)
@@ -267,9 +268,8 @@ def test_smoothing_saves_what_outliers_cost(
     assert smooth_error < 0.05
 
 
-def test_the_example_of_the_readme(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    section = (repository / "README.md").read_text().partition("### SmoothQuant")[2]
-    exec(section.partition("```python\n")[2].partition("```")[0], {})
+def test_the_example_of_the_manual(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(run_by(repository / "docs/layers.md", "tests/python/test_smoothquant_models.py").text, {})
     printed = capsys.readouterr().out
     errors = [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) -> ([\d.]+)", printed)]
     assert len(errors) == 2

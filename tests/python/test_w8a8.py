@@ -93,7 +93,7 @@ def test_the_largest_k_of_the_largest_codes() -> None:
 
 @pytest.mark.parametrize("zero_point", [2**31 - 1, -(2**31), 2**24 + 1])
 def test_zero_points_of_any_size(zero_point: int, seed: int) -> None:
-    """What they take off is exact before it is rounded; int32 outputs are exact modulo 2^32."""
+    """Zero points are subtracted exactly before anything is rounded; int32 outputs are exact modulo 2^32."""
     p = EightBitCase(3, 40, 1000, out_dtype=torch.int32, azp="each").random(seed=seed)
     assert p.azp is not None
     p.azp[1] = zero_point

@@ -241,7 +241,7 @@ def test_views_of_activations(view: str, dtype: torch.dtype, seed: int, ledger: 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_rows_that_overlap(dtype: torch.dtype, seed: int, ledger: Any) -> None:
-    """In every tactic: TMA, for one, takes no stride below a row's length."""
+    """Every tactic takes rows that overlap, though TMA takes no stride below a row's length."""
     needs_instructions(dtype)
     p = EightBitCase(130, 72, 256, dtype).random(device="cuda", seed=seed)
     for stride in (0, 16, 240):

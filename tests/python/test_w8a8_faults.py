@@ -55,7 +55,7 @@ class Model:
         return value.to(self.problem.out_dtype)
 
     def store(self, out: Tensor) -> Tensor:
-        """What memory holds afterwards."""
+        """The output as memory holds it after the launch."""
         return out
 
     def run(self) -> Tensor:
@@ -158,7 +158,7 @@ class OutputTruncated(Model):
 
 
 def align(terms: Tensor, largest: Tensor) -> Tensor:
-    """What 13 bits after the point of `largest`, the exponent of the largest number of a sum, hold of its terms."""
+    """The terms of a sum, cut off 13 bits below the exponent of `largest`, the largest number in it."""
     unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 13)
     return torch.trunc(terms / unit) * unit
 

@@ -150,7 +150,7 @@ def test_second_device_while_the_first_is_current(seed: int, ledger: Any) -> Non
 
 @pytest.mark.parametrize(("m", "n", "k"), [(33000, 65544, 32), (5, 70000, 32800), (66000, 24, 32800)])
 def test_more_than_2_to_the_31_elements(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
-    """Of the outputs, the weights, the activations."""
+    """So many outputs, weights, or activations."""
     free = torch.cuda.mem_get_info()[0] / 2**30
     if free < 40:
         pytest.skip(f"needs 40 GiB of GPU memory, {free:.1f} are free")

@@ -13,7 +13,7 @@ namespace qcutlass::host {
 /// Products that one range of a parallel loop should at least hold: some 10 microseconds.
 inline constexpr int64_t kGrainOperations = int64_t{1} << 19;
 
-/// As many rows as stay in cache, widened, while all weights pass by.
+/// The number of rows that stay in cache, widened, while all weights pass by.
 inline int64_t rows_of_a_block(int64_t k) {
   constexpr int64_t kElements = int64_t{1} << 18, kLeastRows = 16;
   return std::max(kLeastRows, kElements / k);

@@ -1,4 +1,4 @@
-// What follows the sum of a product, in fp32.
+// Activation functions and stores of finished sums, in fp32.
 #pragma once
 
 #include <cmath>

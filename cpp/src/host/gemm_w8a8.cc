@@ -146,7 +146,7 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t f
   store_scaled(arguments, first_row, rows, strip, sums);
 }
 
-/// What zero points take off is exact in 64 bits.
+/// Integer sums: subtracts zero points exactly, in 64 bits, before anything is rounded.
 QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t first_row, int64_t rows, int64_t strip,
                                        int32_t* sums) {
   SumScales const& scales = arguments.sums;

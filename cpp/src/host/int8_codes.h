@@ -38,7 +38,7 @@ QCUTLASS_INLINE void divide_and_round(float* __restrict x, int64_t count, float 
   round_to_int8(x, count, 0, -127, codes);
 }
 
-/// The same with the scale of x, which is returned.
+/// Quantises x with its own scale, which is returned.
 QCUTLASS_INLINE float quantize_block(float* __restrict x, int64_t count, int8_t* __restrict codes) {
   float const scale = scale_of(bit_cast<float>(largest_magnitude(x, count)), largest_code(DType::kInt8));
   divide_and_round(x, count, scale, codes);

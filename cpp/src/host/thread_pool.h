@@ -100,7 +100,7 @@ class ThreadPool {
     for (poll(done); !done();) std::this_thread::yield();
   }
 
-  /// What a thread of the pool does, forever.
+  /// The loop of a thread of the pool: takes a place in a task or sleeps, forever.
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {

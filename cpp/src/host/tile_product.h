@@ -12,7 +12,7 @@
 
 namespace qcutlass::host {
 
-/// What the tiles of all packings share. `kTileColumns`: k extent; `kLanes`: channels that a vector register holds.
+/// The base of the tiles of all packings. `kTileColumns`: k extent; `kLanes`: channels that a vector register holds.
 template <int kTileColumns, int kLanes>
 class TileProduct {
  public:

@@ -82,7 +82,7 @@ def test_packed_weights_of_any_shape(
 def test_what_the_package_compresses(
     n: int, groups: int, group_size: int, bits: int, symmetric: bool, seed: int
 ) -> None:
-    """Of nine channels and more: the package fails to unpack zero points that fill one word."""
+    """From nine channels on: the package fails to unpack zero points that fill one word."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

@@ -111,7 +111,7 @@ def sharded(tensors: Tensors, config: dict[str, Any]) -> Files:
 
 
 def gguf_bytes() -> bytes:
-    """As the format's description has it; `test_gguf.py` reads what the gguf package writes."""
+    """A small GGUF file, written from the format's description; `test_gguf.py` reads files of the gguf package."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -221,7 +221,7 @@ MUTATIONS: list[Mutation] = [change_bytes, change_number, change_length, change_
 
 
 def check(layer: Layer) -> None:
-    """What every layer that is loaded must be, whatever the file was."""
+    """Asserts that a loaded layer is well-formed, whatever the file was."""
     n, k = layer.shape
     tensors = [layer.bias]
     if isinstance(layer, CanonicalLinear):

@@ -68,7 +68,7 @@ def test_errors_of_users(arguments: tuple[str, ...], message: str, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["gptq", "floats", "converted"])
 def test_a_damaged_model_makes_no_text(kind: str, random_cut: RandomCut, tmp_path: Path) -> None:
-    """What is absent would be random numbers; what is cut off would be told of by others, in other words."""
+    """Without a message of ours, absent tensors would be random numbers, and cut files a failure of another package."""
     folder = tmp_path / "damaged"
     if kind == "converted":
         models.convert(random_cut.gptq().folder, folder)
@@ -161,7 +161,7 @@ def _continuation(smol: SmolCut, cut: Any, prompt: str, count: int) -> str:
 
 
 def _perplexity(smol: SmolCut, cut: Any, text: str) -> float:
-    """By hand, window by window."""
+    """The perplexity computed by hand, window by window."""
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(cut.folder)(text, return_tensors="pt").input_ids[0, :64].view(2, 32)

@@ -36,7 +36,7 @@ UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
 
 def sources(seed: int) -> dict[str, tuple[Tensors, dict[str, Any] | None, Tensor]]:
-    """By format: tensors of one layer, configuration, weights."""
+    """The tensors of one layer, the configuration and the weights, by format."""
 
     def layer(**options: Any) -> Stored:
         return stored(64, 128, 64, seed=seed, **options)

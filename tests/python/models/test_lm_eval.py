@@ -1,14 +1,14 @@
-"""The README's wrapping of a loaded model for lm-eval-harness, on a task of its own."""
+"""The manual's wrapping of a loaded model for lm-eval-harness, on a task of its own."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.python.manual import run_by
 from tests.python.models.folders import SmolCut
 
 from qcutlass import models
@@ -21,7 +21,7 @@ QUESTIONS = [
 
 
 def task(folder: Path) -> dict[str, Any]:
-    """Choices by likelihood, from a file."""
+    """A task of choices by likelihood, whose questions are in a file."""
     path = folder / "questions.json"
     path.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
     return {
@@ -38,16 +38,14 @@ def task(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_the_example_of_the_readme(
+def test_the_example_of_the_manual(
     smol: SmolCut, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval: pip install lm-eval")
     models.convert(smol.gptq().folder, tmp_path / "smollm2")
-    text = (repository / "README.md").read_text()
-    example = re.search(r"<!-- lm-eval -->\n```python\n(.*?)```", text, flags=re.DOTALL)
-    assert example is not None
-    code = example[1].replace('["arc_easy"]', "TASKS")
-    assert code != example[1]
+    example = run_by(repository / "docs/models.md", "tests/python/models/test_lm_eval.py").text
+    code = example.replace('["arc_easy"]', "TASKS")
+    assert code != example
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"TASKS": [task(tmp_path)]}
     exec(code, namespace)

@@ -211,7 +211,7 @@ def command(*arguments: object) -> Any:
 
 @pytest.mark.parametrize("options", [(), ("--fuse",), ("--dtype", "bfloat16")], ids=" ".join)
 def test_commands(options: tuple[str, ...], random_cut: RandomCut, tmp_path: Path) -> None:
-    """What they print is what the same model gives in Python; that its logits are right, the other tests show."""
+    """The commands print the results of the same model in Python, whose logits other tests check."""
     from transformers import AutoTokenizer
 
     folder = random_cut.awq().folder

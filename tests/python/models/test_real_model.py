@@ -69,7 +69,7 @@ def evaluated(folder: Path, topics: Path, tokens: int, *options: str) -> float:
 
 
 def check(model: Any, dense: Any, tokenizer: Any, folder: Path, topics: Path, tokens: int, device: str) -> None:
-    """What the commands say of a folder, and the model loaded from it, against the dequantised model in float32."""
+    """Compares the commands' output, and the model loaded from the folder, with the dequantised model in float32."""
     dtype = DTYPES[device]
     text = topics.read_text(encoding="utf-8")[: 10 * tokens]
     assert "210 layers, " in command("inspect", folder).stdout

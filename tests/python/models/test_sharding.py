@@ -149,7 +149,7 @@ def _codes(layer: Any) -> Any:
 
 
 def test_a_loaded_state_decides_on_zero_points(seed: int) -> None:
-    """Of a layer made for dynamic zero points that got static scales without any."""
+    """A layer made for dynamic zero points loads static scales without any: its parts have none either."""
     whole = eight_bit(seed, symmetric=False)
     whole.load_state_dict(eight_bit(seed, a_scale=torch.tensor([0.5])).state_dict())
     x = eight_bit_input(seed)
@@ -178,7 +178,7 @@ def test_other_layers_are_refused() -> None:
 @pytest.mark.parametrize("axis", ["out", "in"])
 @pytest.mark.parametrize("kind", ["awq", "compressed", "w8a8"])
 def test_parts_of_a_checkpoint_go_through_files(kind: str, axis: Any, random_cut: RandomCut, tmp_path: Path) -> None:
-    """As each rank of a server saves its own and loads it again."""
+    """Each rank of a server saves its own part and loads it again."""
     folder = getattr(random_cut, kind)().folder
     for name in (f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")):
         whole = QuantLinear.from_checkpoint(folder, name)

@@ -72,7 +72,7 @@ def test_folders_of_other_formats_are_loaded_directly(kind: str, smol: SmolCut, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_devices_are_filled_by_the_size_of_the_layers(kind: str, random_cut: RandomCut) -> None:
-    """As `device_map="auto"` plans; a layer counts as much as it is stored in, not as a float layer or nothing."""
+    """`device_map="auto"` counts a layer by its stored bytes, not as a float layer or as nothing."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.accelerate import compute_module_sizes
 

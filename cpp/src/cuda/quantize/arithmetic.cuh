@@ -114,7 +114,7 @@ class Rounding {
     return quotient;
   }
 
-  /// In the lowest byte.
+  /// The integer code of a quotient, in the lowest byte.
   __device__ uint32_t to_integer(float quotient) const {
     constexpr float kFar = Codes::kAsymmetric ? 1024.0f : 127.0f;
     float const near = kBounded ? quotient : fminf(fmaxf(quotient, -kFar), kFar);

@@ -17,7 +17,7 @@ constexpr int kGeluCodes = 16;       // of a load
 constexpr int kGeluVectors = 2;      // loads of a thread at a time
 constexpr int kGeluBlocksPerSm = 3;  // thread blocks that have registers
 
-/// As many as fill a store.
+/// Codes of a thread at a time, as many as fill a store of 16 bytes.
 template <class Out>
 inline constexpr int kDequantizedCodes = 16 / int(sizeof(Out));
 

@@ -6,18 +6,18 @@
 
 namespace qcutlass::cuda {
 
-/// What kernels are given.
+/// The arguments of a kernel: the call's, and which of its tensors allow vector accesses.
 struct QuantizeTask : QuantizeArguments {
   bool a_aligned, codes_aligned, smooth_aligned;
 };
 
 constexpr int kWarp = 32;
 
-/// As many as have registers for what they hold: loads in flight are what the speed of a copy takes.
+/// Threads of an SM, as many as have registers for a row: the speed of a copy takes many loads in flight.
 template <class Codes, bool kSmooth>
 inline constexpr int kThreadsPerSm = kSmooth || Codes::kAsymmetric ? 1024 : 1536;
 
-/// Of a pass over a whole matrix: threads of a block, blocks that have registers, vectors of a thread at a time.
+/// A pass over a whole matrix: threads of a block, blocks of an SM, vectors of a thread at a time.
 inline constexpr int kTensorThreads = 256, kTensorBlocksPerSm = 4, kTensorVectors = 4;
 
 /// Values x of one row, in vectors; zeros past its end.
@@ -26,7 +26,7 @@ class RowReader {
  public:
   static constexpr int kCount = Raw<In>::kCount;
   using Floats = float[kCount];
-  /// As they are read, or, not to divide twice, divided by the smoothing factors.
+  /// The values of a row as they are kept: as read, or, not to divide twice, divided by the smoothing factors.
   using Held = std::conditional_t<kSmooth, Vector<float, kCount>, Raw<In>>;
 
   __device__ RowReader(QuantizeTask const& task, int64_t row)

@@ -10,7 +10,7 @@
 
 namespace cutlass::epilogue::thread {
 
-/// Of a block of values.
+/// Quantises the values of one block to int8: its extent, its scale, its codes.
 class BlockQuantizer {
  public:
   /// max |value|, as bits: magnitudes are ordered as their bits are, and NaN is the largest.
@@ -43,7 +43,7 @@ class BlockQuantizer {
     return extent == 0.f ? 1.f : extent < CUDART_INF_F ? scale : extent;
   }
 
-  /// In the lowest byte.
+  /// The code of a value, in the lowest byte.
   CUTLASS_DEVICE uint32_t code(float value) const {
     return __float_as_uint(fmaf(value, reciprocal_, qcutlass::kIntegerFloat));
   }

@@ -27,7 +27,7 @@ class BlockwiseOutput {
     qcutlass::QuantizedOutput quantized;
   };
 
-  /// What a sum needs of its token, and of its channel.
+  /// The values of a token, and of a channel, that its sums are finished with.
   struct Token {};
   static CUTLASS_DEVICE Token load_token(Params const&, int /*token*/) { return {}; }
   struct Channel {
@@ -49,7 +49,7 @@ class BlockwiseOutput {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
-  /// As BiasActivation's.
+  /// Finishes the sums of a token's 8 channels and stores them, as BiasActivation::store does.
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL

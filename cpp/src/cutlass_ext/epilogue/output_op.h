@@ -9,7 +9,7 @@
 
 namespace cutlass::epilogue::thread {
 
-/// What ends the products of a scale mode.
+/// The output operator for each scale mode.
 template <class Element, class Sum, qcutlass::ScaleMode kMode>
 using OutputOpOf =
     std::conditional_t<kMode == qcutlass::ScaleMode::kNone, ScaledSums<Sum>,
@@ -24,7 +24,7 @@ struct PartialSums {
   int64_t stride;
   int channel, token;
 
-  /// Those of one share.
+  /// The sums of one share.
   CUTLASS_HOST_DEVICE PartialSums of(int share, int tokens) const {
     return {data + int64_t(share) * (tokens - token) * stride, stride, channel, token};
   }

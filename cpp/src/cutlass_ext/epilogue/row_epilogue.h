@@ -133,16 +133,16 @@ class RowEpilogue {
   CUTLASS_DEVICE uint8_t* buffer(int warp) const { return storage_.buffers[warpgroup_ * 4 + warp]; }
   CUTLASS_DEVICE void synchronize() const { arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_); }
 
-  /// Of the value of channel 2t + odd of an n8 block, row g or g + 8.
+  /// The index of the value of channel 2t + odd of an n8 block, row g or g + 8.
   static CUTLASS_HOST_DEVICE constexpr int index(int block, int half, int odd) { return block * 4 + half * 2 + odd; }
 
-  /// What channels' values need, in the buffers of the warps whose threads requested it, to all of the warpgroup.
+  /// Copies the channels' values, which each thread requested one of, to the buffers that the whole warpgroup reads.
   CUTLASS_DEVICE void share_channels() const {
     reinterpret_cast<Channel*>(buffer(warp_))[lane_] = own_;
     synchronize();
   }
 
-  /// results = function(sum, what its token needs, what its channel needs)
+  /// results = function(sum, values of its token, values of its channel)
   template <class Result, class Function>
   CUTLASS_DEVICE void each(Sums const& sums, Result (&results)[kValues], Function const& function) const {
     CUTLASS_PRAGMA_UNROLL

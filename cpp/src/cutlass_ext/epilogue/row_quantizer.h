@@ -7,8 +7,8 @@
 
 namespace cutlass::epilogue::threadblock {
 
-/// Of a warp with 16 tokens (rows g and g + 8 of lane 4g + t) and kChannels channels (2t and 2t + 1 of every eight). Of
-/// 64 channels, two warps have a block of 128; both call the functions together.
+/// Quantises the outputs of a warp in blocks of channels: 16 tokens (rows g and g + 8 of lane 4g + t) by kChannels
+/// channels (2t and 2t + 1 of every eight). With 64 channels, two warps share a block of 128 and call together.
 template <int kChannels>
 class RowQuantizer {
  public:

@@ -29,7 +29,7 @@ class ScaledSums {
     qcutlass::SumScales scales;
   };
 
-  /// What a sum needs of its token.
+  /// The values of a token that its sums are finished with.
   struct Token {
     float scale;
     int32_t azp;
@@ -41,7 +41,7 @@ class ScaledSums {
             kInteger && scales.azp != nullptr ? scales.azp[last * scales.azp_stride] : 0};
   }
 
-  /// And of its channel.
+  /// The values of a channel that its sums are finished with.
   struct FloatChannel {
     float scale, bias;
     FloatChannel() = default;
@@ -93,7 +93,7 @@ class ScaledSums {
     if (shifts(params)) load_channels(codes_, scales.channel_sums, channel, params.channels);
   }
 
-  /// As BiasActivation's.
+  /// Finishes the sums of a token's 8 channels and stores them, as BiasActivation::store does.
   CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
     int64_t const offset = token * params_.stride + channel_;

@@ -1,4 +1,4 @@
-// From the transposed accumulators (channels x tokens) of the mainloops to row-major [token][channel].
+// From the transposed accumulators (channels x tokens) of the main loops to row-major [token][channel].
 //
 // Through shared memory, some token columns at a time: warps write their fragments transposed, every slice of k in a
 // plane of its own; then each thread adds the planes in order and owns 8 consecutive channels of a token. Blocks of a

@@ -107,7 +107,7 @@ class WgmmaEpilogue {
 
   CUTLASS_DEVICE int lane() const { return thread_ % 32; }
   CUTLASS_DEVICE int warp() const { return thread_ / 32; }
-  /// Of this thread's channels, the first; the other is 8 further on.
+  /// The first of this thread's two channels; the other is 8 further on.
   CUTLASS_DEVICE int own_channel() const { return warp() * 16 + lane() / 4; }
 
   /// [n8 block][channel g or g + 8][token 2t or 2t + 1]

@@ -1,4 +1,4 @@
-// The kernel of the sm_90a mainloops: persistent blocks that go from tile to tile, alone or in pairs of neighbours that
+// The kernel of the wgmma main loops: persistent blocks that go from tile to tile, alone or in pairs of neighbours that
 // share weights; the last tiles, or all of them, may have blocks that share their k extent, in clusters or alone.
 #pragma once
 
@@ -143,7 +143,7 @@ class PackedGemmWgmma {
   /// Blocks that share weights go together.
   static CUTLASS_DEVICE int first_item(Params const& params) { return int(blockIdx.x) / Mma::sharers(params.mma); }
   static CUTLASS_DEVICE int step(Params const& params) { return int(gridDim.x) / Mma::sharers(params.mma); }
-  /// Of a cluster, all blocks have a share as their last item, or none of them.
+  /// Whether this block's last item is a share of a tile; the same for all blocks of a cluster.
   static CUTLASS_DEVICE bool ends_with_share(Params const& params) {
     int const first = first_item(params), last = params.order.items - 1;
     return last - (last - first) % step(params) >= params.order.whole;

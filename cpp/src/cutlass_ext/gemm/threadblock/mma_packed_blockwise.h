@@ -1,4 +1,4 @@
-// The multistage mainloop of blockwise int8. The int32 sums of every block of k are scaled into fp32 ones by the CUDA
+// The multistage main loop of blockwise int8. The int32 sums of every block of k are scaled into fp32 ones by the CUDA
 // cores, so a block's products are made output by output, not step by step: only a few outputs have int32 sums at a
 // time. Operand B of a whole slice stays in registers, the strips of operand A pass by.
 #pragma once
@@ -53,7 +53,7 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
     for (int step = 0; step < kSteps; ++step) Ring::load_codes(frag_a_[m % 2][step], place, step, m);
   }
 
-  /// What the first unit of a stage needs.
+  /// Loads the operands of the first unit of a stage.
   CUTLASS_DEVICE void load_first(int place) {
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kColumns; n += 2) load_tokens(place, n);

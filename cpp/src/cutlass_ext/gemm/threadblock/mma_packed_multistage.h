@@ -1,4 +1,4 @@
-// The multistage mainloop of products whose weights get their scales, if any, before the multiplication: they are
+// The multistage main loop of products whose weights get their scales, if any, before the multiplication: they are
 // dequantised in registers, one step ahead, evenly between the MMAs.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The streaming mainloop, for few tokens: the weights pass through at the speed of memory and everything else keeps out
+// The stream main loop, for few tokens: the weights pass through at the speed of memory and everything else keeps out
 // of their way. Differences from MmaPackedMultistage:
 //   - k is dealt out to the block's slices in turns of 128; the warps of a slice share a cp.async ring of their own and
 //     never wait for another slice before the epilogue. With one warp a slice the loop has no block-wide barrier;
@@ -305,7 +305,7 @@ class MmaPackedStream {
 
   using Codes = uint32_t[kSteps * LayoutA::kWords];
 
-  /// Of the lane's codes in a packed tile; simple ones need no register.
+  /// The first byte of the lane's codes in a packed tile; simple ones need no register.
   CUTLASS_DEVICE int code_byte() const { return LayoutA::kConverts ? lane_ * 16 : lane_byte_; }
 
   /// The lane's codes of packed tile `tile` of `kCount` strips from the warp's strip m on.

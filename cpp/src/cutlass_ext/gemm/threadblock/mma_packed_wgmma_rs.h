@@ -1,4 +1,4 @@
-// The sm_90a mainloop of weight-only products: asynchronous warpgroup MMAs (wgmma) with the dequantised weights as
+// The wgmma main loop of weight-only products: asynchronous MMAs of four warps with the dequantised weights as
 // register operand A and activations in swizzled shared memory as operand B.
 //
 //   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a

@@ -1,4 +1,4 @@
-// The sm_90a mainloop of 8-by-8-bit products: asynchronous warpgroup MMAs (wgmma) that read both operands from shared
+// The wgmma main loop of 8-by-8-bit products: asynchronous MMAs of four warps that read both operands from shared
 // memory, since nothing has to be converted. Tokens are the rows of the instruction, so that the sums of a thread are
 // of two tokens, whatever the number of channels.
 //

@@ -1,4 +1,4 @@
-// The cp.async ring of the multistage mainloops: MmaMultistage's skeleton (one barrier a stage, operands shared by all
+// The cp.async ring of the multistage main loops: MmaMultistage's skeleton (one barrier a stage, operands shared by all
 // warps of the block, warps sliced along k) with these differences:
 //   - weights are operand A, packed so that one shared load brings all that a lane needs of a tile;
 //   - scales and zeros, or the scales of blocks, travel in the ring as a third operand;

@@ -1,4 +1,4 @@
-// What the mainloops have in common: the operands, the tensor-core instruction, and how weights get their scales.
+// The base of all main loops: types of the operands, the tensor-core instruction, loaders of scales.
 #pragma once
 
 #include <type_traits>

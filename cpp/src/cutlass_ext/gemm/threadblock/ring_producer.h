@@ -1,5 +1,4 @@
-// What the sm_90a mainloops' rings have in common: barriers of their places, and the thread that keeps them full by
-// TMA.
+// The ring of a wgmma main loop: barriers of its stages, and the thread that keeps it full by TMA.
 #pragma once
 
 #include "cute/arch/copy_sm90_desc.hpp"
@@ -13,7 +12,7 @@ template <int kStages>
 struct RingBarriers {
   arch::TransactionBarrier full[kStages], empty[kStages];
 
-  /// By one thread, and before all others pass a barrier. `warps`: how many free a place.
+  /// Called by one thread, before all others pass a barrier. `warps`: the number that free a stage.
   CUTLASS_DEVICE void initialize(int warps) {
     CUTLASS_PRAGMA_UNROLL
     for (int place = 0; place < kStages; ++place) {
@@ -32,7 +31,7 @@ struct TokenBoxes {
   CUtensorMap whole, last;
   int tokens;
 
-  /// Of the tile that begins at `token`; none or less if it lies behind the last one.
+  /// The rows of the tile that begins at `token`; 0 or less if it lies behind the last one.
   CUTLASS_DEVICE int rows(int token) const { return fast_min(tokens - token, kTokens); }
   CUTLASS_DEVICE CUtensorMap const& map(int rows) const { return rows == kTokens ? whole : last; }
 };
@@ -79,7 +78,7 @@ class RingProducer {
  protected:
   CUTLASS_DEVICE uint64_t* barrier(int place) const { return reinterpret_cast<uint64_t*>(&barriers_.full[place]); }
 
-  /// Of a stage, if a row has so many.
+  /// The bytes of activations in a stage, at `row_bytes` a row.
   CUTLASS_DEVICE int activation_bytes(int row_bytes) const { return fast_max(rows_, 0) * row_bytes; }
 
   RingBarriers<kStages>& barriers_;
