@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from os import PathLike
@@ -15,7 +16,7 @@ from qcutlass.formats import awq, compressed_tensors, floats, gguf, gptq, hqq, m
 from qcutlass.formats.checkpoint import Checkpoint, Format
 from qcutlass.formats.config import Config, read_config
 from qcutlass.formats.layers import CanonicalLinear, FloatLinear, Int8Linear, Layer
-from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, open_folder
+from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
 
 __all__ = [
     "FORMATS",
@@ -141,7 +142,7 @@ def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[Tenso
         return MemorySource(checkpoint), Config()
     path = Path(checkpoint)
     suffix = path.suffix.lower()
-    if path.is_dir() and suffix not in _FILES:
+    if os.path.isdir(path) and suffix not in _FILES:
         return _open_folder(path)
     if suffix in _PICKLES:
         raise UnsupportedError(
@@ -149,7 +150,7 @@ def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[Tenso
         )
     if suffix and suffix not in _FILES:
         raise UnsupportedError(f"{path}: expected a folder, or a file named *{' or *'.join(_FILES)}")
-    if not path.exists():
+    if not os.path.exists(path):  # as Path.exists, but no error for names that are too long
         raise FileNotFoundError(f"{path}: no such file or folder")
     if not path.is_file() or not suffix:
         raise CheckpointError(f"{path}: expected a folder, or a file named *{' or *'.join(_FILES)}")
@@ -162,13 +163,13 @@ def _open_folder(folder: Path) -> tuple[TensorSource, Config]:
     source = open_folder(folder)
     if source is not None:
         return source, read_config(folder)
-    models = sorted(folder.glob("*.gguf"))
+    names = listed(folder)
+    models = [name for name in names if name.endswith(".gguf")]
     if len(models) == 1:
-        return _open(models[0])
+        return _open(folder / models[0])
     if models:
-        names = ", ".join(path.name for path in models[:8])
-        raise CheckpointError(f"{folder}: expected one .gguf file, got {names}; pass one of them")
-    pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix.lower() in _PICKLES]
+        raise CheckpointError(f"{folder}: expected one .gguf file, got {', '.join(models[:8])}; pass one of them")
+    pickles = [name for name in names if Path(name).suffix.lower() in _PICKLES]
     if pickles:
         raise UnsupportedError(
             f"{folder}: pickled checkpoints ({pickles[0]}) can run code and are not read; convert to safetensors first"
