@@ -82,7 +82,7 @@ def read_span(path: Path, stamp: Stamp, begin: int, size: int, name: str) -> Ten
         if Stamp.of(file) != stamp:
             raise CheckpointError(changed)
         try:
-            data = torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default is
         except (RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{path}: {name}: no memory for its {size} bytes") from error
         buffer: Any = data.numpy()
