@@ -126,12 +126,11 @@ def converted_folders() -> dict[str, Files]:
 def gguf_parts() -> dict[str, Any]:
     """What a GGUF file says, in the words of the format's description, and the bytes of its tensors."""
     infos, data = [], b""
-    for name in ("Q4_0", "Q4_1", "Q8_0", "F16", "F32"):
-        kind = gguf.GGMLQuantizationType[name]
+    for name in ("Q4_0", "Q4_1", "Q8_0", "F16", "F32", "an embedding"):
+        kind = gguf.GGMLQuantizationType["Q4_0" if name == "an embedding" else name]
+        tensor = "token_embd.weight" if name == "an embedding" else f"blk.{int(kind)}.ffn_up.weight"
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        infos.append(
-            {"name": f"blk.{int(kind)}.ffn_up.weight", "dims": [64, 3], "kind": int(kind), "offset": len(data)}
-        )
+        infos.append({"name": tensor, "dims": [64, 3], "kind": int(kind), "offset": len(data)})
         data += bytes(range(60, 60 + size)) * (64 * 3 // block)
         data += bytes(-len(data) % 32)
     pairs = [
