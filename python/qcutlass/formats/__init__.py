@@ -80,7 +80,8 @@ def load(
 
     Args:
         checkpoint: a folder with safetensors files (and their index, `config.json`), or with one GGUF file; such a
-            file; or tensors by name. Pickles are never read.
+            file; or tensors by name. Pickles are never read, and folders of which transformers would read other files
+            than this (an index beside a `model.safetensors` that it does not name) are refused.
         format: a key of `FORMATS`, or "auto".
         config: replaces what the checkpoint says of its quantisation, key by key: `{"checkpoint_format": "gptq_v2"}`.
 
@@ -91,7 +92,7 @@ def load(
     Raises:
         FileNotFoundError: there is no such file or folder.
         UnsupportedError: pickles, and formats that are not in `FORMATS`.
-        CheckpointError: a file is damaged, or it contradicts its index, its configuration or itself.
+        CheckpointError: a file is damaged, is none, or contradicts its index, its configuration or itself.
         ValueError: `format` is not a key of `FORMATS`.
 
     Example:

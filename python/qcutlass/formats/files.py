@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,12 @@ class Stamp(NamedTuple):
     modified: int
 
     @staticmethod
-    def of(file: BinaryIO) -> Stamp:
+    def of(file: BufferedReader) -> Stamp:
         status = os.fstat(file.fileno())
         return Stamp(status.st_size, status.st_mtime_ns)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """A regular file, open for reading; what is checked is what was opened, whatever the path names later.
 
     Raises:

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ def _entry(path: Path, name: str, values: object, begin: int) -> Entry:
     """One tensor, in itself whole; `begin`: of the tensors' bytes."""
     if not isinstance(values, dict):
         raise _error(path, name, "is described by no object")
-    dtype, shape, place = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype, shape, place = values.get("dtype"), values.get("shape"), values.get("data_offsets")
     if type(dtype) is not str or dtype not in BITS:
         raise _error(path, name, f"has the unknown type {dtype!r:.40}")
     if not _are_sizes(shape) or math.prod(max(1, extent) for extent in shape) >= _MOST_ELEMENTS:
@@ -142,5 +142,5 @@ def _entry(path: Path, name: str, values: object, begin: int) -> Entry:
     return Entry(dtype, tuple(shape), begin + place[0], size // 8)
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < _MOST_ELEMENTS for value in values)
