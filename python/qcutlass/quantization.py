@@ -74,9 +74,9 @@ def check_zeros(zeros: Tensor | None, bits: int) -> None:
         return
     if zeros.dtype == torch.uint8 and bits == 8:
         return  # holds no others
-    low, high = int(zeros.min()), int(zeros.max())
-    if low < 0 or high > 2**bits:
-        raise ValueError(f"zeros: expected integers in [0, {2**bits}] for {bits}-bit weights, got {low} to {high}")
+    if bool(((zeros < 0) | (zeros > 2**bits)).any()):
+        got = f"{int(zeros.min())} to {int(zeros.max())}"
+        raise ValueError(f"zeros: expected integers in [0, {2**bits}] for {bits}-bit weights, got {got}")
 
 
 def _round_up(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from qcutlass.formats.files import Stamp, open_regular
 
 MOST_TENSORS: Final = 1 << 16  # in one file; models with more are sharded
 _MOST_BYTES: Final = 16 << 20
+_MOST_BRACKETS: Final = 8 * MOST_TENSORS  # a tensor has three, the rest is for names
 _MOST_ELEMENTS: Final = 1 << 63
 _METADATA: Final = "__metadata__"
 
@@ -110,6 +111,8 @@ def _error(path: Path, name: str, message: str) -> CheckpointError:
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     """The header's tensors, in the order of the file."""
+    if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:  # a list costs the parser 30 times its two bytes
+        raise CheckpointError(f"{path}: expected at most {MOST_TENSORS} tensors, got a header of more; split the file")
     try:
         header = json.loads(text.decode())
         if not isinstance(header, dict):
