@@ -22,9 +22,13 @@ class QuantizedTensor:
     Attributes:
         codes: uint8 `[N, K]`, values in `[0, 2**bits)`.
         scales: float16, bfloat16 or float32 `[G, N]`, G = ceil(K / group_size).
-        zeros: `[G, N]`, integer (exact zero points) or floating (real-valued zeros); None: 2**(bits - 1) everywhere.
+        zeros: `[G, N]`, integer (exact zero points, in `[0, 2**bits]`) or floating (real-valued zeros); None:
+            2**(bits - 1) everywhere.
         bits: 4 or 8.
         group_size: columns that share a scale; K: one scale a channel. The last group may be shorter.
+
+    Raises:
+        ValueError: integer zeros lie outside `[0, 2**bits]`.
     """
 
     codes: Tensor
@@ -32,6 +36,9 @@ class QuantizedTensor:
     zeros: Tensor | None
     bits: int
     group_size: int
+
+    def __post_init__(self) -> None:
+        check_zeros(self.zeros, self.bits)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,6 +63,20 @@ class QuantizedTensor:
             zero = 2.0 ** (self.bits - 1) if self.zeros is None else self.zeros[group].float()[:, None]
             columns.sub_(zero).mul_(self.scales[group].float()[:, None])
         return weight.to(dtype or self.scales.dtype)
+
+
+def check_zeros(zeros: Tensor | None, bits: int) -> None:
+    """Raises ValueError if integer zeros lie outside [0, 2**bits], for which products give wrong numbers.
+
+    It waits for the device of `zeros`, so products do not call it: it stands where data enters.
+    """
+    if zeros is None or zeros.is_floating_point() or zeros.is_meta or not zeros.numel():
+        return
+    if zeros.dtype == torch.uint8 and bits == 8:
+        return  # holds no others
+    if bool(((zeros < 0) | (zeros > 2**bits)).any()):
+        got = f"{int(zeros.min())} to {int(zeros.max())}"
+        raise ValueError(f"zeros: expected integers in [0, {2**bits}] for {bits}-bit weights, got {got}")
 
 
 def _round_up(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -127,6 +127,18 @@ def test_from_quantized_says_what_is_wrong(change: dict[str, Any], error: type[E
         QuantLinear.from_quantized(quantized, **change)
 
 
+@pytest.mark.parametrize("name", ["scales", "zeros", "bias"])
+def test_checking_a_layer_finds_numbers_that_are_not_finite(name: str) -> None:
+    quantized = qcutlass.quantize(torch.randn(40, 128))
+    assert quantized.zeros is not None
+    real = dataclasses.replace(quantized, zeros=quantized.zeros.float())
+    layer = QuantLinear.from_quantized(real, bias=torch.zeros(40))
+    layer.check()
+    layer.get_buffer(name).view(-1)[7] = torch.inf
+    with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
+        layer.check()
+
+
 @pytest.mark.parametrize("quantized", [None, (1, 2)], ids=str)
 def test_weights_in_canonical_form_are_asked_for(quantized: Any) -> None:
     for make in (QuantLinear.from_quantized, WeightOnlyLinear):
@@ -215,6 +227,7 @@ def damaged(name: str, value: Any) -> Callable[[dict[str, Tensor]], None]:
         (damaged("scales", torch.ones(1, 40)), "zeros: expected the shape of scales, .1, 40., got .2, 40."),
         (damaged("scales", None), "scales: expected a torch.Tensor, got NoneType"),
         (damaged("zeros", torch.ones(2, 40, dtype=torch.int64)), "zeros: "),
+        (damaged("zeros", torch.full((2, 40), 17, dtype=torch.uint8)), r"zeros: expected integers in \[0, 16\]"),
         (damaged("perm", torch.full((128,), 128, dtype=torch.int32)), r"perm: expected values in \[0, 128\)"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,3 +128,13 @@ def test_the_weight_is_left_alone() -> None:
     before = weight.clone()
     qcutlass.quantize(weight, bits=8, group_size=32)
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.uint8), (4, torch.int32), (8, torch.int32)])
+def test_zeros_out_of_range_are_refused(bits: int, dtype: torch.dtype) -> None:
+    qt = qcutlass.quantize(normal(20, 64), bits=bits, group_size=32)
+    for value in (0, 2**bits):
+        dataclasses.replace(qt, zeros=torch.full((2, 20), value, dtype=dtype))
+    for value in (2**bits + 1, 255 if dtype == torch.uint8 else -1):
+        with pytest.raises(ValueError, match=rf"zeros: expected integers in \[0, {2**bits}\]"):
+            dataclasses.replace(qt, zeros=torch.full((2, 20), value, dtype=dtype))

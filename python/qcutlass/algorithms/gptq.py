@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -94,12 +94,12 @@ def gptq(
     columns = weight.detach().float().T if perm is None else weight.detach().float().T[perm]
     moment = second_moment if perm is None else second_moment[perm][:, perm]
     factor, used = inverse_factor(moment, float(damping))
-    quantized = _round(columns.contiguous(), factor, scheme, scheme.scale_dtype or weight.dtype, clip)
-    if perm is None:
-        return GptqResult(quantized, None, used)
-    within = (torch.arange(len(perm), device=perm.device) // quantized.group_size * len(perm) + perm).argsort()
-    quantized = replace(quantized, codes=quantized.codes[:, within].contiguous())
-    return GptqResult(quantized, perm[within].to(torch.int32), used)
+    codes, scales, zeros = _round(columns.contiguous(), factor, scheme, scheme.scale_dtype or weight.dtype, clip)
+    step = group_size_of(scheme, len(codes))
+    if perm is not None:
+        within = (torch.arange(len(perm), device=perm.device) // step * len(perm) + perm).argsort()
+        codes, perm = codes[within], perm[within].to(torch.int32)
+    return GptqResult(QuantizedTensor(codes.T.contiguous(), scales, zeros, scheme.bits, step), perm, used)
 
 
 def check_damping(damping: object) -> None:
@@ -135,8 +135,10 @@ def _weighted(costs: Tensor) -> Penalty:
     return lambda errors: errors.square() @ costs
 
 
-def _round(columns: Tensor, factor: Tensor, scheme: WeightOnly, dtype: torch.dtype, clip: bool) -> QuantizedTensor:
-    """`columns`: float32 `[K, N]`, which is used up; `factor`: `[K, K]`."""
+def _round(
+    columns: Tensor, factor: Tensor, scheme: WeightOnly, dtype: torch.dtype, clip: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes `[K, N]`, scales and zeros; `columns`: float32 `[K, N]`, which is used up; `factor`: `[K, K]`."""
     k, n = columns.shape
     step, highest = group_size_of(scheme, k), 2**scheme.bits - 1
     groups = ceil_div(k, step)
@@ -166,5 +168,4 @@ def _round(columns: Tensor, factor: Tensor, scheme: WeightOnly, dtype: torch.dty
                 done = errors[inner - begin : last - begin]
                 columns[last : part.stop].addmm_(factor[inner:last, last : part.stop].T, done, alpha=-1)
             columns[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
-    zeros = None if scheme.symmetric else shifts.to(torch.uint8)
-    return QuantizedTensor(codes.T.contiguous(), scales, zeros, scheme.bits, step)
+    return codes, scales, None if scheme.symmetric else shifts.to(torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from os import PathLike
@@ -15,7 +16,7 @@ from qcutlass.formats import awq, compressed_tensors, floats, gguf, gptq, hqq, m
 from qcutlass.formats.checkpoint import Checkpoint, Format
 from qcutlass.formats.config import Config, read_config
 from qcutlass.formats.layers import CanonicalLinear, FloatLinear, Int8Linear, Layer
-from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, open_folder
+from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
 
 __all__ = [
     "FORMATS",
@@ -79,7 +80,8 @@ def load(
 
     Args:
         checkpoint: a folder with safetensors files (and their index, `config.json`), or with one GGUF file; such a
-            file; or tensors by name. Pickles are never read.
+            file; or tensors by name. Pickles are never read, and folders of which transformers would read other files
+            than this (an index beside a `model.safetensors` that it does not name) are refused.
         format: a key of `FORMATS`, or "auto".
         config: replaces what the checkpoint says of its quantisation, key by key: `{"checkpoint_format": "gptq_v2"}`.
 
@@ -90,7 +92,7 @@ def load(
     Raises:
         FileNotFoundError: there is no such file or folder.
         UnsupportedError: pickles, and formats that are not in `FORMATS`.
-        CheckpointError: a file is damaged, or it contradicts its index, its configuration or itself.
+        CheckpointError: a file is damaged, is none, or contradicts its index, its configuration or itself.
         ValueError: `format` is not a key of `FORMATS`.
 
     Example:
@@ -141,7 +143,7 @@ def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[Tenso
         return MemorySource(checkpoint), Config()
     path = Path(checkpoint)
     suffix = path.suffix.lower()
-    if path.is_dir() and suffix not in _FILES:
+    if os.path.isdir(path) and suffix not in _FILES:
         return _open_folder(path)
     if suffix in _PICKLES:
         raise UnsupportedError(
@@ -149,7 +151,7 @@ def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[Tenso
         )
     if suffix and suffix not in _FILES:
         raise UnsupportedError(f"{path}: expected a folder, or a file named *{' or *'.join(_FILES)}")
-    if not path.exists():
+    if not os.path.exists(path):  # as Path.exists, but no error for names that are too long
         raise FileNotFoundError(f"{path}: no such file or folder")
     if not path.is_file() or not suffix:
         raise CheckpointError(f"{path}: expected a folder, or a file named *{' or *'.join(_FILES)}")
@@ -162,13 +164,13 @@ def _open_folder(folder: Path) -> tuple[TensorSource, Config]:
     source = open_folder(folder)
     if source is not None:
         return source, read_config(folder)
-    models = sorted(folder.glob("*.gguf"))
+    names = listed(folder)
+    models = [name for name in names if name.endswith(".gguf")]
     if len(models) == 1:
-        return _open(models[0])
+        return _open(folder / models[0])
     if models:
-        names = ", ".join(path.name for path in models[:8])
-        raise CheckpointError(f"{folder}: expected one .gguf file, got {names}; pass one of them")
-    pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix.lower() in _PICKLES]
+        raise CheckpointError(f"{folder}: expected one .gguf file, got {', '.join(models[:8])}; pass one of them")
+    pickles = [name for name in names if Path(name).suffix.lower() in _PICKLES]
     if pickles:
         raise UnsupportedError(
             f"{folder}: pickled checkpoints ({pickles[0]}) can run code and are not read; convert to safetensors first"

@@ -172,7 +172,11 @@ def _zeros(layer: LayerTensors, n: int, groups: int, bits: int) -> Tensor | None
     if layer.info(suffix).dtype == "I8":
         shape = layer.info(suffix).shape
         layer.check(suffix, _INT8, (n, groups) if shape not in ((), (1,)) else shape)
-        stored = layer.read(suffix).reshape(-1, groups).expand(n, groups).T
-        return settle_zeros(stored.to(torch.int16) + 2 ** (bits - 1), bits)
+        stored = layer.read(suffix)
+        low, high, half = int(stored.min()), int(stored.max()), 2 ** (bits - 1)
+        if low < -half or high >= half:
+            raise layer.error(suffix, f"expected zero points in [{-half}, {half}), got {low} to {high}")
+        zeros = (stored.to(torch.int16) + half).to(torch.uint8)
+        return settle_zeros(zeros.expand(n, groups).T, bits)
     layer.check(suffix, INT32, (ceil_div(n * bits, 32), groups))
     return settle_zeros(unpack(layer.read(suffix).T, bits)[:, :n], bits)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qcutlass.errors import CheckpointError
+from qcutlass.formats.files import read_whole
 
 _MOST_BYTES: Final = 32 << 20
 _SECTIONS: Final = {  # file: where in it the quantisation is described; "": everywhere
@@ -22,18 +23,25 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: the file holds something else, or is larger than 32 MiB.
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is no regular file, holds something else, or is larger than 32 MiB.
     """
-    size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise CheckpointError(f"{path}: expected at most {_MOST_BYTES} bytes of JSON, got {size}")
+    data = read_whole(path, _MOST_BYTES)
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        value = json.loads(data)
+    except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def read_json_if_there(path: Path) -> dict[str, Any] | None:
+    """As `read_json`; None where there is no such file."""
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -98,9 +106,10 @@ def read_config(folder: Path) -> Config:
     """What the JSON files in a folder say about quantisation."""
     for name, keys in _SECTIONS.items():
         path = folder / name
-        if not path.is_file():
+        values = read_json_if_there(path)
+        if values is None:
             continue
-        whole = Config(read_json(path), str(path))
+        whole = Config(values, str(path))
         for key in keys:
             found = whole.section(key) if key else whole
             if found:

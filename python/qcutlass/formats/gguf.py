@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.errors import UnsupportedError
 from qcutlass.formats.affine import from_minima
+from qcutlass.formats.files import read_span
 from qcutlass.formats.gguf_header import read_header
 from qcutlass.formats.layers import CanonicalLinear, FloatLinear
 from qcutlass.formats.source import TensorInfo
@@ -103,7 +104,7 @@ class GGUFSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.metadata, self._stored = read_header(path)
+        self.metadata, self._stored, self._stamp = read_header(path)
         self._infos = {name: stored.info for name, stored in self._stored.items()}
 
     @property
@@ -114,12 +115,7 @@ class GGUFSource:
     def read(self, name: str) -> Tensor:
         """See `TensorSource`; KeyError for a name that is not there."""
         info, begin, size = self._stored[name]
-        data = torch.empty(size, dtype=torch.uint8)
-        buffer: Any = data.numpy()
-        with self._path.open("rb") as file:
-            file.seek(begin)
-            if file.readinto(buffer) != size:
-                raise CheckpointError(f"{self._path}: {name}: the file changed: it has no longer all of {size} bytes")
+        data = read_span(self._path, self._stamp, begin, size, name)
         if info.dtype in _FLOATS:
             return data.view(_FLOATS[info.dtype]).view(info.shape)
         if info.dtype not in _QUANTIZED:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.source import MOST_TENSORS, TensorInfo
+from qcutlass.formats.files import Stamp, open_regular
+from qcutlass.formats.safetensors_header import MOST_TENSORS
+from qcutlass.formats.source import TensorInfo
 
 _VERSIONS: Final = (2, 3)
 _SCALARS: Final = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -16,6 +18,10 @@ _STRING: Final = 8
 _ARRAY: Final = 9
 _DEEPEST_ARRAY: Final = 4
 _MOST_DIMENSIONS: Final = 4
+_MOST_BYTES: Final = 64 << 20  # of a header; those of models have up to 20 MB
+_MOST_PAIRS: Final = 1 << 14
+_MOST_STRING: Final = 16 << 20
+_MOST_ITEMS: Final = 1 << 21  # strings and arrays in all arrays together, which are skipped one by one
 _ALIGNMENT: Final = 32
 
 
@@ -28,16 +34,17 @@ class Stored(NamedTuple):
 
 
 class _Reader:
-    """Numbers and strings of a file, never past its end."""
+    """Numbers and strings of a file, never past its end, nor past the longest header."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self._file, self.path = file, path
-        self.size = path.stat().st_size
+        self.size = size
         self.position = 0
+        self._items = 0
 
     @property
     def left(self) -> int:
-        return self.size - self.position
+        return min(self.size, _MOST_BYTES) - self.position
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: not a whole GGUF file: {message}, at byte {self.position}")
@@ -53,9 +60,17 @@ class _Reader:
         self._reserve(count)
         self._file.seek(count, 1)
 
+    def items(self, count: int) -> range:
+        """To go over `count` items of an array."""
+        self._items += count
+        if self._items > _MOST_ITEMS:
+            raise self.error(f"expected at most {_MOST_ITEMS} strings in arrays, got {self._items}")
+        return range(count)
+
     def _reserve(self, count: int) -> None:
         if count > self.left:
-            raise self.error(f"expected {count} more bytes, got {self.left}")
+            most = f" of a header of at most {_MOST_BYTES}" if self.size > _MOST_BYTES else ""
+            raise self.error(f"expected {count} more bytes, got {self.left}{most}")
         self.position += count
 
     def number(self, letter: str) -> Any:
@@ -63,21 +78,26 @@ class _Reader:
         return value
 
     def string(self) -> str:
+        length = self.number("Q")
+        if length > _MOST_STRING:
+            raise self.error(f"expected a string of at most {_MOST_STRING} bytes, got {length}")
         try:
-            return self.bytes(self.number("Q")).decode()
+            return self.bytes(length).decode()
         except UnicodeDecodeError as error:
             raise self.error(f"expected UTF-8 ({error})") from error
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Numbers and strings of the metadata by key, and all tensors by name.
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Stored], Stamp]:
+    """Numbers and strings of the metadata by key, all tensors by name, and what tells whether the file changes later.
 
     Raises:
+        FileNotFoundError: there is no such file.
         UnsupportedError: version 1, or big-endian.
         CheckpointError: the file is not GGUF, is truncated, or its header contradicts itself.
     """
-    with path.open("rb") as file:
-        reader = _Reader(file, path)
+    with open_regular(path) as file:
+        stamp = Stamp.of(file)
+        reader = _Reader(file, path, stamp.size)
         if reader.bytes(4) != b"GGUF":
             raise reader.error("expected it to begin with GGUF")
         version = reader.number("I")
@@ -86,13 +106,15 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         tensors, pairs = reader.number("Q"), reader.number("Q")
         if tensors > MOST_TENSORS:
             raise reader.error(f"expected at most {MOST_TENSORS} tensors, got {tensors}")
+        if pairs > _MOST_PAIRS:
+            raise reader.error(f"expected at most {_MOST_PAIRS} keys, got {pairs}")
         metadata: dict[str, Any] = {}
-        for _ in range(pairs):  # each takes bytes: a number that lies ends at the end of the file
+        for _ in range(pairs):
             key = reader.string()
             value = _value(reader, reader.number("I"), 0)
             if value is not None:
                 metadata[key] = value
-        return metadata, _tensors(reader, tensors, metadata.get("general.alignment", _ALIGNMENT))
+        return metadata, _tensors(reader, tensors, metadata.get("general.alignment", _ALIGNMENT)), stamp
 
 
 def _value(reader: _Reader, kind: int, depth: int) -> Any:
@@ -107,10 +129,10 @@ def _value(reader: _Reader, kind: int, depth: int) -> Any:
     if element in _SCALARS:
         reader.skip(count * struct.calcsize(f"<{_SCALARS[element]}"))
     elif element == _STRING:
-        for _ in range(count):
+        for _ in reader.items(count):
             reader.skip(reader.number("Q"))
     else:
-        for _ in range(count):
+        for _ in reader.items(count):
             _value(reader, element, depth + 1)
     return None
 
@@ -134,7 +156,7 @@ def _tensors(reader: _Reader, count: int, alignment: object) -> dict[str, Stored
             raise reader.error(f"{name!r:.80} has the unknown type {kind}") from error
         if name in found:
             raise reader.error(f"two tensors are named {name!r:.80}")
-        if not shape or shape[-1] % block:
+        if not shape or min(shape) < 1 or shape[-1] % block:
             raise reader.error(f"{name!r:.80} of shape {list(shape)} is no whole number of {label} blocks")
         if offset % alignment:
             raise reader.error(f"{name!r:.80} begins at {offset}, no multiple of {alignment}")

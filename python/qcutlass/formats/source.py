@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.config import read_json
+from qcutlass.errors import CheckpointError
+from qcutlass.formats.config import read_json, read_json_if_there
+from qcutlass.formats.files import Stamp, read_span
+from qcutlass.formats.safetensors_header import BITS, Entry, as_tensor, dtype_name, read_header
 
-MOST_TENSORS: Final = 1 << 16  # in one file; models with more are sharded
-_MOST_HEADER_BYTES: Final = 16 << 20
-_MOST_MAPPED_BYTES: Final = 32 << 20
 _INDEX: Final = ".safetensors.index.json"
+_WHOLE: Final = "model.safetensors"
 _PLAIN_NAME: Final = re.compile(r"[^/\\\0]+\.safetensors")
-_DTYPES: Final = {  # names of safetensors, by those of torch
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 
 
 class TensorInfo(NamedTuple):
@@ -41,8 +37,7 @@ class TensorInfo(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of a tensor in safetensors."""
-        bits = re.sub(r"\D+", "", self.dtype.partition("_")[0]) or 8  # of BOOL; F8_E4M3 has 8
-        return max(1, int(bits) // 8) * math.prod(self.shape)
+        return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 class TensorSource(Protocol):
@@ -75,26 +70,29 @@ class MemorySource:
 
 
 class SafetensorsSource:
-    """One or more safetensors files. At most one is mapped into memory, at most a bounded part of it is kept there.
+    """One or more safetensors files. None is held open or mapped into memory.
 
     Args:
         files: whose headers are read.
         shards: the file of each tensor, where several hold the same name or an index tells.
 
     Raises:
-        CheckpointError: a file is truncated, or its header contradicts it, another file or `shards`.
+        FileNotFoundError: a file is absent.
+        UnsupportedError: torch lacks the type of a tensor.
+        CheckpointError: a file is damaged, or its header contradicts it, another file or `shards`.
     """
 
     def __init__(self, files: Iterable[Path], shards: Mapping[str, Path] | None = None) -> None:
-        self._shards: dict[str, Path] = {}
-        self._infos: dict[str, TensorInfo] = {}
-        self._open: tuple[Path, Any] | None = None
-        self._mapped_bytes = 0
+        self._stamps: dict[Path, Stamp] = {}
+        self._stored: dict[str, tuple[Path, Entry]] = {}
         for file in files:
             self._add(file, shards or {})
         for name, file in (shards or {}).items():
-            if name not in self._shards:
+            if name not in self._stored:
                 raise CheckpointError(f"{file}: expected the tensor {name!r} that the index places there; it is absent")
+        self._infos = {
+            name: TensorInfo(entry.dtype, entry.shape, str(file)) for name, (file, entry) in self._stored.items()
+        }
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -102,83 +100,70 @@ class SafetensorsSource:
         return self._infos
 
     def _add(self, file: Path, shards: Mapping[str, Path]) -> None:
-        handle = open_safetensors(file)
-        names = handle.keys()
-        if len(names) > MOST_TENSORS:
-            raise CheckpointError(f"{file}: expected at most {MOST_TENSORS} tensors, got {len(names)}; split the file")
-        for name in names:
+        entries, self._stamps[file] = read_header(file)
+        for name, entry in entries.items():
             if shards.get(name, file) != file:
                 continue
-            if name in self._shards:
-                raise CheckpointError(f"{file}: the tensor {name!r} is also in {self._shards[name]}; keep one of them")
-            part = handle.get_slice(name)
-            self._infos[name] = TensorInfo(part.get_dtype(), tuple(part.get_shape()), str(file))
-            self._shards[name] = file
+            if name in self._stored:
+                raise CheckpointError(
+                    f"{file}: the tensor {name!r} is also in {self._stored[name][0]}; keep one of them"
+                )
+            self._stored[name] = file, entry
 
     def read(self, name: str) -> Tensor:
         """See `TensorSource`; KeyError for a name that is not there."""
-        info, file = self._infos[name], self._shards[name]
-        if self._open is None or self._open[0] != file or self._mapped_bytes > _MOST_MAPPED_BYTES:
-            self._open = None  # unmaps what was read before
-            self._open = file, open_safetensors(file)
-            self._mapped_bytes = 0
-        from safetensors import SafetensorError
-
-        try:
-            mapped: Tensor = self._open[1].get_tensor(name)
-        except (SafetensorError, AttributeError, RuntimeError, ValueError) as error:
-            raise UnsupportedError(f"{file}: {name} of type {info.dtype} cannot be read ({error})") from error
-        self._mapped_bytes += mapped.nbytes
-        return mapped.clone()
+        file, entry = self._stored[name]
+        data = read_span(file, self._stamps[file], entry.begin, entry.size, name)
+        return as_tensor(data, entry.dtype, entry.shape)
 
     plain = read
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """The type of a tensor in the words of safetensors."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    return _DTYPES.get(name, name)
-
-
-def open_safetensors(file: Path) -> Any:
-    """An open file whose header has been checked: against its size, for overlaps, gaps and shapes that lie."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        raise CheckpointError(f"{file}: expected a file")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-    if len(prefix) < 8:
-        raise CheckpointError(f"{file}: not a whole safetensors file ({size} bytes)")
-    (header_bytes,) = struct.unpack("<Q", prefix)
-    if header_bytes > min(size - 8, _MOST_HEADER_BYTES):
-        raise CheckpointError(
-            f"{file}: expected a header of at most {min(size - 8, _MOST_HEADER_BYTES)} bytes, got {header_bytes}: "
-            "not a whole safetensors file"
-        )
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, ValueError, MemoryError) as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from error
 
 
 def open_folder(folder: Path) -> SafetensorsSource | None:
     """The safetensors files of a folder, as its index lists them; None where there is none.
 
-    Without an index: `model.safetensors`, or else all files.
+    Without an index: `model.safetensors`, or else all files. A folder of which transformers would read other files is
+    refused: it takes what `transformers_weights` in `config.json` names, else `model.safetensors`, else the index.
     """
-    indexes = sorted(folder.glob(f"*{_INDEX}"))
+    names = listed(folder)
+    indexes = [name for name in names if name.endswith(_INDEX)]
     if len(indexes) > 1:
-        raise CheckpointError(f"{folder}: expected one index, got {', '.join(path.name for path in indexes)}")
+        raise CheckpointError(f"{folder}: expected one index, got {', '.join(indexes)}")
     if indexes:
-        shards = _read_index(indexes[0])
-        return SafetensorsSource(sorted(set(shards.values())), shards)
-    files = sorted(path for path in folder.glob("*.safetensors"))
-    whole = folder / "model.safetensors"
-    if whole in files:
-        files = [whole]
-    return SafetensorsSource([_inside(folder, file.name, str(folder)) for file in files]) if files else None
+        shards = _read_index(folder / indexes[0])
+        files = sorted(set(shards.values()))
+        if _WHOLE in names and files != [folder / _WHOLE]:
+            raise CheckpointError(
+                f"{folder}: two sources of weights, {_WHOLE} and the files of {indexes[0]}; remove the one that is "
+                "left over"
+            )
+        _check_named(folder, indexes[0])
+        return SafetensorsSource(files, shards)
+    found = [name for name in names if name.endswith(".safetensors")]
+    if _WHOLE in found:
+        found = [_WHOLE]
+    if not found:
+        return None
+    _check_named(folder, found[0] if len(found) == 1 else "")
+    return SafetensorsSource([_inside(folder, name, str(folder)) for name in found])
+
+
+def listed(folder: Path) -> list[str]:
+    """Names in a folder, sorted; CheckpointError where they cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the folder cannot be listed ({error.strerror})") from error
+
+
+def _check_named(folder: Path, read: str) -> None:
+    """Raises CheckpointError if `config.json` names another source of weights than the one that is read."""
+    named = (read_json_if_there(folder / "config.json") or {}).get("transformers_weights")
+    if named is not None and named != read:
+        raise CheckpointError(
+            f"{folder}: two sources of weights, {read or 'its .safetensors files'} and transformers_weights of "
+            f"config.json, {named!r:.80}; remove one of them"
+        )
 
 
 def _read_index(index: Path) -> dict[str, Path]:

@@ -200,11 +200,15 @@ def scales_16(scales: Tensor) -> Tensor:
 
 
 def whole_zeros(weight: QuantizedTensor) -> Tensor:
-    """Zero points uint8 `[G, N]`; UnsupportedError for real-valued ones."""
+    """Zero points uint8 `[G, N]` in [0, 2**bits); UnsupportedError for others."""
     if weight.zeros is None:
         return torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.uint8)
     if weight.zeros.is_floating_point():
         raise UnsupportedError("expected whole zero points, got real-valued ones, which this format does not hold")
+    if int(weight.zeros.max()) >= 2**weight.bits:
+        raise UnsupportedError(
+            f"expected zero points below {2**weight.bits}, which fit a field, got {weight.zeros.max()}"
+        )
     return weight.zeros.to(torch.uint8)
 
 
@@ -228,11 +232,17 @@ def in_order(codes: Tensor, perm: Tensor | None) -> Tensor:
 
 
 def settle_zeros(zeros: Tensor, bits: int) -> Tensor | None:
-    """Zeros in the most special type that holds them: None (all in the middle), uint8, or the floats that they are."""
+    """Zeros in the most special type that holds them: None (all in the middle), uint8, or the floats that they are.
+
+    Args:
+        zeros: uint8 or floating.
+    """
     if bool((zeros == 2 ** (bits - 1)).all()):
         return None
-    whole = (zeros >= 0) & (zeros < 2**bits) & (zeros == zeros.floor()) if zeros.is_floating_point() else None
-    return (zeros.to(torch.uint8) if whole is None or bool(whole.all()) else zeros).contiguous()
+    if zeros.is_floating_point():
+        whole = (zeros >= 0) & (zeros < 2**bits) & (zeros == zeros.floor())
+        zeros = zeros.to(torch.uint8) if bool(whole.all()) else zeros
+    return zeros.contiguous()
 
 
 def permuted(codes: Tensor, perm: Tensor | None) -> Tensor:

@@ -203,9 +203,9 @@ class QuantLinear(nn.Module, ABC):
         return from_checkpoint(checkpoint, name, format, config, activation)
 
     def check(self) -> None:
-        """Raises TypeError or ValueError unless the buffers are those of such a layer, in this layout.
+        """Raises TypeError or ValueError unless the buffers are those of such a layer, in this layout, and finite.
 
-        For code that sets buffers itself; `load_state_dict` checks what it loads.
+        For code that sets buffers itself or does not trust them; `load_state_dict` checks all but NaN and infinity.
 
         Example:
             >>> import torch, qcutlass
@@ -213,6 +213,9 @@ class QuantLinear(nn.Module, ABC):
         """
         self._check_layout(self.layout)
         self._check({name: part for name, part in self._buffers.items() if name != "layout"})
+        for name, part in self._buffers.items():
+            if part is not None and part.dtype in FLOATING and not part.is_meta and not bool(part.isfinite().all()):
+                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
 
     @abstractmethod
     def _check(self, parts: Parts) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qcutlass._validation import FLOATING, PACKINGS, GemmCall, ceil_div, check_flag, check_gemm, check_integer
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias, short
 from qcutlass.products import gemm
-from qcutlass.quantization import QuantizedTensor, quantize
+from qcutlass.quantization import QuantizedTensor, check_zeros, quantize
 from qcutlass.smoothquant import ActivationStatistics
 from qcutlass.weights import preprocess_weights
 
@@ -76,7 +76,8 @@ class WeightOnlyLinear(QuantLinear):
         bias, activation, act_scale, perm: as for `gemm`.
 
     Raises:
-        TypeError, ValueError: as for `gemm`; also where `perm` holds values outside [0, K), on any device.
+        TypeError, ValueError: as for `gemm`; also where `perm` holds values outside [0, K) or whole zeros lie outside
+            [0, 2**bits], on any device.
 
     Example:
         >>> import torch, qcutlass
@@ -135,6 +136,7 @@ class WeightOnlyLinear(QuantLinear):
         shape = check_gemm(call, None)
         if shape.n != self.out_features:
             raise ValueError(f"scales: expected N = {self.out_features} channels, got {shape.n}")
+        check_zeros(parts["zeros"], self.bits)
         if perm is not None and not perm.is_meta and not bool(((perm >= 0) & (perm < self.in_features)).all()):
             raise ValueError(f"perm: expected values in [0, {self.in_features}), got others")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -10,21 +11,24 @@ from typing import Any, Final
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError
-from qcutlass.formats.config import Config, read_json
+from qcutlass.formats.config import Config, read_json, read_json_if_there
 from qcutlass.formats.source import SafetensorsSource, TensorInfo, open_folder
 from qcutlass.layers import QuantLinear
 from qcutlass.models.specs import METHOD, ModelSpec
 
 CONFIG: Final = "config.json"
 QUANTIZATION: Final = "quantization_config"
+_MARKS: Final = ("layout", "w_packed", "scales", "w_scale")
+"""Suffixes of which every layer has three: two make one that may be damaged, one may be any module's tensor."""
 
 
 def is_converted(path: str | PathLike[str]) -> bool:
     """Whether this is a folder whose `config.json` says that qcutlass made it."""
     config = Path(path) / CONFIG
-    if not config.is_file():
+    values = read_json_if_there(config)
+    if values is None:
         return False
-    return Config(read_json(config), str(config)).section(QUANTIZATION).values.get("quant_method") == METHOD
+    return Config(values, str(config)).section(QUANTIZATION).values.get("quant_method") == METHOD
 
 
 class ConvertedFolder(Mapping[str, QuantLinear]):
@@ -64,15 +68,16 @@ class ConvertedFolder(Mapping[str, QuantLinear]):
             raise CheckpointError(f"{path}: not a converted folder; qcutlass convert makes one")
         where = path / CONFIG
         self.config: dict[str, Any] = read_json(where)
-        self.spec = ModelSpec.from_dict(self.config[QUANTIZATION], str(where))
+        self.spec = ModelSpec.from_dict(Config(self.config, str(where)).section(QUANTIZATION).values, str(where))
         source = open_folder(path)
         if source is None:
             raise CheckpointError(f"{path}: expected .safetensors files, got none")
         self._source: SafetensorsSource = source
         self._path = path
         tensors = source.tensors
-        parts = (name.rpartition(".") for name in tensors)
-        self._names = list(dict.fromkeys(name for name, _, suffix in parts if suffix in ("layout", "w_packed")))
+        parts = [name.rpartition(".") for name in tensors]
+        marks = Counter(name for name, _, suffix in parts if name and suffix in _MARKS)
+        self._names = [name for name, count in marks.items() if count > 1]
         self._suffixes: dict[str, list[str]] = {name: [] for name in self._names}
         self.rest: list[str] = []
         for tensor in tensors:
@@ -95,12 +100,15 @@ class ConvertedFolder(Mapping[str, QuantLinear]):
         """(N, K) of a layer; CheckpointError where it says none."""
         if "layout" not in self._suffixes[name]:
             raise CheckpointError(f"{self._path}: {name}: expected {name}.layout beside the weights; it is absent")
+        expected = f"{self._path}: {name}.layout: expected int64 [version, bits, N, K, group_size]"
+        info = self._source.tensors[f"{name}.layout"]
+        if info.dtype != "I64" or info.shape != (5,):
+            raise CheckpointError(f"{expected}, got {info.dtype} {list(info.shape)}")
         found = self._source.read(f"{name}.layout").tolist()
-        if not isinstance(found, list) or len(found) != 5 or min(found[2:4]) < 1:
-            raise CheckpointError(
-                f"{self._path}: {name}.layout: expected [version, bits, N, K, group_size], got {found}"
-            )
-        return int(found[2]), int(found[3])
+        _, _, n, k, _ = found
+        if n < 1 or k < 1:
+            raise CheckpointError(f"{expected}, got {found}")
+        return n, k
 
     def tensor(self, name: str) -> Tensor:
         """One of `rest`; KeyError for another name."""
@@ -111,13 +119,14 @@ class ConvertedFolder(Mapping[str, QuantLinear]):
 
         Raises:
             KeyError: no layer has this name.
-            CheckpointError: its tensors are not those that `config.json` and its shape demand.
+            CheckpointError: its tensors are not those that `config.json` and its shape demand, or hold NaN or infinity.
         """
         layer = self.empty(name)
         state = {suffix: self._source.read(f"{name}.{suffix}") for suffix in self._suffixes[name]}
         try:
             layer.load_state_dict(state, assign=True)
-        except RuntimeError as error:
+            layer.check()
+        except (RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self._path}: {name}: {error}; convert the model again") from error
         return layer
 
@@ -134,7 +143,7 @@ class ConvertedFolder(Mapping[str, QuantLinear]):
         """The shape, if the file holds as many packed weights."""
         n, k = self.shape(name)
         packed = self._source.tensors.get(f"{name}.w_packed")
-        if packed is None or 16 * packed.shape[0] < n or 64 * packed.shape[1] < k:
+        if packed is None or len(packed.shape) < 2 or 16 * packed.shape[0] < n or 64 * packed.shape[1] < k:
             raise CheckpointError(f"{self._path}: {name}: expected w_packed of {[n, k]} weights, got {packed}")
         return n, k
 

@@ -13,7 +13,8 @@ from typing import IO, Any, Final
 import torch
 from torch import Tensor
 
-from qcutlass.formats.source import dtype_name
+from qcutlass.errors import UnsupportedError
+from qcutlass.formats.safetensors_header import BITS, dtype_name, stored_shape
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -53,6 +54,8 @@ class _Shard:
         self.bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        if dtype_name(tensor) not in BITS:
+            raise UnsupportedError(f"{name}: safetensors has no type for {tensor.dtype}")
         data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         part = self._parts[tensor.element_size()]
         self._entries[tensor.element_size()].append((name, tensor.to("meta"), part.tell()))
@@ -66,7 +69,7 @@ class _Shard:
         for size, part in self._parts.items():
             for name, info, offset in self._entries[size]:
                 where = [begin + offset, begin + offset + info.nbytes]
-                header[name] = {"dtype": dtype_name(info), "shape": list(info.shape), "data_offsets": where}
+                header[name] = {"dtype": dtype_name(info), "shape": stored_shape(info), "data_offsets": where}
             begin += part.tell()
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

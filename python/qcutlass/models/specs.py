@@ -69,11 +69,16 @@ class LayerSpec:
     @staticmethod
     def from_dict(values: object, where: str) -> LayerSpec:
         """Raises CheckpointError, with `where`, for what no layer is like."""
-        if not isinstance(values, dict) or values.get("kind") not in _BUFFERS:
+        if not isinstance(values, dict) or values.get("kind") not in tuple(_BUFFERS):
             raise CheckpointError(f"{where}: expected an object whose kind is weight_only or int8, got {values!r:.80}")
         buffers = _BUFFERS[values["kind"]]
         bits, group_size = values.get("bits"), values.get("group_size")
-        if bits not in PACKINGS or type(group_size) is not int or not (group_size == -1 or group_size > 0):
+        if (
+            type(bits) is not int
+            or bits not in PACKINGS
+            or type(group_size) is not int
+            or not (group_size == -1 or group_size > 0)
+        ):
             raise CheckpointError(f"{where}: expected bits 4 or 8 and a group_size, got {bits!r} and {group_size!r}")
         for name, dtype in values.items():
             if name not in ("kind", "bits", "group_size") and dtype not in buffers.get(name, ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import CheckpointError, UnsupportedError, formats
-from qcutlass.formats import CanonicalLinear, Int8Linear
+from qcutlass.formats import CanonicalLinear, Int8Linear, compressed_tensors, gptq
 
 
 def scheme(
@@ -107,6 +108,32 @@ def test_old_files_have_zero_points_in_bytes(seed: int) -> None:
     layer = stored(12, 48, 16, seed=seed)
     tensors = as_compressed(layer) | {"weight_zero_point": torch.from_numpy((layer.zeros.T - 8).astype("int8"))}
     assert torch.equal(dequantized(canonical(loaded(tensors, scheme()))), layer.weight)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_zero_point_for_all(shape: tuple[int, ...], seed: int) -> None:
+    layer = stored(12, 48, 16, seed=seed, symmetric=True)
+    layer.zeros[:] = 5
+    tensors = as_compressed(layer) | {"weight_zero_point": torch.full(shape, 5 - 8, dtype=torch.int8)}
+    assert torch.equal(dequantized(canonical(loaded(tensors, scheme()))), layer.weight)
+
+
+@pytest.mark.parametrize("value", [-128, -9, 8, 100])
+def test_zero_points_out_of_range(value: int, seed: int) -> None:
+    layer = stored(12, 48, 16, seed=seed)
+    zeros = torch.from_numpy((layer.zeros.T - 8).astype("int8"))
+    zeros[3, 1] = value
+    with pytest.raises(CheckpointError, match=r"up\.weight_zero_point: expected zero points in \[-8, 8\)"):
+        loaded(as_compressed(layer) | {"weight_zero_point": zeros}, scheme())
+
+
+def test_zero_points_that_fit_no_field_are_not_stored(seed: int) -> None:
+    """16 is a zero that products take, and one more than 4 bits hold."""
+    q = qcutlass.quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)), group_size=32)
+    weight = dataclasses.replace(q, zeros=torch.full_like(q.scales, 16, dtype=torch.uint8), scales=q.scales.half())
+    for store in (compressed_tensors.store, lambda layer: gptq.store(layer, 2)):
+        with pytest.raises(UnsupportedError, match="zero points below 16"):
+            store(CanonicalLinear(weight))
 
 
 def test_one_scale_for_all(seed: int) -> None:
@@ -225,7 +252,7 @@ def test_float8_layers_among_others(seed: int) -> None:
     tensors = named(int8_tensors(seed), "up") | named(float8, "down")
     checkpoint = formats.load(tensors, config=scheme(8, -1, True, DYNAMIC))
     assert isinstance(checkpoint["up"], Int8Linear)
-    with pytest.raises(UnsupportedError, match=r"down\.weight: float8_e4m3fn"):
+    with pytest.raises(UnsupportedError, match=r"down\.weight: F8_E4M3"):
         checkpoint["down"]
 
 

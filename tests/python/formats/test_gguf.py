@@ -156,16 +156,19 @@ PAIR = text("key")
 BAD_HEADERS = {
     "another magic": (header(magic=b"GGML"), "begin with GGUF"),
     "too many tensors": (header(tensors=2**40), "at most 65536 tensors"),
-    "fewer pairs than said": (header(pairs=2**60), "expected 8 more bytes, got 0"),
-    "a string longer than the file": (header(pairs=1, body=struct.pack("<Q", 2**60)), "more bytes"),
+    "too many pairs": (header(pairs=2**60), "at most 16384 keys"),
+    "fewer pairs than said": (header(pairs=2**10), "expected 8 more bytes, got 0"),
+    "a string longer than the file": (header(pairs=1, body=struct.pack("<Q", 2**20)), "more bytes"),
+    "a string longer than any": (header(pairs=1, body=struct.pack("<Q", 2**60)), "at most 16777216 bytes"),
     "an array longer than the file": (
         header(pairs=1, body=PAIR + struct.pack("<IIQ", 9, 0, 2**60)),
         "expected 1152921504606846976 more bytes",
     ),
     "an array of arrays without end": (
-        header(pairs=1, body=PAIR + struct.pack("<IIQ", 9, 9, 2**60) + struct.pack("<IQ", 0, 0) * 50),
+        header(pairs=1, body=PAIR + struct.pack("<IIQ", 9, 9, 2**20) + struct.pack("<IQ", 0, 0) * 50),
         "more bytes",
     ),
+    "too many strings": (header(pairs=1, body=PAIR + struct.pack("<IIQ", 9, 8, 2**60)), "at most 2097152 strings"),
     "arrays that are too deep": (
         header(pairs=1, body=PAIR + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),
         "from 0 to 12, got 9",
@@ -176,6 +179,9 @@ BAD_HEADERS = {
     "five dimensions": (header(tensors=1, body=tensor_info("a", (1,) * 5, F32, 0)), "at most 4 dimensions"),
     "an unknown type of tensor": (header(tensors=1, body=tensor_info("a", (1,), 999, 0)), "unknown type 999"),
     "two of one name": (header(tensors=2, body=2 * tensor_info("a", (1,), F32, 0) + bytes(64)), "two tensors"),
+    "no rows": (header(tensors=1, body=tensor_info("a.weight", (64, 0), 2, 0)), r"shape \[0, 64\]"),
+    "no columns": (header(tensors=1, body=tensor_info("a.weight", (0, 4), 2, 0)), r"shape \[4, 0\]"),
+    "no rows of 2**63": (header(tensors=1, body=tensor_info("a.weight", (2**63, 0), F32, 0)), r"shape \[0, "),
     "half a block": (header(tensors=1, body=tensor_info("a", (16, 2), 2, 0) + bytes(64)), "whole number of Q4_0"),
     "an odd offset": (header(tensors=1, body=tensor_info("a", (1,), F32, 4) + bytes(64)), "multiple of 32"),
     "overlapping tensors": (
@@ -221,3 +227,22 @@ def test_a_file_that_shrinks_while_it_is_open(model: Path) -> None:
     model.write_bytes(model.read_bytes()[:-20000])
     with pytest.raises(qcutlass.CheckpointError, match="the file changed"):
         checkpoint["blk.0.ffn_up"]
+
+
+def test_sparse_files_of_terabytes(tmp_path: Path) -> None:
+    """Zeros that take no place on the disk: neither memory nor time out of proportion."""
+    key = text("key")
+    bodies = {
+        "no memory": header(tensors=1, body=tensor_info("up.weight", (2**20, 2**20), F32, 0)),
+        "a string of at most": header(pairs=1, body=struct.pack("<Q", 2**40)),
+        "strings in arrays": header(pairs=1, body=key + struct.pack("<IIQ", 9, 8, 2**38)),
+        "at most 16777216 bytes": header(pairs=1, body=key + struct.pack("<IQ", 8, 2**40)),
+        "of a header of at most": header(pairs=1, body=key + struct.pack("<IIQ", 9, 0, 2**40)),
+    }
+    for message, data in bodies.items():
+        path = tmp_path / "sparse.gguf"
+        with path.open("wb") as file:
+            file.write(data)
+            file.truncate(2**42 + 4096)
+        with pytest.raises(CheckpointError, match=message):
+            formats.load(path)["up"]

@@ -1,0 +1,93 @@
+"""Opens files that others wrote: regular ones alone, without waiting, and not past a limit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcutlass.errors import CheckpointError
+
+_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO does not wait for its writer
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is written: its size and the time of the last change."""
+
+    size: int
+    modified: int
+
+    @staticmethod
+    def of(file: BufferedReader) -> Stamp:
+        status = os.fstat(file.fileno())
+        return Stamp(status.st_size, status.st_mtime_ns)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file, open for reading; what is checked is what was opened, whatever the path names later.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is a folder, a FIFO, a device, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise FileNotFoundError(error.errno, os.strerror(error.errno), str(path)) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: the file cannot be opened ({reason})") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path}: expected a file, got a folder, a FIFO or a device; remove it")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """All bytes of a file; errors as for `open_regular`, and CheckpointError where there are more than `most`."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+        if len(data) > most:
+            raise CheckpointError(f"{path}: expected at most {most} bytes, got {max(Stamp.of(file).size, len(data))}")
+        return data
+
+
+def read_span(path: Path, stamp: Stamp, begin: int, size: int, name: str) -> Tensor:
+    """Bytes [begin, begin + size) of a file as uint8 `[size]`, in memory of their own.
+
+    The file is read, not mapped: a mapped one that another process cuts short ends this process.
+
+    Args:
+        path, stamp: of the file, when its header was read.
+        begin, size: that lie in a file with this stamp.
+        name: of the tensor, for messages.
+
+    Raises:
+        CheckpointError: the file has changed since, or the memory does not suffice.
+    """
+    changed = f"{path}: {name}: the file changed after it was opened; open the checkpoint again"
+    try:
+        file = open_regular(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(changed) from error
+    with file:
+        if Stamp.of(file) != stamp:
+            raise CheckpointError(changed)
+        try:
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default is
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(f"{path}: {name}: no memory for its {size} bytes") from error
+        buffer: Any = data.numpy()
+        file.seek(begin)
+        if file.readinto(buffer) != size:
+            raise CheckpointError(changed)
+        return data

@@ -1,0 +1,165 @@
+"""Small valid checkpoints of every kind, as the bytes of their files; `fuzzing.py` damages them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save
+from tests.python.formats.stored import (
+    Tensors,
+    as_awq,
+    as_compressed,
+    as_gptq,
+    as_hqq,
+    as_marlin,
+    as_tensorrt_llm,
+    named,
+    stored,
+)
+
+from qcutlass import models
+
+Files: TypeAlias = dict[str, "bytes | str"]
+"""By name: what a file holds, or the word for something that is no file: "fifo", "folder", "device"."""
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq"}
+
+
+@functools.cache
+def subjects() -> dict[str, Files]:
+    """A small valid checkpoint of each kind."""
+    layer = stored(64, 64, 32, seed=1)
+    eight = stored(16, 48, 16, 8, seed=2, act_order=True)
+    even = stored(64, 64, 32, seed=3, symmetric=True)
+    act_order = GPTQ | {"bits": 8, "group_size": 16, "desc_act": True, "checkpoint_format": "gptq_v2"}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    packed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    int8 = {
+        "weight": torch.ones(16, 32, dtype=torch.int8),
+        "weight_scale": torch.ones(16, 1),
+        "input_scale": torch.ones(1),
+    }
+    activations = {"num_bits": 8, "dynamic": False}
+    group = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": activations}
+    offsets = np.full(layer.scales.shape, 0.125)
+    hqq = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}}
+    bias = {"bias": torch.ones(64)}
+    return {
+        "gptq": folder(as_gptq(layer) | bias, GPTQ),
+        "gptq act-order": folder(as_gptq(eight, 2), act_order),
+        "awq": folder(as_awq(layer) | bias, awq),
+        "compressed-tensors": folder(as_compressed(layer), packed),
+        "compressed-tensors int8": folder(int8, {"quant_method": "compressed-tensors", "config_groups": {"g": group}}),
+        "marlin": folder(as_marlin(even), GPTQ | {"checkpoint_format": "marlin", "sym": True}),
+        "hqq": folder(as_hqq(layer), hqq),
+        "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
+        "floats": folder({"weight": torch.randn(8, 16).bfloat16(), "bias": torch.ones(8)}, None),
+        "shards": sharded(as_gptq(layer), GPTQ),
+        "gguf": {"model.gguf": gguf_bytes(gguf_parts())},
+        **converted_folders(),
+    }
+
+
+def folder(tensors: Tensors, config: dict[str, Any] | None) -> Files:
+    files = {"model.safetensors": save(named(tensors, "up"))}
+    if config is not None:
+        files["config.json"] = json.dumps({"quantization_config": config}).encode()
+    return files
+
+
+def sharded(tensors: Tensors, config: dict[str, Any]) -> Files:
+    parts: dict[str, Tensors] = {"a.safetensors": {}, "b.safetensors": {}}
+    for index, (name, tensor) in enumerate(named(tensors, "up").items()):
+        parts["ab"[index % 2] + ".safetensors"][name] = tensor
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    files = {file: save(part) for file, part in parts.items()}
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    files["config.json"] = json.dumps({"quantization_config": config}).encode()
+    return files
+
+
+def converted_folders() -> dict[str, Files]:
+    """Folders that `qcutlass.models.convert` writes."""
+    order = stored(32, 64, 32, seed=4, act_order=True)
+    eight = stored(16, 48, 16, 8, seed=5)
+    others = {
+        "norm.weight": torch.ones(7),
+        "kv.scale": torch.ones(4).to(torch.float8_e4m3fn),
+        "foo.layout": torch.ones(2),
+    }
+    tensors = named(as_gptq(order) | {"bias": torch.ones(32)}, "up")
+    codes, scales = torch.ones(16, 32, dtype=torch.int8), torch.ones(16, 1)
+    int8 = {"weight": codes, "weight_scale": scales, "input_scale": torch.ones(1), "bias": torch.ones(16)}
+    group = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8, "dynamic": False}}
+    floats = {f"{name}.weight": torch.randn(16, 32, generator=torch.Generator().manual_seed(6)) for name in "ab"}
+    sources = {
+        "converted": (tensors | others, GPTQ | {"desc_act": True}, {}),
+        "converted 8 bits": (named(as_gptq(eight), "up"), GPTQ | {"bits": 8, "group_size": 16}, {}),
+        "converted int8": (
+            named(int8, "up"),
+            {"quant_method": "compressed-tensors", "config_groups": {"g": group}},
+            {},
+        ),
+        "converted shards": (floats | others, {}, {"shard_bytes": 300}),
+    }
+    found: dict[str, Files] = {}
+    with tempfile.TemporaryDirectory() as root:
+        for name, (parts, config, options) in sources.items():
+            source, destination = Path(root) / "source" / name, Path(root) / name
+            source.mkdir(parents=True)
+            (source / "model.safetensors").write_bytes(save(parts))
+            (source / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
+            models.convert(source, destination, **options)
+            found[name] = {path.name: path.read_bytes() for path in sorted(destination.iterdir())}
+    return found
+
+
+def gguf_parts() -> dict[str, Any]:
+    """What a GGUF file says, in the words of the format's description, and the bytes of its tensors."""
+    infos, data = [], b""
+    for name in ("Q4_0", "Q4_1", "Q8_0", "F16", "F32", "an embedding"):
+        kind = gguf.GGMLQuantizationType["Q4_0" if name == "an embedding" else name]
+        tensor = "token_embd.weight" if name == "an embedding" else f"blk.{int(kind)}.ffn_up.weight"
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        infos.append({"name": tensor, "dims": [64, 3], "kind": int(kind), "offset": len(data)})
+        data += bytes(range(60, 60 + size)) * (64 * 3 // block)
+        data += bytes(-len(data) % 32)
+    pairs = [
+        {"key": "tokens", "kind": 9, "element": 8, "count": 3, "value": text("a") + text("bc") + text("")},
+        {"key": "nested", "kind": 9, "element": 9, "count": 1, "value": struct.pack("<IQ", 4, 2) + bytes(8)},
+        {"key": "general.alignment", "kind": 4, "value": struct.pack("<I", 32)},
+        {"key": "flag", "kind": 7, "value": b"\1"},
+    ]
+    return {"version": 3, "tensors": len(infos), "count": len(pairs), "pairs": pairs, "infos": infos, "data": data}
+
+
+def gguf_bytes(parts: dict[str, Any]) -> bytes:
+    """The file; numbers are taken modulo their size. `test_gguf.py` reads what the gguf package writes."""
+
+    def number(value: int, size: int) -> bytes:
+        return (value % 2 ** (8 * size)).to_bytes(size, "little")
+
+    head = b"GGUF" + number(parts["version"], 4) + number(parts["tensors"], 8) + number(parts["count"], 8)
+    for pair in parts["pairs"]:
+        head += text(pair["key"]) + number(pair["kind"], 4)
+        if "element" in pair:
+            head += number(pair["element"], 4) + number(pair["count"], 8)
+        head += pair["value"]
+    for info in parts["infos"]:
+        head += text(info["name"]) + number(len(info["dims"]), 4) + b"".join(number(dim, 8) for dim in info["dims"])
+        head += number(info["kind"], 4) + number(info["offset"], 8)
+    data: bytes = parts["data"]
+    return head + bytes(-len(head) % 32) + data
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
