@@ -23,7 +23,7 @@ from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource, open_source
-from qcutlass.models.specs import LayerSpec, ModelSpec
+from qcutlass.models.specs import GUARD, LayerSpec, ModelSpec, guard
 from qcutlass.quantization import quantize
 from qcutlass.weights import dequantize, unpack_weights
 
@@ -105,7 +105,7 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Writes a model with packed layers, which `transformers` loads once `qcutlass.models.transformers` is imported.
+    """Writes a model with packed layers, which `transformers` loads where qcutlass is imported.
 
     Quantised layers are taken over without loss. Float layers of a checkpoint that is not quantised are quantised, to
     the nearest; those in a quantised checkpoint stay floats, as embeddings and norms do. The folder gets safetensors
@@ -190,7 +190,7 @@ def write_folder(
                 kept.append(name)
             else:
                 packed = from_layer(layer, name)
-                tensors = packed.state_dict()
+                tensors = {**packed.state_dict(), GUARD: guard()}
                 specs[name] = LayerSpec.of(packed)
                 weights += packed.in_features * packed.out_features
             writer.add({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})

@@ -14,7 +14,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.models.converted import CONFIG, is_converted
-from qcutlass.models.extras import import_transformers
+from qcutlass.models.extras import load_tokenizer
 
 _DESCRIPTIONS: Final = ("quantization_config", "compression_config", "quantization")  # of the source's own weights
 _COPIED: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
@@ -56,8 +56,8 @@ class ModelSource:
         return self.checkpoint.tensor(self.rest[name])
 
     def tokenizer(self) -> Any:
-        """That of transformers; UnsupportedError if it is not installed."""
-        return import_transformers("a tokenizer").AutoTokenizer.from_pretrained(self._folder)
+        """That of transformers; UnsupportedError if there is none, or transformers is not installed."""
+        return load_tokenizer(self._folder)
 
     def write_files(self, folder: Path) -> None:
         """The tokenizer, and what else lies beside the weights."""
