@@ -51,7 +51,7 @@ class Decoder:
             config = transformers.AutoConfig.for_model(kind, **values)
             with _parameters_on_meta():
                 self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        except (KeyError, ValueError) as error:
+        except Exception as error:  # of any type, for configurations that make no sense
             raise UnsupportedError(
                 f"model_type {kind!r}: transformers makes no causal model of it ({error})"
             ) from error
