@@ -14,6 +14,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.models.converted import CONFIG, is_converted
+from qcutlass.models.experts import check_configuration, check_names
 from qcutlass.models.extras import load_tokenizer
 
 _DESCRIPTIONS: Final = ("quantization_config", "compression_config", "quantization")  # of the source's own weights
@@ -73,10 +74,14 @@ def copy_files(source: Path, destination: Path) -> None:
 
 
 def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
-    """A folder or a file, as `qcutlass.formats.load` reads them."""
+    """A folder or a file, as `qcutlass.formats.load` reads them; UnsupportedError for a mixture of experts."""
     if path.is_dir() and is_converted(path):
         raise ValueError(f"source: {path} is converted already")
+    described = (path if path.is_dir() else path.parent) / CONFIG
+    if path.suffix != ".gguf" and described.is_file():
+        check_configuration(read_json(described), path)
     checkpoint = formats.load(path, format, config)
+    check_names([*checkpoint, *checkpoint.rest], path)
     if checkpoint.format == "gguf":
         from qcutlass.models.gguf import GGUFModel
 

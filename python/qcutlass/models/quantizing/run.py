@@ -133,7 +133,7 @@ def quantize_model(
         destination: a folder that is made.
         method: a `Method`, or the name of one.
         calibration: int64 `[samples, tokens]`, see `calibration_windows`; needed by gptq, awq and smoothquant.
-        skip: layers to leave alone: names, their last parts, or patterns of either.
+        skip: layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and routers.
         device: where blocks run and are quantised, in fp32.
         format, config: of the source, as for `qcutlass.formats.load`.
         overwrite: replaces a converted folder.
