@@ -87,7 +87,7 @@ def _flush() -> None:
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    def show(message: Warning | str, *_: Any) -> None:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
         say(f"warning: {message}")
 
     with warnings.catch_warnings():

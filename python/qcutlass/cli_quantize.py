@@ -13,7 +13,8 @@ from qcutlass._terminal import Bits, Device, console, echo, printable, progress,
 from qcutlass.algorithms.gptq import DAMPING
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers import WeightOnly
-from qcutlass.models.conversion import SHARD_BYTES, SKIPPED
+from qcutlass.layers.replace import SKIPPED
+from qcutlass.models.conversion import SHARD_BYTES
 from qcutlass.models.exporting import EXPORTS, export_model, export_note
 from qcutlass.models.quantizing.methods import METHODS, READERS, Method
 from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model

@@ -16,10 +16,9 @@ from qcutlass import __version__
 from qcutlass._validation import check_integer, check_tensor
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import Layer
-from qcutlass.layers.replace import check_skip
+from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.conversion import (
     SHARD_BYTES,
-    SKIPPED,
     Progress,
     check_matches,
     check_places,
