@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from tests.python.models.folders import RandomCut
+from tests.python.models.folders import RandomCut, write_model
 from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
@@ -228,6 +228,22 @@ def test_files_that_may_not_grow(command: str, places: Places) -> None:
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
     assert not places.made.exists()
+
+
+@pytest.mark.parametrize("megabytes", [10, 90])
+@pytest.mark.parametrize("command", ["convert", "inspect"])
+def test_memory_that_is_not_there(command: str, megabytes: int, tmp_path: Path) -> None:
+    """So little that the file of 64 MB cannot be mapped, or not be read."""
+    folder = tmp_path / "model"
+    write_model(folder, {"up.weight": torch.zeros(4096, 4096)}, {"model_type": "x"}, None)
+    limit = (
+        "import resource; pages = int(open('/proc/self/statm').read().split()[0]); "
+        f"resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + ({megabytes} << 20),) * 2)"
+    )
+    words = [command, str(folder), *([str(tmp_path / "new")] if command == "convert" else [])]
+    result = in_process(words, limit, stdout=subprocess.PIPE)
+    assert_line(result.returncode, result.stderr, (command, megabytes))
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize(
