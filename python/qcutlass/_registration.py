@@ -29,7 +29,7 @@ def register() -> None:
 def _import_quantiser() -> None:
     try:
         importlib.import_module("qcutlass.models.transformers")
-    except ImportError as error:  # neither qcutlass nor transformers is of no use for that
+    except ImportError as error:  # both packages are of use without it
         warnings.warn(f"qcutlass does not register its quantiser: it needs transformers 5 ({error})", stacklevel=2)
 
 
