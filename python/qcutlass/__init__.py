@@ -1,6 +1,6 @@
 """Fast products of fp16 / bf16 activations with int4 / int8 weights, on NVIDIA GPUs and CPUs."""
 
-from qcutlass import _C, blockwise
+from qcutlass import _C, _registration, blockwise
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.layers import FP8, W8A8, Blockwise, QuantLinear, WeightOnly, fuse_projections, replace_linear
 from qcutlass.products import gemm, gemm_fp8, gemm_w8a8, weight_sums
@@ -47,3 +47,5 @@ __all__ = [
     "unpack_weights",
     "weight_sums",
 ]
+
+_registration.register()  # last: it may import what imports this module

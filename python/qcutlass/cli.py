@@ -12,13 +12,11 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qcutlass import __version__, cli_quantize, formats
-from qcutlass._terminal import USER_ERRORS as _USER_ERRORS
-from qcutlass._terminal import Bits, Device, read_text
+from qcutlass._terminal import Bits, Commands, Device, echo, markup, printable, progress, read_text, say
 from qcutlass._terminal import console as _console
 from qcutlass._terminal import failed as _failed
 from qcutlass.errors import UnsupportedError
@@ -35,7 +33,9 @@ from qcutlass.tuning.cache import BUCKETS, cache_folder
 from qcutlass.tuning.tuner import TunedProduct
 from qcutlass.tuning.tuner import tune as tune_shapes
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands, help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 cli_quantize.register(app)
 
 _DTYPES = {
@@ -101,16 +101,13 @@ def quickstart(
     seed = torch.seed() % 2**31 if seed is None else seed
     where = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(torch.device(where), int(bits.value), None if group_size == -1 else group_size, tokens, seed)
-    try:
-        path = default_model() if model is None else model
-        console.print(f"qcutlass {__version__}: {escape(path.name)} on {_device_name(options.device)}, seed {seed}")
-        with console.status("reading the header"):
-            checkpoint = formats.load(path)
-        results = _run_all(checkpoint, options, console)
-    except _USER_ERRORS as error:
-        raise _failed(error) from error
+    path = default_model() if model is None else model
+    console.print(f"qcutlass {__version__}: {markup(path.name)} on {_device_name(options.device)}, seed {seed}")
+    with console.status("reading the header"):
+        checkpoint = formats.load(path)
+    results = _run_all(checkpoint, options, console)
     for name, reason in checkpoint.skipped.items():
-        console.print(escape(f"skipped {name}: {reason}"))
+        console.print(markup(f"skipped {name}: {reason}"))
     if not results:
         raise _failed(f"{path}: no linear layer found")
     console.print(_table(results, tokens, every))
@@ -125,11 +122,11 @@ def _device_name(device: torch.device) -> str:
 
 def _run_all(checkpoint: Checkpoint, options: Options, console: Console) -> list[LayerResult]:
     results: list[LayerResult] = []
-    with _counted(console) as progress:
-        task = progress.add_task("packing and checking", total=len(checkpoint))
+    with _counted(console) as bar:
+        task = bar.add_task("packing and checking", total=len(checkpoint))
         for result in run(checkpoint, options):
             results.append(result)
-            progress.update(task, advance=1, description=result.name)
+            bar.update(task, advance=1, description=printable(result.name))
     return results
 
 
@@ -154,9 +151,9 @@ def _table(results: Sequence[LayerResult], tokens: int, every: bool) -> Table:
         seconds = sum(member.seconds for member in members) / len(members)
         dense = sum(member.dense_seconds for member in members) / len(members)
         table.add_row(
-            escape(name.removesuffix(".weight")),
+            markup(name.removesuffix(".weight")),
             f"{n} x {k}",
-            escape(scheme),
+            markup(scheme),
             str(len(members)),
             f"{members[0].bits_per_weight:.2f}",
             f"{worst:.3f}" if worst <= 1 else f"[red]{worst:.3f}[/red]",
@@ -180,7 +177,7 @@ def _summary(results: Sequence[LayerResult]) -> str:
     verdict = "[green]passed[/green]" if passed == len(results) else "[red]FAILED[/red]"
     return (
         f"{verdict}: {passed} of {len(results)} linear layers within bound, largest error {worst.error:.3f} of it "
-        f"({escape(worst.name)})\n{weights / 1e6:.1f} M weights in {stored / 1e6:.1f} MB; all layers once: "
+        f"({markup(worst.name)})\n{weights / 1e6:.1f} M weights in {stored / 1e6:.1f} MB; all layers once: "
         f"{1e3 * seconds:.2f} ms, dense {1e3 * dense:.2f} ms"
     )
 
@@ -193,7 +190,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     """
     facts = collect()
     if as_json:
-        typer.echo(json.dumps(facts, indent=1))
+        echo(json.dumps(facts, indent=1))
     else:
         _print_info(facts)
     if any(outcome != "passed" for outcome in facts["self_check"].values()):
@@ -214,7 +211,7 @@ def _print_info(facts: dict[str, Any]) -> None:
     rows += [(f"self-check, {device}", outcome) for device, outcome in facts["self_check"].items()]
     table = Table(show_header=False)
     for name, value in rows:
-        table.add_row(name, escape(value))
+        table.add_row(name, markup(value))
     _console().print(table)
 
 
@@ -242,11 +239,11 @@ def tune(
             zero_dtype=_DTYPES.get(zeros.value),
             device=device,
         )
-    except (*_USER_ERRORS, RuntimeError) as error:
+    except RuntimeError as error:  # of torch, where the GPU fails
         raise _failed(error) from error
     console = _console()
     console.print(_tuning_table(found))
-    console.print(escape(f"kept in {cache_folder()}"), soft_wrap=True)
+    console.print(markup(f"kept in {cache_folder()}"), soft_wrap=True)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -267,9 +264,9 @@ def _tuning_table(found: Sequence[TunedProduct]) -> Table:
         plan = product.plan
         times = f"{plan.microseconds:.1f}", f"{product.untuned.microseconds:.1f}", f"{product.gain:.2f}"
         table.add_row(
-            escape(str(product.layer)),
+            markup(str(product.layer)),
             str(product.m),
-            escape(plan.tactic),
+            markup(plan.tactic),
             str(plan.split_k),
             *times,
             str(product.measured),
@@ -297,38 +294,35 @@ def convert(
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
-    try:
-        scheme = WeightOnly(int(bits.value), group_size, symmetric)
-        with _counted(_console(stderr=True)) as progress:
-            task = progress.add_task("reading headers", total=None)
-            found = convert_model(
-                source,
-                destination,
-                format=format,
-                scheme=scheme,
-                verify=verify,
-                overwrite=overwrite,
-                shard_bytes=shard_bytes,
-                progress=lambda name, count, total: progress.update(
-                    task, description=name, completed=count, total=total
-                ),
-            )
-    except (*_USER_ERRORS, OSError) as error:
-        raise _failed(error) from error
-    typer.echo(_converted(found, destination))
+    scheme = WeightOnly(int(bits.value), group_size, symmetric)
+    with _counted(_console(stderr=True)) as bar:
+        task = bar.add_task("reading headers", total=None)
+        found = convert_model(
+            source,
+            destination,
+            format=format,
+            scheme=scheme,
+            verify=verify,
+            overwrite=overwrite,
+            shard_bytes=shard_bytes,
+            progress=lambda name, count, total: bar.update(
+                task, description=printable(name), completed=count, total=total
+            ),
+        )
+    echo(_converted(found, destination))
 
 
 def _counted(console: Console) -> Progress:
     """Shows the name of a layer and how many are done."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+    return progress(console, *columns)
 
 
 def _converted(found: Conversion, destination: Path) -> str:
     verified = f", {found.verified} read back and equal" if found.verified else ""
     return (
         f"{found.source}: {found.layers} layers of {found.weights / 1e6:.1f} M weights packed{verified}; "
-        f"{found.size / 1e6:.1f} MB in {destination}"
+        f"{found.size / 1e6:.1f} MB in {printable(destination)}"
     )
 
 
@@ -338,12 +332,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the linear layers of a model: shapes, schemes, bits a weight, sizes."""
-    try:
-        found = inspect_model(folder)
-    except _USER_ERRORS as error:
-        raise _failed(error) from error
+    found = inspect_model(folder)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1))
+        echo(json.dumps(found.to_dict(), indent=1))
     else:
         _console().print(_inspection_table(found))
 
@@ -361,7 +352,7 @@ def _inspection_table(found: FolderSummary) -> Table:
     for group in found.groups:
         n, k = group.shape
         sizes = str(group.count), f"{group.bits_per_weight:.2f}", f"{group.size / 1e6:.1f}"
-        table.add_row(escape(group.name), f"{n} x {k}", escape(group.scheme), *sizes)
+        table.add_row(markup(group.name), f"{n} x {k}", markup(group.scheme), *sizes)
     return table
 
 
@@ -378,21 +369,16 @@ def evaluate(
 ) -> None:
     """Compute the perplexity of a text."""
     console = _console(stderr=True)
-    try:
-        words = read_text("--text", text)
-        with console.status("loading"):
-            model, tokenizer = _load(folder, device, dtype, fuse, threads)
-            ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
-        from qcutlass.models.evaluation import perplexity
+    words = read_text("--text", text)
+    with console.status("loading"):
+        model, tokenizer = _load(folder, device, dtype, fuse, threads)
+        ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
+    from qcutlass.models.evaluation import perplexity
 
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("windows", total=None)
-            found = perplexity(
-                model, ids, window, lambda count, total: progress.update(task, completed=count, total=total)
-            )
-    except (*_USER_ERRORS, OSError) as error:
-        raise _failed(error) from error
-    typer.echo(
+    with progress(console, *Progress.get_default_columns()) as bar:
+        task = bar.add_task("windows", total=None)
+        found = perplexity(model, ids, window, lambda count, total: bar.update(task, completed=count, total=total))
+    echo(
         f"perplexity {found.perplexity:.4f} of {found.tokens} tokens in windows of {window}, "
         f"{found.tokens / found.seconds:.0f} tokens/s"
     )
@@ -410,21 +396,17 @@ def generate(
     threads: _Threads = None,
 ) -> None:
     """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
-    try:
-        with _console(stderr=True).status("loading"):
-            model, tokenizer = _load(folder, device, dtype, fuse, threads)
-        from qcutlass.models.generation import generate as generate_text
+    with _console(stderr=True).status("loading"):
+        model, tokenizer = _load(folder, device, dtype, fuse, threads)
+    from qcutlass.models.generation import generate as generate_text
 
-        found = generate_text(
-            model, tokenizer, prompt, max_new_tokens, chat=chat, on_text=lambda text: typer.echo(text, nl=False)
-        )
-    except (*_USER_ERRORS, OSError) as error:
-        raise _failed(error) from error
-    typer.echo()
-    typer.echo(
+    found = generate_text(
+        model, tokenizer, prompt, max_new_tokens, chat=chat, on_text=lambda text: echo(text, end="", keep="\n\t")
+    )
+    echo("")
+    say(
         f"{found.prompt_tokens} tokens of prompt, the first new one after {1e3 * found.first_seconds:.0f} ms, "
-        f"then {found.tokens_per_second:.1f} tokens/s; {found.tokens} in all",
-        err=True,
+        f"then {found.tokens_per_second:.1f} tokens/s; {found.tokens} in all"
     )
 
 
@@ -432,12 +414,14 @@ def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, thread
     """The model and its tokenizer."""
     if threads is not None:
         torch.set_num_threads(threads)
-    import_transformers("a whole model").utils.logging.disable_progress_bar()
+    logging = import_transformers("a whole model").utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its reports of tensors are printed as they are named; load_model checks them
     from qcutlass.models.transformers import load_model
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
     model, tokenizer = load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value])
     for names, reason in fuse_projections(model).skipped.items() if fuse else ():
-        typer.echo(f"not fused: {', '.join(names)}: {reason}", err=True)
+        say(f"not fused: {', '.join(names)}: {reason}")
     return model, tokenizer

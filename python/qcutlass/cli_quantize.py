@@ -9,11 +9,12 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qcutlass._terminal import USER_ERRORS, Bits, Device, console, failed, read_text
+from qcutlass._terminal import Bits, Device, console, echo, printable, progress, read_text, say
 from qcutlass.algorithms.gptq import DAMPING
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers import WeightOnly
-from qcutlass.models.conversion import SHARD_BYTES, SKIPPED
+from qcutlass.layers.replace import SKIPPED
+from qcutlass.models.conversion import SHARD_BYTES
 from qcutlass.models.exporting import EXPORTS, export_model, export_note
 from qcutlass.models.quantizing.methods import METHODS, READERS, Method
 from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
@@ -61,37 +62,36 @@ def quantize(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    try:
-        _check_given(context, Method(method))
-        scheme = WeightOnly(int(bits.value), group_size, symmetric)
-        chosen = Method(method, scheme, clip=clip, damping=damping, act_order=act_order, act_scale=act_scale)
-        if device is Device.cuda and not torch.cuda.is_available():
-            raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
-        ids = None
-        if chosen.needs_calibration:
-            if calibration is None:
-                raise ValueError(f"--calibration: {chosen.name} needs a text file")
-            words = read_text("--calibration", calibration)
-            tokens = open_source(model, "auto", None).tokenizer()(words)["input_ids"]
-            ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
-            typer.echo(f"calibration: {samples} windows of {seqlen} of {len(tokens)} tokens, seed {seed}", err=True)
-        with _bar() as progress:
-            task = progress.add_task("reading headers", total=None)
-            found = quantize_model(
-                model,
-                out,
-                chosen,
-                calibration=ids,
-                skip=skip,
-                device=device.value,
-                overwrite=overwrite,
-                restart=restart,
-                shard_bytes=shard_bytes,
-                progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
-            )
-    except (*USER_ERRORS, OSError) as error:
-        raise failed(error) from error
-    typer.echo(_summary(found, chosen, out))
+    _check_given(context, Method(method))
+    scheme = WeightOnly(int(bits.value), group_size, symmetric)
+    chosen = Method(method, scheme, clip=clip, damping=damping, act_order=act_order, act_scale=act_scale)
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
+    ids = None
+    if chosen.needs_calibration:
+        if calibration is None:
+            raise ValueError(f"--calibration: {chosen.name} needs a text file")
+        words = read_text("--calibration", calibration)
+        tokens = open_source(model, "auto", None).tokenizer()(words)["input_ids"]
+        ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
+        say(f"calibration: {samples} windows of {seqlen} of {len(tokens)} tokens, seed {seed}")
+    with _bar() as bar:
+        task = bar.add_task("reading headers", total=None)
+        found = quantize_model(
+            model,
+            out,
+            chosen,
+            calibration=ids,
+            skip=skip,
+            device=device.value,
+            overwrite=overwrite,
+            restart=restart,
+            shard_bytes=shard_bytes,
+            progress=lambda what, done, total: bar.update(
+                task, description=printable(what), completed=done, total=total
+            ),
+        )
+    echo(_summary(found, chosen, out))
 
 
 def _check_given(context: typer.Context, method: Method) -> None:
@@ -111,13 +111,13 @@ def _bar() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console(stderr=True), transient=True)
+    return progress(console(stderr=True), *columns)
 
 
 def _summary(found: Quantization, method: Method, out: Path) -> str:
     lines = [
         f"{method.name}: {found.layers} layers of {found.weights / 1e6:.1f} M weights; "
-        f"{found.size / 1e6:.1f} MB in {out}"
+        f"{found.size / 1e6:.1f} MB in {printable(out)}"
     ]
     if found.resumed:
         lines.append(f"{found.resumed} blocks were taken over from an earlier run")
@@ -126,11 +126,13 @@ def _summary(found: Quantization, method: Method, out: Path) -> str:
         worst = max(errors, key=errors.__getitem__)
         lines.append(
             f"error of the layers' outputs, of their size: {sum(errors.values()) / len(errors):.5f} on average, "
-            f"at most {errors[worst]:.5f} ({worst})"
+            f"at most {errors[worst]:.5f} ({printable(worst)})"
         )
     damped = [name for name, notes in found.notes.items() if notes.get("damping", method.damping) > method.damping]
     if damped:
-        lines.append(f"{len(damped)} layers needed more damping than {method.damping:g}: {', '.join(damped[:4])}")
+        lines.append(
+            f"{len(damped)} layers needed more damping than {method.damping:g}: {printable(', '.join(damped[:4]))}"
+        )
     return "\n".join(lines)
 
 
@@ -142,14 +144,11 @@ def export(
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Write a converted folder in the format of other engines, without loss."""
-    try:
-        count = export_model(folder, out, to, overwrite=overwrite, shard_bytes=shard_bytes)
-        note = export_note(out)
-    except (*USER_ERRORS, OSError) as error:
-        raise failed(error) from error
-    typer.echo(f"{to}: {count} layers in {out}")
+    count = export_model(folder, out, to, overwrite=overwrite, shard_bytes=shard_bytes)
+    note = export_note(out)
+    echo(f"{to}: {count} layers in {printable(out)}")
     if note is not None:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}")
 
 
 def register(app: typer.Typer) -> None:

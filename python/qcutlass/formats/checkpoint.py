@@ -97,6 +97,11 @@ class Checkpoint(Mapping[str, Layer]):
     def __contains__(self, name: object) -> bool:
         return name in self._layers
 
+    @property
+    def files(self) -> list[str]:
+        """Those that hold tensors."""
+        return sorted({info.file for info in self._source.tensors.values()})
+
     def tensors_of(self, name: str) -> Iterator[TensorInfo]:
         """Types and shapes of a layer's tensors, as they are stored."""
         layer, tensors = self._layers[name], self._source.tensors

@@ -12,7 +12,10 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear, Scheme, check_plain
 from qcutlass.smoothquant import ActivationStatistics
 
-_SKIPPED: Final = ("lm_head",)
+ROUTERS: Final = ("gate", "router", "*.router.*", "shared_expert_gate")
+"""Layers that choose a token's experts, or weigh them: small, and an error in them sends tokens elsewhere."""
+SKIPPED: Final = ("lm_head", *ROUTERS)
+"""Layers that are left alone by default: here, in conversion and in quantisation."""
 
 
 def replace_linear(
@@ -35,7 +38,8 @@ def replace_linear(
             `load_state_dict(state, assign=True)`.
         scheme: `WeightOnly(...)`, `W8A8(...)`, `FP8(...)` or `Blockwise(...)`.
         skip: layers to leave alone: names as in `model.named_modules()`, their last parts, or patterns of either
-            (`"*.experts.*"`); a layer inside a skipped module is skipped. None: `lm_head`, where there is one.
+            (`"*.experts.*"`); a layer inside a skipped module is skipped. None: `lm_head` and routers (`gate`,
+            `router`, `shared_expert_gate`), where there are such.
         statistics: from `calibrate` or `smooth_model`; needed by static schemes for every layer.
 
     Returns:
@@ -62,7 +66,7 @@ def replace_linear(
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(f"statistics: expected a mapping by names of layers, got {type(statistics).__name__}")
     modules = dict(model.named_modules(remove_duplicate=False))
-    skipped = _skipped(modules, _SKIPPED if skip is None else skip, must_match=skip is not None)
+    skipped = _skipped(modules, SKIPPED if skip is None else skip, must_match=skip is not None)
     skipped |= _read_by_others(modules.values())
     names = [name for name, module in modules.items() if type(module) is nn.Linear and module not in skipped]
     if "" in names:

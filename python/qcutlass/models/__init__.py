@@ -1,6 +1,6 @@
 """Whole models: conversion and quantisation of checkpoints, converted folders, perplexity, generation.
 
-`import qcutlass.models.transformers` lets transformers load them.
+transformers loads them where qcutlass is imported.
 """
 
 from qcutlass.models.conversion import Conversion, convert, weights_of

@@ -18,17 +18,17 @@ from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinear
 from qcutlass.layers.loading import from_layer
-from qcutlass.layers.replace import check_skip
+from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource, open_source
-from qcutlass.models.specs import LayerSpec, ModelSpec
+from qcutlass.models.specs import GUARD, LayerSpec, ModelSpec, guard
 from qcutlass.quantization import quantize
 from qcutlass.weights import dequantize, unpack_weights
 
 SHARD_BYTES: Final = 4 << 30
-SKIPPED: Final = ("lm_head",)
+_HEAD: Final = "lm_head"
 
 Progress = Callable[[str, int, int], None]
 
@@ -105,7 +105,7 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Writes a model with packed layers, which `transformers` loads once `qcutlass.models.transformers` is imported.
+    """Writes a model with packed layers, which `transformers` loads where qcutlass is imported.
 
     Quantised layers are taken over without loss. Float layers of a checkpoint that is not quantised are quantised, to
     the nearest; those in a quantised checkpoint stay floats, as embeddings and norms do. The folder gets safetensors
@@ -117,7 +117,8 @@ def convert(
         destination: a folder that is made.
         format, config: of the source, as for `qcutlass.formats.load`.
         scheme: for float layers; None: `WeightOnly()`.
-        skip: float layers to leave alone: names, their last parts, or patterns of either.
+        skip: float layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and
+            routers.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.
@@ -130,7 +131,8 @@ def convert(
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `shard_bytes` no integer.
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
             folder to overwrite is not a converted one; `skip` has a pattern that no layer matches.
-        CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; what was written is not what was read.
+        CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; what was written is not what was read; the
+            model is a mixture of experts.
         OSError: the disk is full.
 
     Example:
@@ -190,7 +192,7 @@ def write_folder(
                 kept.append(name)
             else:
                 packed = from_layer(layer, name)
-                tensors = packed.state_dict()
+                tensors = {**packed.state_dict(), GUARD: guard()}
                 specs[name] = LayerSpec.of(packed)
                 weights += packed.in_features * packed.out_features
             writer.add({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
@@ -207,7 +209,8 @@ def write_folder(
         files = writer.finish()
     if not specs:
         raise CheckpointError(f"{source.checkpoint.format}: no layer to convert")
-    kept += [name for name in SKIPPED if name not in specs and name not in kept]  # tied ones are in no file
+    if _HEAD not in specs and _HEAD not in kept:
+        kept.append(_HEAD)  # one that is tied is in no file
     spec = ModelSpec.of(specs, kept, source.checkpoint.format)
     write_json(folder / CONFIG, {**source.config, QUANTIZATION: spec.to_dict()})
     return Conversion(source.checkpoint.format, len(specs), weights, 0, size, files)

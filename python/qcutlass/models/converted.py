@@ -14,7 +14,7 @@ from qcutlass.errors import CheckpointError
 from qcutlass.formats.config import Config, read_json, read_json_if_there
 from qcutlass.formats.source import SafetensorsSource, TensorInfo, open_folder
 from qcutlass.layers import QuantLinear
-from qcutlass.models.specs import METHOD, ModelSpec
+from qcutlass.models.specs import GUARD, METHOD, ModelSpec
 
 CONFIG: Final = "config.json"
 QUANTIZATION: Final = "quantization_config"
@@ -83,9 +83,16 @@ class ConvertedFolder(Mapping[str, QuantLinear]):
         for tensor in tensors:
             layer, _, suffix = tensor.rpartition(".")
             if layer in self._suffixes:
+                if suffix == GUARD and tensors[tensor][:2] == ("U8", (1,)):
+                    continue
                 self._suffixes[layer].append(suffix)
             else:
                 self.rest.append(tensor)
+
+    @property
+    def files(self) -> list[str]:
+        """Those that hold tensors."""
+        return sorted({info.file for info in self._source.tensors.values()})
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -20,7 +20,8 @@ class Evaluation:
     """What `perplexity` found.
 
     Attributes:
-        perplexity: exp of the mean negative log-likelihood of a token.
+        perplexity: exp of the mean negative log-likelihood of a token; inf where it is beyond floats (that of a model
+            which gives a token no chance), nan where the model's logits are.
         tokens: how many were predicted.
         seconds: that took.
     """
@@ -73,4 +74,11 @@ def perplexity(
             if progress is not None:
                 progress(count + 1, len(windows))
     predicted = len(windows) * (window - 1)
-    return Evaluation(math.exp(total / predicted), predicted, time.perf_counter() - begin)
+    return Evaluation(_exp(total / predicted), predicted, time.perf_counter() - begin)
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -1,11 +1,21 @@
-"""Packages that only models need."""
+"""Packages that only models need, and how their loaders are called: no pickle is read, no code of a model is run."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
 
-from qcutlass.errors import UnsupportedError
+import torch
+
+from qcutlass.errors import CheckpointError, UnsupportedError
+
+SAFE: Final[Mapping[str, Any]] = {"trust_remote_code": False}
+"""Options of every `from_pretrained`: None would ask the user whether code may run."""
+SAFE_WEIGHTS: Final[Mapping[str, Any]] = {**SAFE, "use_safetensors": True}
+"""Options of those that read weights: None would take a pickle where there is no file in safetensors."""
 
 
 def import_transformers(purpose: str) -> Any:
@@ -14,3 +24,22 @@ def import_transformers(purpose: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise UnsupportedError(f"{purpose} needs transformers 5: pip install 'qcutlass[models]' ({error})") from error
+
+
+@contextmanager
+def reading(place: Path, what: str) -> Iterator[None]:
+    """Turns whatever transformers raises for odd files into an UnsupportedError of one line."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # tokenizers and configurations raise errors of any type
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UnsupportedError(f"{place}: transformers reads no {what} there ({reason})") from error
+
+
+def load_tokenizer(folder: Path, **keywords: Any) -> Any:
+    """A folder's tokenizer; UnsupportedError if there is none, or transformers is absent."""
+    transformers = import_transformers("a tokenizer")
+    with reading(folder, "tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(folder, **SAFE, **keywords)

@@ -17,7 +17,7 @@ import torch
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
 from qcutlass.formats.gguf_header import read_header
-from qcutlass.models.extras import import_transformers
+from qcutlass.models.extras import SAFE, import_transformers, load_tokenizer, reading
 from qcutlass.models.sources import ModelSource
 
 _PERMUTED: Final = {"llama": True, "qwen2": False, "qwen3": False}  # by architecture: the rows of q and k
@@ -58,7 +58,8 @@ class GGUFModel(ModelSource):
 
     def _config(self) -> dict[str, Any]:
         transformers = import_transformers("reading the configuration of a GGUF file")
-        config = transformers.AutoConfig.from_pretrained(self._path.parent, gguf_file=self._path.name)
+        with reading(self._path, "configuration"):
+            config = transformers.AutoConfig.from_pretrained(self._path.parent, gguf_file=self._path.name, **SAFE)
         values: dict[str, Any] = config.to_dict()
         if not values.get("architectures"):
             values["architectures"] = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
@@ -96,8 +97,7 @@ class GGUFModel(ModelSource):
         return dataclasses.replace(layer, weight=moved, bias=bias)
 
     def tokenizer(self) -> Any:
-        transformers = import_transformers("reading the tokenizer of a GGUF file")
-        return transformers.AutoTokenizer.from_pretrained(self._path.parent, gguf_file=self._path.name)
+        return load_tokenizer(self._path.parent, gguf_file=self._path.name)
 
     def write_files(self, folder: Path) -> None:
         self.tokenizer().save_pretrained(folder)

@@ -14,7 +14,8 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.models.converted import CONFIG, is_converted
-from qcutlass.models.extras import import_transformers
+from qcutlass.models.experts import check_configuration, check_names
+from qcutlass.models.extras import load_tokenizer
 
 _DESCRIPTIONS: Final = ("quantization_config", "compression_config", "quantization")  # of the source's own weights
 _COPIED: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
@@ -56,8 +57,8 @@ class ModelSource:
         return self.checkpoint.tensor(self.rest[name])
 
     def tokenizer(self) -> Any:
-        """That of transformers; UnsupportedError if it is not installed."""
-        return import_transformers("a tokenizer").AutoTokenizer.from_pretrained(self._folder)
+        """That of transformers; UnsupportedError if there is none, or transformers is not installed."""
+        return load_tokenizer(self._folder)
 
     def write_files(self, folder: Path) -> None:
         """The tokenizer, and what else lies beside the weights."""
@@ -73,10 +74,14 @@ def copy_files(source: Path, destination: Path) -> None:
 
 
 def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
-    """A folder or a file, as `qcutlass.formats.load` reads them."""
+    """A folder or a file, as `qcutlass.formats.load` reads them; UnsupportedError for a mixture of experts."""
     if path.is_dir() and is_converted(path):
         raise ValueError(f"source: {path} is converted already")
+    described = (path if path.is_dir() else path.parent) / CONFIG
+    if path.suffix != ".gguf" and described.is_file():
+        check_configuration(read_json(described), path)
     checkpoint = formats.load(path, format, config)
+    check_names([*checkpoint, *checkpoint.rest], path)
     if checkpoint.format == "gguf":
         from qcutlass.models.gguf import GGUFModel
 

@@ -16,8 +16,14 @@ from qcutlass.layers.base import LAYOUT_VERSION, short
 from qcutlass.quantization import QuantizedTensor
 
 METHOD: Final = "qcutlass"
-VERSION: Final = 1
-"""Of the folder's format; the packed layout has a version of its own."""
+VERSION: Final = 2
+"""Of the folder's format, which has guards since 2; the packed layout has a version of its own."""
+_READ_VERSIONS: Final = (1, 2)
+GUARD: Final = "weight"
+"""Suffix of a tensor of one byte beside those of each layer: who looks for floats there finds a shape that fits none.
+
+Without it transformers, where qcutlass is not imported, would take random numbers for the weights, with a warning.
+"""
 
 _DTYPES: Final = {
     short(kind): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int32)
@@ -32,6 +38,11 @@ _BUFFERS: Final = {  # by kind: those whose presence or type is a layer's own, a
     },
     "int8": {"bias": ("float16", "bfloat16", "float32"), "a_scale": ("float32",), "smooth": ("float32",)},
 }
+
+
+def guard() -> torch.Tensor:
+    """The tensor that `GUARD` names."""
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -151,7 +162,7 @@ class ModelSpec:
         if values.get("quant_method") != METHOD:
             raise CheckpointError(f"{where}: expected quant_method {METHOD!r}, got {values.get('quant_method')!r:.60}")
         versions = values.get("version"), values.get("layout_version")
-        if versions != (VERSION, LAYOUT_VERSION):
+        if versions[0] not in _READ_VERSIONS or versions[1] != LAYOUT_VERSION:
             raise CheckpointError(
                 f"{where}: version {versions[0]!r:.20} with packed layout {versions[1]!r:.20}, this build reads "
                 f"{VERSION} with {LAYOUT_VERSION}: convert the model again"

@@ -1,8 +1,8 @@
 """Lets transformers (version 5) load converted folders, and folders of other formats, with qcutlass's layers.
 
-Importing this module registers the quantiser; nothing else does, and `import qcutlass` does not import transformers.
+`import qcutlass` registers the quantiser, in any order with `import transformers`, which it does not import.
 
-    import qcutlass.models.transformers
+    import qcutlass
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained("converted")
@@ -13,26 +13,31 @@ Importing this module registers the quantiser; nothing else does, and `import qc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats.config import read_json
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.loading import from_layer
-from qcutlass.models.converted import QUANTIZATION, ConvertedFolder, is_converted
-from qcutlass.models.specs import METHOD, LayerSpec, ModelSpec
+from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, load_tokenizer, reading
+from qcutlass.models.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
+
+if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
+    from transformers import PreTrainedModel
 
 _DEFAULT: Final = "default"
+_IMPLEMENTATIONS: Final = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # parts of transformers
 
 
 @register_quantization_config(METHOD)
@@ -99,14 +104,18 @@ class QcutlassQuantizer(HfQuantizer):
         values = self.quantization_config.to_dict()
         if _DEFAULT in values:
             converted = ConvertedFolder(folder)
+            _check_files(checkpoint_files, converted.files)
             self._check_complete(model, converted)
+            _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in converted))
             for place, (name, linear) in _places(converted, model).items():
                 layer = converted.empty(name)
                 if (layer.out_features, layer.in_features) != (linear.out_features, linear.in_features):
                     raise CheckpointError(f"{name}: {layer} is in the place of {linear}")
                 model.set_submodule(place, layer)
         else:
-            self._await(model, formats.load(folder, config=values.get("checkpoint")))
+            checkpoint = formats.load(folder, config=values.get("checkpoint"))
+            _check_files(checkpoint_files, checkpoint.files)
+            self._await(model, checkpoint)
 
     def _check_complete(self, model: PreTrainedModel, converted: ConvertedFolder) -> None:
         """transformers fills in random numbers, with a warning, where weights are absent."""
@@ -122,8 +131,7 @@ class QcutlassQuantizer(HfQuantizer):
         for place, name in self._awaited.items():
             model.set_submodule(place, _Awaited(sum(info.nbytes for info in checkpoint.tensors_of(name))))
         names = {name for pair in self._awaited.items() for name in pair}
-        ignored = {rf"^{re.escape(name)}\." for name in names}
-        model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_to_ignore_on_load_unexpected or ())
+        _ignore(model, (rf"^{re.escape(name)}\." for name in names))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         if self._checkpoint is not None:
@@ -153,6 +161,12 @@ class QcutlassQuantizer(HfQuantizer):
         module = model.get_submodule(param_name.rpartition(".")[0])
         return float(module.size if isinstance(module, _Awaited) else param.element_size())
 
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What `save_pretrained` writes: the model's tensors and a guard for each layer."""
+        state = model.state_dict()
+        layers = [name.removesuffix(".w_packed") for name in state if name.endswith(".w_packed")]
+        return {**state, **{f"{name}.{GUARD}": guard() for name in layers}}, {}
+
     def is_serializable(self) -> bool:
         return True
 
@@ -163,6 +177,19 @@ class QcutlassQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _ignore(model: PreTrainedModel, patterns: Iterable[str]) -> None:
+    """Has transformers pass over these names in the files."""
+    model._keys_to_ignore_on_load_unexpected = {*patterns, *(model._keys_to_ignore_on_load_unexpected or ())}
+
+
+def _check_files(read: Iterable[str], checked: Iterable[str]) -> None:
+    """Raises CheckpointError where transformers is about to read a file that qcutlass has not checked."""
+    known = {Path(file).resolve() for file in checked}
+    for file in read:
+        if Path(file).resolve() not in known:
+            raise CheckpointError(f"{file}: transformers reads it, qcutlass {', '.join(sorted(checked))}; keep one")
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -211,7 +238,9 @@ def checkpoint_config(folder: str | PathLike[str], config: dict[str, Any] | None
         >>> def load(folder):  # a GPTQ, AWQ or compressed-tensors folder
         ...     return AutoModelForCausalLM.from_pretrained(folder, config=checkpoint_config(folder))
     """
-    found = AutoConfig.from_pretrained(folder, **keywords)
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(folder, **{**SAFE, **keywords})
     found.quantization_config = QcutlassConfig(checkpoint=config).to_dict()
     return found
 
@@ -221,6 +250,8 @@ def load_model(
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, from a converted folder or one that `qcutlass.formats` reads.
 
+    Weights come from the files that qcutlass has checked. Pickles are never read, and no code of the folder is run.
+
     Args:
         folder: also one with floats, which then stay floats.
         device: to which the model is moved.
@@ -228,35 +259,76 @@ def load_model(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        UnsupportedError: as for `qcutlass.formats.load`; transformers reads no tokenizer there.
+        UnsupportedError: as for `qcutlass.formats.load`; transformers reads no model or tokenizer there; the folder
+            holds adapters, or asks for code from elsewhere.
         CheckpointError: as for `qcutlass.formats.load`; some of the model's tensors are absent.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder; a GGUF file is converted first: qcutlass convert")
     # Both check the headers, with errors that say more than those of transformers.
-    format = METHOD if is_converted(path) and ConvertedFolder(path) else formats.detect(path)
-    config = AutoConfig.from_pretrained(path)
-    if format == "floats":
-        config.__dict__.pop(QUANTIZATION, None)  # whatever it says
-    elif format != METHOD:
-        config.quantization_config = QcutlassConfig().to_dict()
+    opened = ConvertedFolder(path) if is_converted(path) else formats.load(path)
+    _check_alone(path)
+    with reading(path, "configuration"):
+        config = AutoConfig.from_pretrained(path, **SAFE)
+    config.transformers_weights = _weights_file(path, opened.files)
+    if isinstance(opened, formats.Checkpoint):
+        if opened.format == "floats":
+            config.__dict__.pop(QUANTIZATION, None)  # whatever it says
+        else:
+            config.quantization_config = QcutlassConfig().to_dict()
     where = torch.device(device)
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     elif dtype is None:
         dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.float16
-    tokenizer = _tokenizer(path)
-    model, report = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    tokenizer = load_tokenizer(path)
+    with reading(path, "causal language model"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, **SAFE_WEIGHTS
+        )
     if report["missing_keys"]:  # which transformers fills with random numbers
         names = sorted(report["missing_keys"])
         raise CheckpointError(f"{path}: {len(names)} of the model's tensors are absent: {', '.join(names[:4])}")
     return model.to(where).eval(), tokenizer
 
 
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UnsupportedError(f"{folder}: transformers reads no tokenizer there ({reason})") from error
+def _weights_file(folder: Path, files: Iterable[str]) -> str:
+    """The file, or the index of several, that has been checked and that transformers is to read."""
+    found = [path.name for path in folder.glob("*.safetensors.index.json")] or [Path(file).name for file in files]
+    if len(found) != 1 or not found[0].endswith((".safetensors", ".json")):
+        raise UnsupportedError(
+            f"{folder}: transformers reads one .safetensors file, or those that an index lists, got "
+            f"{', '.join(found[:4])}; convert it first: qcutlass convert"
+        )
+    return found[0]
+
+
+def _check_alone(folder: Path) -> None:
+    """Raises UnsupportedError where transformers would read, beside what has been checked, what has not."""
+    for pattern in ("adapter_config.json", "shard-*-model-*.safetensors"):
+        for path in folder.glob(pattern):
+            raise UnsupportedError(
+                f"{path}: adapters and shards of a distributed model are not read; merge them into the model"
+            )
+    path = folder / CONFIG
+    for name in _implementations(read_json(path) if path.is_file() else {}):
+        if name not in _IMPLEMENTATIONS:
+            raise UnsupportedError(
+                f"{path}: an implementation {name!r:.80}, which may be code from elsewhere; expected one of "
+                f"{', '.join(_IMPLEMENTATIONS)}"
+            )
+
+
+def _implementations(values: object, named: bool = False) -> Iterator[object]:
+    """The implementations of attention and of experts that a configuration names, at any depth."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _implementations(value, named or key.endswith(("attn_implementation", "experts_implementation")))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _implementations(value, named)
+    elif named and values is not None:
+        yield values

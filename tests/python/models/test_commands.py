@@ -214,6 +214,32 @@ def test_perplexity_of_a_model_without_parameters(buffers: int) -> None:
     assert abs(perplexity(model, torch.arange(8), window=4).perplexity / 8 - 1) < PERPLEXITY
 
 
+@pytest.mark.parametrize(("logit", "expected"), [(1000.0, torch.inf), (torch.inf, torch.nan), (700.0, 1e304)])
+def test_perplexity_of_a_broken_model(logit: float, expected: float) -> None:
+    """Sure of a token that does not come."""
+
+    def model(ids: torch.Tensor) -> SimpleNamespace:
+        logits = torch.zeros(*ids.shape, 8)
+        logits[..., 0] = logit
+        return SimpleNamespace(logits=logits)
+
+    found = perplexity(model, torch.arange(8), window=4).perplexity
+    assert found == expected or (found != found and expected != expected) or abs(found / expected - 1) < 0.02
+
+
+def test_eval_reports_an_infinite_perplexity(random_cut: RandomCut, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(random_cut.floats().folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] *= 2000  # tied: the likeliest token, by far
+    tensors["model.embed_tokens.weight"][8] *= -2000
+    save_file(tensors, folder / "model.safetensors")
+    (tmp_path / "text.txt").write_text("9 8 " * 20)
+    result = command("eval", folder, "--text", tmp_path / "text.txt", "--window", 4)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("perplexity inf of ")
+
+
 def test_from_floats_to_text_in_the_format_of_others(smol: SmolCut, tmp_path: Path) -> None:
     source, text = smol.floats().folder, tmp_path / "text.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 20)

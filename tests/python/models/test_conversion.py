@@ -311,7 +311,7 @@ def test_bad_sources_leave_nothing_behind(tmp_path: Path, seed: int) -> None:
     [
         ({"layout_version": 99}, "convert the model again"),
         ({"layout_version": 1}, "convert the model again"),
-        ({"version": 2}, "convert the model again"),
+        ({"version": 3}, "convert the model again"),
         ({"exceptions": []}, "exceptions"),
         ({"default": {"kind": "magic"}}, "kind"),
         ({"default": {"kind": "weight_only", "bits": 3, "group_size": 64}}, "bits"),

@@ -16,10 +16,9 @@ from qcutlass import __version__
 from qcutlass._validation import check_integer, check_tensor
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import Layer
-from qcutlass.layers.replace import check_skip
+from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.conversion import (
     SHARD_BYTES,
-    SKIPPED,
     Progress,
     check_matches,
     check_places,
@@ -133,7 +132,7 @@ def quantize_model(
         destination: a folder that is made.
         method: a `Method`, or the name of one.
         calibration: int64 `[samples, tokens]`, see `calibration_windows`; needed by gptq, awq and smoothquant.
-        skip: layers to leave alone: names, their last parts, or patterns of either.
+        skip: layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and routers.
         device: where blocks run and are quantised, in fp32.
         format, config: of the source, as for `qcutlass.formats.load`.
         overwrite: replaces a converted folder.

@@ -1,0 +1,65 @@
+"""Registers the quantiser with transformers: at once where transformers is loaded, else as soon as it is.
+
+`import qcutlass` does this without importing transformers. Without the quantiser transformers would refuse a converted
+folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Final
+
+_AWAITED: Final = "transformers.quantizers.auto"  # which holds the tables of quantisers
+
+
+def register() -> None:
+    """Registers now or later."""
+    if _AWAITED in sys.modules:
+        _import_quantiser()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _import_quantiser() -> None:
+    try:
+        importlib.import_module("qcutlass.models.transformers")
+    except ImportError as error:  # both packages are of use without it
+        warnings.warn(f"qcutlass does not register its quantiser: it needs transformers 5 ({error})", stacklevel=2)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the one module as the other finders do, and has its loader register; it goes when that has happened."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _AWAITED:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(self, spec, spec.loader)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Loads as another loader, to which it leaves the module."""
+
+    def __init__(self, finder: _Finder, spec: ModuleSpec, loader: Loader) -> None:
+        self._finder, self._spec, self._loader = finder, spec, loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        _import_quantiser()
