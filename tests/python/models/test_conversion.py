@@ -216,7 +216,6 @@ def test_an_existing_folder_is_left_alone_unless_asked(tmp_path: Path, seed: int
 def test_conversions_to_one_place_leave_each_other_alone(tmp_path: Path, seed: int) -> None:
     """One begins and ends while the other is at work: its folder in the making is not taken for a leftover."""
     first, second = (random_model(tmp_path / name, 2, seed=seed + i) for i, name in enumerate(("first", "second")))
-    (tmp_path / ".new.left.partial").mkdir()
 
     def other(name: str, count: int, total: int) -> None:
         if count == 1:
