@@ -130,7 +130,8 @@ def convert(
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `shard_bytes` no integer.
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
             folder to overwrite is not a converted one; `skip` has a pattern that no layer matches.
-        CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; what was written is not what was read.
+        CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
+            copied is a link out of the folder; what was written is not what was read.
         OSError: the disk is full.
 
     Example:

@@ -21,7 +21,7 @@ from qcutlass.models.conversion import SHARD_BYTES, check_places
 from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
-from qcutlass.models.sources import copy_files
+from qcutlass.models.sources import copy_files, files_beside
 from qcutlass.quantization import QuantizedTensor
 from qcutlass.weights import unpack_weights
 
@@ -69,7 +69,7 @@ def export_model(
         UnsupportedError: the format cannot say it: activation scales (`act_scale`, `smooth`), act-order (gptq can),
             real-valued zeros, layers that differ in bits or group size, scales that are not of 16 bits, shapes that
             fill no words.
-        CheckpointError: the folder is damaged.
+        CheckpointError: the folder is damaged, or has a link out of it beside the weights.
 
     Example:
         >>> import json, pathlib, tempfile, torch
@@ -90,6 +90,7 @@ def export_model(
     old, new = Path(folder), Path(destination)
     source = ConvertedFolder(old)
     _check_destination(old, new, overwrite)
+    files_beside(old)  # refused before anything is written
     common = _common(source)
     store: Callable[[Layer], dict[str, Tensor]]
     if format == "gptq":
