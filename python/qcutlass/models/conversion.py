@@ -235,12 +235,20 @@ def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
                 raise CheckpointError(f"{name}: expected {', '.join(others)}, read back {', '.join(buffers)}")
             pairs = [(buffers[key], others[key]) for key in buffers]
             pairs.append((weights_of(found), layer.dequantize(torch.float32)))
-        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+        if not all(_is_same(a, b) for a, b in pairs):
             raise CheckpointError(f"{name}: read back, it differs from the source; is the disk damaged?")
     for name in plan.source.rest:
-        if not torch.equal(written.tensor(name), plan.source.tensor(name)):
+        if not _is_same(written.tensor(name), plan.source.tensor(name)):
             raise CheckpointError(f"{name}: read back, it differs from the source; is the disk damaged?")
     return len(written)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same bits: a NaN is itself, 0.0 is not -0.0."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    first, second = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(first, second)
 
 
 def weights_of(layer: QuantLinear) -> Tensor:
