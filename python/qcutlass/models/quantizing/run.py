@@ -31,11 +31,11 @@ from qcutlass.models.extras import import_transformers
 from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
-from qcutlass.models.quantizing.work import Work, work_folder
+from qcutlass.models.quantizing.work import Work, file_stats, is_made, work_folder
 from qcutlass.models.replacing import check_new, new_folder
 from qcutlass.models.sources import ModelSource, open_source
 
-_VERSION = 2  # of the work folder
+_VERSION = 3  # of the work folder
 _Value = TypeVar("_Value")
 
 
@@ -171,11 +171,15 @@ def quantize_model(
     ids = _checked_calibration(calibration, chosen)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
-    check_new(new, overwrite)
+    if restart or not is_made(new):
+        check_new(new, overwrite)
     opened = open_source(old, format, config)
     report = progress or (lambda name, count, total: None)
     run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
     with work_folder(new, _description(old, opened, chosen, ids, skip, device), restart) as work:
+        told = work.made(new)
+        if told is not None:
+            return Quantization(**told, resumed=run_through.blocks)
         resumed = run_through.all(work)
         work.open()
         overlay = _Overlay(opened, work)
@@ -188,8 +192,10 @@ def quantize_model(
                 lambda name, count, total: report(f"writing {name}", count, total),
             )
             ConvertedFolder(folder)
-        notes = work.notes
-    return Quantization(done.layers, done.weights, done.size, done.files, resumed, notes)
+            told = {"layers": done.layers, "weights": done.weights, "size": done.size, "files": done.files}
+            told["notes"] = work.notes
+            work.set_made(folder, told)
+    return Quantization(**told, resumed=resumed)
 
 
 def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor | None:
@@ -213,8 +219,6 @@ def _description(
     device: str | torch.device,
 ) -> dict[str, Any]:
     """What makes a run, for its folder: all that its bytes depend on, but for the number of threads."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = {file.name: file.stat() for file in files if file.is_file()}
     options = asdict(method)
     options["scheme"]["scale_dtype"] = str(method.scheme.scale_dtype)
     calibration = None
@@ -222,7 +226,7 @@ def _description(
         calibration = {"shape": list(ids.shape), "sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
     return {
         "layout": _VERSION,
-        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "source": file_stats(path),
         "format": source.checkpoint.format,
         "model": source.config,
         "method": options,
@@ -267,6 +271,7 @@ class _Run:
             raise ValueError("skip: no linear layer of the blocks is left to quantise")
         passes = 0 if ids is None else 2 * len(ids)
         self._steps = [passes + len(names) for names in self._names]
+        self.blocks = len(self._names)
         self._done = 0
         self._groups: dict[tuple[Any, ...], list[InputGroup]] = {}
 
