@@ -126,7 +126,8 @@ def quantize_model(
 
     One block is in memory at a time: its layers see what the quantised blocks before it make of the calibration tokens.
     What a finished block has become is kept in `<destination>.work`; the same call goes on from there after a kill, and
-    gives the same bytes. The destination appears as a whole, and the folder with the work goes.
+    gives the same bytes. The destination appears as a whole, and the folder with the work goes; if a kill comes between
+    the two, the same call removes the folder and tells what was made.
 
     Args:
         source: a folder with `config.json` and safetensors files, or a GGUF file, of a decoder that transformers knows.
@@ -143,7 +144,7 @@ def quantize_model(
 
     Raises:
         FileExistsError: `destination` is there and not to be overwritten; the folder of the work is that of a run with
-            another source, calibration, method or version of a package, or being worked in.
+            another source, calibration, method or version of a package, being worked in, or holds files of others.
         UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise; the model is
             a mixture of experts.
         TypeError, ValueError: options; calibration is missing, not of this model's tokens, or not looked at by the

@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError
@@ -21,7 +19,7 @@ from qcutlass.formats import CanonicalLinear, FloatLinear, Int8Linear, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.formats.source import SafetensorsSource
 from qcutlass.models.marks import MARK, is_marked, mark, short_name
-from qcutlass.models.shards import sync, write_json
+from qcutlass.models.shards import sync, write_json, write_tensors
 from qcutlass.quantization import QuantizedTensor
 
 _MANIFEST: Final = "manifest.json"
@@ -98,8 +96,7 @@ class Work:
         digests = {}
         for name, values in files.items():
             partial = self.folder / f"{name}.partial"
-            _save({key: value.contiguous().cpu() for key, value in values.items()}, partial)
-            sync(partial)
+            write_tensors(partial, values)
             digests[name] = _digest(partial)
             partial.rename(self.folder / name)
         partial = self.folder / "record.partial"
@@ -182,14 +179,6 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """As safetensors does, but for the type of what it raises: OSError."""
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:
-        raise OSError(f"{path}: cannot be written ({error})") from error
-
-
 def file_stats(path: Path) -> dict[str, list[int]]:
     """Sizes and times of a file, or of those in a folder; of none if it is absent."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -227,7 +216,8 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
         _check_own(folder)
         if restart:
             _empty(folder)
-        mark(folder)
+        if not is_marked(folder):
+            mark(folder)
         wanted = json.loads(json.dumps(run))
         if (folder / _MANIFEST).is_file():
             differing = list(_differences(read_json(folder / _MANIFEST).get("run"), wanted))
@@ -248,16 +238,20 @@ def _locked(folder: Path) -> int:
     """The lock on a folder, which is made if it is absent."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # a process that ends removes it meanwhile
+        try:
             lock = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), folder.stat()):
-                    return lock
-            except BlockingIOError as error:
-                os.close(lock)
-                raise FileExistsError(f"{folder}: another process is working there") from error
+        except FileNotFoundError:
+            continue  # a run that has ended was faster, and has removed it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), folder.stat()):
+                return lock
+        except FileNotFoundError:
+            pass
+        except BlockingIOError as error:
             os.close(lock)
+            raise FileExistsError(f"{folder}: another process is working there") from error
+        os.close(lock)
 
 
 def _own_files(folder: Path) -> list[Path]:
