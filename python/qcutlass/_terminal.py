@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 
-USER_ERRORS = (UnsupportedError, CheckpointError, FileNotFoundError, FileExistsError, ValueError)
+USER_ERRORS = (UnsupportedError, CheckpointError, FileNotFoundError, FileExistsError, ValueError, MemoryError)
 
 
 class Device(str, Enum):

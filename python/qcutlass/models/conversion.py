@@ -20,6 +20,7 @@ from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinea
 from qcutlass.layers.loading import from_layer
 from qcutlass.layers.replace import check_skip
 from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.models.memory import memory_told
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource, open_source
@@ -133,6 +134,7 @@ def convert(
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read.
         OSError: the disk is full.
+        MemoryError: the memory does not suffice for a layer, and for what making it takes.
 
     Example:
         >>> import json, pathlib, tempfile, torch
@@ -152,11 +154,13 @@ def convert(
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
-    plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
-    check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
-    with new_folder(new, overwrite) as folder:
-        done = write_folder(plan.source, plan.layer, folder, shard_bytes, progress or (lambda name, count, total: None))
-        verified = _check_written(plan, folder, verify)
+    report = progress or (lambda name, count, total: None)
+    with memory_told(old):
+        plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
+        check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
+        with new_folder(new, overwrite) as folder:
+            done = write_folder(plan.source, plan.layer, folder, shard_bytes, report)
+            verified = _check_written(plan, folder, verify)
     return Conversion(plan.source.checkpoint.format, done.layers, done.weights, verified, done.size, done.files)
 
 

@@ -14,14 +14,18 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.python.formats.stored import as_awq, named, stored
 from tests.python.models.folders import AWQ, random_model, write_model
+from typer.testing import CliRunner
 
 from qcutlass import models
+from qcutlass.cli import app
 from qcutlass.layers import WeightOnlyLinear
 
 
@@ -83,6 +87,47 @@ def fill_disk(root: Path, seed: int) -> dict[str, Any]:
     return {"errors": errors, "intact": same, "absent": not (root / "absent").exists(), "left": partial(root)}
 
 
+def starve(root: Path) -> dict[str, Any]:
+    """Address space ends at so many MB more than are in use."""
+    weights = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(1024, 4096).half() for i in range(2)}
+    source = write_model(root / "source", weights, {}, None)
+    models.convert(source, root / "reference", verify=True)
+    errors: list[str] = []
+    for extra in (0, 2, 5, 10, 20, 30, 40, 50, 60, 400):
+        with limited(resource.RLIMIT_AS, address_space() + (extra << 20)):
+            try:
+                models.convert(source, root / "new", verify=True)
+                errors.append("")
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            if errors[-1]:
+                assert not (root / "new").exists()
+        if not errors[-1]:
+            break
+    large = write_model(root / "large", {"up_proj.weight": torch.ones(8192, 8192).half()}, {}, None)
+    with limited(resource.RLIMIT_AS, address_space() + (40 << 20)):  # a progress bar takes a thread of 8 MB
+        shown = CliRunner().invoke(app, ["convert", str(large), str(root / "command")])
+    same = contents(root / "new") == contents(root / "reference")
+    return {"errors": errors, "command": [shown.exit_code, shown.stderr], "same": same, "left": partial(root)}
+
+
+def address_space() -> int:
+    """Bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmSize:")[2].split()[0]) * 1024
+
+
+@contextmanager
+def limited(what: int, size: int) -> Iterator[None]:
+    """With a lower limit of this process, one of `resource.RLIMIT_*`."""
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
+
+
 def anonymous_memory() -> float:
     """MB of this process that no file backs."""
     status = Path("/proc/self/status").read_text()
@@ -140,7 +185,8 @@ def watch_loading(root: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     action, folder, *numbers = sys.argv[1:]
-    found = {"kill": kill, "fill_disk": fill_disk, "watch_memory": watch_memory, "watch_loading": watch_loading}[
-        action
-    ](Path(folder), *map(int, numbers))
-    print(json.dumps(found))
+    actions: dict[str, Any] = {
+        "kill": kill, "fill_disk": fill_disk, "starve": starve, "watch_memory": watch_memory,
+        "watch_loading": watch_loading,
+    }  # fmt: skip
+    print(json.dumps(actions[action](Path(folder), *map(int, numbers))))

@@ -12,13 +12,11 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.python.models.conversions import contents
+from tests.python.models.conversions import contents, limited
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -105,13 +103,13 @@ def fill_disk(root: Path, seed: int) -> dict[str, Any]:
     reference = quantize("reference")
     outcomes: dict[int, str] = {}
     for limit in (20, 300, 3_000, 47_000, 60_000):
-        with limited(limit):
+        with limited(resource.RLIMIT_FSIZE, limit):
             try:
                 quantize("new")
             except OSError as error:
                 outcomes[limit] = error.strerror or str(error)
         assert not (root / "new").exists()
-    with limited(3_000):
+    with limited(resource.RLIMIT_FSIZE, 3_000):
         command = ["quantize", str(source), str(root / "other"), "--method", "rtn"]
         shown = CliRunner().invoke(app, command)
     command_lines = [shown.exit_code, type(shown.exception).__name__, shown.stderr]
@@ -124,17 +122,6 @@ def fill_disk(root: Path, seed: int) -> dict[str, Any]:
         "same": contents(root / "new") == contents(root / "reference") and last.files == reference.files,
         "left": left,
     }
-
-
-@contextmanager
-def limited(size: int) -> Iterator[None]:
-    """Files end at `size` bytes, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def watch_memory(root: Path) -> dict[str, float]:

@@ -24,6 +24,24 @@ def test_a_full_disk(process: Any, seed: int) -> None:
     assert found == {"errors": ["OSError", "OSError"], "intact": True, "absent": True, "left": []}
 
 
+def test_too_little_memory(process: Any) -> None:
+    """One error, wherever it shows: opening a file, reading, quantising, verifying."""
+    found = process("conversions", "starve")
+    *short, enough = found["errors"]
+    assert len(short) > 2, found
+    assert enough == ""
+    for error in short:
+        assert error.startswith("MemoryError: ")
+        assert "source: the memory does not suffice (" in error
+    code, shown = found["command"]
+    assert code == 2
+    assert shown.strip().startswith("error: ")
+    assert "large: the memory does not suffice" in shown
+    assert "\n" not in shown.strip()
+    assert found["same"]
+    assert found["left"] == []
+
+
 def test_memory_is_that_of_one_layer(process: Any) -> None:
     """A layer is 4 MB of floats, 1 MB packed."""
     found = process("conversions", "watch_memory")

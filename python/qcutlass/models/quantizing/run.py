@@ -28,6 +28,7 @@ from qcutlass.models.conversion import (
 )
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.extras import import_transformers
+from qcutlass.models.memory import memory_told
 from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
@@ -149,7 +150,7 @@ def quantize_model(
             a mixture of experts.
         TypeError, ValueError: options; calibration is missing, not of this model's tokens, or not looked at by the
             method; a pattern of `skip` matches no layer; or as for `convert`.
-        CheckpointError, OSError: as for `convert`.
+        CheckpointError, OSError, MemoryError: as for `convert`.
 
     Example:
         >>> import tempfile, torch, qcutlass
@@ -177,7 +178,8 @@ def quantize_model(
     opened = open_source(old, format, config)
     report = progress or (lambda name, count, total: None)
     run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
-    with work_folder(new, _description(old, opened, chosen, ids, skip, device), restart) as work:
+    description = _description(old, opened, chosen, ids, skip, device)
+    with memory_told(old), work_folder(new, description, restart) as work:
         told = work.made(new)
         if told is not None:
             return Quantization(**told, resumed=run_through.blocks)
