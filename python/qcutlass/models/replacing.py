@@ -52,7 +52,7 @@ def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
     check_new(destination, overwrite)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(destination)
+        remove_leftovers(destination)
         temporary, lock = _make_temporary(destination)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(destination)) from error  # not the temporary folder's name
@@ -135,8 +135,8 @@ def _exchange(folder: Path, destination: Path) -> None:
     old.rename(folder)
 
 
-def _remove_leftovers(destination: Path) -> None:
-    """Temporary folders of processes that are gone: theirs are no longer locked."""
+def remove_leftovers(destination: Path) -> None:
+    """Removes the temporary folders of processes that are gone: theirs are no longer locked."""
     random = "[a-z0-9_]" * _RANDOM
     for folder in destination.parent.glob(f"{glob.escape(_prefix(destination))}{random}{_SUFFIX}"):
         with suppress(OSError):

@@ -14,9 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ def partial(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.endswith((".partial", ".old"))]
 
 
-def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
+def kill(root: Path, kills: int, seed: int) -> dict[str, Any]:
     """Kills conversions at moments that are spread over their time, every other one over an older folder."""
     generator = random.Random(seed)
     sources = [random_model(root / f"source-{i}", 8, (256, 512), seed=seed + 10 * i) for i in range(2)]
@@ -50,7 +52,7 @@ def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
     outcomes: dict[str, int] = {"absent": 0, "old": 0, "new": 0, "broken": 0}
     interrupted = 0
     destination = root / "new"
-    for i in range(count):
+    for i in range(kills):
         old: dict[str, bytes] = {}
         shutil.rmtree(destination, ignore_errors=True)
         if i % 2:
@@ -60,7 +62,7 @@ def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
         if child == 0:
             models.convert(sources[1], destination, overwrite=True, verify=True)
             os._exit(0)
-        time.sleep(1.1 * seconds * (i + generator.random()) / count)
+        time.sleep(1.1 * seconds * (i + generator.random()) / kills)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         interrupted += bool(partial(root))
@@ -85,6 +87,39 @@ def fill_disk(root: Path, seed: int) -> dict[str, Any]:
             errors.append(type(error).__name__)
     same = contents(root / "there") == before
     return {"errors": errors, "intact": same, "absent": not (root / "absent").exists(), "left": partial(root)}
+
+
+def killed_at_every_line(act: Callable[[], Any], modules: Sequence[ModuleType]) -> Iterator[int]:
+    """Lets child processes act, each killed one line of the modules later than the one before; yields that number.
+
+    Ends when one comes to its end.
+    """
+    files = {module.__file__ for module in modules}
+    for last in count(1):
+        child = os.fork()
+        if child == 0:
+            left = last
+
+            def trace(frame: FrameType, event: str, _: Any) -> Any:
+                nonlocal left
+                if frame.f_code.co_filename not in files:
+                    return None
+                left -= event == "line"
+                if left == 0:
+                    os._exit(9)
+                return trace
+
+            sys.settrace(trace)
+            try:
+                act()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9), "the action has failed"
+        if status == 0:
+            return
+        yield last
 
 
 def starve(root: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.python.models.conversions import killed_at_every_line
 
-from qcutlass.models import replacing
+from qcutlass.models import marks, replacing
 from qcutlass.models.marks import MARK, is_marked, mark, short_name
 from qcutlass.models.replacing import new_folder
 
@@ -89,6 +90,24 @@ def test_what_a_killed_process_left_is_removed(state: str, tmp_path: Path) -> No
         assert names(tmp_path) == ["new"]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_every_line(overwrite: bool, tmp_path: Path) -> None:
+    destination = tmp_path / "new"
+    seen = set()
+    if overwrite:
+        write(destination, "old")
+    for _ in killed_at_every_line(lambda: write(destination, overwrite=overwrite), [replacing, marks]):
+        before = (destination / "file").read_text() if destination.exists() else "absent"
+        seen.add((before, len(names(tmp_path)) - destination.exists()))
+        write(destination, "old", overwrite=True)
+        assert names(tmp_path) == ["new"]
+        if not overwrite:
+            (destination / "file").unlink()
+            destination.rmdir()
+    old = "old" if overwrite else "absent"
+    assert seen == {(old, 0), (old, 1), ("whole", 1), ("whole", 0)}
+
+
 def test_a_folder_in_use_stays(tmp_path: Path) -> None:
     with new_folder(tmp_path / "new", True) as folder:
         (folder / "file").write_text("first")
@@ -108,7 +127,7 @@ def test_another_process_may_come_between_making_and_locking(
     def rival() -> None:
         if len(taken) < 3:
             taken.append(names(tmp_path))
-            replacing._remove_leftovers(tmp_path / "new")
+            replacing.remove_leftovers(tmp_path / "new")
             assert names(tmp_path) == []
 
     def mkdtemp(**options: Any) -> str:

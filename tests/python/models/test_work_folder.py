@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from qcutlass import WeightOnly, models
 from qcutlass.cli import app
+from qcutlass.models import marks, replacing
 from qcutlass.models.marks import MARK, mark
 from qcutlass.models.quantizing import run, work
 
 pytest.importorskip("transformers", reason="needs transformers")
-from tests.python.models.conversions import contents
+from tests.python.models.conversions import contents, killed_at_every_line
 from tests.python.models.quantizations import make
 
 
@@ -138,6 +141,7 @@ def test_killed_after_the_destination_has_appeared(
 
     with monkeypatch.context() as context:
         context.setattr(work, "_remove", remove_some)
+        context.setattr("qcutlass.models.replacing._remove", lambda _: None)  # of the temporary folder
         with pytest.raises(_Killed):
             quantize(source, overwrite=overwrite)
     made = contents(tmp_path / "new")
@@ -162,6 +166,41 @@ def test_killed_after_the_destination_has_appeared(
         )
     assert contents(tmp_path / "new") == made
     assert names(tmp_path) == ["new", "reference", "source"]
+
+
+def test_killed_at_every_line(tmp_path: Path) -> None:
+    """Of what keeps the work of a run, and makes its destination."""
+    destination, outcomes = tmp_path / "new", set()
+
+    def act() -> str:
+        if not work.is_made(destination):
+            replacing.check_new(destination, False)
+        with work.work_folder(destination, {"bits": 4}, False) as found:
+            if found.made(destination) is not None:
+                replacing.remove_leftovers(destination)
+                return "made"
+            resumed = found.finished()
+            if not resumed:
+                found.add(0, {}, {"norm": torch.ones(3)}, None, {})
+            with replacing.new_folder(destination, False) as folder:
+                (folder / "file").write_text("x")
+                found.set_made(folder, {"layers": 1})
+            return "resumed" if resumed else "begun"
+
+    for _ in killed_at_every_line(act, [work, marks, replacing]):
+        there = destination.exists()
+        try:
+            outcome = act()
+        except FileExistsError:  # killed with nothing left to do but to remove an empty folder
+            outcome = "exists"
+            assert set(names(tmp_path)) <= {"new", "new.work"}
+            if "new.work" in names(tmp_path):
+                assert set(names(tmp_path / "new.work")) <= {MARK}
+                shutil.rmtree(tmp_path / "new.work")
+        outcomes.add((there, outcome))
+        assert names(tmp_path) == ["new"]
+        shutil.rmtree(destination)
+    assert outcomes == {(False, "begun"), (False, "resumed"), (True, "made"), (True, "exists")}
 
 
 def test_a_destination_that_is_not_that_of_the_run_is_not_taken_for_it(

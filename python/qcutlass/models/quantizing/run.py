@@ -33,7 +33,7 @@ from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, file_stats, is_made, work_folder
-from qcutlass.models.replacing import check_new, new_folder
+from qcutlass.models.replacing import check_new, new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource, open_source
 
 _VERSION = 3  # of the work folder
@@ -182,6 +182,7 @@ def quantize_model(
     with memory_told(old), work_folder(new, description, restart) as work:
         told = work.made(new)
         if told is not None:
+            remove_leftovers(new)
             return Quantization(**told, resumed=run_through.blocks)
         resumed = run_through.all(work)
         work.open()
