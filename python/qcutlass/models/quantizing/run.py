@@ -126,9 +126,9 @@ def quantize_model(
     """Quantises the linear layers of a decoder's blocks, and writes a folder as `qcutlass.models.convert` does.
 
     One block is in memory at a time: its layers see what the quantised blocks before it make of the calibration tokens.
-    What a finished block has become is kept in `<destination>.work`; the same call goes on from there after a kill, and
-    gives the same bytes. The destination appears as a whole, and the folder with the work goes; if a kill comes between
-    the two, the same call removes the folder and tells what was made.
+    What a finished block has become is kept in `<destination>.work` (shortened where that is too long for a name); the
+    same call goes on from there after a kill, and gives the same bytes. The destination appears as a whole, and the
+    folder with the work goes; if a kill comes between the two, the same call removes it and tells what was made.
 
     Args:
         source: a folder with `config.json` and safetensors files, or a GGUF file, of a decoder that transformers knows.
