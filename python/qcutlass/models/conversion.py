@@ -20,6 +20,7 @@ from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinea
 from qcutlass.layers.loading import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.models.memory import memory_told
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource, open_source
@@ -131,9 +132,10 @@ def convert(
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `shard_bytes` no integer.
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
             folder to overwrite is not a converted one; `skip` has a pattern that no layer matches.
-        CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; what was written is not what was read; the
-            model is a mixture of experts.
+        CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
+            copied is a link out of the folder; what was written is not what was read; the model is a mixture of experts.
         OSError: the disk is full.
+        MemoryError: the memory does not suffice for a layer, and for what making it takes.
 
     Example:
         >>> import json, pathlib, tempfile, torch
@@ -153,11 +155,13 @@ def convert(
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
-    plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
-    check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
-    with new_folder(new, overwrite) as folder:
-        done = write_folder(plan.source, plan.layer, folder, shard_bytes, progress or (lambda name, count, total: None))
-        verified = _check_written(plan, folder, verify)
+    report = progress or (lambda name, count, total: None)
+    with memory_told(old):
+        plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
+        check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
+        with new_folder(new, overwrite) as folder:
+            done = write_folder(plan.source, plan.layer, folder, shard_bytes, report)
+            verified = _check_written(plan, folder, verify)
     return Conversion(plan.source.checkpoint.format, done.layers, done.weights, verified, done.size, done.files)
 
 
@@ -237,12 +241,20 @@ def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
                 raise CheckpointError(f"{name}: expected {', '.join(others)}, read back {', '.join(buffers)}")
             pairs = [(buffers[key], others[key]) for key in buffers]
             pairs.append((weights_of(found), layer.dequantize(torch.float32)))
-        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+        if not all(_is_same(a, b) for a, b in pairs):
             raise CheckpointError(f"{name}: read back, it differs from the source; is the disk damaged?")
     for name in plan.source.rest:
-        if not torch.equal(written.tensor(name), plan.source.tensor(name)):
+        if not _is_same(written.tensor(name), plan.source.tensor(name)):
             raise CheckpointError(f"{name}: read back, it differs from the source; is the disk damaged?")
     return len(written)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same bits: a NaN is itself, 0.0 is not -0.0."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    first, second = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(first, second)
 
 
 def weights_of(layer: QuantLinear) -> Tensor:

@@ -19,9 +19,10 @@ from qcutlass.formats.config import read_json
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnlyLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
 from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder
+from qcutlass.models.memory import memory_told
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
-from qcutlass.models.sources import copy_files
+from qcutlass.models.sources import copy_files, files_beside
 from qcutlass.quantization import QuantizedTensor
 from qcutlass.weights import unpack_weights
 
@@ -69,7 +70,8 @@ def export_model(
         UnsupportedError: the format cannot say it: activation scales (`act_scale`, `smooth`), act-order (gptq can),
             real-valued zeros, layers that differ in bits or group size, scales that are not of 16 bits, shapes that
             fill no words.
-        CheckpointError: the folder is damaged.
+        CheckpointError: the folder is damaged, or has a link out of it beside the weights.
+        OSError, MemoryError: as for `convert`.
 
     Example:
         >>> import json, pathlib, tempfile, torch
@@ -90,6 +92,7 @@ def export_model(
     old, new = Path(folder), Path(destination)
     source = ConvertedFolder(old)
     _check_destination(old, new, overwrite)
+    files_beside(old)  # refused before anything is written
     common = _common(source)
     store: Callable[[Layer], dict[str, Tensor]]
     if format == "gptq":
@@ -97,7 +100,7 @@ def export_model(
     else:
         _check_groups(common, source)
         described, store = _compressed_config(common, source), compressed_tensors.store
-    with new_folder(new, overwrite) as written, ShardedWriter(written, shard_bytes) as writer:
+    with memory_told(old), new_folder(new, overwrite) as written, ShardedWriter(written, shard_bytes) as writer:
         for name in source:
             try:
                 tensors = store(_stored(source[name], common))

@@ -100,4 +100,10 @@ class GGUFModel(ModelSource):
         return load_tokenizer(self._path.parent, gguf_file=self._path.name)
 
     def write_files(self, folder: Path) -> None:
-        self.tokenizer().save_pretrained(folder)
+        tokenizer = self.tokenizer()
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise OSError(f"{folder}: the tokenizer cannot be written ({error})") from error  # the disk is full

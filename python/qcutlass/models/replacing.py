@@ -14,25 +14,36 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from qcutlass.models.marks import MARK, is_marked, mark, short_name
 from qcutlass.models.shards import sync
 
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE: Final = -100  # AT_FDCWD
+_TOKEN: Final = ".qcutlass-"  # before what is random in a temporary folder's name
 _SUFFIX: Final = ".partial"
+_OLD: Final = ".old"
+_RANDOM: Final = 8  # characters of tempfile.mkdtemp
+_NEW: Final = "new"  # in a temporary folder, beside its mark: what takes the destination's place
 
 
 def check_new(destination: Path, overwrite: bool) -> None:
-    if not overwrite and os.path.lexists(destination):
+    """Raises FileExistsError if `destination` is there, and not to be overwritten; OSError if it can't be a name."""
+    try:
+        os.lstat(destination)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not overwrite:
         raise FileExistsError(f"{destination}: exists; pass overwrite=True (--overwrite), or another destination")
 
 
 @contextmanager
 def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside `destination`, which takes its place when the block ends, in one step.
+    """A folder that takes the place of `destination` when the block ends, in one step.
 
-    If the block raises, the temporary folder is removed and `destination` stays as it is. What a killed process left
-    behind is removed by the next one with the same destination. On file systems that cannot exchange two folders in one
-    step (those of Linux can), a folder to overwrite is moved out of the way first.
+    It is made in a temporary folder beside `destination`, which is removed at the end. If the block raises,
+    `destination` stays as it is. What a killed process left behind is removed by the next one with the same
+    destination; folders of others are not, whatever their names. On file systems that cannot exchange two folders in
+    one step (those of Linux can), a folder to overwrite is moved out of the way first.
 
     Raises:
         FileExistsError: `destination` is there, and not to be overwritten.
@@ -41,15 +52,13 @@ def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
     check_new(destination, overwrite)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(destination)
-        folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=_SUFFIX, dir=destination.parent))
+        remove_leftovers(destination)
+        temporary, lock = _make_temporary(destination)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(destination)) from error  # not the temporary folder's name
-    lock = os.open(folder, os.O_RDONLY)
+    folder = temporary / _NEW
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
-        folder.chmod(0o777 & ~_umask())
         for path in folder.iterdir():
             sync(path)
         sync(folder)
@@ -59,14 +68,46 @@ def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
             _move(folder, destination)
         sync(destination.parent)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # half of a new one, or the old one
+        with suppress(OSError):  # the next run tries again
+            _remove(temporary)  # with half of a new folder, or the old one
         os.close(lock)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _prefix(destination: Path) -> str:
+    """Of the names of its temporary folders."""
+    room = len(f".{_TOKEN}{_SUFFIX}") + _RANDOM
+    return f".{short_name(destination.name, room)}{_TOKEN}"
+
+
+def _make_temporary(destination: Path) -> tuple[Path, int]:
+    """A marked folder and the lock on it: as long as a process holds it, no other takes the folder for a leftover."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix(destination), suffix=_SUFFIX, dir=destination.parent))
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another process was faster than the lock, and has removed an empty folder
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            mark(folder)
+            (folder / _NEW).mkdir()
+        except BaseException as error:
+            with suppress(OSError):
+                _remove(folder)
+            os.close(lock)
+            if isinstance(error, FileNotFoundError):
+                continue
+            raise
+        return folder, lock
+
+
+def _remove(temporary: Path) -> None:
+    """Removes a temporary folder: what is in it if it is marked, the mark last; else only an empty one."""
+    if is_marked(temporary):
+        if os.path.lexists(temporary / _NEW):
+            shutil.rmtree(temporary / _NEW)
+        (temporary / MARK).unlink()
+    temporary.rmdir()
 
 
 def _move(folder: Path, destination: Path) -> None:
@@ -87,19 +128,21 @@ def _exchange(folder: Path, destination: Path) -> None:
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(code, os.strerror(code), str(destination))
-    old = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", suffix=".old", dir=destination.parent))
+    name = short_name(destination.name, len(f".{_OLD}") + _RANDOM)
+    old = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=_OLD, dir=destination.parent))
     destination.rename(old)
     folder.rename(destination)
     old.rename(folder)
 
 
-def _remove_leftovers(destination: Path) -> None:
-    """Temporary folders of processes that are gone: theirs are no longer locked."""
-    for folder in destination.parent.glob(f".{glob.escape(destination.name)}.*{_SUFFIX}"):
+def remove_leftovers(destination: Path) -> None:
+    """Removes the temporary folders of processes that are gone: theirs are no longer locked."""
+    random = "[a-z0-9_]" * _RANDOM
+    for folder in destination.parent.glob(f"{glob.escape(_prefix(destination))}{random}{_SUFFIX}"):
         with suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                _remove(folder)
             finally:
                 os.close(lock)

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -38,6 +39,49 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(file.fileno())
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file that reaches the disk, of tensors that are all in memory.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header, end = _empty_header(), 0
+    for name, tensor in ordered:
+        header[name] = _entry(tensor, end)
+        end += tensor.nbytes
+    try:
+        with path.open("wb") as file:
+            file.write(_packed(header))
+            for _, tensor in ordered:
+                file.write(_data(tensor))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _empty_header() -> dict[str, Any]:
+    return {"__metadata__": {"format": "pt"}}
+
+
+def _entry(tensor: Tensor, offset: int) -> dict[str, Any]:
+    """What the header says of a tensor."""
+    where = [offset, offset + tensor.nbytes]
+    return {"dtype": dtype_name(tensor), "shape": stored_shape(tensor), "data_offsets": where}
+
+
+def _packed(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _data(tensor: Tensor) -> memoryview:
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
 class _Shard:
     """One file in the making.
 
@@ -56,25 +100,20 @@ class _Shard:
     def add(self, name: str, tensor: Tensor) -> None:
         if dtype_name(tensor) not in BITS:
             raise UnsupportedError(f"{name}: safetensors has no type for {tensor.dtype}")
-        data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         part = self._parts[tensor.element_size()]
         self._entries[tensor.element_size()].append((name, tensor.to("meta"), part.tell()))
-        part.write(memoryview(data))
+        part.write(_data(tensor))
         self.names.append(name)
         self.bytes += tensor.nbytes
 
     def finish(self, path: Path) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begin = 0
+        header, begin = _empty_header(), 0
         for size, part in self._parts.items():
             for name, info, offset in self._entries[size]:
-                where = [begin + offset, begin + offset + info.nbytes]
-                header[name] = {"dtype": dtype_name(info), "shape": stored_shape(info), "data_offsets": where}
+                header[name] = _entry(info, begin + offset)
             begin += part.tell()
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
+            file.write(_packed(header))
             for part in self._parts.values():
                 part.seek(0)
                 shutil.copyfileobj(part, file, 1 << 20)

@@ -13,6 +13,7 @@ from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
+from qcutlass.formats.source import _inside
 from qcutlass.models.converted import CONFIG, is_converted
 from qcutlass.models.experts import check_configuration, check_names
 from qcutlass.models.extras import load_tokenizer
@@ -46,6 +47,7 @@ class ModelSource:
         path = self._folder / CONFIG
         if not path.is_file():
             raise CheckpointError(f"{self._folder}: expected {CONFIG}, which says what model this is; it is absent")
+        _inside(self._folder, CONFIG, str(self._folder))
         return {key: value for key, value in read_json(path).items() if key not in _DESCRIPTIONS}
 
     def layer(self, name: str) -> Layer:
@@ -65,12 +67,25 @@ class ModelSource:
         copy_files(self._folder, folder)
 
 
-def copy_files(source: Path, destination: Path) -> None:
-    """Copies what lies beside a folder's weights and configuration."""
-    for path in sorted(source.iterdir()):
+def files_beside(folder: Path) -> list[Path]:
+    """What goes with a folder's weights and configuration: its tokenizer, licences, notes.
+
+    Raises:
+        CheckpointError: one of them is a link out of the folder. As for weights, the blobs of a hub's cache may be
+            linked to.
+    """
+    found = []
+    for path in sorted(folder.iterdir()):
         listed = path.suffix in _COPIED or path.name.startswith(("LICENSE", "NOTICE"))
         if path.is_file() and listed and path.name not in _LEFT and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, destination / path.name)
+            found.append(_inside(folder, path.name, str(folder)))
+    return found
+
+
+def copy_files(source: Path, destination: Path) -> None:
+    """Copies `files_beside` a folder's weights."""
+    for path in files_beside(source):
+        shutil.copyfile(path, destination / path.name)
 
 
 def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
@@ -86,4 +101,6 @@ def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> Mo
         from qcutlass.models.gguf import GGUFModel
 
         return GGUFModel(checkpoint, path if path.is_file() else next(path.glob("*.gguf")))
-    return ModelSource(checkpoint, path if path.is_dir() else path.parent)
+    folder = path if path.is_dir() else path.parent
+    files_beside(folder)  # refused before anything is written
+    return ModelSource(checkpoint, folder)

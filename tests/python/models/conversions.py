@@ -14,14 +14,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from tests.python.formats.stored import as_awq, named, stored
 from tests.python.models.folders import AWQ, random_model, write_model
+from typer.testing import CliRunner
 
 from qcutlass import models
+from qcutlass.cli import app
 from qcutlass.layers import WeightOnlyLinear
 
 
@@ -33,7 +39,7 @@ def partial(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.endswith((".partial", ".old"))]
 
 
-def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
+def kill(root: Path, kills: int, seed: int) -> dict[str, Any]:
     """Kills conversions at moments that are spread over their time, every other one over an older folder."""
     generator = random.Random(seed)
     sources = [random_model(root / f"source-{i}", 8, (256, 512), seed=seed + 10 * i) for i in range(2)]
@@ -46,7 +52,7 @@ def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
     outcomes: dict[str, int] = {"absent": 0, "old": 0, "new": 0, "broken": 0}
     interrupted = 0
     destination = root / "new"
-    for i in range(count):
+    for i in range(kills):
         old: dict[str, bytes] = {}
         shutil.rmtree(destination, ignore_errors=True)
         if i % 2:
@@ -56,7 +62,7 @@ def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
         if child == 0:
             models.convert(sources[1], destination, overwrite=True, verify=True)
             os._exit(0)
-        time.sleep(1.1 * seconds * (i + generator.random()) / count)
+        time.sleep(1.1 * seconds * (i + generator.random()) / kills)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         interrupted += bool(partial(root))
@@ -81,6 +87,80 @@ def fill_disk(root: Path, seed: int) -> dict[str, Any]:
             errors.append(type(error).__name__)
     same = contents(root / "there") == before
     return {"errors": errors, "intact": same, "absent": not (root / "absent").exists(), "left": partial(root)}
+
+
+def killed_at_every_line(act: Callable[[], Any], modules: Sequence[ModuleType]) -> Iterator[int]:
+    """Lets child processes act, each killed one line of the modules later than the one before; yields that number.
+
+    Ends when one comes to its end.
+    """
+    files = {module.__file__ for module in modules}
+    for last in count(1):
+        child = os.fork()
+        if child == 0:
+            left = last
+
+            def trace(frame: FrameType, event: str, _: Any) -> Any:
+                nonlocal left
+                if frame.f_code.co_filename not in files:
+                    return None
+                left -= event == "line"
+                if left == 0:
+                    os._exit(9)
+                return trace
+
+            sys.settrace(trace)
+            try:
+                act()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9), "the action has failed"
+        if status == 0:
+            return
+        yield last
+
+
+def starve(root: Path) -> dict[str, Any]:
+    """Address space ends at so many MB more than are in use."""
+    weights = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(1024, 4096).half() for i in range(2)}
+    source = write_model(root / "source", weights, {}, None)
+    models.convert(source, root / "reference", verify=True)
+    errors: list[str] = []
+    for extra in (0, 2, 5, 10, 20, 30, 40, 50, 60, 400):
+        with limited(resource.RLIMIT_AS, address_space() + (extra << 20)):
+            try:
+                models.convert(source, root / "new", verify=True)
+                errors.append("")
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            if errors[-1]:
+                assert not (root / "new").exists()
+        if not errors[-1]:
+            break
+    large = write_model(root / "large", {"up_proj.weight": torch.ones(8192, 8192).half()}, {}, None)
+    with limited(resource.RLIMIT_AS, address_space() + (40 << 20)):  # a progress bar takes a thread of 8 MB
+        shown = CliRunner().invoke(app, ["convert", str(large), str(root / "command")])
+    same = contents(root / "new") == contents(root / "reference")
+    return {"errors": errors, "command": [shown.exit_code, shown.stderr], "same": same, "left": partial(root)}
+
+
+def address_space() -> int:
+    """Bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmSize:")[2].split()[0]) * 1024
+
+
+@contextmanager
+def limited(what: int, size: int) -> Iterator[None]:
+    """With a lower limit of this process, one of `resource.RLIMIT_*`."""
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
 
 
 def anonymous_memory() -> float:
@@ -140,7 +220,8 @@ def watch_loading(root: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     action, folder, *numbers = sys.argv[1:]
-    found = {"kill": kill, "fill_disk": fill_disk, "watch_memory": watch_memory, "watch_loading": watch_loading}[
-        action
-    ](Path(folder), *map(int, numbers))
-    print(json.dumps(found))
+    actions: dict[str, Any] = {
+        "kill": kill, "fill_disk": fill_disk, "starve": starve, "watch_memory": watch_memory,
+        "watch_loading": watch_loading,
+    }  # fmt: skip
+    print(json.dumps(actions[action](Path(folder), *map(int, numbers))))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.python.models.conversions import contents
+from tests.python.models.conversions import contents, limited
 from torch import Tensor
+from typer.testing import CliRunner
 
 from qcutlass import WeightOnly, models
+from qcutlass.cli import app
 
 VOCABULARY = 96
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
@@ -87,6 +90,40 @@ def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
     return {**outcomes, "resumed": resumed, "last": last.resumed, "same": same, "left": left}
 
 
+def fill_disk(root: Path, seed: int) -> dict[str, Any]:
+    """Files end at so many bytes: in the mark, the manifest, a block, the states behind it, the new folder."""
+    source = root / "source"
+    make("llama", seed).save_pretrained(source)
+    method = models.Method("gptq", WeightOnly(4, 32, True))
+    ids = calibration(seed)
+
+    def quantize(name: str) -> models.Quantization:
+        return models.quantize_model(source, root / name, method, calibration=ids)
+
+    reference = quantize("reference")
+    outcomes: dict[int, str] = {}
+    for limit in (20, 300, 3_000, 47_000, 60_000):
+        with limited(resource.RLIMIT_FSIZE, limit):
+            try:
+                quantize("new")
+            except OSError as error:
+                outcomes[limit] = error.strerror or str(error)
+        assert not (root / "new").exists()
+    with limited(resource.RLIMIT_FSIZE, 3_000):
+        command = ["quantize", str(source), str(root / "other"), "--method", "rtn"]
+        shown = CliRunner().invoke(app, command)
+    command_lines = [shown.exit_code, type(shown.exception).__name__, shown.stderr]
+    last = quantize("new")
+    left = [path.name for path in root.iterdir() if path.name not in ("source", "reference", "new", "other.work")]
+    return {
+        "outcomes": outcomes,
+        "command": command_lines,
+        "resumed": last.resumed,
+        "same": contents(root / "new") == contents(root / "reference") and last.files == reference.files,
+        "left": left,
+    }
+
+
 def watch_memory(root: Path) -> dict[str, float]:
     """MB that a quantisation adds at most, beside that of its float weights."""
     make("llama", 0, num_hidden_layers=1).save_pretrained(root / "small")
@@ -132,5 +169,5 @@ def billion(root: Path, gigabytes: float) -> dict[str, float]:
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     action, folder, *numbers = sys.argv[1:]
-    actions: dict[str, Any] = {"kill": kill, "watch_memory": watch_memory, "billion": billion}
+    actions: dict[str, Any] = {"kill": kill, "fill_disk": fill_disk, "watch_memory": watch_memory, "billion": billion}
     print(json.dumps(actions[action](Path(folder), *map(int, numbers))))

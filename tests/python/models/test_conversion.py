@@ -198,6 +198,24 @@ def test_verification_notices_one_wrong_byte(tmp_path: Path, monkeypatch: pytest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "unverified"]
 
 
+def test_verification_compares_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Of tensors that are no numbers as well, of none and of one element, and of zeros of either sign."""
+    source = random_model(tmp_path / "source", 1, seed=seed)
+    rest = {
+        "mask": torch.tensor([torch.nan, 1.0, -0.0, -torch.inf]),
+        "payload": torch.tensor([0x7FC1, 0xFE00 - 0x10000], dtype=torch.int16).view(torch.float16),
+        "one": torch.tensor(torch.nan, dtype=torch.bfloat16),
+        "none": torch.ones(0, 3),
+    }
+    save_file(load_file(source / "model.safetensors") | rest, source / "model.safetensors")
+    assert models.convert(source, tmp_path / "new", verify=True).verified == 1
+
+    read = conversion.ConvertedFolder.tensor
+    monkeypatch.setattr(conversion.ConvertedFolder, "tensor", lambda folder, name: read(folder, name) + 0.0)
+    with pytest.raises(CheckpointError, match="mask: read back, it differs"):  # -0.0 + 0.0 is 0.0
+        models.convert(source, tmp_path / "other", verify=True)
+
+
 def test_an_existing_folder_is_left_alone_unless_asked(tmp_path: Path, seed: int) -> None:
     source = random_model(tmp_path / "source", 2, seed=seed)
     models.convert(source, tmp_path / "new")
@@ -216,7 +234,6 @@ def test_an_existing_folder_is_left_alone_unless_asked(tmp_path: Path, seed: int
 def test_conversions_to_one_place_leave_each_other_alone(tmp_path: Path, seed: int) -> None:
     """One begins and ends while the other is at work: its folder in the making is not taken for a leftover."""
     first, second = (random_model(tmp_path / name, 2, seed=seed + i) for i, name in enumerate(("first", "second")))
-    (tmp_path / ".new.left.partial").mkdir()
 
     def other(name: str, count: int, total: int) -> None:
         if count == 1:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.python.models.conversions import limited
+
+from qcutlass.models.gguf import GGUFModel
 
 KILLS = int(os.environ.get("QCUTLASS_KILLS", 5))
 
@@ -22,6 +27,38 @@ def test_killed_at_any_moment(process: Any, seed: int) -> None:
 def test_a_full_disk(process: Any, seed: int) -> None:
     found = process("conversions", "fill_disk", seed)
     assert found == {"errors": ["OSError", "OSError"], "intact": True, "absent": True, "left": []}
+
+
+@pytest.mark.parametrize("size", [50, 300, 1000])
+def test_a_full_disk_while_a_tokenizer_is_written(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that a GGUF file holds, by the library of tokenizers, whose errors have no type."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = Tokenizer(WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    monkeypatch.setattr(GGUFModel, "tokenizer", lambda _: tokenizer)
+    with limited(resource.RLIMIT_FSIZE, size), pytest.raises(OSError, match="File too large"):
+        GGUFModel.write_files(GGUFModel.__new__(GGUFModel), tmp_path)
+
+
+def test_too_little_memory(process: Any) -> None:
+    """One error, wherever it shows: opening a file, reading, quantising, verifying."""
+    found = process("conversions", "starve")
+    *short, enough = found["errors"]
+    assert len(short) > 2, found
+    assert enough == ""
+    for error in short:
+        assert error.startswith("MemoryError: ")
+        assert "source: the memory does not suffice (" in error
+    code, shown = found["command"]
+    assert code == 2
+    assert shown.strip().startswith("error: ")
+    assert "large: the memory does not suffice" in shown
+    assert "\n" not in shown.strip()
+    assert found["same"]
+    assert found["left"] == []
 
 
 def test_memory_is_that_of_one_layer(process: Any) -> None:

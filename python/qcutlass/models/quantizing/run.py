@@ -27,14 +27,15 @@ from qcutlass.models.conversion import (
 )
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.extras import import_transformers
+from qcutlass.models.memory import memory_told
 from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
-from qcutlass.models.quantizing.work import Work, work_folder
-from qcutlass.models.replacing import check_new, new_folder
+from qcutlass.models.quantizing.work import Work, file_stats, is_made, work_folder
+from qcutlass.models.replacing import check_new, new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource, open_source
 
-_VERSION = 2  # of the work folder
+_VERSION = 3  # of the work folder
 _Value = TypeVar("_Value")
 
 
@@ -124,8 +125,9 @@ def quantize_model(
     """Quantises the linear layers of a decoder's blocks, and writes a folder as `qcutlass.models.convert` does.
 
     One block is in memory at a time: its layers see what the quantised blocks before it make of the calibration tokens.
-    What a finished block has become is kept in `<destination>.work`; the same call goes on from there after a kill, and
-    gives the same bytes. The destination appears as a whole, and the folder with the work goes.
+    What a finished block has become is kept in `<destination>.work` (shortened where that is too long for a name); the
+    same call goes on from there after a kill, and gives the same bytes. The destination appears as a whole, and the
+    folder with the work goes; if a kill comes between the two, the same call removes it and tells what was made.
 
     Args:
         source: a folder with `config.json` and safetensors files, or a GGUF file, of a decoder that transformers knows.
@@ -142,12 +144,12 @@ def quantize_model(
 
     Raises:
         FileExistsError: `destination` is there and not to be overwritten; the folder of the work is that of a run with
-            another source, calibration, method or version of a package, or being worked in.
+            another source, calibration, method or version of a package, being worked in, or holds files of others.
         UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise; the model is
             a mixture of experts.
         TypeError, ValueError: options; calibration is missing, not of this model's tokens, or not looked at by the
             method; a pattern of `skip` matches no layer; or as for `convert`.
-        CheckpointError, OSError: as for `convert`.
+        CheckpointError, OSError, MemoryError: as for `convert`.
 
     Example:
         >>> import tempfile, torch, qcutlass
@@ -170,11 +172,17 @@ def quantize_model(
     ids = _checked_calibration(calibration, chosen)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
-    check_new(new, overwrite)
+    if restart or not is_made(new):
+        check_new(new, overwrite)
     opened = open_source(old, format, config)
     report = progress or (lambda name, count, total: None)
     run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
-    with work_folder(new, _description(old, opened, chosen, ids, skip, device), restart) as work:
+    description = _description(old, opened, chosen, ids, skip, device)
+    with memory_told(old), work_folder(new, description, restart) as work:
+        told = work.made(new)
+        if told is not None:
+            remove_leftovers(new)
+            return Quantization(**told, resumed=run_through.blocks)
         resumed = run_through.all(work)
         work.open()
         overlay = _Overlay(opened, work)
@@ -187,8 +195,10 @@ def quantize_model(
                 lambda name, count, total: report(f"writing {name}", count, total),
             )
             ConvertedFolder(folder)
-        notes = work.notes
-    return Quantization(done.layers, done.weights, done.size, done.files, resumed, notes)
+            told = {"layers": done.layers, "weights": done.weights, "size": done.size, "files": done.files}
+            told["notes"] = work.notes
+            work.set_made(folder, told)
+    return Quantization(**told, resumed=resumed)
 
 
 def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor | None:
@@ -212,8 +222,6 @@ def _description(
     device: str | torch.device,
 ) -> dict[str, Any]:
     """What makes a run, for its folder: all that its bytes depend on, but for the number of threads."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = {file.name: file.stat() for file in files if file.is_file()}
     options = asdict(method)
     options["scheme"]["scale_dtype"] = str(method.scheme.scale_dtype)
     calibration = None
@@ -221,7 +229,7 @@ def _description(
         calibration = {"shape": list(ids.shape), "sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
     return {
         "layout": _VERSION,
-        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "source": file_stats(path),
         "format": source.checkpoint.format,
         "model": source.config,
         "method": options,
@@ -266,6 +274,7 @@ class _Run:
             raise ValueError("skip: no linear layer of the blocks is left to quantise")
         passes = 0 if ids is None else 2 * len(ids)
         self._steps = [passes + len(names) for names in self._names]
+        self.blocks = len(self._names)
         self._done = 0
         self._groups: dict[tuple[Any, ...], list[InputGroup]] = {}
 

@@ -6,23 +6,28 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Int8Linear, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.formats.source import SafetensorsSource
-from qcutlass.models.shards import sync, write_json
+from qcutlass.models.marks import MARK, is_marked, mark, short_name
+from qcutlass.models.shards import sync, write_json, write_tensors
 from qcutlass.quantization import QuantizedTensor
 
-MANIFEST: Final = "manifest.json"
+_MANIFEST: Final = "manifest.json"
 _STATE: Final = "state"
+_OWN: Final = re.compile(
+    r"(manifest\.json|record|block-\d{5,}\.(json|safetensors)|state-\d{5,}\.safetensors)(\.partial)?"
+)
+_SUFFIX: Final = ".work"
 _SHORT: Final = 60  # characters of two values that are told
 _OPTIONAL: Final = {"canonical": ("zeros", "bias", "perm", "act_scale"), "int8": ("bias", "smooth", "input_scale")}
 
@@ -54,10 +59,10 @@ class Work:
         states = read_json(self._record(count - 1))["files"] if count else {}
         if any(name.startswith(_STATE) and _digest(self.folder / name) != states[name] for name in states):
             count = 0  # the way on needs them
-        kept = {MANIFEST, *(name for name in states if count)}
+        kept = {_MANIFEST, *(name for name in states if count)}
         for index in range(count):
             kept |= {self._record(index).name, f"block-{index:05}.safetensors"}
-        for path in self.folder.iterdir():
+        for path in _own_files(self.folder):
             if path.name not in kept:
                 path.unlink()
         return count
@@ -91,8 +96,7 @@ class Work:
         digests = {}
         for name, values in files.items():
             partial = self.folder / f"{name}.partial"
-            save_file({key: value.contiguous().cpu() for key, value in values.items()}, partial)
-            sync(partial)
+            write_tensors(partial, values)
             digests[name] = _digest(partial)
             partial.rename(self.folder / name)
         partial = self.folder / "record.partial"
@@ -120,6 +124,16 @@ class Work:
         for path in sorted(self.folder.glob("block-*.json")):
             found |= read_json(path)["notes"]
         return found
+
+    def set_made(self, folder: Path, told: Mapping[str, Any]) -> None:
+        """Notes that `folder` is complete and about to become the destination, and what is to be told of it."""
+        manifest = read_json(self.folder / _MANIFEST)
+        _write_manifest(self.folder, {**manifest, "made": {"files": file_stats(folder), "told": told}})
+
+    def made(self, destination: Path) -> dict[str, Any] | None:
+        """What is to be told of `destination` if this run has made it and was killed then; None otherwise."""
+        made = read_json(self.folder / _MANIFEST).get("made")
+        return made["told"] if made and made["files"] == file_stats(destination) else None
 
     def layer(self, name: str) -> Layer | None:
         """A quantised layer by its name in the source; None if it is none."""
@@ -165,46 +179,103 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def file_stats(path: Path) -> dict[str, list[int]]:
+    """Sizes and times of a file, or of those in a folder; of none if it is absent."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = {file.name: file.stat() for file in files if file.is_file()}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def work_path(destination: Path) -> Path:
+    """`<destination>.work`; where that is longer than a name may be, a shortened one."""
+    return destination.parent / f"{short_name(destination.name, len(_SUFFIX))}{_SUFFIX}"
+
+
+def is_made(destination: Path) -> bool:
+    """Whether a run has made `destination` and was killed before its own folder was gone."""
+    folder = work_path(destination)
+    if not is_marked(folder) or not (folder / _MANIFEST).is_file():
+        return False
+    return Work(folder).made(destination) is not None
+
+
 @contextmanager
 def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Iterator[Work]:
-    """The folder `<destination>.work` of a run; removed when the block ends, kept when it is left by an error.
+    """The folder `work_path` of a run; removed when the block ends, kept when it is left by an error.
 
     Args:
         run: what makes a run: of another one nothing may be taken over.
         restart: removes what an earlier run has left.
 
     Raises:
-        FileExistsError: another process uses it, or it is another run's.
+        FileExistsError: another process uses it, it is another run's, or it holds files that no run has left.
     """
-    folder = destination.parent / f"{destination.name}.work"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
+    folder = work_path(destination)
+    lock = _locked(folder)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FileExistsError(f"{folder}: another process is working there") from error
-        manifest, partial = folder / MANIFEST, folder / f"{MANIFEST}.partial"
-        wanted = json.loads(json.dumps(run))
-        if restart and manifest.is_file():
+        _check_own(folder)
+        if restart:
             _empty(folder)
-        if manifest.is_file():
-            found = read_json(manifest)
-            differing = list(_differences(found, wanted))
+        if not is_marked(folder):
+            mark(folder)
+        wanted = json.loads(json.dumps(run))
+        if (folder / _MANIFEST).is_file():
+            differing = list(_differences(read_json(folder / _MANIFEST).get("run"), wanted))
             if differing:
                 raise FileExistsError(
                     f"{folder}: left by a run with another {', '.join(differing)}; pass restart=True (--restart) to "
                     "remove it, or finish that run"
                 )
-        elif any(path != partial for path in folder.iterdir()):
-            raise FileExistsError(f"{folder}: holds files that no run has left; move them away")
         else:
-            write_json(partial, wanted)
-            partial.rename(manifest)
+            _write_manifest(folder, {"run": wanted})
         yield Work(folder)
         _remove(folder)
     finally:
         os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """The lock on a folder, which is made if it is absent."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # a run that has ended was faster, and has removed it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), folder.stat()):
+                return lock
+        except FileNotFoundError:
+            pass
+        except BlockingIOError as error:
+            os.close(lock)
+            raise FileExistsError(f"{folder}: another process is working there") from error
+        os.close(lock)
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """Files with names that runs give; the manifest last, so that what is left by a kill can tell of its run."""
+    found = [path for path in folder.iterdir() if _OWN.fullmatch(path.name) and path.is_file()]
+    return sorted(found, key=lambda path: (path.name == _MANIFEST, path.name))
+
+
+def _check_own(folder: Path) -> None:
+    """Raises unless all that a folder holds is what runs have left."""
+    known = {MARK, *(path.name for path in _own_files(folder))} if is_marked(folder) else set()
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    if foreign:
+        names = ", ".join(map(repr, foreign[:3])) + (", ..." if len(foreign) > 3 else "")
+        raise FileExistsError(
+            f"{folder}: expected what an earlier run has left, or nothing; it holds files that no run has left "
+            f"({names}); move them away, or take another destination"
+        )
+
+
+def _write_manifest(folder: Path, value: Mapping[str, Any]) -> None:
+    partial = folder / f"{_MANIFEST}.partial"
+    write_json(partial, value)
+    partial.rename(folder / _MANIFEST)
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
@@ -218,11 +289,13 @@ def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
 
 
 def _empty(folder: Path) -> None:
-    """The mark of a run goes last, so that what is left of it is known as its own."""
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):
+    for path in _own_files(folder):
         path.unlink()
 
 
 def _remove(folder: Path) -> None:
+    """Removes it but for what others have put there meanwhile."""
     _empty(folder)
-    folder.rmdir()
+    (folder / MARK).unlink()
+    with suppress(OSError):
+        folder.rmdir()
