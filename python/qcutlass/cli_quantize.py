@@ -53,7 +53,9 @@ def quantize(
     device: Annotated[Device, typer.Option(help="Where blocks run.")] = Device.cpu,
     threads: Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch and qcutlass.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Remove what an earlier run has left, and begin anew.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Remove what an earlier run has left, and begin anew.")
+    ] = False,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Quantise a model with calibration, block by block; after a kill the same command goes on where it was.
