@@ -10,9 +10,10 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
-from qcutlass._arguments import DTYPES as DTYPES_OF
-from qcutlass._arguments import backend, weight_arguments
-from qcutlass._validation import DequantizeCall, check_dequantize
+from qcutlass.products.extension import DTYPES as DTYPES_OF
+from qcutlass.products.extension import backend
+from qcutlass.products.packing import weight_arguments
+from qcutlass.products.weight_operators import DequantizeCall, check_dequantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qcutlass._validation import check_integer
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinear
@@ -24,8 +23,9 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource, open_source
 from qcutlass.models.specs import LayerSpec, ModelSpec
+from qcutlass.products import dequantize, unpack_weights
+from qcutlass.products.checks import check_integer
 from qcutlass.quantization import quantize
-from qcutlass.weights import dequantize, unpack_weights
 
 SHARD_BYTES: Final = 4 << 30
 SKIPPED: Final = ("lm_head",)

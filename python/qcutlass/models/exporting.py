@@ -22,8 +22,8 @@ from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files
+from qcutlass.products import unpack_weights
 from qcutlass.quantization import QuantizedTensor
-from qcutlass.weights import unpack_weights
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 EXPORTS: Final = ("gptq", "compressed-tensors")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass import _ops
-from qcutlass._validation import DequantizeCall, check_pair
+from qcutlass.products import weight_operators
+from qcutlass.products.checks import check_pair
+from qcutlass.products.library import is_eager
+from qcutlass.products.weight_operators import DequantizeCall
 
 
 def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> Tensor:
@@ -33,8 +35,8 @@ def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> 
         >>> qcutlass.preprocess_weights(torch.zeros(40, 130, dtype=torch.uint8), bits=4).shape
         torch.Size([3, 3, 32, 16])
     """
-    if _ops.is_eager(codes):
-        return _ops.pack(codes, bits, activations)
+    if is_eager(codes):
+        return weight_operators.pack(codes, bits, activations)
     packed: Tensor = torch.ops.qcutlass.pack(codes, bits, activations)
     return packed
 
@@ -62,8 +64,8 @@ def unpack_weights(w_packed: Tensor, bits: int, shape: tuple[int, int]) -> Tenso
         True
     """
     n, k = check_pair("shape", shape, "(N, K)")
-    if _ops.is_eager(w_packed):
-        return _ops.unpack(w_packed, bits, n, k)
+    if is_eager(w_packed):
+        return weight_operators.unpack(w_packed, bits, n, k)
     codes: Tensor = torch.ops.qcutlass.unpack(w_packed, bits, n, k)
     return codes
 
@@ -107,7 +109,7 @@ def dequantize(
     """
     begin, end = (0, None) if rows is None else check_pair("rows", rows, "(begin, end)")
     call = DequantizeCall(w_packed, scales, zeros, k, group_size, bits, dtype, begin, end)
-    if _ops.is_eager(*call):
-        return _ops.dequantize(call)
+    if is_eager(*call):
+        return weight_operators.dequantize(call)
     weight: Tensor = torch.ops.qcutlass.dequantize(*call)
     return weight
