@@ -43,6 +43,8 @@ def gemm(
     Args:
         a: `[..., K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.
         w_packed: uint8 `[ceil(N/16), ceil(K/kt), 32, 16]` from `preprocess_weights`, kt = 64 (4 bits) or 32 (8 bits).
+            It does not store K: one packed from a matrix with another K, but as many tiles, is multiplied as it is, and
+            4-bit weights of 2 K columns pass for 8-bit ones of K unless `bits` is passed.
         scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
         zeros: shaped as `scales`; uint8, int8 or int32: exact zero points, uint8 ones in [0, 2**bits]; floating:
             real-valued zeros; None: 2**(bits - 1) everywhere.
@@ -104,7 +106,8 @@ def gemm_w8a8(
 
     Args:
         a_q: int8 `[..., K]`, M rows in all; K at most 131071. Unit stride along K avoids a copy.
-        w_packed: int8 `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(codes, 8, activations="int8")`.
+        w_packed: int8 `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(codes, 8, activations="int8")`. It
+            does not store K: one packed from another K, but as many tiles, is multiplied as it is.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`. None with int32
             outputs.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`. None with int32 outputs.

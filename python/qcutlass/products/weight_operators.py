@@ -23,6 +23,7 @@ from qcutlass.products.library import register
 from qcutlass.products.memory import aligned, as_separate_rows
 from qcutlass.products.packing import (
     PACKINGS,
+    TILE_N,
     WeightShape,
     check_contiguous,
     check_weights,
@@ -113,11 +114,34 @@ def pack(codes: Tensor, bits: int, activations: str) -> Tensor:
     return packed
 
 
+def _check_padding(name: str, w_packed: Tensor, packing: _C.Packing, k: int) -> None:
+    """Raises ValueError if columns past `k`, which packing fills with zeros, hold other codes: K was larger.
+
+    On the CPU only, as no other device is waited for. `name` is that of the argument which says K.
+    """
+    tile_k = _C.tile_k(packing)
+    used = k % tile_k
+    if not w_packed.is_cpu or used == 0:
+        return
+    last = w_packed[:, -1:].contiguous()
+    n = last.shape[0] * TILE_N
+    codes = last.new_empty((n, tile_k))
+    _C.unpack(packing, n, tile_k, codes.data_ptr(), tile_k, last.data_ptr(), **backend(last))
+    beyond = codes[:, used:].view(torch.uint8).count_nonzero(0).nonzero()
+    if len(beyond):
+        column = k + int(beyond[0])
+        raise ValueError(
+            f"{name}: K = {k}, but w_packed holds codes in column {column}: it was packed from a matrix with more "
+            "columns; pass the K of that matrix"
+        )
+
+
 def unpack(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
     """The codes `[n, k]` of packed weights."""
     packing = check_unpack(w_packed, bits, n, k)
     codes = w_packed.new_empty((n, k))
     if codes.numel():
+        _check_padding("shape[1]", w_packed, packing, k)
         with current_device(codes):
             w_packed = aligned(w_packed)
             _C.unpack(packing, n, k, codes.data_ptr(), k, w_packed.data_ptr(), **backend(codes))
@@ -129,6 +153,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
     shape, dtype, end = check_dequantize(call)
     out = call.w_packed.new_empty((end - call.row_begin, shape.k), dtype=dtype)
     if out.numel():
+        _check_padding("k", call.w_packed, PACKINGS[shape.bits], shape.k)
         with current_device(out):
             weights, operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros)
             _C.dequantize(weights, call.row_begin, end, DTYPES[dtype], out.data_ptr(), shape.k, **backend(out))
