@@ -4,6 +4,7 @@
 """
 
 from qcutlass.products.functions import gemm, gemm_fp8, gemm_w8a8, weight_sums
+from qcutlass.products.operators import register_products
 from qcutlass.products.selection import Explanation, explain, plan, tactics
 from qcutlass.products.weights import dequantize, preprocess_weights, unpack_weights
 
@@ -20,3 +21,5 @@ __all__ = [
     "unpack_weights",
     "weight_sums",
 ]
+
+register_products()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass.products import operators as operators  # registers them
 from qcutlass.products.float8 import FLOAT8, Float8Call
 from qcutlass.products.int8 import INT8, Int8Call, check_weight_sums, sums_call
 from qcutlass.products.kind import computes

@@ -126,7 +126,7 @@ def _argument(name: str, hint: Any, default: Any) -> _Argument:
     return _Argument(name, base + suffix, found[0] if found else None, default)
 
 
-def _arguments_of(call: type) -> list[_Argument]:
+def _arguments_of(call: Callable[..., Any]) -> list[_Argument]:
     hints = typing.get_type_hints(call, include_extras=True)
     parameters = inspect.signature(call).parameters
     return [_argument(name, hints[name], parameter.default) for name, parameter in parameters.items()]
@@ -137,7 +137,7 @@ def _schema(arguments: list[_Argument]) -> str:
     return ", ".join(one.declared(with_default=place >= first) for place, one in enumerate(arguments))
 
 
-def schema_of(call: type) -> str:
+def schema_of(call: Callable[..., Any]) -> str:
     """The arguments of an operator, from the NamedTuple that holds them."""
     return _schema(_arguments_of(call))
 
@@ -158,10 +158,10 @@ class Kind:
     """
 
     def __init__(
-        self, name: str, call: type[Any], activations: tuple[torch.dtype, ...], dequantises: bool = False
+        self, name: str, call: Callable[..., Call], activations: tuple[torch.dtype, ...], dequantises: bool = False
     ) -> None:
         self.name: Final = name
-        self.call: Final[Callable[..., Call]] = call
+        self.call: Final = call
         self.activations: Final = activations
         self.dequantises: Final = dequantises
         fields = _arguments_of(call)

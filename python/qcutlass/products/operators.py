@@ -31,5 +31,7 @@ def _register_product(kind: Kind) -> None:
     register(f"{kind.name}_out({kind.schema}, *, Tensor(a!) out) -> ()", into, into_fake)
 
 
-for _kind in KINDS.values():
-    _register_product(_kind)
+def register_products() -> None:
+    """Registers the operators of every kind."""
+    for kind in KINDS.values():
+        _register_product(kind)
