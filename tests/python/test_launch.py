@@ -283,6 +283,21 @@ def test_a_remembered_plan_fits_its_operands() -> None:
     assert len({planned for _, planned in remembered.values()}) > 1, "no view was misaligned"
 
 
+def test_weights_that_were_multiplied_before_are_settled() -> None:
+    values = arguments(bias=True, act_scale=True, perm=True)
+    call = GemmCall(**values)
+    product = Product(WEIGHT_ONLY, call, call.check(None), torch.empty(M, N, dtype=torch.float16))
+    launch = launching.Launch(product)
+    addresses = launch.addresses
+    assert all(addresses)
+    assert [launch._are_settled(addresses) for _ in range(2)] == [False, True]
+    settled = {}
+    for place, name in enumerate(name for name, value in values.items() if isinstance(value, Tensor)):
+        settled[name] = launch._are_settled([address + 64 * (place == i) for i, address in enumerate(addresses)])
+    assert {name for name, already in settled.items() if not already} == {"w_packed", "scales", "zeros"}
+    assert launch._are_settled(addresses)
+
+
 def test_the_number_of_remembered_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST_LAUNCHES", 4)
     for m in range(1, 12):

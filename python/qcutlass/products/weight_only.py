@@ -50,9 +50,10 @@ class GemmCall(NamedTuple):
 
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""
-        a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k = self
+        a, bias, act_scale, perm = self.a, self.bias, self.act_scale, self.perm
         device = check_activations("a", a, _ACTIVATIONS_ON)
-        shape = check_weights(w_packed, scales, zeros, a.shape[-1], group_size, bits, device, "a")
+        weights = self.w_packed, self.scales, self.zeros
+        shape = check_weights(*weights, a.shape[-1], self.group_size, self.bits, device, "a")
         n, k = shape.n, shape.k
         if bias is not None:
             check_operand("bias", bias, FLOATING, device, "a")
@@ -63,7 +64,7 @@ class GemmCall(NamedTuple):
         if perm is not None:
             check_operand("perm", perm, _PERM, device, "a")
             check_vector("perm", perm, k, "K")
-        check_options(activation, tactic, split_k)
+        check_options(self.activation, self.tactic, self.split_k)
         if out is not None:
             check_out("a", a, out, n, a.dtype)
         if device.type == "cuda" and shape.group_size < k and shape.group_size % _CUDA_GROUP_STEP != 0:
