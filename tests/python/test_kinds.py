@@ -147,6 +147,18 @@ def test_a_kind_follows_from_its_call() -> None:
     assert kind.arguments(call) == ("a", "w", "s", 5, torch.float16, False)
 
 
+class NamelessCall(NamedTuple):
+    """A call that does not say which operand its weights are."""
+
+    a: Annotated[Tensor, Operand.A]
+    w: Tensor | None
+
+
+def test_tensors_of_a_call_must_be_operands() -> None:
+    with pytest.raises(TypeError, match="new: annotate w with the operand that it is"):
+        Kind("new", NamelessCall, activations=(torch.int8,))
+
+
 def test_the_product_is_named() -> None:
     a, w = torch.ones(2, 64, dtype=torch.int8), torch.ones(32, 64, dtype=torch.int8)
     operands = (qcutlass.preprocess_weights(w, 8, activations="int8"), torch.ones(2), torch.ones(32))
@@ -170,6 +182,9 @@ def test_the_product_is_named() -> None:
             qcutlass.plan(product, a, *operands)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"arguments of qcutlass\.gemm_w8a8 but out: .*'out'"):
         qcutlass.explain(qcutlass.gemm_w8a8, a, *operands, out=torch.empty(2, 32), device="h200")
+    rest = (None, None, None, torch.float16, torch.empty(2, 32))  # bias, azp, activation, out_dtype, out
+    with pytest.raises(TypeError, match=r"arguments of qcutlass\.gemm_w8a8 but out: got 'out' too"):
+        qcutlass.tactics(qcutlass.gemm_w8a8, a, *operands, *rest)
 
 
 def test_a_tensor_first_means_gemm() -> None:

@@ -165,6 +165,11 @@ class Kind:
         self.activations: Final = activations
         self.dequantises: Final = dequantises
         fields = _arguments_of(call)
+        unnamed = [field.name for field in fields if field.type.startswith("Tensor") and field.operand is None]
+        if unnamed:
+            raise TypeError(
+                f"{name}: annotate {', '.join(unnamed)} with the operand that it is, Annotated[Tensor, ...]"
+            )
         inputs = [field for field in fields if field.operand not in _OUTPUTS]
         assert fields[: len(inputs)] == inputs, f"{name}: outputs follow the operator's arguments"
         self.schema: Final = _schema(inputs)
@@ -209,14 +214,14 @@ class Function(NamedTuple):
             TypeError: they are not its arguments.
         """
         try:
-            if "out" in options:
-                raise TypeError("got an unexpected keyword argument 'out'")
             bound = self.signature.bind(*arguments, **options)
+            if "out" in bound.arguments:
+                raise TypeError("got 'out' too")
         except TypeError as error:
             raise TypeError(f"expected the arguments of {self.name} but out: {error}") from None
         bound.apply_defaults()
-        given = {name: value for name, value in bound.arguments.items() if name != "out"}
-        return self.kind.call(**given, **self.fixed)
+        bound.arguments.pop("out", None)
+        return self.kind.call(**bound.arguments, **self.fixed)
 
 
 FUNCTIONS: Final[dict[Callable[..., Any], Function]] = {}
