@@ -16,7 +16,7 @@ from bench.gpu_timing import Contestant, rotation
 from bench.schemes import Scheme, WeightOnly
 from bench.shapes import Shape
 from qcutlass import testing
-from qcutlass.selection import weight_dtype
+from qcutlass.products.selection import weight_dtype
 
 
 class Layer(ABC):
@@ -146,12 +146,12 @@ class WeightOnlyLayer(Layer):
         def launch(index: int, out: Tensor) -> Tensor:
             return qcutlass.gemm(a, *self.packed[index], out=out, **keywords)
 
-        plan = qcutlass.plan(a, *self.packed[0], **keywords)
+        plan = qcutlass.plan(qcutlass.gemm, a, *self.packed[0], **keywords)
         rounded = weight_dtype(a, *self.packed[0], **keywords)
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(self.packed), weight_dtype=rounded)
 
     def tactics(self, m: int) -> list[str]:
-        return qcutlass.tactics(self.problem.a[:m], *self.packed[0], **self.problem.keywords)
+        return qcutlass.tactics(qcutlass.gemm, self.problem.a[:m], *self.packed[0], **self.problem.keywords)
 
     def moved_bytes(self, m: int) -> int:
         return sum(t.nbytes for t in self.packed[0]) + 2 * m * (self.k + self.n)

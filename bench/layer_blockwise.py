@@ -82,10 +82,14 @@ class BlockwiseLayer(Layer):
     def _options(self) -> dict[str, Any]:
         return {"out_block_size": BLOCK} if self.quantizes else {"out_dtype": self.dtype}
 
+    @property
+    def _multiply(self) -> Callable[..., Any]:
+        return blockwise.int8_gemm_quant if self.quantizes else blockwise.int8_gemm
+
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
         a, a_s = self.a[:m], self.a_s[:m]
         options: dict[str, Any] = {"n": self.n} | ({"tactic": tactic, "split_k": split_k} if tactic else {})
-        multiply: Callable[..., Any] = blockwise.int8_gemm_quant if self.quantizes else blockwise.int8_gemm
+        multiply = self._multiply
         calls = [functools.partial(multiply, a, a_s, *weights, **self._options, **options) for weights in self.packed]
 
         def launch(index: int, out: Tensor) -> Tensor:
@@ -94,11 +98,12 @@ class BlockwiseLayer(Layer):
             result: Tensor = calls[index](out=out)
             return result
 
-        plan = qcutlass.plan(a, a_s, *self.packed[0], **self._options, **options)
+        plan = qcutlass.plan(multiply, a, a_s, *self.packed[0], **self._options, **options)
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls), splits=plan.split_k)
 
     def tactics(self, m: int) -> list[str]:
-        return qcutlass.tactics(self.a[:m], self.a_s[:m], *self.packed[0], n=self.n, **self._options)
+        operands = (self.a[:m], self.a_s[:m], *self.packed[0])
+        return qcutlass.tactics(self._multiply, *operands, n=self.n, **self._options)
 
     def moved_bytes(self, m: int) -> int:
         of_output = self.n + 4 * -(-self.n // BLOCK) if self.quantizes else 2 * self.n

@@ -74,8 +74,12 @@ class EightBitLayer(Layer):
             options |= {"azp": self.azp[:m], "w_sums": w_sums[0]}
         return (self.a[:m], w_packed, self.a_scale[:m], w_scale), options
 
+    @property
+    def _multiply(self) -> Callable[..., Tensor]:
+        return qcutlass.gemm_w8a8 if self.scheme.operands == "int8" else qcutlass.gemm_fp8
+
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
-        multiply: Callable[..., Tensor] = qcutlass.gemm_w8a8 if self.scheme.operands == "int8" else qcutlass.gemm_fp8
+        multiply = self._multiply
         forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
         products = [self._operands(m, index) for index in range(len(self.packed))]
         calls = [functools.partial(multiply, *operands, **options, **forced) for operands, options in products]
@@ -83,13 +87,13 @@ class EightBitLayer(Layer):
         def launch(index: int, out: Tensor) -> Tensor:
             return calls[index](out=out)
 
-        (a, *operands), options = products[0]
-        plan = qcutlass.plan(a, *operands, **options, **forced)
+        operands, options = products[0]
+        plan = qcutlass.plan(multiply, *operands, **options, **forced)
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls))
 
     def tactics(self, m: int) -> list[str]:
-        (a, *operands), options = self._operands(m, 0)
-        return qcutlass.tactics(a, *operands, **options)
+        operands, options = self._operands(m, 0)
+        return qcutlass.tactics(self._multiply, *operands, **options)
 
     def moved_bytes(self, m: int) -> int:
         of_rows = [t[:m] for t in (self.a, self.a_scale, self.azp) if t is not None]

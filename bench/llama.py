@@ -17,7 +17,7 @@ from bench.schemes import WeightOnly
 from qcutlass import testing
 from qcutlass.layers import QuantLinear, WeightOnlyLinear
 from qcutlass.models import weights_of
-from qcutlass.selection import weight_dtype
+from qcutlass.products.selection import weight_dtype
 
 
 @dataclass(frozen=True)

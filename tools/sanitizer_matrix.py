@@ -22,7 +22,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import blockwise, testing
-from qcutlass.selection import weight_dtype
+from qcutlass.products.selection import weight_dtype
 
 # (M, N, K): no extent is a multiple of any tile's; the second has whole tiles of every configuration as well, and more
 # stages than any pipeline; the third has pairs of tiles of 64 and of 128 tokens. K % 8 decides how activations are
@@ -108,7 +108,7 @@ class Run:
 def run_weight_only(run: Run, case: testing.Case, seed: int) -> None:
     problem = case.random(seed=seed)
     on_cpu = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
-    names = qcutlass.tactics(problem.a, on_cpu, problem.scales, problem.zeros, **problem.keywords)
+    names = qcutlass.tactics(qcutlass.gemm, problem.a, on_cpu, problem.scales, problem.zeros, **problem.keywords)
     if not run.tactics(names):
         return
     references = {dtype: problem.reference(dtype) for dtype in (case.dtype, torch.float32)}
@@ -137,12 +137,12 @@ def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
     problem = case.random(seed=seed)
     is_int8 = case.dtype == torch.int8
     on_cpu = qcutlass.preprocess_weights(problem.w, bits=8, activations="int8" if is_int8 else "fp8")
-    names = qcutlass.tactics(problem.a, on_cpu, problem.a_scale, problem.w_scale, **problem.keywords)
+    multiply = qcutlass.gemm_w8a8 if is_int8 else qcutlass.gemm_fp8
+    names = qcutlass.tactics(multiply, problem.a, on_cpu, problem.a_scale, problem.w_scale, **problem.keywords)
     if not run.tactics(names):
         return
     references = {aligned: problem.reference(aligned=aligned) for aligned in (False, True)}
     gpu = on_gpu(problem)
-    multiply = qcutlass.gemm_w8a8 if is_int8 else qcutlass.gemm_fp8
     packed = qcutlass.preprocess_weights(gpu.w, bits=8, activations="int8" if is_int8 else "fp8")
     operands: tuple[Any, ...] = (gpu.a, packed, gpu.a_scale, gpu.w_scale)
 
@@ -174,7 +174,8 @@ def run_blockwise(run: Run, case: testing.BlockwiseCase, seed: int) -> None:
     """Products with floating and quantised outputs, and the quantisers."""
     problem, size = case.random(seed=seed), case.block_size
     on_cpu = qcutlass.preprocess_weights(problem.b, bits=8, activations="int8")
-    if not run.tactics(qcutlass.tactics(problem.a, problem.a_s, on_cpu, problem.b_s, block_size=size)):
+    operands = (problem.a, problem.a_s, on_cpu, problem.b_s)
+    if not run.tactics(qcutlass.tactics(blockwise.int8_addmm, *operands, block_size=size)):
         return
     floating, quantized = problem.reference(), problem.reference(torch.float32)
     gpu = on_gpu(problem)
@@ -194,8 +195,10 @@ def run_blockwise(run: Run, case: testing.BlockwiseCase, seed: int) -> None:
         label = f"{tactic} split {split_k}, quantised: {problem}"
         return testing.assert_quantized(codes.cpu(), scales.cpu(), quantized, size, splits=split_k, label=label)
 
-    run.products(qcutlass.tactics(*operands, **options, out_dtype=case.out_dtype), check)
-    run.products(qcutlass.tactics(*operands, **options, out_block_size=size), check_quantized)
+    run.products(qcutlass.tactics(blockwise.int8_addmm, *operands, **options, out_dtype=case.out_dtype), check)
+    run.products(
+        qcutlass.tactics(blockwise.int8_addmm_quant, *operands, **options, out_block_size=size), check_quantized
+    )
     floats = torch.randn(case.m, case.k, dtype=case.out_dtype)
     for quantize, dequantize in (
         (blockwise.act_quant, blockwise.act_dequant),

@@ -57,6 +57,30 @@ class Packing(metaclass=_pybind11_type):
     @property
     def value(self) -> int: ...
 
+class Operand(metaclass=_pybind11_type):
+    A: ClassVar[Operand]
+    WEIGHTS: ClassVar[Operand]
+    SCALES: ClassVar[Operand]
+    ZEROS: ClassVar[Operand]
+    BIAS: ClassVar[Operand]
+    ACT_SCALE: ClassVar[Operand]
+    PERM: ClassVar[Operand]
+    A_SCALE: ClassVar[Operand]
+    W_SCALE: ClassVar[Operand]
+    AZP: ClassVar[Operand]
+    W_SUMS: ClassVar[Operand]
+    BLOCK_A: ClassVar[Operand]
+    BLOCK_W: ClassVar[Operand]
+    OUT_SCALES: ClassVar[Operand]
+    __members__: ClassVar[dict[str, Operand]]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class UnsupportedError(NotImplementedError): ...
 
 class WeightArguments(metaclass=_pybind11_type):
@@ -118,9 +142,13 @@ class GemmArguments(metaclass=_pybind11_type):
     activation: Activation
     workspace: int
     workspace_bytes: int
-    def at(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
-    def at_sums(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
-    def at_blocks(self, operands: Sequence[int], out: int, settled: bool = False) -> GemmArguments: ...
+
+# a product of operands elsewhere in memory, in the order of `operands`; an address of 0: there is none
+class Rebinding(metaclass=_pybind11_type):
+    def __init__(self, product: GemmArguments, operands: Sequence[Operand]) -> None: ...
+    @property
+    def addresses(self) -> list[int]: ...
+    def __call__(self, addresses: list[int], out: int, settled: bool = False) -> GemmArguments: ...
 
 class Plan(metaclass=_pybind11_type):
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...

@@ -3,13 +3,23 @@
 from qcutlass import _C, _registration, blockwise
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.layers import FP8, W8A8, Blockwise, QuantLinear, WeightOnly, fuse_projections, replace_linear
-from qcutlass.products import gemm, gemm_fp8, gemm_w8a8, weight_sums
+from qcutlass.products import (
+    Explanation,
+    dequantize,
+    explain,
+    gemm,
+    gemm_fp8,
+    gemm_w8a8,
+    plan,
+    preprocess_weights,
+    tactics,
+    unpack_weights,
+    weight_sums,
+)
 from qcutlass.quantization import QuantizedTensor, quantize
 from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
-from qcutlass.selection import Explanation, explain, plan, tactics
 from qcutlass.smoothquant import calibrate, fold_smoothing, smooth, smooth_model
 from qcutlass.tuning.tuner import tune
-from qcutlass.weights import dequantize, preprocess_weights, unpack_weights
 
 __version__: str = _C.build_info()["version"]
 

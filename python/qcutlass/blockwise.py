@@ -31,11 +31,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass import _blockwise_ops, _ops
-from qcutlass._blockwise import BlockwiseCall
-from qcutlass._blockwise_ops import Quantized
-from qcutlass._validation import check_inference, tensors_of
-from qcutlass.products import _multiply
+from qcutlass.products import block_operators
+from qcutlass.products.block_operators import Quantized
+from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall, multiply_quantized
+from qcutlass.products.checks import check_inference, tensors_of
+from qcutlass.products.kind import computes
+from qcutlass.products.library import is_eager
+from qcutlass.products.multiplying import compute
 
 __all__ = [
     "act_dequant",
@@ -52,16 +54,16 @@ __all__ = [
 
 def _quantize(x: Tensor, block_size: int, square: bool) -> Quantized:
     check_inference(x=x)
-    if _ops.is_eager(x):
-        return _blockwise_ops.quantize_blocks(x, block_size, square)
+    if is_eager(x):
+        return block_operators.quantize_blocks(x, block_size, square)
     result: Quantized = torch.ops.qcutlass.quantize_blocks(x, block_size, square)
     return result
 
 
 def _dequantize(x: Tensor, s: Tensor, block_size: int, output_dtype: torch.dtype, square: bool) -> Tensor:
     check_inference(s=s)
-    if _ops.is_eager(x, s):
-        return _blockwise_ops.dequantize_blocks(x, s, block_size, square, output_dtype)
+    if is_eager(x, s):
+        return block_operators.dequantize_blocks(x, s, block_size, square, output_dtype)
     result: Tensor = torch.ops.qcutlass.dequantize_blocks(x, s, block_size, square, output_dtype)
     return result
 
@@ -170,6 +172,7 @@ def weight_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: to
     return _dequantize(x, s, block_size, output_dtype, True)
 
 
+@computes(BLOCKWISE)
 def int8_gemm(
     a: Tensor,
     a_s: Tensor,
@@ -201,9 +204,10 @@ def int8_gemm(
         torch.Size([2, 3, 48])
     """
     call = BlockwiseCall(a, a_s, b, b_s, None, None, out_dtype, n, block_size, None, tactic, split_k)
-    return _multiply("blockwise_gemm", call, out)
+    return compute(BLOCKWISE, call, out)
 
 
+@computes(BLOCKWISE)
 def int8_addmm(
     a: Tensor,
     a_s: Tensor,
@@ -251,9 +255,10 @@ def int8_addmm(
         torch.bfloat16
     """
     call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, n, block_size, None, tactic, split_k)
-    return _multiply("blockwise_gemm", call, out)
+    return compute(BLOCKWISE, call, out)
 
 
+@computes(BLOCKWISE, out_dtype=torch.int8)
 def int8_gemm_quant(
     a: Tensor,
     a_s: Tensor,
@@ -289,6 +294,7 @@ def int8_gemm_quant(
     )
 
 
+@computes(BLOCKWISE, out_dtype=torch.int8)
 def int8_addmm_quant(
     a: Tensor,
     a_s: Tensor,
@@ -328,9 +334,9 @@ def int8_addmm_quant(
     """
     call = BlockwiseCall(a, a_s, b, b_s, bias, activation, torch.int8, n, block_size, out_block_size, tactic, split_k)
     check_inference(**tensors_of(call))
-    if _ops.is_eager(*call):
-        return _blockwise_ops.multiply_quantized(call)
-    result: Quantized = torch.ops.qcutlass.blockwise_gemm_quant(*call)
+    if is_eager(*call):
+        return multiply_quantized(call)
+    result: Quantized = torch.ops.qcutlass.blockwise_gemm_quant(*BLOCKWISE.arguments(call))
     return result
 
 
@@ -361,7 +367,7 @@ def int8_gelu(x: Tensor, s_x: Tensor, block_size: int = 128) -> tuple[Tensor, Te
         True
     """
     check_inference(s_x=s_x)
-    if _ops.is_eager(x, s_x):
-        return _blockwise_ops.gelu_blocks(x, s_x, block_size)
+    if is_eager(x, s_x):
+        return block_operators.gelu_blocks(x, s_x, block_size)
     result: Quantized = torch.ops.qcutlass.gelu_blocks(x, s_x, block_size)
     return result

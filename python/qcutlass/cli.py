@@ -28,8 +28,8 @@ from qcutlass.models.conversion import convert as convert_model
 from qcutlass.models.extras import import_transformers
 from qcutlass.models.inspection import FolderSummary
 from qcutlass.models.inspection import inspect as inspect_model
+from qcutlass.products.tuned_plans import BUCKETS, cache_folder
 from qcutlass.quickstart import LayerResult, Options, default_model, run
-from qcutlass.tuning.cache import BUCKETS, cache_folder
 from qcutlass.tuning.tuner import TunedProduct
 from qcutlass.tuning.tuner import tune as tune_shapes
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from qcutlass import _C, testing
-from qcutlass.products import gemm
-from qcutlass.selection import weight_dtype
-from qcutlass.weights import preprocess_weights
+from qcutlass.products import gemm, preprocess_weights
+from qcutlass.products.selection import weight_dtype
 
 
 def collect() -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass._validation import FLOATING, PACKINGS, ceil_div, check_integer, check_matrix
+from qcutlass.products.checks import FLOATING, ceil_div, check_integer, check_matrix
+from qcutlass.products.packing import PACKINGS
 
 _BLOCK: Final = 1 << 23  # weights worked on at a time: bounds the fp32 temporaries
 

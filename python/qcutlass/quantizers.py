@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass import _quantizer_ops
-from qcutlass._ops import is_eager
-from qcutlass._quantizer_ops import QuantizeCall, Quantized
-from qcutlass._validation import FLOATING, check_inference, check_matrix, shape_of, tensors_of
+from qcutlass.products import quantizer_operators
+from qcutlass.products.checks import FLOATING, check_inference, check_matrix, shape_of, tensors_of
+from qcutlass.products.library import is_eager
+from qcutlass.products.quantizer_operators import QuantizeCall, Quantized
 
 
 def _quantize(call: QuantizeCall) -> Quantized:
     check_inference(**tensors_of(call))
     if is_eager(*call):
-        return _quantizer_ops.quantize(call)
+        return quantizer_operators.quantize(call)
     result: Quantized = torch.ops.qcutlass.quantize_8bit(*call)
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ def multiply_quantized(
     options = options_of(p) | {"n": p.shape[1], "out_block_size": size} | keywords
     del options["out_dtype"]
     return blockwise.int8_addmm_quant(p.a, p.a_s, pack(p) if b is None else b, p.b_s, **options)
+
+
+def function_of(out_size: int | None) -> tuple[Callable[..., Any], dict[str, int]]:
+    """The function whose output is floating, or quantised in blocks of `out_size`, and the options that say so."""
+    if out_size is None:
+        return blockwise.int8_addmm, {}
+    return blockwise.int8_addmm_quant, {"out_block_size": out_size}
 
 
 def splits_of(p: BlockwiseProblem, split_k: int = 0) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import testing, tuning
-from qcutlass.selection import weight_dtype
+from qcutlass.products.selection import weight_dtype
 
 _SESSION_SEED = int(os.environ.get("QCUTLASS_TEST_SEED", random.SystemRandom().randrange(2**31)))
 

@@ -48,7 +48,8 @@ def is_aligned(p: testing.EightBitProblem) -> bool:
     """Whether asynchronous MMAs add this fp8 product where no tactic is asked for."""
     if not p.a.is_cuda or p.a.dtype == torch.int8 or p.a.numel() == 0:
         return False
-    return "_sm90a_" in qcutlass.plan(p.a, pack(p), p.a_scale, p.w_scale, n=p.shape[1], **p.keywords).tactic
+    operands = (p.a, pack(p), p.a_scale, p.w_scale)
+    return "_sm90a_" in qcutlass.plan(qcutlass.gemm_fp8, *operands, n=p.shape[1], **p.keywords).tactic
 
 
 def assert_correct(out: Tensor, p: testing.EightBitProblem, label: object = None) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, _launch, testing
+from qcutlass import _C, testing
+from qcutlass.products import launching
 
 M, N, K = 3, 48, 128  # 4-bit: three by two tiles
 GROUPS = 4
@@ -91,7 +92,7 @@ BAD: list[Row] = [
 @pytest.mark.parametrize(("name", "change", "error", "parts"), BAD, ids=[f"{i}-{row[0]}" for i, row in enumerate(BAD)])
 def test_gemm_refuses(name: str, change: Change, error: type[Exception], parts: tuple[str, ...], after: str) -> None:
     values = arguments()
-    _launch.forget()
+    launching.forget()
     if after == "a valid call":  # calls like it are not checked again: none of these is
         qcutlass.gemm(**values, out=half(M, N))
     box = testing.Poisoned((M, N), torch.float16)

@@ -116,9 +116,11 @@ def test_our_product_is_the_layers(name: str) -> None:
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_forced_tactics_reach_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(qcutlass, "gemm_w8a8", lambda *operands, **options: calls.append(options))
     layer = layer_of("w8a8_azp")
-    wanted = layer.tactics(4)[1]
+    names = layer.tactics(4)
+    wanted = names[1]
+    monkeypatch.setattr(qcutlass, "tactics", lambda *operands, **options: names)  # which knows the real product alone
+    monkeypatch.setattr(qcutlass, "gemm_w8a8", lambda *operands, **options: calls.append(options))
     for contestant in layer.forced(4, wanted, [1, 2]):
         contestant.launch(0, torch.empty(4, N))
     assert [(call["tactic"], call["split_k"]) for call in calls] == [(wanted, 1), (wanted, 2)]

@@ -11,7 +11,8 @@ from tests.python.blockwise import pack
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _launch, blockwise, testing
+from qcutlass import blockwise, testing
+from qcutlass.products import launching
 from qcutlass.testing import BlockwiseCase
 
 M, N, K = 3, 160, 200
@@ -105,10 +106,10 @@ def assert_refused(run: Callable[..., object], values: Values, row: Row) -> None
 @pytest.mark.parametrize("row", OF_ALL + OF_OUT, ids=lambda row: row[0])
 def test_products_refuse(row: Row, after: str) -> None:
     values = valid()
-    _launch.forget()
+    launching.forget()
     if after == "a valid call":  # calls like it are not checked again: none of these is
         blockwise.int8_addmm(**values, out=half(M, N))
-        assert len(_launch._launches) == 1
+        assert len(launching._launches) == 1
     box = testing.Poisoned((M, N), torch.float16)
     assert_refused(blockwise.int8_addmm, values | {"out": box.tensor}, row)
     assert box.is_untouched()

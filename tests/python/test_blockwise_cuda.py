@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.blockwise import ACTIVATIONS, FLOATS, SIZES, multiply, multiply_quantized, pack, splits_of
+from tests.python.blockwise import (
+    ACTIVATIONS,
+    FLOATS,
+    SIZES,
+    function_of,
+    multiply,
+    multiply_quantized,
+    pack,
+    splits_of,
+)
 from tests.python.quantizer_model import Quantized, activations, assert_same
 from tests.python.running import SLEEP, Run, assert_reads_what_was_just_written, assert_right_on_streams, captured
 from torch import Tensor
@@ -29,8 +38,9 @@ def tactics(size: int, out_size: int | None = None) -> list[str]:
     """Names of the configurations built for blocks of this size, and outputs of such blocks or floating ones."""
     a, b = torch.ones(1, 256, dtype=torch.int8), torch.ones(256, 256, dtype=torch.int8)
     blocks = -(-256 // size)
-    options: dict[str, Any] = {"block_size": size, "out_block_size": out_size}
-    return qcutlass.tactics(a, torch.ones(1, blocks), b, torch.ones(blocks, blocks), **options)
+    function, options = function_of(out_size)
+    operands = (a, torch.ones(1, blocks), b, torch.ones(blocks, blocks))
+    return qcutlass.tactics(function, *operands, block_size=size, **options)
 
 
 def product(p: BlockwiseProblem, out_size: int | None, b: Tensor | None = None, **forced: Any) -> tuple[Tensor, ...]:
@@ -372,6 +382,6 @@ def test_an_architecture_that_was_not_built_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         _C, "device_traits", lambda index: (_ for _ in ()).throw(qcutlass.UnsupportedError("not built"))
     )
-    monkeypatch.setattr("qcutlass._arguments._devices", {})
+    monkeypatch.setattr("qcutlass.products.extension._devices", {})
     with pytest.raises(qcutlass.UnsupportedError, match="not built"):
         blockwise.act_quant(torch.ones(1, 32, device="cuda"))

@@ -24,8 +24,9 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qcutlass
-from qcutlass import _launch, blockwise, testing
-from qcutlass._blockwise import BlockwiseCall
+from qcutlass import blockwise, testing
+from qcutlass.products import launching
+from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall
 from qcutlass.testing import BlockwiseCase
 
 OPERATORS = torch.ops.qcutlass
@@ -48,15 +49,15 @@ def call_of(case: BlockwiseCase, device: str = "cpu", seed: int = 1, quantized: 
 def run(call: BlockwiseCall, **changes: Any) -> Tensor:
     """int8_addmm with the call's arguments by name."""
     arguments = call._asdict() | changes
-    del arguments["out_block_size"]
+    del arguments["out_block_size"], arguments["out_s"]
     return blockwise.int8_addmm(**arguments)
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    _launch.forget()
+    launching.forget()
     yield
-    _launch.forget()
+    launching.forget()
 
 
 @on_devices
@@ -64,10 +65,12 @@ def nothing_remembered() -> Iterator[None]:
 def test_opcheck_of_products(case: BlockwiseCase, device: str) -> None:
     names = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     call = call_of(case, device)
-    torch.library.opcheck(OPERATORS.blockwise_gemm.default, tuple(call), test_utils=names)
+    torch.library.opcheck(OPERATORS.blockwise_gemm.default, BLOCKWISE.arguments(call), test_utils=names)
     out = torch.empty(case.m, case.n, dtype=case.out_dtype, device=device)
-    torch.library.opcheck(OPERATORS.blockwise_gemm_out.default, tuple(call), {"out": out}, test_utils=names)
-    quantized = tuple(call_of(case, device, quantized=True))
+    torch.library.opcheck(
+        OPERATORS.blockwise_gemm_out.default, BLOCKWISE.arguments(call), {"out": out}, test_utils=names
+    )
+    quantized = BLOCKWISE.arguments(call_of(case, device, quantized=True))
     torch.library.opcheck(OPERATORS.blockwise_gemm_quant.default, quantized, test_utils=names)
 
 
@@ -86,12 +89,12 @@ def test_opcheck_of_quantisers(square: bool, device: str) -> None:
 def test_the_operators_and_the_functions_agree(case: BlockwiseCase) -> None:
     call = call_of(case)
     expected = run(call)
-    testing.assert_equal(OPERATORS.blockwise_gemm(*call), expected)
+    testing.assert_equal(OPERATORS.blockwise_gemm(*BLOCKWISE.arguments(call)), expected)
     out = torch.empty_like(expected)
-    assert OPERATORS.blockwise_gemm_out(*call, out=out) is None
+    assert OPERATORS.blockwise_gemm_out(*BLOCKWISE.arguments(call), out=out) is None
     testing.assert_equal(out, expected)
     p = case.random(seed=1)
-    through = OPERATORS.blockwise_gemm_quant(*call_of(case, quantized=True))
+    through = OPERATORS.blockwise_gemm_quant(*BLOCKWISE.arguments(call_of(case, quantized=True)))
     for got, wanted in zip(through, multiply_quantized(p, case.block_size), strict=True):
         testing.assert_equal(got, wanted)
 
@@ -107,7 +110,7 @@ def test_fake_and_meta_tensors_get_the_right_shapes(case: BlockwiseCase) -> None
         out = run(call)
         assert (out.shape, out.dtype, out.device.type) == ((*leading, case.n), case.out_dtype, device)
         options = call._asdict()
-        for name in ("out_dtype", "out_block_size"):
+        for name in ("out_dtype", "out_block_size", "out_s"):
             del options[name]
         codes, scales = blockwise.int8_addmm_quant(**options, out_block_size=32)
         assert (codes.shape, codes.dtype, codes.device.type) == ((*leading, case.n), torch.int8, device)
@@ -225,7 +228,7 @@ def test_repeated_calls_of_many_kinds_in_any_order(device: str, seed: int) -> No
         assert_correct(multiply(p, b), p)
         size = choose.choice([32, 64, 128])
         assert_quantized(multiply_quantized(p, size, b), p, size)
-    assert len(_launch._launches) > 16
+    assert len(launching._launches) > 16
 
 
 def test_a_repeated_call_is_remembered_and_reads_its_own_operands() -> None:
@@ -234,7 +237,7 @@ def test_a_repeated_call_is_remembered_and_reads_its_own_operands() -> None:
         p = case.random(seed=seed)
         assert_correct(multiply(p, pack(p)), p)
         assert_quantized(multiply_quantized(p, 32, pack(p)), p, 32)
-    assert len(_launch._launches) == 2
+    assert len(launching._launches) == 2
     call = call_of(case)
     references = [weakref.ref(value) for value in call if isinstance(value, Tensor)]
     run(call)
@@ -282,17 +285,19 @@ def test_freed_operands_are_refused() -> None:
 def test_products_are_explained_without_a_gpu() -> None:
     p = BlockwiseCase(16, 4096, 512, bias=True).random(seed=1)
     operands = (p.a, p.a_s, pack(p), p.b_s, p.bias)
-    names = {
-        "float16 out, bias": {},
-        "int8 out in blocks of 64, bias": {"out_block_size": 64},
-        "bfloat16 out, bias, silu": {"out_dtype": torch.bfloat16, "activation": "silu"},
+    names: dict[str, tuple[Any, dict[str, Any]]] = {
+        "float16 out, bias": (blockwise.int8_addmm, {}),
+        "int8 out in blocks of 64, bias": (blockwise.int8_addmm_quant, {"out_block_size": 64}),
+        "int8 out in blocks of 128, bias": (blockwise.int8_addmm_quant, {}),
+        "bfloat16 out, bias, silu": (blockwise.int8_addmm, {"out_dtype": torch.bfloat16, "activation": "silu"}),
     }
-    for end, options in names.items():
-        try:
-            why = qcutlass.explain(*operands, device="h200", **options)
-        except qcutlass.UnsupportedError:
-            pytest.skip("no CUDA kernel is in the table yet")
+    for end, (function, options) in names.items():
+        why = qcutlass.explain(function, *operands, device="h200", **options)
         assert why.problem == f"16 x 512 int8 activations by 4096 x 512 int8 weights, blocks of 128, {end}"
-        assert why.plan.tactic in qcutlass.tactics(*operands, **options)
+        assert why.plan.tactic in qcutlass.tactics(function, *operands, **options)
+    why = qcutlass.explain(blockwise.int8_gemm, *operands[:4], torch.bfloat16, device="h200")
+    assert why.problem.endswith("blocks of 128, bfloat16 out")
+    why = qcutlass.explain(blockwise.int8_gemm_quant, *operands[:4], 32, device="h200")
+    assert why.problem.endswith("blocks of 128, int8 out in blocks of 32")
     with pytest.raises(TypeError, match=r"qcutlass\.blockwise\.int8_addmm but out: missing"):
-        qcutlass.explain(p.a, p.a_s, device="h200")
+        qcutlass.explain(blockwise.int8_addmm, p.a, p.a_s, device="h200")

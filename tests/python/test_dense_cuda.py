@@ -15,8 +15,10 @@ from tests.python.running import captured, in_threads
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _arguments, _dense, testing
-from qcutlass._validation import GemmCall, check_gemm
+from qcutlass import testing
+from qcutlass.products import dense
+from qcutlass.products.product import Product
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
 pytestmark = pytest.mark.gpu
 
@@ -49,9 +51,9 @@ def run_in_slices(problem: testing.Problem, width: int, out: Tensor) -> None:
     """The dense plan with slices of `width` rows; `out` is `[M, N]`."""
     packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
     call = GemmCall(problem.a, packed, problem.scales, problem.zeros, **problem.keywords)
-    product = _arguments.Product(call, check_gemm(call, out), out)
+    product = Product(WEIGHT_ONLY, call, call.check(out), out)
     plan: Any = SimpleNamespace(slice=width)
-    _dense.run(product.arguments, plan, product.a, out)
+    dense.run(product.arguments, plan, product.a, out)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -90,7 +92,7 @@ def test_sums_are_fp32_whatever_torch_is_allowed(dtype: torch.dtype, allowed: bo
     """A long K and few outputs have cuBLAS split K. What users allow holds for their own products, before and after."""
     flags: Any = torch.backends.cuda.matmul
     names = [FLAGS[dtype], *(["allow_fp16_accumulation"] if hasattr(flags, "allow_fp16_accumulation") else [])]
-    before = {name: _dense._get_flag(name) for name in names}
+    before = {name: dense._get_flag(name) for name in names}
     problem, expected = testing.exact_problem(64, 128, 32768, dtype=dtype, device="cuda", seed=seed)
     out = torch.empty_like(expected)
     try:
@@ -101,15 +103,15 @@ def test_sums_are_fp32_whatever_torch_is_allowed(dtype: torch.dtype, allowed: bo
     finally:
         for name, value in before.items():
             setattr(flags, name, value)
-    assert {name: _dense._get_flag(name) for name in names} == before
+    assert {name: dense._get_flag(name) for name in names} == before
     ledger.equal(out, expected, problem)
 
 
 def test_an_error_leaves_the_settings_of_torch() -> None:
-    before = _dense._get_flag(FLAGS[torch.float16])
-    with pytest.raises(RuntimeError, match="on purpose"), _dense._full_precision(torch.float16):
+    before = dense._get_flag(FLAGS[torch.float16])
+    with pytest.raises(RuntimeError, match="on purpose"), dense._full_precision(torch.float16):
         raise RuntimeError("on purpose")
-    assert _dense._get_flag(FLAGS[torch.float16]) == before
+    assert dense._get_flag(FLAGS[torch.float16]) == before
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -192,7 +194,7 @@ def test_compiles_in_one_graph(seed: int, ledger: Any) -> None:
 def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
     case = testing.Case(160, 640, 2048, bias=True)
     work = [case.exact(device="cuda", seed=next(seeds)) for _ in range(2)]
-    before = _dense._get_flag(FLAGS[torch.float16])
+    before = dense._get_flag(FLAGS[torch.float16])
     torch.cuda.synchronize()
 
     def loop(problem: testing.Problem, expected: Tensor) -> None:
@@ -205,4 +207,4 @@ def test_two_threads_on_two_streams(seeds: Iterator[int], ledger: Any) -> None:
                 ledger.equal(out, expected, problem)
 
     in_threads(loop, work)
-    assert _dense._get_flag(FLAGS[torch.float16]) == before
+    assert dense._get_flag(FLAGS[torch.float16]) == before

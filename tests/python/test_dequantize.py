@@ -10,9 +10,10 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
-from qcutlass._arguments import DTYPES as DTYPES_OF
-from qcutlass._arguments import backend, weight_arguments
-from qcutlass._validation import DequantizeCall, check_dequantize
+from qcutlass.products.extension import DTYPES as DTYPES_OF
+from qcutlass.products.extension import backend
+from qcutlass.products.packing import weight_arguments
+from qcutlass.products.weight_operators import DequantizeCall, check_dequantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -163,3 +164,13 @@ def test_more_channels_than_a_launch_takes(seed: int) -> None:
     p = testing.random_problem(1, n, 16, group_size=16, device="cuda", seed=seed)
     packed = qcutlass.preprocess_weights(p.codes, bits=4)
     testing.assert_equal(qcutlass.dequantize(packed, p.scales, p.zeros, k=16, bits=4), p.weight(torch.float16))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_k_that_leaves_codes_out_is_refused(bits: int) -> None:
+    p = testing.random_problem(1, 32, 90, bits=bits, group_size=90, seed=1)
+    packed = qcutlass.preprocess_weights(p.codes | 1, bits=bits)
+    assert qcutlass.dequantize(packed, p.scales, k=90, bits=bits).shape == (32, 90)
+    for rows in (None, (3, 4)):
+        with pytest.raises(ValueError, match=r"^k: K = 89, but w_packed holds codes in column 89"):
+            qcutlass.dequantize(packed, p.scales, k=89, bits=bits, rows=rows)

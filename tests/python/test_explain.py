@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, selection, testing
+from qcutlass import _C, testing
+from qcutlass.products import selection
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
 H200 = selection.GPUS["h200"]
 
@@ -33,13 +35,13 @@ def operands(
 @pytest.mark.parametrize("m", [1, 16, 300])
 def test_the_choice_is_the_first_candidate(m: int, gpu: str) -> None:
     tensors, keywords = operands(m)
-    why = qcutlass.explain(*tensors, device=gpu, **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device=gpu, **keywords)
     assert why.source == "cost model"
     assert (why.plan.tactic, why.plan.split_k) == (why.candidates[0].plan.tactic, why.candidates[0].plan.split_k)
     totals = [candidate.cost.total for candidate in why.candidates]
     assert totals == sorted(totals)
     assert why.cost.total == totals[0]
-    traits = {t.name: t for t in _C.tactics(selection._query(*_call(tensors, keywords)).arguments)}
+    traits = {t.name: t for t in _C.tactics(selection._query(WEIGHT_ONLY, *_call(tensors, keywords)).arguments)}
     for candidate in why.candidates:
         cost = candidate.cost
         assert min(cost.load, cost.compute, cost.fixed) > 0
@@ -49,13 +51,13 @@ def test_the_choice_is_the_first_candidate(m: int, gpu: str) -> None:
 
 
 def _call(tensors: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    call = selection.GemmCall(*tensors, **keywords)
+    call = GemmCall(*tensors, **keywords)
     return call, call.check(None)
 
 
 def test_the_table_names_every_tactic_and_marks_the_choice() -> None:
     tensors, keywords = operands(300, bias=True, activation="silu", zeros="int")
-    why = qcutlass.explain(*tensors, device="h200", **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", **keywords)
     lines = str(why).splitlines()
     assert lines[0] == (
         "300 x 1024 float16 activations by 512 x 1024 4-bit weights, groups of 128, float16 scales, uint8 zeros, "
@@ -78,9 +80,9 @@ def test_the_table_names_every_tactic_and_marks_the_choice() -> None:
 
 def test_a_forced_tactic_is_shown_among_the_others() -> None:
     tensors, keywords = operands(16)
-    free = qcutlass.explain(*tensors, device="h200", **keywords)
+    free = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", **keywords)
     worst = free.candidates[-1].plan.tactic
-    why = qcutlass.explain(*tensors, device="h200", tactic=worst, split_k=3, **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", tactic=worst, split_k=3, **keywords)
     assert why.source == "forced"
     assert (why.plan.tactic, why.plan.split_k) == (worst, 3), "a split that selection would not consider"
     assert len(why.candidates) == len(free.candidates) + 1
@@ -90,9 +92,9 @@ def test_a_forced_tactic_is_shown_among_the_others() -> None:
 
 def test_dense_plans_say_what_they_do() -> None:
     tensors, keywords = operands(256)
-    name = qcutlass.tactics(*tensors, **keywords)[-1]
+    name = qcutlass.tactics(qcutlass.gemm, *tensors, **keywords)[-1]
     assert name == "w4a16_f16_dequantize_dense"
-    why = qcutlass.explain(*tensors, device="h200", tactic=name, **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", tactic=name, **keywords)
     assert why.plan.dense
     assert why.plan.slice == 512
     assert why.plan.workspace_bytes == 512 * 1024 * 2
@@ -101,15 +103,15 @@ def test_dense_plans_say_what_they_do() -> None:
 
 def test_a_tuned_plan_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, keywords = operands(16)
-    free = qcutlass.explain(*tensors, device="h200", **keywords)
+    free = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", **keywords)
     other = free.candidates[3].plan
     monkeypatch.setattr(selection, "_target", lambda a, device: (0, H200, "some GPU"))
-    monkeypatch.setattr(selection.tuning, "lookup", lambda arguments, traits, index: other)
-    why = qcutlass.explain(*tensors, **keywords)
+    monkeypatch.setattr(selection.tuned_plans, "lookup", lambda arguments, traits, index: other)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, **keywords)
     assert why.source == "tuned"
     assert why.plan.tactic == other.tactic
     assert "measured as the fastest by qcutlass.tune" in str(why)
-    forced = qcutlass.explain(*tensors, split_k=1, **keywords)
+    forced = qcutlass.explain(qcutlass.gemm, *tensors, split_k=1, **keywords)
     assert forced.source == "forced"
 
 
@@ -119,28 +121,31 @@ def test_meta_tensors_explain_as_real_ones_do(m: int) -> None:
     real, real_keywords = operands(m, **options)
     meta, meta_keywords = operands(m, device="meta", **options)
     assert meta[0].is_meta
-    assert str(qcutlass.explain(*meta, device="h200", **meta_keywords)) == str(
-        qcutlass.explain(*real, device="h200", **real_keywords)
+    assert str(qcutlass.explain(qcutlass.gemm, *meta, device="h200", **meta_keywords)) == str(
+        qcutlass.explain(qcutlass.gemm, *real, device="h200", **real_keywords)
     )
 
 
 def test_traits_stand_for_any_gpu() -> None:
     tensors, keywords = operands(16)
-    why = qcutlass.explain(*tensors, device=_C.DeviceTraits(90, 66, 232448), **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device=_C.DeviceTraits(90, 66, 232448), **keywords)
     assert "compute capability 9.0, 66 SMs" in why.device
     with pytest.raises(qcutlass.UnsupportedError, match=r"compute capability 7\.5"):
-        qcutlass.explain(*tensors, device=_C.DeviceTraits(75, 40, 1024), **keywords)
+        qcutlass.explain(qcutlass.gemm, *tensors, device=_C.DeviceTraits(75, 40, 1024), **keywords)
 
 
 @pytest.mark.parametrize("name", ["H200", "h200", "RTX 4090", "rtx-4090"])
 def test_names_are_forgiving(name: str) -> None:
     tensors, keywords = operands(1)
-    assert name.upper().replace(" ", "").replace("-", "") in qcutlass.explain(*tensors, device=name, **keywords).device
+    assert (
+        name.upper().replace(" ", "").replace("-", "")
+        in qcutlass.explain(qcutlass.gemm, *tensors, device=name, **keywords).device
+    )
 
 
 def test_explanations_do_not_change() -> None:
     tensors, keywords = operands(1)
-    why = qcutlass.explain(*tensors, device="h200", **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", **keywords)
     with pytest.raises(dataclasses.FrozenInstanceError):
         why.source = "tuned"  # type: ignore[misc]
 
@@ -148,25 +153,25 @@ def test_explanations_do_not_change() -> None:
 def test_wrong_requests_say_what_to_do() -> None:
     tensors, keywords = operands(1)
     with pytest.raises(ValueError, match=r"device: the tensors are on cpu, so name a GPU.*'h200'"):
-        qcutlass.explain(*tensors, **keywords)
+        qcutlass.explain(qcutlass.gemm, *tensors, **keywords)
     with pytest.raises(ValueError, match=r"device: expected one of .*'h200'.*got 'tpu'"):
-        qcutlass.explain(*tensors, device="tpu", **keywords)
+        qcutlass.explain(qcutlass.gemm, *tensors, device="tpu", **keywords)
     with pytest.raises(TypeError, match=r"device: .* got int"):
-        qcutlass.explain(*tensors, device=0, **keywords)  # type: ignore[arg-type]
+        qcutlass.explain(qcutlass.gemm, *tensors, device=0, **keywords)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tactic: 'no_such'"):
-        qcutlass.explain(*tensors, device="h200", tactic="no_such", **keywords)
+        qcutlass.explain(qcutlass.gemm, *tensors, device="h200", tactic="no_such", **keywords)
     with pytest.raises(ValueError, match="M = 0, N = 512 is empty"):
-        qcutlass.explain(tensors[0][:0], *tensors[1:], device="h200", **keywords)
+        qcutlass.explain(qcutlass.gemm, tensors[0][:0], *tensors[1:], device="h200", **keywords)
     with pytest.raises(qcutlass.UnsupportedError, match="float16 or bfloat16"):
-        qcutlass.explain(tensors[0].float(), *tensors[1:], device="h200", **keywords)
+        qcutlass.explain(qcutlass.gemm, tensors[0].float(), *tensors[1:], device="h200", **keywords)
 
 
 @pytest.mark.gpu
 def test_the_gpu_of_the_tensors_is_the_default() -> None:
     tensors, keywords = operands(16, device="cuda")
-    why = qcutlass.explain(*tensors, **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, **keywords)
     assert torch.cuda.get_device_name() in why.device
-    assert why.plan.tactic == qcutlass.plan(*tensors, **keywords).tactic
+    assert why.plan.tactic == qcutlass.plan(qcutlass.gemm, *tensors, **keywords).tactic
 
 
 def test_the_examples_of_the_documentation() -> None:

@@ -355,7 +355,7 @@ def test_outputs_on_a_gpu(options: dict[str, Any], dtype: torch.dtype, m: int, s
     more = {name: getattr(product, name) for name in ("activation", "act_scale", "perm")}
     scheme = {"group_size": product.group_size, "bits": product.bits}
     weights = product.w_packed, product.scales, product.zeros
-    rounded = qcutlass.selection.weight_dtype(a, *weights, bias=product.bias, **scheme, **more)
+    rounded = qcutlass.products.selection.weight_dtype(a, *weights, bias=product.bias, **scheme, **more)
     for name, out in zip(together, outputs(together, a), strict=True):
         layer = together[name].separate()
         weight = qcutlass.dequantize(layer.w_packed, layer.scales, layer.zeros, k=K, dtype=rounded, **scheme)

@@ -13,18 +13,19 @@ from tests.python.running import in_threads
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, _launch, testing, tuning
-from qcutlass._arguments import Product
-from qcutlass._validation import GemmCall, check_gemm
+from qcutlass import _C, testing, tuning
+from qcutlass.products import launching
+from qcutlass.products.product import Product
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
 M, N, K = 3, 48, 128
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    _launch.forget()
+    launching.forget()
     yield
-    _launch.forget()
+    launching.forget()
 
 
 def arguments(m: int = M, **options: Any) -> dict[str, Any]:
@@ -35,11 +36,11 @@ def arguments(m: int = M, **options: Any) -> dict[str, Any]:
 
 def fresh(values: dict[str, Any]) -> Tensor:
     """The product with nothing remembered before or after."""
-    before = dict(_launch._launches)
-    _launch.forget()
+    before = dict(launching._launches)
+    launching.forget()
     out = qcutlass.gemm(**values)
-    _launch._launches.clear()
-    _launch._launches.update(before)
+    launching._launches.clear()
+    launching._launches.update(before)
     return out
 
 
@@ -63,11 +64,11 @@ def moved(tensor: Tensor, choose: random.Random) -> Tensor:
 def test_a_repeated_call_is_remembered_and_reads_its_own_operands() -> None:
     values = arguments(bias=True, activation="silu")
     qcutlass.gemm(**values)
-    assert len(_launch._launches) == 1
+    assert len(launching._launches) == 1
     for _ in range(3):
         values |= {"a": values["a"] * 2, "bias": values["bias"] + 1, "w_packed": values["w_packed"].flip(0).clone()}
         testing.assert_equal(qcutlass.gemm(**values), fresh(values))
-    assert len(_launch._launches) == 1
+    assert len(launching._launches) == 1
 
 
 def test_calls_of_many_kinds_in_any_order(seed: int) -> None:
@@ -97,14 +98,14 @@ def test_calls_of_many_kinds_in_any_order(seed: int) -> None:
             assert qcutlass.gemm(**values, out=out) is out
             testing.assert_equal(out.detach(), expected)
         testing.assert_equal(qcutlass.gemm(**values), expected)
-    assert len(_launch._launches) > 50
+    assert len(launching._launches) > 50
 
 
 @pytest.mark.parametrize(("name", "good", "bad"), [("split_k", 0, False), ("bits", 4, 4.0), ("group_size", 32, 32.0)])
 def test_equal_values_of_other_types_are_still_refused(name: str, good: object, bad: object) -> None:
     values = arguments()
     qcutlass.gemm(**values, **{name: good})
-    assert len(_launch._launches) == 1
+    assert len(launching._launches) == 1
     with pytest.raises(TypeError, match=name):
         qcutlass.gemm(**values, **{name: bad})
 
@@ -163,16 +164,16 @@ def test_sparse_operands_are_refused() -> None:
 
 
 def test_a_plan_made_before_tuning_is_not_remembered_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _launch.Launch.run
+    run = launching.Launch.run
 
     def run_while_another_thread_tunes(*args: Any) -> Tensor:
         result = run(*args)
-        _launch.forget()
+        launching.forget()
         return result
 
-    monkeypatch.setattr(_launch.Launch, "run", run_while_another_thread_tunes)
+    monkeypatch.setattr(launching.Launch, "run", run_while_another_thread_tunes)
     qcutlass.gemm(**arguments())
-    assert not _launch._launches
+    assert not launching._launches
 
 
 @pytest.mark.parametrize("activation", [["relu"], {}, 3])
@@ -246,7 +247,7 @@ def test_a_parameter_with_new_data_is_a_new_operand() -> None:
 def test_operands_are_not_kept() -> None:
     values = arguments(bias=True, act_scale=True, perm=True)
     qcutlass.gemm(**values)
-    assert len(_launch._launches) == 1
+    assert len(launching._launches) == 1
     references = [weakref.ref(value) for value in values.values() if isinstance(value, Tensor)]
     assert len(references) == 7
     values.clear()
@@ -267,33 +268,49 @@ def test_a_remembered_plan_fits_its_operands() -> None:
                 view = buffer.as_strided((1, 64), (stride, 1), offset)
                 operands = {"a": problem.a, "scales": problem.scales, "zeros": problem.zeros, name: view}
                 call = GemmCall(operands["a"], weights, operands["scales"], operands["zeros"])
-                product = Product(call, check_gemm(call, None), torch.empty(1, 64, dtype=torch.float16))
-                found = _launch._signature(call, None)
+                product = Product(WEIGHT_ONLY, call, call.check(None), torch.empty(1, 64, dtype=torch.float16))
+                found = launching._signature(WEIGHT_ONLY, call, None)
                 assert found is not None
                 signature, addresses = found
-                assert addresses == [*product.addresses, 0]
+                rebinding = product.rebinding()
+                assert addresses == [*rebinding.addresses, 0]
                 needed = _C.select(product.arguments, traits).workspace_bytes
                 arguments, planned = remembered.setdefault(signature, (product.arguments, needed))
-                moved = arguments.at(product.addresses, product.out.data_ptr())
+                moved = rebinding(rebinding.addresses, product.out.data_ptr())
                 assert _C.select(moved, traits).workspace_bytes == planned, f"{name}, offset {offset}, stride {stride}"
                 hits += moved.a != arguments.a or moved.weights.scales != arguments.weights.scales
     assert hits > 0, "no call was like an earlier one"
     assert len({planned for _, planned in remembered.values()}) > 1, "no view was misaligned"
 
 
+def test_weights_that_were_multiplied_before_are_settled() -> None:
+    values = arguments(bias=True, act_scale=True, perm=True)
+    call = GemmCall(**values)
+    product = Product(WEIGHT_ONLY, call, call.check(None), torch.empty(M, N, dtype=torch.float16))
+    launch = launching.Launch(product)
+    addresses = launch.addresses
+    assert all(addresses)
+    assert [launch._are_settled(addresses) for _ in range(2)] == [False, True]
+    settled = {}
+    for place, name in enumerate(name for name, value in values.items() if isinstance(value, Tensor)):
+        settled[name] = launch._are_settled([address + 64 * (place == i) for i, address in enumerate(addresses)])
+    assert {name for name, already in settled.items() if not already} == {"w_packed", "scales", "zeros"}
+    assert launch._are_settled(addresses)
+
+
 def test_the_number_of_remembered_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "_MOST_LAUNCHES", 4)
+    monkeypatch.setattr(launching, "_MOST_LAUNCHES", 4)
     for m in range(1, 12):
         values = arguments(m=m)
         testing.assert_equal(qcutlass.gemm(**values), fresh(values))
-        assert 1 <= len(_launch._launches) <= 4
+        assert 1 <= len(launching._launches) <= 4
 
 
 def test_new_tuned_plans_have_everything_planned_anew() -> None:
     qcutlass.gemm(**arguments())
-    assert len(_launch._launches) == 1
+    assert len(launching._launches) == 1
     tuning.forget()
-    assert len(_launch._launches) == 0
+    assert len(launching._launches) == 0
 
 
 def test_threads_share_what_is_remembered() -> None:
@@ -303,7 +320,7 @@ def test_threads_share_what_is_remembered() -> None:
     def loop(index: int) -> None:
         for step in range(300):
             if step % 100 == index * 10:
-                _launch.forget()
+                launching.forget()
             testing.assert_equal(qcutlass.gemm(**work[index]), expected[index])
 
     in_threads(loop, [(index,) for index in range(len(work))])

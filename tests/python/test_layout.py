@@ -163,3 +163,29 @@ def test_no_channels(bits: int) -> None:
     packed = qcutlass.preprocess_weights(torch.empty(0, 100, dtype=torch.uint8), bits=bits)
     assert packed.shape == (0, -(-100 // (256 // bits)), 32, 16)
     assert qcutlass.unpack_weights(packed, bits=bits, shape=(0, 100)).shape == (0, 100)
+
+
+CODES = {
+    "16bit": lambda n, k, bits: torch.randint(1, 2**bits, (n, k), dtype=torch.uint8),
+    "int8": lambda n, k, bits: torch.full((n, k), -128, dtype=torch.int8),
+    "fp8": lambda n, k, bits: torch.full((n, k), -1.0).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize(("bits", "activations"), [(4, "16bit"), (8, "16bit"), (8, "int8"), (8, "fp8")])
+@pytest.mark.parametrize(("k", "wrong"), [(128, 127), (128, 97), (100, 98), (20, 1)])
+def test_a_k_that_leaves_codes_out_is_refused(bits: int, activations: str, k: int, wrong: int) -> None:
+    packed = qcutlass.preprocess_weights(CODES[activations](40, k, bits), bits, activations)
+    assert qcutlass.unpack_weights(packed, bits, (40, k)).shape == (40, k)
+    message = rf"shape\[1\]: K = {wrong}, but w_packed holds codes in column {wrong}: .* pass the K of that matrix"
+    with pytest.raises(ValueError, match=message):
+        qcutlass.unpack_weights(packed, bits, (40, wrong))
+
+
+def test_zeros_at_the_end_of_a_row_cannot_be_told_from_padding() -> None:
+    codes = torch.ones(16, 64, dtype=torch.uint8)
+    codes[:, 60:] = 0
+    packed = qcutlass.preprocess_weights(codes, bits=4)
+    assert bool((qcutlass.unpack_weights(packed, 4, (16, 60)) == 1).all())
+    with pytest.raises(ValueError, match=r"shape\[1\]: K = 59, but w_packed holds codes in column 59"):
+        qcutlass.unpack_weights(packed, 4, (16, 59))

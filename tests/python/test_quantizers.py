@@ -28,8 +28,8 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
-from qcutlass._arguments import DTYPES
-from qcutlass._quantizer_ops import CODES
+from qcutlass.products.extension import DTYPES
+from qcutlass.products.quantizer_operators import CODES
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Around the widths of vectors, and of what the GPU's warps, blocks and large blocks hold: 8, 1024, 8192, 32768 halves.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import testing
-from qcutlass.selection import weight_dtype
+from qcutlass.products.selection import weight_dtype
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import _C, testing, tuning
 from qcutlass.cli import app
-from qcutlass.tuning import cache, tuner
-from qcutlass.tuning.cache import TunedPlan, product_key
+from qcutlass.products import tuned_plans as cache
+from qcutlass.products.tuned_plans import TunedPlan, product_key
+from qcutlass.tuning import tuner
 from qcutlass.tuning.layers import Layer, layers_of
 
 
@@ -200,9 +201,9 @@ def test_gemm_uses_what_was_tuned_and_stays_in_bound(plan_folder: Path, seed: in
         problem = testing.random_problem(product.m, 512, 1024, zeros="int", device="cuda", seed=seed)
         packed = qcutlass.preprocess_weights(problem.codes, bits=4)
         tensors = problem.a, packed, problem.scales, problem.zeros
-        plan = qcutlass.plan(*tensors, **problem.keywords)
+        plan = qcutlass.plan(qcutlass.gemm, *tensors, **problem.keywords)
         assert (plan.tactic, plan.split_k) == product.plan[:2]
-        assert qcutlass.explain(*tensors, **problem.keywords).source == "tuned"
+        assert qcutlass.explain(qcutlass.gemm, *tensors, **problem.keywords).source == "tuned"
         reference = problem.reference(torch.float16 if plan.rounds_weights else None)
         ledger.close(qcutlass.gemm(*tensors, **problem.keywords), reference, problem)
 
@@ -219,7 +220,7 @@ def test_gemm_drops_plans_that_tuning_replaced(plan_folder: Path, seed: int, led
         cache.store({key: TunedPlan(other.plan.tactic, other.plan.split_k, 1.0)}, traits, 0)
         out = qcutlass.gemm(problem.a, packed, problem.scales)
         ledger.close(out, references[other.plan.rounds_weights], other.plan.tactic)
-        plan = qcutlass.plan(problem.a, packed, problem.scales)
+        plan = qcutlass.plan(qcutlass.gemm, problem.a, packed, problem.scales)
         assert (plan.tactic, plan.split_k) == (other.plan.tactic, other.plan.split_k)
         kernels.add(launched_kernel(problem.a, packed, problem.scales))
     assert len(kernels) > 5, "gemm launched the remembered kernels, not the ones that it planned first"

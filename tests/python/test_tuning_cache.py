@@ -16,8 +16,8 @@ import torch
 from tests.python.absent_gpu import H200, LAYER, NAME, look_up
 
 from qcutlass import _C, tuning
-from qcutlass.tuning import cache
-from qcutlass.tuning.cache import Gpu, PlanCache, TunedPlan, product_key
+from qcutlass.products import tuned_plans as cache
+from qcutlass.products.tuned_plans import Gpu, PlanCache, TunedPlan, product_key
 from qcutlass.tuning.layers import Layer
 
 

@@ -11,7 +11,8 @@ from tests.python.eight_bit import pack
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _launch, testing
+from qcutlass import testing
+from qcutlass.products import launching
 from qcutlass.testing import EightBitCase
 
 M, N, K = 3, 48, 128  # three by four tiles
@@ -130,10 +131,10 @@ TABLE = [
 def test_products_refuse(product: Callable[..., Tensor], valid: Callable[[], Values], row: Row, after: str) -> None:
     name, change, error, parts = row
     values = valid()
-    _launch.forget()
+    launching.forget()
     if after == "a valid call":  # calls like it are not checked again: none of these is
         product(**values, out=half(M, N))
-        assert len(_launch._launches) == 1
+        assert len(launching._launches) == 1
     box = testing.Poisoned((M, N), torch.float16)
     values["out"] = box.tensor
     values[name] = change(values)

@@ -16,8 +16,10 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qcutlass
-from qcutlass import _launch, testing
-from qcutlass._eight_bit import Float8Call, Int8Call
+from qcutlass import testing
+from qcutlass.products import launching
+from qcutlass.products.float8 import Float8Call
+from qcutlass.products.int8 import Int8Call
 from qcutlass.testing import EightBitCase, EightBitProblem
 
 OPERATORS = torch.ops.qcutlass
@@ -64,9 +66,9 @@ def map_tensors(call: Int8Call | Float8Call, change: Any) -> Int8Call | Float8Ca
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    _launch.forget()
+    launching.forget()
     yield
-    _launch.forget()
+    launching.forget()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,18 +231,18 @@ def test_repeated_calls_of_many_kinds_in_any_order(seed: int) -> None:
             assert run(call, **changes, out=out) is out
             assert_correct(out, p)
         assert_correct(run(call, **changes), p)
-    assert len(_launch._launches) > 20
+    assert len(launching._launches) > 20
 
 
 def test_a_repeated_call_is_remembered_and_reads_its_own_operands() -> None:
     p = EightBitCase(4, 48, 96, azp="each", bias=True).random(seed=1)
     call = call_of(p)
     run(call)
-    assert len(_launch._launches) == 1
+    assert len(launching._launches) == 1
     for seed in range(2, 5):
         other = call_of(EightBitCase(4, 48, 96, azp="each", bias=True).random(seed=seed))
         assert_correct(run(other), EightBitCase(4, 48, 96, azp="each", bias=True).random(seed=seed))
-    assert len(_launch._launches) == 1
+    assert len(launching._launches) == 1
     references = [weakref.ref(value) for value in call if isinstance(value, Tensor)]
     del call, p
     assert [reference() for reference in references] == [None] * 7
@@ -265,7 +267,7 @@ def test_int8_and_fp8_calls_of_equal_options_are_told_apart() -> None:
         for dtype in (torch.int8, FP8, torch.float8_e5m2):
             p = EightBitCase(4, 48, 96, dtype, torch.bfloat16).random(seed=seed)
             assert_correct(run(call_of(p)), p)
-    assert len(_launch._launches) == 3
+    assert len(launching._launches) == 3
 
 
 def test_forward_mode_tangents_and_lazy_signs() -> None:

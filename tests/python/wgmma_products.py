@@ -37,8 +37,8 @@ def weight_only(shape: Shape, device: str, bits: int, dtype: torch.dtype, zeros:
     return Product(
         p.a,
         lambda a, **forced: (qcutlass.gemm(a, *operands, **p.keywords | forced),),
-        lambda **forced: qcutlass.explain(p.a, *operands, **p.keywords | forced),
-        qcutlass.tactics(p.a, *operands, **p.keywords),
+        lambda **forced: qcutlass.explain(qcutlass.gemm, p.a, *operands, **p.keywords | forced),
+        qcutlass.tactics(qcutlass.gemm, p.a, *operands, **p.keywords),
     )
 
 
@@ -49,8 +49,8 @@ def eight_by_eight(shape: Shape, device: str, dtype: torch.dtype) -> Product:
     return Product(
         p.a,
         lambda a, **forced: (multiply(a, packed, p.a_scale[: len(a)], p.w_scale, **options | forced),),
-        lambda **forced: qcutlass.explain(p.a, packed, p.a_scale, p.w_scale, **options | forced),
-        qcutlass.tactics(p.a, packed, p.a_scale, p.w_scale, **options),
+        lambda **forced: qcutlass.explain(multiply, p.a, packed, p.a_scale, p.w_scale, **options | forced),
+        qcutlass.tactics(multiply, p.a, packed, p.a_scale, p.w_scale, **options),
     )
 
 
@@ -64,12 +64,13 @@ def of_blocks(shape: Shape, device: str, out_size: int | None) -> Product:
             return (blockwise.multiply(rows, b, **forced),)
         return blockwise.multiply_quantized(rows, out_size, b, **forced)
 
-    operands, sizes = (p.a, p.a_s, b, p.b_s), {"n": shape[1], "block_size": 128, "out_block_size": out_size}
+    function, sizes = blockwise.function_of(out_size)
+    operands, sizes = (p.a, p.a_s, b, p.b_s), sizes | {"n": shape[1], "block_size": 128}
     return Product(
         p.a,
         run,
-        lambda **forced: qcutlass.explain(*operands, **sizes | forced),
-        qcutlass.tactics(*operands, **sizes),
+        lambda **forced: qcutlass.explain(function, *operands, **sizes | forced),
+        qcutlass.tactics(function, *operands, **sizes),
     )
 
 

@@ -4,6 +4,7 @@
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ library's functions over raw pointers. Use the package's functions instead.";
   qcutlass::python::register_types(module);
+  qcutlass::python::register_operands(module);
   qcutlass::python::register_pack(module);
   qcutlass::python::register_quantize(module);
   qcutlass::python::register_gemm(module);

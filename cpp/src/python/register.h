@@ -8,6 +8,7 @@
 namespace qcutlass::python {
 
 void register_types(pybind11::module_& module);
+void register_operands(pybind11::module_& module);
 void register_pack(pybind11::module_& module);
 void register_quantize(pybind11::module_& module);
 void register_gemm(pybind11::module_& module);

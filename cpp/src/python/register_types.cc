@@ -1,8 +1,4 @@
 // Enumerations, the argument structs and exceptions.
-#include <pybind11/stl.h>
-
-#include <array>
-
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 #include "qcutlass/scheme.h"
@@ -106,54 +102,6 @@ void register_arguments(py::module_& module) {
   def_pointer(gemm, "act_scale", &GemmArguments::act_scale);
   def_pointer(gemm, "perm", &GemmArguments::perm);
   def_pointer(gemm, "workspace", &GemmArguments::workspace);
-  gemm.def(
-      "at",
-      [](GemmArguments product, std::array<uintptr_t, 7> const& operands, uintptr_t out, bool settled) {
-        product.a = to_pointer(operands[0]);
-        product.weights.packed = to_pointer(operands[1]);
-        product.weights.scales = to_pointer(operands[2]);
-        product.weights.zeros = to_pointer(operands[3]);
-        product.bias = to_pointer(operands[4]);
-        product.act_scale = to_pointer(operands[5]);
-        product.perm = to_pointer<int32_t>(operands[6]);
-        product.out = to_pointer(out);
-        product.settled = settled;
-        return product;
-      },
-      py::arg("operands"), py::arg("out"), py::arg("settled") = false,
-      "The same product elsewhere in memory: a, w_packed, scales, zeros, bias, act_scale, perm; 0 for what it has "
-      "not.");
-  gemm.def(
-      "at_sums",
-      [](GemmArguments product, std::array<uintptr_t, 7> const& operands, uintptr_t out, bool settled) {
-        product.a = to_pointer(operands[0]);
-        product.weights.packed = to_pointer(operands[1]);
-        product.sums.a_scale = to_pointer<float>(operands[2]);
-        product.sums.w_scale = to_pointer<float>(operands[3]);
-        product.sums.azp = to_pointer<int32_t>(operands[4]);
-        product.sums.channel_sums = to_pointer<int32_t>(operands[5]);
-        product.bias = to_pointer(operands[6]);
-        product.out = to_pointer(out);
-        product.settled = settled;
-        return product;
-      },
-      py::arg("operands"), py::arg("out"), py::arg("settled") = false,
-      "The same of an 8-by-8-bit product: a, w_packed, a_scale, w_scale, azp, channel_sums, bias.");
-  gemm.def(
-      "at_blocks",
-      [](GemmArguments product, std::array<uintptr_t, 6> const& operands, uintptr_t out, bool settled) {
-        product.a = to_pointer(operands[0]);
-        product.weights.packed = to_pointer(operands[1]);
-        product.blocks.a = to_pointer<float>(operands[2]);
-        product.blocks.w = to_pointer<float>(operands[3]);
-        product.bias = to_pointer(operands[4]);
-        product.quantized.scales = to_pointer<float>(operands[5]);
-        product.out = to_pointer(out);
-        product.settled = settled;
-        return product;
-      },
-      py::arg("operands"), py::arg("out"), py::arg("settled") = false,
-      "The same of a blockwise product: a, w_packed, blocks.a, blocks.w, bias, quantized.scales.");
 }
 
 }  // namespace

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass._validation import ceil_div, check_flag
 from qcutlass.algorithms.rounding import Penalty, checked_scheme, fit_grid, group_size_of
 from qcutlass.algorithms.statistics import check_layer
 from qcutlass.layers.weight_only import WeightOnly
+from qcutlass.products.checks import ceil_div, check_flag
 from qcutlass.quantization import QuantizedTensor
 
 DAMPING: Final = 0.01

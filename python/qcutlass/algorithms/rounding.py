@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qcutlass._validation import ceil_div, check_flag
 from qcutlass.algorithms.statistics import check_weight
 from qcutlass.layers.weight_only import WeightOnly
+from qcutlass.products.checks import ceil_div, check_flag
 from qcutlass.quantization import QuantizedTensor, grouped, scales_of, shifts_of
 
 RATIOS: Final = tuple(1 - step / 32 for step in range(17))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qcutlass._validation import FLOATING, check_integer, check_matrix, check_operand, check_tensor, shape_of
+from qcutlass.products.checks import FLOATING, check_integer, check_matrix, check_operand, check_tensor, shape_of
 from qcutlass.smoothquant.factors import check_channels
 
 

@@ -14,7 +14,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass._validation import ceil_div
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.config import Config
 from qcutlass.formats.layers import CanonicalLinear, Int8Linear, Layer
@@ -29,6 +28,7 @@ from qcutlass.formats.tensors import (
     unpack,
     whole_zeros,
 )
+from qcutlass.products.checks import ceil_div
 from qcutlass.quantization import QuantizedTensor
 
 SUFFIXES: Final = (

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass._validation import ceil_div
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import Config
 from qcutlass.formats.source import TensorInfo, TensorSource
+from qcutlass.products.checks import ceil_div
 from qcutlass.quantization import QuantizedTensor
 
 FLOATS: Final = ("F16", "BF16", "F32")

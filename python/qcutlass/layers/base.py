@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass import _C
-from qcutlass._validation import FLOATING, check_integer, check_options, check_tensor, shape_of
 from qcutlass.formats import Checkpoint
+from qcutlass.products.checks import FLOATING, check_integer, check_options, check_tensor, shape_of
 from qcutlass.quantization import QuantizedTensor
 from qcutlass.smoothquant import ActivationStatistics
 from qcutlass.smoothquant.factors import check_channels

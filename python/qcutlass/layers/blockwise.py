@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qcutlass._blockwise import BlockwiseCall, check_block_size, check_weight_scales
-from qcutlass._validation import check_matrix, check_operand, check_packed_form, check_tensor
 from qcutlass.blockwise import act_quant, int8_addmm, weight_quant
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
+from qcutlass.products import preprocess_weights
+from qcutlass.products.block_operators import check_block_size, check_weight_scales
+from qcutlass.products.blockwise import BlockwiseCall
+from qcutlass.products.checks import check_matrix, check_operand, check_tensor
+from qcutlass.products.packing import check_packed_form
 from qcutlass.smoothquant import ActivationStatistics
-from qcutlass.weights import preprocess_weights
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from qcutlass._eight_bit import Float8Call, Int8Call
-from qcutlass._quantizer_ops import QuantizeCall, check_quantize
-from qcutlass._validation import check_flag, check_matrix, check_packed_form, check_tensor
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
-from qcutlass.products import gemm_fp8, gemm_w8a8, weight_sums
+from qcutlass.products import gemm_fp8, gemm_w8a8, preprocess_weights, weight_sums
+from qcutlass.products.checks import check_flag, check_matrix, check_tensor
+from qcutlass.products.float8 import Float8Call
+from qcutlass.products.int8 import Int8Call
+from qcutlass.products.packing import check_packed_form
+from qcutlass.products.quantizer_operators import QuantizeCall, check_quantize
 from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
 from qcutlass.smoothquant import ActivationStatistics
-from qcutlass.weights import preprocess_weights
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qcutlass._validation import check_integer
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.products import unpack_weights
+from qcutlass.products.checks import check_integer
 from qcutlass.quantization import QuantizedTensor
-from qcutlass.weights import unpack_weights
 
 
 def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "in"]) -> QuantLinear:

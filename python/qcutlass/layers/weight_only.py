@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass._validation import FLOATING, PACKINGS, GemmCall, ceil_div, check_flag, check_gemm, check_integer
 from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias, short
-from qcutlass.products import gemm
+from qcutlass.products import gemm, preprocess_weights
+from qcutlass.products.checks import FLOATING, ceil_div, check_flag, check_integer
+from qcutlass.products.packing import PACKINGS
+from qcutlass.products.weight_only import GemmCall
 from qcutlass.quantization import QuantizedTensor, check_zeros, quantize
 from qcutlass.smoothquant import ActivationStatistics
-from qcutlass.weights import preprocess_weights
 
 _PROBE: Final = torch.float16  # activations that are allowed everywhere
 
@@ -133,7 +134,7 @@ class WeightOnlyLinear(QuantLinear):
         a = torch.empty((1, self.in_features), dtype=_PROBE, device=w_packed.device)
         operands: dict[str, Any] = {**parts}
         call = GemmCall(a, activation=self.activation, bits=self.bits, group_size=self.group_size, **operands)
-        shape = check_gemm(call, None)
+        shape = call.check(None)
         if shape.n != self.out_features:
             raise ValueError(f"scales: expected N = {self.out_features} channels, got {shape.n}")
         check_zeros(parts["zeros"], self.bits)

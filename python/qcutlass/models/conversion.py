@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qcutlass._validation import check_integer
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinear
@@ -25,8 +24,9 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource, open_source
 from qcutlass.models.specs import GUARD, LayerSpec, ModelSpec, guard
+from qcutlass.products import dequantize, unpack_weights
+from qcutlass.products.checks import check_integer
 from qcutlass.quantization import quantize
-from qcutlass.weights import dequantize, unpack_weights
 
 SHARD_BYTES: Final = 4 << 30
 _HEAD: Final = "lm_head"
@@ -133,7 +133,8 @@ def convert(
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
             folder to overwrite is not a converted one; `skip` has a pattern that no layer matches.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
-            copied is a link out of the folder; what was written is not what was read; the model is a mixture of experts.
+            copied is a link out of the folder; what was written is not what was read; the model is a mixture of
+            experts.
         OSError: the disk is full.
         MemoryError: the memory does not suffice for a layer, and for what making it takes.
 

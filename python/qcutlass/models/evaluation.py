@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcutlass._validation import check_integer
+from qcutlass.products.checks import check_integer
 
 
 @dataclass(frozen=True)

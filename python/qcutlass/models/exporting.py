@@ -23,8 +23,8 @@ from qcutlass.models.memory import memory_told
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
+from qcutlass.products import unpack_weights
 from qcutlass.quantization import QuantizedTensor
-from qcutlass.weights import unpack_weights
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 EXPORTS: Final = ("gptq", "compressed-tensors")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from qcutlass._validation import check_integer
+from qcutlass.products.checks import check_integer
 
 
 @dataclass(frozen=True)

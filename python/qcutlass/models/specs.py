@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import torch
 
-from qcutlass._validation import PACKINGS, ceil_div
 from qcutlass.errors import CheckpointError
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnlyLinear
 from qcutlass.layers.base import LAYOUT_VERSION, short
+from qcutlass.products.checks import ceil_div
+from qcutlass.products.packing import PACKINGS
 from qcutlass.quantization import QuantizedTensor
 
 METHOD: Final = "qcutlass"

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass._validation import FLOATING, check_matrix, check_tensor, shape_of
+from qcutlass.products.checks import FLOATING, check_matrix, check_tensor, shape_of
 
 _NORMAL: Final = torch.finfo(torch.float32)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qcutlass._validation import FLOATING, check_tensor, shape_of
+from qcutlass.products.checks import FLOATING, check_tensor, shape_of
 from qcutlass.smoothquant.factors import check_channels
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from qcutlass import _C
-from qcutlass._arguments import DTYPES
-from qcutlass._validation import PACKINGS, check_integer, check_weights
+from qcutlass.products.checks import check_integer
+from qcutlass.products.extension import DTYPES
+from qcutlass.products.packing import PACKINGS, check_weights
 
 _ACTIVATIONS: Final = (torch.float16, torch.bfloat16)
 

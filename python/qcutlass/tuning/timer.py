@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
-from qcutlass._validation import PACKINGS, packed_shape
 from qcutlass.errors import UnsupportedError
 from qcutlass.products import gemm
+from qcutlass.products.packing import PACKINGS, packed_shape
 from qcutlass.tuning.layers import Layer
 
 _ROTATION_BYTES: Final = 256 << 20  # weights that pass between two uses of the same copy: more than any L2 holds

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from qcutlass import _C
-from qcutlass._arguments import device_traits
-from qcutlass._validation import check_integer
 from qcutlass.errors import UnsupportedError
-from qcutlass.tuning.cache import BUCKETS, TunedPlan, bucket, product_key, store
+from qcutlass.products.checks import check_integer
+from qcutlass.products.extension import device_traits
+from qcutlass.products.tuned_plans import BUCKETS, TunedPlan, bucket, product_key, store
 from qcutlass.tuning.layers import Layer, check_types, layers_from, layers_of
 from qcutlass.tuning.timer import GraphTimer
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass._validation import check_flag
 from qcutlass.algorithms import (
     InputStatistics,
     awq,
@@ -25,6 +24,7 @@ from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
 from qcutlass.layers import WeightOnly
 from qcutlass.layers.loading import from_layer
 from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
+from qcutlass.products.checks import check_flag
 from qcutlass.quantizers import quantize_weights_int8
 
 METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")

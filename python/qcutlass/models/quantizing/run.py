@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass import __version__
-from qcutlass._validation import check_integer, check_tensor
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import Layer
 from qcutlass.layers.replace import SKIPPED, check_skip
@@ -34,6 +33,7 @@ from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, file_stats, is_made, work_folder
 from qcutlass.models.replacing import check_new, new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource, open_source
+from qcutlass.products.checks import check_integer, check_tensor
 
 _VERSION = 3  # of the work folder
 _Value = TypeVar("_Value")

@@ -9,11 +9,14 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass import _C, _dense, tuning
-from qcutlass._arguments import AnyProduct, BlockwiseProduct, EightBitProduct, Product, device_traits
-from qcutlass._blockwise import BlockwiseCall
-from qcutlass._eight_bit import Float8Call, Int8Call
-from qcutlass._validation import Call, GemmCall, WeightShape
+from qcutlass import _C
+from qcutlass.products import tuned_plans
+from qcutlass.products.checks import names_of
+from qcutlass.products.extension import device_traits
+from qcutlass.products.functions import gemm
+from qcutlass.products.kind import FUNCTIONS, Call, Kind
+from qcutlass.products.packing import WeightShape
+from qcutlass.products.product import Product
 
 GPUS: Final = {
     "a100": _C.DeviceTraits(80, 108, 166912),
@@ -111,55 +114,55 @@ def _name(plan: _C.Plan) -> tuple[str, int]:
     return plan.tactic, plan.split_k
 
 
-def explain(a: Tensor, *operands: Any, device: str | _C.DeviceTraits | None = None, **options: Any) -> Explanation:
+def explain(
+    product: Callable[..., Any] | Tensor, *operands: Any, device: str | _C.DeviceTraits | None = None, **options: Any
+) -> Explanation:
     """Says which kernel a product would use, why, and what each other one was predicted to take.
 
-    The product is that of `gemm`, of `gemm_w8a8` for int8 activations (of `blockwise.int8_addmm` where float scales
-    follow them; with `out_block_size` of `int8_addmm_quant`), or of `gemm_fp8` for float8 ones. Predictions are those
-    of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of GPUs), which ranks
-    kernels; `tune` measures. Nothing is launched.
+    Predictions are those of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of
+    GPUs), which ranks kernels; `tune` measures. Nothing is launched.
 
     Args:
-        a, operands, options: the arguments of the product. CPU and meta tensors of 8 or 16-bit types do if `device`
-            is given.
+        product: the function that computes it: `qcutlass.gemm`, `gemm_w8a8`, `gemm_fp8`, or one of the products in
+            `qcutlass.blockwise`. A tensor is the first operand of `qcutlass.gemm`.
+        operands, options: the arguments of that function but `out`. CPU and meta tensors of 8 or 16-bit types do if
+            `device` is given.
         device: "a100", "a10", "l40s", "rtx4090", "h100", "h200" or "b200", or the traits of any other GPU. Default:
             the GPU of the tensors, with what was tuned for it.
 
     Raises:
-        TypeError, ValueError: as for the product; no such GPU; or an empty product, for which nothing runs.
+        TypeError, ValueError: as for the product; no such product or GPU; or an empty product, for which nothing runs.
         UnsupportedError: no kernel serves this product.
 
     Example:
         >>> import torch, qcutlass
         >>> q = qcutlass.quantize(torch.randn(4096, 1024, dtype=torch.float16), bits=4, group_size=128)
         >>> w_packed, a = qcutlass.preprocess_weights(q.codes, bits=4), torch.randn(16, 1024, dtype=torch.float16)
-        >>> why = qcutlass.explain(a, w_packed, q.scales, q.zeros, device="h200")
+        >>> why = qcutlass.explain(qcutlass.gemm, a, w_packed, q.scales, q.zeros, device="h200")
         >>> why.source, why.plan.tactic == why.candidates[0].plan.tactic
         ('cost model', True)
         >>> print(str(why).splitlines()[0])
         16 x 1024 float16 activations by 4096 x 1024 4-bit weights, groups of 128, float16 scales, uint8 zeros
     """
-    call = _call(a, operands, options)
-    shape = call.check(None)
+    kind, call = _call(product, operands, options)
+    shape, a = call.check(None), call.a
     rows = a.shape[:-1].numel()
     if rows == 0 or shape.n == 0:
         raise ValueError(f"a: a product of M = {rows}, N = {shape.n} is empty, and no kernel runs")
     index, traits, name = _target(a, device)
-    arguments = _query(call, shape).arguments
-    dense = False
-    if isinstance(call, GemmCall):
-        if a.is_meta:  # tensors without addresses: what counts is that these operands are there
-            arguments.perm = 0 if call.perm is None else _SOME_ADDRESS
-            arguments.act_scale = 0 if call.act_scale is None else _SOME_ADDRESS
-        dense = _dense.is_available(call.bias, call.activation)
+    query = _query(kind, call, shape)
+    arguments, dense = query.arguments, query.can_be_dense()
+    if a.is_meta:  # tensors without addresses: what counts is that these operands are there
+        addresses = [0 if operand is None else _SOME_ADDRESS for operand in kind.operands(call)]
+        arguments = query.rebinding()(addresses, _SOME_ADDRESS)
     candidates = _C.candidates(arguments, traits, dense=dense)
     source: Source = "cost model"
     plan = candidates[0].plan
     if call.tactic or call.split_k:
         source = "forced"
         plan = _C.select(arguments, traits, call.tactic or "", call.split_k, dense)
-    elif index is not None and isinstance(call, GemmCall):
-        tuned = tuning.lookup(arguments, traits, index)
+    elif index is not None and kind.dequantises:
+        tuned = tuned_plans.lookup(arguments, traits, index)
         if tuned is not None:
             source, plan = "tuned", tuned
     if all(_name(c.plan) != _name(plan) for c in candidates):  # a choice that the rules of selection leave out
@@ -167,7 +170,7 @@ def explain(a: Tensor, *operands: Any, device: str | _C.DeviceTraits | None = No
         candidates.sort(key=lambda candidate: candidate.cost.total)
     capability = divmod(traits.compute_capability, 10)
     where = f"{name} (compute capability {capability[0]}.{capability[1]}, {traits.sm_count} SMs)"
-    return Explanation(_describe(call, shape, rows), where, source, plan, tuple(candidates))
+    return Explanation(_describe(call, shape), where, source, plan, tuple(candidates))
 
 
 _SOME_ADDRESS: Final = 4096
@@ -191,68 +194,49 @@ def _target(a: Tensor, device: object) -> tuple[int | None, _C.DeviceTraits, str
     return index, device_traits(index), torch.cuda.get_device_name(index)
 
 
-def _describe(call: Call, shape: WeightShape, rows: int) -> str:
-    def name(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
-    if isinstance(call, GemmCall):
-        weights = f"{shape.bits}-bit weights"
-        parts = [
-            "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
-            f"{name(call.scales.dtype)} scales",
-            "symmetric" if call.zeros is None else f"{name(call.zeros.dtype)} zeros",
-        ]
-        others = {"bias": call.bias, "act_scale": call.act_scale, "perm": call.perm}
-    elif isinstance(call, BlockwiseCall):
-        weights = "int8 weights"
-        parts = [f"blocks of {call.block_size}", f"{name(call.out_dtype)} out"]
-        if call.out_block_size is not None:
-            parts[-1] += f" in blocks of {call.out_block_size}"
-        others = {"bias": call.bias}
-    else:
-        assert isinstance(call, (Int8Call, Float8Call))
-        weights = f"{name(call.weights.dtype)} weights"
-        parts = [f"{name(call.out_dtype)} out"]
-        others = {"bias": call.bias, "azp": call.azp}
-    parts.insert(0, f"{rows} x {shape.k} {name(call.a.dtype)} activations by {shape.n} x {shape.k} {weights}")
-    parts += [word for word, operand in others.items() if operand is not None]
-    if call.activation is not None:
-        parts.append(call.activation)
-    return ", ".join(parts)
+def _describe(call: Call, shape: WeightShape) -> str:
+    rows, activations = call.a.shape[:-1].numel(), names_of([call.a.dtype])
+    weights, parts = call.describe(shape)
+    sizes = f"{rows} x {shape.k} {activations} activations by {shape.n} x {shape.k} {weights}"
+    return ", ".join([sizes, *parts, *([] if call.activation is None else [call.activation])])
 
 
-def tactics(a: Tensor, *operands: Any, **options: Any) -> list[str]:
+def tactics(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any) -> list[str]:
     """Names of the kernel configurations built for a product, on whatever GPU; the products take them as `tactic`.
 
     Those of `gemm` end with the one that dequantises slices of the weights and multiplies them with `torch.mm`.
 
     Args:
-        a, operands, options: the arguments of a product, as for `explain`. CPU tensors of 8 or 16-bit types do.
+        product, operands, options: the function and its arguments, as for `explain`. CPU tensors of 8 or 16-bit types
+            do.
 
     Raises:
+        TypeError, ValueError: as for the product; no such product.
         UnsupportedError: the CUDA kernels do not cover this kind of product.
 
     Example:
         >>> import torch, qcutlass
         >>> q = qcutlass.quantize(torch.randn(48, 256, dtype=torch.float16))
         >>> w_packed = qcutlass.preprocess_weights(q.codes, bits=4)
-        >>> names = qcutlass.tactics(torch.randn(8, 256, dtype=torch.float16), w_packed, q.scales, q.zeros)
+        >>> a = torch.randn(8, 256, dtype=torch.float16)
+        >>> names = qcutlass.tactics(qcutlass.gemm, a, w_packed, q.scales, q.zeros)
         >>> all(name.startswith("w4a16_f16_") for name in names)
         True
     """
-    call = _call(a, operands, options)
-    arguments = _query(call, call.check(None)).arguments
+    kind, call = _call(product, operands, options)
+    arguments = _query(kind, call, call.check(None)).arguments
     names = [traits.name for traits in _C.tactics(arguments)]
-    return [*names, _C.dense_tactic(arguments)] if isinstance(call, GemmCall) else names
+    return [*names, _C.dense_tactic(arguments)] if kind.dequantises else names
 
 
-def plan(a: Tensor, *operands: Any, **options: Any) -> _C.Plan:
+def plan(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any) -> _C.Plan:
     """The configuration, split and workspace that a product would use for CUDA tensors; nothing is launched.
 
     Args:
-        a, operands, options: the arguments of a product, as for `explain`, on one GPU.
+        product, operands, options: the function and its arguments, as for `explain`, on one GPU.
 
     Raises:
+        TypeError: as for the product; no such product.
         ValueError: the tensors are not on a GPU, or as for the product.
         UnsupportedError: as for the product.
 
@@ -260,13 +244,14 @@ def plan(a: Tensor, *operands: Any, **options: Any) -> _C.Plan:
         >>> import torch, qcutlass
         >>> if torch.cuda.is_available():
         ...     q = qcutlass.quantize(torch.randn(48, 256, dtype=torch.float16, device="cuda"))
+        ...     w_packed = qcutlass.preprocess_weights(q.codes, bits=4)
         ...     a = torch.randn(8, 256, dtype=torch.float16, device="cuda")
-        ...     name = qcutlass.plan(a, qcutlass.preprocess_weights(q.codes, bits=4), q.scales, q.zeros).tactic
+        ...     name = qcutlass.plan(qcutlass.gemm, a, w_packed, q.scales, q.zeros).tactic
     """
-    if isinstance(a, Tensor) and not a.is_cuda:
-        raise ValueError(f"a: configurations are chosen for a GPU, got a tensor on {a.device}")
-    call = _call(a, operands, options)
-    return _query(call, call.check(None)).plan(a.get_device())
+    kind, call = _call(product, operands, options)
+    if isinstance(call.a, Tensor) and not call.a.is_cuda:
+        raise ValueError(f"a: configurations are chosen for a GPU, got a tensor on {call.a.device}")
+    return _query(kind, call, call.check(None)).plan(call.a.get_device())
 
 
 def weight_dtype(
@@ -282,33 +267,34 @@ def weight_dtype(
     """
     if not a.is_cuda:
         return torch.float32
-    return a.dtype if plan(a, w_packed, scales, zeros, **options).rounds_weights else torch.float32
+    return a.dtype if plan(gemm, a, w_packed, scales, zeros, **options).rounds_weights else torch.float32
 
 
-def _call(a: Tensor, operands: tuple[Any, ...], options: dict[str, Any]) -> Call:
-    """The call of the product that takes activations of the type of `a`."""
-    second = operands[0] if operands else options.get("a_s")
-    is_blockwise = isinstance(second, Tensor) and second.is_floating_point()  # int8 weights follow otherwise
-    if is_blockwise and options.get("out_block_size") is not None:
-        options = {"out_dtype": torch.int8} | options
-    kinds: dict[torch.dtype | None, tuple[str, Callable[..., Call]]] = {
-        torch.int8: ("blockwise.int8_addmm", BlockwiseCall) if is_blockwise else ("gemm_w8a8", Int8Call),
-        torch.float8_e4m3fn: ("gemm_fp8", Float8Call),
-        torch.float8_e5m2: ("gemm_fp8", Float8Call),
-    }
-    product, make = kinds.get(getattr(a, "dtype", None), ("gemm", GemmCall))
-    try:
-        return make(a, *operands, **options)
-    except TypeError as error:  # an argument that is missing, or that the product does not have
-        _, _, what = str(error).partition("__new__() ")
-        raise TypeError(f"expected the arguments of qcutlass.{product} but out: {what}") from None
+def _call(product: object, operands: tuple[Any, ...], options: dict[str, Any]) -> tuple[Kind, Call]:
+    """The kind of a product, and the call that the function named by `product` makes."""
+    if isinstance(product, Tensor):
+        _check_is_of_gemm(product)
+        product, operands = gemm, (product, *operands)
+    function = FUNCTIONS.get(product) if callable(product) else None
+    if function is None:
+        names = ", ".join(one.name for one in FUNCTIONS.values())
+        raise TypeError(f"product: expected one of {names}, or a tensor, the first operand of gemm; got {product!r}")
+    return function.kind, function.call(*operands, **options)
 
 
-def _query(call: Call, shape: WeightShape) -> AnyProduct:
-    a, rows = call.a, call.a.shape[:-1].numel()
-    if isinstance(call, GemmCall):
-        return Product(call, shape, a.new_empty((rows, shape.n)))
-    if isinstance(call, BlockwiseCall):
-        return BlockwiseProduct(call, shape, a.new_empty((rows, shape.n), dtype=call.out_dtype))
-    assert isinstance(call, (Int8Call, Float8Call))
-    return EightBitProduct(call, shape, a.new_empty((rows, shape.n), dtype=call.out_dtype))
+def _check_is_of_gemm(a: Tensor) -> None:
+    """Raises TypeError, which names the functions to pass, if only other products take such activations."""
+    if a.dtype in FUNCTIONS[gemm].kind.activations:
+        return
+    others = [one.name for one in FUNCTIONS.values() if a.dtype in one.kind.activations]
+    if others:
+        raise TypeError(
+            f"product: a tensor as the first argument is the activations of qcutlass.gemm, which has no "
+            f"{names_of([a.dtype])} ones; pass the function first, one of {', '.join(others)}"
+        )
+
+
+def _query(kind: Kind, call: Call, shape: WeightShape) -> Product:
+    """The product as selection sees it."""
+    a = call.a
+    return Product(kind, call, shape, a.new_empty((a.shape[:-1].numel(), shape.n), dtype=call.out_dtype))

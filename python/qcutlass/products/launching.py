@@ -6,17 +6,17 @@ What is remembered neither depends on where operands lie in memory, beyond their
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qcutlass import _C, _dense, tuning
-from qcutlass._arguments import ALIGNMENT, AnyProduct
-from qcutlass._overlap import extent
-from qcutlass._validation import Call
+from qcutlass import _C
+from qcutlass.products import dense, tuned_plans
+from qcutlass.products.kind import Call, Kind
+from qcutlass.products.memory import ALIGNMENT, extent
+from qcutlass.products.product import Product
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -31,25 +31,30 @@ _generation = 0  # counts calls of forget()
 class Launch:
     """How to run a product, wherever its operands lie. Threads share it: only what it has seen grows."""
 
-    def __init__(self, product: AnyProduct) -> None:
-        a, out = product.call.a, product.out
+    def __init__(self, product: Product) -> None:
+        kind, a, out = product.kind, product.call.a, product.out
         new_out = a.new_empty((*a.shape[:-1], out.shape[1]), device="meta")
         self._new_out: Final = functools.partial(  # faster than new_empty
             torch.empty_strided, new_out.shape, new_out.stride(), dtype=out.dtype, device=a.device
         )
-        self._at: Final = product.at
-        self._settling: Final = operator.itemgetter(*product.SETTLING)
+        self._rebinding: Final = product.rebinding()
+        self._settling: Final = kind.settling
         self._device: Final = a.get_device()
         self._plan: Final = product.plan(self._device) if a.is_cuda else None
         self._workspace_bytes: Final = 0 if self._plan is None else self._plan.workspace_bytes
         self._dense: Final = self._plan is not None and self._plan.dense
-        self._extents: Final = [0 if operand is None else extent(operand) for operand in product.call.operands]
+        self._extents: Final = [0 if operand is None else extent(operand) for operand in kind.operands(product.call)]
         self._out_extent: Final = extent(out)
-        self._seen: Final[set[tuple[int, ...]]] = set()
+        self._seen: Final[set[tuple[int, ...]]] = set()  # of weights, on a GPU
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the operands of the product are that it was made of."""
+        return self._rebinding.addresses
 
     def is_ready(self) -> bool:
         """Whether this thread can run it now."""
-        return not self._dense or _dense.is_ready(self._device)
+        return not self._dense or dense.is_ready(self._device)
 
     def may_overlap(self, addresses: list[int], out: int) -> bool:
         """Whether an output at address `out` reaches into the span of an operand."""
@@ -63,27 +68,33 @@ class Launch:
         """
         if out is None:
             out = self._new_out()
-        # A kernel may read weights while the one before it in the stream ends. Weights that were multiplied before were
-        # not written just now.
-        weights = self._settling(addresses)
-        settled = weights in self._seen
-        if not settled:
-            if len(self._seen) >= _MOST_LAUNCHES:
-                self._seen.clear()
-            self._seen.add(weights)
-        arguments = self._at(addresses, out.data_ptr(), settled)
         if self._plan is None:
-            _run_cpu(arguments, a.element_size())
-        elif self._device == torch._C._cuda_getDevice():
+            _run_cpu(self._rebinding(addresses, out.data_ptr()), a.element_size())
+            return out
+        arguments = self._rebinding(addresses, out.data_ptr(), self._are_settled(addresses))
+        if self._device == torch._C._cuda_getDevice():
             self._run_cuda(self._plan, arguments, a, out)
         else:
             with torch.cuda.device(self._device):
                 self._run_cuda(self._plan, arguments, a, out)
         return out
 
+    def _are_settled(self, addresses: list[int]) -> bool:
+        """Whether the weights were multiplied before, and thus not written just now.
+
+        A kernel may read them while the one before it in the stream ends.
+        """
+        weights = self._settling(addresses)
+        if weights in self._seen:
+            return True
+        if len(self._seen) >= _MOST_LAUNCHES:
+            self._seen.clear()
+        self._seen.add(weights)
+        return False
+
     def _run_cuda(self, plan: _C.Plan, arguments: _C.GemmArguments, a: Tensor, out: Tensor) -> None:
         if self._dense:
-            _dense.run(arguments, plan, a.view(-1, a.shape[-1]), out.view(-1, out.shape[-1]))
+            dense.run(arguments, plan, a.view(-1, a.shape[-1]), out.view(-1, out.shape[-1]))
             return
         if self._workspace_bytes:
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=out.device)
@@ -110,21 +121,22 @@ def _run_cpu(arguments: _C.GemmArguments, element_size: int) -> None:
         _C.gemm_host(arguments, threads)
 
 
-def _signature(call: Call, out: Tensor | None) -> tuple[Signature, list[int]] | None:
+def _signature(kind: Kind, call: Call, out: Tensor | None) -> tuple[Signature, list[int]] | None:
     """All that checks, plans and strides depend on, and the addresses of the operands; None if any is no plain tensor.
 
     Every operand's address has its place in the list, the last one is that of `out`.
     """
     records_gradients = torch.is_grad_enabled()
-    key: list[Any] = [type(call), *call.options]
+    options = kind.options(call)
+    key: list[Any] = [kind, options, tuple(map(type, options))]  # types: True and 1.0 equal 1
     addresses: list[int] = []
-    for operand in (*call.operands, out):
+    for operand in (*kind.operands(call), out):
         if operand is None:
             key.append(None)
             addresses.append(0)
             continue
-        kind = type(operand)
-        if kind is not Tensor and kind is not Parameter:
+        of = type(operand)
+        if of is not Tensor and of is not Parameter:
             return None
         if (records_gradients and operand.requires_grad) or operand.is_neg():
             return None
@@ -145,9 +157,9 @@ def _signature(call: Call, out: Tensor | None) -> tuple[Signature, list[int]] | 
     return tuple(key), addresses
 
 
-def repeat(call: Call, out: Tensor | None) -> Tensor | None:
+def repeat(kind: Kind, call: Call, out: Tensor | None) -> Tensor | None:
     """The product, where a call of the same signature has been remembered; None: to be checked first."""
-    found = _signature(call, out)
+    found = _signature(kind, call, out)
     if found is None:
         return None
     signature, addresses = found
@@ -168,17 +180,18 @@ def repeat(call: Call, out: Tensor | None) -> Tensor | None:
     return out
 
 
-def run(product: AnyProduct, out: Tensor | None) -> None:
+def run(product: Product, out: Tensor | None) -> None:
     """Runs a product that was checked, and remembers how if it reads and writes the very tensors of its call."""
     generation = _generation
     launch = Launch(product)
-    launch.run(product.addresses, product.a, product.out)
-    found = _signature(product.call, out)
-    if found is None or (product.out.is_cuda and not _dense.is_ready(product.out.get_device())):
+    own_addresses = launch.addresses
+    launch.run(own_addresses, product.a, product.out)
+    found = _signature(product.kind, product.call, out)
+    if found is None or (product.out.is_cuda and not dense.is_ready(product.out.get_device())):
         return  # a plan made while a graph is captured may not be the best one later
     signature, (*addresses, address) = found
     unchanged = generation == _generation  # no plan was tuned meanwhile
-    if unchanged and addresses == product.addresses and (out is None or address == product.out.data_ptr()):
+    if unchanged and addresses == own_addresses and (out is None or address == product.out.data_ptr()):
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[signature] = launch
@@ -191,4 +204,4 @@ def forget() -> None:
     _launches.clear()
 
 
-tuning.on_change(forget)
+tuned_plans.on_change(forget)

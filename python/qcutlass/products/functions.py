@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass import _launch, _ops
-from qcutlass._eight_bit import Float8Call, Int8Call, check_weight_sums, sums_call
-from qcutlass._validation import Call, GemmCall, check_inference, tensors_of
+from qcutlass.products.float8 import FLOAT8, Float8Call
+from qcutlass.products.int8 import INT8, Int8Call, check_weight_sums, sums_call
+from qcutlass.products.kind import computes
+from qcutlass.products.multiplying import compute
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
 
+@computes(WEIGHT_ONLY)
 def gemm(
     a: Tensor,
     w_packed: Tensor,
@@ -39,6 +42,8 @@ def gemm(
     Args:
         a: `[..., K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.
         w_packed: uint8 `[ceil(N/16), ceil(K/kt), 32, 16]` from `preprocess_weights`, kt = 64 (4 bits) or 32 (8 bits).
+            It does not store K: one packed from a matrix with another K, but as many tiles, is multiplied as it is, and
+            4-bit weights of 2 K columns pass for 8-bit ones of K unless `bits` is passed.
         scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
         zeros: shaped as `scales`; uint8, int8 or int32: exact zero points, uint8 ones in [0, 2**bits]; floating:
             real-valued zeros; None: 2**(bits - 1) everywhere.
@@ -73,9 +78,10 @@ def gemm(
         torch.Size([2, 3, 48])
     """
     call = GemmCall(a, w_packed, scales, zeros, bias, activation, act_scale, perm, group_size, bits, tactic, split_k)
-    return _multiply("gemm", call, out)
+    return compute(WEIGHT_ONLY, call, out)
 
 
+@computes(INT8)
 def gemm_w8a8(
     a_q: Tensor,
     w_packed: Tensor,
@@ -99,7 +105,8 @@ def gemm_w8a8(
 
     Args:
         a_q: int8 `[..., K]`, M rows in all; K at most 131071. Unit stride along K avoids a copy.
-        w_packed: int8 `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(codes, 8, activations="int8")`.
+        w_packed: int8 `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(codes, 8, activations="int8")`. It
+            does not store K: one packed from another K, but as many tiles, is multiplied as it is.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`. None with int32
             outputs.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`. None with int32 outputs.
@@ -128,9 +135,10 @@ def gemm_w8a8(
         torch.Size([2, 3, 48])
     """
     call = Int8Call(a_q, w_packed, a_scale, w_scale, bias, azp, activation, out_dtype, n, w_sums, tactic, split_k)
-    return _multiply("gemm_w8a8", call, out)
+    return compute(INT8, call, out)
 
 
+@computes(FLOAT8)
 def gemm_fp8(
     a: Tensor,
     w: Tensor,
@@ -180,7 +188,7 @@ def gemm_fp8(
         torch.Size([2, 3, 48])
     """
     call = Float8Call(a, w, a_scale, w_scale, bias, activation, out_dtype, n, tactic, split_k)
-    return _multiply("gemm_fp8", call, out)
+    return compute(FLOAT8, call, out)
 
 
 def weight_sums(w: Tensor, n: int | None = None) -> Tensor:
@@ -207,24 +215,4 @@ def weight_sums(w: Tensor, n: int | None = None) -> Tensor:
     check_weight_sums(w, n)
     if w.dim() == 2:
         return w.sum(1, dtype=torch.int32)
-    return _multiply("gemm_w8a8", sums_call(w, n), None).view(-1)
-
-
-def _multiply(name: str, call: Call, out: Tensor | None) -> Tensor:
-    """Runs a product in the shortest way that is open to it; `name` is that of its operator."""
-    forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
-    repeated = None if forward or _ops.is_traced() else _launch.repeat(call, out)
-    if repeated is not None:
-        return repeated
-    if forward or torch.is_grad_enabled():
-        check_inference(**tensors_of(call), out=out)
-    if out is not None:
-        if _ops.is_eager(*call, out):
-            _ops.multiply_out(call, out)
-        else:
-            getattr(torch.ops.qcutlass, f"{name}_out")(*call, out=out)
-        return out
-    if _ops.is_eager(*call):
-        return _ops.multiply(call)
-    result: Tensor = getattr(torch.ops.qcutlass, name)(*call)
-    return result
+    return compute(INT8, sums_call(w, n), None).view(-1)

@@ -1,10 +1,37 @@
-"""Whether the memory of an output meets itself or that of an input."""
+"""Where tensors lie in memory: rows, alignment, and whether an output meets itself or an input."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from torch import Tensor
 
-from qcutlass._validation import Call, tensors_of
+from qcutlass.products.checks import Arguments, tensors_of
+
+ALIGNMENT: Final = 16  # bytes of a vector access
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """`[..., K]` as `[M, K]` with unit stride along K; copied only where the strides leave no other way."""
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+
+
+def as_separate_rows(matrix: Tensor) -> Tensor:
+    """A matrix with unit stride along rows that do not overlap; a vector as its only row."""
+    if matrix.dim() == 1:
+        matrix = matrix.unsqueeze(0)
+    if matrix.is_contiguous():
+        return matrix
+    rows, columns = matrix.shape
+    row_stride, stride = matrix.stride()
+    return matrix if (stride == 1 or columns == 1) and (row_stride >= columns or rows == 1) else matrix.contiguous()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy where it is on a GPU at an address that kernels cannot read in vectors."""
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def extent(tensor: Tensor) -> int:
@@ -49,7 +76,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return offset < width_a or offset + width_b > pitch
 
 
-def check_out_memory(out: Tensor, call: Call) -> None:
+def check_out_memory(out: Tensor, call: Arguments) -> None:
     """Raises ValueError if writing `out` would change an input, or one element of `out` with another."""
     if not out.is_contiguous() and overlaps_itself(out):
         raise ValueError(

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
-from qcutlass._arguments import DTYPES, as_rows, backend, current_device
-from qcutlass._ops import _register
-from qcutlass._validation import FLOATING, check_device, check_flag, check_memory, check_tensor, shape_of, tensors_of
+from qcutlass.products.checks import (
+    FLOATING,
+    check_device,
+    check_flag,
+    check_memory,
+    check_tensor,
+    shape_of,
+    tensors_of,
+)
+from qcutlass.products.extension import DTYPES, backend, current_device
+from qcutlass.products.kind import schema_of
+from qcutlass.products.library import register
+from qcutlass.products.memory import as_rows
 
 Quantized: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Codes, scales and zero points; the latter are empty where the call asks for none."""
@@ -149,9 +159,4 @@ def _quantize_fake(*arguments: Any) -> Quantized:
     return _outputs(call)
 
 
-_register(
-    "quantize_8bit(Tensor a, ScalarType dtype, bool per_tensor=False, bool asymmetric=False, Tensor? scale=None, "
-    "Tensor? azp=None, Tensor? smooth=None) -> (Tensor, Tensor, Tensor)",
-    _quantize,
-    _quantize_fake,
-)
+register(f"quantize_8bit({schema_of(QuantizeCall)}) -> (Tensor, Tensor, Tensor)", _quantize, _quantize_fake)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass import _ops
-from qcutlass._validation import DequantizeCall, check_pair
+from qcutlass.products import weight_operators
+from qcutlass.products.checks import check_pair
+from qcutlass.products.library import is_eager
+from qcutlass.products.weight_operators import DequantizeCall
 
 
 def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> Tensor:
     """Packs codes into the order in which the kernels read them (`cpp/include/qcutlass/layout.h`).
+
+    The result stores neither K nor N nor the number of bits: its shape says how many tiles there are, the last of which
+    zeros fill up, and every function that takes it is told the rest. Keep K and `bits` beside it, as layers do.
+    `unpack_weights` and `dequantize` refuse a K that is too small for the codes in the last tile; the products do not
+    look.
 
     Args:
         codes: `[N, K]`, on the CPU or a GPU. uint8 with values in [0, 2**bits) for activations="16bit" (larger 4-bit
@@ -33,8 +40,8 @@ def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> 
         >>> qcutlass.preprocess_weights(torch.zeros(40, 130, dtype=torch.uint8), bits=4).shape
         torch.Size([3, 3, 32, 16])
     """
-    if _ops.is_eager(codes):
-        return _ops.pack(codes, bits, activations)
+    if is_eager(codes):
+        return weight_operators.pack(codes, bits, activations)
     packed: Tensor = torch.ops.qcutlass.pack(codes, bits, activations)
     return packed
 
@@ -45,14 +52,14 @@ def unpack_weights(w_packed: Tensor, bits: int, shape: tuple[int, int]) -> Tenso
     Args:
         w_packed: uint8, int8 or float8_e4m3fn `[ceil(N/16), ceil(K/kt), 32, 16]`.
         bits: 4 or 8.
-        shape: (N, K).
+        shape: (N, K), those of the matrix that was packed.
 
     Returns:
         Codes `[N, K]` with the type of `w_packed`.
 
     Raises:
         TypeError: `w_packed` is not a tensor of such a type.
-        ValueError: its shape is not that of a packed `[N, K]` matrix.
+        ValueError: its shape is not that of a packed `[N, K]` matrix; on the CPU also: columns from K on hold codes.
 
     Example:
         >>> import torch, qcutlass
@@ -62,8 +69,8 @@ def unpack_weights(w_packed: Tensor, bits: int, shape: tuple[int, int]) -> Tenso
         True
     """
     n, k = check_pair("shape", shape, "(N, K)")
-    if _ops.is_eager(w_packed):
-        return _ops.unpack(w_packed, bits, n, k)
+    if is_eager(w_packed):
+        return weight_operators.unpack(w_packed, bits, n, k)
     codes: Tensor = torch.ops.qcutlass.unpack(w_packed, bits, n, k)
     return codes
 
@@ -87,7 +94,7 @@ def dequantize(
         w_packed: uint8 `[ceil(N/16), ceil(K/kt), 32, 16]`, packed for 16-bit activations.
         scales: float16, bfloat16 or float32 `[G, N]` or `[N]`.
         zeros: shaped as `scales`, integer or floating; None: 2**(bits - 1) everywhere.
-        k: number of columns K.
+        k: number of columns K of the matrix that was packed.
         group_size, bits: as for `gemm`; needed only where shapes do not tell.
         dtype: float16, bfloat16 or float32; None: the type of `scales`.
         rows: (begin, end): only these rows.
@@ -96,7 +103,7 @@ def dequantize(
         `[N, K]`, or `[end - begin, K]`.
 
     Raises:
-        TypeError, ValueError: as for `gemm`.
+        TypeError, ValueError: as for `gemm`; on the CPU also: columns from K on hold codes, so that `k` is too small.
 
     Example:
         >>> import torch, qcutlass
@@ -107,7 +114,7 @@ def dequantize(
     """
     begin, end = (0, None) if rows is None else check_pair("rows", rows, "(begin, end)")
     call = DequantizeCall(w_packed, scales, zeros, k, group_size, bits, dtype, begin, end)
-    if _ops.is_eager(*call):
-        return _ops.dequantize(call)
+    if is_eager(*call):
+        return weight_operators.dequantize(call)
     weight: Tensor = torch.ops.qcutlass.dequantize(*call)
     return weight

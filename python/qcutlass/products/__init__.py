@@ -1,0 +1,25 @@
+"""Products: all that happens between a call such as `qcutlass.gemm` and the extension.
+
+`kinds.KINDS` lists the kinds of products, one file each; `kind` says what a kind is.
+"""
+
+from qcutlass.products.functions import gemm, gemm_fp8, gemm_w8a8, weight_sums
+from qcutlass.products.operators import register_products
+from qcutlass.products.selection import Explanation, explain, plan, tactics
+from qcutlass.products.weights import dequantize, preprocess_weights, unpack_weights
+
+__all__ = [
+    "Explanation",
+    "dequantize",
+    "explain",
+    "gemm",
+    "gemm_fp8",
+    "gemm_w8a8",
+    "plan",
+    "preprocess_weights",
+    "tactics",
+    "unpack_weights",
+    "weight_sums",
+]
+
+register_products()

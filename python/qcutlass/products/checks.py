@@ -1,0 +1,183 @@
+"""Rules that arguments of all operators share, checked once for eager calls, operators and their fake versions.
+
+Only shapes, types and devices are looked at, so that everything but `check_memory` works on fake and meta tensors too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Final, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass.errors import UnsupportedError
+
+FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32)
+DEVICES: Final = ("cpu", "meta", "cuda")
+_MOST_SPLITS: Final = 2**16  # blocks that a grid has in this direction
+
+ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
+    None: _C.Activation.NONE,
+    "relu": _C.Activation.RELU,
+    "gelu": _C.Activation.GELU,
+    "gelu_tanh": _C.Activation.GELU_TANH,
+    "silu": _C.Activation.SILU,
+}
+
+
+class Arguments(Protocol):
+    """Those of a call, in a NamedTuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def tensors_of(call: Arguments) -> dict[str, Tensor]:
+    """The tensors among the arguments of a call, by name."""
+    return {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def shape_of(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def names_of(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _refuse_type(name: str, value: object, dtypes: Sequence[torch.dtype], where: str) -> NoReturn:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    raise TypeError(f"{name}: expected a tensor of {names_of(dtypes)}{where}, got {names_of([value.dtype])}")
+
+
+def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype], where: str = "") -> None:
+    """Raises TypeError unless `value` is a tensor of one of `dtypes`."""
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        _refuse_type(name, value, dtypes, where)
+
+
+def check_operand(
+    name: str, value: object, dtypes: Sequence[torch.dtype], device: torch.device, first: str, where: str = ""
+) -> None:
+    """Raises unless `value` is a tensor of one of `dtypes` on the `device` that the operand named `first` is on."""
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        _refuse_type(name, value, dtypes, where)
+    if value.device != device:
+        raise ValueError(
+            f"{name} is on {value.device}, {first} is on {device}: move one of them, e.g. {name}.to({str(device)!r})"
+        )
+
+
+def check_vector(name: str, value: Tensor, length: int, letter: str) -> None:
+    if value.shape != (length,):
+        raise ValueError(f"{name}: expected shape [{letter}] = [{length}], got {shape_of(value)}")
+
+
+def check_integer(name: str, value: object, allowed: Container[int] | None = None, minimum: int | None = None) -> None:
+    """Raises TypeError unless `value` is an integer (or a symbolic one), ValueError unless it is allowed."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if allowed is not None and value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, _listed(allowed)))}, got {value}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
+    """The two integers of `value`; raises TypeError unless it has these."""
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(f"{name}: expected a pair of ints {meaning}, got {value!r}")
+    for index, element in enumerate(value):
+        check_integer(f"{name}[{index}]", element)
+    return value[0], value[1]
+
+
+def _listed(allowed: Container[int]) -> list[int]:
+    return [value for value in range(65) if value in allowed]
+
+
+def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch.dtype]]) -> torch.device:
+    """Raises unless `a` has a shape `[..., K]` and a type that is allowed on its device, which is returned."""
+    if not isinstance(a, Tensor):
+        _refuse_type(name, a, allowed["cpu"], "")
+    device = a.device
+    check_device(name, a)
+    if a.dtype not in allowed[device.type]:
+        _refuse_type(name, a, allowed[device.type], f" on {device.type}")
+    if a.dim() == 0:
+        raise ValueError(f"{name}: expected shape [..., K], got a tensor without dimensions")
+    return device
+
+
+def check_options(activation: object, tactic: object, split_k: int) -> None:
+    """Checks what every product takes besides tensors."""
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation: expected a name or None, got {type(activation).__name__}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+    if tactic is not None and not isinstance(tactic, str):
+        raise TypeError(f"tactic: expected the name of a kernel configuration, got {type(tactic).__name__}")
+    if tactic is not None and not tactic.isascii():
+        raise ValueError(f"tactic: expected the name of a kernel configuration, got {tactic!r}")
+    if type(split_k) is not int or split_k != 0:
+        check_integer("split_k", split_k, minimum=0)
+        if split_k > _MOST_SPLITS:
+            raise ValueError(f"split_k: expected at most {_MOST_SPLITS}, got {split_k}")
+
+
+def check_out(name: str, a: Tensor, out: Tensor, n: int, dtype: torch.dtype, where: str = "") -> None:
+    """Raises unless `out` can hold a product of the activations `a`, called `name`, by `n` channels."""
+    check_operand("out", out, (dtype,), a.device, name, where)
+    if out.shape != (*a.shape[:-1], n):
+        raise ValueError(f"out: expected shape {[*a.shape[:-1], n]}, got {shape_of(out)}")
+
+
+def check_inference(**tensors: Tensor | None) -> None:
+    """Raises RuntimeError if autograd would have to record the operation."""
+    backward, forward = torch.is_grad_enabled(), torch.autograd.forward_ad._current_level >= 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if backward and tensor.requires_grad:
+            raise RuntimeError(
+                f"{name} requires grad, but qcutlass is for inference: call under torch.no_grad() or "
+                f"torch.inference_mode(), or pass {name}.detach()"
+            )
+        if forward and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise RuntimeError(f"{name} has a forward-mode tangent, but qcutlass is for inference: pass its primal")
+
+
+def check_memory(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises unless each tensor has elements in memory, at strides."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}: pass {name}.to_dense()")
+        if tensor.numel() and tensor.data_ptr() == 0:
+            raise ValueError(f"{name}: its {tensor.numel()} elements have no storage; was it freed?")
+
+
+def check_device(name: str, value: Tensor) -> None:
+    """Raises UnsupportedError unless `value` is on a device qcutlass runs on."""
+    if value.device.type not in DEVICES:
+        raise UnsupportedError(f"{name} is on {value.device}: qcutlass runs on cpu and cuda tensors")
+
+
+def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where: str = "") -> None:
+    """Raises unless `value` is a matrix of one of `dtypes` on a device qcutlass runs on."""
+    check_tensor(name, value, dtypes, where)
+    check_device(name, value)
+    if value.dim() != 2:
+        raise ValueError(f"{name}: expected shape [N, K], got {shape_of(value)}")

@@ -1,0 +1,70 @@
+"""Running products of any kind: at once where that is possible, through torch's dispatcher where something traces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcutlass.products import launching
+from qcutlass.products.checks import check_inference, check_memory, tensors_of
+from qcutlass.products.kind import Call, Kind
+from qcutlass.products.library import is_eager, is_traced
+from qcutlass.products.memory import check_out_memory
+from qcutlass.products.packing import WeightShape
+from qcutlass.products.product import Product
+
+
+def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
+    """Runs a product in the shortest way that is open to it."""
+    forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
+    repeated = None if forward or is_traced() else launching.repeat(kind, call, out)
+    if repeated is not None:
+        return repeated
+    if forward or torch.is_grad_enabled():
+        check_inference(**tensors_of(call), out=out)
+    if out is not None:
+        if is_eager(*call, out):
+            multiply_out(kind, call, out)
+        else:
+            getattr(torch.ops.qcutlass, f"{kind.name}_out")(*kind.arguments(call), out=out)
+        return out
+    if is_eager(*call):
+        return multiply(kind, call)
+    result: Tensor = getattr(torch.ops.qcutlass, kind.name)(*kind.arguments(call))
+    return result
+
+
+def multiply(kind: Kind, call: Call) -> Tensor:
+    """The product in a new tensor."""
+    shape, a = call.check(None), call.a
+    check_memory(tensors_of(call))
+    rows = a.shape[0] if a.dim() == 2 else a.shape[:-1].numel()
+    out = a.new_empty((rows, shape.n), dtype=call.out_dtype)
+    if out.numel():
+        launching.run(Product(kind, call.prepared(shape), shape, out), None)
+    return out if a.dim() == 2 else out.view(*a.shape[:-1], shape.n)
+
+
+def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
+    """The product in `out`, whose strides are arbitrary."""
+    shape = call.check(out)
+    check_memory(tensors_of(call) | {"out": out})
+    check_out_memory(out, call)
+    if not out.numel():
+        return
+    target = _as_matrix(out, shape)
+    launching.run(Product(kind, call.prepared(shape), shape, target), out)
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target.view(out.shape))
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+def _as_matrix(out: Tensor, shape: WeightShape) -> Tensor:
+    """`out` as `[M, N]` with unit stride along N, or a new matrix where its strides do not allow that."""
+    rows = out.shape[:-1].numel()
+    try:
+        matrix = out.view(rows, shape.n)
+    except RuntimeError:
+        return out.new_empty((rows, shape.n))
+    return matrix if matrix.stride(1) == 1 or shape.n == 1 else out.new_empty((rows, shape.n))

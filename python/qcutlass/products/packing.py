@@ -1,0 +1,173 @@
+"""Weights packed for the kernels: their shapes, the rules of scales and zeros beside them, and the extension's struct.
+
+Packed weights do not store K: the number of tiles bounds it, and callers say which it is.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass.products.checks import FLOATING, ceil_div, check_integer, check_operand, shape_of
+from qcutlass.products.extension import DTYPES
+from qcutlass.products.memory import aligned, as_separate_rows
+
+PACKINGS: Final = {4: _C.Packing.W4A16, 8: _C.Packing.W8A16}
+"""Packing for 16-bit activations, by bits of a weight."""
+
+TILE_N: Final = 16
+TILE: Final = (32, 16)  # lanes (or halves of rows), bytes of each
+_TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()}
+_AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
+_CODES: Final = (torch.uint8,)
+_ZEROS: Final = (torch.uint8, torch.int8, torch.int32, *FLOATING)
+
+
+class WeightShape(NamedTuple):
+    """What the shapes of a packed weight and its scales say."""
+
+    n: int
+    k: int
+    bits: int
+    group_size: int  # k: one group
+
+
+def check_packed_form(name: str, w_packed: Tensor) -> None:
+    """Raises ValueError unless the shape is that of some packed weight, and its bytes lie together."""
+    if len(w_packed.shape) != 4 or w_packed.shape[2:] != TILE:
+        raise ValueError(
+            f"{name}: expected shape [ceil(N/16), tiles along K, 32, 16] as preprocess_weights returns it, "
+            f"got {shape_of(w_packed)}"
+        )
+    check_contiguous(name, w_packed)
+
+
+def check_contiguous(name: str, w_packed: Tensor) -> None:
+    if not w_packed.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor, got strides {list(w_packed.stride())}; call .contiguous() once"
+        )
+
+
+def _bits(w_packed: Tensor, k: int, bits: int | None) -> int:
+    """Bits of a weight, from the number of tiles along K."""
+    tiles = w_packed.shape[1]
+    if bits is None and k > _AMBIGUOUS_K:  # the common case, without building lists
+        for candidate, tile_k in _TILE_K.items():
+            if -(-k // tile_k) == tiles:
+                return candidate
+    fitting = [candidate for candidate, tile_k in _TILE_K.items() if ceil_div(k, tile_k) == tiles]
+    if bits is not None:
+        check_integer("bits", bits, _TILE_K)
+        if bits in fitting:
+            return bits
+        raise ValueError(
+            f"w_packed: {bits}-bit weights of K = {k} have shape [ceil(N/16), {ceil_div(k, _TILE_K[bits])}, 32, 16], "
+            f"got {shape_of(w_packed)}"
+        )
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ValueError(
+            f"bits: with K = {k} the shape of w_packed, {shape_of(w_packed)}, is the same for 4-bit and 8-bit weights: "
+            "pass bits=4 or bits=8"
+        )
+    expected = " or ".join(f"{ceil_div(k, tile_k)} ({bits} bits)" for bits, tile_k in _TILE_K.items())
+    raise ValueError(
+        f"w_packed: for K = {k} its second dimension must be {expected}, got shape {shape_of(w_packed)}; "
+        "was it packed from a matrix with another number of columns?"
+    )
+
+
+def _group_size(groups: int, k: int, group_size: int | None) -> int:
+    """Columns that share a scale, from the number of groups."""
+    if group_size is None:
+        if groups == 1:
+            return k
+        if groups == 0 or k % groups != 0:
+            raise ValueError(
+                f"group_size: scales have G = {groups} groups, which does not divide K = {k}; pass group_size= "
+                "(a last group that is shorter than the others is allowed)"
+            )
+        return k // groups
+    check_integer("group_size", group_size)
+    if group_size == -1:
+        group_size = k
+    if group_size < 1:
+        raise ValueError(f"group_size: expected at least 1, or -1 for one group a channel, got {group_size}")
+    if ceil_div(k, group_size) != groups:
+        raise ValueError(
+            f"group_size: {group_size} with K = {k} needs scales of {ceil_div(k, group_size)} groups, got {groups}"
+        )
+    return k if groups == 1 else group_size
+
+
+def check_channels(source: str, n: int, name: str, w_packed: Tensor) -> None:
+    """Raises ValueError unless the packed weight has as many tiles as `n` channels need; `source` says whence `n`."""
+    if w_packed.shape[0] != ceil_div(n, TILE_N):
+        raise ValueError(
+            f"{source} needs {name} of {ceil_div(n, TILE_N)} tiles of 16 channels, got shape {shape_of(w_packed)}"
+        )
+
+
+def check_weights(
+    w_packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    k: int,
+    group_size: int | None,
+    bits: int | None,
+    device: torch.device,
+    first: str,
+) -> WeightShape:
+    """Checks a packed weight of K = `k` columns with its scales and zeros; `first` names the operand on `device`."""
+    if isinstance(w_packed, Tensor) and w_packed.dtype == torch.int8:
+        raise ValueError(
+            "w_packed was packed for int8 activations (activations='int8', dtype int8), but this product takes weights "
+            "packed for 16-bit activations (dtype uint8): pack the codes with preprocess_weights(codes, bits=8)"
+        )
+    check_operand("w_packed", w_packed, _CODES, device, first)
+    check_operand("scales", scales, FLOATING, device, first)
+    check_packed_form("w_packed", w_packed)
+    if scales.dim() not in (1, 2):
+        raise ValueError(f"scales: expected shape [G, N] or [N], got {shape_of(scales)}")
+    if k < 1:
+        raise ValueError(f"K must be at least 1, got {k}")
+    n = scales.shape[-1]
+    check_channels(f"scales: N = {n} from shape {shape_of(scales)}", n, "w_packed", w_packed)
+    if zeros is not None:
+        check_operand("zeros", zeros, _ZEROS, device, first)
+        if zeros.shape != scales.shape:
+            raise ValueError(f"zeros: expected the shape of scales, {shape_of(scales)}, got {shape_of(zeros)}")
+    groups = scales.shape[0] if scales.dim() == 2 else 1
+    return WeightShape(n, k, _bits(w_packed, k, bits), _group_size(groups, k, group_size))
+
+
+def packed_shape(n: int, k: int, packing: _C.Packing) -> tuple[int, int, int, int]:
+    """Shape of a packed `[n, k]` matrix."""
+    return (ceil_div(n, TILE_N), ceil_div(k, _C.tile_k(packing)), *TILE)
+
+
+def weight_arguments(
+    shape: WeightShape, w_packed: Tensor, scales: Tensor, zeros: Tensor | None
+) -> tuple[_C.WeightArguments, list[Tensor]]:
+    """The arguments, and the tensors that they point into: they must outlive the call."""
+    w_packed, scales = aligned(w_packed), as_separate_rows(scales)
+    arguments = _C.WeightArguments()
+    arguments.packing = PACKINGS[shape.bits]
+    arguments.n, arguments.k, arguments.group_size = shape.n, shape.k, shape.group_size
+    arguments.packed = w_packed.data_ptr()
+    arguments.scale_type = DTYPES[scales.dtype]
+    arguments.scales = scales.data_ptr()
+    arguments.scale_stride = scales.stride(0)
+    operands = [w_packed, scales]
+    if zeros is not None:
+        zeros = as_separate_rows(zeros)
+        arguments.zero_type = DTYPES[zeros.dtype]
+        arguments.zeros = zeros.data_ptr()
+        arguments.zero_stride = zeros.stride(0)
+        operands.append(zeros)
+    return arguments, operands

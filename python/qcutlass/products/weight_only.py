@@ -1,0 +1,103 @@
+"""Products of 16-bit activations by packed codes of 4 or 8 bits: `qcutlass.gemm`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass._C import Operand
+from qcutlass.errors import UnsupportedError
+from qcutlass.products.checks import (
+    FLOATING,
+    check_activations,
+    check_operand,
+    check_options,
+    check_out,
+    check_vector,
+    names_of,
+)
+from qcutlass.products.extension import DTYPES
+from qcutlass.products.kind import Description, Kind
+from qcutlass.products.packing import WeightShape, check_weights, weight_arguments
+
+_PERM: Final = (torch.int32,)
+_ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
+_CUDA_GROUP_STEP: Final = 16
+
+
+class GemmCall(NamedTuple):
+    """The arguments of one product, in the order of the operator's schema; `qcutlass.gemm` describes them."""
+
+    a: Annotated[Tensor, Operand.A]
+    w_packed: Annotated[Tensor, Operand.WEIGHTS]
+    scales: Annotated[Tensor, Operand.SCALES]
+    zeros: Annotated[Tensor | None, Operand.ZEROS] = None
+    bias: Annotated[Tensor | None, Operand.BIAS] = None
+    activation: str | None = None
+    act_scale: Annotated[Tensor | None, Operand.ACT_SCALE] = None
+    perm: Annotated[Tensor | None, Operand.PERM] = None
+    group_size: int | None = None
+    bits: int | None = None
+    tactic: str | None = None
+    split_k: int = 0
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.a.dtype
+
+    def check(self, out: Tensor | None) -> WeightShape:
+        """Checks every argument but what needs memory addresses."""
+        a, bias, act_scale, perm = self.a, self.bias, self.act_scale, self.perm
+        device = check_activations("a", a, _ACTIVATIONS_ON)
+        weights = self.w_packed, self.scales, self.zeros
+        shape = check_weights(*weights, a.shape[-1], self.group_size, self.bits, device, "a")
+        n, k = shape.n, shape.k
+        if bias is not None:
+            check_operand("bias", bias, FLOATING, device, "a")
+            check_vector("bias", bias, n, "N")
+        if act_scale is not None:
+            check_operand("act_scale", act_scale, FLOATING, device, "a")
+            check_vector("act_scale", act_scale, k, "K")
+        if perm is not None:
+            check_operand("perm", perm, _PERM, device, "a")
+            check_vector("perm", perm, k, "K")
+        check_options(self.activation, self.tactic, self.split_k)
+        if out is not None:
+            check_out("a", a, out, n, a.dtype)
+        if device.type == "cuda" and shape.group_size < k and shape.group_size % _CUDA_GROUP_STEP != 0:
+            raise UnsupportedError(
+                f"group_size: on CUDA groups are multiples of {_CUDA_GROUP_STEP} columns, or one a channel; "
+                f"got {shape.group_size}. Quantise with another group size, or use CPU tensors"
+            )
+        return shape
+
+    def prepared(self, shape: WeightShape) -> GemmCall:
+        return self
+
+    def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
+        arguments.weights, operands = weight_arguments(shape, self.w_packed, self.scales, self.zeros)
+        if self.act_scale is not None:
+            act_scale = self.act_scale.contiguous()
+            arguments.act_scale, arguments.act_scale_type = act_scale.data_ptr(), DTYPES[act_scale.dtype]
+            operands.append(act_scale)
+        if self.perm is not None:
+            perm = self.perm.contiguous()
+            arguments.perm = perm.data_ptr()
+            operands.append(perm)
+        return operands
+
+    def describe(self, shape: WeightShape) -> Description:
+        parts = [
+            "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
+            f"{names_of([self.scales.dtype])} scales",
+            "symmetric" if self.zeros is None else f"{names_of([self.zeros.dtype])} zeros",
+        ]
+        optional = {"bias": self.bias, "act_scale": self.act_scale, "perm": self.perm}
+        parts += [name for name, operand in optional.items() if operand is not None]
+        return Description(f"{shape.bits}-bit weights", parts)
+
+
+WEIGHT_ONLY: Final = Kind("gemm", GemmCall, activations=FLOATING, dequantises=True)

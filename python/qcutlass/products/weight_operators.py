@@ -1,0 +1,189 @@
+"""The operators on packed weights, `torch.ops.qcutlass.{pack, unpack, dequantize}`, and rules of their arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass.products.checks import (
+    FLOATING,
+    check_device,
+    check_integer,
+    check_matrix,
+    check_tensor,
+    names_of,
+    shape_of,
+)
+from qcutlass.products.extension import DTYPES, backend, current_device
+from qcutlass.products.kind import Size, schema_of
+from qcutlass.products.library import register
+from qcutlass.products.memory import aligned, as_separate_rows
+from qcutlass.products.packing import (
+    PACKINGS,
+    TILE_N,
+    WeightShape,
+    check_contiguous,
+    check_weights,
+    packed_shape,
+    weight_arguments,
+)
+
+_EIGHT_BIT: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Types of weights by what activations they will meet."""
+
+
+class DequantizeCall(NamedTuple):
+    """The arguments of a dequantisation, in the order of the schema; `qcutlass.dequantize` describes them."""
+
+    w_packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    k: Size
+    group_size: int | None = None
+    bits: int | None = None
+    dtype: torch.dtype | None = None
+    row_begin: Size = 0
+    row_end: Size | None = None
+
+
+def _packing(bits: int, activations: str) -> _C.Packing:
+    check_integer("bits", bits, PACKINGS)
+    if not isinstance(activations, str):
+        raise TypeError(f"activations: expected '16bit', 'int8' or 'fp8', got {type(activations).__name__}")
+    if activations == "16bit":
+        return PACKINGS[bits]
+    if activations not in _EIGHT_BIT:
+        raise ValueError(f"activations: expected '16bit', 'int8' or 'fp8', got {activations!r}")
+    if bits != 8:
+        raise ValueError(f"bits: weights for {activations} activations have 8 bits, got {bits}")
+    return _C.Packing.W8A8
+
+
+def check_pack(codes: Tensor, bits: int, activations: str) -> _C.Packing:
+    """Checks the arguments of `qcutlass.preprocess_weights`."""
+    packing = _packing(bits, activations)
+    check_matrix("codes", codes, (_EIGHT_BIT.get(activations, torch.uint8),), f" for activations={activations!r}")
+    return packing
+
+
+def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
+    """Checks the arguments of `qcutlass.unpack_weights`."""
+    check_tensor("w_packed", w_packed, (torch.uint8, *_EIGHT_BIT.values()))
+    check_device("w_packed", w_packed)
+    meets = {dtype: activations for activations, dtype in _EIGHT_BIT.items()}
+    packing = _packing(bits, meets.get(w_packed.dtype, "16bit"))
+    check_integer("shape[0]", n, minimum=0)
+    check_integer("shape[1]", k, minimum=0)
+    expected = packed_shape(n, k, packing)
+    if w_packed.shape != expected:
+        raise ValueError(
+            f"w_packed: {bits}-bit weights of shape {[n, k]} are packed as {list(expected)}, got {shape_of(w_packed)}"
+        )
+    check_contiguous("w_packed", w_packed)
+    return packing
+
+
+def check_dequantize(call: DequantizeCall) -> tuple[WeightShape, torch.dtype, int]:
+    """Checks the arguments of `qcutlass.dequantize`; returns the shape, the type of the result and its last row."""
+    w_packed, scales, zeros, k, group_size, bits, dtype, begin, end = call
+    check_tensor("w_packed", w_packed, (torch.uint8, torch.int8))
+    check_device("w_packed", w_packed)
+    check_integer("k", k, minimum=1)
+    shape = check_weights(w_packed, scales, zeros, k, group_size, bits, w_packed.device, "w_packed")
+    dtype = scales.dtype if dtype is None else dtype
+    if dtype not in FLOATING:
+        raise TypeError(f"dtype: expected one of {names_of(FLOATING)}, got {dtype}")
+    end = shape.n if end is None else end
+    if not 0 <= begin <= end <= shape.n:
+        raise ValueError(f"rows: expected 0 <= begin <= end <= N = {shape.n}, got ({begin}, {end})")
+    return shape, dtype, end
+
+
+def pack(codes: Tensor, bits: int, activations: str) -> Tensor:
+    """The packed weights of codes `[N, K]`."""
+    packing = check_pack(codes, bits, activations)
+    n, k = codes.shape
+    packed = codes.new_empty(packed_shape(n, k, packing))
+    if packed.numel():
+        with current_device(codes):
+            codes = as_separate_rows(codes)
+            _C.pack(packing, n, k, codes.data_ptr(), codes.stride(0), packed.data_ptr(), **backend(codes))
+    return packed
+
+
+def _check_padding(name: str, w_packed: Tensor, packing: _C.Packing, k: int) -> None:
+    """Raises ValueError if columns past `k`, which packing fills with zeros, hold other codes: K was larger.
+
+    On the CPU only, as no other device is waited for. `name` is that of the argument which says K.
+    """
+    tile_k = _C.tile_k(packing)
+    used = k % tile_k
+    if not w_packed.is_cpu or used == 0:
+        return
+    last = w_packed[:, -1:].contiguous()
+    n = last.shape[0] * TILE_N
+    codes = last.new_empty((n, tile_k))
+    _C.unpack(packing, n, tile_k, codes.data_ptr(), tile_k, last.data_ptr(), **backend(last))
+    beyond = codes[:, used:].view(torch.uint8).count_nonzero(0).nonzero()
+    if len(beyond):
+        column = k + int(beyond[0])
+        raise ValueError(
+            f"{name}: K = {k}, but w_packed holds codes in column {column}: it was packed from a matrix with more "
+            "columns; pass the K of that matrix"
+        )
+
+
+def unpack(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
+    """The codes `[n, k]` of packed weights."""
+    packing = check_unpack(w_packed, bits, n, k)
+    codes = w_packed.new_empty((n, k))
+    if codes.numel():
+        _check_padding("shape[1]", w_packed, packing, k)
+        with current_device(codes):
+            w_packed = aligned(w_packed)
+            _C.unpack(packing, n, k, codes.data_ptr(), k, w_packed.data_ptr(), **backend(codes))
+    return codes
+
+
+def dequantize(call: DequantizeCall) -> Tensor:
+    """Rows of the matrix that packed weights stand for."""
+    shape, dtype, end = check_dequantize(call)
+    out = call.w_packed.new_empty((end - call.row_begin, shape.k), dtype=dtype)
+    if out.numel():
+        _check_padding("k", call.w_packed, PACKINGS[shape.bits], shape.k)
+        with current_device(out):
+            weights, operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros)
+            _C.dequantize(weights, call.row_begin, end, DTYPES[dtype], out.data_ptr(), shape.k, **backend(out))
+            del operands  # alive until the kernel is enqueued
+    return out
+
+
+# Implementations under the operators' schemas.
+
+
+def _pack_fake(codes: Tensor, bits: int, activations: str) -> Tensor:
+    packing = check_pack(codes, bits, activations)
+    return codes.new_empty(packed_shape(codes.shape[0], codes.shape[1], packing))
+
+
+def _unpack_fake(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
+    check_unpack(w_packed, bits, n, k)
+    return w_packed.new_empty((n, k))
+
+
+def _dequantize(*arguments: Any) -> Tensor:
+    return dequantize(DequantizeCall(*arguments))
+
+
+def _dequantize_fake(*arguments: Any) -> Tensor:
+    call = DequantizeCall(*arguments)
+    shape, dtype, end = check_dequantize(call)
+    return call.w_packed.new_empty((end - call.row_begin, shape.k), dtype=dtype)
+
+
+register("pack(Tensor codes, int bits, str activations) -> Tensor", pack, _pack_fake)
+register("unpack(Tensor w_packed, int bits, SymInt n, SymInt k) -> Tensor", unpack, _unpack_fake)
+register(f"dequantize({schema_of(DequantizeCall)}) -> Tensor", _dequantize, _dequantize_fake)
