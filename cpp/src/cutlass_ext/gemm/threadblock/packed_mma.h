@@ -1,4 +1,4 @@
-// What the mainloops have in common: the operands, the tensor-core instruction, and how weights get their scales.
+// The operands of all mainloops, their tensor-core instruction, and how weights get their scales.
 #pragma once
 
 #include <type_traits>
