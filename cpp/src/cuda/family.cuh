@@ -57,7 +57,7 @@ struct Family<kType, kPacking, kMode>::Impl {
                   group_matrix(launch.scales),
                   group_matrix(launch.zeros),
                   block_scales(launch)};
-    params.output = output_params<typename Kernel::OutputOp>(launch);
+    params.output = typename Kernel::OutputOp::Params(launch.output);
     params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
                                                     {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);

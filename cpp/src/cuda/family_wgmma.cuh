@@ -123,7 +123,7 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
       params.mma = arguments<typename C::Mma>(launch, sharers);
     else
       params.mma = arguments<typename C::Mma>(launch);
-    params.output = output_params<typename Kernel::OutputOp>(launch);
+    params.output = typename Kernel::OutputOp::Params(launch.output);
     int const channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM)),
               token_groups = int(layout::ceil_div(token_tiles, sharers)),
               shared = (channel_tiles - launch.shared_channel / Shape::kM) *

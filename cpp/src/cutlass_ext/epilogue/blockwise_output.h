@@ -3,7 +3,6 @@
 
 #include "cutlass_ext/epilogue/bias_activation.h"
 #include "cutlass_ext/epilogue/block_quantizer.h"
-#include "qcutlass/gemm.h"
 
 namespace cutlass::epilogue::thread {
 
@@ -15,19 +14,14 @@ class BlockwiseOutput {
   static constexpr int kVector = kVectorChannels;
   using Sum = float;
 
-  struct Params {
-    void* output;  // [tokens, channels]
-    qcutlass::DType output_type;
-    int64_t stride;
-    int tokens, channels;
-    bool vectors;  // as in BiasActivation
-    void const* bias;
-    qcutlass::DType bias_type;
-    qcutlass::Activation activation;
+  struct Params : OutputTensor {
     qcutlass::QuantizedOutput quantized;
+
+    Params() = default;
+    explicit Params(OutputArguments const& args) : OutputTensor(args), quantized(args.quantized) {}
   };
 
-  /// What a sum needs of its token, and of its channel.
+  /// Nothing of a sum's token, and the bias of its channel.
   struct Token {};
   static CUTLASS_DEVICE Token load_token(Params const&, int /*token*/) { return {}; }
   struct Channel {

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cutlass_ext/epilogue/bias_activation.h"
-#include "qcutlass/gemm.h"
 
 namespace cutlass::epilogue::thread {
 
@@ -17,19 +16,14 @@ class ScaledSums {
   using Sum = Sum_;
   static constexpr bool kInteger = std::is_same_v<Sum, int32_t>;
 
-  struct Params {
-    void* output;  // [tokens, channels]
-    qcutlass::DType output_type;
-    int64_t stride;
-    int tokens, channels;
-    bool vectors;  // as in BiasActivation
-    void const* bias;
-    qcutlass::DType bias_type;
-    qcutlass::Activation activation;
+  struct Params : OutputTensor {
     qcutlass::SumScales scales;
+
+    Params() = default;
+    explicit Params(OutputArguments const& args) : OutputTensor(args), scales(args.scales) {}
   };
 
-  /// What a sum needs of its token.
+  /// The scale and the zero point of a sum's token.
   struct Token {
     float scale;
     int32_t azp;
@@ -41,7 +35,7 @@ class ScaledSums {
             kInteger && scales.azp != nullptr ? scales.azp[last * scales.azp_stride] : 0};
   }
 
-  /// And of its channel.
+  /// The scale and the bias of its channel, and the sum of the channel's codes.
   struct FloatChannel {
     float scale, bias;
     FloatChannel() = default;
@@ -49,7 +43,7 @@ class ScaledSums {
   };
   struct alignas(16) IntegerChannel {
     float scale, bias;
-    int32_t codes;  // their sum
+    int32_t codes;
     IntegerChannel() = default;
     CUTLASS_DEVICE IntegerChannel(float scale, float bias, int32_t codes) : scale(scale), bias(bias), codes(codes) {}
   };
