@@ -1,4 +1,4 @@
-// What was built, and the traits of the devices it runs on.
+// The architectures of this build, and the traits of the devices it runs on.
 #include <cuda_runtime_api.h>
 
 #include <atomic>

@@ -43,7 +43,7 @@ class BlockwiseOutput {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
-  /// As BiasActivation's.
+  /// Finishes and stores a vector of the operator's channels of a token.
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL

@@ -5,7 +5,7 @@
 
 namespace cutlass::epilogue::thread {
 
-/// What all output operators take.
+/// The output and the element-wise end of a product, for all output operators.
 struct OutputTensor {
   void* output;  // [tokens, channels]
   qcutlass::DType output_type;
@@ -17,7 +17,7 @@ struct OutputTensor {
   qcutlass::Activation activation;
 };
 
-/// And what only some of them do.
+/// With the members that only some operators take.
 struct OutputArguments : OutputTensor {
   qcutlass::SumScales scales;
   qcutlass::QuantizedOutput quantized;

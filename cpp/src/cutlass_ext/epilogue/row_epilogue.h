@@ -136,7 +136,7 @@ class RowEpilogue {
   /// Of the value of channel 2t + odd of an n8 block, row g or g + 8.
   static CUTLASS_HOST_DEVICE constexpr int index(int block, int half, int odd) { return block * 4 + half * 2 + odd; }
 
-  /// What channels' values need, in the buffers of the warps whose threads requested it, to all of the warpgroup.
+  /// Passes the parameters of the channels, through the buffers of the warps that requested them, to the warpgroup.
   CUTLASS_DEVICE void share_channels() const {
     reinterpret_cast<Channel*>(buffer(warp_))[lane_] = own_;
     synchronize();

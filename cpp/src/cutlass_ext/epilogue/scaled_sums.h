@@ -87,7 +87,7 @@ class ScaledSums {
     if (shifts(params)) load_channels(codes_, scales.channel_sums, channel, params.channels);
   }
 
-  /// As BiasActivation's.
+  /// Finishes and stores a vector of the operator's channels of a token.
   CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
     int64_t const offset = token * params_.stride + channel_;

@@ -60,7 +60,7 @@ class BlockScaleLoader {
   float const* from_[kCopies];
 };
 
-/// Where there are no block scales.
+/// The loader of products without block scales.
 struct NoBlockScales {
   static constexpr int kRowBytes = 0, kStageBytes = 0;
   NoBlockScales() = default;

@@ -53,7 +53,7 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
     for (int step = 0; step < kSteps; ++step) Ring::load_codes(frag_a_[m % 2][step], place, step, m);
   }
 
-  /// What the first unit of a stage needs.
+  /// The fragments of the first unit of a stage.
   CUTLASS_DEVICE void load_first(int place) {
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kColumns; n += 2) load_tokens(place, n);

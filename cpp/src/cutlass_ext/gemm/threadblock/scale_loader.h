@@ -80,7 +80,7 @@ class GroupRowLoader {
   int row_;          // this thread's first; kRows if it has none
 };
 
-/// Where there are no scales.
+/// The loader of products without scales of groups.
 struct NoGroupRows {
   static constexpr int kStageBytes = 0;
   CUTLASS_DEVICE NoGroupRows(GroupMatrix const&, GroupMatrix const&, GroupSize const&, int) {}

@@ -171,7 +171,7 @@ class StreamGroupLoader {
   Rows<kZeroRowBytes> zeros_;
 };
 
-/// Where there are no scales.
+/// The loader of products without scales of groups.
 template <class Traits, int kChannels, int kStageK, int kThreads>
 class StreamGroupLoader<Traits, kChannels, 0, kStageK, kThreads> {
  public:
