@@ -110,6 +110,14 @@ def test_kernels_use_nothing_that_traps_on_older_gpus(repository: Path) -> None:
     assert offenders(paths, r"cutlass/arch/barrier\.h|\bNamedBarrier::", repository) == []
 
 
+def test_devices_are_queried_for_the_table_of_their_traits_alone(repository: Path) -> None:
+    """Queries take microseconds, and some are not allowed under graph capture: no launch makes one."""
+    every = sources(repository, "cpp/src", suffixes=CXX_SUFFIXES)
+    paths = [path for path in every if path.name not in {"device.h", "device.cu"}]
+    query = r"\bcuda(GetDevice|DeviceGet|Occupancy)\w*\s*\("
+    assert offenders(paths, query, repository) == []
+
+
 def test_no_code_is_switched_off(repository: Path) -> None:
     paths = list(sources(repository, "cpp", "tests/cpp", suffixes=CXX_SUFFIXES))
     assert offenders(paths, r"^\s*#\s*if\s+0\b", repository) == []

@@ -1,4 +1,4 @@
-// What surrounds the dense products of dequantised weights: activations before them, the epilogue after them.
+// Dense products of dequantised weights: their activations before them, their epilogue after them.
 #include "cuda/copy_rows.cuh"
 #include "cuda/cuda_check.h"
 #include "plan/workspace.h"
@@ -22,9 +22,11 @@ void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int6
   auto const* const bias = static_cast<char const*>(a.bias) + begin * size_of(a.bias_type);
   bool const vectors = stores_vectors(out, a.out_stride, end - begin, a.m, a.a_type);
   using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
+  cutlass::epilogue::thread::OutputArguments const output = {
+      {out, a.a_type, a.out_stride, int(a.m), int(end - begin), vectors, bias, a.bias_type, a.activation}};
   reduce_partials<OutputOp><<<row_grid(sums_stride / OutputOp::kVector, a.m), kCopyThreads, 0, stream>>>(
       cutlass::epilogue::thread::PartialSums<float const>{sums, sums_stride, 0, 0}, 1,
-      {out, a.out_stride, int(a.m), int(end - begin), vectors, bias, a.bias_type, a.activation});
+      typename OutputOp::Params(output));
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 

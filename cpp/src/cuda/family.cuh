@@ -3,13 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <utility>
 
 #include "cuda/block_scales.cuh"
 #include "cuda/family.h"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/output.cuh"
-#include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm.h"
 #include "plan/footprint.h"
@@ -40,13 +37,10 @@ struct Family<kType, kPacking, kMode>::Impl {
     static_assert(Mma::kThreads == kTactic.threads());
   };
 
-  template <int kIndex>
-  static void launch(Launch const& launch, cudaStream_t stream) {
-    using C = Configuration<kIndex>;
-    using Kernel = typename C::Kernel;
-    using Shape = typename Kernel::Shape;
-
-    typename Kernel::Params params;
+  template <class C>
+  static LaunchShape prepare(typename C::Kernel::Params& params, Launch const& launch) {
+    using Swizzle = typename C::Kernel::Swizzle;
+    using Shape = typename C::Shape;
     params.mma = {static_cast<uint8_t const*>(launch.weights),
                   static_cast<Element const*>(launch.activations),
                   int(launch.activation_stride),
@@ -59,39 +53,30 @@ struct Family<kType, kPacking, kMode>::Impl {
                   group_matrix(launch.scales),
                   group_matrix(launch.zeros),
                   block_scales(launch)};
-    params.output = output_params<typename Kernel::OutputOp>(launch);
-    params.tiles = Kernel::Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
-                                                    {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
-    params.log_tile = Kernel::Swizzle::get_log_tile(params.tiles);
-    set_shares(params, launch, Shape::kK);
-    launch_kernel(
-        cutlass::device_kernel<Kernel>, launch,
-        {Kernel::Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
-         C::kTactic.threads(), shared_memory_bytes(C::kTactic, kKind, launch.tokens),
-         std::min(C::kSharedMemory, launch.shared_memory_limit)},
-        stream, params);
+    params.tiles = Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
+                                            {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
+    params.log_tile = Swizzle::get_log_tile(params.tiles);
+    return {Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
+            C::kTactic.threads(), shared_memory_bytes(C::kTactic, kKind, launch.tokens),
+            std::min(C::kSharedMemory, launch.shared_memory_limit)};
   }
 
   static cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {
     return {static_cast<uint8_t const*>(g.data), g.stride_bytes, g.element_bytes, g.row_bytes, g.type};
   }
 
-  using Function = void (*)(Launch const&, cudaStream_t);
   template <int kIndex>
-  static constexpr Function entry() {
-    if constexpr (!is_wgmma(kTactics[kIndex].mainloop) && is_compiled(kTactics[kIndex], kKind)) return launch<kIndex>;
+  static constexpr LaunchFunction entry() {
+    if constexpr (!is_wgmma(kTactics[kIndex].mainloop) && is_compiled(kTactics[kIndex], kKind))
+      return launch_configuration<Impl, Configuration<kIndex>>;
     return nullptr;  // selection knows that it fits no GPU
-  }
-  template <int... kIndices>
-  static constexpr Function function(int index, std::integer_sequence<int, kIndices...>) {
-    Function const table[] = {entry<kIndices>()...};
-    return table[index];
   }
 };
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
 void Family<kType, kPacking, kMode>::launch(int tactic, Launch const& launch, void* stream) {
-  Impl::function(tactic, std::make_integer_sequence<int, kTacticCount>{})(launch, static_cast<cudaStream_t>(stream));
+  LaunchFunction const run = launch_function<Impl>(tactic, std::make_integer_sequence<int, kTacticCount>{});
+  run(launch, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace qcutlass::cuda

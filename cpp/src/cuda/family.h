@@ -1,6 +1,7 @@
-// What a kernel family looks like from outside: one launch function over plain data.
+// A kernel family from outside: one launch function over plain data.
 #pragma once
 
+#include "cutlass_ext/epilogue/output_arguments.h"
 #include "plan/tactics.h"
 
 namespace qcutlass::cuda {
@@ -22,16 +23,8 @@ struct Launch {
   int channels, tokens, k;
   int group_size;
   Groups scales, zeros;
-  void* output;
-  DType output_type;
-  int64_t output_stride;
-  bool output_vectors;
-  void const* bias;
-  DType bias_type;
-  Activation activation;
-  SumScales sums;
   BlockScales blocks;
-  QuantizedOutput quantized;
+  cutlass::epilogue::thread::OutputArguments output;
   int split_k;
   bool cluster;
   bool programmatic;  // the kernel itself waits for what precedes it: sm_90

@@ -2,14 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <utility>
 
 #include "cuda/block_scales.cuh"
 #include "cuda/family.h"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/output.cuh"
 #include "cuda/tensor_map.h"
-#include "cutlass/device_kernel.h"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/kernel/packed_gemm_wgmma.h"
 #include "plan/footprint.h"
@@ -112,52 +109,39 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     return args;
   }
 
-  template <int kIndex>
-  static void launch(Launch const& launch, cudaStream_t stream) {
-    using C = Configuration<kIndex>;
-    using Kernel = typename C::Kernel;
-    using Shape = typename Kernel::Shape;
-
+  template <class C>
+  static LaunchShape prepare(typename C::Kernel::Params& params, Launch const& launch) {
+    using Shape = typename C::Shape;
     int64_t const token_tiles = layout::ceil_div(launch.tokens, Shape::kN);
     int const sharers = wgmma_sharers(C::kTactic.mainloop, token_tiles, launch.split_k);
-    typename Kernel::Params params{};
     if constexpr (C::kTactic.mainloop == Mainloop::kWgmmaSs)
       params.mma = arguments<typename C::Mma>(launch, sharers);
     else
       params.mma = arguments<typename C::Mma>(launch);
-    params.output = output_params<typename Kernel::OutputOp>(launch);
     int const channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM)),
               token_groups = int(layout::ceil_div(token_tiles, sharers)),
               shared = (channel_tiles - launch.shared_channel / Shape::kM) *
                        (token_groups - launch.shared_token / (Shape::kN * sharers));
     int const whole = channel_tiles * token_groups - shared;
     params.order = {channel_tiles, token_groups, whole, launch.split_k};
-    set_shares(params, launch, Shape::kK);
     int const together = launch.cluster ? launch.split_k : sharers;  // blocks of a cluster
     int64_t const all = int64_t(params.order.items) * sharers, fit = std::max(1, launch.sm_count / together) * together;
     int64_t const blocks = launch.cluster && whole == 0 ? all : std::min(all, fit);
-    launch_kernel(
-        cutlass::device_kernel<Kernel>, launch,
-        {dim3(unsigned(blocks)), dim3(unsigned(together)), C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory},
-        stream, params);
+    return {dim3(unsigned(blocks)), dim3(unsigned(together)), C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory};
   }
 
-  using Function = void (*)(Launch const&, cudaStream_t);
   template <int kIndex>
-  static constexpr Function entry() {
-    if constexpr (is_wgmma(kTactics[kIndex].mainloop) && is_compiled(kTactics[kIndex], kKind)) return launch<kIndex>;
+  static constexpr LaunchFunction entry() {
+    if constexpr (is_wgmma(kTactics[kIndex].mainloop) && is_compiled(kTactics[kIndex], kKind))
+      return launch_configuration<Impl, Configuration<kIndex>>;
     return nullptr;
-  }
-  template <int... kIndices>
-  static constexpr Function function(int index, std::integer_sequence<int, kIndices...>) {
-    Function const table[] = {entry<kIndices>()...};
-    return table[index];
   }
 };
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
 void WgmmaFamily<kType, kPacking, kMode>::launch(int tactic, Launch const& launch, void* stream) {
-  Impl::function(tactic, std::make_integer_sequence<int, kTacticCount>{})(launch, static_cast<cudaStream_t>(stream));
+  LaunchFunction const run = launch_function<Impl>(tactic, std::make_integer_sequence<int, kTacticCount>{});
+  run(launch, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace qcutlass::cuda

@@ -1,14 +1,12 @@
 // Launching a plan: operands aligned if need be, the kernel family picked by type, partial results added.
 #include <atomic>
-#include <memory>
-#include <mutex>
 
 #include "cuda/copy_rows.cuh"
 #include "cuda/cuda_check.h"
+#include "cuda/device.h"
 #include "cuda/family.h"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/output.cuh"
-#include "plan/architectures.h"
 #include "plan/shared_tiles.h"
 #include "plan/workspace.h"
 #include "qcutlass/error.h"
@@ -16,7 +14,6 @@
 namespace qcutlass::cuda {
 namespace {
 
-constexpr int kMaxDevices = 64;
 using FamilyLaunch = void (*)(int, Launch const&, void*);
 
 /// A family at run time; cpp/cmake/instances.cmake lists them.
@@ -74,11 +71,19 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, W
   return result;
 }
 
+cutlass::epilogue::thread::OutputArguments output_arguments(GemmArguments const& a, DType type) {
+  bool const vectors = stores_vectors(a.out, a.out_stride, a.weights.n, a.m, type);
+  return {{a.out, type, a.out_stride, int(a.m), int(a.weights.n), vectors, a.bias, a.bias_type, a.activation},
+          a.sums,
+          a.quantized};
+}
+
 template <class OutputOp>
 void reduce(Launch const& launch, cudaStream_t stream) {
   dim3 const grid = row_grid(launch.partial_stride / OutputOp::kVector, launch.tokens - launch.shared_token);
   launch_kernel(reduce_partials<OutputOp>, launch, {grid, dim3(1), kCopyThreads, 0, 0}, stream,
-                partial_sums<typename OutputOp::Sum const>(launch), launch.split_k, output_params<OutputOp>(launch));
+                partial_sums<typename OutputOp::Sum const>(launch), launch.split_k,
+                typename OutputOp::Params(launch.output));
 }
 
 void reduce(Kind const& kind, Launch const& launch, cudaStream_t stream) {
@@ -93,45 +98,6 @@ void reduce(Kind const& kind, Launch const& launch, cudaStream_t stream) {
 }
 
 }  // namespace
-
-bool is_built() { return true; }
-
-std::vector<std::string> built_architectures() { return split_architectures(QCUTLASS_CUDA_ARCHITECTURES); }
-
-DeviceTraits const& device_traits(int device) {
-  static std::mutex mutex;
-  static std::unique_ptr<DeviceTraits> cache[kMaxDevices];
-  if (device < 0 || device >= kMaxDevices)
-    throw InvalidArgument("device: expected an index in [0, 64), got " + std::to_string(device));
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!cache[device]) {
-    auto const attribute = [device](cudaDeviceAttr name) {
-      int value = 0;
-      cudaError_t const status = cudaDeviceGetAttribute(&value, name, device);
-      if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver || status == cudaErrorInvalidDevice)
-        throw Unsupported("GPU " + std::to_string(device) + " is not available (" + cudaGetErrorString(status) +
-                          "); this build has kernels for " + QCUTLASS_CUDA_ARCHITECTURES +
-                          ". CPU tensors work without a GPU");
-      QCUTLASS_CUDA_CHECK(status);
-      return value;
-    };
-    DeviceTraits traits;
-    traits.compute_capability =
-        10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
-    traits.sm_count = attribute(cudaDevAttrMultiProcessorCount);
-    traits.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    traits.code_capability = serving_architecture(built_architectures(), traits.compute_capability);
-    traits.wgmma = serves_wgmma(built_architectures(), traits.compute_capability);
-    if (traits.code_capability == 0)
-      throw Unsupported(
-          "GPU " + std::to_string(device) + " has compute capability " +
-          std::to_string(traits.compute_capability / 10) + "." + std::to_string(traits.compute_capability % 10) +
-          ", but this build has kernels for " + QCUTLASS_CUDA_ARCHITECTURES +
-          " only; rebuild with CMAKE_CUDA_ARCHITECTURES=" + std::to_string(traits.compute_capability) + "-real");
-    cache[device] = std::make_unique<DeviceTraits>(traits);
-  }
-  return *cache[device];
-}
 
 void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   WeightArguments const& w = a.weights;
@@ -149,8 +115,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   if (reinterpret_cast<uintptr_t>(w.packed) % kAlignment != 0)
     throw InvalidArgument("w_packed: expected a 16-byte aligned tensor; clone() it");
   char* const base = static_cast<char*>(a.workspace);
-  int device = 0;
-  QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
+  int const device = current_device();
   DeviceTraits const& traits = device_traits(device);
   SharedTiles const shared(problem, traits, kTactics[tactic], plan.split_k);
   if (plan.shared_channel != shared.first_channel || plan.shared_token != shared.first_token ||
@@ -172,16 +137,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
                          space.scale_stride, stream);
   launch.zeros = groups(problem.weights.copied_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros,
                         space.zero_stride, stream);
-  launch.output = a.out;
-  launch.output_type = problem.output.type;
-  launch.output_stride = a.out_stride;
-  launch.output_vectors = stores_vectors(a.out, a.out_stride, w.n, a.m, launch.output_type);
-  launch.bias = a.bias;
-  launch.bias_type = a.bias_type;
-  launch.activation = a.activation;
-  launch.sums = a.sums;
   launch.blocks = a.blocks;
-  launch.quantized = a.quantized;
+  launch.output = output_arguments(a, problem.output.type);
   launch.split_k = plan.split_k;
   launch.cluster = plan.cluster;
   launch.programmatic = plan.early;
@@ -194,7 +151,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
 
   int const family = family_index(problem.kind);
   static std::atomic<bool> used[kMaxDevices][kFamilyCount][kTacticCount];
-  std::atomic<bool>& seen = used[device % kMaxDevices][family][tactic];
+  std::atomic<bool>& seen = used[device][family][tactic];
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
   launch.sm_count = traits.sm_count;

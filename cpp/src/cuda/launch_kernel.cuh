@@ -1,10 +1,13 @@
-// What launches of all main loops have in common.
+// Launches of all main loops: the functions of a family by tactic, the parameters that all kernels take, the launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <utility>
+
 #include "cuda/cuda_check.h"
 #include "cuda/output.cuh"
+#include "cutlass/device_kernel.h"
 
 namespace qcutlass::cuda {
 
@@ -49,6 +52,27 @@ void launch_kernel(void (*kernel)(Params...), Launch const& launch, LaunchShape 
   config.attrs = attributes;
   config.numAttrs = unsigned(count);
   QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
+}
+
+/// Launches the kernel of a configuration. Impl::prepare<Configuration>(params, launch) sets the parameters that only
+/// kernels of its main loop take, and returns the launch's shape.
+template <class Impl, class Configuration>
+void launch_configuration(Launch const& launch, cudaStream_t stream) {
+  using Kernel = typename Configuration::Kernel;
+  typename Kernel::Params params{};
+  params.output = typename Kernel::OutputOp::Params(launch.output);
+  set_shares(params, launch, Kernel::Shape::kK);
+  LaunchShape const shape = Impl::template prepare<Configuration>(params, launch);
+  launch_kernel(cutlass::device_kernel<Kernel>, launch, shape, stream, params);
+}
+
+using LaunchFunction = void (*)(Launch const&, cudaStream_t);
+
+/// The launch function of a tactic, Impl::entry<tactic>(), which is nullptr where the family has none.
+template <class Impl, int... kTactics>
+LaunchFunction launch_function(int tactic, std::integer_sequence<int, kTactics...>) {
+  static constexpr LaunchFunction table[] = {Impl::template entry<kTactics>()...};
+  return table[tactic];
 }
 
 }  // namespace qcutlass::cuda

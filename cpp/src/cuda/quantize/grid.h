@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/cuda_check.h"
+#include "cuda/device.h"
 #include "qcutlass/error.h"
 #include "qcutlass/layout.h"
 
@@ -32,12 +32,7 @@ inline Grid grid_of(int64_t rows, int64_t columns, int threads, int least = 1) {
 
 /// How many blocks take work in turn on the current device, where `per_sm` of them run at a time: two rounds, so that
 /// one that ends early makes room.
-inline int64_t blocks_in_turn(int per_sm) {
-  int device = 0, sm_count = 0;
-  QCUTLASS_CUDA_CHECK(cudaGetDevice(&device));
-  QCUTLASS_CUDA_CHECK(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
-  return 2 * int64_t(per_sm) * sm_count;
-}
+inline int64_t blocks_in_turn(int per_sm) { return 2 * int64_t(per_sm) * device_traits(current_device()).sm_count; }
 
 /// Calls run(std::integral_constant<int, size>).
 template <class Run>

@@ -8,6 +8,7 @@
 #include "cutlass/epilogue/thread/activation.h"
 #include "cutlass/half.h"
 #include "cutlass/numeric_conversion.h"
+#include "cutlass_ext/epilogue/output_arguments.h"
 #include "qcutlass/types.h"
 
 namespace cutlass::epilogue::thread {
@@ -152,14 +153,26 @@ class BiasActivation {
   static constexpr int kVector = kVectorChannels;
   using Sum = float;
 
+  /// OutputTensor's members, but of one type.
   struct Params {
-    Element* output;  // [tokens, channels]
+    Element* output;
     int64_t stride;
     int tokens, channels;
-    bool vectors;  // every 8 channels of a row that start at a multiple of 8 are complete and 16-byte aligned
+    bool vectors;
     void const* bias;
     qcutlass::DType bias_type;
     qcutlass::Activation activation;
+
+    Params() = default;
+    explicit Params(OutputArguments const& args)
+        : output(static_cast<Element*>(args.output)),
+          stride(args.stride),
+          tokens(args.tokens),
+          channels(args.channels),
+          vectors(args.vectors),
+          bias(args.bias),
+          bias_type(args.bias_type),
+          activation(args.activation) {}
   };
 
   CUTLASS_DEVICE BiasActivation(Params const& params, int channel) : params_(params), channel_(channel) {

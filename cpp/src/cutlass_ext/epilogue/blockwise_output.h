@@ -3,7 +3,6 @@
 
 #include "cutlass_ext/epilogue/bias_activation.h"
 #include "cutlass_ext/epilogue/block_quantizer.h"
-#include "qcutlass/gemm.h"
 
 namespace cutlass::epilogue::thread {
 
@@ -15,16 +14,11 @@ class BlockwiseOutput {
   static constexpr int kVector = kVectorChannels;
   using Sum = float;
 
-  struct Params {
-    void* output;  // [tokens, channels]
-    qcutlass::DType output_type;
-    int64_t stride;
-    int tokens, channels;
-    bool vectors;  // as in BiasActivation
-    void const* bias;
-    qcutlass::DType bias_type;
-    qcutlass::Activation activation;
+  struct Params : OutputTensor {
     qcutlass::QuantizedOutput quantized;
+
+    Params() = default;
+    explicit Params(OutputArguments const& args) : OutputTensor(args), quantized(args.quantized) {}
   };
 
   /// The values of a token, and of a channel, that its sums are finished with.

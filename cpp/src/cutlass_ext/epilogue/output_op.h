@@ -9,7 +9,7 @@
 
 namespace cutlass::epilogue::thread {
 
-/// The output operator for each scale mode.
+/// The output operator for each scale mode. An operator's Params are made from OutputArguments.
 template <class Element, class Sum, qcutlass::ScaleMode kMode>
 using OutputOpOf =
     std::conditional_t<kMode == qcutlass::ScaleMode::kNone, ScaledSums<Sum>,

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cutlass_ext/epilogue/bias_activation.h"
-#include "qcutlass/gemm.h"
 
 namespace cutlass::epilogue::thread {
 
@@ -17,16 +16,11 @@ class ScaledSums {
   using Sum = Sum_;
   static constexpr bool kInteger = std::is_same_v<Sum, int32_t>;
 
-  struct Params {
-    void* output;  // [tokens, channels]
-    qcutlass::DType output_type;
-    int64_t stride;
-    int tokens, channels;
-    bool vectors;  // as in BiasActivation
-    void const* bias;
-    qcutlass::DType bias_type;
-    qcutlass::Activation activation;
+  struct Params : OutputTensor {
     qcutlass::SumScales scales;
+
+    Params() = default;
+    explicit Params(OutputArguments const& args) : OutputTensor(args), scales(args.scales) {}
   };
 
   /// The values of a token that its sums are finished with.
@@ -49,7 +43,7 @@ class ScaledSums {
   };
   struct alignas(16) IntegerChannel {
     float scale, bias;
-    int32_t codes;  // their sum
+    int32_t codes;
     IntegerChannel() = default;
     CUTLASS_DEVICE IntegerChannel(float scale, float bias, int32_t codes) : scale(scale), bias(bias), codes(codes) {}
   };

@@ -5,16 +5,12 @@
 //               place to be free and request a few boxes (activations, weights, scales, zeros)
 //   consumers   the other warpgroups take their strips' codes from the ring, dequantise a batch of k steps into one of
 //               two fragment buffers while the MMAs of the other one run, and free a stage when its last batch is done
-//
-// The loop is unrolled over the places of the ring: descriptors of operand B then are constants. Every product begins
-// in place 0; phases are kept per place.
 #pragma once
 
 #include "cutlass_ext/arch/named_barrier.h"
-#include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/wgmma_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/packed_mma.h"
-#include "cutlass_ext/gemm/threadblock/ring_producer.h"
+#include "cutlass_ext/gemm/threadblock/ring_consumer.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -74,6 +70,7 @@ class MmaPackedWgmmaRs {
 
   /// Rings, one after the other; those of scales may be empty.
   struct alignas(128) SharedStorage {
+    static constexpr int kChunks = MmaPackedWgmmaRs::kChunks;
     static constexpr int kTokenBytes = Shape::kN * kChunkBytes;  // of a chunk
     static constexpr int kStripBytes = kTiles * LayoutA::kTileBytes;
     static constexpr int kScaleBytes = kRows * Shape::kM * qcutlass::scale_bytes(kMode);
@@ -99,26 +96,17 @@ class MmaPackedWgmmaRs {
   static CUTLASS_DEVICE int freeing_warps(Arguments const&) { return kWarpgroups * 4; }
 
   /// The producing thread.
-  class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
-    using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
-    using Base::args_, Base::barriers_, Base::rows_, Base::barrier, Base::activation_bytes;
+  class Producer : public RingProducer<Producer, SharedStorage, kStages, Shape::kK, Arguments> {
+    using Base = RingProducer<Producer, SharedStorage, kStages, Shape::kK, Arguments>;
+    using Base::args_, Base::barriers_, Base::storage_, Base::barrier, Base::activation_bytes;
     friend Base;
 
    public:
-    CUTLASS_DEVICE Producer(SharedStorage& storage, Barriers& barriers, Arguments const& args)
-        : Base(barriers, args), storage_(storage) {}
+    using Base::Base;
 
    private:
-    CUTLASS_DEVICE void request_activations(int place, int token, int k) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int chunk = 0; chunk < kChunks; ++chunk)
-        cute::SM90_TMA_LOAD_2D::copy(&args_.activations.map(rows_), barrier(place),
-                                     uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     storage_.activations(place, chunk), k + chunk * kChunkK, token);
-    }
-
     CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
-      barriers_.full[place].arrive_and_expect_tx(args_.weight_bytes + activation_bytes(kChunks * kChunkBytes));
+      barriers_.full[place].arrive_and_expect_tx(args_.weight_bytes + activation_bytes());
       cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
                                    k / LayoutA::kTileK, channel / 16);
       if constexpr (kRows > 0) {
@@ -135,17 +123,19 @@ class MmaPackedWgmmaRs {
     CUTLASS_DEVICE void load_rows(CUtensorMap const& map, int place, uint8_t* to, int channel, int group) {
       cute::SM90_TMA_LOAD_2D::copy(&map, barrier(place), args_.weight_policy, to, channel, group);
     }
-
-    SharedStorage& storage_;
   };
 
   /// A consuming warpgroup.
-  class Consumer {
+  class Consumer : public RingConsumer<Consumer, kStages> {
+    using Base = RingConsumer<Consumer, kStages>;
+    using Base::await, Base::barriers_;
+    friend Base;
+
    public:
     CUTLASS_DEVICE Consumer(SharedStorage& storage, Barriers& barriers, Arguments const& args, int warpgroup, int warp,
                             int lane)
-        : storage_(storage),
-          barriers_(barriers),
+        : Base(barriers),
+          storage_(storage),
           args_(args),
           warpgroup_(warpgroup),
           strip_(warpgroup * 4 + warp),
@@ -169,14 +159,7 @@ class MmaPackedWgmmaRs {
       fetch(0, 0, 0);
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1);
       prepare(0, 0, 0);
-      first_ = true;
-      int left = stages;
-      CUTLASS_PRAGMA_NO_UNROLL
-      while (round(sums, left, std::make_integer_sequence<int, kStages>{})) {
-      }
-      cute::warpgroup_wait<0>();
-      arch::fence_registers(sums);
-      release((stages - 1) % kStages);
+      this->accumulate(sums, stages);
     }
 
    private:
@@ -193,13 +176,6 @@ class MmaPackedWgmmaRs {
     /// and looking ahead does not hold on to another stage.
     static constexpr int kAhead = kBatches > 1 && kBatch % kCodeSteps == 0 && kBatch % kRowSteps == 0 ? 2 : 1;
 
-    /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more. (The compiler does
-    /// not unroll a loop with barriers in it.)
-    template <int... kPlaces>
-    CUTLASS_DEVICE bool round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
-      return (stage<kPlaces>(sums, left) && ...);
-    }
-
     template <int kPlace>
     CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
       CUTLASS_PRAGMA_UNROLL
@@ -209,19 +185,11 @@ class MmaPackedWgmmaRs {
         if (left > (batch + kAhead) / kBatches)
           fetch((kPlace + (batch + kAhead) / kBatches) % kStages, (batch + kAhead) % kBatches, (buffer + kAhead) % 2);
         cute::warpgroup_wait<1>();  // the batch before this one is done: its fragments are free
-        if (batch == 0) {           // and the last stage
-          if (kPlace != 0 || !first_) release((kPlace + kStages - 1) % kStages);
-          first_ = false;
-        }
+        if (batch == 0) this->template release_before<kPlace>();
         if (left > (batch + 1) / kBatches)
           prepare((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches, buffer ^ 1);
       }
       return --left > 0;
-    }
-
-    CUTLASS_DEVICE void await(int place) {
-      barriers_.full[place].wait(phases_ >> place & 1);
-      phases_ ^= 1u << place;
     }
 
     CUTLASS_DEVICE void release(int place) {
@@ -323,13 +291,10 @@ class MmaPackedWgmmaRs {
     }
 
     SharedStorage& storage_;
-    Barriers& barriers_;
     Arguments const& args_;
     int const warpgroup_, strip_, lane_;
-    int k_;                // of the stage whose codes come next
-    int row_;              // of scales: see find_rows()
-    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
-    bool first_;           // no stage of this tile has been released yet
+    int k_;    // of the stage whose codes come next
+    int row_;  // of scales: see find_rows()
     uint32_t fragments_[2][kBatch][4];
     uint32_t codes_[kAhead][kBatchTiles * 4];
     Operands operands_[kAhead][kBatchRows];

@@ -13,10 +13,9 @@
 //   blockwise   a stage is a block of k; its int32 sums are scaled
 #pragma once
 
-#include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/row_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/packed_mma.h"
-#include "cutlass_ext/gemm/threadblock/ring_producer.h"
+#include "cutlass_ext/gemm/threadblock/ring_consumer.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -60,6 +59,7 @@ class MmaPackedWgmmaSs {
   static CUTLASS_DEVICE int sharers(Arguments const& args) { return args.sharers; }
 
   struct alignas(128) SharedStorage {
+    static constexpr int kChunks = 1;
     static constexpr int kTokenBytes = Shape::kN * kRowBytes;
     static constexpr int kTileRow = Shape::kM / 16 * LayoutA::kTileBytes;  // a step's weights
     static constexpr int kStageBytes = kTokenBytes + kTiles * kTileRow;
@@ -67,29 +67,24 @@ class MmaPackedWgmmaSs {
     uint8_t ring[kStages * kStageBytes];
 
     CUTLASS_DEVICE uint8_t* stage(int place) { return ring + place * kStageBytes; }
+    CUTLASS_DEVICE uint8_t* activations(int place, int /*chunk*/) { return stage(place); }
   };
   using Barriers = RingBarriers<kStages>;
   /// Warps that free a place of the ring, which what comes fills in all blocks that share weights.
   static CUTLASS_DEVICE int freeing_warps(Arguments const& args) { return kWarpgroups * 4 * args.sharers; }
 
   /// The producing thread.
-  class Producer : public RingProducer<Producer, kStages, Shape::kK, Arguments> {
-    using Base = RingProducer<Producer, kStages, Shape::kK, Arguments>;
-    using Base::args_, Base::barriers_, Base::rows_, Base::barrier, Base::activation_bytes;
+  class Producer : public RingProducer<Producer, SharedStorage, kStages, Shape::kK, Arguments> {
+    using Base = RingProducer<Producer, SharedStorage, kStages, Shape::kK, Arguments>;
+    using Base::args_, Base::barriers_, Base::storage_, Base::barrier, Base::activation_bytes;
     friend Base;
 
    public:
-    CUTLASS_DEVICE Producer(SharedStorage& storage, Barriers& barriers, Arguments const& args)
-        : Base(barriers, args), storage_(storage) {}
+    using Base::Base;
 
    private:
-    CUTLASS_DEVICE void request_activations(int place, int token, int k) {
-      cute::SM90_TMA_LOAD_2D::copy(&args_.activations.map(rows_), barrier(place),
-                                   uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), storage_.stage(place), k, token);
-    }
-
     CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
-      barriers_.full[place].arrive_and_expect_tx(kTiles * SharedStorage::kTileRow + activation_bytes(kRowBytes));
+      barriers_.full[place].arrive_and_expect_tx(kTiles * SharedStorage::kTileRow + activation_bytes());
       uint8_t* const to = storage_.stage(place) + SharedStorage::kTokenBytes;
       int const tile = k / LayoutA::kTileK;
       if (args_.sharers == 1) {
@@ -100,17 +95,18 @@ class MmaPackedWgmmaSs {
                                                to + first * SharedStorage::kTileRow, 0, channel / 16, tile + first);
       }
     }
-
-    SharedStorage& storage_;
   };
 
-  /// A consuming warpgroup. Its instructions beside the MMAs are what bounds promoted products, so the loop is unrolled
-  /// over the places of the ring, which makes addresses and descriptors constants. Every product begins in place 0.
-  class Consumer {
+  /// A consuming warpgroup. Its instructions beside the MMAs are what bounds promoted products.
+  class Consumer : public RingConsumer<Consumer, kStages> {
+    using Base = RingConsumer<Consumer, kStages>;
+    using Base::await, Base::barriers_;
+    friend Base;
+
    public:
     CUTLASS_DEVICE Consumer(SharedStorage&, Barriers& barriers, Arguments const& args, int warpgroup, int warp,
                             int lane)
-        : barriers_(barriers),
+        : Base(barriers),
           args_(args),
           token_(warpgroup * arch::kWarpgroupRows % Shape::kN + warp * 16 + lane / 4),
           tokens_at_(warpgroup * arch::kWarpgroupRows % Shape::kN * kRowBytes),
@@ -126,22 +122,16 @@ class MmaPackedWgmmaSs {
 
     /// The sums over `stages` stages, at least one, for which begin() was called.
     CUTLASS_DEVICE void operator()(FragmentC& sums, int /*first_k*/, int stages) {
-      auto const places = std::make_integer_sequence<int, kStages>{};
-      int left = stages;
       if constexpr (kPromotes) {
+        auto const places = std::make_integer_sequence<int, kStages>{};
+        int left = stages;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
         CUTLASS_PRAGMA_NO_UNROLL
         for (; left >= kStages; left -= kStages) promoted_round(sums, places);
         if (left > 0) promoted_rest(sums, left, places);
       } else {
-        first_ = true;
-        CUTLASS_PRAGMA_NO_UNROLL
-        while (round(sums, left, places)) {
-        }
-        cute::warpgroup_wait<0>();
-        arch::fence_registers(sums);
-        release((stages - 1) % kStages);
+        this->accumulate(sums, stages);
       }
     }
 
@@ -149,23 +139,17 @@ class MmaPackedWgmmaSs {
     using Sums = typename Wgmma::Sums;
     static_assert(kStages % 2 == 0, "a place has one of the two sets of sums");
 
-    /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more.
-    template <int... kPlaces>
-    CUTLASS_DEVICE bool round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
-      return (stage<kPlaces>(sums, left) && ...);
-    }
-
     template <int kPlace>
     CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
-      multiply<kPlace>(sums, kPlace == 0 && first_);
+      multiply<kPlace>(sums, kPlace == 0 && this->is_first());
       cute::warpgroup_wait<1>();
-      if (kPlace != 0 || !first_) release((kPlace + kStages - 1) % kStages);
-      if (kPlace == 0) first_ = false;
+      this->template release_before<kPlace>();
       return --left > 0;
     }
 
-    /// The same with a promotion after each stage, while the MMAs of the next one run. The last one waits for all MMAs:
-    /// ptxas serialises those in flight where a loop ends, or a path leaves it, if others' sums are read meanwhile.
+    /// A stage in every place of the ring, with a promotion after each stage, while the MMAs of the next one run. The
+    /// last one waits for all MMAs: ptxas serialises those in flight where a loop ends, or a path leaves it, if others'
+    /// sums are read meanwhile.
     template <int... kPlaces>
     CUTLASS_DEVICE void promoted_round(FragmentC& sums, std::integer_sequence<int, kPlaces...>) {
       Sums blocks[2];
@@ -216,8 +200,7 @@ class MmaPackedWgmmaSs {
       constexpr int kOffset = kPlace * SharedStorage::kStageBytes;
       constexpr uint64_t kTokens = arch::swizzled_operand<kRowBytes>(kOffset),
                          kWeights = arch::swizzled_operand<LayoutA::kTileK>(kOffset + SharedStorage::kTokenBytes);
-      barriers_.full[kPlace].wait(phases_ >> kPlace & 1);
-      phases_ ^= 1u << kPlace;
+      await(kPlace);
       arch::fence_registers(sums);
       cute::warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
@@ -268,13 +251,10 @@ class MmaPackedWgmmaSs {
 
     static constexpr int kAhead = 2;
 
-    Barriers& barriers_;
     Arguments const& args_;
     int const token_, tokens_at_, weights_at_, lane_;
     bool const releases_;
-    int const peer_;       // whose place a lane releases
-    uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
-    bool first_;           // no stage of this tile has been released yet
+    int const peer_;  // whose place a lane releases
     float const* scales_;
     int scales_left_;
     float scale_[kAhead];

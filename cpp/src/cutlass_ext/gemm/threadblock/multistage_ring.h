@@ -9,39 +9,21 @@
 
 #include "cutlass/arch/memory_sm75.h"
 #include "cutlass_ext/gemm/threadblock/activation_loader.h"
-#include "cutlass_ext/gemm/threadblock/packed_mma.h"
+#include "cutlass_ext/gemm/threadblock/packed_mma_base.h"
 #include "cutlass_ext/gemm/threadblock/packed_weight_loader.h"
 
 namespace cutlass::gemm::threadblock {
 
-/// Shape: channels x tokens x k of a stage. WarpShape: channels x tokens x a slice of k, which is 128 bytes of a
-/// token's row; Shape::kK / WarpShape::kK warps share a warp tile, one slice of each stage a warp. Their partial sums
-/// are added by the epilogue.
-template <class Shape_, class WarpShape_, int Stages_, class Element_, qcutlass::Packing kPacking_,
-          qcutlass::ScaleMode kMode_>
-class MultistageRing {
+/// A slice of k is 128 bytes of a token's row.
+template <class Shape, class WarpShape, int Stages, class Element, qcutlass::Packing kPacking,
+          qcutlass::ScaleMode kMode>
+class MultistageRing : public PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode> {
  public:
-  using Shape = Shape_;
-  using WarpShape = WarpShape_;
-  using Element = Element_;
-  static constexpr int kStages = Stages_;
-  static constexpr qcutlass::ScaleMode kMode = kMode_;
-  using Traits = PackedMma<Element, kPacking_, kMode>;
-  using Arguments = typename Traits::Arguments;
-  using Accumulator = typename Traits::Accumulator;
+  using Base = PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode>;
+  using Base::kColumns, Base::kSlices, Base::kStages, Base::kSteps, Base::kStrips, Base::kThreads, Base::kWarpsM,
+      Base::kWarpsN;
+  using typename Base::Arguments, typename Base::LayoutA, typename Base::Traits;
 
-  static constexpr int kWarpsM = Shape::kM / WarpShape::kM;
-  static constexpr int kWarpsN = Shape::kN / WarpShape::kN;
-  static constexpr int kSlices = Shape::kK / WarpShape::kK;
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN * kSlices;
-  static constexpr int kStrips = WarpShape::kM / 16;  // per warp
-  static constexpr int kColumns = WarpShape::kN / 8;  // n8 blocks per warp
-  static constexpr int kSteps = WarpShape::kK / Traits::kStepK;
-
-  using ArchMma = typename Traits::ArchMma;
-  using FragmentC = Array<Accumulator, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
-
-  using LayoutA = typename Traits::LayoutA;
   static constexpr int kStageTiles = Shape::kK / LayoutA::kTileK;
   static constexpr int kSliceTiles = kStageTiles / kSlices;
   using WeightLoader = PackedWeightLoader<LayoutA, Shape::kM / 16, kStageTiles, kThreads>;

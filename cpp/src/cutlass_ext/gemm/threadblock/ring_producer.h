@@ -36,14 +36,14 @@ struct TokenBoxes {
   CUTLASS_DEVICE CUtensorMap const& map(int rows) const { return rows == kTokens ? whole : last; }
 };
 
-/// The producing thread. `Loader` has request_weights(place, channel, k), which expects the bytes of a stage, too, and
-/// request_activations(place, token, k), both for the rows_ tokens of the tile that exist. Every product begins in
-/// place 0; phases are kept per place.
-template <class Loader, int kStages, int kStageK, class Arguments>
+/// The producing thread. `Loader`, the derived class, has request_weights(place, channel, k), which expects the bytes
+/// of a stage, too. SharedStorage has kChunks chunks of 128 bytes of a token's row at activations(place, chunk). Every
+/// product begins in place 0; phases are kept per place.
+template <class Loader, class SharedStorage, int kStages, int kStageK, class Arguments>
 class RingProducer {
  public:
-  CUTLASS_DEVICE RingProducer(RingBarriers<kStages>& barriers, Arguments const& args)
-      : barriers_(barriers), args_(args) {
+  CUTLASS_DEVICE RingProducer(SharedStorage& storage, RingBarriers<kStages>& barriers, Arguments const& args)
+      : storage_(storage), barriers_(barriers), args_(args) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations.whole));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.activations.last));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&args.weights));
@@ -68,7 +68,7 @@ class RingProducer {
         barriers_.empty[place].wait(~phases_ >> place & 1);
         loader().request_weights(place, channel, k);
       }
-      if (rows_ > 0) loader().request_activations(place, token, k);
+      if (rows_ > 0) request_activations(place, token, k);
       phases_ ^= 1u << place;
       place = place + 1 == kStages ? 0 : place + 1;
       k += kStageK;
@@ -78,16 +78,25 @@ class RingProducer {
  protected:
   CUTLASS_DEVICE uint64_t* barrier(int place) const { return reinterpret_cast<uint64_t*>(&barriers_.full[place]); }
 
-  /// The bytes of activations in a stage, at `row_bytes` a row.
-  CUTLASS_DEVICE int activation_bytes(int row_bytes) const { return fast_max(rows_, 0) * row_bytes; }
+  /// The bytes of activations in a stage.
+  CUTLASS_DEVICE int activation_bytes() const { return fast_max(rows_, 0) * (SharedStorage::kChunks * 128); }
 
+  SharedStorage& storage_;
   RingBarriers<kStages>& barriers_;
   Arguments const& args_;
-  int rows_;
 
  private:
   CUTLASS_DEVICE Loader& loader() { return static_cast<Loader&>(*this); }
 
+  CUTLASS_DEVICE void request_activations(int place, int token, int k) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int chunk = 0; chunk < SharedStorage::kChunks; ++chunk)
+      cute::SM90_TMA_LOAD_2D::copy(&args_.activations.map(rows_), barrier(place),
+                                   uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), storage_.activations(place, chunk),
+                                   k + chunk * (kStageK / SharedStorage::kChunks), token);
+  }
+
+  int rows_;             // tokens of the tile that exist
   uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
   int requested_ = 0;    // stages whose weights are on their way already
 };

@@ -1,0 +1,26 @@
+// The output of a product, as plain data that every output operator makes its parameters from.
+#pragma once
+
+#include "qcutlass/gemm.h"
+
+namespace cutlass::epilogue::thread {
+
+/// The output and the element-wise end of a product, for all output operators.
+struct OutputTensor {
+  void* output;  // [tokens, channels]
+  qcutlass::DType output_type;
+  int64_t stride;
+  int tokens, channels;
+  bool vectors;  // every 8 channels of a row that start at a multiple of 8 are complete and 16-byte aligned
+  void const* bias;
+  qcutlass::DType bias_type;
+  qcutlass::Activation activation;
+};
+
+/// With the members that only some operators take.
+struct OutputArguments : OutputTensor {
+  qcutlass::SumScales scales;
+  qcutlass::QuantizedOutput quantized;
+};
+
+}  // namespace cutlass::epilogue::thread
