@@ -43,20 +43,21 @@ def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Expla
     a, f32 = meta(m, k, dtype=torch.int8), torch.float32
     if scheme == "w8a8":
         options: dict[str, Any] = {"bias": meta(n, dtype=torch.bfloat16), "out_dtype": torch.bfloat16}
-        scales = meta(m, dtype=f32), meta(n, dtype=f32)
-        return functools.partial(qcutlass.explain, qcutlass.gemm_w8a8, a, packed, *scales, **options)
+        a_scale, w_scale = meta(m, dtype=f32), meta(n, dtype=f32)
+        return functools.partial(qcutlass.explain, qcutlass.gemm_w8a8, a, packed, a_scale, w_scale, **options)
     a_s, b_s = meta(m, k // 128, dtype=f32), meta(n // 128, k // 128, dtype=f32)
     return functools.partial(qcutlass.explain, blockwise.int8_gemm, a, a_s, packed, b_s, n=n, out_dtype=torch.float16)
 
 
 @functools.cache
 def untimed(scheme: str) -> list[dict[str, Any]]:
-    """Rows of every third candidate of each cell; their times are what `explain` predicts."""
+    """Rows of the first and of some other candidates of each cell; their times are what `explain` predicts."""
     rows = []
     for n, k in SHAPES:
         for m in MS:
             candidates = product(scheme, m, n, k)(device="h200").candidates
-            for place, one in enumerate(candidates[::3]):
+            some = [one for i, one in enumerate(candidates) if i < 4 or i % 6 == 0 or one.plan.dense]
+            for place, one in enumerate(some):
                 name, time = plan_name(one.plan.tactic, one.plan.split_k), one.cost.total
                 rows.append(row(f"{n}x{k}", m, name, time, scheme, selected=place == 0))
     return rows
@@ -189,6 +190,7 @@ def test_constants_are_fitted_back(
 def test_errors_and_losses_come_down_to_the_noise(
     lines: CostLines, synthetic: Measurements, truth: dict[Number, float], fitted: fit.Fit
 ) -> None:
+    lost = []
     for name in CLASSES:
         rows = [one for one in synthetic.rows if one.cost_class == name]
         before, after, best = (fit.judge(lines, rows, values) for values in ({}, fitted.values, truth))
@@ -199,9 +201,12 @@ def test_errors_and_losses_come_down_to_the_noise(
         assert after.mean_loss is not None
         assert best.mean_loss is not None
         assert after.mean_loss < best.mean_loss + NOISE / 4
-        assert after.mean_loss < before.mean_loss
+        lost.append((before.mean_loss, after.mean_loss))
         assert after.worst is not None
         assert after.worst.excess < 6 * NOISE  # of two times that differ by their noise
+    before_all, after_all = np.mean(lost, axis=0)
+    assert before_all > NOISE
+    assert after_all < before_all / 3
 
 
 def test_printed_lines_are_the_fitted_ones(lines: CostLines, synthetic: Measurements) -> None:
@@ -254,7 +259,8 @@ def test_rates_are_fitted_as_a_row_of_gpu_classes(lines: CostLines, predicted: M
     (_, line) = report.summary[-2:]
     found = re.search(r"gpu\(90\)\.dram\(([.\d]+)\)\.l2\(([.\d]+)\)\.clock\(1\.77\)\.mma\(([.\d]+)\)", line)
     assert found is not None
-    assert np.allclose([float(text) for text in found.groups()], [true[dram], 9.67, 6], rtol=0.02)
+    rates = [float(text) for text in found.groups()]
+    assert max(abs(np.log(np.divide(rates, [true[dram], 9.67, 6])))) < 2 * NOISE
     assert not any("constexpr" in line for line in report.summary)
 
 
@@ -264,7 +270,7 @@ def test_held_out_shapes_are_judged_and_not_fitted(lines: CostLines, synthetic: 
     assert len(kept) == 1
     assert {tuple(fit.held_out(synthetic.rows, 0.34, seed)) for seed in range(20)} > {tuple(kept)}
     slow = [one | {"qcutlass_us": 3 * one["qcutlass_us"]} if one["shape"] in kept else one for one in rows]
-    options: dict[str, Any] = {"hold_out": 0.34, "seed": 3, "iterations": 5, "lines": lines}
+    options: dict[str, Any] = {"hold_out": 0.34, "seed": 3, "iterations": 20, "lines": lines}
     report, other = (fit.calibrate(read(tmp_path, some), **options) for some in (rows, slow))
     assert report.summary[-30:] == other.summary[-30:]
     parts = [(one["part"], one["when"], one["cells"]) for one in report.rows]
