@@ -239,7 +239,7 @@ def calibrate(
             "No cell has several tactics: choices can't be judged, and numbers that fit the chosen tactics alone may "
             "spoil them. Measure with --tactics all."
         )
-    summary += _left_alone(lines, everything, numbers, found)
+    summary += _left_alone(lines, everything, found)
     summary += ["", *lines.printed([one.place for one in numbers], found.values)]
     facts = {"GPU": sorted({one.gpu for one in everything}), "fitted": len(found.values)}
     return Report("Constants of the cost model", facts, _COLUMNS, rows, summary)
@@ -270,14 +270,14 @@ def _left_out(measurements: Measurements) -> list[str]:
     ]
 
 
-def _left_alone(lines: CostLines, rows: Sequence[Measured], numbers: Sequence[Number], found: Fit) -> list[str]:
-    """In words: which numbers no row sees, and which ones serve products of which there are no rows."""
+def _left_alone(lines: CostLines, rows: Sequence[Measured], found: Fit) -> list[str]:
+    """In words: which numbers no row sees, and which fitted ones serve products of which there are no rows."""
     result = []
     for place in dict.fromkeys(one.place for one in found.unseen):
         unseen = ", ".join(one.field for one in found.unseen if one.place == place)
         result.append(f"{place}: no row depends on {unseen}: left alone")
     for name in CLASSES:
         if all(one.cost_class != name for one in rows):
-            shared = {one.place for one in numbers if one in lines.lines_of[name].values()}
-            result += [f"{place} serves {name} too, of which there are no rows" for place in sorted(shared)]
+            shared = [one.name for one in found.values if one in lines.lines_of[name].values()]
+            result += [f"{name} takes these too, and has no rows: {', '.join(shared)}"] if shared else []
     return result

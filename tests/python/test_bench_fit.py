@@ -205,7 +205,7 @@ def test_errors_and_losses_come_down_to_the_noise(
         assert after.worst is not None
         assert after.worst.excess < 6 * NOISE  # of two times that differ by their noise
     before_all, after_all = np.mean(lost, axis=0)
-    assert before_all > NOISE
+    assert before_all > NOISE / 2
     assert after_all < before_all / 3
 
 
@@ -240,16 +240,19 @@ def test_without_iterations_the_lines_are_those_of_today(lines: CostLines, synth
 
 
 def test_fields_that_no_row_sees_are_left_alone(lines: CostLines, synthetic: Measurements, tmp_path: Path) -> None:
-    rows = [one.row for one in synthetic.rows if one.cost_class == "eight_by_eight" and "_stream_" in one.row["tactic"]]
+    eight_bit = [one.row for one in synthetic.rows if one.cost_class == "eight_by_eight"]
+    rows = [one for one in eight_bit if "_stream_" in one["tactic"]]
     report = fit.calibrate(read(tmp_path, rows), ["stream.*", "wgmma.*"], iterations=5, lines=lines)
     text = "\n".join(report.summary)
     of_wgmma = [one.field for one in lines.numbers if one.place == "eight_bit_wgmma_costs"]
     assert f"eight_bit_wgmma_costs: no row depends on {', '.join(of_wgmma)}: left alone" in text
-    assert "eight_bit_wgmma_costs serves blockwise too, of which there are no rows" in text
+    assert "and has no rows" not in text
     assert "weight_only_costs" not in text.replace("ProductCosts c = weight_only_costs();", "")
     assert "c.exposed = 0.313;" in text  # not asked for
     assert "c.stream.kernel = 1.26;" not in text
     assert {row["cost_class"] for row in report.rows} == {"eight_by_eight"}
+    others = fit.calibrate(read(tmp_path, eight_bit), ["wgmma.clock"], iterations=1, lines=lines).summary
+    assert "blockwise takes these too, and has no rows: eight_bit_wgmma_costs: wgmma.clock" in others
 
 
 def test_rates_are_fitted_as_a_row_of_gpu_classes(lines: CostLines, predicted: Measurements, tmp_path: Path) -> None:
