@@ -1,4 +1,4 @@
-"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|quality|report``."""
+"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|quality|report|fit``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, track
 
-from bench import cpu, gpu, gpu_report, peers, plots, quality, quantizers, schemes, shapes
+from bench import cpu, fit, gpu, gpu_report, measured, peers, plots, quality, quantizers, schemes, shapes
 from bench.peers import cutlass, gemlite
 from bench.report import Row
 
@@ -277,6 +277,25 @@ def report_command(
     if plots_path is not None:
         for path in _parsed(lambda: plots.draw(report, plots_path)):
             console.print(str(path), highlight=False)
+
+
+@app.command("fit")
+def fit_command(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="From bench gpu --tactics --json.")],
+    device: Annotated[
+        str | None, typer.Option(help=f"The GPU: {', '.join(measured.selection.GPUS)}; default: as the files say.")
+    ] = None,
+    fields: Annotated[
+        list[str],
+        typer.Option(help="Fit these alone, say 'wgmma.*'; 'gpu.*': the rates of the GPU's class; repeatable."),
+    ] = [],  # noqa: B006
+    hold_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the shapes that is judged, not fitted.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the choice of these shapes.")] = 0,
+    iterations: Annotated[int, typer.Option(min=0, help="Steps tried at most; 0: judges today's constants.")] = 50,
+) -> None:
+    """Fits the cost model's constants to measured tactics, and prints the lines of cpp/src/plan; needs scipy."""
+    rows = _parsed(lambda: measured.read(files, device))
+    _parsed(lambda: fit.calibrate(rows, fields, hold_out, seed, iterations)).print(console)
 
 
 if __name__ == "__main__":

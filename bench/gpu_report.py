@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,40 @@ def _joined(a: object, b: object) -> object:
     return a if str(b) in str(a).split(" | ") else f"{a} | {b}"
 
 
+def read(path: Path) -> Row:
+    """What `python -m bench gpu --json` wrote: the facts and the rows.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON from `python -m bench gpu --json`: {error}") from error
+    if not isinstance(content, dict) or content.get("title") != TITLE or "rows" not in content:
+        raise ValueError(f"{path}: expected a file that `python -m bench gpu --json` wrote")
+    facts, rows = content.get("facts"), content["rows"]
+    if not isinstance(facts, dict) or not isinstance(facts.get("GPU"), str):
+        raise ValueError(f"{path}: facts: expected the name of a GPU among them, got {facts!r:.80}")
+    for place, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        _check_row(row, f"{path}: row {place}")
+    return content
+
+
+def _check_row(row: object, name: str) -> None:
+    """Raises ValueError unless the row names a cell and a tactic with its time."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{name}: expected an object, got {row!r:.80}")
+    for key in ("scheme", "shape", "tactic"):
+        if not isinstance(row.get(key), str):
+            raise ValueError(f"{name}: {key}: expected a text, got {row.get(key)!r:.80}")
+    m, time = row.get("m"), row.get("qcutlass_us")
+    if not isinstance(m, int) or isinstance(m, bool) or m < 1:
+        raise ValueError(f"{name}: m: expected a positive whole number, got {m!r:.80}")
+    if not isinstance(time, int | float) or isinstance(time, bool) or not 0 < time < math.inf:
+        raise ValueError(f"{name}: qcutlass_us: expected a positive number of microseconds, got {time!r:.80}")
+
+
 def merge(paths: Sequence[Path]) -> Report:
     """One report from the JSON files of several runs on one GPU.
 
@@ -166,12 +201,7 @@ def merge(paths: Sequence[Path]) -> Report:
     facts: Row = {}
     cells: dict[Cell, list[Row]] = {}
     for path in paths:
-        try:
-            content = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: expected JSON from `python -m bench gpu --json`: {error}") from error
-        if not isinstance(content, dict) or content.get("title") != TITLE or "rows" not in content:
-            raise ValueError(f"{path}: expected a file that `python -m bench gpu --json` wrote")
+        content = read(path)
         gpu = content["facts"]["GPU"]
         if facts.get("GPU", gpu) != gpu:
             raise ValueError(f"{path} was measured on {gpu}, {paths[0]} on {facts['GPU']}: one report is about one GPU")

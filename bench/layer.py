@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ from bench.schemes import Scheme, WeightOnly
 from bench.shapes import Shape
 from qcutlass import testing
 from qcutlass.products.selection import weight_dtype
+
+
+class Call(NamedTuple):
+    """A public function of qcutlass with its arguments, but for `out`, `tactic` and `split_k`."""
+
+    function: Callable[..., Any]
+    operands: tuple[Tensor, ...]
+    options: dict[str, Any]
 
 
 class Layer(ABC):
@@ -91,8 +99,13 @@ class Layer(ABC):
         """qcutlass on the first m rows, through the public function; the tactic is the selected one or forced."""
 
     @abstractmethod
+    def call(self, m: int, index: int = 0) -> Call:
+        """The product of the first m rows and copy `index` of the weights."""
+
     def tactics(self, m: int) -> list[str]:
         """Names of all tactics."""
+        function, operands, options = self.call(m)
+        return qcutlass.tactics(function, *operands, **options)
 
     @abstractmethod
     def moved_bytes(self, m: int) -> int:
@@ -139,6 +152,9 @@ class WeightOnlyLayer(Layer):
     def dense_rows(self, m: int) -> Tensor:
         return self.problem.a[:m]
 
+    def call(self, m: int, index: int = 0) -> Call:
+        return Call(qcutlass.gemm, (self.problem.a[:m], *self.packed[index]), self.problem.keywords)
+
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
         a = self.problem.a[:m]
         keywords: dict[str, Any] = self.problem.keywords | ({"tactic": tactic, "split_k": split_k} if tactic else {})
@@ -149,9 +165,6 @@ class WeightOnlyLayer(Layer):
         plan = qcutlass.plan(qcutlass.gemm, a, *self.packed[0], **keywords)
         rounded = weight_dtype(a, *self.packed[0], **keywords)
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(self.packed), weight_dtype=rounded)
-
-    def tactics(self, m: int) -> list[str]:
-        return qcutlass.tactics(qcutlass.gemm, self.problem.a[:m], *self.packed[0], **self.problem.keywords)
 
     def moved_bytes(self, m: int) -> int:
         return sum(t.nbytes for t in self.packed[0]) + 2 * m * (self.k + self.n)

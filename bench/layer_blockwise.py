@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 import qcutlass
 from bench.gpu_timing import Contestant, rotation
-from bench.layer import Layer, plan_name
+from bench.layer import Call, Layer, plan_name
 from bench.schemes import Blockwise
 from bench.shapes import Shape
 from qcutlass import blockwise, testing
@@ -78,19 +77,18 @@ class BlockwiseLayer(Layer):
             return testing.assert_close(out, reference, splits=splits, label=label)
         return testing.assert_quantized(out, self._outputs.scales(out), reference, BLOCK, splits=splits, label=label)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"out_block_size": BLOCK} if self.quantizes else {"out_dtype": self.dtype}
-
-    @property
-    def _multiply(self) -> Callable[..., Any]:
-        return blockwise.int8_gemm_quant if self.quantizes else blockwise.int8_gemm
+    def call(self, m: int, index: int = 0) -> Call:
+        operands = (self.a[:m], self.a_s[:m], *self.packed[index])
+        if self.quantizes:
+            return Call(blockwise.int8_gemm_quant, operands, {"n": self.n, "out_block_size": BLOCK})
+        return Call(blockwise.int8_gemm, operands, {"n": self.n, "out_dtype": self.dtype})
 
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
-        a, a_s = self.a[:m], self.a_s[:m]
-        options: dict[str, Any] = {"n": self.n} | ({"tactic": tactic, "split_k": split_k} if tactic else {})
-        multiply = self._multiply
-        calls = [functools.partial(multiply, a, a_s, *weights, **self._options, **options) for weights in self.packed]
+        forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
+        products = [self.call(m, index) for index in range(len(self.packed))]
+        calls = [
+            functools.partial(multiply, *operands, **options, **forced) for multiply, operands, options in products
+        ]
 
         def launch(index: int, out: Tensor) -> Tensor:
             if self.quantizes:
@@ -98,12 +96,9 @@ class BlockwiseLayer(Layer):
             result: Tensor = calls[index](out=out)
             return result
 
-        plan = qcutlass.plan(multiply, a, a_s, *self.packed[0], **self._options, **options)
+        multiply, operands, options = products[0]
+        plan = qcutlass.plan(multiply, *operands, **options, **forced)
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls), splits=plan.split_k)
-
-    def tactics(self, m: int) -> list[str]:
-        operands = (self.a[:m], self.a_s[:m], *self.packed[0])
-        return qcutlass.tactics(self._multiply, *operands, n=self.n, **self._options)
 
     def moved_bytes(self, m: int) -> int:
         of_output = self.n + 4 * -(-self.n // BLOCK) if self.quantizes else 2 * self.n

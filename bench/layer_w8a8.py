@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 import qcutlass
 from bench.gpu_timing import Contestant, rotation
-from bench.layer import Layer, plan_name
+from bench.layer import Call, Layer, plan_name
 from bench.schemes import EightBit
 from bench.shapes import Shape
 from qcutlass import testing
@@ -66,34 +65,28 @@ class EightBitLayer(Layer):
             a = a - self.azp[:m, None]
         return (a * self.a_scale[:m, None]).to(self.dtype)
 
-    def _operands(self, m: int, index: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Arguments and keyword arguments of `gemm_w8a8` or `gemm_fp8`."""
+    def call(self, m: int, index: int = 0) -> Call:
         w_packed, w_scale, bias, *w_sums = self.packed[index]
         options: dict[str, Any] = {"bias": bias, "out_dtype": self.dtype}
         if self.azp is not None:
             options |= {"azp": self.azp[:m], "w_sums": w_sums[0]}
-        return (self.a[:m], w_packed, self.a_scale[:m], w_scale), options
-
-    @property
-    def _multiply(self) -> Callable[..., Tensor]:
-        return qcutlass.gemm_w8a8 if self.scheme.operands == "int8" else qcutlass.gemm_fp8
+        multiply = qcutlass.gemm_w8a8 if self.scheme.operands == "int8" else qcutlass.gemm_fp8
+        return Call(multiply, (self.a[:m], w_packed, self.a_scale[:m], w_scale), options)
 
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
-        multiply = self._multiply
         forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
-        products = [self._operands(m, index) for index in range(len(self.packed))]
-        calls = [functools.partial(multiply, *operands, **options, **forced) for operands, options in products]
+        products = [self.call(m, index) for index in range(len(self.packed))]
+        calls = [
+            functools.partial(multiply, *operands, **options, **forced) for multiply, operands, options in products
+        ]
 
         def launch(index: int, out: Tensor) -> Tensor:
-            return calls[index](out=out)
+            result: Tensor = calls[index](out=out)
+            return result
 
-        operands, options = products[0]
+        multiply, operands, options = products[0]
         plan = qcutlass.plan(multiply, *operands, **options, **forced)
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls))
-
-    def tactics(self, m: int) -> list[str]:
-        operands, options = self._operands(m, 0)
-        return qcutlass.tactics(self._multiply, *operands, **options)
 
     def moved_bytes(self, m: int) -> int:
         of_rows = [t[:m] for t in (self.a, self.a_scale, self.azp) if t is not None]

@@ -151,10 +151,7 @@ def explain(
         raise ValueError(f"a: a product of M = {rows}, N = {shape.n} is empty, and no kernel runs")
     index, traits, name = _target(a, device)
     query = _query(kind, call, shape)
-    arguments, dense = query.arguments, query.can_be_dense()
-    if a.is_meta:  # tensors without addresses: what counts is that these operands are there
-        addresses = [0 if operand is None else _SOME_ADDRESS for operand in kind.operands(call)]
-        arguments = query.rebinding()(addresses, _SOME_ADDRESS)
+    arguments, dense = _arguments(query), query.can_be_dense()
     candidates = _C.candidates(arguments, traits, dense=dense)
     source: Source = "cost model"
     plan = candidates[0].plan
@@ -173,7 +170,28 @@ def explain(
     return Explanation(_describe(call, shape), where, source, plan, tuple(candidates))
 
 
+def arguments_of(product: Callable[..., Any], *operands: Any, **options: Any) -> _C.GemmArguments:
+    """A product as the extension's selection and cost model take it; nothing can be run with it.
+
+    Args:
+        product, operands, options: the function and its arguments, as for `explain`; meta tensors do.
+
+    Raises:
+        TypeError, ValueError: as for the product; no such product.
+    """
+    kind, call = _call(product, operands, options)
+    return _arguments(_query(kind, call, call.check(None)))
+
+
 _SOME_ADDRESS: Final = 4096
+
+
+def _arguments(query: Product) -> _C.GemmArguments:
+    """Those of the query; of tensors without addresses what counts is that they are there."""
+    if not query.a.is_meta:
+        return query.arguments
+    addresses = [0 if operand is None else _SOME_ADDRESS for operand in query.kind.operands(query.call)]
+    return query.rebinding()(addresses, _SOME_ADDRESS)
 
 
 def _target(a: Tensor, device: object) -> tuple[int | None, _C.DeviceTraits, str]:
