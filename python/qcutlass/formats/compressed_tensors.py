@@ -29,7 +29,7 @@ from qcutlass.formats.tensors import (
     whole_zeros,
 )
 from qcutlass.products.checks import ceil_div
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",

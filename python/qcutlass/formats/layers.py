@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 
 @dataclass(frozen=True, eq=False)

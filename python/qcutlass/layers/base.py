@@ -11,23 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass import _C
+from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.formats import Checkpoint
-from qcutlass.products.checks import FLOATING, check_integer, check_options, check_tensor, shape_of
-from qcutlass.quantization import QuantizedTensor
-from qcutlass.smoothquant import ActivationStatistics
-from qcutlass.smoothquant.factors import check_channels
+from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
+from qcutlass.quantized import QuantizedTensor
+from qcutlass.schemes import Scheme, WeightOnly
 
 LAYOUT_VERSION: Final = int(_C.build_info()["layout_version"])
 
 Parts = Mapping[str, Tensor | None]
 
 
-class Scheme(ABC):
-    """How a linear layer is quantised. Subclasses are frozen dataclasses of options."""
-
-    @abstractmethod
-    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> QuantLinear:
-        """The quantised layer of a checked `linear`; on the meta device one without values, to be loaded into."""
+_KINDS: Final[dict[type[Scheme], type[QuantLinear]]] = {}
+"""The layers of each scheme."""
 
 
 class QuantLinear(nn.Module, ABC):
@@ -65,6 +61,12 @@ class QuantLinear(nn.Module, ABC):
 
     layout: Tensor
     bias: Tensor | None
+
+    def __init_subclass__(cls, scheme: type[Scheme] | None = None, **keywords: Any) -> None:
+        """A kind of layers names its scheme: `class MyLinear(QuantLinear, scheme=MyScheme)`."""
+        super().__init_subclass__(**keywords)
+        if scheme is not None:
+            _KINDS[scheme] = cls
 
     def __init__(
         self, in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
@@ -116,25 +118,20 @@ class QuantLinear(nn.Module, ABC):
             >>> qcutlass.QuantLinear.from_linear(linear, qcutlass.W8A8(symmetric=False), activation="silu").bits
             8
         """
-        from qcutlass.layers.weight_only import WeightOnly  # derives from this class
-
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         if scheme is None:
             scheme = WeightOnly(**options)
         elif options:
             raise TypeError(f"{next(iter(options))}: pass it to the scheme, {type(scheme).__name__}(...)")
-        if not isinstance(scheme, Scheme):
-            raise TypeError(
-                f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}"
-            )
+        kind = kind_of(scheme)
         check_plain("linear", linear)
         check_tensor("linear.weight", linear.weight, FLOATING)
         if not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
             raise ValueError("linear.weight: expected finite values, got NaN or infinity")
         _check_statistics(statistics, linear.in_features)
         with torch.no_grad():
-            return scheme.layer(linear, statistics, activation).train(linear.training)
+            return kind._of_linear(linear, scheme, statistics, activation).train(linear.training)
 
     @staticmethod
     def from_quantized(
@@ -160,9 +157,9 @@ class QuantLinear(nn.Module, ABC):
             >>> qcutlass.QuantLinear.from_quantized(q, bias=torch.zeros(48)).bits
             8
         """
-        from qcutlass.layers.weight_only import WeightOnlyLinear  # derives from this class
-
-        return WeightOnlyLinear(quantized, bias=bias, activation=activation, act_scale=act_scale, perm=perm)
+        make: Any = _KINDS[WeightOnly]
+        layer: QuantLinear = make(quantized, bias=bias, activation=activation, act_scale=act_scale, perm=perm)
+        return layer
 
     @staticmethod
     def from_checkpoint(
@@ -216,6 +213,16 @@ class QuantLinear(nn.Module, ABC):
         for name, part in self._buffers.items():
             if part is not None and part.dtype in FLOATING and not part.is_meta and not bool(part.isfinite().all()):
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+
+    @classmethod
+    @abstractmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: Any, statistics: ActivationStatistics | None, activation: str | None
+    ) -> QuantLinear:
+        """The quantised layer of a checked `linear`; on the meta device one without values, to be loaded into.
+
+        `scheme` is of the type that the class was registered with.
+        """
 
     @abstractmethod
     def _check(self, parts: Parts) -> None:
@@ -310,6 +317,14 @@ class QuantLinear(nn.Module, ABC):
         return []
 
 
+def kind_of(scheme: object) -> type[QuantLinear]:
+    """The layers of a scheme; TypeError for what is none."""
+    for base in type(scheme).__mro__:
+        if base in _KINDS:
+            return _KINDS[base]
+    raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}")
+
+
 def check_activation(activation: object) -> None:
     """Raises TypeError or ValueError unless `activation` can be fused."""
     if not isinstance(activation, str | None):
@@ -341,11 +356,6 @@ def _check_statistics(statistics: object, k: int) -> None:
         raise ValueError(f"statistics: expected those of K = {k} channels, got {shape_of(statistics.minimum)}")
     if statistics.smooth is not None:
         check_channels("statistics.smooth", statistics.smooth, k)
-
-
-def short(dtype: torch.dtype) -> str:
-    """The name of a type without its package."""
-    return str(dtype).removeprefix("torch.")
 
 
 def copy_of_bias(linear: nn.Linear) -> Tensor | None:

@@ -2,90 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
+from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
+from qcutlass.layers.base import Parts, QuantLinear, copy_of_bias
 from qcutlass.products import gemm_fp8, gemm_w8a8, preprocess_weights, weight_sums
 from qcutlass.products.checks import check_flag, check_matrix, check_tensor
 from qcutlass.products.float8 import Float8Call
 from qcutlass.products.int8 import Int8Call
 from qcutlass.products.packing import check_packed_form
 from qcutlass.products.quantizer_operators import QuantizeCall, check_quantize
-from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
-from qcutlass.smoothquant import ActivationStatistics
-
-
-@dataclass(frozen=True)
-class W8A8(Scheme):
-    """int8 weights, one scale a channel, and int8 activations.
-
-    Attributes:
-        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
-        symmetric: whether activations have no zero point. Asymmetric ones suit inputs of one sign, as behind ReLU.
-
-    Example:
-        >>> import qcutlass
-        >>> qcutlass.W8A8("static", symmetric=False)
-        W8A8(activations='static', symmetric=False)
-    """
-
-    activations: Literal["dynamic", "static"] = "dynamic"
-    symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        _check_activations(self.activations)
-        check_flag("symmetric", self.symmetric)
-
-    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> Int8Linear:
-        weight, smooth = _smoothed_weight(linear, statistics)
-        a_scale = azp = None
-        if self.activations == "static":
-            a_scale, azp = _static_range(statistics, weight.device, torch.int8, not self.symmetric)
-        return Int8Linear(
-            *quantize_weights_int8(weight),
-            bias=copy_of_bias(linear),
-            a_scale=a_scale,
-            azp=azp,
-            smooth=smooth,
-            symmetric=self.symmetric,
-            activation=activation,
-        )
-
-
-@dataclass(frozen=True)
-class FP8(Scheme):
-    """e4m3 weights, one scale a channel, and e4m3 activations.
-
-    Attributes:
-        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
-
-    Example:
-        >>> import qcutlass
-        >>> qcutlass.FP8()
-        FP8(activations='dynamic')
-    """
-
-    activations: Literal["dynamic", "static"] = "dynamic"
-
-    def __post_init__(self) -> None:
-        _check_activations(self.activations)
-
-    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> Fp8Linear:
-        weight, smooth = _smoothed_weight(linear, statistics)
-        a_scale = None
-        if self.activations == "static":
-            a_scale, _ = _static_range(statistics, weight.device, torch.float8_e4m3fn)
-        w_q, w_scale = quantize_weights_fp8(weight)
-        return Fp8Linear(w_q, w_scale, bias=copy_of_bias(linear), a_scale=a_scale, smooth=smooth, activation=activation)
-
-
-def _check_activations(activations: object) -> None:
-    if activations not in ("dynamic", "static"):
-        raise ValueError(f"activations: expected 'dynamic' or 'static', got {activations!r}")
+from qcutlass.schemes import FP8, W8A8
 
 
 def _smoothed_weight(linear: nn.Linear, statistics: ActivationStatistics | None) -> tuple[Tensor, Tensor | None]:
@@ -116,7 +47,7 @@ def _static_range(
     return scale, azp[0] if azp else None
 
 
-class Int8Linear(QuantLinear):
+class Int8Linear(QuantLinear, scheme=W8A8):
     """A linear layer on `qcutlass.gemm_w8a8`: `quantize_activations`, then one product. See also `QuantLinear`.
 
     Buffers: `w_packed` int8; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
@@ -179,6 +110,24 @@ class Int8Linear(QuantLinear):
         super().__init__(k, n, 8, k, activation, parts)
         self.symmetric = symmetric
 
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: W8A8, statistics: ActivationStatistics | None, activation: str | None
+    ) -> Int8Linear:
+        weight, smooth = _smoothed_weight(linear, statistics)
+        a_scale = azp = None
+        if scheme.activations == "static":
+            a_scale, azp = _static_range(statistics, weight.device, torch.int8, not scheme.symmetric)
+        return Int8Linear(
+            *quantize_weights_int8(weight),
+            bias=copy_of_bias(linear),
+            a_scale=a_scale,
+            azp=azp,
+            smooth=smooth,
+            symmetric=scheme.symmetric,
+            activation=activation,
+        )
+
     def _check(self, parts: Parts) -> None:
         a_q = _check_quantiser(torch.int8, self.in_features, parts)
         operands: dict[str, Any] = {**parts, "a_scale": a_q.new_empty(1, dtype=torch.float32)}
@@ -218,7 +167,7 @@ class Int8Linear(QuantLinear):
         return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={symmetric}"]
 
 
-class Fp8Linear(QuantLinear):
+class Fp8Linear(QuantLinear, scheme=FP8):
     """A linear layer on `qcutlass.gemm_fp8`: `quantize_activations`, then one product. See also `QuantLinear`.
 
     Buffers: `w_packed` float8_e4m3fn; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
@@ -262,6 +211,17 @@ class Fp8Linear(QuantLinear):
         w_packed = preprocess_weights(w_q, 8, "fp8")
         parts = {"w_packed": w_packed, "w_scale": w_scale, "bias": bias, "a_scale": a_scale, "smooth": smooth}
         super().__init__(k, n, 8, k, activation, parts)
+
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: FP8, statistics: ActivationStatistics | None, activation: str | None
+    ) -> Fp8Linear:
+        weight, smooth = _smoothed_weight(linear, statistics)
+        a_scale = None
+        if scheme.activations == "static":
+            a_scale, _ = _static_range(statistics, weight.device, torch.float8_e4m3fn)
+        w_q, w_scale = quantize_weights_fp8(weight)
+        return Fp8Linear(w_q, w_scale, bias=copy_of_bias(linear), a_scale=a_scale, smooth=smooth, activation=activation)
 
     def _check(self, parts: Parts) -> None:
         a_q = _check_quantiser(torch.float8_e4m3fn, self.in_features, parts)

@@ -14,7 +14,7 @@ from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products import unpack_weights
 from qcutlass.products.checks import check_integer
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 
 def shard(layer: QuantLinear, rank: int, world_size: int, axis: Literal["out", "in"]) -> QuantLinear:

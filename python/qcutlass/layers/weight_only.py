@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias, short
+from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.algorithms.nearest import quantize
+from qcutlass.layers.base import Parts, QuantLinear, copy_of_bias
 from qcutlass.products import gemm, preprocess_weights
-from qcutlass.products.checks import FLOATING, ceil_div, check_flag, check_integer
-from qcutlass.products.packing import PACKINGS
+from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.weight_only import GemmCall
-from qcutlass.quantization import QuantizedTensor, check_zeros, quantize
-from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.quantized import QuantizedTensor, check_zeros
+from qcutlass.schemes import WeightOnly
 
 _PROBE: Final = torch.float16  # activations that are allowed everywhere
 
 
-@dataclass(frozen=True)
-class WeightOnly(Scheme):
-    """Codes of 4 or 8 bits with a scale, and a zero point, for each group of columns.
-
-    Attributes:
-        bits: 4 or 8.
-        group_size: columns that share a scale; None or -1: one scale a channel.
-        symmetric: whether the zero point is fixed at 2**(bits - 1).
-        scale_dtype: float16, bfloat16 or float32; None: the type of the weights.
-
-    Example:
-        >>> import qcutlass
-        >>> qcutlass.WeightOnly(bits=8, group_size=None)
-        WeightOnly(bits=8, group_size=None, symmetric=False, scale_dtype=None)
-    """
-
-    bits: int = 4
-    group_size: int | None = 128
-    symmetric: bool = False
-    scale_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        check_integer("bits", self.bits, PACKINGS)
-        if self.group_size not in (None, -1):
-            check_integer("group_size", self.group_size, minimum=1)
-        check_flag("symmetric", self.symmetric)
-        if self.scale_dtype not in (None, *FLOATING):
-            raise TypeError(f"scale_dtype: expected float16, bfloat16, float32 or None, got {self.scale_dtype}")
-
-    def layer(
-        self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None
-    ) -> WeightOnlyLinear:
-        """Statistics are not used: nothing is lost of the activations, however large."""
-        quantized = self._empty(linear.weight) if linear.weight.is_meta else self._quantized(linear.weight)
-        return WeightOnlyLinear(quantized, bias=copy_of_bias(linear), activation=activation)
-
-    def _quantized(self, weight: Tensor) -> QuantizedTensor:
-        return quantize(weight, self.bits, self.group_size, self.symmetric, scale_dtype=self.scale_dtype)
-
-    def _empty(self, weight: Tensor) -> QuantizedTensor:
-        n, k = weight.shape
-        step = k if self.group_size in (None, -1) else min(self.group_size or k, k)
-        scales = weight.new_empty((ceil_div(k, step), n), dtype=self.scale_dtype)
-        zeros = None if self.symmetric else torch.empty_like(scales, dtype=torch.uint8)
-        return QuantizedTensor(weight.new_empty((n, k), dtype=torch.uint8), scales, zeros, self.bits, step)
-
-
-class WeightOnlyLinear(QuantLinear):
+class WeightOnlyLinear(QuantLinear, scheme=WeightOnly):
     """A linear layer on `qcutlass.gemm`. `QuantLinear` says what all quantised layers do.
 
     Buffers: `w_packed`, `scales`, `zeros`, `bias`, `act_scale`, `perm`, as `gemm` takes them; all but the first two may
@@ -118,6 +71,14 @@ class WeightOnlyLinear(QuantLinear):
         }
         super().__init__(k, n, quantized.bits, min(quantized.group_size, k), activation, parts)
 
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: WeightOnly, statistics: ActivationStatistics | None, activation: str | None
+    ) -> WeightOnlyLinear:
+        """Statistics are not used: nothing is lost of the activations, however large."""
+        quantized = (_empty if linear.weight.is_meta else _quantized)(linear.weight, scheme)
+        return WeightOnlyLinear(quantized, bias=copy_of_bias(linear), activation=activation)
+
     @staticmethod
     def of_parts(
         in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
@@ -161,3 +122,15 @@ class WeightOnlyLinear(QuantLinear):
         zeros = None if self.zeros is None else short(self.zeros.dtype)
         described = [f"bits={self.bits}", f"group_size={self.group_size}", f"zeros={zeros}"]
         return described + [f"{name}=True" for name in ("act_scale", "perm") if self._buffers[name] is not None]
+
+
+def _quantized(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
+    return quantize(weight, scheme.bits, scheme.group_size, scheme.symmetric, scale_dtype=scheme.scale_dtype)
+
+
+def _empty(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
+    n, k = weight.shape
+    step = k if scheme.group_size in (None, -1) else min(scheme.group_size or k, k)
+    scales = weight.new_empty((ceil_div(k, step), n), dtype=scheme.scale_dtype)
+    zeros = None if scheme.symmetric else torch.empty_like(scales, dtype=torch.uint8)
+    return QuantizedTensor(weight.new_empty((n, k), dtype=torch.uint8), scales, zeros, scheme.bits, step)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinear
@@ -26,7 +27,6 @@ from qcutlass.models.sources import ModelSource, open_source
 from qcutlass.models.specs import GUARD, LayerSpec, ModelSpec, guard
 from qcutlass.products import dequantize, unpack_weights
 from qcutlass.products.checks import check_integer
-from qcutlass.quantization import quantize
 
 SHARD_BYTES: Final = 4 << 30
 _HEAD: Final = "lm_head"

@@ -24,7 +24,7 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
 from qcutlass.products import unpack_weights
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 EXPORTS: Final = ("gptq", "compressed-tensors")

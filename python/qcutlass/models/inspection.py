@@ -11,8 +11,8 @@ from typing import Any
 
 from qcutlass import formats
 from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
-from qcutlass.layers.base import short
 from qcutlass.models.converted import ConvertedFolder, is_converted
+from qcutlass.products.checks import short
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 
 from qcutlass.errors import CheckpointError
 from qcutlass.layers import Int8Linear, QuantLinear, WeightOnlyLinear
-from qcutlass.layers.base import LAYOUT_VERSION, short
-from qcutlass.products.checks import ceil_div
+from qcutlass.layers.base import LAYOUT_VERSION
+from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.packing import PACKINGS
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 METHOD: Final = "qcutlass"
 VERSION: Final = 2

@@ -19,13 +19,13 @@ from qcutlass.algorithms import (
     round_to_nearest,
     search_smoothing,
 )
+from qcutlass.algorithms.eight_bit import quantize_weights_int8
 from qcutlass.algorithms.gptq import DAMPING, check_damping
 from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
 from qcutlass.layers import WeightOnly
 from qcutlass.layers.loading import from_layer
 from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
 from qcutlass.products.checks import check_flag
-from qcutlass.quantizers import quantize_weights_int8
 
 METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")
 READERS: Final = {

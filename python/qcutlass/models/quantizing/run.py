@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qcutlass import __version__
+from qcutlass import _C
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import Layer
 from qcutlass.layers.replace import SKIPPED, check_skip
@@ -237,7 +237,7 @@ def _description(
         "skip": sorted(set(skip)),
         "device": torch.device(device).type,
         "versions": {
-            "qcutlass": __version__,
+            "qcutlass": _C.build_info()["version"],
             "torch": torch.__version__,
             "transformers": import_transformers("quantising a model").__version__,
         },

@@ -20,7 +20,7 @@ from qcutlass.formats.config import read_json
 from qcutlass.formats.source import SafetensorsSource
 from qcutlass.models.marks import MARK, is_marked, mark, short_name
 from qcutlass.models.shards import sync, write_json, write_tensors
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 _MANIFEST: Final = "manifest.json"
 _STATE: Final = "state"

