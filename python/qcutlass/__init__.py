@@ -1,6 +1,6 @@
 """Fast products of fp16 / bf16 activations with int4 / int8 weights, on NVIDIA GPUs and CPUs."""
 
-from qcutlass import _C, _registration, blockwise
+from qcutlass import _registration, blockwise
 from qcutlass.algorithms.calibration import calibrate
 from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
 from qcutlass.algorithms.nearest import quantize
@@ -25,8 +25,7 @@ from qcutlass.products import (
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import FP8, W8A8, Blockwise, WeightOnly
 from qcutlass.tuning.tuner import tune
-
-__version__: str = _C.build_info()["version"]
+from qcutlass.version import __version__
 
 __all__ = [
     "FP8",

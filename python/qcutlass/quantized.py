@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ class QuantizedTensor:
         stored = [tensor for tensor in (self.scales, self.zeros) if tensor is not None]
         extra = 8 * sum(tensor.numel() * tensor.element_size() for tensor in stored)
         return self.bits + extra / max(1, self.codes.numel())
+
+    def rows(self, index: Tensor | slice) -> QuantizedTensor:
+        """The matrix with its rows in another order, or some of them."""
+        zeros = None if self.zeros is None else self.zeros[:, index]
+        return replace(self, codes=self.codes[index], scales=self.scales[:, index], zeros=zeros)
+
+    def columns(self, part: slice) -> QuantizedTensor:
+        """Some columns, of whole groups, or of the only one."""
+        size, step = part.stop - part.start, self.group_size
+        groups = slice(None) if step >= self.shape[1] else slice(part.start // step, part.stop // step)
+        zeros = None if self.zeros is None else self.zeros[groups]
+        return QuantizedTensor(self.codes[:, part], self.scales[groups], zeros, self.bits, min(step, size))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype` (None: the type of the scales)."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from qcutlass import _C, formats
+from qcutlass import formats
 from qcutlass.cli import quantize as quantizing
 from qcutlass.cli.info import collect
 from qcutlass.cli.quickstart import LayerResult, Options, default_model, run
@@ -24,15 +24,17 @@ from qcutlass.cli.terminal import console as _console
 from qcutlass.cli.terminal import failed as _failed
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
-from qcutlass.layers import WeightOnly, fuse_projections
+from qcutlass.layers import fuse_projections
 from qcutlass.models.conversion import SHARD_BYTES, Conversion
 from qcutlass.models.conversion import convert as convert_model
 from qcutlass.models.extras import import_transformers
 from qcutlass.models.inspection import FolderSummary
 from qcutlass.models.inspection import inspect as inspect_model
 from qcutlass.products.tuned_plans import BUCKETS, cache_folder
+from qcutlass.schemes import WeightOnly
 from qcutlass.tuning.tuner import TunedProduct
 from qcutlass.tuning.tuner import tune as tune_shapes
+from qcutlass.version import __version__
 
 app = typer.Typer(
     cls=Commands, help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -103,9 +105,7 @@ def quickstart(
     where = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(torch.device(where), int(bits.value), None if group_size == -1 else group_size, tokens, seed)
     path = default_model() if model is None else model
-    console.print(
-        f"qcutlass {_C.build_info()['version']}: {markup(path.name)} on {_device_name(options.device)}, seed {seed}"
-    )
+    console.print(f"qcutlass {__version__}: {markup(path.name)} on {_device_name(options.device)}, seed {seed}")
     with console.status("reading the header"):
         checkpoint = formats.load(path)
     results = _run_all(checkpoint, options, console)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qcutlass.algorithms.blocks import act_quant, weight_quant
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.blockwise import int8_addmm
-from qcutlass.layers.base import Parts, QuantLinear, copy_of_bias
+from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
 from qcutlass.products import preprocess_weights
 from qcutlass.products.block_operators import check_block_size, check_weight_scales
 from qcutlass.products.blockwise import BlockwiseCall
@@ -104,6 +104,18 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise):
             block_size=self.block_size,
             n=self.out_features,
         )
+
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> BlockwiseLinear:
+        size, step, codes = part.stop - part.start, self.block_size, self._codes()
+        if size % step and size < (self.out_features if axis == "out" else self.in_features):
+            raise ValueError(f"world_size: parts of {size} cut through blocks of {step}; use a smaller world_size")
+        blocks = slice(part.start // step, -(-part.stop // step))
+        if axis == "out":
+            codes, scales, bias = codes[part], self.w_scale[blocks], None if self.bias is None else self.bias[part]
+        else:
+            codes, scales, bias = codes[:, part], self.w_scale[:, blocks], self.bias if part.start == 0 else None
+        scales = scales.clone(memory_format=torch.contiguous_format)
+        return BlockwiseLinear(codes, scales, step, bias=copied(bias), activation=self.activation)
 
     def _description(self) -> list[str]:
         return [f"block_size={self.block_size}"]

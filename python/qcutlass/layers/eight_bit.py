@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
-from qcutlass.layers.base import Parts, QuantLinear, copy_of_bias
+from qcutlass.formats import CanonicalInt8
+from qcutlass.formats.specs import LayerSpec
+from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
 from qcutlass.products import gemm_fp8, gemm_w8a8, preprocess_weights, weight_sums
 from qcutlass.products.checks import check_flag, check_matrix, check_tensor
 from qcutlass.products.float8 import Float8Call
@@ -47,7 +49,7 @@ def _static_range(
     return scale, azp[0] if azp else None
 
 
-class Int8Linear(QuantLinear, scheme=W8A8):
+class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
     """A linear layer on `qcutlass.gemm_w8a8`: `quantize_activations`, then one product. See also `QuantLinear`.
 
     Buffers: `w_packed` int8; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
@@ -162,9 +164,41 @@ class Int8Linear(QuantLinear, scheme=W8A8):
             w_sums=self.w_sums if azp else None,
         )
 
+    @classmethod
+    def _of_stored(cls, layer: CanonicalInt8, activation: str | None) -> Int8Linear:
+        return Int8Linear(
+            layer.codes,
+            layer.scales,
+            bias=layer.bias,
+            a_scale=layer.input_scale,
+            smooth=layer.smooth,
+            activation=activation,
+        )
+
+    @classmethod
+    def _empty(cls, spec: LayerSpec, n: int, k: int) -> Int8Linear:
+        codes = torch.empty((n, k), dtype=torch.int8, device="meta")
+        buffers: dict[str, Any] = spec.tensors(n, k)
+        return Int8Linear(codes, torch.empty(n, device="meta"), **buffers)
+
+    def canonical(self) -> CanonicalInt8:
+        """The layer with its codes unpacked, as loaders of checkpoints yield it."""
+        return CanonicalInt8(self._codes(), self.w_scale, self.a_scale, self.bias, self.smooth)
+
+    def weights(self) -> Tensor:
+        """The weights float32 `[N, K]`, dequantised from the packed ones."""
+        return self._codes().float() * self.w_scale[:, None]
+
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> Int8Linear:
+        codes, w_scale, options = _part(self, part, axis)
+        return Int8Linear(codes, w_scale, azp=copied(self.azp), symmetric=self._is_symmetric, **options)
+
+    @property
+    def _is_symmetric(self) -> bool:
+        return self.symmetric if self.a_scale is None else self.azp is None
+
     def _description(self) -> list[str]:
-        symmetric = self.symmetric if self.a_scale is None else self.azp is None
-        return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={symmetric}"]
+        return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={self._is_symmetric}"]
 
 
 class Fp8Linear(QuantLinear, scheme=FP8):
@@ -254,8 +288,29 @@ class Fp8Linear(QuantLinear, scheme=FP8):
             n=self.out_features,
         )
 
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> Fp8Linear:
+        codes, w_scale, options = _part(self, part, axis)
+        return Fp8Linear(codes, w_scale, **options)
+
     def _description(self) -> list[str]:
         return _describe_activations(self.a_scale, self.smooth)
+
+
+def _part(
+    layer: Int8Linear | Fp8Linear, part: slice, axis: Literal["out", "in"]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Codes, scales and other arguments of a part of a layer, in memory of their own."""
+    codes, w_scale, bias, smooth = layer._codes(), layer.w_scale, layer.bias, layer.smooth
+    if axis == "out":
+        codes = codes[part]
+        w_scale = w_scale if w_scale.numel() == 1 else w_scale.reshape(-1)[part]  # one for all, or one a channel
+        bias = None if bias is None else bias[part]
+    else:
+        codes = codes[:, part]
+        bias = bias if part.start == 0 else None
+        smooth = None if smooth is None else smooth[part]
+    tensors = {"bias": copied(bias), "a_scale": copied(layer.a_scale), "smooth": copied(smooth)}
+    return codes, w_scale.clone(), {**tensors, "activation": layer.activation}
 
 
 def _check_quantiser(dtype: torch.dtype, k: int, parts: Parts) -> Tensor:
