@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bench.report import Column, Report, Row
 from qcutlass import Blockwise, QuantLinear, WeightOnly, __version__, models, replace_linear
-from qcutlass.models.sources import open_source
-from qcutlass.quickstart import default_model
+from qcutlass.cli.quickstart import default_model
+from qcutlass.models.opening import open_source
 
 FLOAT: Final = "float"
 IMPORTED: Final = "imported"

@@ -1,8 +1,14 @@
 """Fast products of fp16 / bf16 activations with int4 / int8 weights, on NVIDIA GPUs and CPUs."""
 
-from qcutlass import _C, _registration, blockwise
+from qcutlass import _registration, blockwise
+from qcutlass.algorithms.calibration import calibrate
+from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
+from qcutlass.algorithms.nearest import quantize
+from qcutlass.algorithms.smoothing import smooth
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.layers import FP8, W8A8, Blockwise, QuantLinear, WeightOnly, fuse_projections, replace_linear
+from qcutlass.layers import QuantLinear, fuse_projections, replace_linear
+from qcutlass.models.folding import fold_smoothing
+from qcutlass.models.smoothing import smooth_model
 from qcutlass.products import (
     Explanation,
     dequantize,
@@ -16,12 +22,10 @@ from qcutlass.products import (
     unpack_weights,
     weight_sums,
 )
-from qcutlass.quantization import QuantizedTensor, quantize
-from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
-from qcutlass.smoothquant import calibrate, fold_smoothing, smooth, smooth_model
+from qcutlass.quantized import QuantizedTensor
+from qcutlass.schemes import FP8, W8A8, Blockwise, WeightOnly
 from qcutlass.tuning.tuner import tune
-
-__version__: str = _C.build_info()["version"]
+from qcutlass.version import __version__
 
 __all__ = [
     "FP8",

@@ -31,6 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcutlass.algorithms.blocks import act_dequant, act_quant, weight_dequant, weight_quant
 from qcutlass.products import block_operators
 from qcutlass.products.block_operators import Quantized
 from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall, multiply_quantized
@@ -50,126 +51,6 @@ __all__ = [
     "weight_dequant",
     "weight_quant",
 ]
-
-
-def _quantize(x: Tensor, block_size: int, square: bool) -> Quantized:
-    check_inference(x=x)
-    if is_eager(x):
-        return block_operators.quantize_blocks(x, block_size, square)
-    result: Quantized = torch.ops.qcutlass.quantize_blocks(x, block_size, square)
-    return result
-
-
-def _dequantize(x: Tensor, s: Tensor, block_size: int, output_dtype: torch.dtype, square: bool) -> Tensor:
-    check_inference(s=s)
-    if is_eager(x, s):
-        return block_operators.dequantize_blocks(x, s, block_size, square, output_dtype)
-    result: Tensor = torch.ops.qcutlass.dequantize_blocks(x, s, block_size, square, output_dtype)
-    return result
-
-
-def act_quant(x: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
-    """Quantises activations to int8, each block of `block_size` columns of a row with its own scale.
-
-    s = max|x| / 127 over a block, 1 for zeros and at least 2**-126; q = round(x / s), to nearest even, within +-127;
-    all in fp32, each operation rounded to nearest even. CPU and CUDA agree bit for bit.
-
-    Args:
-        x: float16, bfloat16 or float32 `[..., K]`. Unit stride along K avoids a copy.
-        block_size: 32, 64 or 128 columns; the last block may be short.
-
-    Returns:
-        int8 `[..., K]` and float32 `[..., ceil(K / block_size)]`.
-
-    Raises:
-        TypeError, ValueError: `x` is no such tensor, or `block_size` another.
-        RuntimeError: `x` requires grad and grad mode is on.
-        UnsupportedError: this build or this GPU has no kernel for it.
-
-    Example:
-        >>> import torch
-        >>> from qcutlass.blockwise import act_quant
-        >>> q, s = act_quant(torch.cat([torch.tensor([127.0, 2.5]), torch.zeros(62)]), block_size=32)
-        >>> q[:3], s
-        (tensor([127,   2,   0], dtype=torch.int8), tensor([1., 1.]))
-    """
-    return _quantize(x, block_size, False)
-
-
-def act_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: torch.dtype = torch.float16) -> Tensor:
-    """The activations that codes stand for: `x * s` of its block, rounded to fp32, then to `output_dtype`.
-
-    Args:
-        x: int8 `[..., K]`.
-        s: float32 `[..., ceil(K / block_size)]`.
-        block_size: 32, 64 or 128.
-        output_dtype: float16, bfloat16 or float32.
-
-    Returns:
-        `[..., K]` of type `output_dtype`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, UnsupportedError: as for `act_quant`; shapes or devices disagree.
-
-    Example:
-        >>> import torch
-        >>> from qcutlass.blockwise import act_dequant
-        >>> act_dequant(torch.tensor([[3, -4]], dtype=torch.int8), torch.tensor([[0.5]]))
-        tensor([[ 1.5000, -2.0000]], dtype=torch.float16)
-    """
-    return _dequantize(x, s, block_size, output_dtype, False)
-
-
-def weight_quant(x: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
-    """Quantises a weight matrix to int8, each block of `block_size` x `block_size` with its own scale.
-
-    The arithmetic is that of `act_quant`.
-
-    Args:
-        x: float16, bfloat16 or float32 `[N, K]`.
-        block_size: 32, 64 or 128; the last blocks may be short.
-
-    Returns:
-        int8 `[N, K]` and float32 `[ceil(N / block_size), ceil(K / block_size)]`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, UnsupportedError: as for `act_quant`.
-
-    Example:
-        >>> import torch
-        >>> from qcutlass.blockwise import weight_quant
-        >>> q, s = weight_quant(torch.tensor([[254.0, 1.0], [-3.0, 5.0]]))
-        >>> q, s
-        (tensor([[127,   0],
-                [ -2,   2]], dtype=torch.int8), tensor([[2.]]))
-    """
-    return _quantize(x, block_size, True)
-
-
-def weight_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: torch.dtype = torch.float16) -> Tensor:
-    """The weights that codes stand for: `x * s` of its block, rounded to fp32, then to `output_dtype`.
-
-    Args:
-        x: int8 `[N, K]`.
-        s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
-        block_size: 32, 64 or 128.
-        output_dtype: float16, bfloat16 or float32.
-
-    Returns:
-        `[N, K]` of type `output_dtype`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, UnsupportedError: as for `act_quant`; shapes or devices disagree.
-
-    Example:
-        >>> import torch
-        >>> from qcutlass.blockwise import weight_dequant, weight_quant
-        >>> w = torch.randn(300, 200)
-        >>> q, s = weight_quant(w)
-        >>> bool((weight_dequant(q, s, output_dtype=torch.float32) - w).abs().max() <= 0.501 * s.max())
-        True
-    """
-    return _dequantize(x, s, block_size, output_dtype, True)
 
 
 @computes(BLOCKWISE)

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import formats, testing
 from qcutlass.cli import app
+from qcutlass.cli.quickstart import default_model
 from qcutlass.formats import CanonicalLinear
-from qcutlass.quickstart import default_model
 
 GGUF_TYPES = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0")}
 SHAPE = (48, 96)
@@ -92,7 +92,7 @@ def test_info_as_a_table() -> None:
 
 def test_info_notices_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
     right = qcutlass.gemm
-    monkeypatch.setattr("qcutlass.info.gemm", lambda *args, **keywords: right(*args, **keywords) * 1.01)
+    monkeypatch.setattr("qcutlass.cli.info.gemm", lambda *args, **keywords: right(*args, **keywords) * 1.01)
     result = qcutlass_command("info", "--json")
     assert result.exit_code == 1
     assert "times the error bound" in json.loads(result.stdout)["self_check"]["cpu"]
@@ -143,7 +143,7 @@ def test_quickstart_on_a_gpu(gguf_file: Path) -> None:
 
 def test_quickstart_fails_on_a_wrong_product(safetensors_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = qcutlass.gemm
-    monkeypatch.setattr("qcutlass.quickstart.gemm", lambda *args, **keywords: right(*args, **keywords) * 1.01)
+    monkeypatch.setattr("qcutlass.cli.quickstart.gemm", lambda *args, **keywords: right(*args, **keywords) * 1.01)
     result = qcutlass_command("quickstart", str(safetensors_file), "--device", "cpu")
     assert result.exit_code == 1
     assert "FAILED: 0 of 3 linear layers" in " ".join(result.stdout.split())

@@ -206,38 +206,6 @@ def test_products_on_the_cpu_keep_no_addresses() -> None:
     launching.forget()
 
 
-def imports_of(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever it does."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    found = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    named = [f"{node.module}.{name.name}" for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names]
-    plain = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
-    return {name for name in (*found, *named, *plain) if name.startswith("qcutlass")}
-
-
-def test_products_import_each_other_and_what_lies_below_alone(repository: Path) -> None:
-    folder = repository / "python/qcutlass/products"
-    below = {"qcutlass", "qcutlass._C", "qcutlass._C.Operand", "qcutlass.errors", "qcutlass.errors.UnsupportedError"}
-    for path in folder.glob("*.py"):
-        above = {name for name in imports_of(path) - below if not name.startswith("qcutlass.products")}
-        assert above == set(), path.name
-
-
-def test_products_have_no_circle_of_imports(repository: Path) -> None:
-    folder = repository / "python/qcutlass/products"
-    left = {
-        path.stem: {name.split(".")[2] for name in imports_of(path) if name.count(".") >= 2}
-        for path in folder.glob("*.py")
-        if path.stem != "__init__"
-    }
-    left = {name: {one for one in needed if one in left} for name, needed in left.items()}
-    while left:
-        done = {name for name, needed in left.items() if not needed & set(left)}
-        assert done, f"these import each other: {sorted(left)}"
-        left = {name: needed for name, needed in left.items() if name not in done}
-    assert len(list(folder.glob("*.py"))) > 15
-
-
 def test_nothing_asks_which_kind_a_call_is(repository: Path) -> None:
     calls = {kind.call.__name__ for kind in KINDS.values()}  # type: ignore[attr-defined]
     found = []

@@ -18,9 +18,12 @@ from tests.python.modules import assert_same_state, randn, randomized, snapshot
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import FP8, W8A8, QuantLinear, WeightOnly, testing
+from qcutlass import FP8, W8A8, QuantLinear, WeightOnly, schemes, testing
+from qcutlass.algorithms import calibration, smoothing
+from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.layers import Fp8Linear, Int8Linear, Scheme, base, eight_bit, replace, weight_only
-from qcutlass.smoothquant import ActivationStatistics, calibration, factors, folding, models
+from qcutlass.models import folding
+from qcutlass.models import smoothing as model_smoothing
 from qcutlass.tuning.layers import Layer, layers_of
 
 N, K = 40, 96
@@ -394,7 +397,9 @@ def test_layers_of_a_gpu_model_are_those_of_the_cpu(scheme: W8A8, seed: int) -> 
         testing.assert_equal(on_gpu[name], tensor, label=name)
 
 
-@pytest.mark.parametrize("module", [base, eight_bit, replace, weight_only, calibration, factors, folding, models])
+@pytest.mark.parametrize(
+    "module", [schemes, base, eight_bit, replace, weight_only, calibration, smoothing, folding, model_smoothing]
+)
 def test_the_examples_run(module: ModuleType) -> None:
     torch.manual_seed(0)
     result = doctest.testmod(module)

@@ -97,6 +97,86 @@ def test_rooms_of_the_core_include_those_below_them_only(repository: Path) -> No
     assert {(room, below) for room, rooms in ROOMS.items() for below in rooms} <= seen, "a direction nobody takes"
 
 
+PACKAGE_ROOMS = {  # file or folder of the package: those that it imports beside itself
+    "version": {"_C"},
+    "errors": {"_C"},
+    "quantized": set(),
+    "testing": set(),
+    "products": {"_C", "errors"},
+    "schemes": {"products"},
+    "algorithms": {"products", "quantized", "schemes"},
+    "blockwise": {"algorithms", "products"},
+    "formats": {"errors", "products", "quantized", "version"},
+    "layers": {"algorithms", "blockwise", "errors", "formats", "products", "quantized", "schemes", "version"},
+    "models": {"algorithms", "errors", "formats", "layers", "products", "schemes", "version"},
+    "tuning": {"_C", "errors", "products"},
+    "cli": {
+        "_C", "algorithms", "errors", "formats", "layers", "models", "products", "quantized", "schemes", "testing",
+        "tuning", "version",
+    },
+    "_registration": {"models"},
+    "__init__": {
+        "_registration", "algorithms", "blockwise", "errors", "layers", "models", "products", "quantized", "schemes",
+        "tuning", "version",
+    },
+    "__main__": {"cli"},
+}  # fmt: skip
+
+
+def module_imports(package: Path, path: Path) -> set[str]:
+    """Files of the package, without their suffix, that a file imports anywhere: in functions and for types, too."""
+
+    def place(*names: str) -> str | None:
+        found = package.parent.joinpath(*names)
+        for file in (found / "__init__.py", found.with_name(f"{found.name}.py"), found.with_name(f"{found.name}.pyi")):
+            if file.is_file():
+                return str(file.relative_to(package).with_suffix(""))
+        return None
+
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: imports name their modules in full"
+            modules |= {f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            modules |= {name.name for name in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            modules |= {name.value for name in node.args if isinstance(name, ast.Constant)}
+    parts = [name.split(".") for name in modules if name.partition(".")[0] == package.name]
+    return {place(*names) or place(*names[:-1]) or ".".join(names) for names in parts}
+
+
+@pytest.fixture(scope="module")
+def imports(repository: Path) -> dict[str, set[str]]:
+    package = repository / "python/qcutlass"
+    paths = sorted(package.rglob("*.py"))
+    assert len(paths) > 80
+    return {str(path.relative_to(package).with_suffix("")): module_imports(package, path) for path in paths}
+
+
+def test_rooms_of_the_package_import_those_below_them_only(imports: dict[str, set[str]]) -> None:
+    arrows = [(name.partition("/")[0], to.partition("/")[0]) for name, found in imports.items() for to in found]
+    assert {name.partition("/")[0] for name in imports} == set(PACKAGE_ROOMS)
+    taken = {(room, other) for room, other in arrows if room != other}
+    allowed = {(name, below) for name, rooms in PACKAGE_ROOMS.items() for below in rooms}
+    assert sorted(taken - allowed) == []
+    assert sorted(allowed - taken) == [], "directions nobody takes"
+    left = {name: rooms - {"_C"} for name, rooms in PACKAGE_ROOMS.items()}
+    assert circle(left) == []
+
+
+def test_files_of_the_package_import_each_other_in_no_circle(imports: dict[str, set[str]]) -> None:
+    assert circle({name: found & set(imports) for name, found in imports.items()}) == []
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """The nodes that are left when those without arrows to others are taken away, again and again."""
+    left = dict(arrows)
+    while done := {name for name, others in left.items() if not others & (set(left) - {name})}:
+        left = {name: others for name, others in left.items() if name not in done}
+    return sorted(left)
+
+
 def test_only_the_bindings_include_pybind11(repository: Path) -> None:
     users = {path for path in sources(repository, "cpp", suffixes=CXX_SUFFIXES) if "pybind11" in path.read_text()}
     assert users

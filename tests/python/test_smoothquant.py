@@ -12,7 +12,7 @@ from tests.python.modules import RMSNorm, randn, randomized
 from torch import nn
 
 import qcutlass
-from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.algorithms.calibration import ActivationStatistics
 
 # Factors
 

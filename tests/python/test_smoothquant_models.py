@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import W8A8
-from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.algorithms.calibration import ActivationStatistics
 
 FOLDED = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
 

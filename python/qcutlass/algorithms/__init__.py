@@ -5,9 +5,9 @@
 """
 
 from qcutlass.algorithms.awq import AwqScales, awq, awq_scales
+from qcutlass.algorithms.clipping import round_to_nearest
 from qcutlass.algorithms.gptq import GptqResult, gptq
-from qcutlass.algorithms.rounding import round_to_nearest
-from qcutlass.algorithms.smoothquant import Smoothing, search_smoothing
+from qcutlass.algorithms.smoothing import Smoothing, search_smoothing
 from qcutlass.algorithms.statistics import InputStatistics, output_error
 
 __all__ = [

@@ -8,11 +8,11 @@ from typing import Final
 
 from torch import Tensor
 
-from qcutlass.algorithms.rounding import Penalty, checked_scheme, group_size_of, quantize_with
+from qcutlass.algorithms.clipping import Penalty, checked_scheme, group_size_of, quantize_with
 from qcutlass.algorithms.statistics import InputStatistics, check_inputs, check_layer, output_error
-from qcutlass.layers.weight_only import WeightOnly
 from qcutlass.products.checks import ceil_div
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
+from qcutlass.schemes import WeightOnly
 
 EXPONENTS: Final = tuple(step / 10 for step in range(11))
 _SMALLEST: Final = 1e-4  # of a scale, before all are normalised

@@ -8,11 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.algorithms.rounding import Penalty, checked_scheme, fit_grid, group_size_of
+from qcutlass.algorithms.clipping import Penalty, checked_scheme, fit_grid, group_size_of
 from qcutlass.algorithms.statistics import check_layer
-from qcutlass.layers.weight_only import WeightOnly
 from qcutlass.products.checks import ceil_div, check_flag
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
+from qcutlass.schemes import WeightOnly
 
 DAMPING: Final = 0.01
 _COLUMNS: Final = 128  # columns behind these wait until all of them are done

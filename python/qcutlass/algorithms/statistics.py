@@ -8,8 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING, check_integer, check_matrix, check_operand, check_tensor, shape_of
-from qcutlass.smoothquant.factors import check_channels
+from qcutlass.products.checks import (
+    FLOATING,
+    check_channels,
+    check_integer,
+    check_matrix,
+    check_operand,
+    check_tensor,
+    shape_of,
+)
 
 
 @dataclass

@@ -15,11 +15,12 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import awq, compressed_tensors, floats, gguf, gptq, hqq, marlin, tensorrt_llm
 from qcutlass.formats.checkpoint import Checkpoint, Format
 from qcutlass.formats.config import Config, read_config
-from qcutlass.formats.layers import CanonicalLinear, FloatLinear, Int8Linear, Layer
+from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
 
 __all__ = [
     "FORMATS",
+    "CanonicalInt8",
     "CanonicalLinear",
     "Checkpoint",
     "FloatLinear",
@@ -29,6 +30,9 @@ __all__ = [
     "detect",
     "load",
 ]
+
+Int8Linear = CanonicalInt8
+"""The former name of `CanonicalInt8`."""
 
 _ROUNDED: Final = ("auto-round", "intel/auto-round")  # AutoRound writes other people's formats
 
@@ -87,7 +91,7 @@ def load(
 
     Returns:
         A mapping from the names of linear layers to `CanonicalLinear` (the weights in canonical form, act-order, bias),
-        `Int8Linear` (W8A8) or `FloatLinear`.
+        `CanonicalInt8` (W8A8) or `FloatLinear`.
 
     Raises:
         FileNotFoundError: there is no such file or folder.

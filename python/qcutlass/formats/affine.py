@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.formats.tensors import settle_zeros
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 
 def from_minima(

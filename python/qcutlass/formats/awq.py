@@ -14,7 +14,7 @@ from torch import Tensor
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.layers import CanonicalLinear
 from qcutlass.formats.tensors import FLOATS, INT32, LayerTensors, settle_zeros
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = ("qweight", "qzeros", "scales", "bias")
 _COLUMN_OF_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -9,14 +9,15 @@ token, or it is `input_scale`, one number. Where no activations are quantised, o
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.config import Config
-from qcutlass.formats.layers import CanonicalLinear, Int8Linear, Layer
+from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.formats.tensors import (
     FLOATS,
     INT32,
@@ -29,7 +30,7 @@ from qcutlass.formats.tensors import (
     whole_zeros,
 )
 from qcutlass.products.checks import ceil_div
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
@@ -43,7 +44,7 @@ def matches(layer: LayerTensors) -> bool:
     return "weight_packed" in layer or ("weight" in layer and layer.info("weight").dtype == "I8")
 
 
-def load(layer: LayerTensors) -> CanonicalLinear | Int8Linear:
+def load(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
     """See `qcutlass.formats.load`."""
     for key, reason in {"transform_config": "weights behind a transform", "sparsity_config": "sparse weights"}.items():
         section = layer.config.section(key)
@@ -90,7 +91,7 @@ def _load_packed(layer: LayerTensors) -> CanonicalLinear:
     return CanonicalLinear(QuantizedTensor(permuted(codes, perm).contiguous(), scales, zeros, bits, size), bias, perm)
 
 
-def _load_int8(layer: LayerTensors) -> CanonicalLinear | Int8Linear:
+def _load_int8(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
     weights, quantizes_activations = _arguments(layer.config)
     if layer.info("weight").dtype not in _INT8:
         raise UnsupportedError(
@@ -116,7 +117,7 @@ def _load_int8(layer: LayerTensors) -> CanonicalLinear | Int8Linear:
         shape = layer.info("input_scale").shape
         layer.check("input_scale", FLOATS, shape if shape in ((), (1, 1)) else (1,))
         input_scale = layer.finite("input_scale").reshape(1).float()
-    return Int8Linear(layer.read("weight"), scales, input_scale, bias)
+    return CanonicalInt8(layer.read("weight"), scales, input_scale, bias)
 
 
 def store(layer: Layer) -> dict[str, Tensor]:
@@ -125,26 +126,42 @@ def store(layer: Layer) -> dict[str, Tensor]:
     Raises:
         UnsupportedError: activation scales, act-order, real-valued zeros, scales of 32 bits.
     """
-    if isinstance(layer, Int8Linear):
-        if layer.smooth is not None:
-            raise UnsupportedError("compressed-tensors holds no smoothing factors of a layer's own")
-        tensors = {"weight": layer.codes, "weight_scale": layer.scales[:, None].contiguous()}
-        if layer.input_scale is not None:
-            tensors["input_scale"] = layer.input_scale
-    elif isinstance(layer, CanonicalLinear) and layer.act_scale is None:
-        if layer.perm is not None:
-            raise UnsupportedError("compressed-tensors has given up act-order with groups of its own; export to gptq")
-        weight, (n, k) = layer.weight, layer.shape
-        tensors = {
-            "weight_packed": pack(weight.codes, weight.bits),
-            "weight_scale": scales_16(weight.scales).T.contiguous(),
-            "weight_shape": torch.tensor([n, k]),
-        }
-        if weight.zeros is not None:
-            tensors["weight_zero_point"] = pack(whole_zeros(weight), weight.bits).T.contiguous()
-    else:
-        raise UnsupportedError("compressed-tensors holds quantised weights without activation scales alone")
+    if layer.kind not in _STORES:
+        raise UnsupportedError(_HOLDS)
+    tensors = _STORES[layer.kind](layer)
     return tensors if layer.bias is None else {**tensors, "bias": layer.bias}
+
+
+def _store_int8(layer: CanonicalInt8) -> dict[str, Tensor]:
+    """The tensors of int-quantized weights."""
+    if layer.smooth is not None:
+        raise UnsupportedError("compressed-tensors holds no smoothing factors of a layer's own")
+    tensors = {"weight": layer.codes, "weight_scale": layer.scales[:, None].contiguous()}
+    return tensors if layer.input_scale is None else {**tensors, "input_scale": layer.input_scale}
+
+
+def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
+    """The tensors of pack-quantized weights."""
+    if layer.act_scale is not None:
+        raise UnsupportedError(_HOLDS)
+    if layer.perm is not None:
+        raise UnsupportedError("compressed-tensors has given up act-order with groups of its own; export to gptq")
+    weight, (n, k) = layer.weight, layer.shape
+    tensors = {
+        "weight_packed": pack(weight.codes, weight.bits),
+        "weight_scale": scales_16(weight.scales).T.contiguous(),
+        "weight_shape": torch.tensor([n, k]),
+    }
+    if weight.zeros is not None:
+        tensors["weight_zero_point"] = pack(whole_zeros(weight), weight.bits).T.contiguous()
+    return tensors
+
+
+_HOLDS: Final = "compressed-tensors holds quantised weights without activation scales alone"
+_STORES: Final[dict[str, Callable[[Any], dict[str, Tensor]]]] = {
+    CanonicalLinear.kind: _store_packed,
+    CanonicalInt8.kind: _store_int8,
+}
 
 
 def _check_scales(layer: LayerTensors, n: int) -> int:

@@ -22,7 +22,7 @@ from qcutlass.formats.gguf_header import read_header
 from qcutlass.formats.layers import CanonicalLinear, FloatLinear
 from qcutlass.formats.source import TensorInfo
 from qcutlass.formats.tensors import LayerTensors
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = ("weight", "bias")
 GROUP: Final = 32

@@ -30,7 +30,7 @@ from qcutlass.formats.tensors import (
     unpack,
     whole_zeros,
 )
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _VERSIONS: Final = {"gptq": 1, "gptq_v2": 2}

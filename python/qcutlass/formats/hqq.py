@@ -14,7 +14,7 @@ import torch
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.layers import CanonicalLinear
 from qcutlass.formats.tensors import FLOATS, LayerTensors, settle_zeros
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = (
     "W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "bias", "packing", "unpack_view_dtype",

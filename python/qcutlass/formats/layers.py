@@ -1,14 +1,17 @@
-"""What loaders yield: linear layers in canonical form."""
+"""Linear layers in canonical form, which loaders yield."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.formats.specs import LayerSpec
+from qcutlass.products.checks import short
+from qcutlass.quantized import QuantizedTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +27,9 @@ class CanonicalLinear:
         act_scale: floating `[K]`, or None: multiplies the activations, in their own column order.
     """
 
+    kind: ClassVar = "weight_only"
+    quantises_activations: ClassVar = False
+
     weight: QuantizedTensor
     bias: Tensor | None = None
     perm: Tensor | None = None
@@ -33,6 +39,59 @@ class CanonicalLinear:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.weight.shape
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of it."""
+        held = {**vars(self), **vars(self.weight)}
+        return LayerSpec.of(self.kind, self.weight.bits, self.weight.group_size, self.shape[1], held)
+
+    @property
+    def words(self) -> str:
+        """The scheme in words."""
+        return self.spec.words
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of weights, scales and zeros, codes packed without padding."""
+        n, k = self.shape
+        return self.weight.bits_per_weight * n * k / 8
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The numbers beside the tensors, for `of`."""
+        return {"bits": self.weight.bits, "group_size": self.weight.group_size}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that it has, by name, for `of`."""
+        held = {**vars(self), **vars(self.weight)}
+        return _present(held, "codes", "scales", "zeros", "bias", "perm", "act_scale")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], bits: int, group_size: int) -> CanonicalLinear:
+        """The layer with these `tensors` and `options`."""
+        others = dict(tensors)
+        weight = QuantizedTensor(others.pop("codes"), others.pop("scales"), others.pop("zeros", None), bits, group_size)
+        return cls(weight, **others)
+
+    def rows(self, index: Tensor) -> CanonicalLinear:
+        """The layer with its output channels in another order, or some of them."""
+        bias = None if self.bias is None else self.bias[index]
+        return replace(self, weight=self.weight.rows(index), bias=bias)
+
+    def with_zeros(self) -> CanonicalLinear:
+        """The layer with its zero points written out where they are all in the middle."""
+        weight = self.weight
+        if weight.zeros is not None:
+            return self
+        zeros = torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.uint8)
+        return replace(self, weight=replace(weight, zeros=zeros))
+
+    def effective_weight(self) -> Tensor:
+        """float32 `[N, K]`: the weights that activations are multiplied by, `act_scale` included."""
+        weight = self.dequantize(torch.float32)
+        return weight if self.act_scale is None else weight * self.act_scale
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[N, K]` with columns in the order of the activations, without `act_scale`.
@@ -48,7 +107,7 @@ class CanonicalLinear:
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Linear:
+class CanonicalInt8:
     """A linear layer with int8 weights for int8 activations (W8A8).
 
     Attributes:
@@ -58,6 +117,10 @@ class Int8Linear:
         bias: float16, bfloat16 or float32 `[N]`, or None.
         smooth: float32 `[K]`, or None: the activations are divided by it first.
     """
+
+    kind: ClassVar = "int8"
+    quantises_activations: ClassVar = True
+    options: ClassVar[dict[str, int]] = {}
 
     codes: Tensor
     scales: Tensor
@@ -70,6 +133,46 @@ class Int8Linear:
         """(N, K)."""
         n, k = self.codes.shape
         return n, k
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of it."""
+        k = self.shape[1]
+        return LayerSpec.of(self.kind, 8, k, k, {**vars(self), "a_scale": self.input_scale})
+
+    @property
+    def words(self) -> str:
+        """The scheme in words."""
+        return self.spec.words
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of weights and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that it has, by name, for `of`."""
+        return _present(vars(self), "codes", "scales", "bias", "smooth", "input_scale")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> CanonicalInt8:
+        """The layer with these `tensors`."""
+        return cls(**tensors)
+
+    def rows(self, index: Tensor) -> CanonicalInt8:
+        """The layer with its output channels in another order, or some of them."""
+        bias = None if self.bias is None else self.bias[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], bias=bias)
+
+    def with_zeros(self) -> CanonicalInt8:
+        """The layer as it is: it has no zero points."""
+        return self
+
+    def effective_weight(self) -> Tensor:
+        """float32 `[N, K]`: the weights that activations are multiplied by, `smooth` included."""
+        weight = self.dequantize()
+        return weight if self.smooth is None else weight / self.smooth
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""
@@ -85,6 +188,10 @@ class FloatLinear:
         bias: such a type, `[N]`, or None.
     """
 
+    kind: ClassVar = "float"
+    quantises_activations: ClassVar = False
+    options: ClassVar[dict[str, int]] = {}
+
     weight: Tensor
     bias: Tensor | None = None
 
@@ -94,9 +201,46 @@ class FloatLinear:
         n, k = self.weight.shape
         return n, k
 
+    @property
+    def words(self) -> str:
+        """The type of the weights."""
+        return short(self.weight.dtype)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the weights."""
+        return self.weight.nbytes
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that it has, by name, for `of`."""
+        return _present(vars(self), "weight", "bias")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> FloatLinear:
+        """The layer with these `tensors`."""
+        return cls(**tensors)
+
+    def rows(self, index: Tensor) -> FloatLinear:
+        """The layer with its output channels in another order, or some of them."""
+        return FloatLinear(self.weight[index], None if self.bias is None else self.bias[index])
+
+    def with_zeros(self) -> FloatLinear:
+        """The layer as it is: it has no zero points."""
+        return self
+
+    def effective_weight(self) -> Tensor:
+        """float32 `[N, K]`: the weights."""
+        return self.dequantize(torch.float32)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[N, K]` in `dtype` (None: their own)."""
         return self.weight.to(dtype or self.weight.dtype)
 
 
-Layer: TypeAlias = CanonicalLinear | Int8Linear | FloatLinear
+Layer: TypeAlias = CanonicalLinear | CanonicalInt8 | FloatLinear
+LAYERS: Final[dict[str, type[Layer]]] = {layer.kind: layer for layer in (CanonicalLinear, CanonicalInt8, FloatLinear)}
+
+
+def _present(held: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
+    return {name: held[name] for name in names if held[name] is not None}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qcutlass.formats.layers import CanonicalLinear
 from qcutlass.formats.tensors import FLOATS, INT32, LayerTensors
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = ("B", "s", "workspace", "bias")
 _ELEMENT_OF_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)

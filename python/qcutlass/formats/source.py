@@ -145,7 +145,7 @@ def open_folder(folder: Path) -> SafetensorsSource | None:
     if not found:
         return None
     _check_named(folder, found[0] if len(found) == 1 else "")
-    return SafetensorsSource([_inside(folder, name, str(folder)) for name in found])
+    return SafetensorsSource([inside(folder, name, str(folder)) for name in found])
 
 
 def listed(folder: Path) -> list[str]:
@@ -178,11 +178,11 @@ def _read_index(index: Path) -> dict[str, Path]:
                 f"{index}: expected the name of a .safetensors file beside the index, got {name!r:.80}"
             )
         if name not in files:
-            files[name] = _inside(index.parent, name, str(index))
+            files[name] = inside(index.parent, name, str(index))
     return {tensor: files[name] for tensor, name in listed.items()}
 
 
-def _inside(folder: Path, name: str, where: str) -> Path:
+def inside(folder: Path, name: str, where: str) -> Path:
     """The path of a file in `folder`, which a link must not leave but for the blobs of a hub's cache."""
     path = folder / name
     try:

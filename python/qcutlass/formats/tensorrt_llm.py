@@ -16,7 +16,7 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats.affine import from_minima
 from qcutlass.formats.layers import CanonicalLinear
 from qcutlass.formats.tensors import FLOATS, LayerTensors
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = (
     "weight", "weights_scaling_factor", "zero", "prequant_scaling_factor", "activation_scaling_factor",

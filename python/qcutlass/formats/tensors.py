@@ -12,7 +12,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import Config
 from qcutlass.formats.source import TensorInfo, TensorSource
 from qcutlass.products.checks import ceil_div
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.quantized import QuantizedTensor
 
 FLOATS: Final = ("F16", "BF16", "F32")
 INT32: Final = ("I32",)

@@ -1,12 +1,13 @@
 """Quantised linear layers, and how a model gets them."""
 
-from qcutlass.layers.base import QuantLinear, Scheme
-from qcutlass.layers.blockwise import Blockwise, BlockwiseLinear
-from qcutlass.layers.eight_bit import FP8, W8A8, Fp8Linear, Int8Linear
+from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.blockwise import BlockwiseLinear
+from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
 from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
 from qcutlass.layers.sharding import shard
-from qcutlass.layers.weight_only import WeightOnly, WeightOnlyLinear
+from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.schemes import FP8, W8A8, Blockwise, Scheme, WeightOnly
 
 __all__ = [
     "FP8",

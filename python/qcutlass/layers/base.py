@@ -5,29 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass import _C
-from qcutlass.formats import Checkpoint
-from qcutlass.products.checks import FLOATING, check_integer, check_options, check_tensor, shape_of
-from qcutlass.quantization import QuantizedTensor
-from qcutlass.smoothquant import ActivationStatistics
-from qcutlass.smoothquant.factors import check_channels
-
-LAYOUT_VERSION: Final = int(_C.build_info()["layout_version"])
+from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats import Checkpoint, Layer
+from qcutlass.formats.converted import PackedLinear
+from qcutlass.formats.specs import LayerSpec
+from qcutlass.layers.loading import stored_layer
+from qcutlass.products import unpack_weights
+from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
+from qcutlass.quantized import QuantizedTensor
+from qcutlass.schemes import Scheme, WeightOnly
+from qcutlass.version import LAYOUT_VERSION
 
 Parts = Mapping[str, Tensor | None]
 
 
-class Scheme(ABC):
-    """How a linear layer is quantised. Subclasses are frozen dataclasses of options."""
-
-    @abstractmethod
-    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> QuantLinear:
-        """The quantised layer of a checked `linear`; on the meta device one without values, to be loaded into."""
+_KINDS: Final[dict[type[Scheme], type[QuantLinear]]] = {}
+"""The layers of each scheme."""
+_STORED: Final[dict[str, type[QuantLinear]]] = {}
+"""The layers of each kind in `qcutlass.formats.specs.KINDS`."""
 
 
 class QuantLinear(nn.Module, ABC):
@@ -62,9 +63,22 @@ class QuantLinear(nn.Module, ABC):
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
     """Buffers that may be None."""
+    _stored: ClassVar[str | None] = None
 
     layout: Tensor
     bias: Tensor | None
+
+    def __init_subclass__(cls, scheme: type[Scheme] | None = None, stored: str | None = None, **keywords: Any) -> None:
+        """Registers a kind of layers: `class MyLinear(QuantLinear, scheme=MyScheme)`.
+
+        `stored`: its kind in converted folders, a key of `KINDS` in `qcutlass.formats.specs`.
+        """
+        super().__init_subclass__(**keywords)
+        if scheme is not None:
+            _KINDS[scheme] = cls
+        if stored is not None:
+            _STORED[stored] = cls
+            cls._stored = stored
 
     def __init__(
         self, in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
@@ -116,25 +130,20 @@ class QuantLinear(nn.Module, ABC):
             >>> qcutlass.QuantLinear.from_linear(linear, qcutlass.W8A8(symmetric=False), activation="silu").bits
             8
         """
-        from qcutlass.layers.weight_only import WeightOnly  # derives from this class
-
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         if scheme is None:
             scheme = WeightOnly(**options)
         elif options:
             raise TypeError(f"{next(iter(options))}: pass it to the scheme, {type(scheme).__name__}(...)")
-        if not isinstance(scheme, Scheme):
-            raise TypeError(
-                f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}"
-            )
+        kind = kind_of(scheme)
         check_plain("linear", linear)
         check_tensor("linear.weight", linear.weight, FLOATING)
         if not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
             raise ValueError("linear.weight: expected finite values, got NaN or infinity")
         _check_statistics(statistics, linear.in_features)
         with torch.no_grad():
-            return scheme.layer(linear, statistics, activation).train(linear.training)
+            return kind._of_linear(linear, scheme, statistics, activation).train(linear.training)
 
     @staticmethod
     def from_quantized(
@@ -160,9 +169,9 @@ class QuantLinear(nn.Module, ABC):
             >>> qcutlass.QuantLinear.from_quantized(q, bias=torch.zeros(48)).bits
             8
         """
-        from qcutlass.layers.weight_only import WeightOnlyLinear  # derives from this class
-
-        return WeightOnlyLinear(quantized, bias=bias, activation=activation, act_scale=act_scale, perm=perm)
+        make: Any = _KINDS[WeightOnly]
+        layer: QuantLinear = make(quantized, bias=bias, activation=activation, act_scale=act_scale, perm=perm)
+        return layer
 
     @staticmethod
     def from_checkpoint(
@@ -198,9 +207,8 @@ class QuantLinear(nn.Module, ABC):
             >>> qcutlass.QuantLinear.from_checkpoint(tensors, "up")
             WeightOnlyLinear(in_features=64, out_features=32, bits=4, group_size=64, zeros=None, bias=False)
         """
-        from qcutlass.layers.loading import from_checkpoint  # makes layers of classes derived from this one
-
-        return from_checkpoint(checkpoint, name, format, config, activation)
+        check_activation(activation)
+        return from_layer(stored_layer(checkpoint, name, format, config), name, activation)
 
     def check(self) -> None:
         """Raises TypeError or ValueError unless the buffers are those of such a layer, in this layout, and finite.
@@ -217,9 +225,57 @@ class QuantLinear(nn.Module, ABC):
             if part is not None and part.dtype in FLOATING and not part.is_meta and not bool(part.isfinite().all()):
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
 
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: Any, statistics: ActivationStatistics | None, activation: str | None
+    ) -> QuantLinear:
+        """The quantised layer of a checked `linear`; on the meta device one without values, to be loaded into.
+
+        `scheme` is of the type that the class was registered with.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def _check(self, parts: Parts) -> None:
         """Raises TypeError or ValueError unless these are the buffers of such a layer."""
+
+    @classmethod
+    def _of_stored(cls, layer: Any, activation: str | None) -> QuantLinear:
+        """The layer of canonical form, of the class in `qcutlass.formats` that has this class's kind."""
+        raise NotImplementedError
+
+    @classmethod
+    def _empty(cls, spec: LayerSpec, n: int, k: int) -> QuantLinear:
+        """A layer `[N, K]` without values, on the meta device; `spec`: of this class's kind."""
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of the layer; UnsupportedError for kinds that none holds."""
+        if self._stored is None:
+            raise self._unsupported("converted folders hold no")
+        return LayerSpec.of(self._stored, self.bits, self.group_size, self.in_features, self._buffers)
+
+    def canonical(self) -> Layer:
+        """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
+        raise self._unsupported("there is no canonical form of a")
+
+    def weights(self) -> Tensor:
+        """The weights float32 `[N, K]`, dequantised from the packed ones; see `qcutlass.models.weights_of`."""
+        raise TypeError(f"layer: expected a WeightOnlyLinear or an Int8Linear, got {type(self).__name__}")
+
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> QuantLinear:
+        """The part of the layer with these output channels or input columns; see `qcutlass.layers.shard`."""
+        raise UnsupportedError(f"layer: expected a layer of qcutlass.layers, got {type(self).__name__}")
+
+    def _codes(self) -> Tensor:
+        """Codes `[N, K]`, unpacked."""
+        packed = self._buffers["w_packed"]
+        assert packed is not None
+        return unpack_weights(packed, self.bits, (self.out_features, self.in_features))
+
+    def _unsupported(self, why: str) -> UnsupportedError:
+        return UnsupportedError(f"layer: {why} {type(self).__name__}")
 
     def _missing(self, parts: Parts) -> dict[str, Tensor]:
         """Optional tensors that checked buffers lack and the layer needs, computed from the others."""
@@ -310,6 +366,58 @@ class QuantLinear(nn.Module, ABC):
         return []
 
 
+def from_layer(layer: Layer | PackedLinear, name: str, activation: str | None = None) -> QuantLinear:
+    """The layer that multiplies by weights from a file.
+
+    Raises:
+        ValueError: they are not quantised.
+        CheckpointError: the tensors of a converted folder are not those that it describes, or hold NaN or infinity.
+    """
+    if isinstance(layer, PackedLinear):
+        return _from_packed(layer, activation)
+    kind = _STORED.get(layer.kind)
+    if kind is None:
+        raise ValueError(f"{name}: expected quantised weights, got {layer.words}; use QuantLinear.from_linear")
+    return kind._of_stored(layer, activation)
+
+
+def from_spec(spec: LayerSpec, n: int, k: int) -> QuantLinear:
+    """A layer `[N, K]` without values, on the meta device."""
+    return _STORED[spec.kind]._empty(spec, n, k)
+
+
+def empty_layer(packed: PackedLinear) -> QuantLinear:
+    """A layer of a converted folder without values, on the meta device, with the tensors that the files hold of it.
+
+    Raises:
+        CheckpointError: they are not those that the folder describes.
+    """
+    layer = from_spec(packed.spec, *packed.shape)
+    expected = list(layer.state_dict())
+    if sorted(packed.suffixes) != sorted(expected):
+        raise CheckpointError(f"{packed.where}: expected {', '.join(expected)}, got {', '.join(packed.suffixes)}")
+    return layer
+
+
+def _from_packed(packed: PackedLinear, activation: str | None) -> QuantLinear:
+    layer, state = empty_layer(packed), packed.read()
+    try:
+        layer.load_state_dict(state, assign=True)
+        layer.check()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{packed.where}: {error}; convert the model again") from error
+    layer.activation = activation
+    return layer
+
+
+def kind_of(scheme: object) -> type[QuantLinear]:
+    """The layers of a scheme; TypeError for what is none."""
+    for base in type(scheme).__mro__:
+        if base in _KINDS:
+            return _KINDS[base]
+    raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}")
+
+
 def check_activation(activation: object) -> None:
     """Raises TypeError or ValueError unless `activation` can be fused."""
     if not isinstance(activation, str | None):
@@ -343,10 +451,10 @@ def _check_statistics(statistics: object, k: int) -> None:
         check_channels("statistics.smooth", statistics.smooth, k)
 
 
-def short(dtype: torch.dtype) -> str:
-    """The name of a type without its package."""
-    return str(dtype).removeprefix("torch.")
-
-
 def copy_of_bias(linear: nn.Linear) -> Tensor | None:
     return None if linear.bias is None else linear.bias.detach().clone()
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    """A copy that shares no memory with a part of another layer."""
+    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)

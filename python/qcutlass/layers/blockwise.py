@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.blockwise import act_quant, int8_addmm, weight_quant
-from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
+from qcutlass.algorithms.blocks import act_quant, weight_quant
+from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.blockwise import int8_addmm
+from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
 from qcutlass.products import preprocess_weights
 from qcutlass.products.block_operators import check_block_size, check_weight_scales
 from qcutlass.products.blockwise import BlockwiseCall
 from qcutlass.products.checks import check_matrix, check_operand, check_tensor
 from qcutlass.products.packing import check_packed_form
-from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.schemes import Blockwise
 
 
-@dataclass(frozen=True)
-class Blockwise(Scheme):
-    """int8 weights with a scale for each block of rows and columns, int8 activations with one for each of columns.
-
-    Attributes:
-        block_size: 32, 64 or 128.
-
-    Example:
-        >>> import qcutlass
-        >>> qcutlass.Blockwise()
-        Blockwise(block_size=128)
-    """
-
-    block_size: int = 128
-
-    def __post_init__(self) -> None:
-        check_block_size("block_size", self.block_size)
-
-    def layer(
-        self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None
-    ) -> BlockwiseLinear:
-        """Statistics are not used: scales of blocks follow the activations."""
-        w_q, w_s = weight_quant(linear.weight.detach(), self.block_size)
-        return BlockwiseLinear(w_q, w_s, self.block_size, bias=copy_of_bias(linear), activation=activation)
-
-
-class BlockwiseLinear(QuantLinear):
+class BlockwiseLinear(QuantLinear, scheme=Blockwise):
     """A linear layer on `qcutlass.blockwise`: `act_quant`, then `int8_addmm`. See also `QuantLinear`.
 
     Buffers: `w_packed` int8; `w_scale` float32 `[ceil(N / block_size), ceil(K / block_size)]`; `bias` `[N]` or None.
@@ -90,6 +65,14 @@ class BlockwiseLinear(QuantLinear):
         parts = {"w_packed": preprocess_weights(w_q, 8, "int8"), "w_scale": w_s, "bias": bias}
         super().__init__(k, n, 8, block_size, activation, parts)
 
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: Blockwise, statistics: ActivationStatistics | None, activation: str | None
+    ) -> BlockwiseLinear:
+        """Statistics are not used: scales of blocks follow the activations."""
+        w_q, w_s = weight_quant(linear.weight.detach(), scheme.block_size)
+        return BlockwiseLinear(w_q, w_s, scheme.block_size, bias=copy_of_bias(linear), activation=activation)
+
     @property
     def block_size(self) -> int:
         """Of rows and columns that share a scale."""
@@ -121,6 +104,18 @@ class BlockwiseLinear(QuantLinear):
             block_size=self.block_size,
             n=self.out_features,
         )
+
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> BlockwiseLinear:
+        size, step, codes = part.stop - part.start, self.block_size, self._codes()
+        if size % step and size < (self.out_features if axis == "out" else self.in_features):
+            raise ValueError(f"world_size: parts of {size} cut through blocks of {step}; use a smaller world_size")
+        blocks = slice(part.start // step, -(-part.stop // step))
+        if axis == "out":
+            codes, scales, bias = codes[part], self.w_scale[blocks], None if self.bias is None else self.bias[part]
+        else:
+            codes, scales, bias = codes[:, part], self.w_scale[:, blocks], self.bias if part.start == 0 else None
+        scales = scales.clone(memory_format=torch.contiguous_format)
+        return BlockwiseLinear(codes, scales, step, bias=copied(bias), activation=self.activation)
 
     def _description(self) -> list[str]:
         return [f"block_size={self.block_size}"]

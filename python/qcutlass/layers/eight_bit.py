@@ -2,90 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias
+from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
+from qcutlass.formats import CanonicalInt8
+from qcutlass.formats.specs import LayerSpec
+from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
 from qcutlass.products import gemm_fp8, gemm_w8a8, preprocess_weights, weight_sums
 from qcutlass.products.checks import check_flag, check_matrix, check_tensor
 from qcutlass.products.float8 import Float8Call
 from qcutlass.products.int8 import Int8Call
 from qcutlass.products.packing import check_packed_form
 from qcutlass.products.quantizer_operators import QuantizeCall, check_quantize
-from qcutlass.quantizers import quantize_activations, quantize_weights_fp8, quantize_weights_int8
-from qcutlass.smoothquant import ActivationStatistics
-
-
-@dataclass(frozen=True)
-class W8A8(Scheme):
-    """int8 weights, one scale a channel, and int8 activations.
-
-    Attributes:
-        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
-        symmetric: whether activations have no zero point. Asymmetric ones suit inputs of one sign, as behind ReLU.
-
-    Example:
-        >>> import qcutlass
-        >>> qcutlass.W8A8("static", symmetric=False)
-        W8A8(activations='static', symmetric=False)
-    """
-
-    activations: Literal["dynamic", "static"] = "dynamic"
-    symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        _check_activations(self.activations)
-        check_flag("symmetric", self.symmetric)
-
-    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> Int8Linear:
-        weight, smooth = _smoothed_weight(linear, statistics)
-        a_scale = azp = None
-        if self.activations == "static":
-            a_scale, azp = _static_range(statistics, weight.device, torch.int8, not self.symmetric)
-        return Int8Linear(
-            *quantize_weights_int8(weight),
-            bias=copy_of_bias(linear),
-            a_scale=a_scale,
-            azp=azp,
-            smooth=smooth,
-            symmetric=self.symmetric,
-            activation=activation,
-        )
-
-
-@dataclass(frozen=True)
-class FP8(Scheme):
-    """e4m3 weights, one scale a channel, and e4m3 activations.
-
-    Attributes:
-        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
-
-    Example:
-        >>> import qcutlass
-        >>> qcutlass.FP8()
-        FP8(activations='dynamic')
-    """
-
-    activations: Literal["dynamic", "static"] = "dynamic"
-
-    def __post_init__(self) -> None:
-        _check_activations(self.activations)
-
-    def layer(self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None) -> Fp8Linear:
-        weight, smooth = _smoothed_weight(linear, statistics)
-        a_scale = None
-        if self.activations == "static":
-            a_scale, _ = _static_range(statistics, weight.device, torch.float8_e4m3fn)
-        w_q, w_scale = quantize_weights_fp8(weight)
-        return Fp8Linear(w_q, w_scale, bias=copy_of_bias(linear), a_scale=a_scale, smooth=smooth, activation=activation)
-
-
-def _check_activations(activations: object) -> None:
-    if activations not in ("dynamic", "static"):
-        raise ValueError(f"activations: expected 'dynamic' or 'static', got {activations!r}")
+from qcutlass.schemes import FP8, W8A8
 
 
 def _smoothed_weight(linear: nn.Linear, statistics: ActivationStatistics | None) -> tuple[Tensor, Tensor | None]:
@@ -116,7 +49,7 @@ def _static_range(
     return scale, azp[0] if azp else None
 
 
-class Int8Linear(QuantLinear):
+class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
     """A linear layer on `qcutlass.gemm_w8a8`: `quantize_activations`, then one product. See also `QuantLinear`.
 
     Buffers: `w_packed` int8; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
@@ -179,6 +112,24 @@ class Int8Linear(QuantLinear):
         super().__init__(k, n, 8, k, activation, parts)
         self.symmetric = symmetric
 
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: W8A8, statistics: ActivationStatistics | None, activation: str | None
+    ) -> Int8Linear:
+        weight, smooth = _smoothed_weight(linear, statistics)
+        a_scale = azp = None
+        if scheme.activations == "static":
+            a_scale, azp = _static_range(statistics, weight.device, torch.int8, not scheme.symmetric)
+        return Int8Linear(
+            *quantize_weights_int8(weight),
+            bias=copy_of_bias(linear),
+            a_scale=a_scale,
+            azp=azp,
+            smooth=smooth,
+            symmetric=scheme.symmetric,
+            activation=activation,
+        )
+
     def _check(self, parts: Parts) -> None:
         a_q = _check_quantiser(torch.int8, self.in_features, parts)
         operands: dict[str, Any] = {**parts, "a_scale": a_q.new_empty(1, dtype=torch.float32)}
@@ -213,12 +164,44 @@ class Int8Linear(QuantLinear):
             w_sums=self.w_sums if azp else None,
         )
 
+    @classmethod
+    def _of_stored(cls, layer: CanonicalInt8, activation: str | None) -> Int8Linear:
+        return Int8Linear(
+            layer.codes,
+            layer.scales,
+            bias=layer.bias,
+            a_scale=layer.input_scale,
+            smooth=layer.smooth,
+            activation=activation,
+        )
+
+    @classmethod
+    def _empty(cls, spec: LayerSpec, n: int, k: int) -> Int8Linear:
+        codes = torch.empty((n, k), dtype=torch.int8, device="meta")
+        buffers: dict[str, Any] = spec.tensors(n, k)
+        return Int8Linear(codes, torch.empty(n, device="meta"), **buffers)
+
+    def canonical(self) -> CanonicalInt8:
+        """The layer with its codes unpacked, as loaders of checkpoints yield it."""
+        return CanonicalInt8(self._codes(), self.w_scale, self.a_scale, self.bias, self.smooth)
+
+    def weights(self) -> Tensor:
+        """The weights float32 `[N, K]`, dequantised from the packed ones."""
+        return self._codes().float() * self.w_scale[:, None]
+
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> Int8Linear:
+        codes, w_scale, options = _part(self, part, axis)
+        return Int8Linear(codes, w_scale, azp=copied(self.azp), symmetric=self._is_symmetric, **options)
+
+    @property
+    def _is_symmetric(self) -> bool:
+        return self.symmetric if self.a_scale is None else self.azp is None
+
     def _description(self) -> list[str]:
-        symmetric = self.symmetric if self.a_scale is None else self.azp is None
-        return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={symmetric}"]
+        return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={self._is_symmetric}"]
 
 
-class Fp8Linear(QuantLinear):
+class Fp8Linear(QuantLinear, scheme=FP8):
     """A linear layer on `qcutlass.gemm_fp8`: `quantize_activations`, then one product. See also `QuantLinear`.
 
     Buffers: `w_packed` float8_e4m3fn; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
@@ -263,6 +246,17 @@ class Fp8Linear(QuantLinear):
         parts = {"w_packed": w_packed, "w_scale": w_scale, "bias": bias, "a_scale": a_scale, "smooth": smooth}
         super().__init__(k, n, 8, k, activation, parts)
 
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: FP8, statistics: ActivationStatistics | None, activation: str | None
+    ) -> Fp8Linear:
+        weight, smooth = _smoothed_weight(linear, statistics)
+        a_scale = None
+        if scheme.activations == "static":
+            a_scale, _ = _static_range(statistics, weight.device, torch.float8_e4m3fn)
+        w_q, w_scale = quantize_weights_fp8(weight)
+        return Fp8Linear(w_q, w_scale, bias=copy_of_bias(linear), a_scale=a_scale, smooth=smooth, activation=activation)
+
     def _check(self, parts: Parts) -> None:
         a_q = _check_quantiser(torch.float8_e4m3fn, self.in_features, parts)
         w_packed, w_scale, bias = (parts[name] for name in ("w_packed", "w_scale", "bias"))
@@ -294,8 +288,29 @@ class Fp8Linear(QuantLinear):
             n=self.out_features,
         )
 
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> Fp8Linear:
+        codes, w_scale, options = _part(self, part, axis)
+        return Fp8Linear(codes, w_scale, **options)
+
     def _description(self) -> list[str]:
         return _describe_activations(self.a_scale, self.smooth)
+
+
+def _part(
+    layer: Int8Linear | Fp8Linear, part: slice, axis: Literal["out", "in"]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Codes, scales and other arguments of a part of a layer, in memory of their own."""
+    codes, w_scale, bias, smooth = layer._codes(), layer.w_scale, layer.bias, layer.smooth
+    if axis == "out":
+        codes = codes[part]
+        w_scale = w_scale if w_scale.numel() == 1 else w_scale.reshape(-1)[part]  # one for all, or one a channel
+        bias = None if bias is None else bias[part]
+    else:
+        codes = codes[:, part]
+        bias = bias if part.start == 0 else None
+        smooth = None if smooth is None else smooth[part]
+    tensors = {"bias": copied(bias), "a_scale": copied(layer.a_scale), "smooth": copied(smooth)}
+    return codes, w_scale.clone(), {**tensors, "activation": layer.activation}
 
 
 def _check_quantiser(dtype: torch.dtype, k: int, parts: Parts) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.base import QuantLinear, short
+from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.weight_only import WeightOnlyLinear
-from qcutlass.products.checks import ceil_div
+from qcutlass.products.checks import ceil_div, short
 
 GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What Llama-like models call the layers of attention, and of a gated MLP, that read the same input."""

@@ -8,9 +8,10 @@ from typing import Final
 
 from torch import nn
 
+from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.errors import UnsupportedError
-from qcutlass.layers.base import QuantLinear, Scheme, check_plain
-from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.layers.base import QuantLinear, check_plain, kind_of
+from qcutlass.schemes import Scheme
 
 ROUTERS: Final = ("gate", "router", "*.router.*", "shared_expert_gate")
 """Layers that choose a token's experts, or weigh them: small, and an error in them sends tokens elsewhere."""
@@ -59,8 +60,7 @@ def replace_linear(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(scheme, Scheme):
-        raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}")
+    kind_of(scheme)
     if skip is not None:
         check_skip(skip)
     if statistics is not None and not isinstance(statistics, Mapping):

@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.base import Parts, QuantLinear, Scheme, copy_of_bias, short
-from qcutlass.products import gemm, preprocess_weights
-from qcutlass.products.checks import FLOATING, ceil_div, check_flag, check_integer
-from qcutlass.products.packing import PACKINGS
+from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.algorithms.nearest import quantize
+from qcutlass.formats import CanonicalLinear
+from qcutlass.formats.specs import LayerSpec
+from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
+from qcutlass.products import dequantize, gemm, preprocess_weights
+from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.weight_only import GemmCall
-from qcutlass.quantization import QuantizedTensor, check_zeros, quantize
-from qcutlass.smoothquant import ActivationStatistics
+from qcutlass.quantized import QuantizedTensor, check_zeros
+from qcutlass.schemes import WeightOnly
 
 _PROBE: Final = torch.float16  # activations that are allowed everywhere
 
 
-@dataclass(frozen=True)
-class WeightOnly(Scheme):
-    """Codes of 4 or 8 bits with a scale, and a zero point, for each group of columns.
-
-    Attributes:
-        bits: 4 or 8.
-        group_size: columns that share a scale; None or -1: one scale a channel.
-        symmetric: whether the zero point is fixed at 2**(bits - 1).
-        scale_dtype: float16, bfloat16 or float32; None: the type of the weights.
-
-    Example:
-        >>> import qcutlass
-        >>> qcutlass.WeightOnly(bits=8, group_size=None)
-        WeightOnly(bits=8, group_size=None, symmetric=False, scale_dtype=None)
-    """
-
-    bits: int = 4
-    group_size: int | None = 128
-    symmetric: bool = False
-    scale_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        check_integer("bits", self.bits, PACKINGS)
-        if self.group_size not in (None, -1):
-            check_integer("group_size", self.group_size, minimum=1)
-        check_flag("symmetric", self.symmetric)
-        if self.scale_dtype not in (None, *FLOATING):
-            raise TypeError(f"scale_dtype: expected float16, bfloat16, float32 or None, got {self.scale_dtype}")
-
-    def layer(
-        self, linear: nn.Linear, statistics: ActivationStatistics | None, activation: str | None
-    ) -> WeightOnlyLinear:
-        """Statistics are not used: nothing is lost of the activations, however large."""
-        quantized = self._empty(linear.weight) if linear.weight.is_meta else self._quantized(linear.weight)
-        return WeightOnlyLinear(quantized, bias=copy_of_bias(linear), activation=activation)
-
-    def _quantized(self, weight: Tensor) -> QuantizedTensor:
-        return quantize(weight, self.bits, self.group_size, self.symmetric, scale_dtype=self.scale_dtype)
-
-    def _empty(self, weight: Tensor) -> QuantizedTensor:
-        n, k = weight.shape
-        step = k if self.group_size in (None, -1) else min(self.group_size or k, k)
-        scales = weight.new_empty((ceil_div(k, step), n), dtype=self.scale_dtype)
-        zeros = None if self.symmetric else torch.empty_like(scales, dtype=torch.uint8)
-        return QuantizedTensor(weight.new_empty((n, k), dtype=torch.uint8), scales, zeros, self.bits, step)
-
-
-class WeightOnlyLinear(QuantLinear):
+class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     """A linear layer on `qcutlass.gemm`. `QuantLinear` says what all quantised layers do.
 
     Buffers: `w_packed`, `scales`, `zeros`, `bias`, `act_scale`, `perm`, as `gemm` takes them; all but the first two may
@@ -118,6 +73,27 @@ class WeightOnlyLinear(QuantLinear):
         }
         super().__init__(k, n, quantized.bits, min(quantized.group_size, k), activation, parts)
 
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, scheme: WeightOnly, statistics: ActivationStatistics | None, activation: str | None
+    ) -> WeightOnlyLinear:
+        """Statistics are not used: nothing is lost of the activations, however large."""
+        quantized = (_empty if linear.weight.is_meta else _quantized)(linear.weight, scheme)
+        return WeightOnlyLinear(quantized, bias=copy_of_bias(linear), activation=activation)
+
+    @classmethod
+    def _of_stored(cls, layer: CanonicalLinear, activation: str | None) -> WeightOnlyLinear:
+        return WeightOnlyLinear(
+            layer.weight, bias=layer.bias, activation=activation, act_scale=layer.act_scale, perm=layer.perm
+        )
+
+    @classmethod
+    def _empty(cls, spec: LayerSpec, n: int, k: int) -> WeightOnlyLinear:
+        buffers: dict[str, Any] = spec.tensors(n, k)
+        codes = torch.empty((n, k), dtype=torch.uint8, device="meta")
+        scales, zeros = buffers.pop("scales"), buffers.pop("zeros", None)
+        return WeightOnlyLinear(QuantizedTensor(codes, scales, zeros, spec.bits, spec.columns(k)), **buffers)
+
     @staticmethod
     def of_parts(
         in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
@@ -157,7 +133,76 @@ class WeightOnlyLinear(QuantLinear):
             bits=self.bits,
         )
 
+    def canonical(self) -> CanonicalLinear:
+        """The layer with its codes unpacked, as loaders of checkpoints yield it."""
+        return CanonicalLinear(self._weight(self._codes()), self.bias, self.perm, self.act_scale)
+
+    def weights(self) -> Tensor:
+        """The weights float32 `[N, K]`, dequantised from the packed ones, columns as the activations have them."""
+        weight = dequantize(
+            self.w_packed,
+            self.scales,
+            self.zeros,
+            k=self.in_features,
+            group_size=self.group_size,
+            bits=self.bits,
+            dtype=torch.float32,
+        )
+        if self.perm is None:
+            return weight
+        ordered = torch.empty_like(weight)
+        ordered[:, self.perm.long()] = weight
+        return ordered
+
+    def _weight(self, codes: Tensor) -> QuantizedTensor:
+        """The weights in canonical form; scales and zeros `[G, N]` even where one group is stored as `[N]`."""
+        scales, zeros = (part if part is None or part.ndim == 2 else part[None] for part in (self.scales, self.zeros))
+        assert scales is not None
+        return QuantizedTensor(codes, scales, zeros, self.bits, self.group_size)
+
+    def _shard(self, part: slice, axis: Literal["out", "in"]) -> WeightOnlyLinear:
+        whole = self._weight(self._codes())
+        if axis == "out":
+            bias = None if self.bias is None else self.bias[part]
+            return _copy(whole.rows(part), bias, self.activation, self.act_scale, self.perm)
+        size, step = part.stop - part.start, self.group_size
+        if step < self.in_features and size % step:
+            raise ValueError(
+                f"world_size: parts of {size} columns cut through groups of {step}; use a smaller world_size or axis "
+                "'out'"
+            )
+        if self.perm is not None:
+            raise ValueError("layer: act-order mixes the columns of all parts; cut it along axis 'out'")
+        act_scale = None if self.act_scale is None else self.act_scale[part]
+        return _copy(whole.columns(part), self.bias if part.start == 0 else None, None, act_scale, None)
+
     def _description(self) -> list[str]:
         zeros = None if self.zeros is None else short(self.zeros.dtype)
         described = [f"bits={self.bits}", f"group_size={self.group_size}", f"zeros={zeros}"]
         return described + [f"{name}=True" for name in ("act_scale", "perm") if self._buffers[name] is not None]
+
+
+def _quantized(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
+    return quantize(weight, scheme.bits, scheme.group_size, scheme.symmetric, scale_dtype=scheme.scale_dtype)
+
+
+def _empty(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
+    n, k = weight.shape
+    step = k if scheme.group_size in (None, -1) else min(scheme.group_size or k, k)
+    scales = weight.new_empty((ceil_div(k, step), n), dtype=scheme.scale_dtype)
+    zeros = None if scheme.symmetric else torch.empty_like(scales, dtype=torch.uint8)
+    return QuantizedTensor(weight.new_empty((n, k), dtype=torch.uint8), scales, zeros, scheme.bits, step)
+
+
+def _copy(
+    weight: QuantizedTensor, bias: Tensor | None, activation: str | None, act_scale: Tensor | None, perm: Tensor | None
+) -> WeightOnlyLinear:
+    """A layer that shares no memory with the one it is cut from."""
+    scales, zeros = weight.scales.clone(memory_format=torch.contiguous_format), copied(weight.zeros)
+    return WeightOnlyLinear(
+        QuantizedTensor(weight.codes, scales, zeros, weight.bits, weight.group_size),
+        bias=copied(bias),
+        activation=activation,
+        act_scale=copied(act_scale),
+        perm=copied(perm),
+    )

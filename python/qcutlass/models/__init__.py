@@ -3,8 +3,9 @@
 transformers loads them where qcutlass is imported.
 """
 
+from qcutlass.formats.converted import is_converted
 from qcutlass.models.conversion import Conversion, convert, weights_of
-from qcutlass.models.converted import ConvertedFolder, is_converted
+from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.exporting import EXPORTS, export_model, export_note
 from qcutlass.models.inspection import FolderSummary, LayerGroup, inspect
 from qcutlass.models.quantizing.methods import Method

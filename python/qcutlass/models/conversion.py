@@ -13,20 +13,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
-from qcutlass.layers import Int8Linear, QuantLinear, WeightOnly, WeightOnlyLinear
-from qcutlass.layers.loading import from_layer
+from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
+from qcutlass.formats.specs import GUARD, LayerSpec, ModelSpec, guard
+from qcutlass.layers import QuantLinear
+from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
-from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.memory import memory_told
+from qcutlass.models.opening import open_source
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
-from qcutlass.models.sources import ModelSource, open_source
-from qcutlass.models.specs import GUARD, LayerSpec, ModelSpec, guard
-from qcutlass.products import dequantize, unpack_weights
+from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
-from qcutlass.quantization import quantize
+from qcutlass.schemes import WeightOnly
 
 SHARD_BYTES: Final = 4 << 30
 _HEAD: Final = "lm_head"
@@ -193,12 +195,12 @@ def write_folder(
         for count, name in enumerate(source.names):
             layer = layer_of(name)
             if isinstance(layer, FloatLinear):
-                tensors = _tensors_of(layer)
+                tensors = layer.tensors
                 kept.append(name)
             else:
                 packed = from_layer(layer, name)
                 tensors = {**packed.state_dict(), GUARD: guard()}
-                specs[name] = LayerSpec.of(packed)
+                specs[name] = packed.spec
                 weights += packed.in_features * packed.out_features
             writer.add({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
             size += sum(tensor.nbytes for tensor in tensors.values())
@@ -221,11 +223,6 @@ def write_folder(
     return Conversion(source.checkpoint.format, len(specs), weights, 0, size, files)
 
 
-def _tensors_of(layer: FloatLinear) -> dict[str, Tensor]:
-    tensors = {"weight": layer.weight, "bias": layer.bias}
-    return {suffix: tensor for suffix, tensor in tensors.items() if tensor is not None}
-
-
 def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
     """Opens what was written; reads and compares all of it if `verify`."""
     written = ConvertedFolder(folder)
@@ -234,7 +231,7 @@ def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
     for name in plan.source.names:
         layer = plan.layer(name)
         if isinstance(layer, FloatLinear):
-            pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in _tensors_of(layer).items()]
+            pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in layer.tensors.items()]
         else:
             found = written[name]
             buffers, others = (dict(each.named_buffers()) for each in (found, from_layer(layer, name)))
@@ -267,22 +264,4 @@ def weights_of(layer: QuantLinear) -> Tensor:
         >>> weights_of(qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 16))).shape
         torch.Size([16, 64])
     """
-    n, k = layer.out_features, layer.in_features
-    if isinstance(layer, Int8Linear):
-        return unpack_weights(layer.w_packed, 8, (n, k)).float() * layer.w_scale[:, None]
-    if not isinstance(layer, WeightOnlyLinear):
-        raise TypeError(f"layer: expected a WeightOnlyLinear or an Int8Linear, got {type(layer).__name__}")
-    weight = dequantize(
-        layer.w_packed,
-        layer.scales,
-        layer.zeros,
-        k=k,
-        group_size=layer.group_size,
-        bits=layer.bits,
-        dtype=torch.float32,
-    )
-    if layer.perm is None:
-        return weight
-    ordered = torch.empty_like(weight)
-    ordered[:, layer.perm.long()] = weight
-    return ordered
+    return layer.weights()

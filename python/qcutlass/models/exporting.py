@@ -9,22 +9,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import CanonicalLinear, Layer, compressed_tensors, gptq
-from qcutlass.formats import Int8Linear as StoredInt8
+from qcutlass.formats import Layer, compressed_tensors, gptq
 from qcutlass.formats.config import read_json
-from qcutlass.layers import Int8Linear, QuantLinear, WeightOnlyLinear
+from qcutlass.formats.converted import CONFIG, QUANTIZATION
+from qcutlass.layers import QuantLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
-from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder
+from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.memory import memory_told
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
-from qcutlass.products import unpack_weights
-from qcutlass.quantization import QuantizedTensor
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 EXPORTS: Final = ("gptq", "compressed-tensors")
@@ -177,17 +174,8 @@ def _check_groups(common: _Common, source: ConvertedFolder) -> None:
 
 def _stored(layer: QuantLinear, common: _Common) -> Layer:
     """A layer with its codes unpacked, and with zeros if any layer has them."""
-    shape = layer.out_features, layer.in_features
-    if isinstance(layer, Int8Linear):
-        codes = unpack_weights(layer.w_packed, 8, shape)
-        return StoredInt8(codes, layer.w_scale, layer.a_scale, layer.bias)
-    assert isinstance(layer, WeightOnlyLinear)
-    zeros = layer.zeros
-    if zeros is None and not common.symmetric:
-        zeros = torch.full_like(layer.scales, 2 ** (layer.bits - 1), dtype=torch.uint8)
-    codes = unpack_weights(layer.w_packed, layer.bits, shape)
-    weight = QuantizedTensor(codes, layer.scales, zeros, layer.bits, layer.group_size)
-    return CanonicalLinear(weight, layer.bias, layer.perm)
+    found = layer.canonical()
+    return found if common.symmetric else found.with_zeros()
 
 
 def _gptq_config(common: _Common, source: ConvertedFolder) -> dict[str, Any]:

@@ -7,7 +7,6 @@ so that moving rows loses nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
+from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.gguf_header import read_header
 from qcutlass.models.extras import SAFE, import_transformers, load_tokenizer, reading
 from qcutlass.models.sources import ModelSource
@@ -87,14 +86,7 @@ class GGUFModel(ModelSource):
         if n % (2 * heads):
             raise CheckpointError(f"{self._path}: {name}: expected {heads} heads of even size, got {n} rows")
         rows = torch.arange(n).view(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
-        bias = None if layer.bias is None else layer.bias[rows]
-        if isinstance(layer, FloatLinear):
-            return FloatLinear(layer.weight[rows], bias)
-        assert isinstance(layer, CanonicalLinear)
-        weight = layer.weight
-        zeros = None if weight.zeros is None else weight.zeros[:, rows]
-        moved = dataclasses.replace(weight, codes=weight.codes[rows], scales=weight.scales[:, rows], zeros=zeros)
-        return dataclasses.replace(layer, weight=moved, bias=bias)
+        return layer.rows(rows)
 
     def tokenizer(self) -> Any:
         return load_tokenizer(self._path.parent, gguf_file=self._path.name)

@@ -10,9 +10,7 @@ from os import PathLike
 from typing import Any
 
 from qcutlass import formats
-from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
-from qcutlass.layers.base import short
-from qcutlass.models.converted import ConvertedFolder, is_converted
+from qcutlass.formats.converted import PackedFolder, is_converted
 
 
 @dataclass(frozen=True)
@@ -81,51 +79,19 @@ def inspect(path: str | PathLike[str]) -> FolderSummary:
         [LayerGroup(name='up', shape=(32, 64), scheme='float32', count=1, bits_per_weight=32.0, size=8192)]
     """
     if is_converted(path):
-        folder = ConvertedFolder(path)
+        folder = PackedFolder(path)
         infos = [folder.tensors[name] for name in folder.rest]
         rest_size = sum(info.nbytes for info in infos)
         return FolderSummary("qcutlass", _grouped(_converted_rows(folder)), len(infos), rest_size)
     checkpoint = formats.load(path)
-    rows = (_row(name, layer) for name, layer in checkpoint.items())
+    rows = (_Row(name, layer.shape, layer.words, layer.nbytes) for name, layer in checkpoint.items())
     return FolderSummary(checkpoint.format, _grouped(rows), len(checkpoint.rest), None)
 
 
-def _converted_rows(folder: ConvertedFolder) -> Iterator[_Row]:
-    for name in folder:
-        spec = folder.spec[name]
-        types = dict(spec.buffers)
-        scheme = _words(
-            spec.bits,
-            spec.group_size,
-            types.get("zeros"),
-            "act_scale" in types,
-            "perm" in types,
-            None if spec.kind == "weight_only" else "static" if "a_scale" in types else "dynamic",
-        )
+def _converted_rows(folder: PackedFolder) -> Iterator[_Row]:
+    for name in folder.names:
         size = sum(info.nbytes for info in folder.tensors_of(name))
-        yield _Row(name, folder.shape(name), scheme, size)
-
-
-def _row(name: str, layer: Layer) -> _Row:
-    n, k = layer.shape
-    if isinstance(layer, CanonicalLinear):
-        weight = layer.weight
-        groups = -1 if weight.group_size >= k else weight.group_size
-        zeros = None if weight.zeros is None else short(weight.zeros.dtype)
-        scheme = _words(weight.bits, groups, zeros, layer.act_scale is not None, layer.perm is not None, None)
-        return _Row(name, (n, k), scheme, weight.bits_per_weight * n * k / 8)
-    if isinstance(layer, Int8Linear):
-        kind = "dynamic" if layer.input_scale is None else "static"
-        return _Row(name, (n, k), _words(8, -1, None, False, False, kind), n * k + layer.scales.nbytes)
-    return _Row(name, (n, k), short(layer.weight.dtype), layer.weight.nbytes)
-
-
-def _words(bits: int, group_size: int, zeros: str | None, act_scale: bool, perm: bool, activations: str | None) -> str:
-    if activations is not None:
-        return f"w8a8 channel {activations}"
-    groups = "channel" if group_size == -1 else f"g{group_size}"
-    kind = "sym" if zeros is None else "int zeros" if zeros == "uint8" else "real zeros"
-    return f"w{bits} {groups} {kind}{' act-scale' * act_scale}{' act-order' * perm}"
+        yield _Row(name, folder.shape(name), folder.spec[name].words, size)
 
 
 def _grouped(rows: Iterator[_Row]) -> list[LayerGroup]:

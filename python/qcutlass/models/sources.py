@@ -1,21 +1,18 @@
-"""What is converted: a model's layers under the names that transformers gives them, its other tensors, its files."""
+"""Models to convert: a model's layers under the names that transformers gives them, its other tensors, its files."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
-from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
-from qcutlass.formats.source import _inside
-from qcutlass.models.converted import CONFIG, is_converted
-from qcutlass.models.experts import check_configuration, check_names
+from qcutlass.formats.converted import CONFIG
+from qcutlass.formats.source import inside
 from qcutlass.models.extras import load_tokenizer
 
 _DESCRIPTIONS: Final = ("quantization_config", "compression_config", "quantization")  # of the source's own weights
@@ -47,7 +44,7 @@ class ModelSource:
         path = self._folder / CONFIG
         if not path.is_file():
             raise CheckpointError(f"{self._folder}: expected {CONFIG}, which says what model this is; it is absent")
-        _inside(self._folder, CONFIG, str(self._folder))
+        inside(self._folder, CONFIG, str(self._folder))
         return {key: value for key, value in read_json(path).items() if key not in _DESCRIPTIONS}
 
     def layer(self, name: str) -> Layer:
@@ -78,7 +75,7 @@ def files_beside(folder: Path) -> list[Path]:
     for path in sorted(folder.iterdir()):
         listed = path.suffix in _COPIED or path.name.startswith(("LICENSE", "NOTICE"))
         if path.is_file() and listed and path.name not in _LEFT and not path.name.endswith(".index.json"):
-            found.append(_inside(folder, path.name, str(folder)))
+            found.append(inside(folder, path.name, str(folder)))
     return found
 
 
@@ -86,21 +83,3 @@ def copy_files(source: Path, destination: Path) -> None:
     """Copies `files_beside` a folder's weights."""
     for path in files_beside(source):
         shutil.copyfile(path, destination / path.name)
-
-
-def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
-    """A folder or a file, as `qcutlass.formats.load` reads them; UnsupportedError for a mixture of experts."""
-    if path.is_dir() and is_converted(path):
-        raise ValueError(f"source: {path} is converted already")
-    described = (path if path.is_dir() else path.parent) / CONFIG
-    if path.suffix != ".gguf" and described.is_file():
-        check_configuration(read_json(described), path)
-    checkpoint = formats.load(path, format, config)
-    check_names([*checkpoint, *checkpoint.rest], path)
-    if checkpoint.format == "gguf":
-        from qcutlass.models.gguf import GGUFModel
-
-        return GGUFModel(checkpoint, path if path.is_file() else next(path.glob("*.gguf")))
-    folder = path if path.is_dir() else path.parent
-    files_beside(folder)  # refused before anything is written
-    return ModelSource(checkpoint, folder)

@@ -27,11 +27,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import read_json
+from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
+from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
 from qcutlass.layers import QuantLinear
-from qcutlass.layers.loading import from_layer
-from qcutlass.models.converted import CONFIG, QUANTIZATION, ConvertedFolder, is_converted
+from qcutlass.layers.base import from_layer
+from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, load_tokenizer, reading
-from qcutlass.models.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
     from transformers import PreTrainedModel
@@ -150,7 +151,7 @@ class QcutlassQuantizer(HfQuantizer):
         specs: dict[str, LayerSpec] = {}
         for place, name in self._awaited.items():
             layer, device = from_layer(checkpoint[name], name), model.get_submodule(place).place.device
-            specs[place] = LayerSpec.of(layer)
+            specs[place] = layer.spec
             model.set_submodule(place, layer.to("cpu" if device.type == "meta" else device).eval())
         self._checkpoint = None
         spec = ModelSpec.of(specs, list(_linears(model)), checkpoint.format)
@@ -269,7 +270,7 @@ def load_model(
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder; a GGUF file is converted first: qcutlass convert")
     # Both check the headers, with errors that say more than those of transformers.
-    opened = ConvertedFolder(path) if is_converted(path) else formats.load(path)
+    opened = PackedFolder(path) if is_converted(path) else formats.load(path)
     _check_alone(path)
     with reading(path, "configuration"):
         config = AutoConfig.from_pretrained(path, **SAFE)

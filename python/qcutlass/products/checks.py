@@ -46,6 +46,11 @@ def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
+def short(dtype: torch.dtype) -> str:
+    """The name of a type without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
 def names_of(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
@@ -181,3 +186,12 @@ def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where:
     check_device(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: expected shape [N, K], got {shape_of(value)}")
+
+
+def check_channels(name: str, value: Tensor, k: int) -> None:
+    """Raises unless `value` is a finite floating vector `[K]`."""
+    check_tensor(name, value, FLOATING)
+    if value.shape != (k,):
+        raise ValueError(f"{name}: expected shape [K] = [{k}], got {shape_of(value)}")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{name}: expected finite values, got NaN or infinity")

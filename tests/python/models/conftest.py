@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.python.models.folders import RandomCut, SmolCut
 
-from qcutlass.quickstart import default_model
+from qcutlass.cli.quickstart import default_model
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -23,9 +23,9 @@ from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
 import qcutlass
-from qcutlass import cli, models
-from qcutlass._terminal import printable
-from qcutlass.cli import app
+from qcutlass import models
+from qcutlass.cli import app, commands
+from qcutlass.cli.terminal import printable
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -264,7 +264,7 @@ def test_each_error(error: BaseException, status: int, monkeypatch: pytest.Monke
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(cli, "collect", fail)
+    monkeypatch.setattr(commands, "collect", fail)
     result = invoke(["info"])
     assert result.exit_code == status
     if status == 2:
@@ -349,7 +349,7 @@ def test_progress_shows_names_escaped() -> None:
     from rich.console import Console
 
     stream = io.StringIO()
-    with cli._counted(Console(file=stream, force_terminal=True, width=200)) as progress:
+    with commands._counted(Console(file=stream, force_terminal=True, width=200)) as progress:
         progress.add_task(printable(ODD), total=1)
     assert "\x1b]0;t" not in stream.getvalue()
     assert SHOWN in stream.getvalue()

@@ -29,8 +29,9 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import CheckpointError, UnsupportedError, formats, models
+from qcutlass.formats.specs import ModelSpec
+from qcutlass.layers.base import from_spec
 from qcutlass.models import conversion
-from qcutlass.models.specs import LayerSpec, ModelSpec
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
@@ -371,10 +372,10 @@ def test_a_huge_shape_allocates_nothing(tmp_path: Path, seed: int) -> None:
 
 def test_specs_survive_json(seed: int) -> None:
     layer = qcutlass.QuantLinear.from_linear(torch.nn.Linear(128, 48), bits=8, group_size=32)
-    spec = LayerSpec.of(layer)
+    spec = layer.spec
     model = ModelSpec.of({"a": spec, "b": spec}, ["lm_head"], "gptq")
     assert ModelSpec.from_dict(json.loads(json.dumps(model.to_dict()))) == model
-    empty = spec.empty(48, 128)
+    empty = from_spec(spec, 48, 128)
     empty.load_state_dict(layer.state_dict(), assign=True)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(empty(x), layer(x))

@@ -152,9 +152,9 @@ def test_routers_are_floats_by_default(tmp_path: Path) -> None:
 def test_one_list_of_names() -> None:
     import inspect
 
-    from qcutlass import cli_quantize
+    from qcutlass.cli import quantize as command
 
     assert set(ROUTERS) < set(SKIPPED)
     for function in (models.convert, models.quantize_model):
         assert inspect.signature(function).parameters["skip"].default is SKIPPED
-    assert inspect.signature(cli_quantize.quantize).parameters["skip"].default == [*SKIPPED]
+    assert inspect.signature(command.quantize).parameters["skip"].default == [*SKIPPED]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.python.models.folders import RandomCut
 
-from qcutlass import models
+from qcutlass import CheckpointError, models
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -118,5 +118,5 @@ def test_a_guard_that_is_none_is_refused(converted: Path, tmp_path: Path) -> Non
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(256, 128)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((converted / "config.json").read_bytes())
-    with pytest.raises(models.converted.CheckpointError, match=r"layers\.1\.mlp\.up_proj: expected .*, got .*weight"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj: expected .*, got .*weight"):
         dict(models.ConvertedFolder(tmp_path))

@@ -87,7 +87,7 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(random_cut: RandomCut, 
     script = """
 import sys
 from pathlib import Path
-from qcutlass.models.sources import open_source
+from qcutlass.models.opening import open_source
 from qcutlass.models.transformers import checkpoint_config, load_model
 for folder in sys.argv[1:]:
     for read in (load_model, checkpoint_config, lambda folder: open_source(Path(folder), "auto", None).tokenizer()):

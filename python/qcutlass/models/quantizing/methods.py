@@ -19,13 +19,13 @@ from qcutlass.algorithms import (
     round_to_nearest,
     search_smoothing,
 )
+from qcutlass.algorithms.eight_bit import quantize_weights_int8
 from qcutlass.algorithms.gptq import DAMPING, check_damping
-from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
-from qcutlass.layers import WeightOnly
-from qcutlass.layers.loading import from_layer
+from qcutlass.formats import CanonicalInt8, CanonicalLinear, Layer
+from qcutlass.layers.base import from_layer
 from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
 from qcutlass.products.checks import check_flag
-from qcutlass.quantizers import quantize_weights_int8
+from qcutlass.schemes import WeightOnly
 
 METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")
 READERS: Final = {
@@ -233,7 +233,7 @@ def _quantize(
     if not method.is_weight_only:
         w_q, w_scale = quantize_weights_int8(weight)
         own = None if own is None else own.clone()  # the group's layers have theirs each
-        return Int8Linear(w_q, w_scale, bias=bias, smooth=own), notes
+        return CanonicalInt8(w_q, w_scale, bias=bias, smooth=own), notes
     perm = None
     if method.name == "rtn":
         quantized = round_to_nearest(weight, method.scheme, clip=method.clip)
@@ -263,15 +263,12 @@ def in_place(block: nn.Module, layers: Mapping[str, Layer]) -> Iterator[None]:
     try:
         for name, layer in layers.items():
             linear: Any = block.get_submodule(name)
-            if isinstance(layer, Int8Linear):
+            if layer.quantises_activations:
                 before[name] = linear
                 block.set_submodule(name, from_layer(layer, name))
                 continue
-            weight = layer.dequantize(torch.float32)
-            if isinstance(layer, CanonicalLinear) and layer.act_scale is not None:
-                weight *= layer.act_scale
             with torch.no_grad():
-                linear.weight.copy_(weight)
+                linear.weight.copy_(layer.effective_weight())
         yield
     finally:
         for name, linear in before.items():

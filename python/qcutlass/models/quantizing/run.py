@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qcutlass import __version__
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import Layer
 from qcutlass.layers.replace import SKIPPED, check_skip
@@ -27,13 +26,15 @@ from qcutlass.models.conversion import (
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.extras import import_transformers
 from qcutlass.models.memory import memory_told
+from qcutlass.models.opening import open_source
 from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, file_stats, is_made, work_folder
 from qcutlass.models.replacing import check_new, new_folder, remove_leftovers
-from qcutlass.models.sources import ModelSource, open_source
+from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer, check_tensor
+from qcutlass.version import __version__
 
 _VERSION = 3  # of the work folder
 _Value = TypeVar("_Value")

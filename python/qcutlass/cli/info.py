@@ -16,7 +16,7 @@ def collect() -> dict[str, Any]:
     """Versions, built architectures, GPUs and the outcome of a small product on each device, as JSON has it.
 
     Example:
-        >>> from qcutlass.info import collect
+        >>> from qcutlass.cli.info import collect
         >>> collect()["self_check"]["cpu"]
         'passed'
     """

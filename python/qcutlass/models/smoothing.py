@@ -12,9 +12,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.smoothquant.calibration import ActivationStatistics
-from qcutlass.smoothquant.factors import smooth
-from qcutlass.smoothquant.folding import folded, write
+from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.algorithms.smoothing import smooth
+from qcutlass.models.folding import folded, write
 
 Group = tuple[str, Sequence[str]]
 

@@ -1,8 +1,7 @@
-"""Round-to-nearest quantisation, and the canonical form of quantised weights."""
+"""Weights of 4 or 8 bits, each the nearest code of its group's grid."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -10,74 +9,9 @@ from torch import Tensor
 
 from qcutlass.products.checks import FLOATING, ceil_div, check_integer, check_matrix
 from qcutlass.products.packing import PACKINGS
+from qcutlass.quantized import QuantizedTensor
 
 _BLOCK: Final = 1 << 23  # weights worked on at a time: bounds the fp32 temporaries
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedTensor:
-    """A quantised weight matrix in canonical form.
-
-    `w[n, k] = (codes[n, k] - zeros[g, n]) * scales[g, n]` with g = k // group_size.
-
-    Attributes:
-        codes: uint8 `[N, K]`, values in `[0, 2**bits)`.
-        scales: float16, bfloat16 or float32 `[G, N]`, G = ceil(K / group_size).
-        zeros: `[G, N]`, integer (exact zero points, in `[0, 2**bits]`) or floating (real-valued zeros); None:
-            2**(bits - 1) everywhere.
-        bits: 4 or 8.
-        group_size: columns that share a scale; K: one scale a channel. The last group may be shorter.
-
-    Raises:
-        ValueError: integer zeros lie outside `[0, 2**bits]`.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    bits: int
-    group_size: int
-
-    def __post_init__(self) -> None:
-        check_zeros(self.zeros, self.bits)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        n, k = self.codes.shape
-        return n, k
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits of a weight, its share of scales and zeros included."""
-        stored = [tensor for tensor in (self.scales, self.zeros) if tensor is not None]
-        extra = 8 * sum(tensor.numel() * tensor.element_size() for tensor in stored)
-        return self.bits + extra / max(1, self.codes.numel())
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weights `[N, K]`, computed in fp32 and rounded once to `dtype` (None: the type of the scales)."""
-        k = self.codes.shape[1]
-        step = max(1, min(self.group_size, k))
-        weight = self.codes.to(torch.float32)
-        for group, begin in enumerate(range(0, k, step)):
-            columns = weight[:, begin : begin + step]
-            zero = 2.0 ** (self.bits - 1) if self.zeros is None else self.zeros[group].float()[:, None]
-            columns.sub_(zero).mul_(self.scales[group].float()[:, None])
-        return weight.to(dtype or self.scales.dtype)
-
-
-def check_zeros(zeros: Tensor | None, bits: int) -> None:
-    """Raises ValueError if integer zeros lie outside [0, 2**bits], for which products give wrong numbers.
-
-    It waits for the device of `zeros`, so products do not call it: it stands where data enters.
-    """
-    if zeros is None or zeros.is_floating_point() or zeros.is_meta or not zeros.numel():
-        return
-    if zeros.dtype == torch.uint8 and bits == 8:
-        return  # holds no others
-    if bool(((zeros < 0) | (zeros > 2**bits)).any()):
-        got = f"{int(zeros.min())} to {int(zeros.max())}"
-        raise ValueError(f"zeros: expected integers in [0, {2**bits}] for {bits}-bit weights, got {got}")
 
 
 def _round_up(scales: Tensor, dtype: torch.dtype) -> Tensor:

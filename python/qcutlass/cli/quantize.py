@@ -9,16 +9,16 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qcutlass._terminal import Bits, Device, console, echo, printable, progress, read_text, say
 from qcutlass.algorithms.gptq import DAMPING
+from qcutlass.cli.terminal import Bits, Device, console, echo, printable, progress, read_text, say
 from qcutlass.errors import UnsupportedError
-from qcutlass.layers import WeightOnly
 from qcutlass.layers.replace import SKIPPED
 from qcutlass.models.conversion import SHARD_BYTES
 from qcutlass.models.exporting import EXPORTS, export_model, export_note
+from qcutlass.models.opening import open_source
 from qcutlass.models.quantizing.methods import METHODS, READERS, Method
 from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
-from qcutlass.models.sources import open_source
+from qcutlass.schemes import WeightOnly
 
 _PARTS: Final = {
     **dict.fromkeys(("bits", "group_size", "symmetric"), "scheme"),

@@ -8,10 +8,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from qcutlass.algorithms.nearest import grouped, scales_of, shifts_of
 from qcutlass.algorithms.statistics import check_weight
-from qcutlass.layers.weight_only import WeightOnly
 from qcutlass.products.checks import ceil_div, check_flag
-from qcutlass.quantization import QuantizedTensor, grouped, scales_of, shifts_of
+from qcutlass.quantized import QuantizedTensor
+from qcutlass.schemes import WeightOnly
 
 RATIOS: Final = tuple(1 - step / 32 for step in range(17))
 """Shares of a group's range that are tried, the whole first."""

@@ -1,20 +1,19 @@
-"""What a converted folder says of its layers: enough to make each one empty, before its tensors are read."""
+"""Descriptions of a converted folder's layers: enough to make each one empty, before its tensors are read."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from qcutlass.errors import CheckpointError
-from qcutlass.layers import Int8Linear, QuantLinear, WeightOnlyLinear
-from qcutlass.layers.base import LAYOUT_VERSION, short
-from qcutlass.products.checks import ceil_div
+from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.packing import PACKINGS
-from qcutlass.quantization import QuantizedTensor
+from qcutlass.version import LAYOUT_VERSION
 
 METHOD: Final = "qcutlass"
 VERSION: Final = 2
@@ -29,16 +28,6 @@ Without it transformers, where qcutlass is not imported, would take random numbe
 _DTYPES: Final = {
     short(kind): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int32)
 }
-_BUFFERS: Final = {  # by kind: those whose presence or type is a layer's own, and the types they may have
-    "weight_only": {
-        "scales": ("float16", "bfloat16", "float32"),
-        "zeros": ("float16", "bfloat16", "float32", "uint8"),
-        "bias": ("float16", "bfloat16", "float32"),
-        "act_scale": ("float16", "bfloat16", "float32"),
-        "perm": ("int32",),
-    },
-    "int8": {"bias": ("float16", "bfloat16", "float32"), "a_scale": ("float32",), "smooth": ("float32",)},
-}
 
 
 def guard() -> torch.Tensor:
@@ -51,16 +40,15 @@ class LayerSpec:
     """All of a layer but its shape and its numbers.
 
     Attributes:
-        kind: "weight_only" or "int8".
+        kind: a key of `KINDS`.
         bits: of a weight.
         group_size: columns that share a scale; -1: one scale a channel.
         buffers: types of the tensors that not every layer has, or not in one type.
 
     Example:
         >>> import torch, qcutlass
-        >>> from qcutlass.models.specs import LayerSpec
         >>> layer = qcutlass.QuantLinear.from_linear(torch.nn.Linear(256, 48, bias=False))
-        >>> LayerSpec.of(layer).to_dict()
+        >>> layer.spec.to_dict()
         {'kind': 'weight_only', 'bits': 4, 'group_size': 128, 'scales': 'float32', 'zeros': 'uint8'}
     """
 
@@ -70,20 +58,23 @@ class LayerSpec:
     buffers: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(layer: QuantLinear) -> LayerSpec:
-        """The description of a layer as checkpoints yield it."""
-        kind = "weight_only" if isinstance(layer, WeightOnlyLinear) else "int8"
-        buffers = {name: getattr(layer, name) for name in _BUFFERS[kind]}
-        present = tuple((name, short(part.dtype)) for name, part in buffers.items() if part is not None)
-        group_size = -1 if layer.group_size == layer.in_features else layer.group_size
-        return LayerSpec(kind, layer.bits, group_size, present)
+    def of(kind: str, bits: int, group_size: int, k: int, tensors: Mapping[str, Tensor | None]) -> LayerSpec:
+        """The description of a layer of K columns with these tensors, of which it takes those in `KINDS`."""
+        held = {name: tensors[name] for name in KINDS[kind].buffers}
+        present = tuple((name, short(part.dtype)) for name, part in held.items() if part is not None)
+        return LayerSpec(kind, bits, -1 if group_size >= k else group_size, present)
+
+    @property
+    def words(self) -> str:
+        """The scheme in words: bits, groups, zero points, options."""
+        return KINDS[self.kind].words(self)
 
     @staticmethod
     def from_dict(values: object, where: str) -> LayerSpec:
         """Raises CheckpointError, with `where`, for what no layer is like."""
-        if not isinstance(values, dict) or values.get("kind") not in tuple(_BUFFERS):
-            raise CheckpointError(f"{where}: expected an object whose kind is weight_only or int8, got {values!r:.80}")
-        buffers = _BUFFERS[values["kind"]]
+        if not isinstance(values, dict) or values.get("kind") not in tuple(KINDS):
+            raise CheckpointError(f"{where}: expected an object whose kind is {' or '.join(KINDS)}, got {values!r:.80}")
+        kind = KINDS[values["kind"]]
         bits, group_size = values.get("bits"), values.get("group_size")
         if (
             type(bits) is not int
@@ -93,37 +84,70 @@ class LayerSpec:
         ):
             raise CheckpointError(f"{where}: expected bits 4 or 8 and a group_size, got {bits!r} and {group_size!r}")
         for name, dtype in values.items():
-            if name not in ("kind", "bits", "group_size") and dtype not in buffers.get(name, ()):
-                raise CheckpointError(f"{where}: {name}: expected one of {buffers.get(name, ())}, got {dtype!r:.40}")
-        if values["kind"] == "weight_only" and "scales" not in values:
-            raise CheckpointError(f"{where}: expected the type of scales")
-        present = tuple((name, values[name]) for name in buffers if name in values)
+            if name not in ("kind", "bits", "group_size") and dtype not in kind.buffers.get(name, ()):
+                raise CheckpointError(
+                    f"{where}: {name}: expected one of {kind.buffers.get(name, ())}, got {dtype!r:.40}"
+                )
+        for name in kind.required:
+            if name not in values:
+                raise CheckpointError(f"{where}: expected the type of {name}")
+        present = tuple((name, values[name]) for name in kind.buffers if name in values)
         return LayerSpec(values["kind"], bits, group_size, present)
 
     def to_dict(self) -> dict[str, Any]:
         """As in `config.json`."""
         return {"kind": self.kind, "bits": self.bits, "group_size": self.group_size, **dict(self.buffers)}
 
-    def empty(self, n: int, k: int) -> QuantLinear:
-        """Such a layer on the meta device, `[N, K]`."""
-        size = k if self.group_size == -1 else min(self.group_size, k)
-        shapes = {
-            "scales": (ceil_div(k, size), n),
-            "bias": (n,),
-            "act_scale": (k,),
-            "perm": (k,),
-            "a_scale": (1,),
-            "smooth": (k,),
+    def columns(self, k: int) -> int:
+        """Columns that share a scale in a layer of K columns."""
+        return k if self.group_size == -1 else min(self.group_size, k)
+
+    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+        """The tensors of `buffers` without values, on the meta device, for a layer `[N, K]`."""
+        groups = (ceil_div(k, self.columns(k)), n)
+        shapes = {"scales": groups, "zeros": groups, "bias": (n,), "a_scale": (1,)}
+        return {
+            name: torch.empty(shapes.get(name, (k,)), dtype=_DTYPES[dtype], device="meta")
+            for name, dtype in self.buffers
         }
-        shapes["zeros"] = shapes["scales"]
-        parts: dict[str, Any] = {
-            name: torch.empty(shapes[name], dtype=_DTYPES[dtype], device="meta") for name, dtype in self.buffers
-        }
-        codes = torch.empty((n, k), dtype=torch.uint8 if self.kind == "weight_only" else torch.int8, device="meta")
-        if self.kind == "int8":
-            return Int8Linear(codes, torch.empty(n, device="meta"), **parts)
-        scales, zeros = parts.pop("scales"), parts.pop("zeros", None)
-        return WeightOnlyLinear(QuantizedTensor(codes, scales, zeros, self.bits, size), **parts)
+
+
+def _weight_only_words(spec: LayerSpec) -> str:
+    types = dict(spec.buffers)
+    groups = "channel" if spec.group_size == -1 else f"g{spec.group_size}"
+    zeros = {None: "sym", "uint8": "int zeros"}.get(types.get("zeros"), "real zeros")
+    return f"w{spec.bits} {groups} {zeros}{' act-scale' * ('act_scale' in types)}{' act-order' * ('perm' in types)}"
+
+
+def _int8_words(spec: LayerSpec) -> str:
+    return f"w8a8 channel {'static' if 'a_scale' in dict(spec.buffers) else 'dynamic'}"
+
+
+class Kind(NamedTuple):
+    """A kind of layers in converted folders.
+
+    Attributes:
+        buffers: the tensors whose presence or type is a layer's own, and the types that they may have.
+        required: those that each layer has.
+        words: its scheme in words.
+    """
+
+    buffers: Mapping[str, tuple[str, ...]]
+    required: tuple[str, ...]
+    words: Callable[[LayerSpec], str]
+
+
+_FLOATS: Final = ("float16", "bfloat16", "float32")
+_WEIGHT_ONLY: Final = {
+    "scales": _FLOATS, "zeros": (*_FLOATS, "uint8"), "bias": _FLOATS, "act_scale": _FLOATS, "perm": ("int32",)
+}  # fmt: skip
+_INT8: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
+
+KINDS: Final = {
+    "weight_only": Kind(_WEIGHT_ONLY, ("scales",), _weight_only_words),
+    "int8": Kind(_INT8, (), _int8_words),
+}
+"""The kinds of layers in converted folders; layers in `qcutlass.layers` and `qcutlass.formats` name theirs."""
 
 
 @dataclass(frozen=True)

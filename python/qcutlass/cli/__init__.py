@@ -1,0 +1,3 @@
+"""The command `qcutlass`."""
+
+from qcutlass.cli.commands import app as app

@@ -1,0 +1,30 @@
+"""Opens the models that are converted or quantised: folders and GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qcutlass import formats
+from qcutlass.formats.config import read_json
+from qcutlass.formats.converted import CONFIG, is_converted
+from qcutlass.models.experts import check_configuration, check_names
+from qcutlass.models.gguf import GGUFModel
+from qcutlass.models.sources import ModelSource, files_beside
+
+
+def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
+    """A folder or a file, as `qcutlass.formats.load` reads them; UnsupportedError for a mixture of experts."""
+    if path.is_dir() and is_converted(path):
+        raise ValueError(f"source: {path} is converted already")
+    described = (path if path.is_dir() else path.parent) / CONFIG
+    if path.suffix != ".gguf" and described.is_file():
+        check_configuration(read_json(described), path)
+    checkpoint = formats.load(path, format, config)
+    check_names([*checkpoint, *checkpoint.rest], path)
+    if checkpoint.format == "gguf":
+        return GGUFModel(checkpoint, path if path.is_file() else next(path.glob("*.gguf")))
+    folder = path if path.is_dir() else path.parent
+    files_beside(folder)  # refused before anything is written
+    return ModelSource(checkpoint, folder)

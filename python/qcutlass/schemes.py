@@ -1,0 +1,111 @@
+"""Schemes: how a linear layer is quantised. Data alone; `qcutlass.layers` has the layers of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qcutlass.products.block_operators import check_block_size
+from qcutlass.products.checks import FLOATING, check_flag, check_integer
+from qcutlass.products.packing import PACKINGS
+
+
+class Scheme:
+    """How a linear layer is quantised. Subclasses are frozen dataclasses of options."""
+
+
+@dataclass(frozen=True)
+class WeightOnly(Scheme):
+    """Codes of 4 or 8 bits with a scale, and a zero point, for each group of columns.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: columns that share a scale; None or -1: one scale a channel.
+        symmetric: whether the zero point is fixed at 2**(bits - 1).
+        scale_dtype: float16, bfloat16 or float32; None: the type of the weights.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.WeightOnly(bits=8, group_size=None)
+        WeightOnly(bits=8, group_size=None, symmetric=False, scale_dtype=None)
+    """
+
+    bits: int = 4
+    group_size: int | None = 128
+    symmetric: bool = False
+    scale_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("bits", self.bits, PACKINGS)
+        if self.group_size not in (None, -1):
+            check_integer("group_size", self.group_size, minimum=1)
+        check_flag("symmetric", self.symmetric)
+        if self.scale_dtype not in (None, *FLOATING):
+            raise TypeError(f"scale_dtype: expected float16, bfloat16, float32 or None, got {self.scale_dtype}")
+
+
+@dataclass(frozen=True)
+class W8A8(Scheme):
+    """int8 weights, one scale a channel, and int8 activations.
+
+    Attributes:
+        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
+        symmetric: whether activations have no zero point. Asymmetric ones suit inputs of one sign, as behind ReLU.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.W8A8("static", symmetric=False)
+        W8A8(activations='static', symmetric=False)
+    """
+
+    activations: Literal["dynamic", "static"] = "dynamic"
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        _check_activations(self.activations)
+        check_flag("symmetric", self.symmetric)
+
+
+@dataclass(frozen=True)
+class FP8(Scheme):
+    """e4m3 weights, one scale a channel, and e4m3 activations.
+
+    Attributes:
+        activations: "dynamic": each token gets its scale when it comes; "static": one scale from calibration.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.FP8()
+        FP8(activations='dynamic')
+    """
+
+    activations: Literal["dynamic", "static"] = "dynamic"
+
+    def __post_init__(self) -> None:
+        _check_activations(self.activations)
+
+
+@dataclass(frozen=True)
+class Blockwise(Scheme):
+    """int8 weights with a scale for each block of rows and columns, int8 activations with one for each of columns.
+
+    Attributes:
+        block_size: 32, 64 or 128.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.Blockwise()
+        Blockwise(block_size=128)
+    """
+
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_block_size("block_size", self.block_size)
+
+
+def _check_activations(activations: object) -> None:
+    if activations not in ("dynamic", "static"):
+        raise ValueError(f"activations: expected 'dynamic' or 'static', got {activations!r}")
