@@ -43,6 +43,7 @@ class Launch:
         self._plan: Final = product.plan(self._device) if a.is_cuda else None
         self._workspace_bytes: Final = 0 if self._plan is None else self._plan.workspace_bytes
         self._dense: Final = self._plan is not None and self._plan.dense
+        self._cpu_rows: Final = _cpu_rows(kind, product.arguments)
         self._extents: Final = [0 if operand is None else extent(operand) for operand in kind.operands(product.call)]
         self._out_extent: Final = extent(out)
         self._seen: Final[set[tuple[int, ...]]] = set()  # of weights, on a GPU
@@ -69,7 +70,7 @@ class Launch:
         if out is None:
             out = self._new_out()
         if self._plan is None:
-            _run_cpu(self._rebinding(addresses, out.data_ptr()), a.element_size())
+            _run_cpu(self._rebinding(addresses, out.data_ptr()), self._cpu_rows, a.element_size())
             return out
         arguments = self._rebinding(addresses, out.data_ptr(), self._are_settled(addresses))
         if self._device == torch._C._cuda_getDevice():
@@ -102,15 +103,20 @@ class Launch:
         _C.gemm_cuda(arguments, plan, torch._C._cuda_getCurrentRawStream(self._device))
 
 
-def _run_cpu(arguments: _C.GemmArguments, element_size: int) -> None:
-    """In blocks of rows whose fp32 copies stay in cache while all weights pass by.
+def _cpu_rows(kind: Kind, arguments: _C.GemmArguments) -> int:
+    """Rows of a block on the CPU: so many that their fp32 copies stay in cache while all weights pass by.
 
     Decoding the weights anew for each block costs a few percent; torch's product of dequantised slices was measured
-    slower at every number of rows, and its idle threads compete for the cores.
+    slower at every number of rows, and its idle threads compete for the cores. Products of 8 bits, which have no fp32
+    copies, are cut by the extension.
     """
+    return max(_CPU_MIN_ROWS, _CPU_BLOCK // arguments.weights.k) if kind.dequantises else arguments.m
+
+
+def _run_cpu(arguments: _C.GemmArguments, block: int, element_size: int) -> None:
+    """In blocks of rows."""
     rows, threads = arguments.m, torch.get_num_threads()
-    block = max(_CPU_MIN_ROWS, _CPU_BLOCK // arguments.weights.k)
-    if rows <= block or arguments.weights.packing == _C.Packing.W8A8:  # which the extension cuts by itself
+    if rows <= block:
         _C.gemm_host(arguments, threads)
         return
     a, a_pitch = arguments.a, arguments.a_stride * element_size
