@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +101,8 @@ class GGUFSource:
         UnsupportedError: version 1, or big-endian.
         CheckpointError: the file is not GGUF, is truncated, or its header contradicts itself.
     """
+
+    format: ClassVar[str | None] = "gguf"
 
     def __init__(self, path: Path) -> None:
         self._path = path

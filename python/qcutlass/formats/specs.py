@@ -130,11 +130,13 @@ class Kind(NamedTuple):
         buffers: the tensors whose presence or type is a layer's own, and the types that they may have.
         required: those that each layer has.
         words: its scheme in words.
+        quantises_activations: whether the product takes activations of 8 bits.
     """
 
     buffers: Mapping[str, tuple[str, ...]]
     required: tuple[str, ...]
     words: Callable[[LayerSpec], str]
+    quantises_activations: bool
 
 
 _FLOATS: Final = ("float16", "bfloat16", "float32")
@@ -144,8 +146,8 @@ _WEIGHT_ONLY: Final = {
 _INT8: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
 
 KINDS: Final = {
-    "weight_only": Kind(_WEIGHT_ONLY, ("scales",), _weight_only_words),
-    "int8": Kind(_INT8, (), _int8_words),
+    "weight_only": Kind(_WEIGHT_ONLY, ("scales",), _weight_only_words, False),
+    "int8": Kind(_INT8, (), _int8_words, True),
 }
 """The kinds of layers in converted folders; layers in `qcutlass.layers` and `qcutlass.formats` name theirs."""
 

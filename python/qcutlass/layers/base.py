@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import Checkpoint, Layer
+from qcutlass.formats import CanonicalInt8, CanonicalLinear, Checkpoint, Layer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.loading import stored_layer
@@ -256,7 +256,7 @@ class QuantLinear(nn.Module, ABC):
             raise self._unsupported("converted folders hold no")
         return LayerSpec.of(self._stored, self.bits, self.group_size, self.in_features, self._buffers)
 
-    def canonical(self) -> Layer:
+    def canonical(self) -> CanonicalLinear | CanonicalInt8:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
         raise self._unsupported("there is no canonical form of a")
 

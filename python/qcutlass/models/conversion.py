@@ -17,7 +17,7 @@ from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
-from qcutlass.formats.specs import GUARD, LayerSpec, ModelSpec, guard
+from qcutlass.formats.specs import GUARD, KINDS, LayerSpec, ModelSpec, guard
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
@@ -194,7 +194,7 @@ def write_folder(
     with ShardedWriter(folder, shard_bytes) as writer:
         for count, name in enumerate(source.names):
             layer = layer_of(name)
-            if isinstance(layer, FloatLinear):
+            if layer.kind not in KINDS:
                 tensors = layer.tensors
                 kept.append(name)
             else:
@@ -230,7 +230,7 @@ def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
         return 0
     for name in plan.source.names:
         layer = plan.layer(name)
-        if isinstance(layer, FloatLinear):
+        if layer.kind not in KINDS:
             pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in layer.tensors.items()]
         else:
             found = written[name]

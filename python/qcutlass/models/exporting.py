@@ -15,6 +15,7 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Layer, compressed_tensors, gptq
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION
+from qcutlass.formats.specs import KINDS
 from qcutlass.layers import QuantLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
 from qcutlass.models.converted import ConvertedFolder
@@ -160,7 +161,7 @@ def _common(source: ConvertedFolder) -> _Common:
                 )
     symmetric = not any("zeros" in held for held in buffers)
     act_order = any("perm" in held for held in buffers)
-    return _Common(first.kind == "int8", first.bits, group_size, symmetric, act_order)
+    return _Common(KINDS[first.kind].quantises_activations, first.bits, group_size, symmetric, act_order)
 
 
 def _check_groups(common: _Common, source: ConvertedFolder) -> None:
