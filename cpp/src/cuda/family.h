@@ -1,4 +1,4 @@
-// What a kernel family looks like from outside: one launch function over plain data.
+// The interface of a kernel family: one launch function over plain data.
 #pragma once
 
 #include "plan/tactics.h"

@@ -1,4 +1,4 @@
-// What launches of all main loops have in common.
+// The launch of a kernel of any main loop.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 
 namespace qcutlass::cuda {
 
-/// How the k extent is shared, and where the shares' sums go.
+/// The split of the k extent, and the places of the slices' sums.
 template <class Params>
 void set_shares(Params& params, Launch const& launch, int stage_k) {
   int const stages = int(layout::ceil_div(launch.k, stage_k));

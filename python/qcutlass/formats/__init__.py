@@ -65,7 +65,7 @@ _TABLE: Final = (
 )  # fmt: skip
 
 FORMATS: Final[dict[str, Format]] = {row.name: row for row in _TABLE}
-"""What can be read, by name."""
+"""The formats that can be read, by name."""
 
 _FILES: Final = (".gguf", ".safetensors")
 _PICKLES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl"})

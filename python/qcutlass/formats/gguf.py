@@ -69,7 +69,7 @@ def matches(layer: LayerTensors) -> bool:
 
 
 def obstacle(layer: LayerTensors) -> str | None:
-    """Why a layer cannot be loaded."""
+    """The reason why a layer cannot be loaded; None if it can."""
     kind = layer.info("weight").dtype
     return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}"
 

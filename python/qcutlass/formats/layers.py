@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.formats.specs import KINDS, LayerSpec
+from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.products.checks import short
 from qcutlass.quantized import QuantizedTensor
 
@@ -28,7 +28,7 @@ class CanonicalLinear:
     """
 
     kind: ClassVar = "weight_only"
-    quantises_activations: ClassVar = KINDS[kind].quantises_activations
+    quantises_activations: ClassVar = LAYER_KINDS[kind].quantises_activations
 
     weight: QuantizedTensor
     bias: Tensor | None = None
@@ -119,7 +119,7 @@ class CanonicalInt8:
     """
 
     kind: ClassVar = "int8"
-    quantises_activations: ClassVar = KINDS[kind].quantises_activations
+    quantises_activations: ClassVar = LAYER_KINDS[kind].quantises_activations
     options: ClassVar[dict[str, int]] = {}
 
     codes: Tensor

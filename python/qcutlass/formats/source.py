@@ -1,4 +1,4 @@
-"""Where tensors come from: files whose headers are checked as a whole, and whose tensors are read one at a time."""
+"""Sources of tensors: files whose headers are checked as a whole, and whose tensors are read one at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN_NAME: Final = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of a tensor.
+    """A tensor as its header describes it.
 
     Attributes:
         dtype: in the words of safetensors ("F16", "I32", ...), or a block type of GGUF ("Q4_0", ...).
