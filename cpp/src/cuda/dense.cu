@@ -1,4 +1,4 @@
-// Kernels around the dense products of dequantised weights: activations before them, the epilogue after them.
+// What surrounds the dense products of dequantised weights: activations before them, the epilogue after them.
 #include "cuda/copy_rows.cuh"
 #include "cuda/cuda_check.h"
 #include "plan/workspace.h"

@@ -1,4 +1,4 @@
-// The interface of a kernel family: one launch function over plain data.
+// What a kernel family looks like from outside: one launch function over plain data.
 #pragma once
 
 #include "plan/tactics.h"

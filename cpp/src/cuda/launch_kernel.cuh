@@ -1,4 +1,4 @@
-// The launch of a kernel of any main loop.
+// What launches of all main loops have in common.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 
 namespace qcutlass::cuda {
 
-/// The split of the k extent, and the places of the slices' sums.
+/// How the k extent is shared, and where the shares' sums go.
 template <class Params>
 void set_shares(Params& params, Launch const& launch, int stage_k) {
   int const stages = int(layout::ceil_div(launch.k, stage_k));
