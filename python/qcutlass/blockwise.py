@@ -33,7 +33,7 @@ from torch import Tensor
 
 from qcutlass.algorithms.blocks import act_dequant, act_quant, weight_dequant, weight_quant
 from qcutlass.products import block_operators
-from qcutlass.products.block_operators import Quantized
+from qcutlass.products.block_operators import QuantizedBlocks
 from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall, multiply_quantized
 from qcutlass.products.checks import check_inference, tensors_of
 from qcutlass.products.kind import computes
@@ -217,7 +217,7 @@ def int8_addmm_quant(
     check_inference(**tensors_of(call))
     if is_eager(*call):
         return multiply_quantized(call)
-    result: Quantized = torch.ops.qcutlass.blockwise_gemm_quant(*BLOCKWISE.arguments(call))
+    result: QuantizedBlocks = torch.ops.qcutlass.blockwise_gemm_quant(*BLOCKWISE.arguments(call))
     return result
 
 
@@ -250,5 +250,5 @@ def int8_gelu(x: Tensor, s_x: Tensor, block_size: int = 128) -> tuple[Tensor, Te
     check_inference(s_x=s_x)
     if is_eager(x, s_x):
         return block_operators.gelu_blocks(x, s_x, block_size)
-    result: Quantized = torch.ops.qcutlass.gelu_blocks(x, s_x, block_size)
+    result: QuantizedBlocks = torch.ops.qcutlass.gelu_blocks(x, s_x, block_size)
     return result

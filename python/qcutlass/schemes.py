@@ -1,4 +1,4 @@
-"""Schemes: how a linear layer is quantised. Data alone; `qcutlass.layers` has the layers of each."""
+"""Schemes: the options of a layer's quantisation. Data alone; `qcutlass.layers` has the layers of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qcutlass.products.packing import PACKINGS
 
 
 class Scheme:
-    """How a linear layer is quantised. Subclasses are frozen dataclasses of options."""
+    """The quantisation of a linear layer. Subclasses are frozen dataclasses of options."""
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,25 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
+def test_no_function_tells_kinds_of_layers_apart(repository: Path) -> None:
+    """One question may refuse a kind; two make a ladder, where a method of the classes or a table belongs."""
+    kinds = re.compile(r"\b(\w+Linear|CanonicalInt8|WeightOnly|W8A8|FP8|Blockwise)\b")
+    found = []
+    for path in sources(repository, "python", suffixes={".py"}):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            tests = [
+                ast.unparse(node)
+                for node in ast.walk(function)
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+            ]
+            tests = [test for test in tests if kinds.search(test)]
+            if len(tests) > 1:
+                found.append(f"{path.name}: {function.name}: {tests}")
+    assert found == []
+
+
 def test_only_the_bindings_include_pybind11(repository: Path) -> None:
     users = {path for path in sources(repository, "cpp", suffixes=CXX_SUFFIXES) if "pybind11" in path.read_text()}
     assert users

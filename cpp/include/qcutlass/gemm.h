@@ -30,7 +30,7 @@
 
 namespace qcutlass {
 
-/// What turns the sums of an 8-by-8-bit product into numbers. A stride is 1, or 0 where one element serves all.
+/// Operands that scale the sums of an 8-by-8-bit product. A stride is 1, or 0 where one element serves all.
 struct SumScales {
   float const* a_scale = nullptr;  ///< [m] or [1]; nullptr where out_type is kInt32
   int a_scale_stride = 0;
@@ -51,7 +51,7 @@ struct BlockScales {
   int64_t w_stride = 0;
 };
 
-/// What out_type kInt8 asks for: each row quantised by blocks of `size` channels, as quantisers of activations do. The
+/// The output of out_type kInt8: each row quantised by blocks of `size` channels, as quantisers of activations do. The
 /// last block may be short.
 struct QuantizedOutput {
   int64_t size = 0;         ///< 32, 64 or 128
@@ -134,17 +134,17 @@ struct Candidate {
   Cost cost;
 };
 
-/// What selection knows of a GPU. Plain data, so that selection can be tested without one.
+/// The traits of a GPU that selection needs. Plain data, so that selection can be tested without one.
 struct DeviceTraits {
   int compute_capability = 0;  ///< 10 * major + minor
   int sm_count = 0;
   int shared_memory_per_block = 0;  ///< opt-in limit, bytes
-  /// What the code that the GPU runs was compiled for: older than the GPU where only older PTX was built.
+  /// The architecture that the GPU's code was compiled for: older than the GPU where only older PTX was built.
   int code_capability = compute_capability;
   bool wgmma = false;  ///< it runs kernels for sm_90a, and they are built
 };
 
-/// What a kernel configuration needs, for one scheme.
+/// The resources of a kernel configuration, for one scheme.
 struct TacticTraits {
   std::string name;
   int channels = 0, tokens = 0, k = 0;  ///< output tile and k extent of a stage
@@ -160,7 +160,7 @@ std::vector<TacticTraits> tactics(GemmArguments const& arguments);
 /// Name of the tactic that dequantises and multiplies densely: `<packing>_<activation type>_dequantize_dense`.
 std::string dense_tactic(GemmArguments const& arguments);
 
-/// What may serve the problem on the device, the least predicted time first; a pure function of its arguments. `tactic`
+/// The plans for the problem on the device, the least predicted time first; a pure function of its arguments. `tactic`
 /// forces a configuration by name (empty: any) and `split_k` its split (0: any); `dense` says that the caller runs
 /// dense plans. Throws Unsupported if nothing fits, InvalidArgument for an unknown name.
 std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device,
@@ -191,7 +191,7 @@ DeviceTraits const& device_traits(int device);
 /// first call for a device: safe under graph capture.
 void gemm(GemmArguments const& arguments, Plan const& plan, void* stream);
 
-/// What a caller that runs dense plans does around its products, as safe under graph capture as gemm.
+/// The steps around the products of a caller that runs dense plans, as safe under graph capture as gemm.
 ///
 /// Writes the activations as the product sees them, permuted and scaled: `a_out` [m, k].
 void prepare_activations(GemmArguments const& arguments, void* a_out, int64_t a_out_stride, void* stream);

@@ -23,7 +23,7 @@
 
 namespace qcutlass {
 
-/// What symmetric codes reach.
+/// The largest symmetric codes.
 constexpr float largest_code(DType type) {
   return type == DType::kInt8 ? 127.0f : type == DType::kFloat8E4M3 ? 448.0f : 57344.0f;
 }

@@ -1,4 +1,4 @@
-// How packed codes turn into weights, for every consumer of them.
+// The rule by which packed codes become weights, for every consumer of them.
 //
 //   w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n],   g = k / group_size
 //

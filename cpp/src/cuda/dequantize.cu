@@ -22,7 +22,7 @@ constexpr int kBlockK = kVectorsPerThread * 32 * kVector;
 constexpr int64_t kMaxStrips = 65535;  // of a launch: the grid's limit
 constexpr int kTileWords = layout::kTileBytes / 4, kLaneWords = layout::kLaneBytes / 4;
 
-/// Where the codes of a vector lie.
+/// The places of a vector's codes.
 template <Packing kPacking>
 struct VectorCodes {
   static constexpr int kBits = bits_of(kPacking);

@@ -1,4 +1,4 @@
-// What the CUDA backend was compiled with: the build passes it in.
+// Versions that the CUDA backend was compiled with: the build passes them in.
 #include "qcutlass/gemm.h"
 
 namespace qcutlass::cuda {

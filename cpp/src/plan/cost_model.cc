@@ -30,7 +30,7 @@ struct Model {
   double overlapped(double a, double b) const { return std::max(a, b) + costs.exposed * std::min(a, b); }
 };
 
-/// How the blocks of a launch spread over the GPU.
+/// The spread of a launch's blocks over the GPU.
 struct Waves {
   double blocks;
   int sharers;             ///< of weights

@@ -1,4 +1,4 @@
-// What a product is expected to take: a pure function of waves, bytes, issue slots and fixed costs. Its constants are
+// The expected time of a product: a pure function of waves, bytes, issue slots and fixed costs. Its constants are
 // those of gpu_class.h and costs.h.
 #pragma once
 

@@ -7,7 +7,7 @@
 
 namespace qcutlass {
 
-/// What a main loop of mma.sync costs beside bytes, MMAs and conversions.
+/// Costs of a main loop of mma.sync beside bytes, MMAs and conversions.
 struct MmaSyncCosts {
   double latency = 0;  ///< microseconds from a request to its bytes in shared memory, loaded memory system
   double slice = 0;    ///< clocks of a warp's slice of k: copies, addresses, barriers
@@ -19,7 +19,7 @@ struct MmaSyncCosts {
   double reread = 0;   ///< share of what blocks read again that comes through DRAM again
 };
 
-/// What a main loop of wgmma costs; its times have a form of their own: see cost_model.cc.
+/// Costs of a main loop of wgmma; its times have a form of their own: see cost_model.cc.
 struct WgmmaCosts {
   double clock = 0;        ///< GHz
   double slice = 0;        ///< issue clocks of a warp's 128 bytes of k, beside conversions

@@ -46,7 +46,7 @@ inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kEightByEig
                           kAnyBlocks = kBlockwise | kSmallBlocks, kMost = kNotBlockwise | kBlockwise,
                           kAll = kMost | kSmallBlocks;
 
-/// What kernels are compiled for: a family has one. It follows from the types and scales of the operands.
+/// The types that kernels are compiled for: a family has one. It follows from the types and scales of the operands.
 struct Kind {
   DType activations = DType::kNone;
   Packing packing = Packing::kW4A16;
@@ -73,11 +73,11 @@ struct Kind {
   }
   constexpr bool operator!=(Kind const& other) const { return !(*this == other); }
 
-  /// What the names of its tactics begin with: `<packing>_<activation type>_`.
+  /// The beginning of its tactics' names: `<packing>_<activation type>_`.
   std::string prefix() const;
 };
 
-/// How many elements share a scale.
+/// The number of elements that share a scale.
 enum class Granularity : uint8_t {
   kNone,   ///< no scales: the elements are the numbers
   kRow,    ///< those of a row, a token or a channel, or all

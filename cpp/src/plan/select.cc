@@ -13,7 +13,7 @@
 namespace qcutlass {
 namespace {
 
-/// How many blocks may share k. Clusters of sizes between powers of two fit the groups of SMs badly.
+/// The numbers of blocks that may share k. Clusters of sizes between powers of two fit the groups of SMs badly.
 constexpr std::initializer_list<int> kSplits = {1, 2, 4, 8, 16};
 /// With one block an SM there is little choice: these fill more of them.
 constexpr std::initializer_list<int> kWgmmaSplits = {1, 2, 3, 4, 5, 6, 8};

@@ -28,7 +28,7 @@ inline constexpr int kStreamK = 128;
 /// Groups of scales whose size is a multiple of this are those of ScaleMode::kNative, of kGroupStep those of kFine.
 inline constexpr int kNativeGroup = slice_k(Packing::kW4A16), kGroupStep = step_k(Packing::kW4A16);
 
-/// What every main loop's configurations have. The setters, which return a changed copy, make rows of the tables.
+/// The base of every main loop's configurations. The setters, which return a changed copy, make rows of the tables.
 template <class Tactic>
 struct TacticOf {
   int channels = 0, tokens = 0;  ///< the output tile of a block
@@ -196,7 +196,7 @@ struct Tactic {
     return mainloop == Mainloop::kStream ? kStreamK : qcutlass::slice_k(packing);
   }
   constexpr int stage_k(Packing packing) const { return slices * slice_k(packing); }
-  /// What the launch bounds leave a thread of the 65536 registers of an SM; 255 is the instruction set's limit.
+  /// The registers that the launch bounds leave a thread, of an SM's 65536; 255 is the instruction set's limit.
   constexpr int max_registers() const {
     int const share = 65536 / (threads() * min_blocks) / 8 * 8;
     return share < 255 ? share : 255;

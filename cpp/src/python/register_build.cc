@@ -1,4 +1,4 @@
-// What was built, and for which GPUs.
+// The build: its parts, versions and GPUs.
 #include <pybind11/stl.h>
 
 #include <map>

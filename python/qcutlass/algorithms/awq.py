@@ -20,7 +20,7 @@ _SMALLEST: Final = 1e-4  # of a scale, before all are normalised
 
 @dataclass(frozen=True, eq=False)
 class AwqScales:
-    """What `awq_scales` found.
+    """The result of `awq_scales`.
 
     Attributes:
         scales: float32 `[K]`, which the weights' columns are multiplied by and the activations divided by.
@@ -122,7 +122,7 @@ def awq(weight: Tensor, second_moment: Tensor, scheme: WeightOnly | None = None)
 
 
 def _outputs(second_moment: Tensor, step: int) -> Penalty:
-    """What errors do to the outputs, each group by itself."""
+    """The penalty of errors by the outputs that they change, each group by itself."""
     k = len(second_moment)
     blocks = second_moment.new_zeros((ceil_div(k, step), step, step))
     for group, begin in enumerate(range(0, k, step)):

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from qcutlass.products import block_operators
-from qcutlass.products.block_operators import Quantized
+from qcutlass.products.block_operators import QuantizedBlocks
 from qcutlass.products.checks import check_inference
 from qcutlass.products.library import is_eager
 
 
-def _quantize(x: Tensor, block_size: int, square: bool) -> Quantized:
+def _quantize(x: Tensor, block_size: int, square: bool) -> QuantizedBlocks:
     check_inference(x=x)
     if is_eager(x):
         return block_operators.quantize_blocks(x, block_size, square)
-    result: Quantized = torch.ops.qcutlass.quantize_blocks(x, block_size, square)
+    result: QuantizedBlocks = torch.ops.qcutlass.quantize_blocks(x, block_size, square)
     return result
 
 

@@ -1,4 +1,4 @@
-"""What the activations of a model's linear layers look like, recorded while it runs."""
+"""Extremes of the activations of a model's linear layers, recorded while it runs."""
 
 from __future__ import annotations
 

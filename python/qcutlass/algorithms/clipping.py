@@ -20,7 +20,7 @@ RATIOS: Final = tuple(1 - step / 32 for step in range(17))
 _BLOCK: Final = 1 << 22  # weights worked on at a time: bounds the temporaries
 
 Penalty = Callable[[Tensor], Tensor]
-"""What errors `[n, G, group_size]` cost each group, `[n, G]`."""
+"""The cost of errors `[n, G, group_size]` for each group, `[n, G]`."""
 
 
 class Grid(NamedTuple):

@@ -8,14 +8,14 @@ from torch import Tensor
 from qcutlass.products import quantizer_operators
 from qcutlass.products.checks import FLOATING, check_inference, check_matrix, shape_of, tensors_of
 from qcutlass.products.library import is_eager
-from qcutlass.products.quantizer_operators import QuantizeCall, Quantized
+from qcutlass.products.quantizer_operators import QuantizeCall, QuantizedRows
 
 
-def _quantize(call: QuantizeCall) -> Quantized:
+def _quantize(call: QuantizeCall) -> QuantizedRows:
     check_inference(**tensors_of(call))
     if is_eager(*call):
         return quantizer_operators.quantize(call)
-    result: Quantized = torch.ops.qcutlass.quantize_8bit(*call)
+    result: QuantizedRows = torch.ops.qcutlass.quantize_8bit(*call)
     return result
 
 

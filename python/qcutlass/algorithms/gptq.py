@@ -23,7 +23,7 @@ _MOST_DAMPING: Final = 100.0
 
 @dataclass(frozen=True, eq=False)
 class GptqResult:
-    """What `gptq` found.
+    """The result of `gptq`.
 
     Attributes:
         weight: codes, scales and zeros, columns in the order of `perm`.

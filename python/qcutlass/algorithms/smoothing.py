@@ -80,7 +80,7 @@ def smooth(act_absmax: Tensor, weight: Tensor | Sequence[Tensor], alpha: float =
 
 @dataclass(frozen=True, eq=False)
 class Smoothing:
-    """What `search_smoothing` found.
+    """The result of `search_smoothing`.
 
     Attributes:
         factors: float32 `[K]`, by which activations are divided and the weights' columns multiplied; None: none help.

@@ -1,4 +1,4 @@
-"""What calibration keeps of a linear layer's input."""
+"""Statistics of a linear layer's input, and the error of outputs that follows from them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def check_inputs(weights: Sequence[Tensor], statistics: InputStatistics) -> None
 
 
 def output_error(weight: Tensor, other: Tensor, second_moment: Tensor) -> float:
-    """How far the outputs with `other` are from those with `weight`: squared, summed over channels, mean over tokens.
+    """The squared error of the outputs with `other`, not `weight`: summed over channels, mean over tokens.
 
     With D = other - weight and H = `second_moment` this is trace(D H DT), the loss that GPTQ and AWQ minimise.
 

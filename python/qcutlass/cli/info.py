@@ -1,4 +1,4 @@
-"""What is installed, what it was built for, and whether it works here."""
+"""Facts of the installation: versions, the build, GPUs, and a small product on each device."""
 
 from __future__ import annotations
 

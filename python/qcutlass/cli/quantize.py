@@ -105,7 +105,7 @@ def _check_given(context: typer.Context, method: Method) -> None:
 
 
 def _bar() -> Progress:
-    """What is done, its share, the time gone and the time left."""
+    """The progress line: the step, its share, the time gone and the time left."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

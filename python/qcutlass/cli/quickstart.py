@@ -56,7 +56,7 @@ def default_model() -> Path:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What was found for one layer.
+    """The result for one layer.
 
     Attributes:
         name: of its weight in the checkpoint.
@@ -88,7 +88,7 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Options:
-    """How layers are run.
+    """Options of a run.
 
     Attributes:
         device: "cpu", "cuda" or "cuda:i".

@@ -1,4 +1,4 @@
-"""What the commands share: options, how text is shown, how errors end a command."""
+"""Common parts of the commands: options, text for terminals, errors that end a command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from qcutlass.errors import UnsupportedError
 
 USER_ERRORS: Final = (UnsupportedError, ValueError, OSError, MemoryError, torch.OutOfMemoryError, SafetensorError)
-"""What files, places and options of users lead to (CheckpointError is a ValueError); all else is a fault of ours."""
+"""Errors of users' files, places and options (CheckpointError is a ValueError); all others are faults of ours."""
 
 _OUT_OF_MEMORY: Final = ("unable to mmap", "allocate memory", "not enough memory", "bad_alloc")  # in torch's messages
 _MOST_TEXT_BYTES: Final = 1 << 30
@@ -76,7 +76,7 @@ class Commands(TyperGroup):
 
 
 def _flush() -> None:
-    """What was printed is written now, while it can still be told that the disk is full."""
+    """Writes printed text now, while an error can still say that the disk is full."""
     try:
         sys.stdout.flush()
     except OSError:

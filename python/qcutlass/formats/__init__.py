@@ -65,7 +65,7 @@ _TABLE: Final = (
 )  # fmt: skip
 
 FORMATS: Final[dict[str, Format]] = {row.name: row for row in _TABLE}
-"""What can be read, by name."""
+"""The formats that can be read, by name."""
 
 _FILES: Final = (".gguf", ".safetensors")
 _PICKLES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl"})
@@ -114,7 +114,7 @@ def load(
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"format: expected 'auto' or one of {', '.join(FORMATS)}, got {format!r}")
     source, found = _open(checkpoint)
-    is_gguf = isinstance(source, gguf.GGUFSource)
+    is_gguf = source.format == "gguf"
     if format != "auto" and (format == "gguf") != is_gguf:
         raise CheckpointError(f"format: got {format!r}, but this is {'a' if is_gguf else 'no'} GGUF file; pass 'auto'")
     found = found.updated(config)
@@ -184,8 +184,8 @@ def _open_folder(folder: Path) -> tuple[TensorSource, Config]:
 
 def _detect(source: TensorSource, config: Config) -> Format:
     """The format of the tensors; labels decide only where tensors do not."""
-    if isinstance(source, gguf.GGUFSource):
-        return FORMATS["gguf"]
+    if source.format is not None:
+        return FORMATS[source.format]
     label = config.text("quant_method", "quant_algo")
     labelled = [row for row in _TABLE if label in row.labels]
     quantised = [row for row in _TABLE if not row.selects]

@@ -41,7 +41,7 @@ class Format:
     obstacle: Callable[[LayerTensors], str | None] = lambda layer: None
 
     def candidates(self, source: TensorSource, config: Config) -> Iterator[LayerTensors]:
-        """What has a tensor `*.key`."""
+        """The layers that have a tensor `*.key`."""
         for tensor in source.tensors:
             name, _, suffix = tensor.rpartition(".")
             if suffix == self.key:

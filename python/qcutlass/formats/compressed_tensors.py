@@ -54,7 +54,7 @@ def load(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
 
 
 def _arguments(config: Config) -> tuple[Config, bool | None]:
-    """What is said of weights, and whether there are activations to quantise; nothing where groups of layers differ."""
+    """The description of weights, and whether activations are quantised; empty where groups of layers differ."""
     groups = config.section("config_groups")
     if len(groups.values) != 1:
         return Config({}, groups.where), None

@@ -103,7 +103,7 @@ class Config:
 
 
 def read_config(folder: Path) -> Config:
-    """What the JSON files in a folder say about quantisation."""
+    """The description of the quantisation in the JSON files of a folder."""
     for name, keys in _SECTIONS.items():
         path = folder / name
         values = read_json_if_there(path)

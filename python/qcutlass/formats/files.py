@@ -18,7 +18,7 @@ _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO doe
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is written: its size and the time of the last change."""
+    """A file's size and the time of its last change, which tell that it was written."""
 
     size: int
     modified: int

@@ -17,7 +17,7 @@ def matches(layer: LayerTensors) -> bool:
 
 
 def obstacle(layer: LayerTensors) -> str | None:
-    """Why a layer cannot be loaded."""
+    """The reason why a layer cannot be loaded; None if it can."""
     kind = layer.info("weight").dtype
     return None if kind in FLOATS else f"{kind} weights are not read, only {', '.join(sorted(FLOATS))}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def matches(layer: LayerTensors) -> bool:
 
 
 def obstacle(layer: LayerTensors) -> str | None:
-    """Why a layer cannot be loaded."""
+    """The reason why a layer cannot be loaded; None if it can."""
     kind = layer.info("weight").dtype
     return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}"
 
@@ -101,6 +101,8 @@ class GGUFSource:
         UnsupportedError: version 1, or big-endian.
         CheckpointError: the file is not GGUF, is truncated, or its header contradicts itself.
     """
+
+    format: ClassVar[str | None] = "gguf"
 
     def __init__(self, path: Path) -> None:
         self._path = path

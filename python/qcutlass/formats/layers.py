@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.formats.specs import LayerSpec
+from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.products.checks import short
 from qcutlass.quantized import QuantizedTensor
 
@@ -28,7 +28,7 @@ class CanonicalLinear:
     """
 
     kind: ClassVar = "weight_only"
-    quantises_activations: ClassVar = False
+    quantises_activations: ClassVar = LAYER_KINDS[kind].quantises_activations
 
     weight: QuantizedTensor
     bias: Tensor | None = None
@@ -119,7 +119,7 @@ class CanonicalInt8:
     """
 
     kind: ClassVar = "int8"
-    quantises_activations: ClassVar = True
+    quantises_activations: ClassVar = LAYER_KINDS[kind].quantises_activations
     options: ClassVar[dict[str, int]] = {}
 
     codes: Tensor
@@ -224,10 +224,6 @@ class FloatLinear:
     def rows(self, index: Tensor) -> FloatLinear:
         """The layer with its output channels in another order, or some of them."""
         return FloatLinear(self.weight[index], None if self.bias is None else self.bias[index])
-
-    def with_zeros(self) -> FloatLinear:
-        """The layer as it is: it has no zero points."""
-        return self
 
     def effective_weight(self) -> Tensor:
         """float32 `[N, K]`: the weights."""

@@ -1,4 +1,4 @@
-"""Where tensors come from: files whose headers are checked as a whole, and whose tensors are read one at a time."""
+"""Sources of tensors: files whose headers are checked as a whole, and whose tensors are read one at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ _PLAIN_NAME: Final = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of a tensor.
+    """A tensor as its header describes it.
 
     Attributes:
         dtype: in the words of safetensors ("F16", "I32", ...), or a block type of GGUF ("Q4_0", ...).
@@ -43,6 +43,9 @@ class TensorInfo(NamedTuple):
 class TensorSource(Protocol):
     """Tensors by name."""
 
+    format: ClassVar[str | None]
+    """The format that all such sources have; None: their tensors tell."""
+
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """All of them, in the order of the files."""
@@ -56,6 +59,8 @@ class TensorSource(Protocol):
 
 class MemorySource:
     """Tensors that are in memory already."""
+
+    format: ClassVar[str | None] = None
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._values = tensors
@@ -81,6 +86,8 @@ class SafetensorsSource:
         UnsupportedError: torch lacks the type of a tensor.
         CheckpointError: a file is damaged, or its header contradicts it, another file or `shards`.
     """
+
+    format: ClassVar[str | None] = None
 
     def __init__(self, files: Iterable[Path], shards: Mapping[str, Path] | None = None) -> None:
         self._stamps: dict[Path, Stamp] = {}

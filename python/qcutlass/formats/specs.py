@@ -40,7 +40,7 @@ class LayerSpec:
     """All of a layer but its shape and its numbers.
 
     Attributes:
-        kind: a key of `KINDS`.
+        kind: a key of `LAYER_KINDS`.
         bits: of a weight.
         group_size: columns that share a scale; -1: one scale a channel.
         buffers: types of the tensors that not every layer has, or not in one type.
@@ -59,22 +59,24 @@ class LayerSpec:
 
     @staticmethod
     def of(kind: str, bits: int, group_size: int, k: int, tensors: Mapping[str, Tensor | None]) -> LayerSpec:
-        """The description of a layer of K columns with these tensors, of which it takes those in `KINDS`."""
-        held = {name: tensors[name] for name in KINDS[kind].buffers}
+        """The description of a layer of K columns with these tensors, of which it takes those in `LAYER_KINDS`."""
+        held = {name: tensors[name] for name in LAYER_KINDS[kind].buffers}
         present = tuple((name, short(part.dtype)) for name, part in held.items() if part is not None)
         return LayerSpec(kind, bits, -1 if group_size >= k else group_size, present)
 
     @property
     def words(self) -> str:
         """The scheme in words: bits, groups, zero points, options."""
-        return KINDS[self.kind].words(self)
+        return LAYER_KINDS[self.kind].words(self)
 
     @staticmethod
     def from_dict(values: object, where: str) -> LayerSpec:
         """Raises CheckpointError, with `where`, for what no layer is like."""
-        if not isinstance(values, dict) or values.get("kind") not in tuple(KINDS):
-            raise CheckpointError(f"{where}: expected an object whose kind is {' or '.join(KINDS)}, got {values!r:.80}")
-        kind = KINDS[values["kind"]]
+        if not isinstance(values, dict) or values.get("kind") not in tuple(LAYER_KINDS):
+            raise CheckpointError(
+                f"{where}: expected an object whose kind is {' or '.join(LAYER_KINDS)}, got {values!r:.80}"
+            )
+        kind = LAYER_KINDS[values["kind"]]
         bits, group_size = values.get("bits"), values.get("group_size")
         if (
             type(bits) is not int
@@ -123,18 +125,20 @@ def _int8_words(spec: LayerSpec) -> str:
     return f"w8a8 channel {'static' if 'a_scale' in dict(spec.buffers) else 'dynamic'}"
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """A kind of layers in converted folders.
 
     Attributes:
         buffers: the tensors whose presence or type is a layer's own, and the types that they may have.
         required: those that each layer has.
         words: its scheme in words.
+        quantises_activations: whether the product takes activations of 8 bits.
     """
 
     buffers: Mapping[str, tuple[str, ...]]
     required: tuple[str, ...]
     words: Callable[[LayerSpec], str]
+    quantises_activations: bool
 
 
 _FLOATS: Final = ("float16", "bfloat16", "float32")
@@ -143,9 +147,9 @@ _WEIGHT_ONLY: Final = {
 }  # fmt: skip
 _INT8: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
 
-KINDS: Final = {
-    "weight_only": Kind(_WEIGHT_ONLY, ("scales",), _weight_only_words),
-    "int8": Kind(_INT8, (), _int8_words),
+LAYER_KINDS: Final = {
+    "weight_only": LayerKind(_WEIGHT_ONLY, ("scales",), _weight_only_words, False),
+    "int8": LayerKind(_INT8, (), _int8_words, True),
 }
 """The kinds of layers in converted folders; layers in `qcutlass.layers` and `qcutlass.formats` name theirs."""
 

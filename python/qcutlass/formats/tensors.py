@@ -20,7 +20,7 @@ _BITS: Final = (4, 8)
 
 
 class LayerTensors:
-    """What a source holds under one name.
+    """The tensors that a source holds under one name.
 
     Args:
         source: of the tensors.

@@ -1,4 +1,4 @@
-"""What all quantised linear layers have in common: how they are made, saved, loaded and moved."""
+"""The base of all quantised linear layers: making, saving, loading and moving them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import Checkpoint, Layer
+from qcutlass.formats import CanonicalInt8, CanonicalLinear, Checkpoint, Layer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.loading import stored_layer
@@ -28,7 +28,7 @@ Parts = Mapping[str, Tensor | None]
 _KINDS: Final[dict[type[Scheme], type[QuantLinear]]] = {}
 """The layers of each scheme."""
 _STORED: Final[dict[str, type[QuantLinear]]] = {}
-"""The layers of each kind in `qcutlass.formats.specs.KINDS`."""
+"""The layers of each kind in `qcutlass.formats.specs.LAYER_KINDS`."""
 
 
 class QuantLinear(nn.Module, ABC):
@@ -71,7 +71,7 @@ class QuantLinear(nn.Module, ABC):
     def __init_subclass__(cls, scheme: type[Scheme] | None = None, stored: str | None = None, **keywords: Any) -> None:
         """Registers a kind of layers: `class MyLinear(QuantLinear, scheme=MyScheme)`.
 
-        `stored`: its kind in converted folders, a key of `KINDS` in `qcutlass.formats.specs`.
+        `stored`: its kind in converted folders, a key of `LAYER_KINDS` in `qcutlass.formats.specs`.
         """
         super().__init_subclass__(**keywords)
         if scheme is not None:
@@ -256,7 +256,7 @@ class QuantLinear(nn.Module, ABC):
             raise self._unsupported("converted folders hold no")
         return LayerSpec.of(self._stored, self.bits, self.group_size, self.in_features, self._buffers)
 
-    def canonical(self) -> Layer:
+    def canonical(self) -> CanonicalLinear | CanonicalInt8:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
         raise self._unsupported("there is no canonical form of a")
 
@@ -362,7 +362,7 @@ class QuantLinear(nn.Module, ABC):
         return ", ".join(described)
 
     def _description(self) -> list[str]:
-        """What `extra_repr` says of the kind."""
+        """The kind's own part of `extra_repr`."""
         return []
 
 

@@ -14,7 +14,7 @@ from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import ceil_div, short
 
 GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""What Llama-like models call the layers of attention, and of a gated MLP, that read the same input."""
+"""Names, in Llama-like models, of the layers of attention, and of a gated MLP, that read the same input."""
 
 _STRIP: Final = 16  # channels of a tile of packed weights
 _SHARED: Final = ("act_scale", "perm")  # belong to the input
@@ -23,7 +23,7 @@ _Pending = tuple[Tensor, int | None, tuple[Tensor | None, ...]]
 
 @dataclass(frozen=True)
 class Fusion:
-    """What `fuse_projections` did.
+    """The result of `fuse_projections`.
 
     Attributes:
         fused: names of the layers of each group that is one product now.
@@ -235,7 +235,7 @@ def _checked(group: object) -> tuple[str, ...]:
 
 
 def _obstacle(names: Sequence[str], members: Sequence[nn.Module]) -> str | None:
-    """Why these modules cannot be one product; None if they can."""
+    """The reason why these modules cannot be one product; None if they can."""
     layers: list[WeightOnlyLinear] = []
     for name, member in zip(names, members, strict=True):
         if type(member) is not WeightOnlyLinear:
@@ -263,7 +263,7 @@ def _obstacle(names: Sequence[str], members: Sequence[nn.Module]) -> str | None:
 
 
 def _kind(part: Tensor | None, with_shape: bool = True) -> str:
-    """What two buffers must have in common."""
+    """A buffer's type, extent and device, in which two buffers must agree."""
     if part is None:
         return "none"
     extent = list(part.shape) if with_shape else f"{part.ndim} dimensions"

@@ -138,7 +138,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         return CanonicalLinear(self._weight(self._codes()), self.bias, self.perm, self.act_scale)
 
     def weights(self) -> Tensor:
-        """The weights float32 `[N, K]`, dequantised from the packed ones, columns as the activations have them."""
+        """The weights float32 `[N, K]`, dequantised from the packed ones, columns in the activations' order."""
         weight = dequantize(
             self.w_packed,
             self.scales,

@@ -17,7 +17,7 @@ from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
-from qcutlass.formats.specs import GUARD, LayerSpec, ModelSpec, guard
+from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, guard
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did.
+    """The result of `convert`.
 
     Attributes:
         source: the format that was read, a key of `qcutlass.formats.FORMATS`.
@@ -74,7 +74,7 @@ def check_matches(skip: Sequence[str], names: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How layers are made; the same again when they are verified."""
+    """The way layers are made; they are made the same way again to verify them."""
 
     source: ModelSource
     scheme: WeightOnly
@@ -194,7 +194,7 @@ def write_folder(
     with ShardedWriter(folder, shard_bytes) as writer:
         for count, name in enumerate(source.names):
             layer = layer_of(name)
-            if isinstance(layer, FloatLinear):
+            if layer.kind not in LAYER_KINDS:
                 tensors = layer.tensors
                 kept.append(name)
             else:
@@ -230,7 +230,7 @@ def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
         return 0
     for name in plan.source.names:
         layer = plan.layer(name)
-        if isinstance(layer, FloatLinear):
+        if layer.kind not in LAYER_KINDS:
             pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in layer.tensors.items()]
         else:
             found = written[name]
@@ -256,7 +256,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def weights_of(layer: QuantLinear) -> Tensor:
-    """The weights float32 `[N, K]` of a layer, dequantised from its packed ones, columns as the activations have them.
+    """The weights float32 `[N, K]` of a layer, dequantised from its packed ones, columns in the activations' order.
 
     Example:
         >>> import torch, qcutlass

@@ -17,7 +17,7 @@ from qcutlass.products.checks import check_integer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `perplexity` found.
+    """The result of `perplexity`.
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood of a token; inf where it is beyond floats (that of a model

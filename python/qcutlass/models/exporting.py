@@ -15,6 +15,7 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Layer, compressed_tensors, gptq
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION
+from qcutlass.formats.specs import LAYER_KINDS
 from qcutlass.layers import QuantLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
 from qcutlass.models.converted import ConvertedFolder
@@ -29,7 +30,7 @@ EXPORTS: Final = ("gptq", "compressed-tensors")
 
 @dataclass(frozen=True)
 class _Common:
-    """What all layers of an exported folder share."""
+    """The scheme that all layers of an exported folder share."""
 
     int8: bool
     bits: int
@@ -114,7 +115,7 @@ def export_model(
 
 
 def export_note(folder: str | PathLike[str]) -> str | None:
-    """What is known of programs that cannot load an exported folder, for its user; None: of none.
+    """A note for the user about programs that cannot load an exported folder; None: no such program is known.
 
     transformers 5.23 makes room for zero points of a byte each, where compressed-tensors packs them like codes.
 
@@ -160,7 +161,7 @@ def _common(source: ConvertedFolder) -> _Common:
                 )
     symmetric = not any("zeros" in held for held in buffers)
     act_order = any("perm" in held for held in buffers)
-    return _Common(first.kind == "int8", first.bits, group_size, symmetric, act_order)
+    return _Common(LAYER_KINDS[first.kind].quantises_activations, first.bits, group_size, symmetric, act_order)
 
 
 def _check_groups(common: _Common, source: ConvertedFolder) -> None:

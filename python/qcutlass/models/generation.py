@@ -15,7 +15,7 @@ from qcutlass.products.checks import check_integer
 
 @dataclass(frozen=True)
 class Generation:
-    """What `generate` did.
+    """The result of `generate`.
 
     Attributes:
         text: without the prompt.

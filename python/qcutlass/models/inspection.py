@@ -1,4 +1,4 @@
-"""What is in a folder or file: layers, schemes, sizes."""
+"""A summary of a folder or file: layers, schemes, sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class FolderSummary:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     Attributes:
         format: "qcutlass" for a converted folder, else a key of `qcutlass.formats.FORMATS`.

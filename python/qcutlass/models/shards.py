@@ -66,7 +66,7 @@ def _empty_header() -> dict[str, Any]:
 
 
 def _entry(tensor: Tensor, offset: int) -> dict[str, Any]:
-    """What the header says of a tensor."""
+    """The entry of a tensor in the header."""
     where = [offset, offset + tensor.nbytes]
     return {"dtype": dtype_name(tensor), "shape": stored_shape(tensor), "data_offsets": where}
 

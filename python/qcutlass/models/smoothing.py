@@ -18,7 +18,7 @@ from qcutlass.models.folding import folded, write
 
 Group = tuple[str, Sequence[str]]
 
-# What a Llama-like block calls its parts: a norm, and the linears that read it and nothing else does.
+# Names in a Llama-like block: a norm, and the linears, which alone read its output.
 _BLOCK: Final[tuple[Group, ...]] = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),

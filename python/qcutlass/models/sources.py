@@ -65,7 +65,7 @@ class ModelSource:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """What goes with a folder's weights and configuration: its tokenizer, licences, notes.
+    """The files that go with a folder's weights and configuration: its tokenizer, licences, notes.
 
     Raises:
         CheckpointError: one of them is a link out of the folder. As for weights, the blobs of a hub's cache may be

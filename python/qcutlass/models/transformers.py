@@ -163,7 +163,7 @@ class QcutlassQuantizer(HfQuantizer):
         return float(module.size if isinstance(module, _Awaited) else param.element_size())
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What `save_pretrained` writes: the model's tensors and a guard for each layer."""
+        """The tensors that `save_pretrained` writes: the model's and a guard for each layer."""
         state = model.state_dict()
         layers = [name.removesuffix(".w_packed") for name in state if name.endswith(".w_packed")]
         return {**state, **{f"{name}.{GUARD}": guard() for name in layers}}, {}
@@ -198,7 +198,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _cast_parameters(model: nn.Module, dtype: Any) -> None:
-    """What transformers 5.17 does not do for a base model, whose tensors have other names in the files."""
+    """Casts parameters, which transformers 5.17 omits for a base model: the files have other names for its tensors."""
     for parameter in model.parameters() if isinstance(dtype, torch.dtype) else ():
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)

@@ -27,7 +27,7 @@ BLOCK_SIZES: Final = (32, 64, 128)
 _CODES: Final = (torch.int8,)
 _SCALES: Final = (torch.float32,)
 
-Quantized: TypeAlias = tuple[Tensor, Tensor]
+QuantizedBlocks: TypeAlias = tuple[Tensor, Tensor]
 """Codes, and the scales of their blocks."""
 
 
@@ -89,7 +89,7 @@ def check_output_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"output_dtype: expected float16, bfloat16 or float32, got {dtype}")
 
 
-def quantize_blocks(x: Tensor, size: int, square: bool) -> Quantized:
+def quantize_blocks(x: Tensor, size: int, square: bool) -> QuantizedBlocks:
     """The codes of `x`, in blocks of `size` columns, and of as many rows if `square`."""
     codes, scales = _quantize_fake(x, size, square)
     check_memory({"x": x})
@@ -133,7 +133,7 @@ def dequantize_blocks(x: Tensor, s: Tensor, size: int, square: bool, dtype: torc
     return out
 
 
-def gelu_blocks(x: Tensor, s: Tensor, size: int) -> Quantized:
+def gelu_blocks(x: Tensor, s: Tensor, size: int) -> QuantizedBlocks:
     """GELU of what codes stand for, quantised."""
     codes, scales = _gelu_fake(x, s, size)
     check_memory({"x": x, "s_x": s})
@@ -154,7 +154,7 @@ def gelu_blocks(x: Tensor, s: Tensor, size: int) -> Quantized:
     return codes, scales
 
 
-def _quantize_fake(x: Tensor, size: int, square: bool) -> Quantized:
+def _quantize_fake(x: Tensor, size: int, square: bool) -> QuantizedBlocks:
     shape = check_quantize_blocks(x, size, square)
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
 
@@ -165,7 +165,7 @@ def _dequantize_fake(x: Tensor, s: Tensor, size: int, square: bool, dtype: torch
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _gelu_fake(x: Tensor, s: Tensor, size: int) -> Quantized:
+def _gelu_fake(x: Tensor, s: Tensor, size: int) -> QuantizedBlocks:
     check_codes(x, s, size, False, "s_x")
     return x.new_empty(x.shape), s.new_empty(scales_shape(x, size, False))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from qcutlass import _C
 from qcutlass._C import Operand
 from qcutlass.products import launching
-from qcutlass.products.block_operators import Quantized, check_block_size, check_weight_scales
+from qcutlass.products.block_operators import QuantizedBlocks, check_block_size, check_weight_scales
 from qcutlass.products.checks import (
     DEVICES,
     FLOATING,
@@ -147,7 +147,7 @@ def _channels(call: BlockwiseCall, k: int) -> int:
     return b.shape[0]
 
 
-def multiply_quantized(call: BlockwiseCall) -> Quantized:
+def multiply_quantized(call: BlockwiseCall) -> QuantizedBlocks:
     """The product, quantised, and its scales."""
     shape = call.check(None)
     check_memory(tensors_of(call))
@@ -157,11 +157,11 @@ def multiply_quantized(call: BlockwiseCall) -> Quantized:
     return (multiply(BLOCKWISE, call) if out is None else out), scales
 
 
-def _quantized(*arguments: Any) -> Quantized:
+def _quantized(*arguments: Any) -> QuantizedBlocks:
     return multiply_quantized(BlockwiseCall(*arguments))
 
 
-def _quantized_fake(*arguments: Any) -> Quantized:
+def _quantized_fake(*arguments: Any) -> QuantizedBlocks:
     call = BlockwiseCall(*arguments)
     n = call.check(None).n
     return call.a.new_empty((*call.a.shape[:-1], n)), call.out_scales(n)

@@ -1,4 +1,4 @@
-"""Rules that arguments of all operators share, checked once for eager calls, operators and their fake versions.
+"""Rules for the arguments of all operators, checked once for eager calls, operators and their fake versions.
 
 Only shapes, types and devices are looked at, so that everything but `check_memory` works on fake and meta tensors too.
 """

@@ -1,4 +1,4 @@
-"""What products of 8-bit activations by weights of 8 bits share: packed weights, scales of rows and channels, N."""
+"""Common rules of products of 8-bit activations by 8-bit weights: packed weights, scales of rows and channels, N."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the extension's functions take besides addresses: types, traits of GPUs, threads and streams."""
+"""Arguments of the extension's functions besides addresses: types, traits of GPUs, threads and streams."""
 
 from __future__ import annotations
 

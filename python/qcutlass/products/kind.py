@@ -27,7 +27,7 @@ SETTLING: Final = frozenset(
 """The weights and what belongs to them: what kernels may read while the kernel before them in the stream ends."""
 
 _OUTPUTS: Final = frozenset({Operand.OUT_SCALES})
-"""What a product writes besides `out`; no argument of its operator."""
+"""Operands that a product writes besides `out`; none is an argument of its operator."""
 
 _TYPES: Final = {Tensor: "Tensor", str: "str", int: "int", bool: "bool", torch.dtype: "ScalarType"}
 """Types of arguments as schemas write them."""
@@ -80,7 +80,7 @@ class Call(Protocol):
         """Adds weights and scales of a prepared call to `arguments`; returns the tensors that these point into."""
 
     def describe(self, shape: WeightShape) -> Description:
-        """What `explain` says of the product."""
+        """The product in words, for `explain`."""
 
     def __iter__(self) -> Iterator[Any]: ...
 

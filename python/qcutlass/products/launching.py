@@ -29,7 +29,7 @@ _generation = 0  # counts calls of forget()
 
 
 class Launch:
-    """How to run a product, wherever its operands lie. Threads share it: only what it has seen grows."""
+    """A checked and planned product, which runs wherever its operands lie. Threads share it: only `_seen` grows."""
 
     def __init__(self, product: Product) -> None:
         kind, a, out = product.kind, product.call.a, product.out

@@ -27,7 +27,7 @@ _ZEROS: Final = (torch.uint8, torch.int8, torch.int32, *FLOATING)
 
 
 class WeightShape(NamedTuple):
-    """What the shapes of a packed weight and its scales say."""
+    """The sizes that the shapes of a packed weight and its scales give."""
 
     n: int
     k: int

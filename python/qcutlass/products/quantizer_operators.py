@@ -22,7 +22,7 @@ from qcutlass.products.kind import schema_of
 from qcutlass.products.library import register
 from qcutlass.products.memory import as_rows
 
-Quantized: TypeAlias = tuple[Tensor, Tensor, Tensor]
+QuantizedRows: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Codes, scales and zero points; the latter are empty where the call asks for none."""
 
 CODES: Final = {
@@ -100,7 +100,7 @@ def check_quantize(call: QuantizeCall) -> None:
         _check_same_device("smooth", smooth, a.device)
 
 
-def _outputs(call: QuantizeCall) -> Quantized:
+def _outputs(call: QuantizeCall) -> QuantizedRows:
     a = call.a
     ranges = (1,) if call.has_one_range else a.shape[:-1]
     return (
@@ -110,7 +110,7 @@ def _outputs(call: QuantizeCall) -> Quantized:
     )
 
 
-def quantize(call: QuantizeCall) -> Quantized:
+def quantize(call: QuantizeCall) -> QuantizedRows:
     """The codes of `a`, with scales and zero points of their own or the given ones."""
     check_quantize(call)
     check_memory(tensors_of(call))
@@ -149,11 +149,11 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _quantize(*arguments: Any) -> Quantized:
+def _quantize(*arguments: Any) -> QuantizedRows:
     return quantize(QuantizeCall(*arguments))
 
 
-def _quantize_fake(*arguments: Any) -> Quantized:
+def _quantize_fake(*arguments: Any) -> QuantizedRows:
     call = QuantizeCall(*arguments)
     check_quantize(call)
     return _outputs(call)

@@ -40,7 +40,7 @@ _REASONS: Final[dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a product is computed the way it is; `str()` is a table.
+    """The choice of a kernel for a product, with the alternatives; `str()` is a table.
 
     Attributes:
         problem: the product, in words.

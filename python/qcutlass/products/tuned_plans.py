@@ -49,7 +49,7 @@ class TunedPlan(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """What plans were measured on.
+    """The GPU and the kernels that plans were measured on.
 
     Attributes:
         name: as torch reports it.
@@ -87,7 +87,7 @@ def bucket(m: int) -> int | None:
 
 
 def product_key(arguments: _C.GemmArguments, rows: int) -> str:
-    """What decides which plan is the fastest: the scheme, the shape and `rows`, the bucket of the number of rows."""
+    """The key of a measured plan: the scheme, the shape and `rows`, the bucket of the number of rows."""
     w = arguments.weights
     group = "channel" if w.group_size >= w.k else w.group_size
     names = (value.name.lower() for value in (w.packing, arguments.a_type, w.scale_type, w.zero_type))

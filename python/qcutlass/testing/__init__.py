@@ -1,4 +1,4 @@
-"""What counts as a correct product: references, error bounds, problem generators and poisoned buffers.
+"""The standard of a correct product: references, error bounds, problem generators and poisoned buffers.
 
 Every tolerance of the project lives in this package. It is plain torch: it knows neither the packed layout nor the
 extension, so it can judge both. Two oracles are offered:

@@ -110,7 +110,7 @@ class BlockwiseProblem:
 
 @dataclass(frozen=True)
 class BlockwiseCase:
-    """What kind of blockwise product to test; `random` and `exact` fill it with data.
+    """A case of blockwise products; `random` and `exact` fill it with data.
 
     Attributes:
         m, n, k: sizes.
@@ -193,7 +193,7 @@ def _by_blocks(values: Tensor, size: int) -> Tensor:
 
 
 def quantized_error_ratio(codes: Tensor, scales: Tensor, value: Tensor, error: Tensor, size: int) -> float:
-    """How far quantised outputs are from right, in units of what is allowed; at most 1 for a correct one.
+    """The error of quantised outputs over the error allowed; at most 1 for correct ones.
 
     The numbers y that were quantised are within `error` of `value`. The largest magnitude of a block is then within the
     largest error of it, and scale = max|y| / 127 has one rounding more. A code q is y / scale, with up to three

@@ -132,7 +132,7 @@ class EightBitProblem:
 
 @dataclass(frozen=True)
 class EightBitCase:
-    """What kind of 8-by-8-bit product to test; `random` and `exact` fill it with data.
+    """A case of 8-by-8-bit products; `random` and `exact` fill it with data.
 
     Attributes:
         m, n, k: sizes.

@@ -69,7 +69,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """What kind of product to test; `random` and `exact` fill it with data.
+    """A case of products; `random` and `exact` fill it with data.
 
     Attributes:
         m, n, k: sizes.

@@ -1,4 +1,4 @@
-"""How exactly quantisers must find what they look for: sums in fp32 against the same in float64."""
+"""Tolerances of quantisers: their sums in fp32 against the same in float64."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ OUTPUTS: Final = 1e-3
 """Largest relative difference of one output error, a sum of squares of differences, computed in two ways in fp32."""
 
 SUM_SLACK: Final = 1 + 1e-5
-"""How much a sum of squares may exceed another that it was found not to exceed, summed in another order."""
+"""The share by which a sum of squares may exceed another one, if it did not when summed in another order."""
 
 ELIMINATION: Final = 1e-2
-"""How far a code may be from the rounded one of an elimination in float64, in codes: fp32 weights near a tie."""
+"""The distance allowed, in codes, from an elimination in float64: fp32 weights near a tie round either way."""
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

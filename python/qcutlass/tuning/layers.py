@@ -1,4 +1,4 @@
-"""What plans are tuned for: kinds of packed weights, from shapes or from the layers of a module."""
+"""Layers that plans are tuned for: kinds of packed weights, from shapes or from the layers of a module."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _ROTATION_BYTES: Final = 256 << 20  # weights that pass between two uses of the 
 _MOST_COPIES: Final = 256
 _FEWEST_LAUNCHES: Final = 4
 _GRAPH_SECONDS: Final = 5e-4  # long enough for what starting a graph takes not to matter
-# What the fastest GPUs do, to size the graphs: operations and bytes a second, seconds a launch.
+# Speeds of the fastest GPUs, to size the graphs: operations and bytes a second, seconds a launch.
 _FLOPS: Final = 8e14
 _BANDWIDTH: Final = 4e12
 _LAUNCH_SECONDS: Final = 2e-6

@@ -28,7 +28,7 @@ Timer: TypeAlias = Callable[[Layer, int, Sequence[_C.Plan]], Sequence[float | No
 
 @dataclass(frozen=True)
 class TunedProduct:
-    """What tuning found for one layer and number of rows.
+    """The result of tuning for one layer and number of rows.
 
     Attributes:
         layer: the weights.
@@ -150,7 +150,7 @@ def best_plan(layer: Layer, m: int, traits: _C.DeviceTraits, timer: Timer) -> Tu
 
 
 def contenders(layer: Layer, m: int, traits: _C.DeviceTraits) -> list[_C.Plan]:
-    """What is worth measuring, the cost model's choice first."""
+    """The plans that are worth measuring, the cost model's choice first."""
     found = [candidate.plan for candidate in _C.candidates(layer.arguments(m), traits, dense=True)]
     best = list(dict.fromkeys(plan.tactic for plan in found))[:_TACTICS]
     return [plan for plan in found if plan.tactic in best or plan.dense]

@@ -15,7 +15,7 @@ from qcutlass.models.sources import ModelSource
 
 
 class Call(NamedTuple):
-    """What a block gets beside the hidden states."""
+    """The arguments of a block beside the hidden states."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -77,7 +77,7 @@ class Decoder:
             )
 
     def stored_name(self, index: int, name: str) -> str:
-        """What the source calls a module or a parameter of a block."""
+        """The source's name of a module or a parameter of a block."""
         return self._resolve(f"{self.prefix}.{index}.{name}")
 
     def _resolve(self, name: str) -> str:
@@ -133,7 +133,7 @@ class Decoder:
 
     @torch.no_grad()
     def inputs(self, ids: Tensor) -> tuple[list[Tensor], list[Call]]:
-        """What the first block gets for each row of `ids`, `[1, T, hidden]`, and the rest of each block's arguments.
+        """The first block's input for each row of `ids`, `[1, T, hidden]`, and the other arguments of each block.
 
         All rows are of one length and without padding, so that these are the same for all rows.
         """

@@ -1,4 +1,4 @@
-"""What each method does to the layers of one block."""
+"""The methods of quantisation, applied to the layers of one block."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ROWS: Final = 512  # of inputs that SmoothQuant looks at
 
 @dataclass(frozen=True)
 class Method:
-    """How layers are quantised.
+    """A method of quantisation and its options.
 
     Attributes:
         name: "rtn", "gptq", "awq": weights alone; "smoothquant": int8 weights and activations, smoothed; "w8a8": the

@@ -42,7 +42,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Quantization:
-    """What `quantize_model` did.
+    """The result of `quantize_model`.
 
     Attributes:
         layers: how many were quantised.
@@ -222,7 +222,7 @@ def _description(
     skip: Sequence[str],
     device: str | torch.device,
 ) -> dict[str, Any]:
-    """What makes a run, for its folder: all that its bytes depend on, but for the number of threads."""
+    """The identity of a run, for its folder: all that its bytes depend on, but for the number of threads."""
     options = asdict(method)
     options["scheme"]["scale_dtype"] = str(method.scheme.scale_dtype)
     calibration = None

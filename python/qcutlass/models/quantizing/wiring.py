@@ -34,7 +34,7 @@ class InputGroup:
 
 
 def input_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
-    """What a linear layer was called with."""
+    """The input with which a linear layer was called."""
     tensor: Tensor = arguments[0] if arguments else next(iter(keywords.values()))
     return tensor
 

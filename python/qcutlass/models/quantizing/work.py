@@ -51,7 +51,7 @@ class Work:
         return self.folder / f"block-{index:05}.json"
 
     def finished(self) -> int:
-        """How many blocks are done, from the first on, with files as they were written; what follows is removed."""
+        """The number of finished blocks, from the first on, with files as they were written; removes all others."""
         count = 0
         while self._is_whole(count):
             count += 1
@@ -119,7 +119,7 @@ class Work:
 
     @property
     def notes(self) -> dict[str, dict[str, float]]:
-        """What is to be told of each layer."""
+        """The notes on each layer, for the user."""
         found: dict[str, dict[str, float]] = {}
         for path in sorted(self.folder.glob("block-*.json")):
             found |= read_json(path)["notes"]
@@ -131,7 +131,7 @@ class Work:
         _write_manifest(self.folder, {**manifest, "made": {"files": file_stats(folder), "told": told}})
 
     def made(self, destination: Path) -> dict[str, Any] | None:
-        """What is to be told of `destination` if this run has made it and was killed then; None otherwise."""
+        """The report on `destination` if this run has made it and was killed then; None otherwise."""
         made = read_json(self.folder / _MANIFEST).get("made")
         return made["told"] if made and made["files"] == file_stats(destination) else None
 

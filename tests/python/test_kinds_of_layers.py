@@ -1,0 +1,70 @@
+"""Kinds of layers: their registration, their canonical form, their description in converted folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.python.modules import assert_same_state
+
+import qcutlass
+from qcutlass import QuantLinear, WeightOnly
+from qcutlass.formats.layers import LAYERS
+from qcutlass.formats.specs import LAYER_KINDS
+from qcutlass.layers import Scheme, WeightOnlyLinear
+from qcutlass.layers.base import from_layer, from_spec
+
+HELD = [WeightOnly(4, 32), WeightOnly(8, None, symmetric=True), qcutlass.W8A8()]
+OTHERS = [qcutlass.FP8(), qcutlass.Blockwise()]
+
+
+@dataclass(frozen=True)
+class OwnScheme(Scheme):
+    """A scheme that the package does not know."""
+
+
+class OwnLinear(WeightOnlyLinear, scheme=OwnScheme):
+    """Its layers."""
+
+    @classmethod
+    def _of_linear(cls, linear: torch.nn.Linear, scheme: Any, statistics: Any, activation: Any) -> OwnLinear:
+        return cls(qcutlass.quantize(linear.weight.detach()), activation=activation)
+
+
+def test_a_class_is_the_layer_of_the_scheme_it_names() -> None:
+    assert type(QuantLinear.from_linear(torch.nn.Linear(64, 16), OwnScheme())) is OwnLinear
+    model = torch.nn.Sequential(torch.nn.Linear(64, 16))
+    assert qcutlass.replace_linear(model, OwnScheme()) == ["0"]
+    assert type(QuantLinear.from_linear(torch.nn.Linear(64, 16))) is WeightOnlyLinear
+    with pytest.raises(TypeError, match=r"scheme: expected qcutlass\.WeightOnly, W8A8, FP8 or Blockwise, got Scheme"):
+        QuantLinear.from_linear(torch.nn.Linear(64, 16), Scheme())
+
+
+@pytest.mark.parametrize("scheme", HELD, ids=str)
+def test_layers_come_back_from_their_canonical_form(scheme: Scheme, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = QuantLinear.from_linear(torch.nn.Linear(96, 48), scheme)
+    stored = layer.canonical()
+    assert stored.spec == layer.spec
+    assert_same_state(from_layer(stored, "up"), layer.state_dict())
+    assert_same_state(from_layer(LAYERS[stored.kind].of(stored.tensors, **stored.options), "up"), layer.state_dict())
+    assert torch.equal(stored.dequantize(torch.float32), layer.weights())
+    empty = from_spec(layer.spec, 48, 96)
+    assert type(empty) is type(layer)
+    assert [*empty.state_dict()] == [*layer.state_dict()]
+
+
+def test_each_kind_in_folders_has_its_layers() -> None:
+    assert {QuantLinear.from_linear(torch.nn.Linear(64, 16), scheme).spec.kind for scheme in HELD} == set(LAYER_KINDS)
+    assert set(LAYER_KINDS) < set(LAYERS)
+
+
+@pytest.mark.parametrize("scheme", OTHERS, ids=str)
+def test_kinds_that_no_folder_holds_say_so(scheme: Scheme) -> None:
+    layer = QuantLinear.from_linear(torch.nn.Linear(128, 128), scheme)
+    with pytest.raises(qcutlass.UnsupportedError, match=f"converted folders hold no {type(layer).__name__}"):
+        _ = layer.spec
+    with pytest.raises(qcutlass.UnsupportedError, match=f"no canonical form of a {type(layer).__name__}"):
+        layer.canonical()
