@@ -41,7 +41,7 @@ class _Finder(MetaPathFinder):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)  # Python passes over those without
-            spec = find and find(name, path, target)
+            spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(self, spec, spec.loader)

@@ -14,7 +14,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.formats.source import _inside
-from qcutlass.models.converted import CONFIG, is_converted
+from qcutlass.models.converted import CONFIG, check_rest, is_converted
 from qcutlass.models.experts import check_configuration, check_names
 from qcutlass.models.extras import load_tokenizer
 
@@ -97,10 +97,16 @@ def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> Mo
         check_configuration(read_json(described), path)
     checkpoint = formats.load(path, format, config)
     check_names([*checkpoint, *checkpoint.rest], path)
+    source = _model_source(path, checkpoint)
+    check_rest(source.rest, source.names, path)  # refused before anything is written, as links are
+    return source
+
+
+def _model_source(path: Path, checkpoint: Checkpoint) -> ModelSource:
     if checkpoint.format == "gguf":
         from qcutlass.models.gguf import GGUFModel
 
         return GGUFModel(checkpoint, path if path.is_file() else next(path.glob("*.gguf")))
     folder = path if path.is_dir() else path.parent
-    files_beside(folder)  # refused before anything is written
+    files_beside(folder)
     return ModelSource(checkpoint, folder)

@@ -39,6 +39,8 @@ _BUFFERS: Final = {  # by kind: those whose presence or type is a layer's own, a
     },
     "int8": {"bias": ("float16", "bfloat16", "float32"), "a_scale": ("float32",), "smooth": ("float32",)},
 }
+PARTS: Final = frozenset({"layout", "w_packed", "w_scale", GUARD}.union(*_BUFFERS.values()))
+"""Suffixes of the tensors that a layer may have in a converted folder."""
 
 
 def guard() -> torch.Tensor:
