@@ -29,7 +29,7 @@ def register() -> None:
 def _import_quantiser() -> None:
     try:
         importlib.import_module("qcutlass.models.transformers")
-    except ImportError as error:  # both packages are of use without it
+    except Exception as error:  # of a transformers that is older, newer or damaged: both are of use without it
         warnings.warn(f"qcutlass does not register its quantiser: it needs transformers 5 ({error})", stacklevel=2)
 
 
@@ -40,7 +40,8 @@ class _Finder(MetaPathFinder):
         if name != _AWAITED:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)  # Python passes over those without
+            spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(self, spec, spec.loader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from qcutlass.errors import CheckpointError
 from qcutlass.formats.config import Config, read_json, read_json_if_there
 from qcutlass.formats.source import SafetensorsSource, TensorInfo, open_folder
-from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec
+from qcutlass.formats.specs import GUARD, METHOD, PARTS, LayerSpec, ModelSpec
 
 CONFIG: Final = "config.json"
 QUANTIZATION: Final = "quantization_config"
@@ -29,6 +29,23 @@ def is_converted(path: str | PathLike[str]) -> bool:
     if values is None:
         return False
     return Config(values, str(config)).section(QUANTIZATION).values.get("quant_method") == METHOD
+
+
+def _layers(tensors: Iterable[str]) -> list[str]:
+    """Names of the layers that a converted folder with these tensors has."""
+    parts = [name.rpartition(".") for name in tensors]
+    marks = Counter(name for name, _, suffix in parts if name and suffix in _MARKS)
+    return [name for name, count in marks.items() if count > 1]
+
+
+def check_rest(rest: Iterable[str], layers: Container[str], where: object) -> None:
+    """Raises CheckpointError if a converted folder's reader would take one of these for a part of a layer."""
+    names = list(rest)
+    mistaken = set(_layers(names))
+    for name in names:
+        layer, _, suffix = name.rpartition(".")
+        if suffix in PARTS and (layer in layers or layer in mistaken):
+            raise CheckpointError(f"{where}: {name}: expected no tensor named as a part of a packed layer; rename it")
 
 
 @dataclass(frozen=True)
@@ -91,14 +108,12 @@ class PackedFolder:
         self._source: SafetensorsSource = source
         self._path = path
         tensors = source.tensors
-        parts = [name.rpartition(".") for name in tensors]
-        marks = Counter(name for name, _, suffix in parts if name and suffix in _MARKS)
-        self.names: list[str] = [name for name, count in marks.items() if count > 1]
+        self.names: list[str] = _layers(tensors)
         self._suffixes: dict[str, list[str]] = {name: [] for name in self.names}
         self.rest: list[str] = []
         for tensor in tensors:
             layer, _, suffix = tensor.rpartition(".")
-            if layer in self._suffixes:
+            if layer in self._suffixes and suffix in PARTS:
                 if suffix == GUARD and tensors[tensor][:2] == ("U8", (1,)):
                     continue
                 self._suffixes[layer].append(suffix)

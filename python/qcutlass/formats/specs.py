@@ -152,6 +152,8 @@ LAYER_KINDS: Final = {
     "int8": LayerKind(_INT8, (), _int8_words, True),
 }
 """The kinds of layers in converted folders; layers in `qcutlass.layers` and `qcutlass.formats` name theirs."""
+PARTS: Final = frozenset({"layout", "w_packed", "w_scale", GUARD}.union(*(k.buffers for k in LAYER_KINDS.values())))
+"""Suffixes of the tensors that a layer may have in a converted folder."""
 
 
 @dataclass(frozen=True)

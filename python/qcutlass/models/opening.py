@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qcutlass import formats
+from qcutlass.formats import Checkpoint
 from qcutlass.formats.config import read_json
-from qcutlass.formats.converted import CONFIG, is_converted
+from qcutlass.formats.converted import CONFIG, check_rest, is_converted
 from qcutlass.models.experts import check_configuration, check_names
 from qcutlass.models.gguf import GGUFModel
 from qcutlass.models.sources import ModelSource, files_beside
@@ -23,8 +24,14 @@ def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> Mo
         check_configuration(read_json(described), path)
     checkpoint = formats.load(path, format, config)
     check_names([*checkpoint, *checkpoint.rest], path)
+    source = _model_source(path, checkpoint)
+    check_rest(source.rest, source.names, path)  # refused before anything is written, as links are
+    return source
+
+
+def _model_source(path: Path, checkpoint: Checkpoint) -> ModelSource:
     if checkpoint.format == "gguf":
         return GGUFModel(checkpoint, path if path.is_file() else next(path.glob("*.gguf")))
     folder = path if path.is_dir() else path.parent
-    files_beside(folder)  # refused before anything is written
+    files_beside(folder)
     return ModelSource(checkpoint, folder)

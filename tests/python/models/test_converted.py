@@ -131,6 +131,23 @@ def test_tensors_that_are_named_like_those_of_a_layer(tmp_path: Path, seed: int)
     assert [group.name for group in models.inspect(tmp_path / "new").groups] == ["model.layers.*.mlp.up_proj"]
 
 
+@pytest.mark.parametrize("names", [["up.scales"], ["up.layout", "up.act_scale"], ["foo.layout", "foo.scales"]])
+def test_tensors_that_would_be_taken_for_a_layer_are_refused_first(names: list[str], tmp_path: Path) -> None:
+    tensors = {"up.weight": torch.randn(32, 64), **{name: torch.ones(5) for name in names}}
+    source = write_model(tmp_path / "source", tensors, {}, None)
+    with pytest.raises(CheckpointError, match="named as a part of a packed layer"):
+        models.convert(source, tmp_path / "new", progress=lambda *_: pytest.fail("something was written"))
+
+
+def test_other_tensors_of_a_layer_are_carried_over(tmp_path: Path) -> None:
+    """As the scales of a cache beside the projections of keys and values."""
+    tensors = {"k_proj.weight": torch.randn(32, 64), "k_proj.output_scale": torch.ones(1)}
+    models.convert(write_model(tmp_path / "source", tensors, {}, None), tmp_path / "new", verify=True)
+    folder = models.ConvertedFolder(tmp_path / "new")
+    assert folder["k_proj"].in_features == 64
+    assert folder.rest == ["k_proj.output_scale"]
+
+
 def test_a_shard_beside_the_whole_file(converted: Path) -> None:
     save_file({f"{UP}.scales": torch.zeros(2, 64).half()}, converted / "shard.safetensors")
     names = dict.fromkeys(load_file(converted / "model.safetensors"), "model.safetensors")

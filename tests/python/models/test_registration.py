@@ -49,6 +49,18 @@ def test_importing_qcutlass_is_enough(imports: str, converted: Path) -> None:
     assert result.stdout.strip() == "WeightOnlyLinear", result.stderr
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="such finders are no longer asked")
+def test_finders_of_the_old_kind() -> None:
+    code = """
+import sys, qcutlass
+sys.meta_path.insert(1, type("Finder", (), {"find_module": lambda self, name, path: None})())
+import transformers.quantizers.auto as auto
+print("qcutlass" in auto.AUTO_QUANTIZER_MAPPING)
+"""
+    result = run(code)
+    assert result.stdout.strip() == "True", result.stderr
+
+
 def test_nothing_of_the_import_system_stays_changed() -> None:
     code = """
         import sys, qcutlass
@@ -65,11 +77,20 @@ def test_nothing_of_the_import_system_stays_changed() -> None:
     assert result.stdout.split() == ["1", "0"], result.stderr
 
 
-def test_transformers_that_is_too_old_or_broken_is_only_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "transformers" / "quantizers").mkdir(parents=True)
-    for name in ("transformers", "transformers/quantizers"):
+ODD = "register_quantizer = register_quantization_config = lambda name: None\n"  # no decorators: TypeError
+
+
+@pytest.mark.parametrize("lines", ["", ODD])
+def test_transformers_that_is_too_old_or_broken_is_only_warned_of(lines: str, tmp_path: Path) -> None:
+    for name in ("transformers", "transformers/quantizers", "transformers/utils"):
+        (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
-    (tmp_path / "transformers" / "quantizers" / "auto.py").write_text("loaded = True\n")
+    for name, text in {
+        "quantizers/auto": f"loaded = True\n{lines}",
+        "quantizers/base": "class HfQuantizer: pass\n",
+        "utils/quantization_config": "class QuantizationConfigMixin: pass\n",
+    }.items():
+        (tmp_path / "transformers" / f"{name}.py").write_text(text)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import qcutlass; import transformers.quantizers.auto as a"
     )
