@@ -43,6 +43,9 @@ def test_weights_come_from_the_checked_file(kind: str, random_cut: RandomCut, tm
     torch.save(tensors, folder / "pytorch_model.bin")
     configured(folder, transformers_weights="adapter_model.bin")
     torch.save(tensors, folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="two sources of weights"):
+        load_model(folder)
+    configured(folder, transformers_weights=None)
     model, _ = load_model(folder)
     assert torch.equal(model.model.norm.weight, random_cut.rest["model.norm.weight"].float())
     shutil.copyfile(folder / "other.safetensors", folder / "rest.safetensors")
