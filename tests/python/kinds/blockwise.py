@@ -329,6 +329,7 @@ class BlockwiseInt8(Description):
     boxed = ("a", "a_s", "b_s", "bias")
     not_finite = ("a_s", "b_s", "bias")
     granule = 128
+    may_refuse = True
     inductor = ("everything",)
 
     whole = BlockwiseCase(M, N, K, bias=True, activation="silu")

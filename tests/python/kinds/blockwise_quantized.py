@@ -152,6 +152,7 @@ class QuantizedBlockwise(floating.BlockwiseInt8):
     function = staticmethod(blockwise.int8_addmm_quant)
     operator_suffix = "_quant"
     has_out = False
+    not_finite = ()
 
     whole = Case(M, N, K, bias=True, activation="silu", out_size=64)
     refusals = ()

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import pytest
@@ -139,6 +140,9 @@ class Description(ABC):
         name: in ids of tests.
         function: the public one that takes every operand; kind, operator and operands follow from it.
         outputs: operands of its calls that are written.
+        finely: options of cases with more scales.
+        may_refuse: tactics do not take every shape of blocks and number of shares of K.
+        settled: n, k and repetitions of the test that operands are read after they are written.
         of_rows: operands other than the activations with an entry for each row of them.
         scale: an operand whose sign is the output's.
         computed: operands that calls compute where they are not given.
@@ -171,6 +175,9 @@ class Description(ABC):
     function: Callable[..., Any]
     place_of_weights = 1
     outputs = 0
+    finely: Mapping[str, Any] = MappingProxyType({})
+    may_refuse = False
+    settled = (2048, 2048, 50)
     of_rows: tuple[str, ...] = ()
     scale: str
     computed: tuple[str, ...] = ()
@@ -253,6 +260,18 @@ class Description(ABC):
         """Oracle E: a product whose sums are exact in any order, and its outputs."""
         problem, expected = case.exact(device=device, seed=seed)
         return self.product(problem), (expected,)
+
+    def any_case(self, variant: str, m: int, n: int, k: int, choose: random.Random) -> Any:
+        """A case of a variant with everything else at random."""
+        return self.families[variant](m, n, k, choose)
+
+    def layer(self, variant: str, m: int, n: int, k: int, choose: random.Random) -> Any:
+        """One of a large layer."""
+        return self.any_case(variant, m, n, k, choose)
+
+    def traits(self, case: Any) -> list[_C.TacticTraits]:
+        """All configurations of its kernels."""
+        return _C.tactics(self.arguments(case))
 
     def random(self, case: Any, device: str = "cpu", seed: int = 0) -> Product:
         return self.product(case.random(device=device, seed=seed))

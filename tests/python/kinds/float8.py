@@ -81,6 +81,7 @@ class Float8(EightBit):
     name = "gemm_fp8"
     function = staticmethod(qcutlass.gemm_fp8)
     capability = (8, 9)
+    not_finite = ("a", "a_scale", "w_scale", "bias")
 
     inductor = ("everything",)
     whole = EightBitCase(M, N, K, FP8, bias=True, activation="silu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -330,6 +331,8 @@ class WeightOnly(Description):
     scale = "scales"
     boxed = ("a", "scales", "zeros", "bias", "act_scale")
     not_finite = ("a",)
+    finely = MappingProxyType({"group_size": 32})
+    settled = (4096, 4096, 200)
 
     inductor = ("plain", "ragged", "epilogue")
     whole = Case(M, N, K, group_size=K // GROUPS, bias=True, act_scale=True, perm=True, activation="silu")
@@ -388,6 +391,13 @@ class WeightOnly(Description):
 
     def full(self, m: int, n: int, k: int, **options: Any) -> Case:
         return Case(m, n, k, **{"bias": True, "act_scale": True, "perm": True} | options)
+
+    def any_case(self, variant: str, m: int, n: int, k: int, choose: random.Random) -> Case:
+        case: Case = draw(choose.choice(SCHEMES), **self.variants[variant])(m, n, k, choose)
+        return case
+
+    def layer(self, variant: str, m: int, n: int, k: int, choose: random.Random) -> Case:
+        return self.case(m, n, k, **self.variants[variant])
 
     def product(self, problem: Problem) -> Product:
         given = {name: getattr(problem, name) for name in OPERANDS}
