@@ -46,13 +46,13 @@ class _Entry:
     error: float
 
 
-def layer_of(scheme: Scheme, shape: Shape, most_rows: int) -> Layer:
+def layer_of(scheme: Scheme, shape: Shape, most_rows: int, device: str = "cuda") -> Layer:
     """A layer of this scheme and shape, with activations for `most_rows` rows."""
     if isinstance(scheme, WeightOnly):
-        return WeightOnlyLayer(scheme, shape, most_rows)
+        return WeightOnlyLayer(scheme, shape, most_rows, device)
     if isinstance(scheme, Blockwise):
-        return BlockwiseLayer(scheme, shape, most_rows)
-    return EightBitLayer(scheme, shape, most_rows)
+        return BlockwiseLayer(scheme, shape, most_rows, device)
+    return EightBitLayer(scheme, shape, most_rows, device)
 
 
 class Bench:

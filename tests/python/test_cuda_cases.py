@@ -20,6 +20,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
+from qcutlass.products import selection
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 variants = pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def checks(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("ledger")
 
 
-H200 = _C.DeviceTraits(90, 132, 232448)
+H200 = selection.GPUS["h200"]
 
 
 def fits(traits: _C.TacticTraits, device: str) -> bool:

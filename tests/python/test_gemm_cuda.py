@@ -22,8 +22,6 @@ from qcutlass.products.selection import weight_dtype
 pytestmark = pytest.mark.gpu
 
 Multiply = Callable[..., Tensor]
-
-
 TACTICS = range(len(WEIGHT_ONLY.traits(testing.Case(1, 4096, 4096))))
 
 

@@ -134,6 +134,8 @@ def test_second_device_while_the_first_is_current(kind: Description, seed: int, 
     assert {out.device for out in (*outs, *more)} == {torch.device("cuda:1")}
     running.assert_equal(outs, expected, product.problem, ledger)
     running.assert_equal(more, expected, product.problem, ledger)
+    with pytest.raises(ValueError, match=r"(?s)cuda:0.*cuda:1|cuda:1.*cuda:0"):
+        product(**{product.activations: product.a.to("cuda:0")})
 
 
 @gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ class Problem(BlockwiseProblem):
         return f"{super().__repr__()} in blocks of {self.out_size}"
 
 
+def quantized(problem: BlockwiseProblem, out_size: int) -> Problem:
+    return Problem(**{one.name: getattr(problem, one.name) for one in fields(problem)}, out_size=out_size)
+
+
 @dataclass(frozen=True)
 class Case(BlockwiseCase):
     """A case with the size of the output's blocks, of problems whose references are not rounded."""
@@ -36,9 +40,7 @@ class Case(BlockwiseCase):
     out_size: int = 128
 
     def _problem(self, *arguments: Any) -> Problem:
-        of_numbers = super()._problem(*arguments)
-        same = {one.name: getattr(of_numbers, one.name) for one in fields(of_numbers)}
-        return Problem(**same, out_size=self.out_size)
+        return quantized(super()._problem(*arguments), self.out_size)
 
 
 class QuantizedModel(Model):
@@ -206,6 +208,9 @@ class QuantizedBlockwise(floating.BlockwiseInt8):
         del product.options["out_dtype"]
         product.options["out_block_size"] = problem.out_size
         return product
+
+    def of_layer(self, problem: BlockwiseProblem) -> Problem:
+        return quantized(replace(problem, out_dtype=torch.float32), 128)
 
     def arguments(self, case: Case) -> _C.GemmArguments:  # type: ignore[override]
         result = super().arguments(case)

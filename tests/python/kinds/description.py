@@ -300,6 +300,10 @@ class Description(ABC):
         accepted, ratio = self.verdicts(fault, judged, seed)
         return not accepted or ratio > 1
 
+    def of_layer(self, problem: Any) -> Any:
+        """The problem of a layer of the bench as one of this kind."""
+        return problem
+
     def forms(self, problem: Any) -> list[tuple[Values, Any]]:
         """Options that change the product, and the problem with each."""
         changes: list[Values] = [{"activation": "relu"}]

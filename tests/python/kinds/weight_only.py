@@ -382,7 +382,7 @@ class WeightOnly(Description):
             ),
             "no zeros": (
                 {"zeros": "none", "bits": 8, "dtype": torch.bfloat16},
-                "bfloat16 activations by {n} x {k} 8-bit weights, groups of 128, bfloat16 scales",
+                "bfloat16 activations by {n} x {k} 8-bit weights, groups of 128, bfloat16 scales, symmetric",
             ),
         }
 
