@@ -83,7 +83,7 @@ def run_poisoned(product: Product, choose: random.Random, **forced: Any) -> tupl
     return (box.tensor,)
 
 
-def check_exact(
+def assert_exact(
     outs: Sequence[Tensor], expected: Sequence[Tensor], product: Product, checks: Any, label: object = ""
 ) -> None:
     """Oracle E."""
@@ -92,14 +92,14 @@ def check_exact(
     checks.record(0.0, label)
 
 
-def check_close(
+def assert_close(
     outs: Sequence[Tensor], problem: Any, kind: Description, checks: Any, label: Any = "", **forced: Any
 ) -> None:
     """Oracle T."""
     checks.record(kind.assert_correct(outs, problem, label, **forced), f"{label} {forced}: {problem}")
 
 
-def serve(
+def assert_served(
     kind: Description, draw: Draw, index: int, rows: Sequence[int], device: str, seeds: Iterator[int], checks: Any
 ) -> set[str]:
     """Both oracles for so many rows, each with sizes of its own, in row `index` of the table; names of the kernels."""
@@ -127,11 +127,11 @@ def serve(
                 raise
             continue
         names.add(name)
-        check_exact(outs, expected, product, checks, forced)
-        check_close(outs, product.problem, kind, checks, **forced)
+        assert_exact(outs, expected, product, checks, forced)
+        assert_close(outs, product.problem, kind, checks, **forced)
         product = kind.random(kind.with_activation(case, ACTIVATIONS, choose), device, next(seeds))
         outs = run_poisoned(product, choose, **forced)
-        check_close(outs, product.problem, kind, checks, **forced)
+        assert_close(outs, product.problem, kind, checks, **forced)
     return names
 
 
@@ -139,7 +139,7 @@ def serve(
 @pytest.mark.parametrize(("kind", "draw", "index"), families_and_tactics())
 def test_every_tactic(kind: Description, draw: Draw, index: int, seeds: Iterator[int], checks: Any) -> None:
     testing.poison_free_memory("cuda")
-    names = serve(kind, draw, index, MANY_ROWS, "cuda", seeds, checks)
+    names = assert_served(kind, draw, index, MANY_ROWS, "cuda", seeds, checks)
     checks.tactics |= names
     if not names:
         pytest.skip(f"row {index} of the table needs what this GPU has not, or quantises no outputs")
@@ -149,7 +149,7 @@ def test_every_tactic(kind: Description, draw: Draw, index: int, seeds: Iterator
 def test_the_checks_of_every_tactic_on_the_cpu(
     kind: Description, draw: Draw, seeds: Iterator[int], checks: Any
 ) -> None:
-    assert serve(kind, draw, 0, (0, 1, 9), "cpu", seeds, checks)
+    assert assert_served(kind, draw, 0, (0, 1, 9), "cpu", seeds, checks)
     assert checks.cases == 9
 
 
@@ -198,9 +198,9 @@ def test_layers(kind: Description, device: str, m: int, n: int, k: int, seeds: I
     for variant in kind.layers:
         case = kind.layer(variant, m, n, k, choose)
         product = kind.random(case, device, next(seeds))
-        check_close(product.outs(), product.problem, kind, checks)
+        assert_close(product.outs(), product.problem, kind, checks)
         product, expected = kind.products(case, device, next(seeds))
-        check_exact(product.outs(), expected, product, checks)
+        assert_exact(product.outs(), expected, product, checks)
 
 
 @devices
@@ -213,7 +213,7 @@ def test_views_of_activations(kind: Description, variant: str, view: str, device
         there = [name for name in kind.of_rows if getattr(problem, name) is not None]
         changes |= {name: getattr(problem, name).unflatten(0, (4, 6)).transpose(0, 1) for name in there}
     problem = replace(problem, **changes)
-    check_close(kind.product(problem).outs(), problem, kind, checks, view)
+    assert_close(kind.product(problem).outs(), problem, kind, checks, view)
 
 
 @devices
@@ -229,7 +229,7 @@ def test_misaligned_packed_weights(
         bytes_ = {name: t for name, t in product.operands.items() if t.dtype.itemsize == 1 and t is not product.a}
         assert product.weights in bytes_
         outs = product.outs(**{name: misaligned(tensor, offset) for name, tensor in bytes_.items()})
-        check_exact(outs, expected, product, checks)
+        assert_exact(outs, expected, product, checks)
 
 
 @devices
@@ -257,7 +257,7 @@ def test_nan_and_infinity_propagate(
                     continue  # which it has not
             else:
                 tensor[..., -1] = value
-            check_close(kind.product(problem).outs(), problem, kind, checks, name)
+            assert_close(kind.product(problem).outs(), problem, kind, checks, name)
 
 
 @devices
@@ -291,4 +291,4 @@ def test_out_of_any_strides(kind: Description, m: int, device: str, seed: int, c
     wide = torch.zeros(2 * m, 144, dtype=expected.dtype, device=device)
     for out in (torch.zeros_like(expected).T.contiguous().T, wide[:m, ::2], wide[::2, :72], wide[:m, 1:73]):
         assert product(out=out) is out
-        check_exact((out,), (expected,), product, checks)
+        assert_exact((out,), (expected,), product, checks)

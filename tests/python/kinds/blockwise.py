@@ -322,6 +322,12 @@ def draw(size: int) -> Draw:
 class BlockwiseInt8(Description):
     name = "blockwise"
     function = staticmethod(blockwise.int8_addmm)
+    schema = (
+        "Tensor a, Tensor a_s, Tensor b, Tensor b_s, Tensor? bias, str? activation, "
+        "ScalarType out_dtype, SymInt? n=None, int block_size=128, int? out_block_size=None, str? tactic=None, "
+        "int split_k=0"
+    )
+    settling = ("b", "b_s")
     place_of_weights = 2
     outputs = 1  # the scales, which the quantised form has
     of_rows = ("a_s",)

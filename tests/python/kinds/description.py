@@ -139,6 +139,8 @@ class Description(ABC):
     Attributes:
         name: in ids of tests.
         function: the public one that takes every operand; kind, operator and operands follow from it.
+        schema: the arguments of the operator.
+        settling: the weights and what belongs to them, by name: what kernels may read before the last one ends.
         outputs: operands of its calls that are written.
         finely: options of cases with more scales.
         may_refuse: tactics do not take every shape of blocks and number of shares of K.
@@ -173,6 +175,8 @@ class Description(ABC):
 
     name: str
     function: Callable[..., Any]
+    schema: str
+    settling: tuple[str, ...]
     place_of_weights = 1
     outputs = 0
     finely: Mapping[str, Any] = MappingProxyType({})

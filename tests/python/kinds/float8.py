@@ -80,6 +80,11 @@ def short(dtype: torch.dtype) -> str:
 class Float8(EightBit):
     name = "gemm_fp8"
     function = staticmethod(qcutlass.gemm_fp8)
+    schema = (
+        "Tensor a, Tensor w, Tensor a_scale, Tensor w_scale, Tensor? bias, str? activation, "
+        "ScalarType out_dtype, SymInt? n=None, str? tactic=None, int split_k=0"
+    )
+    settling = ("w", "w_scale")
     capability = (8, 9)
     not_finite = ("a", "a_scale", "w_scale", "bias")
 

@@ -134,6 +134,11 @@ OF_INTEGER_SUMS: list[type[Model]] = [
 class Int8(EightBit):
     name = "gemm_w8a8"
     function = staticmethod(qcutlass.gemm_w8a8)
+    schema = (
+        "Tensor a_q, Tensor w_packed, Tensor? a_scale, Tensor? w_scale, Tensor? bias, Tensor? azp, "
+        "str? activation, ScalarType out_dtype, SymInt? n=None, Tensor? w_sums=None, str? tactic=None, int split_k=0"
+    )
+    settling = ("w_packed", "w_scale", "w_sums")
     of_rows = ("a_scale", "azp")
     computed = ("w_sums",)
     boxed = ("a_q", "a_scale", "w_scale", "bias", "azp")

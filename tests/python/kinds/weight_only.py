@@ -328,6 +328,12 @@ def draw(scheme: Scheme, dtype: torch.dtype, bits: int) -> Any:
 class WeightOnly(Description):
     name = "gemm"
     function = staticmethod(qcutlass.gemm)
+    schema = (
+        "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
+        "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, "
+        "int split_k=0"
+    )
+    settling = ("w_packed", "scales", "zeros")
     scale = "scales"
     boxed = ("a", "scales", "zeros", "bias", "act_scale")
     not_finite = ("a",)
