@@ -163,7 +163,8 @@ def assert_repeats_beside_a_busy_stream(product: Product, rounds: int, ledger: A
         for outs in zip(*results, strict=True):
             run_into(outs, product)
         torch.cuda.synchronize()
-        assert_equal(results, [out.expand_as(all_) for out, all_ in zip(first, results, strict=True)], product, ledger)
+        expected = [out.expand_as(repeated) for out, repeated in zip(first, results, strict=True)]
+        assert_equal(results, expected, product.problem, ledger)
 
 
 def view_of(a: Tensor, view: str) -> Tensor:

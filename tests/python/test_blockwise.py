@@ -145,6 +145,15 @@ def test_gemm_is_addmm_without_a_bias(device: str, seed: int) -> None:
     assert blockwise.int8_gemm(*operands, block_size=64).dtype == torch.float16
 
 
+def test_products_without_a_bias_are_explained() -> None:
+    p = BlockwiseCase(16, 4096, 512).random(seed=1)
+    operands = (p.a, p.a_s, pack(p), p.b_s)
+    why = qcutlass.explain(blockwise.int8_gemm, *operands, torch.bfloat16, device="h200")
+    assert why.problem.endswith("blocks of 128, bfloat16 out")
+    why = qcutlass.explain(blockwise.int8_gemm_quant, *operands, 32, device="h200")
+    assert why.problem.endswith("blocks of 128, int8 out in blocks of 32")
+
+
 @on_devices
 @pytest.mark.parametrize("leading", [(), (1,), (3,), (2, 3), (2, 1, 4), (0,), (2, 0)])
 def test_leading_dimensions(leading: tuple[int, ...], device: str, seed: int) -> None:

@@ -51,7 +51,7 @@ def checks(request: pytest.FixtureRequest) -> Any:
     """The record of the checks of a test, which is skipped on GPUs without the kind's instructions."""
     if not request.node.get_closest_marker("gpu"):
         return request.getfixturevalue("ledger_of_the_cpu")
-    request.getfixturevalue("kind").skip_without_instructions()
+    request.node.callspec.params["kind"].skip_without_instructions()
     return request.getfixturevalue("ledger")
 
 
@@ -103,7 +103,7 @@ def assert_served(
     kind: Description, draw: Draw, index: int, rows: Sequence[int], device: str, seeds: Iterator[int], checks: Any
 ) -> set[str]:
     """Both oracles for so many rows, each with sizes of its own, in row `index` of the table; names of the kernels."""
-    choose = random.Random(next(seeds))
+    choose, few = random.Random(next(seeds)), 16 // kind.kind.activations[0].itemsize  # columns: 16 bytes
     names: set[str] = set()
     for m in rows:
         case = draw(m, 4096, 4096, choose)
@@ -111,7 +111,6 @@ def assert_served(
         if not fits(traits, device):
             continue
         channels, columns = max(traits.channels, kind.granule), max(traits.k, kind.granule)
-        few = 32 // kind.random(kind.case(1, 1, 1)).a.element_size() // 2
         n = max(1, channels * choose.randrange(3) + choose.randrange(-17, 18))
         k = max(1, columns * choose.randrange(4) + choose.choice([0, 0, few, 2 * few, choose.randrange(-65, 66)]))
         case = replace(case, n=n, k=k)
@@ -142,6 +141,8 @@ def test_every_tactic(kind: Description, draw: Draw, index: int, seeds: Iterator
     names = assert_served(kind, draw, index, MANY_ROWS, "cuda", seeds, checks)
     checks.tactics |= names
     if not names:
+        traits = kind.traits(draw(1, 4096, 4096, random.Random(0)))[index]
+        assert not (kind.has_out and fits(traits, "cuda")), f"{traits.name} serves no product"
         pytest.skip(f"row {index} of the table needs what this GPU has not, or quantises no outputs")
 
 

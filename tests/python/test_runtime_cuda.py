@@ -40,8 +40,8 @@ OPERANDS = [
 @pytest.fixture(autouse=True)
 def instructions(request: pytest.FixtureRequest) -> None:
     """Skips kinds that this GPU has no instructions for."""
-    if request.node.get_closest_marker("gpu") and "kind" in request.fixturenames:
-        request.getfixturevalue("kind").skip_without_instructions()
+    if request.node.get_closest_marker("gpu"):
+        request.node.callspec.params["kind"].skip_without_instructions()
 
 
 @gpu
