@@ -1,17 +1,14 @@
-"""How products behave among streams, graphs and threads: checks that the suites of all kinds of products share.
-
-They know a product as `product_of(problem)`: every operand in memory by its name, and `run(**tensors)`, the product of
-operands of such names, of which those not given are the problem's own.
-"""
+"""How products of every kind behave among streams, graphs and threads."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from tests.python.kinds.description import Description, Product
 from torch import Tensor
 
 from qcutlass import testing
@@ -19,9 +16,7 @@ from qcutlass import testing
 SLEEP = 20_000_000  # clock cycles: some 10 ms
 VIEWS = ["every second row", "every second column", "transposed", "one row for all", "batch"]
 
-Run: TypeAlias = Callable[..., Tensor]
-ProductOf: TypeAlias = Callable[[Any], tuple[dict[str, Tensor], Run]]
-Job: TypeAlias = tuple[Any, Tensor, Callable[[], Tensor]]  # a problem, its answer, its product
+Job: TypeAlias = tuple[Product, tuple[Tensor, ...]]  # a product, its outputs
 _Result = TypeVar("_Result")
 
 
@@ -46,93 +41,130 @@ def in_threads(loop: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> No
             pass
 
 
+def run_into(outs: Sequence[Tensor], product: Product, **changes: Any) -> None:
+    """The product written to `outs`, by itself where its function takes `out`."""
+    if product.description.has_out:
+        product(out=outs[0], **changes)
+    else:
+        for kept, out in zip(outs, product.outs(**changes), strict=True):
+            kept.copy_(out)
+
+
+def poison(outs: Iterable[Tensor]) -> None:
+    """What no product gives: NaN, or 127 everywhere."""
+    for out in outs:
+        out.fill_(torch.nan if out.is_floating_point() else 127)
+
+
+def assert_equal(outs: Sequence[Tensor], expected: Sequence[Tensor], label: object, ledger: Any) -> None:
+    for out, wanted in zip(outs, expected, strict=True):
+        ledger.equal(out, wanted, label)
+
+
 def assert_right_on_streams(work: Sequence[Sequence[Job]], times: int, ledger: Any) -> None:
     """Each list of jobs on a stream and in a thread of its own."""
 
     def loop(*jobs: Job) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(times):
-                outs = [run() for _, _, run in jobs]
-                for (problem, expected, _), out in zip(jobs, outs, strict=True):
-                    ledger.equal(out, expected, problem)
+                results = [product.outs() for product, _ in jobs]
+                for (product, expected), outs in zip(jobs, results, strict=True):
+                    assert_equal(outs, expected, product.problem, ledger)
 
     torch.cuda.synchronize()
     in_threads(loop, [tuple(jobs) for jobs in work])
 
 
-def assert_reads_what_was_just_written(
-    problems: Sequence[tuple[Any, Tensor]], product_of: ProductOf, last: str, in_graph: bool, times: int, ledger: Any
-) -> None:
+def assert_waits_for_its_stream(product: Product, expected: Sequence[Tensor], ledger: Any) -> None:
+    """Activations and what belongs to them arrive late in a stream that is not the default one."""
+    late = {name: torch.zeros_like(tensor) for name, tensor in product.rows(product.a).items()}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        for name, tensor in late.items():
+            tensor.copy_(product.operands[name])
+        outs = product.outs(**late)
+    stream.synchronize()
+    assert_equal(outs, expected, product.problem, ledger)
+
+
+def assert_reads_what_was_just_written(jobs: Sequence[Job], last: str, in_graph: bool, times: int, ledger: Any) -> None:
     """Kernels load weights before the kernel that precedes them in the stream has ended; none may see old operands.
 
     Args:
-        problems: with their answers, of one shape.
+        jobs: of one shape.
         last: the operand that the kernel just before the product writes.
     """
-    contents = [product_of(problem)[0] for problem, _ in problems]
-    run = product_of(problems[0][0])[1]
-    operands = {name: torch.empty_like(tensor) for name, tensor in contents[0].items()}
-    outs = [torch.empty_like(expected) for _, expected in problems]
-    run(**contents[0], out=outs[0])  # warm
+    first = jobs[0][0]
+    operands = {name: torch.empty_like(tensor) for name, tensor in first.operands.items()}
+    results = [tuple(torch.empty_like(out) for out in expected) for _, expected in jobs]
+    run_into(results[0], first)  # warm
     order = [*(name for name in operands if name != last), last]
 
     def rewrite_and_multiply() -> None:
-        for content, out in zip(contents, outs, strict=True):
+        for (product, _), outs in zip(jobs, results, strict=True):
             for name in order:
-                operands[name].copy_(content[name])
-            run(**operands, out=out)
+                operands[name].copy_(product.operands[name])
+            run_into(outs, first, **operands)
 
     replay = captured(rewrite_and_multiply)[1] if in_graph else rewrite_and_multiply
     for _ in range(times):
-        for out in outs:
-            out.fill_(torch.nan)
+        for outs in results:
+            poison(outs)
         replay()
-        for out, (problem, expected) in zip(outs, problems, strict=True):
-            ledger.equal(out, expected, f"{last}: {problem}")
+        for outs, (product, expected) in zip(results, jobs, strict=True):
+            assert_equal(outs, expected, f"{last}: {product.problem}", ledger)
 
 
-def assert_replays_read_new_contents(case: Any, product_of: ProductOf, seeds: Iterator[int], ledger: Any) -> None:
+def assert_replays_read_new_contents(
+    kind: Description, case: Any, device: str, seeds: Iterator[int], ledger: Any
+) -> None:
     """A captured product reads what its operands hold when it is replayed, and needs no warm-up."""
-    problem, expected = case.exact(device="cuda", seed=next(seeds))
-    operands, run = product_of(problem)
-    box = testing.Poisoned(tuple(expected.shape), expected.dtype, "cuda")
-    _, replay = captured(lambda: run(out=box.tensor))  # nothing of this shape has run before
+    problem, expected = case.exact(device=device, seed=next(seeds))
+    product = kind.product(problem)
+    box = testing.Poisoned(tuple(expected.shape), kind.out_dtype(problem), device)
+    changes = {"out": box.tensor} if kind.has_out else {}
+    outs, replay = captured(lambda: product.outs(**changes))  # nothing of this shape has run before
     assert box.is_untouched()
     for _ in range(3):
-        new, expected = case.exact(device="cuda", seed=next(seeds))
-        for name, tensor in product_of(new)[0].items():
-            operands[name].copy_(tensor)
-        box.tensor.fill_(torch.nan)
+        new, wanted = kind.products(case, device, next(seeds))
+        for name, tensor in new.operands.items():
+            product.operands[name].copy_(tensor)
+        poison(outs)
         replay()
         torch.cuda.synchronize()
-        ledger.equal(box.tensor, expected, new)
-        box.check(new)
+        assert_equal(outs, wanted, new.problem, ledger)
+        if kind.has_out:
+            box.check(new.problem)
 
 
-def assert_replays_repeat(run: Run, problem: object, ledger: Any) -> None:
+def assert_replays_repeat(product: Product, ledger: Any) -> None:
     """A graph repeats bit for bit what eager calls compute, in products that follow one another too."""
-    eager = run()
-    outs, replay = captured(lambda: [run() for _ in range(8)])
+    eager = product.outs()
+    results, replay = captured(lambda: [product.outs() for _ in range(8)])
     for _ in range(20):
         replay()
-        for out in outs:
-            ledger.equal(out, eager, problem)
+        for outs in results:
+            assert_equal(outs, eager, product.problem, ledger)
 
 
-def assert_repeats_beside_a_busy_stream(run: Run, rounds: int, problem: object, ledger: Any) -> None:
+def assert_repeats_beside_a_busy_stream(product: Product, rounds: int, ledger: Any) -> None:
     """50 repetitions a round, bit for bit, beside a neighbour that is idle at first and outlasts the round at last."""
-    first = run()
-    busy, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
-    outs = first.new_empty(50, *first.shape)
+    first = product.outs()
+    busy, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, device=product.a.device).half()
+    results = [out.new_empty(50, *out.shape) for out in first]
     for round_ in range(rounds):
         torch.cuda.synchronize()
         with torch.cuda.stream(busy):
             for _ in range(round_ * 3):
                 torch.mm(matrix, matrix)
-        for out in outs.fill_(torch.nan):
-            run(out=out)
+        poison(results)
+        for outs in zip(*results, strict=True):
+            run_into(outs, product)
         torch.cuda.synchronize()
-        ledger.equal(outs, first.expand_as(outs), problem)
+        expected = [out.expand_as(repeated) for out, repeated in zip(first, results, strict=True)]
+        assert_equal(results, expected, product.problem, ledger)
 
 
 def view_of(a: Tensor, view: str) -> Tensor:

@@ -44,27 +44,6 @@ def test_schemes_by_name() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-@pytest.mark.parametrize("name", NAMES)
-def test_our_product_is_the_layers(name: str) -> None:
-    layer = layer_of(name)
-    for m in (1, M):
-        contestant = layer.plan(m)
-        assert (contestant.name, contestant.splits) == ("stream split 2", 2)
-        assert contestant.copies == len(layer.packed) > 1
-        target = torch.full((m, N), torch.nan, dtype=layer.dtype)
-        out = contestant.launch(contestant.copies - 1, target)
-        assert out.dtype == (torch.int8 if layer.quantizes else layer.dtype)
-        assert layer.quantizes or out is target
-        assert layer.check(contestant, out) <= 1
-        out.copy_(out.roll(1, 1))
-        with pytest.raises(AssertionError, match=r"out of bounds|times what is allowed"):
-            layer.check(contestant, out)
-    names = layer.tactics(1)
-    assert names
-    assert all(tactic.startswith("w8a8_") for tactic in names)
-
-
-@pytest.mark.usefixtures("no_gpu_needed")
 def test_forced_tactics_reach_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(blockwise, "int8_gemm", lambda *operands, **options: calls.append(options))

@@ -96,24 +96,6 @@ def test_moved_bytes_count_every_operand_once(name: str, more: int) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-@pytest.mark.parametrize("name", NAMES)
-def test_our_product_is_the_layers(name: str) -> None:
-    layer = layer_of(name)
-    for m in (1, M):
-        contestant = layer.plan(m)
-        assert contestant.name == "stream split 2"
-        assert contestant.copies == len(layer.packed) == len(layer.dense) > 1
-        out = torch.full((m, N), torch.nan, dtype=layer.dtype)
-        assert contestant.launch(contestant.copies - 1, out) is out
-        assert layer.check(contestant, out) <= 1
-        with pytest.raises(AssertionError, match="out of bounds"):
-            layer.check(contestant, out.roll(1, 1))
-    names = layer.tactics(1)
-    assert names
-    assert all(tactic.startswith("w8a8_") for tactic in names)
-
-
-@pytest.mark.usefixtures("no_gpu_needed")
 def test_forced_tactics_reach_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
     layer = layer_of("w8a8_azp")

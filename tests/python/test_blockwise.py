@@ -22,6 +22,8 @@ from tests.python.blockwise import (
     multiply_quantized,
     pack,
 )
+from tests.python.kinds.blockwise import OF_SUMS, Model
+from tests.python.kinds.blockwise_quantized import QuantizedModel
 from torch import Tensor
 
 import qcutlass
@@ -141,6 +143,15 @@ def test_gemm_is_addmm_without_a_bias(device: str, seed: int) -> None:
     for got, expected in zip(quantized, blockwise.int8_addmm_quant(*operands, None, 32, block_size=64), strict=True):
         testing.assert_equal(got, expected)
     assert blockwise.int8_gemm(*operands, block_size=64).dtype == torch.float16
+
+
+def test_products_without_a_bias_are_explained() -> None:
+    p = BlockwiseCase(16, 4096, 512).random(seed=1)
+    operands = (p.a, p.a_s, pack(p), p.b_s)
+    why = qcutlass.explain(blockwise.int8_gemm, *operands, torch.bfloat16, device="h200")
+    assert why.problem.endswith("blocks of 128, bfloat16 out")
+    why = qcutlass.explain(blockwise.int8_gemm_quant, *operands, 32, device="h200")
+    assert why.problem.endswith("blocks of 128, int8 out in blocks of 32")
 
 
 @on_devices
@@ -283,3 +294,28 @@ def test_no_channels_and_no_rows(device: str) -> None:
     b, b_s = torch.ones(16, 64, dtype=torch.int8, device=device), torch.ones(1, 1, device=device)
     assert blockwise.int8_gemm(a[:0], a_s[:0], b, b_s).shape == (0, 16)
     assert [t.shape for t in blockwise.int8_gemm_quant(a[:0], a_s[:0], b, b_s)] == [(0, 16), (0, 1)]
+
+
+@pytest.mark.parametrize("fault", OF_SUMS)
+def test_the_bound_alone_rejects_wrong_scales_and_sums(fault: type[Model], seed: int) -> None:
+    """Whatever the type of the output, and however many shares K was cut into."""
+    for out_dtype in FLOATS:
+        real = BlockwiseCase(64, 256, 1024, 128, out_dtype, bias=True).random(seed=seed)
+        assert testing.error_ratio(fault(real).run(), real.reference(), splits=16) > 1
+
+
+def test_scales_of_zeros_are_one(seed: int) -> None:
+    p = BlockwiseCase(64, 256, 1024, 128, torch.float32).random(seed=seed)
+    p.a[3] = 0
+    codes, scales = QuantizedModel(p).run()
+    codes[3], scales[3] = 0, 1
+    testing.assert_quantized(codes, scales, p.reference(), 128)
+    for wrong in (0.0, torch.nan, 2.0**-126):
+        scales[3] = wrong
+        with pytest.raises(AssertionError, match="times what is allowed"):
+            testing.assert_quantized(codes, scales, p.reference(), 128)
+
+
+def test_every_code_occurs_in_random_problems(seed: int) -> None:
+    p = BlockwiseCase(64, 256, 1024).random(seed=seed)
+    assert len(p.a.unique()) == len(p.b.unique()) == 256

@@ -239,3 +239,32 @@ def test_large_matrices_and_threads(device: str, seed: int) -> None:
             testing.assert_gelu(*(t.cpu() for t in gelu), *expected[0], 128)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_the_tanh_form_of_gelu_is_rejected(seed: int) -> None:
+    """It differs from the erf form by up to 5e-4: codes of small blocks show it, and scales of blocks of one sign."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randint(-127, 128, (64, 256), generator=g).to(torch.int8)
+    x_s = torch.full((64, 2), 3.0 / 127)
+    v = x.float() * (3.0 / 127)
+
+    def quantized(approximate: str) -> tuple[Tensor, Tensor]:
+        y = torch.nn.functional.gelu(v, approximate=approximate).view(64, 2, 128)
+        scales = y.abs().amax(-1) / 127
+        return (y / scales[..., None]).round().to(torch.int8).view(64, 256), scales
+
+    testing.assert_gelu(*quantized("none"), x, x_s, 128)
+    with pytest.raises(AssertionError, match="times what is allowed"):
+        testing.assert_gelu(*quantized("tanh"), x, x_s, 128)
+
+
+def test_gradients_are_refused() -> None:
+    codes, scales = torch.ones(2, 8, dtype=torch.int8), torch.ones(2, 1).requires_grad_()
+    for call in (
+        lambda: act_quant(torch.ones(2, 8).requires_grad_()),
+        lambda: weight_quant(torch.ones(2, 8).requires_grad_()),
+        lambda: act_dequant(codes, scales),
+        lambda: int8_gelu(codes, scales),
+    ):
+        with pytest.raises(RuntimeError, match="requires grad, but qcutlass is for inference"):
+            call()

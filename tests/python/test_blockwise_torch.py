@@ -1,12 +1,10 @@
-"""Blockwise int8 as torch sees it: operators, fake tensors, compilation, and calls that repeat an earlier one."""
+"""What surrounds blockwise products, as torch sees it: quantisers, GELU, a multilayer perceptron, options."""
 
 from __future__ import annotations
 
-import random
-import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,8 @@ from tests.python.blockwise import (
     multiply_quantized,
     pack,
 )
+from tests.python.kinds.blockwise_quantized import QUANTIZED_BLOCKWISE
+from tests.python.kinds.description import Product
 from tests.python.manual import run_by
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -26,31 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import qcutlass
 from qcutlass import blockwise, testing
 from qcutlass.products import launching
-from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall
 from qcutlass.testing import BlockwiseCase
 
 OPERATORS = torch.ops.qcutlass
-CASES = {
-    "plain": BlockwiseCase(3, 160, 200),
-    "everything": BlockwiseCase(9, 72, 96, 32, torch.bfloat16, True, torch.float16, "silu"),
-}
-cases = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 on_devices = pytest.mark.parametrize("device", DEVICES)
-
-
-def call_of(case: BlockwiseCase, device: str = "cpu", seed: int = 1, quantized: bool = False) -> BlockwiseCall:
-    """The operator's arguments; packed weights in one of the two cases."""
-    p = case.random(device=device, seed=seed)
-    b = pack(p) if p.bias is not None else p.b
-    dtype, size = (torch.int8, case.block_size) if quantized else (case.out_dtype, None)
-    return BlockwiseCall(p.a, p.a_s, b, p.b_s, p.bias, p.activation, dtype, case.n, case.block_size, size)
-
-
-def run(call: BlockwiseCall, **changes: Any) -> Tensor:
-    """int8_addmm with the call's arguments by name."""
-    arguments = call._asdict() | changes
-    del arguments["out_block_size"], arguments["out_s"]
-    return blockwise.int8_addmm(**arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +37,6 @@ def nothing_remembered() -> Iterator[None]:
     launching.forget()
     yield
     launching.forget()
-
-
-@on_devices
-@cases
-def test_opcheck_of_products(case: BlockwiseCase, device: str) -> None:
-    names = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    call = call_of(case, device)
-    torch.library.opcheck(OPERATORS.blockwise_gemm.default, BLOCKWISE.arguments(call), test_utils=names)
-    out = torch.empty(case.m, case.n, dtype=case.out_dtype, device=device)
-    torch.library.opcheck(
-        OPERATORS.blockwise_gemm_out.default, BLOCKWISE.arguments(call), {"out": out}, test_utils=names
-    )
-    quantized = BLOCKWISE.arguments(call_of(case, device, quantized=True))
-    torch.library.opcheck(OPERATORS.blockwise_gemm_quant.default, quantized, test_utils=names)
 
 
 @on_devices
@@ -85,52 +50,30 @@ def test_opcheck_of_quantisers(square: bool, device: str) -> None:
         torch.library.opcheck(OPERATORS.gelu_blocks.default, (codes, scales, 64))
 
 
-@cases
-def test_the_operators_and_the_functions_agree(case: BlockwiseCase) -> None:
-    call = call_of(case)
-    expected = run(call)
-    testing.assert_equal(OPERATORS.blockwise_gemm(*BLOCKWISE.arguments(call)), expected)
-    out = torch.empty_like(expected)
-    assert OPERATORS.blockwise_gemm_out(*BLOCKWISE.arguments(call), out=out) is None
-    testing.assert_equal(out, expected)
-    p = case.random(seed=1)
-    through = OPERATORS.blockwise_gemm_quant(*BLOCKWISE.arguments(call_of(case, quantized=True)))
-    for got, wanted in zip(through, multiply_quantized(p, case.block_size), strict=True):
-        testing.assert_equal(got, wanted)
+def test_fake_and_meta_tensors_get_the_right_shapes() -> None:
+    """Those of quantisers of a product, through GELU and back."""
+    product = QUANTIZED_BLOCKWISE.random(QUANTIZED_BLOCKWISE.cases["everything"], seed=1)
 
-
-@cases
-def test_fake_and_meta_tensors_get_the_right_shapes(case: BlockwiseCase) -> None:
-    call = call_of(case)
-
-    def mapped(call: BlockwiseCall, change: Any) -> BlockwiseCall:
-        return call._replace(**{name: change(v) for name, v in call._asdict().items() if isinstance(v, Tensor)})
-
-    def check(call: BlockwiseCall, leading: tuple[int, ...], device: str) -> None:
-        out = run(call)
-        assert (out.shape, out.dtype, out.device.type) == ((*leading, case.n), case.out_dtype, device)
-        options = call._asdict()
-        for name in ("out_dtype", "out_block_size", "out_s"):
-            del options[name]
-        codes, scales = blockwise.int8_addmm_quant(**options, out_block_size=32)
-        assert (codes.shape, codes.dtype, codes.device.type) == ((*leading, case.n), torch.int8, device)
-        assert (scales.shape, scales.dtype) == ((*leading, -(-case.n // 32)), torch.float32)
-        q, s = blockwise.act_quant(out, 64)
-        assert (q.shape, s.shape, s.device.type) == (codes.shape, (*leading, -(-case.n // 64)), device)
+    def check(product: Product, leading: tuple[int, ...], device: str) -> None:
+        m, n, _ = product.problem.shape
+        codes, scales = product()
+        assert (codes.shape, scales.shape) == ((*leading, n), (*leading, -(-n // 32)))
+        numbers = blockwise.act_dequant(codes, scales, 32)
+        q, s = blockwise.act_quant(numbers, 64)
+        assert (q.shape, s.shape, s.device.type) == (codes.shape, (*leading, -(-n // 64)), device)
         assert [t.shape for t in blockwise.int8_gelu(q, s, 64)] == [q.shape, s.shape]
-        assert blockwise.act_dequant(q, s, 64).shape == q.shape
+        assert numbers.shape == q.shape
         if len(leading) == 1:
-            q, s = blockwise.weight_quant(out, 64)
-            assert s.shape == (-(-case.m // 64), -(-case.n // 64))
+            q, s = blockwise.weight_quant(numbers, 64)
+            assert s.shape == (-(-m // 64), -(-n // 64))
             assert blockwise.weight_dequant(q, s, 64).dtype == torch.float16
 
-    check(mapped(call, lambda t: t.to("meta")), (case.m,), "meta")
+    check(product.mapped(lambda t: t.to("meta")), (9,), "meta")
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fake = mapped(call, mode.from_tensor)
-        check(fake, (case.m,), "cpu")
-        check(fake._replace(a=fake.a.expand(1, case.m, case.k)), (1, case.m), "cpu")
-        with pytest.raises(ValueError, match="a_s: expected shape"):
-            run(fake, block_size=64 if case.block_size == 128 else 128)
+        fake = product.mapped(mode.from_tensor)
+        check(fake, (9,), "cpu")
+        batch = replace(fake, operands=fake.operands | {"a": fake.a.expand(1, 9, 96)})
+        check(batch, (1, 9), "cpu")
 
 
 def mlp(x: Tensor, up: tuple[Tensor, ...], down: tuple[Tensor, ...]) -> Tensor:
@@ -193,58 +136,6 @@ def test_compiles_once_for_any_number_of_rows() -> None:
     assert graphs.frame_count == 1
 
 
-@cases
-def test_inference_mode_and_parameters(case: BlockwiseCase) -> None:
-    call = call_of(case)
-    expected = run(call)
-    with torch.inference_mode():
-        inside = run(call)
-        out = torch.empty_like(inside)
-        run(call, out=out)
-    assert inside.is_inference()
-    testing.assert_equal(inside.clone(), expected)
-    testing.assert_equal(out.clone(), expected)
-    testing.assert_equal(run(call, b_s=torch.nn.Parameter(call.b_s, requires_grad=False)), expected)
-
-
-def test_writing_out_is_seen_by_autograd() -> None:
-    call = call_of(BlockwiseCase(4, 32, 64, out_dtype=torch.float32))
-    out = torch.ones(4, 32)
-    product = (torch.ones(4, 32, requires_grad=True) * out).sum()
-    run(call, out=out)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
-@on_devices
-def test_repeated_calls_of_many_kinds_in_any_order(device: str, seed: int) -> None:
-    choose = random.Random(seed)
-    kinds = [BlockwiseCase(m, n, 200, size, bias=True) for m in (3, 5) for n in (40, 150) for size in (64, 128)]
-    problems = [case.random(device=device, seed=seed + i) for i, case in enumerate(kinds)]
-    weights = [pack(p) for p in problems]
-    for _ in range(150):
-        index = choose.randrange(len(problems))
-        p, b = problems[index], weights[index]
-        assert_correct(multiply(p, b), p)
-        size = choose.choice([32, 64, 128])
-        assert_quantized(multiply_quantized(p, size, b), p, size)
-    assert len(launching._launches) > 16
-
-
-def test_a_repeated_call_is_remembered_and_reads_its_own_operands() -> None:
-    case = BlockwiseCase(4, 48, 96, bias=True)
-    for seed in range(1, 5):
-        p = case.random(seed=seed)
-        assert_correct(multiply(p, pack(p)), p)
-        assert_quantized(multiply_quantized(p, 32, pack(p)), p, 32)
-    assert len(launching._launches) == 2
-    call = call_of(case)
-    references = [weakref.ref(value) for value in call if isinstance(value, Tensor)]
-    run(call)
-    del call
-    assert [reference() for reference in references] == [None] * 5
-
-
 def test_calls_that_differ_in_an_option_are_told_apart() -> None:
     p = BlockwiseCase(4, 48, 32, bias=True).random(seed=1)  # one block, whatever its size
     packed = pack(p)
@@ -261,43 +152,9 @@ def test_calls_that_differ_in_an_option_are_told_apart() -> None:
         multiply(p, packed, block_size=128.0)
 
 
-def test_forward_mode_tangents_and_lazy_signs() -> None:
-    call = call_of(CASES["plain"])
-    testing.assert_equal(run(call, a_s=torch._neg_view(call.a_s)), -run(call))
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        torch.no_grad(),
-        pytest.raises(RuntimeError, match="a_s has a forward-mode tangent"),
-    ):
-        run(call, a_s=torch.autograd.forward_ad.make_dual(call.a_s, torch.ones_like(call.a_s)))
-
-
-def test_freed_operands_are_refused() -> None:
-    call = call_of(BlockwiseCase(4, 48, 96, bias=True))
-    run(call)
-    call.a_s.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"a_s: its 4 elements have no storage"):
-        run(call)
+def test_freed_codes_and_scales_are_refused() -> None:
+    codes, scales = torch.ones(4, 96, dtype=torch.int8), torch.ones(4, 1)
+    blockwise.int8_gelu(codes, scales)
+    scales.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"s_x: its 4 elements have no storage"):
-        blockwise.int8_gelu(call.a, call.a_s)
-
-
-def test_products_are_explained_without_a_gpu() -> None:
-    p = BlockwiseCase(16, 4096, 512, bias=True).random(seed=1)
-    operands = (p.a, p.a_s, pack(p), p.b_s, p.bias)
-    names: dict[str, tuple[Any, dict[str, Any]]] = {
-        "float16 out, bias": (blockwise.int8_addmm, {}),
-        "int8 out in blocks of 64, bias": (blockwise.int8_addmm_quant, {"out_block_size": 64}),
-        "int8 out in blocks of 128, bias": (blockwise.int8_addmm_quant, {}),
-        "bfloat16 out, bias, silu": (blockwise.int8_addmm, {"out_dtype": torch.bfloat16, "activation": "silu"}),
-    }
-    for end, (function, options) in names.items():
-        why = qcutlass.explain(function, *operands, device="h200", **options)
-        assert why.problem == f"16 x 512 int8 activations by 4096 x 512 int8 weights, blocks of 128, {end}"
-        assert why.plan.tactic in qcutlass.tactics(function, *operands, **options)
-    why = qcutlass.explain(blockwise.int8_gemm, *operands[:4], torch.bfloat16, device="h200")
-    assert why.problem.endswith("blocks of 128, bfloat16 out")
-    why = qcutlass.explain(blockwise.int8_gemm_quant, *operands[:4], 32, device="h200")
-    assert why.problem.endswith("blocks of 128, int8 out in blocks of 32")
-    with pytest.raises(TypeError, match=r"qcutlass\.blockwise\.int8_addmm but out: missing"):
-        qcutlass.explain(blockwise.int8_addmm, p.a, p.a_s, device="h200")
+        blockwise.int8_gelu(codes, scales)

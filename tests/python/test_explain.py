@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.kinds import DESCRIPTIONS
+from tests.python.kinds.description import Description, Product
 from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
 from qcutlass.products import selection
-from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
+from qcutlass.products.kind import FUNCTIONS
 
 H200 = selection.GPUS["h200"]
+kinds = pytest.mark.parametrize("kind", DESCRIPTIONS.values(), ids=list(DESCRIPTIONS))
 
 
 def operands(
@@ -31,28 +34,118 @@ def operands(
     return tuple(t if t is None else t.to(device) for t in tensors), keywords
 
 
+def product_of(kind: Description, m: int = 16, **options: Any) -> Product:
+    return kind.random(kind.case(m, 512, 1024, **options), seed=1)
+
+
+@kinds
 @pytest.mark.parametrize("gpu", selection.GPUS)
-@pytest.mark.parametrize("m", [1, 16, 300])
-def test_the_choice_is_the_first_candidate(m: int, gpu: str) -> None:
-    tensors, keywords = operands(m)
-    why = qcutlass.explain(qcutlass.gemm, *tensors, device=gpu, **keywords)
-    assert why.source == "cost model"
-    assert (why.plan.tactic, why.plan.split_k) == (why.candidates[0].plan.tactic, why.candidates[0].plan.split_k)
-    totals = [candidate.cost.total for candidate in why.candidates]
+def test_the_choice_is_the_first_candidate(kind: Description, gpu: str) -> None:
+    traits_of_gpu = selection.GPUS[gpu]
+    for m in (1, 16, 300):
+        product = product_of(kind, m)
+        if traits_of_gpu.compute_capability < 10 * kind.capability[0] + kind.capability[1]:
+            with pytest.raises(qcutlass.UnsupportedError, match=rf"{traits_of_gpu.compute_capability / 10}"):
+                product.explain(device=gpu)
+            continue
+        why = product.explain(device=gpu)
+        assert why.source == "cost model"
+        assert (why.plan.tactic, why.plan.split_k) == (why.candidates[0].plan.tactic, why.candidates[0].plan.split_k)
+        totals = [candidate.cost.total for candidate in why.candidates]
+        assert totals == sorted(totals)
+        assert why.cost.total == totals[0]
+        traits = {t.name: t for t in kind.traits(kind.case(m, 512, 1024))}
+        for candidate in why.candidates:
+            cost = candidate.cost
+            assert min(cost.load, cost.compute, cost.fixed) > 0
+            assert cost.total <= (cost.load + cost.compute + cost.fixed) * (1 + 1e-12)
+            if not candidate.plan.dense:
+                assert traits[candidate.plan.tactic].shared_memory <= traits_of_gpu.shared_memory_per_block
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        pytest.param(kind, *explained, id=f"{kind.name}-{name}")
+        for kind in DESCRIPTIONS.values()
+        for name, explained in kind.explained.items()
+    ],
+)
+def test_products_are_described(kind: Description, options: dict[str, Any], words: str) -> None:
+    product = product_of(kind, **options)
+    why = product.explain(device="h200")
+    assert why.problem == "16 x 1024 " + words.format(n=512, k=1024)
+    assert why.plan.tactic in product.tactics()
+    assert why.plan.tactic in str(why)
+
+
+@kinds
+def test_a_forced_tactic_is_told(kind: Description) -> None:
+    product = product_of(kind)
+    names = product.tactics()
+    assert len(set(names)) == len(names)
+    candidates = [one.plan for one in product.explain(device="h200").candidates if not one.plan.dense]
+    worst = candidates[-1]
+    why = product.explain(device="h200", tactic=worst.tactic, split_k=worst.split_k)
+    assert (why.source, why.plan.tactic, why.plan.split_k) == ("forced", worst.tactic, worst.split_k)
+    others = {name for other in DESCRIPTIONS.values() for name in product_of(other).tactics()} - set(names)
+    for name in ("no_such", *sorted(others)[:1]):
+        with pytest.raises(ValueError, match=f"tactic: '{name}'"):
+            product.explain(device="h200", tactic=name)
+
+
+@kinds
+@pytest.mark.parametrize("m", [1, 500])
+def test_meta_tensors_explain_as_real_ones_do(kind: Description, m: int) -> None:
+    real = kind.random(kind.full(m, 512, 1024, activation="relu"), seed=1)
+    meta = real.mapped(lambda t: t.to("meta"))
+    assert meta.a.is_meta
+    assert str(meta.explain(device="h200")) == str(real.explain(device="h200"))
+
+
+@kinds
+def test_more_rows_take_more_time(kind: Description) -> None:
+    products = [kind.random(kind.case(m, 4096, 512), seed=1) for m in (16, 256, 2048)]
+    totals = [product.explain(device="h200").cost.total for product in products]
     assert totals == sorted(totals)
-    assert why.cost.total == totals[0]
-    traits = {t.name: t for t in _C.tactics(selection._query(WEIGHT_ONLY, *_call(tensors, keywords)).arguments)}
-    for candidate in why.candidates:
-        cost = candidate.cost
-        assert min(cost.load, cost.compute, cost.fixed) > 0
-        assert cost.total <= (cost.load + cost.compute + cost.fixed) * (1 + 1e-12)
-        if not candidate.plan.dense:
-            assert traits[candidate.plan.tactic].shared_memory <= selection.GPUS[gpu].shared_memory_per_block
 
 
-def _call(tensors: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    call = GemmCall(*tensors, **keywords)
-    return call, call.check(None)
+@kinds
+def test_plans_need_a_gpu(kind: Description) -> None:
+    product = product_of(kind)
+    with pytest.raises(ValueError, match="GPU"):
+        qcutlass.plan(kind.function, **product.values)
+    with pytest.raises(ValueError, match=r"device: the tensors are on cpu, so name a GPU.*'h200'"):
+        product.explain()
+
+
+@kinds
+def test_arguments_are_those_of_the_product(kind: Description) -> None:
+    product, name = product_of(kind), FUNCTIONS[kind.function].name
+    few = list(product.operands.values())[:2]
+    with pytest.raises(TypeError, match=rf"{name} but out: missing a required argument"):
+        qcutlass.explain(kind.function, *few, device="h200")
+    with pytest.raises(TypeError, match=rf"{name} but out: missing"):
+        qcutlass.tactics(kind.function, *few)
+    with pytest.raises(TypeError, match=rf"{name} but out: .*'no_such'"):
+        product.explain(no_such=4, device="h200")
+
+
+@kinds
+def test_empty_products_have_no_kernel(kind: Description) -> None:
+    product = product_of(kind)
+    with pytest.raises(ValueError, match="M = 0, N = 512 is empty"):
+        product.explain(device="h200", **product.rows(product.a[:0]))
+
+
+@pytest.mark.gpu
+@kinds
+def test_the_gpu_of_the_tensors_is_the_default(kind: Description) -> None:
+    kind.skip_without_instructions()
+    product = kind.random(kind.case(16, 512, 1024), "cuda", seed=1)
+    why = product.explain()
+    assert torch.cuda.get_device_name() in why.device
+    assert why.plan.tactic == qcutlass.plan(kind.function, **product.values).tactic
 
 
 def test_the_table_names_every_tactic_and_marks_the_choice() -> None:
@@ -115,17 +208,6 @@ def test_a_tuned_plan_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forced.source == "forced"
 
 
-@pytest.mark.parametrize("m", [1, 500])
-def test_meta_tensors_explain_as_real_ones_do(m: int) -> None:
-    options: dict[str, Any] = {"bias": True, "perm": True, "act_scale": True, "activation": "relu"}
-    real, real_keywords = operands(m, **options)
-    meta, meta_keywords = operands(m, device="meta", **options)
-    assert meta[0].is_meta
-    assert str(qcutlass.explain(qcutlass.gemm, *meta, device="h200", **meta_keywords)) == str(
-        qcutlass.explain(qcutlass.gemm, *real, device="h200", **real_keywords)
-    )
-
-
 def test_traits_stand_for_any_gpu() -> None:
     tensors, keywords = operands(16)
     why = qcutlass.explain(qcutlass.gemm, *tensors, device=_C.DeviceTraits(90, 66, 232448), **keywords)
@@ -166,15 +248,34 @@ def test_wrong_requests_say_what_to_do() -> None:
         qcutlass.explain(qcutlass.gemm, tensors[0].float(), *tensors[1:], device="h200", **keywords)
 
 
-@pytest.mark.gpu
-def test_the_gpu_of_the_tensors_is_the_default() -> None:
-    tensors, keywords = operands(16, device="cuda")
-    why = qcutlass.explain(qcutlass.gemm, *tensors, **keywords)
-    assert torch.cuda.get_device_name() in why.device
-    assert why.plan.tactic == qcutlass.plan(qcutlass.gemm, *tensors, **keywords).tactic
-
-
 def test_the_examples_of_the_documentation() -> None:
     result = doctest.testmod(selection)
     assert result.attempted > 5
     assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "prefix"), [(torch.float8_e4m3fn, "w8a8_e4m3_sm89_"), (torch.float8_e5m2, "w8a8_e5m2_sm89_")]
+)
+def test_names_of_float8_tactics(dtype: torch.dtype, prefix: str) -> None:
+    product = product_of(DESCRIPTIONS["gemm_fp8"], 8, dtype=dtype)
+    assert product.explain(device="l40s").plan.tactic.startswith(prefix)
+
+
+def test_int8_products_on_hopper_cost_less_than_float8_ones() -> None:
+    int8, float8 = (
+        kind.random(kind.case(2048, 4096, 512, azp="none"), seed=1).explain(device="h200").cost
+        for kind in (DESCRIPTIONS["gemm_w8a8"], DESCRIPTIONS["gemm_fp8"])
+    )
+    assert float8.compute > 1.05 * int8.compute  # sums leave the MMAs every 128 columns
+
+
+def test_int8_tactics_by_name() -> None:
+    product = product_of(DESCRIPTIONS["gemm_w8a8"], 64)
+    assert all(name.startswith("w8a8_s8_") for name in product.tactics())
+    few = product_of(DESCRIPTIONS["gemm_w8a8"], azp="none").explain(device="h200")
+    assert few.plan.tactic.startswith("w8a8_s8_sm80_")
+    assert not any(candidate.plan.dense for candidate in few.candidates)
+    forced = {"tactic": "w8a8_s8_sm80_n64m64k128_s3", "split_k": 2}
+    plan = product.explain(device="h200", **forced).plan
+    assert (plan.tactic, plan.split_k) == (forced["tactic"], 2)

@@ -1,4 +1,4 @@
-"""qcutlass.gemm_fp8 on CPU tensors against oracles E and T."""
+"""qcutlass.gemm_fp8 on CPU tensors against oracles E and T; formats, and sums that are promoted too late."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.python.eight_bit import ACTIVATIONS, FLOAT8, FLOATS, ROWS, arguments, assert_correct, multiply
+from tests.python.kinds.description import Judged
+from tests.python.kinds.float8 import FLOAT8_PRODUCTS, NotPromoted, Promoted, PromotedEvery512
 
 import qcutlass
 from qcutlass import _C, testing
+from qcutlass.products import launching
 from qcutlass.testing import EightBitCase
 
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -152,3 +155,27 @@ def test_large_layers_on_any_number_of_threads(seed: int) -> None:
             testing.assert_equal(multiply(p), first, label=p)
         finally:
             torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("k", [129, 449, 1024])
+def test_sums_that_are_promoted_too_late_are_rejected(k: int, dtype: torch.dtype, seed: int) -> None:
+    case = EightBitCase(32, 48, k, dtype, torch.float32)
+    wide, narrow = Judged(case, {"aligned": True}), Judged(case)
+    accepted, ratio = FLOAT8_PRODUCTS.verdicts(Promoted, wide, seed)
+    assert accepted, "sums of 128 small integers are exact"
+    assert ratio <= 1, f"the sound loop is rejected: ratio {ratio}, seed {seed}"
+    assert FLOAT8_PRODUCTS.verdicts(Promoted, narrow, seed)[1] > 1, "the bound of fp32 sums is narrower"
+    if k > 256:
+        for fault in (PromotedEvery512, NotPromoted):
+            found = FLOAT8_PRODUCTS.verdicts(fault, wide, seed)[1]
+            assert found > 1, f"{fault.__name__}: {found}, seed {seed}"
+
+
+def test_int8_and_fp8_calls_of_equal_options_are_told_apart() -> None:
+    launching.forget()
+    for seed in (1, 2):
+        for dtype in (torch.int8, *FLOAT8):
+            p = EightBitCase(4, 48, 96, dtype, torch.bfloat16).random(seed=seed)
+            assert_correct(multiply(p), p)
+    assert len(launching._launches) == 3

@@ -1,166 +1,41 @@
-"""qcutlass.gemm on CUDA tensors: every tactic by name against oracles E and T, inside poisoned memory."""
+"""What qcutlass.gemm alone has on CUDA tensors: codes at every place, packing, dequantising, sizes over 2^31."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.python.running import VIEWS, misaligned, view_of
+from tests.python.kinds.description import FLOATS
+from tests.python.kinds.weight_only import SCHEMES, WEIGHT_ONLY, Scheme
+from tests.python.running import SLEEP
 from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
+from qcutlass.products.selection import weight_dtype
 
 pytestmark = pytest.mark.gpu
 
 Multiply = Callable[..., Tensor]
-Expect = Callable[..., testing.Reference]
-TYPES = {
-    torch.float16: _C.DType.FLOAT16,
-    torch.bfloat16: _C.DType.BFLOAT16,
-    torch.float32: _C.DType.FLOAT32,
-    torch.uint8: _C.DType.UINT8,
-    torch.int8: _C.DType.INT8,
-    torch.int32: _C.DType.INT32,
-}
-ROWS = [*range(18), 33, 64, 65, 127, 128, 129, 257, 512]
-ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A kind of scales and zeros that kernels tell apart."""
-
-    name: str
-    groups: tuple[int, ...]
-    zeros: tuple[testing.Zeros, ...]
-    zero_dtypes: tuple[torch.dtype | None, ...] = (None,)
-    scale_dtypes: tuple[torch.dtype | None, ...] = (None,)
-
-    def options(self, choose: random.Random) -> dict[str, Any]:
-        zeros = choose.choice(self.zeros)
-        dtypes = [d for d in self.zero_dtypes if d is None or d.is_floating_point == (zeros == "real")]
-        return {
-            "group_size": choose.choice(self.groups),
-            "zeros": zeros,
-            "zero_dtype": choose.choice(dtypes or [None]),
-            "scale_dtype": choose.choice(self.scale_dtypes),
-        }
-
-
-ONE = 10**6  # one group a channel
-INTEGERS, FLOATS = (torch.int8, torch.int32), (torch.float16, torch.bfloat16, torch.float32)
-SCHEMES = [
-    Scheme("per channel", (ONE,), ("none", "int")),
-    Scheme("groups of 64 and more", (64, 128, 192, 256), ("none", "int")),
-    Scheme("groups of 16 and more", (16, 32, 48, 80, 144), ("none", "int")),
-    Scheme("real zeros", (16, 32, 64, 128, ONE), ("real",), (None, *FLOATS)),
-    Scheme("mixed types", (32, 64, 128, ONE), ("int", "real"), (None, *INTEGERS, *FLOATS), FLOATS),
-]
-
-
-def arguments(case: testing.Case) -> _C.GemmArguments:
-    """The types and sizes of a case, as selection sees them."""
-    weights = _C.WeightArguments()
-    weights.packing = _C.Packing.W4A16 if case.bits == 4 else _C.Packing.W8A16
-    weights.n, weights.k, weights.group_size = case.n, case.k, case.group_size
-    weights.scale_type = TYPES[case.scale_dtype or case.dtype]
-    weights.zero_type = _C.DType.NONE
-    if case.zeros != "none":
-        default = torch.uint8 if case.zeros == "int" else case.scale_dtype or case.dtype
-        weights.zero_type = TYPES[case.zero_dtype or default]
-    result = _C.GemmArguments()
-    result.m, result.weights, result.a_type = case.m, weights, TYPES[case.dtype]
-    return result
-
-
-FAMILIES = [(dtype, bits, scheme) for dtype in (torch.float16, torch.bfloat16) for bits in (4, 8) for scheme in SCHEMES]
-TACTICS = range(len(_C.tactics(arguments(testing.Case(1, 4096, 4096)))))
-
-
-def family_id(value: object) -> str:
-    return value.name.replace(" ", "-") if isinstance(value, Scheme) else str(value).removeprefix("torch.")
-
-
-def families_and_tactics() -> list[Any]:
-    found = []
-    for dtype, bits, scheme in FAMILIES:
-        case = testing.Case(1, 4096, 4096, bits, dtype=dtype, **scheme.options(random.Random(0)))
-        for index, traits in enumerate(_C.tactics(arguments(case))):
-            found.append(pytest.param(dtype, bits, scheme, index, id=f"{traits.name}-{family_id(scheme)}"))
-    return found
+TACTICS = range(len(WEIGHT_ONLY.traits(testing.Case(1, 4096, 4096))))
 
 
 def tactic_of(case: testing.Case, index: int) -> _C.TacticTraits | None:
     """The configuration in row `index` of the table, None where this GPU has not what it needs."""
-    traits = _C.tactics(arguments(case))[index]
+    traits = WEIGHT_ONLY.traits(case)[index]
     device = _C.device_traits(torch.cuda.current_device())
     fits = traits.shared_memory <= device.shared_memory_per_block and traits.wgmma <= device.wgmma
     return traits if fits else None
 
 
-def run_poisoned(problem: testing.Problem, choose: random.Random, multiply: Multiply, **keywords: Any) -> Tensor:
-    """The product with NaN around everything read and in everything written, at offsets that break alignment."""
-
-    def around(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point():
-            return tensor
-        offset, padding = choose.choice([0, 0, 8, 1, 3]), choose.choice([0, 0, 8, 5])
-        return testing.Poisoned.around(tensor, offset=offset, padding=padding).tensor
-
-    names = ("a", "scales", "zeros", "bias", "act_scale")
-    boxed = replace(problem, **{name: around(getattr(problem, name)) for name in names})
-    (m, n, _), dtype = problem.shape, problem.a.dtype
-    offset, padding = choose.choice([0, 0, 8, 1]), choose.choice([0, 0, 8, 3])
-    box = testing.Poisoned((m, n), dtype, "cuda", offset=offset, padding=padding)
-    multiply(boxed, out=box.tensor, **keywords)
-    box.check(f"{problem} {keywords}")
-    return box.tensor
-
-
-@pytest.mark.parametrize(("dtype", "bits", "scheme", "index"), families_and_tactics())
-def test_every_tactic(
-    dtype: torch.dtype,
-    bits: int,
-    scheme: Scheme,
-    index: int,
-    multiply: Multiply,
-    seeds: Iterator[int],
-    reference: Expect,
-    ledger: Any,
-) -> None:
-    choose = random.Random(next(seeds))
-    names: set[str] = set()
-    testing.poison_free_memory("cuda")
-    for m in ROWS:
-        options = scheme.options(choose)
-        tactic = tactic_of(testing.Case(m, 4096, 4096, bits, dtype=dtype, **options), index)
-        if tactic is None:
-            continue
-        n = max(1, tactic.channels * choose.randrange(3) + choose.randrange(-17, 18))
-        k = max(1, tactic.k * choose.randrange(4) + choose.choice([0, 0, 8, 16, choose.randrange(-65, 66)]))
-        epilogue = {name: choose.random() < 0.3 for name in ("bias", "act_scale", "perm")}
-        case = testing.Case(m, n, k, bits, dtype=dtype, **options, **epilogue)
-        name = _C.tactics(arguments(case))[index].name  # a short k makes one group of many: another kind of kernel
-        names.add(name)
-        forced = {"tactic": name, "split_k": choose.choice([0, 0, 1, min(choose.randrange(2, 9), -(-k // tactic.k))])}
-        problem, expected = replace(case, activation=choose.choice([None, "relu"])).exact(
-            device="cuda", seed=next(seeds)
-        )
-        ledger.equal(run_poisoned(problem, choose, multiply, **forced), expected, f"{forced}: {problem}")
-        problem = replace(case, activation=choose.choice(ACTIVATIONS)).random(device="cuda", seed=next(seeds))
-        out = run_poisoned(problem, choose, multiply, **forced)
-        ledger.close(out, reference(problem, **forced), f"{forced}: {problem}")
-    ledger.tactics |= names
-    if not names:
-        pytest.skip(f"row {index} of the table needs what this GPU has not")
-
-
-@pytest.mark.parametrize(("dtype", "bits", "scheme"), FAMILIES, ids=family_id)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_identity_returns_every_code_from_every_position(
     dtype: torch.dtype, bits: int, scheme: Scheme, multiply: Multiply, seeds: Iterator[int], ledger: Any
 ) -> None:
@@ -176,95 +51,6 @@ def test_identity_returns_every_code_from_every_position(
         p = case.random(device="cuda", seed=next(seeds))
         p = replace(p, a=torch.eye(case.k, dtype=dtype, device="cuda"), codes=codes)
         ledger.identity(multiply(p, tactic=tactic.name), p.weight(dtype).T, f"{tactic.name}: {p}")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(
-    activation: str | None,
-    bits: int,
-    dtype: torch.dtype,
-    multiply: Multiply,
-    seeds: Iterator[int],
-    reference: Expect,
-    ledger: Any,
-) -> None:
-    for m in (1, 16, 100):
-        for bias in (False, True):
-            case = testing.Case(m, 200, 256, bits, dtype=dtype, activation=activation, bias=bias)
-            problem = case.random(device="cuda", seed=next(seeds))
-            ledger.close(multiply(problem), reference(problem), problem)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_residue(bits: int, dtype: torch.dtype, multiply: Multiply, seeds: Iterator[int], ledger: Any) -> None:
-    choose = random.Random(next(seeds))
-    sizes = [(n, choose.randrange(1, 300)) for n in range(1, 70)] + [
-        (choose.randrange(1, 300), k) for k in range(1, 140)
-    ]
-    for n, k in sizes:
-        case = testing.Case(choose.choice(ROWS), n, k, bits, choose.choice([16, 64, 128]), dtype=dtype)
-        problem, expected = case.exact(device="cuda", seed=next(seeds))
-        ledger.equal(run_poisoned(problem, choose, multiply), expected, problem)
-
-
-@pytest.mark.parametrize("m", [1, 16, 64, 512])
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (1536, 576)])
-def test_layers(
-    n: int, k: int, m: int, multiply: Multiply, seeds: Iterator[int], reference: Expect, ledger: Any
-) -> None:
-    for dtype, bits in [(torch.float16, 4), (torch.bfloat16, 4), (torch.float16, 8)]:
-        case = testing.Case(m, n, k, bits, dtype=dtype)
-        problem = case.random(device="cuda", seed=next(seeds))
-        ledger.close(multiply(problem), reference(problem), problem)
-        problem, expected = case.exact(device="cuda", seed=next(seeds))
-        ledger.equal(multiply(problem), expected, problem)
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_views_of_activations(view: str, multiply: Multiply, seed: int, reference: Expect, ledger: Any) -> None:
-    p = testing.random_problem(24, 72, 128, device="cuda", seed=seed)
-    problem = replace(p, a=view_of(p.a, view))
-    ledger.close(multiply(problem), reference(problem), f"{view}: {problem}")
-
-
-@pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_misaligned_packed_weights(offset: int, seed: int, ledger: Any) -> None:
-    for m in (1, 40, 200):
-        problem, expected = testing.exact_problem(m, 100, 200, group_size=32, device="cuda", seed=seed + m)
-        assert problem.zeros is not None
-        weights, zeros = qcutlass.preprocess_weights(problem.codes, bits=4), problem.zeros
-        weights, zeros = misaligned(weights, offset), misaligned(zeros, offset)
-        out = qcutlass.gemm(problem.a, weights, problem.scales, zeros, **problem.keywords)
-        ledger.equal(out, expected, problem)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_nan_and_infinity_propagate(
-    dtype: torch.dtype, value: float, multiply: Multiply, seed: int, reference: Expect, ledger: Any
-) -> None:
-    for m in (1, 20, 150):
-        for activation in ACTIVATIONS:
-            p = testing.random_problem(
-                m, 72, 192, dtype=dtype, bias=True, activation=activation, device="cuda", seed=seed
-            )
-            p.a[m // 2, 100] = value
-            ledger.close(multiply(p), reference(p), p)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_repeats_bit_for_bit(dtype: torch.dtype, bits: int, multiply: Multiply, seed: int, ledger: Any) -> None:
-    for m, n, k in [(1, 512, 8192), (16, 200, 4096), (64, 1024, 2048), (200, 4096, 1024)]:
-        case = testing.Case(m, n, k, bits, dtype=dtype)
-        problem = case.random(device="cuda", seed=seed)
-        for traits in filter(None, (tactic_of(case, index) for index in TACTICS)):
-            first = multiply(problem, tactic=traits.name)
-            for _ in range(20):
-                ledger.equal(multiply(problem, tactic=traits.name), first, f"{traits.name}: {problem}")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -307,10 +93,109 @@ def test_dequantising_every_code_zero_and_float16_scale(out_dtype: torch.dtype, 
         ledger.equal(out, testing.dequantized_weight(codes, scales, zeros, 16, 4, out_dtype), f"zero {zero}")
 
 
-@pytest.mark.parametrize("m", [3, 40, 200])
-def test_out_of_any_strides(m: int, multiply: Multiply, seed: int, ledger: Any) -> None:
-    problem, expected = testing.exact_problem(m, 72, 128, device="cuda", seed=seed)
-    wide = torch.zeros(2 * m, 144, dtype=problem.a.dtype, device="cuda")
-    for out in (torch.zeros_like(expected).T.contiguous().T, wide[:m, ::2], wide[::2, :72], wide[:m, 1:73]):
-        assert multiply(problem, out=out) is out
-        ledger.equal(out, expected, problem)
+def pack(problem: testing.Problem) -> Tensor:
+    return qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
+
+
+def needs_memory(gigabytes: float) -> None:
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GiB of GPU memory, {free:.1f} are free")
+
+
+def test_packs_on_the_current_stream(seed: int, ledger: Any) -> None:
+    problem = testing.random_problem(1, 512, 1024, device="cuda", seed=seed)
+    expected = pack(problem)
+    late = torch.zeros_like(problem.codes)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        late.copy_(problem.codes)
+        weights = qcutlass.preprocess_weights(late, bits=4)
+        codes = qcutlass.unpack_weights(weights, bits=4, shape=(512, 1024))
+        dense = qcutlass.dequantize(weights, problem.scales, problem.zeros, k=1024)
+    stream.synchronize()
+    ledger.equal(weights, expected, problem)
+    ledger.equal(codes, problem.codes, problem)
+    ledger.equal(dense, problem.weight(dense.dtype), problem)
+
+
+def test_more_than_2_to_the_31_weights(seed: int, ledger: Any) -> None:
+    needs_memory(40)
+    n, k = 65552, 32832
+    assert n * k > 2**31
+    for m in (2, 70):
+        problem = testing.random_problem(m, n, k, group_size=32832, zeros="none", device="cuda", seed=seed)
+        weights = pack(problem)
+        out = qcutlass.gemm(problem.a, weights, problem.scales)
+        last = replace(problem, codes=problem.codes[-4096:], scales=problem.scales[:, -4096:])
+        first = replace(problem, codes=problem.codes[:4096], scales=problem.scales[:, :4096])
+        rounded = weight_dtype(problem.a, weights, problem.scales)
+        ledger.close(out[:, -4096:], last.reference(rounded), problem)
+        ledger.close(out[:, :4096], first.reference(rounded), problem)
+    codes = qcutlass.unpack_weights(weights, bits=4, shape=(n, k))
+    ledger.equal(codes[-100:], problem.codes[-100:], problem)
+    dense = qcutlass.dequantize(weights, problem.scales, k=k)
+    ledger.equal(
+        dense[-100:], replace(last, codes=last.codes[-100:], scales=last.scales[:, -100:]).weight(dense.dtype), last
+    )
+
+
+def test_more_than_2_to_the_31_outputs(seed: int, ledger: Any) -> None:
+    needs_memory(24)
+    m, n = 33000, 65544
+    assert m * n > 2**31
+    problem = testing.random_problem(m, n, 64, group_size=64, device="cuda", seed=seed)
+    operands = (problem.a, pack(problem), problem.scales, problem.zeros)
+    out = qcutlass.gemm(*operands)
+    for rows in (slice(0, 128), slice(m - 300, m)):
+        part = replace(problem, a=problem.a[rows])
+        ledger.close(out[rows], part.reference(weight_dtype(*operands)), problem)
+
+
+def test_more_than_2_to_the_31_activations(seed: int, ledger: Any) -> None:
+    needs_memory(24)
+    m, k = 66000, 32768
+    assert m * k > 2**31
+    problem = testing.random_problem(4, 24, k, group_size=128, device="cuda", seed=seed)
+    a = torch.zeros(m, k, dtype=torch.float16, device="cuda")
+    a[-4:], a[:4] = problem.a, problem.a.flip(0)
+    operands = (a, pack(problem), problem.scales, problem.zeros)
+    out = qcutlass.gemm(*operands)
+    ref = problem.reference(weight_dtype(*operands))
+    ledger.close(out[-4:], ref, problem)
+    ledger.close(out[:4].flip(0), ref, problem)
+    assert bool((out[4:-4] == 0).all())
+
+
+def test_out_of_memory_raises_and_a_retry_works(seed: int, ledger: Any) -> None:
+    problem, expected = testing.exact_problem(4096, 4096, 128, device="cuda", seed=seed)
+    weights = pack(problem)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(problem.a.device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    cached: list[Tensor] = []  # what the allocator holds and could still give: an output is 32 MB
+    try:
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            while True:
+                cached.append(torch.empty(2**22, dtype=torch.uint8, device="cuda"))
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            qcutlass.gemm(problem.a, weights, problem.scales, problem.zeros)
+    finally:
+        cached.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    ledger.equal(qcutlass.gemm(problem.a, weights, problem.scales, problem.zeros), expected, problem)
+
+
+def test_float32_activations_belong_to_the_cpu(seed: int, multiply: Multiply) -> None:
+    problem = testing.random_problem(2, 64, 128, dtype=torch.float32, device="cuda", seed=seed)
+    with pytest.raises((TypeError, qcutlass.UnsupportedError), match="float32"):
+        multiply(problem)
+
+
+def test_group_sizes_that_the_kernels_lack_are_refused(seed: int, multiply: Multiply) -> None:
+    problem = testing.random_problem(2, 64, 128, group_size=24, device="cuda", seed=seed)
+    with pytest.raises(qcutlass.UnsupportedError, match="group_size"):
+        multiply(problem)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
+from tests.python.kinds import DESCRIPTIONS
 from torch import Tensor
 
 import qcutlass
@@ -20,19 +21,9 @@ from qcutlass.products import launching
 from qcutlass.products.kind import FUNCTIONS, Kind, Size
 from qcutlass.products.kinds import KINDS
 
-SCHEMAS = {
-    "gemm": "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
-    "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, int split_k=0",
-    "gemm_w8a8": "Tensor a_q, Tensor w_packed, Tensor? a_scale, Tensor? w_scale, Tensor? bias, Tensor? azp, "
-    "str? activation, ScalarType out_dtype, SymInt? n=None, Tensor? w_sums=None, str? tactic=None, int split_k=0",
-    "gemm_fp8": "Tensor a, Tensor w, Tensor a_scale, Tensor w_scale, Tensor? bias, str? activation, "
-    "ScalarType out_dtype, SymInt? n=None, str? tactic=None, int split_k=0",
-    "blockwise_gemm": "Tensor a, Tensor a_s, Tensor b, Tensor b_s, Tensor? bias, str? activation, "
-    "ScalarType out_dtype, SymInt? n=None, int block_size=128, int? out_block_size=None, str? tactic=None, "
-    "int split_k=0",
-}
+SCHEMAS = {kind.kind.name: kind.schema for kind in DESCRIPTIONS.values()}
 OTHERS = (
-    "blockwise_gemm_quant(" + SCHEMAS["blockwise_gemm"] + ") -> (Tensor, Tensor)",
+    f"blockwise_gemm_quant({SCHEMAS['blockwise_gemm']}) -> (Tensor, Tensor)",
     "pack(Tensor codes, int bits, str activations) -> Tensor",
     "unpack(Tensor w_packed, int bits, SymInt n, SymInt k) -> Tensor",
     "dequantize(Tensor w_packed, Tensor scales, Tensor? zeros, SymInt k, int? group_size=None, int? bits=None, "
@@ -43,12 +34,7 @@ OTHERS = (
     "dequantize_blocks(Tensor x, Tensor s, int size, bool square, ScalarType dtype) -> Tensor",
     "gelu_blocks(Tensor x, Tensor s, int size) -> (Tensor, Tensor)",
 )
-SETTLING = {
-    "gemm": ["w_packed", "scales", "zeros"],
-    "gemm_w8a8": ["w_packed", "w_scale", "w_sums"],
-    "gemm_fp8": ["w", "w_scale"],
-    "blockwise_gemm": ["b", "b_s"],
-}
+SETTLING = {kind.kind.name: kind.settling for kind in DESCRIPTIONS.values()}
 QUANTIZED = {"out_block_size"}  # None in a call whose output is not quantised
 LEFT_OUT = {
     "qcutlass.blockwise.int8_gemm": {"bias", "activation", "out_block_size"},
@@ -83,7 +69,7 @@ def test_every_tensor_of_a_call_is_an_operand(kind: Kind) -> None:
     assert sorted([*kind.operands(call), *kind.options(call)]) == sorted(fields_of(kind))
     assert len(set(kind.roles)) == len(kind.roles) == len(names)
     assert kind.roles[0] == Operand.A
-    assert list(kind.settling(kind.operands(call))) == SETTLING[kind.name]
+    assert kind.settling(kind.operands(call)) == SETTLING[kind.name]
 
 
 def test_operands_lead_to_members_of_their_own() -> None:
@@ -175,7 +161,8 @@ def test_the_product_is_named() -> None:
         r"one of qcutlass\.gemm_w8a8, qcutlass\.blockwise\.int8_gemm",
     ):
         qcutlass.explain(a, *operands, device="h200")
-    with pytest.raises(TypeError, match=r"no float8_e5m2 ones; pass the function first, one of qcutlass\.gemm_fp8$"):
+    e5m2 = ", ".join(one.name for one in FUNCTIONS.values() if torch.float8_e5m2 in one.kind.activations)
+    with pytest.raises(TypeError, match=rf"no float8_e5m2 ones; pass the function first, one of {e5m2}$"):
         qcutlass.tactics(a.to(torch.float8_e5m2), *operands)
     for product in (qcutlass.weight_sums, print, "gemm", None, [1]):
         with pytest.raises(TypeError, match=r"product: expected one of qcutlass\.gemm, qcutlass\.gemm_w8a8, .*; got "):

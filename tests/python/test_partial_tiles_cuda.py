@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.wgmma_products import PRODUCTS, on_gpu
+from tests.python.wgmma_products import PRODUCTS, on_gpu, product
 from torch import Tensor
 
 SHAPE = (512, 8960, 520)  # more tiles than SMs
@@ -22,23 +22,23 @@ def poison(a: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_of_a_product_do_not_depend_on_how_many_there_are(name: str) -> None:
     """The checks of the GPU tests below, on the CPU: rows agree, and poison shows."""
-    product = PRODUCTS[name]((9, 70, 300), "cpu")
-    assert any("_sm90a_" in tactic for tactic in product.names)
-    whole, rows = product.run(product.a), product.run(product.a[:5])
-    assert all(torch.equal(out[:5], few) for out, few in zip(whole, rows, strict=True))
-    assert not any(torch.equal(out, other) for out, other in zip(whole, product.run(poison(product.a)), strict=True))
+    few = product(name, (9, 70, 300), "cpu")
+    assert any("_sm90a_" in tactic for tactic in few.names)
+    whole, rows = few.run(few.a), few.run(few.a[:5])
+    assert all(torch.equal(out[:5], first) for out, first in zip(whole, rows, strict=True))
+    assert not any(torch.equal(out, other) for out, other in zip(whole, few.run(poison(few.a)), strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_are_those_of_the_whole_product_whatever_came_before(name: str, ledger: Any) -> None:
     """The rows of fewer tokens are bit for bit those of all of them, and do not depend on what lies behind the last."""
-    product, tactics = on_gpu(name, SHAPE)
+    some, tactics = on_gpu(name, SHAPE)
     for tactic in tactics:
-        whole = product.run(product.a, tactic=tactic, split_k=1)
+        whole = some.run(some.a, tactic=tactic, split_k=1)
         assert all(out.isfinite().all() for out in whole)
         for rows in ROWS:
-            product.run(poison(product.a), tactic=tactic, split_k=1)
-            outs = product.run(product.a[:rows], tactic=tactic, split_k=1)
+            some.run(poison(some.a), tactic=tactic, split_k=1)
+            outs = some.run(some.a[:rows], tactic=tactic, split_k=1)
             for out, expected in zip(outs, whole, strict=True):
                 ledger.equal(out, expected[:rows], f"{name}: {tactic}, {rows} tokens")

@@ -1,4 +1,4 @@
-"""qcutlass.gemm_w8a8 on CPU tensors: integer sums bit for bit, and oracles E and T."""
+"""qcutlass.gemm_w8a8 on CPU tensors: integer sums bit for bit, oracles E and T; zero points and their faults."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.python.eight_bit import ACTIVATIONS, FLOATS, ROWS, assert_correct, multiply, pack
+from tests.python.kinds.description import ones
+from tests.python.kinds.eight_bit import M, Model, N
+from tests.python.kinds.int8 import INT8, OF_INTEGER_SUMS
+from torch import Tensor
 
 import qcutlass
 from qcutlass import testing
@@ -231,3 +236,91 @@ def test_no_channels_and_no_rows() -> None:
     assert qcutlass.gemm_w8a8(a, packed, one, one).shape == (3, 0)
     packed = qcutlass.preprocess_weights(torch.zeros(16, 64, dtype=torch.int8), 8, activations="int8")
     assert qcutlass.gemm_w8a8(a[:0], packed, torch.ones(0), torch.ones(16)).shape == (0, 16)
+
+
+@pytest.mark.parametrize("name", ["a_scale", "w_scale", "bias", "activation"])
+def test_integer_sums_take_neither_scales_nor_an_epilogue(name: str) -> None:
+    values = INT8.random(INT8.whole, seed=1).values
+    sums: dict[str, Any] = values | {"a_scale": None, "w_scale": None, "bias": None, "activation": None}
+    sums["out_dtype"] = torch.int32
+    assert qcutlass.gemm_w8a8(**sums).dtype == torch.int32
+    with pytest.raises(ValueError, match=rf"{name}: expected None with out_dtype=torch.int32"):
+        qcutlass.gemm_w8a8(**sums | {name: values[name]})
+
+
+def test_n_is_not_taken_from_a_row_of_scales() -> None:
+    values = INT8.random(INT8.whole, seed=1).values
+    packed = values["w_packed"]
+    with pytest.raises(ValueError, match=r"w_scale: expected shape \[N\] \(w_scale: or \[N, 1\]\), got \[1, 48\]"):
+        qcutlass.gemm_w8a8(values["a_q"], packed, values["a_scale"], ones(1, N))
+    out = qcutlass.gemm_w8a8(values["a_q"], packed, values["a_scale"], ones(N, 1))
+    assert out.shape == (M, N)
+
+
+def test_pairs_and_names_of_other_types() -> None:
+    packed = INT8.random(INT8.whole, seed=1).values["w_packed"]
+    with pytest.raises(TypeError, match=r"shape: expected a pair of ints \(N, K\), got 3"):
+        qcutlass.unpack_weights(packed, 8, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"shape\[1\]: expected an int, got float"):
+        qcutlass.unpack_weights(packed, 8, (N, 128.0))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"activations: expected .* got list"):
+        qcutlass.preprocess_weights(ones(16, 32, dtype=torch.int8), 8, [])  # type: ignore[arg-type]
+    q = qcutlass.quantize(torch.ones(16, 64))
+    with pytest.raises(TypeError, match=r"rows: expected a pair of ints \(begin, end\)"):
+        qcutlass.dequantize(qcutlass.preprocess_weights(q.codes, 4), q.scales, q.zeros, k=64, rows=(3,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", OF_INTEGER_SUMS)
+def test_every_fault_of_integer_sums_is_rejected(fault: type[Model], seed: int) -> None:
+    p = INT8.integer_case.random(seed=seed)
+    testing.assert_equal(Model(p).run(), p.integer_sums())
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ elements differ"):
+        testing.assert_equal(fault(p).run(), p.integer_sums())
+
+
+def test_faults_between_two_roundings_are_told_from_fp32_ones(seed: int) -> None:
+    """The bound of int8 products is as narrow as their roundings: a sum that was rounded to 22 bits is out of it."""
+    p = EightBitCase(64, 256, 1024, out_dtype=torch.float32).random(seed=seed)
+    total = p.sums().double()
+    coarse = (total + total * 2.0**-21).float()
+    scaled = Model(p).scale(coarse.double())
+    assert testing.error_ratio(scaled, p.reference()) > 1
+
+
+def test_every_code_occurs_in_random_problems(seed: int) -> None:
+    p = EightBitCase(64, 256, 1024).random(seed=seed)
+    assert len(p.a.unique()) == len(p.w.unique()) == 256
+
+
+def test_everything_around_a_product_compiles_in_one_graph() -> None:
+    p = EightBitCase(4, 33, 100, torch.int8, azp="each").random(seed=1)
+    plain = EightBitCase(4, 33, 100, torch.float8_e4m3fn).random(seed=1)
+    assert plain.a_scale is not None
+    assert plain.w_scale is not None
+    plain_scales = plain.a_scale, plain.w_scale
+
+    def everything(w: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        packed = qcutlass.preprocess_weights(w, 8, activations="int8")
+        sums = qcutlass.weight_sums(packed, 33)
+        qcutlass.gemm_w8a8(p.a, packed, p.a_scale, p.w_scale, azp=p.azp, w_sums=sums, out=out)
+        return sums, qcutlass.gemm_fp8(plain.a, plain.w, *plain_scales)
+
+    torch._dynamo.reset()
+    out = torch.full((4, 33), torch.nan, dtype=torch.float16)
+    sums, of_fp8 = torch.compile(everything, fullgraph=True, backend="aot_eager")(p.w, out)
+    testing.assert_equal(sums, p.w.sum(1, dtype=torch.int32))
+    testing.assert_equal(out, multiply(p))
+    testing.assert_equal(of_fp8, multiply(replace(plain, out_dtype=torch.bfloat16)))
+
+
+def test_calls_that_differ_in_n_are_told_apart() -> None:
+    p = EightBitCase(4, 48, 96, bias=True).random(seed=1)
+    product = INT8.product(p)
+    assert p.w_scale is not None
+    assert p.bias is not None
+    part = replace(p, w=p.w[:47], w_scale=p.w_scale[:47], bias=p.bias[:47])
+    for _ in range(2):
+        assert_correct(product(), p)
+        assert_correct(product(n=47, w_scale=part.w_scale, bias=part.bias), part)
+    with pytest.raises(TypeError, match="n: expected an int"):
+        product(n=48.0)

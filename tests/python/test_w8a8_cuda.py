@@ -1,9 +1,8 @@
-"""8-by-8-bit products on CUDA tensors: every tactic by name against the oracles, inside poisoned memory."""
+"""What 8-by-8-bit products alone have on CUDA tensors: rings, largest sums, zero points, every pair of scales."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,51 +13,25 @@ from tests.python.eight_bit import (
     ACTIVATIONS,
     FLOAT8,
     FLOATS,
-    ROWS,
     arguments,
     is_aligned,
     multiply,
     needs_instructions,
     pack,
 )
-from tests.python.running import VIEWS, misaligned, view_of
+from tests.python.kinds.float8 import FLOAT8_PRODUCTS
+from tests.python.kinds.int8 import INT8
+from tests.python.running import captured
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, testing
+from qcutlass import _C
 from qcutlass.testing import EightBitCase, EightBitProblem, Scope
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.int8, *FLOAT8)
 SCOPES: tuple[Scope, ...] = ("one", "each")
-
-
-def out_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return (*FLOATS, torch.int32) if dtype == torch.int8 else FLOATS
-
-
-def any_case(m: int, n: int, k: int, dtype: torch.dtype, choose: random.Random) -> EightBitCase:
-    """A case of these sizes with everything else at random."""
-    out_dtype = choose.choice(out_dtypes(dtype))
-    case = EightBitCase(m, n, k, dtype, out_dtype, choose.choice(SCOPES), choose.choice(SCOPES))
-    if dtype == torch.int8:
-        case = replace(case, azp=choose.choice(("none", *SCOPES)))
-    if out_dtype == torch.int32:
-        return case
-    return replace(case, bias=choose.random() < 0.5, bias_dtype=choose.choice(FLOATS))
-
-
-def with_activation(case: EightBitCase, *names: str | None, choose: random.Random) -> EightBitCase:
-    return case if case.out_dtype == torch.int32 else replace(case, activation=choose.choice(names))
-
-
-def tactics_and_types() -> list[Any]:
-    return [
-        pytest.param(dtype, index, id=traits.name)
-        for dtype in DTYPES
-        for index, traits in enumerate(_C.tactics(arguments(EightBitCase(1, 4096, 4096, dtype))))
-    ]
 
 
 TACTICS = range(len(_C.tactics(arguments(EightBitCase(1, 4096, 4096)))))
@@ -83,48 +56,6 @@ def assert_correct(
         ledger.equal(out.reshape(p.shape[:2]), p.integer_sums(), label)
     else:
         ledger.close(out, p.reference(aligned=is_aligned(p) if aligned is None else aligned), label)
-
-
-def run_poisoned(p: EightBitProblem, choose: random.Random, **keywords: Any) -> Tensor:
-    """The product with sentinels around everything read and in everything written, at offsets that break alignment."""
-
-    def around(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        offset, padding = choose.choice([0, 0, 16, 1, 3]), choose.choice([0, 0, 16, 5])
-        return testing.Poisoned.around(tensor, offset=offset, padding=padding).tensor
-
-    names = ("a", "a_scale", "w_scale", "bias", "azp")
-    boxed = replace(p, **{name: around(getattr(p, name)) for name in names})
-    offset, padding = choose.choice([0, 0, 8, 1]), choose.choice([0, 0, 8, 3])
-    box = testing.Poisoned(p.shape[:2], p.out_dtype, "cuda", offset=offset, padding=padding)
-    multiply(boxed, out=box.tensor, **keywords)
-    box.check(f"{p} {keywords}")
-    return box.tensor
-
-
-@pytest.mark.parametrize(("dtype", "index"), tactics_and_types())
-def test_every_tactic(dtype: torch.dtype, index: int, seeds: Iterator[int], ledger: Any) -> None:
-    needs_instructions(dtype)
-    tactic = tactic_of(dtype, index)
-    if tactic is None:
-        pytest.skip(f"row {index} of the table needs what this GPU has not")
-    choose = random.Random(next(seeds))
-    testing.poison_free_memory("cuda")
-    for m in [*ROWS, 257, 512]:
-        if tactic_of(dtype, index, m) is None:
-            continue
-        n = max(1, tactic.channels * choose.randrange(3) + choose.randrange(-17, 18))
-        k = max(1, tactic.k * choose.randrange(4) + choose.choice([0, 0, 16, 32, choose.randrange(-65, 66)]))
-        case = any_case(m, n, k, dtype, choose)
-        splits = choose.choice([0, 0, 1, min(choose.randrange(2, 9), -(-k // tactic.k))])
-        forced = {"tactic": tactic.name, "split_k": splits}
-        problem, expected = with_activation(case, None, "relu", choose=choose).exact(device="cuda", seed=next(seeds))
-        ledger.equal(run_poisoned(problem, choose, **forced), expected, f"{forced}: {problem}")
-        case = with_activation(case, *ACTIVATIONS, choose=choose)
-        problem = case.random(device="cuda", seed=next(seeds))
-        assert_correct(run_poisoned(problem, choose, **forced), problem, ledger, forced, aligned=tactic.wgmma)
-    ledger.tactics.add(tactic.name)
 
 
 @pytest.mark.parametrize("tiles", [3, 4, 9])
@@ -205,40 +136,6 @@ def test_every_combination(activation: str | None, dtype: torch.dtype, seeds: It
         assert_correct(multiply(p := case.random(device="cuda", seed=next(seeds))), p, ledger)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_residue(dtype: torch.dtype, seeds: Iterator[int], ledger: Any) -> None:
-    needs_instructions(dtype)
-    choose = random.Random(next(seeds))
-    sizes = [(n, choose.randrange(1, 300)) for n in range(1, 70)]
-    sizes += [(choose.randrange(1, 300), k) for k in range(1, 140)]
-    for n, k in sizes:
-        case = any_case(choose.choice(ROWS), n, k, dtype, choose)
-        problem, expected = case.exact(device="cuda", seed=next(seeds))
-        ledger.equal(run_poisoned(problem, choose), expected, problem)
-
-
-@pytest.mark.parametrize("m", [1, 16, 64, 512])
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (1536, 576)])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_layers(dtype: torch.dtype, n: int, k: int, m: int, seeds: Iterator[int], ledger: Any) -> None:
-    needs_instructions(dtype)
-    choose = random.Random(next(seeds))
-    for _ in range(2):
-        case = any_case(m, n, k, dtype, choose)
-        assert_correct(multiply(p := case.random(device="cuda", seed=next(seeds))), p, ledger)
-        problem, expected = case.exact(device="cuda", seed=next(seeds))
-        ledger.equal(multiply(problem), expected, problem)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("view", VIEWS)
-def test_views_of_activations(view: str, dtype: torch.dtype, seed: int, ledger: Any) -> None:
-    needs_instructions(dtype)
-    p = EightBitCase(24, 72, 128, dtype, a_scale="one").random(device="cuda", seed=seed)
-    problem = replace(p, a=view_of(p.a, view))
-    assert_correct(multiply(problem), problem, ledger, view)
-
-
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_rows_that_overlap(dtype: torch.dtype, seed: int, ledger: Any) -> None:
     """Every tactic takes rows that overlap, though TMA takes no stride below a row's length."""
@@ -250,45 +147,6 @@ def test_rows_that_overlap(dtype: torch.dtype, seed: int, ledger: Any) -> None:
             if (tactic := tactic_of(dtype, index, len(a))) is not None:
                 expected = multiply(replace(p, a=a.clone()), tactic=tactic.name)
                 ledger.equal(multiply(replace(p, a=a), tactic=tactic.name), expected, f"{stride} {tactic.name}: {p}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_misaligned_packed_weights(offset: int, dtype: torch.dtype, seed: int, ledger: Any) -> None:
-    needs_instructions(dtype)
-    for m in (1, 40, 200):
-        problem, expected = EightBitCase(m, 100, 200, dtype).exact(device="cuda", seed=seed + m)
-        packed = misaligned(pack(problem), offset)
-        function = qcutlass.gemm_w8a8 if dtype == torch.int8 else qcutlass.gemm_fp8
-        assert problem.a_scale is not None
-        assert problem.w_scale is not None
-        out = function(problem.a, packed, problem.a_scale, problem.w_scale, **problem.keywords)
-        ledger.equal(out, expected, problem)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_nan_and_infinity_propagate(value: float, seed: int, ledger: Any) -> None:
-    dtypes = DTYPES if torch.cuda.get_device_capability() >= (8, 9) else DTYPES[:1]
-    for m, dtype, activation in itertools.product((1, 20, 150), dtypes, ACTIVATIONS):
-        names = ["a_scale", "w_scale", "bias"]
-        if dtype == torch.float8_e5m2 or (dtype == torch.float8_e4m3fn and value != value):
-            names += ["a"]  # which holds such a number
-        for name in names:
-            case = EightBitCase(m, 72, 192, dtype, bias=True, activation=activation)
-            p = case.random(device="cuda", seed=seed)
-            getattr(p, name)[..., -1] = value
-            assert_correct(multiply(p), p, ledger, name)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_repeats_bit_for_bit(dtype: torch.dtype, seed: int, ledger: Any) -> None:
-    needs_instructions(dtype)
-    for m, n, k in [(1, 512, 8192), (16, 200, 4096), (64, 1024, 2048), (200, 4096, 1024)]:
-        p = EightBitCase(m, n, k, dtype).random(device="cuda", seed=seed)
-        for traits in filter(None, (tactic_of(dtype, index, m) for index in TACTICS)):
-            first = multiply(p, tactic=traits.name)
-            for _ in range(20):
-                ledger.equal(multiply(p, tactic=traits.name), first, f"{traits.name}: {p}")
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (15, 31), (17, 33), (300, 333), (4096, 4096)])
@@ -315,10 +173,39 @@ def test_plain_fp8_weights_and_missing_sums(seed: int, ledger: Any) -> None:
     ledger.equal(qcutlass.gemm_fp8(p.a, p.w, p.a_scale, p.w_scale, **p.keywords), multiply(p), p)
 
 
-@pytest.mark.parametrize("m", [3, 40, 200])
-def test_out_of_any_strides(m: int, seed: int, ledger: Any) -> None:
-    problem, expected = EightBitCase(m, 72, 128).exact(device="cuda", seed=seed)
-    wide = torch.zeros(2 * m, 144, dtype=expected.dtype, device="cuda")
-    for out in (torch.zeros_like(expected).T.contiguous().T, wide[:m, ::2], wide[::2, :72], wide[:m, 1:73]):
-        assert multiply(problem, out=out) is out
-        ledger.equal(out, expected, problem)
+def test_what_is_computed_at_each_call_is_captured_too(seeds: Iterator[int], ledger: Any) -> None:
+    """Sums of weights that were not given, and the packing of plain fp8 weights."""
+    needs_instructions(torch.float8_e4m3fn)
+    cases = (INT8, INT8.case(9, 72, 256)), (FLOAT8_PRODUCTS, FLOAT8_PRODUCTS.case(9, 72, 256))
+    of_int8, of_fp8 = (kind.products(case, "cuda", next(seeds))[0] for kind, case in cases)
+    plain = of_fp8.problem.w.clone()
+    outs, replay = captured(lambda: [of_int8(w_sums=None), of_fp8(w=plain)])
+    for _ in range(3):
+        jobs = [kind.products(case, "cuda", next(seeds)) for kind, case in cases]
+        for target, (new, _) in zip((of_int8, of_fp8), jobs, strict=True):
+            for name, tensor in new.operands.items():
+                target.operands[name].copy_(tensor)
+        plain.copy_(jobs[1][0].problem.w)
+        replay()
+        torch.cuda.synchronize()
+        for out, (new, (expected,)) in zip(outs, jobs, strict=True):
+            ledger.equal(out, expected, new.problem)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(33000, 65544, 32), (5, 70000, 32800), (66000, 24, 32800)])
+def test_more_than_2_to_the_31_elements(m: int, n: int, k: int, seed: int, ledger: Any) -> None:
+    """So many outputs, weights, or activations."""
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < 40:
+        pytest.skip(f"needs 40 GiB of GPU memory, {free:.1f} are free")
+    assert max(m * n, n * k, m * k) > 2**31
+    g = torch.Generator("cuda").manual_seed(seed)
+    a = torch.randint(-128, 128, (m, k), generator=g, device="cuda", dtype=torch.int8)
+    w = torch.randint(-128, 128, (n, k), generator=g, device="cuda", dtype=torch.int8)
+    a_scale, w_scale = torch.rand(m, generator=g, device="cuda") / 64, torch.rand(n, generator=g, device="cuda") / 64
+    p = EightBitProblem(a, w, a_scale, w_scale, out_dtype=torch.bfloat16, seed=seed)
+    out = multiply(p)
+    for rows in (slice(0, 64), slice(max(m - 64, 0), m)):
+        for channels in (slice(0, 1024), slice(max(n - 1024, 0), n)):
+            part = replace(p, a=a[rows], w=w[channels], a_scale=a_scale[rows], w_scale=w_scale[channels])
+            ledger.close(out[rows, channels], part.reference(), part)

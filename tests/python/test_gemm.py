@@ -1,4 +1,4 @@
-"""qcutlass.gemm on CPU tensors against oracles E and T."""
+"""qcutlass.gemm on CPU tensors against oracles E and T, and what it alone has: groups, orders of columns, zeros."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.python.kinds.description import half
+from tests.python.kinds.weight_only import WEIGHT_ONLY, K, M, N
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qcutlass
 from qcutlass import testing
@@ -214,3 +217,125 @@ def test_repeats_bit_for_bit_on_any_number_of_threads(m: int, multiply: Multiply
         testing.assert_close(multiply(p), p.reference(), label=p)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_out_may_share_a_storage_without_overlap() -> None:
+    values = WEIGHT_ONLY.random(WEIGHT_ONLY.whole, seed=1).values
+    storage = torch.zeros(M * K + M * N, dtype=torch.float16)
+    a = storage[: M * K].view(M, K).copy_(values["a"])
+    expected = qcutlass.gemm(**values)
+    testing.assert_equal(qcutlass.gemm(**(values | {"a": a}), out=storage[M * K :].view(M, N)), expected)
+
+
+def test_ragged_groups_need_their_size() -> None:
+    p = testing.random_problem(M, N, 100, group_size=48, seed=1)
+    packed = qcutlass.preprocess_weights(p.codes, bits=4)
+    with pytest.raises(ValueError, match=r"(?s)group_size.*100|100.*group_size"):
+        qcutlass.gemm(p.a, packed, p.scales, p.zeros)
+    with pytest.raises(ValueError, match=r"(?s)group_size.*100|100.*group_size"):
+        qcutlass.dequantize(packed, p.scales, p.zeros, k=100)
+    assert qcutlass.gemm(p.a, packed, p.scales, p.zeros, group_size=48).shape == (M, N)
+
+
+@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("index", [-1, K, 10**6])
+def test_perm_out_of_range(index: int, m: int) -> None:
+    values = WEIGHT_ONLY.random(WEIGHT_ONLY.whole, seed=1).values
+    values["a"] = half(m, K)
+    values["perm"][3] = index
+    box = testing.Poisoned((m, N), torch.float16)
+    with pytest.raises(ValueError, match=rf"perm.*\b{K}.*{index}"):
+        qcutlass.gemm(**values, out=box.tensor)
+    assert box.is_untouched()
+
+
+EPILOGUE_FAULTS: dict[str, Callable[[testing.Problem, Tensor], Tensor]] = {
+    "bias left out": lambda p, total: testing.activate(total, p.activation),
+    "bias after the activation": lambda p, total: testing.activate(total, p.activation) + p.bias.float(),
+    "bias of the neighbouring channel": lambda p, total: testing.activate(total + p.bias.float().roll(1), p.activation),
+    "no activation": lambda p, total: total + p.bias.float(),
+    "16-bit argument": lambda p, total: testing.activate((total + p.bias.float()).to(p.a.dtype).float(), p.activation),
+}
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("fault", EPILOGUE_FAULTS)
+def test_epilogue_faults_are_rejected(fault: str, activation: str, seed: int) -> None:
+    p = testing.random_problem(64, 256, 4096, dtype=torch.bfloat16, bias=True, activation=activation, seed=seed)
+    total = p.a.float() @ p.weight().T
+    sound = testing.activate(total + p.bias.float(), activation).bfloat16()
+    testing.assert_close(sound, p.reference(), label=p)
+    if (fault, activation) != ("16-bit argument", "relu"):  # rounding commutes with relu: no fault
+        ratio = testing.error_ratio(EPILOGUE_FAULTS[fault](p, total).bfloat16(), p.reference())
+        assert ratio > 1, f"{fault}: ratio {ratio}, seed {seed}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_two_gelus_are_told_apart(dtype: torch.dtype, seed: int) -> None:
+    p = testing.random_problem(64, 256, 256, dtype=dtype, activation="gelu", seed=seed)
+    out = testing.activate(p.a.float() @ p.weight().T, "gelu_tanh").to(dtype)
+    assert testing.error_ratio(out, p.reference()) > 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_opcheck_weights(bits: int, device: str) -> None:
+    p = testing.random_problem(1, 40, 128, bits=bits, device=device, seed=1)
+    packed, scales, zeros = qcutlass.preprocess_weights(p.codes, bits=bits), p.scales, p.zeros
+    torch.library.opcheck(torch.ops.qcutlass.pack.default, (p.codes, bits, "16bit"))
+    torch.library.opcheck(torch.ops.qcutlass.unpack.default, (packed, bits, 40, 128))
+    torch.library.opcheck(torch.ops.qcutlass.dequantize.default, (packed, scales, zeros, 128))
+    torch.library.opcheck(
+        torch.ops.qcutlass.dequantize.default, (packed, scales, zeros, 128), {"dtype": torch.float32, "row_end": 7}
+    )
+
+
+def test_packing_and_out_compile_in_one_graph() -> None:
+    p = WEIGHT_ONLY.cases["epilogue"].random(seed=1)
+    a, packed, scales, zeros = p.a, qcutlass.preprocess_weights(p.codes, bits=4), p.scales, p.zeros
+
+    def everything(codes: Tensor, a: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        weights = qcutlass.preprocess_weights(codes, bits=4)
+        qcutlass.gemm(a, weights, scales, zeros, out=out, **p.keywords)
+        return qcutlass.unpack_weights(weights, bits=4, shape=(64, 256)), qcutlass.dequantize(
+            weights, scales, zeros, k=256
+        )
+
+    torch._dynamo.reset()
+    out = torch.full((20, 64), torch.nan, dtype=torch.float16)
+    codes, dense = torch.compile(everything, fullgraph=True, backend="aot_eager")(p.codes, a, out)
+    testing.assert_equal(out, qcutlass.gemm(a, packed, scales, zeros, **p.keywords))
+    testing.assert_equal(codes, p.codes)
+    testing.assert_equal(dense, p.weight(torch.float16))
+
+
+def test_a_module_can_be_exported() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, packed: Tensor, scales: Tensor, zeros: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("packed", packed)
+            self.register_buffer("scales", scales)
+            self.register_buffer("zeros", zeros)
+
+        def forward(self, a: Tensor) -> Tensor:
+            return qcutlass.gemm(a, self.packed, self.scales, self.zeros)
+
+    p = testing.random_problem(5, 32, 128, seed=1)
+    a, packed, scales, zeros = p.a, qcutlass.preprocess_weights(p.codes, bits=4), p.scales, p.zeros
+    assert zeros is not None
+    layer = Layer(packed, scales, zeros)
+    program = torch.export.export(layer, (a,))
+    testing.assert_equal(program.module()(a), layer(a), label=p)
+
+
+def test_fake_codes_are_packed_into_the_right_shape() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        packed = qcutlass.preprocess_weights(torch.empty(20, 70, dtype=torch.uint8), bits=4)
+        assert packed.shape == (2, 2, 32, 16)
+
+
+def test_batches_of_fake_activations() -> None:
+    product = WEIGHT_ONLY.random(WEIGHT_ONLY.cases["epilogue"], seed=1)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = product.mapped(mode.from_tensor)
+        assert fake(a=fake.a.expand(2, 20, 256)).shape == (2, 20, 64)
