@@ -43,12 +43,14 @@ class BlockScaleLoader {
     }
   }
 
-  /// The rows of the stage at k. Beyond the end of k, where sums are 0, they are copies of the last.
+  /// The rows of the stage at k. Beyond the end of k, where sums are 0, they are 0 too: infinity would make NaN of
+  /// them.
   CUTLASS_DEVICE void copy(uint8_t* stage, int k) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCopies; ++i)
-      if (row_[i] < kRows)
-        arch::cp_async<4>(stage + to_[i], from_[i] + fast_min((k + row_[i] * kRowK) >> log_size_, last_));
+    for (int i = 0; i < kCopies; ++i) {
+      int const block = (k + row_[i] * kRowK) >> log_size_;
+      if (row_[i] < kRows) arch::cp_async_zfill<4>(stage + to_[i], from_[i] + fast_min(block, last_), block <= last_);
+    }
   }
 
  private:
