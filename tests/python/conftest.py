@@ -17,7 +17,6 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import testing, tuning
-from qcutlass.products.selection import weight_dtype
 
 _SESSION_SEED = int(os.environ.get("QCUTLASS_TEST_SEED", random.SystemRandom().randrange(2**31)))
 
@@ -142,18 +141,6 @@ def multiply() -> Callable[..., Tensor]:
     def run(problem: testing.Problem, **keywords: Any) -> Tensor:
         packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
         return qcutlass.gemm(problem.a, packed, problem.scales, problem.zeros, **(problem.keywords | keywords))
-
-    return run
-
-
-@pytest.fixture
-def reference() -> Callable[..., testing.Reference]:
-    """reference(problem, **keywords): the answer for the weights that multiply(problem, **keywords) works with."""
-
-    def run(problem: testing.Problem, **keywords: Any) -> testing.Reference:
-        packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
-        options = problem.keywords | keywords
-        return problem.reference(weight_dtype(problem.a, packed, problem.scales, problem.zeros, **options))
 
     return run
 

@@ -241,10 +241,9 @@ class QuantizedBlockwise(floating.BlockwiseInt8):
         splits, label = self.splits(problem, forced.get("split_k", 0)), f"{label} {forced}: {problem}"
         return testing.assert_quantized(codes, scales, problem.reference(), size, splits=splits, label=label)
 
-    def verdicts(self, model: type[Any], judged: Judged, seed: int) -> tuple[bool, float]:
-        """Oracle T alone: no exact output is known."""
-        p = judged.case.random(seed=seed)
-        return True, self.ratio(model(p).run(), p, judged)
+    def accepts_exactly(self, model: type[Any], judged: Judged, seed: int) -> bool:
+        """No exact output is known: oracle T judges alone."""
+        return True
 
     def ratio(self, out: Any, problem: Any, judged: Judged) -> float:
         ref = problem.reference()
