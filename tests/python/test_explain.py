@@ -262,7 +262,7 @@ def test_names_of_float8_tactics(dtype: torch.dtype, prefix: str) -> None:
     assert product.explain(device="l40s").plan.tactic.startswith(prefix)
 
 
-def test_int8_products_on_hopper_cost_less_than_float8_ones() -> None:
+def test_int8_products_on_sm_90_cost_less_than_float8_ones() -> None:
     int8, float8 = (
         kind.random(kind.case(2048, 4096, 512, azp="none"), seed=1).explain(device="h200").cost
         for kind in (DESCRIPTIONS["gemm_w8a8"], DESCRIPTIONS["gemm_fp8"])
