@@ -247,6 +247,7 @@ def _quantize(
             quantized, perm = found.weight, found.perm
             notes["damping"] = found.damping
         else:
+            assert method.name == "awq"
             quantized = awq(weight, moment, method.scheme)
     layer = CanonicalLinear(quantized, bias, perm, None if own is None else own.reciprocal())
     if statistics is not None:
