@@ -1,4 +1,4 @@
-"""Fast products of fp16 / bf16 activations with int4 / int8 weights, on NVIDIA GPUs and CPUs."""
+"""Quantised language models in torch: fast products with weights of 4 and 8 bits, on NVIDIA GPUs and CPUs."""
 
 from qcutlass import _registration, blockwise
 from qcutlass.algorithms.calibration import calibrate

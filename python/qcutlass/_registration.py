@@ -39,8 +39,9 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _AWAITED:
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)  # Python passes over those without
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:  # those before were asked
+            find = getattr(finder, "find_spec", None)  # Python passes over those without
             spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:

@@ -80,7 +80,7 @@ class Zeros(str, Enum):
 
 @app.callback()
 def _main() -> None:
-    """Fast products of fp16 / bf16 activations with int4 / int8 weights."""
+    """Quantised language models: convert, quantise, run and measure them."""
 
 
 @app.command()

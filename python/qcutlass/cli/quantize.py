@@ -142,7 +142,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A converted folder.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
     to: Annotated[str, typer.Option(help=f"{' or '.join(EXPORTS)}.")] = "gptq",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that export made.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that qcutlass made.")] = False,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Write a converted folder in the format of other engines, without loss."""

@@ -15,6 +15,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import awq, compressed_tensors, floats, gguf, gptq, hqq, marlin, tensorrt_llm
 from qcutlass.formats.checkpoint import Checkpoint, Format
 from qcutlass.formats.config import Config, read_config
+from qcutlass.formats.files import inside
 from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
 
@@ -171,7 +172,7 @@ def _open_folder(folder: Path) -> tuple[TensorSource, Config]:
     names = listed(folder)
     models = [name for name in names if name.endswith(".gguf")]
     if len(models) == 1:
-        return _open(folder / models[0])
+        return _open(inside(folder, models[0], str(folder)))
     if models:
         raise CheckpointError(f"{folder}: expected one .gguf file, got {', '.join(models[:8])}; pass one of them")
     pickles = [name for name in names if Path(name).suffix.lower() in _PICKLES]

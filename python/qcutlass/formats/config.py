@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qcutlass.errors import CheckpointError
-from qcutlass.formats.files import read_whole
+from qcutlass.formats.files import inside, read_whole
 
 _MOST_BYTES: Final = 32 << 20
 _SECTIONS: Final = {  # file: where in it the quantisation is described; "": everywhere
@@ -24,8 +24,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is no regular file, holds something else, or is larger than 32 MiB.
+        CheckpointError: it is no regular file, or a link out of its folder, holds something else, or is larger than
+            32 MiB.
     """
+    if path.is_symlink() and path.exists():
+        inside(path.parent, path.name, str(path.parent))
     data = read_whole(path, _MOST_BYTES)
     try:
         value = json.loads(data)

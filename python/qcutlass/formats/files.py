@@ -88,6 +88,24 @@ def read_span(path: Path, stamp: Stamp, begin: int, size: int, name: str) -> Ten
             raise CheckpointError(f"{path}: {name}: no memory for its {size} bytes") from error
         buffer: Any = data.numpy()
         file.seek(begin)
-        if file.readinto(buffer) != size:
+        if file.readinto(buffer) != size or Stamp.of(file) != stamp:
             raise CheckpointError(changed)
         return data
+
+
+def inside(folder: Path, name: str, where: str) -> Path:
+    """The path of a file in `folder`, which a link must not leave but for the blobs of a hub's cache."""
+    path = folder / name
+    try:
+        root, target = folder.resolve(), path.resolve()
+        exists = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{where}: {name!r:.80} is no readable path ({error})") from error
+    roots = [root]
+    if root.parent.name == "snapshots":  # <model>/snapshots/<revision>/file -> <model>/blobs/<hash>
+        roots.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(allowed) for allowed in roots):
+        raise CheckpointError(f"{where}: {name!r} is a link out of the folder, to {target}; copy the file into it")
+    if not exists:
+        raise CheckpointError(f"{where}: expected the file {name!r}; it is absent, download it")
+    return path

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError
 from qcutlass.formats.config import read_json, read_json_if_there
-from qcutlass.formats.files import Stamp, read_span
+from qcutlass.formats.files import Stamp, inside, read_span
 from qcutlass.formats.safetensors_header import BITS, Entry, as_tensor, dtype_name, read_header
 
 _INDEX: Final = ".safetensors.index.json"
@@ -187,21 +187,3 @@ def _read_index(index: Path) -> dict[str, Path]:
         if name not in files:
             files[name] = inside(index.parent, name, str(index))
     return {tensor: files[name] for tensor, name in listed.items()}
-
-
-def inside(folder: Path, name: str, where: str) -> Path:
-    """The path of a file in `folder`, which a link must not leave but for the blobs of a hub's cache."""
-    path = folder / name
-    try:
-        root, target = folder.resolve(), path.resolve()
-        exists = path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {name!r:.80} is no readable path ({error})") from error
-    roots = [root]
-    if root.parent.name == "snapshots":  # <model>/snapshots/<revision>/file -> <model>/blobs/<hash>
-        roots.append(root.parent.parent / "blobs")
-    if not any(target.is_relative_to(allowed) for allowed in roots):
-        raise CheckpointError(f"{where}: {name!r} is a link out of the folder, to {target}; copy the file into it")
-    if not exists:
-        raise CheckpointError(f"{where}: expected the file {name!r}; it is absent, download it")
-    return path

@@ -162,7 +162,7 @@ def convert(
     with memory_told(old):
         plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
-        with new_folder(new, overwrite) as folder:
+        with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
             done = write_folder(plan.source, plan.layer, folder, shard_bytes, report)
             verified = _check_written(plan, folder, verify)
     return Conversion(plan.source.checkpoint.format, done.layers, done.weights, verified, done.size, done.files)

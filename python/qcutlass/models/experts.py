@@ -33,6 +33,8 @@ def check_names(names: Iterable[str], where: object) -> None:
 
 def _counts(values: Any) -> Iterator[tuple[str, Any]]:
     """At any depth: `text_config`, `ffn_config`; a dense model may say 0 or 1."""
+    for value in values if isinstance(values, list) else ():
+        yield from _counts(value)
     for key, value in values.items() if isinstance(values, dict) else ():
         counts = value if isinstance(value, list) else [value]
         if key in _COUNTS and any(isinstance(count, int) and count > 1 for count in counts):

@@ -57,7 +57,7 @@ def export_model(
         folder: that `convert` or `quantize_model` wrote.
         destination: a folder that is made, as a whole or not at all.
         format: one of `EXPORTS`.
-        overwrite: replaces a folder whose `config.json` is that of a quantised model.
+        overwrite: replaces a folder that `export_model`, `convert` or `quantize_model` made.
         shard_bytes: largest size of a file.
 
     Returns:
@@ -65,6 +65,8 @@ def export_model(
 
     Raises:
         FileExistsError: `destination` is there and `overwrite` is False.
+        ValueError: no such format; a folder to overwrite is none of these; `destination` lies in `folder`, or around
+            it.
         UnsupportedError: the format cannot say it: activation scales (`act_scale`, `smooth`), act-order (gptq can),
             real-valued zeros, layers that differ in bits or group size, scales that are not of 16 bits, shapes that
             fill no words.
@@ -98,7 +100,11 @@ def export_model(
     else:
         _check_groups(common, source)
         described, store = _compressed_config(common, source), compressed_tensors.store
-    with memory_told(old), new_folder(new, overwrite) as written, ShardedWriter(written, shard_bytes) as writer:
+    with (
+        memory_told(old),
+        new_folder(new, overwrite, lambda: _check_destination(old, new, overwrite)) as written,
+        ShardedWriter(written, shard_bytes) as writer,
+    ):
         for name in source:
             try:
                 tensors = store(_stored(source[name], common))

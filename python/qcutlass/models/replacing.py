@@ -9,7 +9,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -37,13 +37,18 @@ def check_new(destination: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
+def new_folder(destination: Path, overwrite: bool, check: Callable[[], None]) -> Iterator[Path]:
     """A folder that takes the place of `destination` when the block ends, in one step.
 
     It is made in a temporary folder beside `destination`, which is removed at the end. If the block raises,
     `destination` stays as it is. What a killed process left behind is removed by the next one with the same
     destination; folders of others are not, whatever their names. On file systems that cannot exchange two folders in
     one step (those of Linux can), a folder to overwrite is moved out of the way first.
+
+    Args:
+        destination: where it appears.
+        overwrite: whether it may take the place of another folder.
+        check: raises unless what lies at `destination` now may be replaced; called again just before it is.
 
     Raises:
         FileExistsError: `destination` is there, and not to be overwritten.
@@ -63,6 +68,7 @@ def new_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
             sync(path)
         sync(folder)
         if overwrite and os.path.lexists(destination):
+            check()  # hours may have passed
             _exchange(folder, destination)
         else:
             _move(folder, destination)
@@ -131,7 +137,11 @@ def _exchange(folder: Path, destination: Path) -> None:
     name = short_name(destination.name, len(f".{_OLD}") + _RANDOM)
     old = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=_OLD, dir=destination.parent))
     destination.rename(old)
-    folder.rename(destination)
+    try:
+        folder.rename(destination)
+    except BaseException:
+        old.rename(destination)
+        raise
     old.rename(folder)
 
 

@@ -12,7 +12,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG
-from qcutlass.formats.source import inside
+from qcutlass.formats.files import inside
 from qcutlass.models.extras import load_tokenizer
 
 _DESCRIPTIONS: Final = ("quantization_config", "compression_config", "quantization")  # of the source's own weights

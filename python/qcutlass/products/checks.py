@@ -109,7 +109,7 @@ def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
 
 
 def _listed(allowed: Container[int]) -> list[int]:
-    return [value for value in range(65) if value in allowed]
+    return [value for value in range(257) if value in allowed]
 
 
 def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch.dtype]]) -> torch.device:

@@ -256,6 +256,24 @@ def test_links_out_of_the_folder(shards: Path, tmp_path: Path) -> None:
         formats.load(shards)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_descriptions_that_are_links_out_of_the_folder(name: str, shards: Path, tmp_path: Path) -> None:
+    file = shards / name
+    file.unlink(missing_ok=True)
+    (tmp_path / "secret").write_text('{"quant_method": "secret"}')
+    file.symlink_to("../secret")
+    with pytest.raises(CheckpointError, match="link out of the folder"):
+        formats.load(shards)
+
+
+def test_gguf_files_that_are_links_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.gguf").write_bytes(b"GGUF")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.gguf").symlink_to("../elsewhere.gguf")
+    with pytest.raises(CheckpointError, match="link out of the folder"):
+        formats.load(tmp_path / "folder")
+
+
 def test_links_in_a_hub_cache(shards: Path, tmp_path: Path) -> None:
     """<model>/snapshots/<revision>/file -> <model>/blobs/<hash> is how the hub's cache stores all files."""
     blobs, revision = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "0123"

@@ -61,6 +61,19 @@ print("qcutlass" in auto.AUTO_QUANTIZER_MAPPING)
     assert result.stdout.strip() == "True", result.stderr
 
 
+def test_two_finders_do_not_ask_each_other_forever() -> None:
+    code = """
+import sys, qcutlass
+del sys.modules["qcutlass._registration"]
+import qcutlass._registration as again
+again.register()
+import transformers.quantizers.auto as auto
+print("qcutlass" in auto.AUTO_QUANTIZER_MAPPING)
+"""
+    result = run(code)
+    assert result.stdout.strip() == "True", result.stderr
+
+
 def test_nothing_of_the_import_system_stays_changed() -> None:
     code = """
         import sys, qcutlass

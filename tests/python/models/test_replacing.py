@@ -20,7 +20,7 @@ OURS = ".new.qcutlass-a1b2c3_d.partial"
 
 
 def write(destination: Path, text: str = "whole", *, overwrite: bool = False) -> None:
-    with new_folder(destination, overwrite) as folder:
+    with new_folder(destination, overwrite, lambda: None) as folder:
         (folder / "file").write_text(text)
 
 
@@ -109,7 +109,7 @@ def test_killed_at_every_line(overwrite: bool, tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_stays(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "new", True) as folder:
+    with new_folder(tmp_path / "new", True, lambda: None) as folder:
         (folder / "file").write_text("first")
         write(tmp_path / "new", "second")
         assert (tmp_path / "new" / "file").read_text() == "second"
@@ -175,7 +175,7 @@ def test_long_names_that_end_differently_have_temporary_folders_of_their_own(tmp
 
 
 def test_names_that_are_too_long_are_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="too long") as caught, new_folder(tmp_path / ("w" * 256), False):
+    with pytest.raises(OSError, match="too long") as caught, new_folder(tmp_path / ("w" * 256), False, lambda: None):
         pytest.fail("the block is entered")
     assert caught.value.errno == errno.ENAMETOOLONG
     assert names(tmp_path) == []
@@ -188,3 +188,40 @@ def test_where_folders_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path / name, "anew", overwrite=True)
         assert (tmp_path / name / "file").read_text() == "anew"
     assert names(tmp_path) == ["new", "w" * 255]
+
+
+def test_what_appears_meanwhile_is_asked_about(tmp_path: Path) -> None:
+    def check() -> None:
+        raise ValueError("not ours")
+
+    def make_while_another_comes() -> None:
+        with new_folder(destination, True, check) as folder:
+            (folder / "file").write_text("new")
+            destination.mkdir()
+            (destination / "precious").write_text("x")
+
+    destination = tmp_path / "new"
+    with pytest.raises(ValueError, match="not ours"):
+        make_while_another_comes()
+    assert (destination / "precious").read_text() == "x"
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_the_old_folder_comes_back_where_the_new_one_cannot_be_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination, rename = tmp_path / "new", Path.rename
+    destination.mkdir()
+    (destination / "old").write_text("x")
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == "new" and self.parent != tmp_path:
+            raise OSError(errno.EIO, "the disk is damaged")
+        return rename(self, target)
+
+    monkeypatch.setattr(replacing.ctypes, "CDLL", lambda *arguments, **options: object())  # no renameat2
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="damaged"), new_folder(destination, True, lambda: None) as folder:
+        (folder / "file").write_text("new")
+    assert (destination / "old").read_text() == "x"
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]

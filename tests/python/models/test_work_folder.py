@@ -182,7 +182,7 @@ def test_killed_at_every_line(tmp_path: Path) -> None:
             resumed = found.finished()
             if not resumed:
                 found.add(0, {}, {"norm": torch.ones(3)}, None, {})
-            with replacing.new_folder(destination, False) as folder:
+            with replacing.new_folder(destination, False, lambda: None) as folder:
                 (folder / "file").write_text("x")
                 found.set_made(folder, {"layers": 1})
             return "resumed" if resumed else "begun"

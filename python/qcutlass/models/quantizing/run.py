@@ -187,7 +187,7 @@ def quantize_model(
         resumed = run_through.all(work)
         work.open()
         overlay = _Overlay(opened, work)
-        with new_folder(new, overwrite) as folder:
+        with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
             done = write_folder(
                 overlay,
                 overlay.layer,

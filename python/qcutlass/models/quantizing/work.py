@@ -233,6 +233,9 @@ def _locked(folder: Path) -> int:
         except BlockingIOError as error:
             os.close(lock)
             raise FileExistsError(f"{folder}: another process is working there") from error
+        except BaseException:
+            os.close(lock)
+            raise
         os.close(lock)
 
 
