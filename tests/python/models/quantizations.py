@@ -59,6 +59,7 @@ def calibration(seed: int, samples: int = 8, tokens: int = 24) -> Tensor:
 def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
     """Kills quantisations of one model at moments spread over their time; each begins where the last one was."""
     generator = random.Random(seed)
+    torch.set_num_threads(1)  # a forked child has none of the OpenMP threads that its parent's runtime counts on
     source, ids = root / "source", calibration(seed)
     make("llama", seed).save_pretrained(source)
 
@@ -79,9 +80,11 @@ def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
             os._exit(0)
         time.sleep(seconds * (0.2 + 0.7 * (i + generator.random()) / count))
         if i == count - 1:  # at least one kill comes after a block was finished, however busy the machine is
-            while not (finished := list((root / "new.work").glob("block-*.json"))) and not (root / "new").exists():
+            deadline = time.monotonic() + 60
+            while not list((root / "new.work").glob("block-*.json")) and time.monotonic() < deadline:
+                if (root / "new").exists():
+                    break
                 time.sleep(0.001)
-            resumed.append(len(finished))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found = contents(root / "new")
