@@ -61,6 +61,14 @@ def test_each_kind_in_folders_has_its_layers() -> None:
     assert set(LAYER_KINDS) < set(LAYERS)
 
 
+def test_zero_points_of_activations_are_not_dropped() -> None:
+    layer = QuantLinear.from_linear(torch.nn.Linear(96, 48), qcutlass.W8A8(symmetric=False))
+    with pytest.raises(qcutlass.UnsupportedError, match="Int8Linear with zero points"):
+        _ = layer.spec
+    with pytest.raises(qcutlass.UnsupportedError, match="Int8Linear with zero points"):
+        layer.canonical()
+
+
 @pytest.mark.parametrize("scheme", OTHERS, ids=str)
 def test_kinds_that_no_folder_holds_say_so(scheme: Scheme) -> None:
     layer = QuantLinear.from_linear(torch.nn.Linear(128, 128), scheme)

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 from qcutlass.errors import UnsupportedError
+from qcutlass.models.memory import memory_shortage
 
 USER_ERRORS: Final = (UnsupportedError, ValueError, OSError, MemoryError, torch.OutOfMemoryError, SafetensorError)
 """Errors of users' files, places and options (CheckpointError is a ValueError); all others are faults of ours."""
 
-_OUT_OF_MEMORY: Final = ("unable to mmap", "allocate memory", "not enough memory", "bad_alloc")  # in torch's messages
 _MOST_TEXT_BYTES: Final = 1 << 30
 _UNSEEN: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # control characters: move the cursor, clear the screen, name the window
@@ -70,7 +70,7 @@ class Commands(TyperGroup):
         except USER_ERRORS as error:
             raise failed(error) from error
         except RuntimeError as error:
-            if not any(words in str(error) for words in _OUT_OF_MEMORY):
+            if memory_shortage(error) is None:
                 raise
             raise failed(error) from error
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
+from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalInt8
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
@@ -181,8 +182,15 @@ class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
         buffers: dict[str, Any] = spec.tensors(n, k)
         return Int8Linear(codes, torch.empty(n, device="meta"), **buffers)
 
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of the layer; UnsupportedError for zero points of activations."""
+        self._check_symmetric("converted folders hold no")
+        return super().spec
+
     def canonical(self) -> CanonicalInt8:
-        """The layer with its codes unpacked, as loaders of checkpoints yield it."""
+        """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
+        self._check_symmetric("there is no canonical form of an")
         return CanonicalInt8(self._codes(), self.w_scale, self.a_scale, self.bias, self.smooth)
 
     def weights(self) -> Tensor:
@@ -192,6 +200,10 @@ class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> Int8Linear:
         codes, w_scale, options = _part(self, part, axis)
         return Int8Linear(codes, w_scale, azp=copied(self.azp), symmetric=self._is_symmetric, **options)
+
+    def _check_symmetric(self, why: str) -> None:
+        if not self._is_symmetric:
+            raise UnsupportedError(f"layer: {why} Int8Linear with zero points of activations; use symmetric=True")
 
     @property
     def _is_symmetric(self) -> bool:

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-_SIGNS: Final = ("allocate memory", "not enough memory", "out of memory", "std::bad_alloc")  # of torch's RuntimeErrors
+_SIGNS: Final = (  # in torch's RuntimeErrors
+    "unable to mmap", "allocate memory", "not enough memory", "out of memory", "bad_alloc"
+)  # fmt: skip
 
 
 @contextmanager
@@ -27,7 +29,7 @@ def memory_told(source: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = _shortage(error)
+        found = memory_shortage(error)
         if found is None:
             raise
         reason = (str(found) or "an allocation failed").partition("\n")[0]
@@ -36,7 +38,7 @@ def memory_told(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _shortage(error: BaseException | None) -> BaseException | None:
+def memory_shortage(error: BaseException | None) -> BaseException | None:
     """The error, or the one that it comes from, that tells of too little memory."""
     while error is not None:
         short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
