@@ -1,4 +1,4 @@
-"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|quality|report|fit``."""
+"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|step|quality|report|fit``."""
 
 from __future__ import annotations
 
@@ -204,6 +204,36 @@ def tokens_command(
     report.print(console)
     report.write(json_path, markdown_path)
     raise typer.Exit(1 if any(row["same_text"] is False for row in found) else 0)
+
+
+@app.command("step")
+def step_command(
+    model: Annotated[list[str], typer.Option(help=f"{_SIZES} Repeatable.")] = ["llama3-8b"],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(min=1, help="Sequences; repeatable.")] = [1, 8, 32, 64],  # noqa: B006
+    context: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt; repeatable.")] = [512],  # noqa: B006
+    mode: Annotated[list[str], typer.Option(help="eager, graph, default; repeatable.")] = ["default"],  # noqa: B006
+    scheme: Annotated[str, typer.Option(help="A weight-only scheme.")] = "w4a16_g128",
+    blocks: Annotated[int | None, typer.Option(min=1, help="Another number of blocks.")] = None,
+    json_path: Json = None,
+    markdown_path: Markdown = None,
+) -> None:
+    """Prompts and steps of whole models on a GPU, dense ones beside them; needs transformers."""
+    from bench import step  # which imports transformers
+
+    kind = _parsed(lambda: schemes.parse_weight_only(scheme))
+    unknown = sorted(set(mode) - set(step.MODES))
+    if unknown:
+        raise typer.BadParameter(f"--mode {unknown[0]!r}: expected one of {', '.join(step.MODES)}")
+    _device("cuda")
+    modes = [step.MODES[name] for name in mode]
+    found: list[Row] = []
+    for name in model:
+        rows = step.run(name, _size(name, blocks), kind, modes, batch, context)
+        count = 2 * len(modes) * len(batch) * len(context)
+        found += track(rows, f"measuring {name}", count, console=console, transient=True)
+    report = step.report(found)
+    report.print(console)
+    report.write(json_path, markdown_path)
 
 
 def _size(name: str, blocks: int | None) -> Size:

@@ -3,9 +3,10 @@
 Pointers are integers (``Tensor.data_ptr()``), strides count elements, enumerations are the C++ ones.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
+from torch import Tensor
 from typing_extensions import Never
 
 class _pybind11_type(type): ...
@@ -148,7 +149,7 @@ class Rebinding(metaclass=_pybind11_type):
     def __init__(self, product: GemmArguments, operands: Sequence[Operand]) -> None: ...
     @property
     def addresses(self) -> list[int]: ...
-    def __call__(self, addresses: list[int], out: int, settled: bool = False) -> GemmArguments: ...
+    def __call__(self, addresses: list[int], out: int) -> GemmArguments: ...
 
 class Plan(metaclass=_pybind11_type):
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
@@ -170,6 +171,52 @@ class Plan(metaclass=_pybind11_type):
     def dense(self) -> bool: ...
     @property
     def slice(self) -> int: ...
+
+# how a kernel meets an operand; READ_EARLY: possibly while the kernel before it in the stream ends
+class Access(metaclass=_pybind11_type):
+    READ: ClassVar[Access]
+    READ_EARLY: ClassVar[Access]
+    WRITTEN: ClassVar[Access]
+
+# what products wrote last in a stream
+class LastOutputs(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    def add(self, begin: int, end: int) -> None: ...
+
+# a checked and planned product, which runs wherever its operands lie; `extents`: bytes, that of the output last
+class Launch(metaclass=_pybind11_type):
+    def __init__(
+        self,
+        product: GemmArguments,
+        operands: Sequence[Operand],
+        accesses: Sequence[Access],
+        extents: Sequence[int],
+        element_size: int,
+        plan: Plan | None,
+        device: int,
+        host_rows: int,
+        new_out: Callable[[], Tensor],
+        new_workspace: Callable[[], Tensor],
+        run_dense: Callable[[GemmArguments, Plan, Tensor, Tensor], None],
+        dense_is_ready: Callable[[int], bool],
+    ) -> None: ...
+    @property
+    def addresses(self) -> list[int]: ...
+    def is_settled(self, addresses: list[int], last: LastOutputs) -> bool: ...
+    def run(self, addresses: list[int], a: Tensor, out: Tensor | None) -> Tensor: ...
+
+# launches of one kind of product by the signatures of their calls; the arguments are places in a call
+class Launches(metaclass=_pybind11_type):
+    def __init__(self, operands: list[int], options: list[int], most: int) -> None: ...
+    def repeat(self, call: Iterable[Any], out: Tensor | None) -> Tensor | None: ...
+    def remember(
+        self, call: Iterable[Any], out: Tensor | None, launch: Launch, generation: int, written: int
+    ) -> None: ...
+    def signature(self, call: Iterable[Any], out: Tensor | None) -> tuple[tuple[int, ...], list[int]] | None: ...
+    def __len__(self) -> int: ...
+
+def forget_launches() -> None: ...
+def launch_generation() -> int: ...
 
 class Cost(metaclass=_pybind11_type):
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...

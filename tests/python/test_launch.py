@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import qcutlass
 from qcutlass import _C, testing, tuning
 from qcutlass.products import launching
+from qcutlass.products.multiplying import multiply
 from qcutlass.products.product import Product
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
@@ -35,13 +37,14 @@ def arguments(m: int = M, **options: Any) -> dict[str, Any]:
 
 
 def fresh(values: dict[str, Any]) -> Tensor:
-    """The product with nothing remembered before or after."""
-    before = dict(launching._launches)
-    launching.forget()
-    out = qcutlass.gemm(**values)
-    launching._launches.clear()
-    launching._launches.update(before)
-    return out
+    """The product, checked and planned anew; it is not remembered."""
+
+    def run(product: Product, out: Tensor | None) -> None:
+        launch = launching.launch_of(product)
+        launch.run(launch.addresses, product.a, product.out)
+
+    with mock.patch.object(launching, "run", run):
+        return multiply(WEIGHT_ONLY, GemmCall(**values))
 
 
 def moved(tensor: Tensor, choose: random.Random) -> Tensor:
@@ -64,11 +67,11 @@ def moved(tensor: Tensor, choose: random.Random) -> Tensor:
 def test_a_repeated_call_is_remembered_and_reads_its_own_operands() -> None:
     values = arguments(bias=True, activation="silu")
     qcutlass.gemm(**values)
-    assert len(launching._launches) == 1
+    assert len(WEIGHT_ONLY.launches) == 1
     for _ in range(3):
         values |= {"a": values["a"] * 2, "bias": values["bias"] + 1, "w_packed": values["w_packed"].flip(0).clone()}
         testing.assert_equal(qcutlass.gemm(**values), fresh(values))
-    assert len(launching._launches) == 1
+    assert len(WEIGHT_ONLY.launches) == 1
 
 
 def test_calls_of_many_kinds_in_any_order(seed: int) -> None:
@@ -98,14 +101,14 @@ def test_calls_of_many_kinds_in_any_order(seed: int) -> None:
             assert qcutlass.gemm(**values, out=out) is out
             testing.assert_equal(out.detach(), expected)
         testing.assert_equal(qcutlass.gemm(**values), expected)
-    assert len(launching._launches) > 50
+    assert len(WEIGHT_ONLY.launches) > 50
 
 
 @pytest.mark.parametrize(("name", "good", "bad"), [("split_k", 0, False), ("bits", 4, 4.0), ("group_size", 32, 32.0)])
 def test_equal_values_of_other_types_are_still_refused(name: str, good: object, bad: object) -> None:
     values = arguments()
     qcutlass.gemm(**values, **{name: good})
-    assert len(launching._launches) == 1
+    assert len(WEIGHT_ONLY.launches) == 1
     with pytest.raises(TypeError, match=name):
         qcutlass.gemm(**values, **{name: bad})
 
@@ -164,16 +167,16 @@ def test_sparse_operands_are_refused() -> None:
 
 
 def test_a_plan_made_before_tuning_is_not_remembered_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = launching.Launch.run
+    plan = launching.launch_of
 
-    def run_while_another_thread_tunes(*args: Any) -> Tensor:
-        result = run(*args)
+    def plan_while_another_thread_tunes(product: Product) -> _C.Launch:
+        launch = plan(product)
         launching.forget()
-        return result
+        return launch
 
-    monkeypatch.setattr(launching.Launch, "run", run_while_another_thread_tunes)
+    monkeypatch.setattr(launching, "launch_of", plan_while_another_thread_tunes)
     qcutlass.gemm(**arguments())
-    assert not launching._launches
+    assert not WEIGHT_ONLY.launches
 
 
 @pytest.mark.parametrize("activation", [["relu"], {}, 3])
@@ -247,7 +250,7 @@ def test_a_parameter_with_new_data_is_a_new_operand() -> None:
 def test_operands_are_not_kept() -> None:
     values = arguments(bias=True, act_scale=True, perm=True)
     qcutlass.gemm(**values)
-    assert len(launching._launches) == 1
+    assert len(WEIGHT_ONLY.launches) == 1
     references = [weakref.ref(value) for value in values.values() if isinstance(value, Tensor)]
     assert len(references) == 7
     values.clear()
@@ -269,7 +272,7 @@ def test_a_remembered_plan_fits_its_operands() -> None:
                 operands = {"a": problem.a, "scales": problem.scales, "zeros": problem.zeros, name: view}
                 call = GemmCall(operands["a"], weights, operands["scales"], operands["zeros"])
                 product = Product(WEIGHT_ONLY, call, call.check(None), torch.empty(1, 64, dtype=torch.float16))
-                found = launching._signature(WEIGHT_ONLY, call, None)
+                found = WEIGHT_ONLY.launches.signature(call, None)
                 assert found is not None
                 signature, addresses = found
                 rebinding = product.rebinding()
@@ -283,34 +286,43 @@ def test_a_remembered_plan_fits_its_operands() -> None:
     assert len({planned for _, planned in remembered.values()}) > 1, "no view was misaligned"
 
 
-def test_weights_that_were_multiplied_before_are_settled() -> None:
+def test_weights_are_settled_unless_the_products_just_before_wrote_them() -> None:
     values = arguments(bias=True, act_scale=True, perm=True)
-    call = GemmCall(**values)
-    product = Product(WEIGHT_ONLY, call, call.check(None), torch.empty(M, N, dtype=torch.float16))
-    launch = launching.Launch(product)
-    addresses = launch.addresses
-    assert all(addresses)
-    assert [launch._are_settled(addresses) for _ in range(2)] == [False, True]
-    settled = {}
-    for place, name in enumerate(name for name, value in values.items() if isinstance(value, Tensor)):
-        settled[name] = launch._are_settled([address + 64 * (place == i) for i, address in enumerate(addresses)])
-    assert {name for name, already in settled.items() if not already} == {"w_packed", "scales", "zeros"}
-    assert launch._are_settled(addresses)
+    product = Product(WEIGHT_ONLY, call := GemmCall(**values), call.check(None), torch.empty(M, N).half())
+    launch = launching.launch_of(product)
+    addresses = dict(zip((name for name in values if isinstance(values[name], Tensor)), launch.addresses, strict=True))
+    assert launch.is_settled(launch.addresses, _C.LastOutputs())
+    unsettled = set()
+    for name, address in addresses.items():
+        last = _C.LastOutputs()
+        last.add(address - 64, address)
+        last.add(address + values[name].nbytes, address + values[name].nbytes + 64)
+        assert launch.is_settled(launch.addresses, last), f"{name}: its neighbours in memory"
+        last.add(address + values[name].nbytes - 1, address + values[name].nbytes + 64)
+        for _ in range(7):  # as many threads may launch into one stream
+            last.add(1, 2)
+        if not launch.is_settled(launch.addresses, last):
+            unsettled.add(name)
+        last.add(1, 2)
+        assert launch.is_settled(launch.addresses, last)
+    assert unsettled == {"w_packed", "scales", "zeros"}
 
 
-def test_the_number_of_remembered_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_MOST_LAUNCHES", 4)
+def test_the_number_of_remembered_calls_is_bounded() -> None:
+    launches = _C.Launches(*WEIGHT_ONLY.places, 4)
     for m in range(1, 12):
-        values = arguments(m=m)
-        testing.assert_equal(qcutlass.gemm(**values), fresh(values))
-        assert 1 <= len(launching._launches) <= 4
+        call = GemmCall(**arguments(m=m))
+        launch = launching.launch_of(Product(WEIGHT_ONLY, call, call.check(None), torch.empty(m, N).half()))
+        launches.remember(call, None, launch, _C.launch_generation(), 0)
+        assert 1 <= len(launches) <= 4
+        testing.assert_equal(launches.repeat(call, None), fresh(call._asdict()))
 
 
 def test_new_tuned_plans_have_everything_planned_anew() -> None:
     qcutlass.gemm(**arguments())
-    assert len(launching._launches) == 1
+    assert len(WEIGHT_ONLY.launches) == 1
     tuning.forget()
-    assert len(launching._launches) == 0
+    assert len(WEIGHT_ONLY.launches) == 0
 
 
 def test_threads_share_what_is_remembered() -> None:

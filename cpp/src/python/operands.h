@@ -67,7 +67,7 @@ class Rebinding {
   std::vector<uintptr_t> addresses() const;
 
   /// The product of operands at `addresses`, in the order that it was made with.
-  GemmArguments at(pybind11::list const& addresses, uintptr_t out, bool settled) const;
+  GemmArguments at(std::vector<uintptr_t> const& addresses, uintptr_t out) const;
 
  private:
   GemmArguments product_;

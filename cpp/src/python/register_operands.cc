@@ -22,15 +22,14 @@ std::vector<uintptr_t> Rebinding::addresses() const {
   return found;
 }
 
-GemmArguments Rebinding::at(py::list const& addresses, uintptr_t out, bool settled) const {
+GemmArguments Rebinding::at(std::vector<uintptr_t> const& addresses, uintptr_t out) const {
   if (addresses.size() != operands_.size()) {
     throw InvalidArgument("addresses: expected " + std::to_string(operands_.size()) + ", one for each operand, got " +
                           std::to_string(addresses.size()));
   }
   GemmArguments product = product_;
-  for (size_t i = 0; i < operands_.size(); ++i) operands_[i].set(product, addresses[i].cast<uintptr_t>());
+  for (size_t i = 0; i < operands_.size(); ++i) operands_[i].set(product, addresses[i]);
   product.out = to_pointer(out);
-  product.settled = settled;
   return product;
 }
 
@@ -40,7 +39,7 @@ void register_operands(py::module_& module) {
   py::class_<Rebinding>(module, "Rebinding")
       .def(py::init<GemmArguments const&, std::vector<Operand> const&>(), "product"_a, "operands"_a)
       .def_property_readonly("addresses", &Rebinding::addresses)
-      .def("__call__", &Rebinding::at, "addresses"_a, "out"_a, "settled"_a = false);
+      .def("__call__", &Rebinding::at, "addresses"_a, "out"_a);
 }
 
 }  // namespace qcutlass::python

@@ -12,9 +12,10 @@ from qcutlass.algorithms.nearest import quantize
 from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
-from qcutlass.products import dequantize, gemm, preprocess_weights
+from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, short
-from qcutlass.products.weight_only import GemmCall
+from qcutlass.products.multiplying import compute
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import WeightOnly
 
@@ -120,18 +121,20 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         self._check_input(a)
-        return gemm(
+        parts = self._buffers  # attributes of modules that are buffers take long to look up
+        call = GemmCall(
             a,
-            self.w_packed,
-            self.scales,
-            self.zeros,
-            bias=self.bias,
-            activation=self.activation,
-            act_scale=self.act_scale,
-            perm=self.perm,
-            group_size=self.group_size,
-            bits=self.bits,
+            parts["w_packed"],
+            parts["scales"],
+            parts["zeros"],
+            parts["bias"],
+            self.activation,
+            parts["act_scale"],
+            parts["perm"],
+            self.group_size,
+            self.bits,
         )
+        return compute(WEIGHT_ONLY, call, None)
 
     def canonical(self) -> CanonicalLinear:
         """The layer with its codes unpacked, as loaders of checkpoints yield it."""

@@ -29,6 +29,9 @@ SETTLING: Final = frozenset(
 _OUTPUTS: Final = frozenset({Operand.OUT_SCALES})
 """Operands that a product writes besides `out`; none is an argument of its operator."""
 
+MOST_LAUNCHES: Final = 4096
+"""Calls of a kind that are remembered, some 2 KB each."""
+
 _TYPES: Final = {Tensor: "Tensor", str: "str", int: "int", bool: "bool", torch.dtype: "ScalarType"}
 """Types of arguments as schemas write them."""
 
@@ -137,6 +140,12 @@ def _schema(arguments: list[_Argument]) -> str:
     return ", ".join(one.declared(with_default=place >= first) for place, one in enumerate(arguments))
 
 
+def _access(role: Operand) -> _C.Access:
+    if role in _OUTPUTS:
+        return _C.Access.WRITTEN
+    return _C.Access.READ_EARLY if role in SETTLING else _C.Access.READ
+
+
 def schema_of(call: Callable[..., Any]) -> str:
     """The arguments of an operator, from the NamedTuple that holds them."""
     return _schema(_arguments_of(call))
@@ -154,7 +163,9 @@ class Kind:
         roles: which operand each tensor of a call is, in the call's order.
         operands: the tensors of a call, in the same order.
         options: all of a call that is no tensor.
-        settling: the addresses of weights and what belongs to them, from those of the operands.
+        accesses: how kernels meet each operand, in the same order.
+        places: of the operands, and of the options, in a call.
+        launches: how calls of the kind were run before.
     """
 
     def __init__(
@@ -177,7 +188,10 @@ class Kind:
         self.roles: Final = [field.operand for field in fields if field.operand is not None]
         self.operands: Final = _getter(fields, lambda field: field.operand is not None)
         self.options: Final = _getter(fields, lambda field: field.operand is None)
-        self.settling: Final = _getter(self.roles, lambda role: role in SETTLING)
+        self.accesses: Final = [_access(role) for role in self.roles]
+        operands = [place for place, field in enumerate(fields) if field.operand is not None]
+        self.places: Final = operands, [place for place in range(len(fields)) if place not in operands]
+        self.launches: Final = _C.Launches(*self.places, MOST_LAUNCHES)
 
     def arguments(self, call: Call) -> tuple[Any, ...]:
         """Those of the operator, from a call."""

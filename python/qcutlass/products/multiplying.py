@@ -8,7 +8,7 @@ from torch import Tensor
 from qcutlass.products import launching
 from qcutlass.products.checks import check_inference, check_memory, tensors_of
 from qcutlass.products.kind import Call, Kind
-from qcutlass.products.library import is_eager, is_traced
+from qcutlass.products.library import is_eager
 from qcutlass.products.memory import check_out_memory
 from qcutlass.products.packing import WeightShape
 from qcutlass.products.product import Product
@@ -16,10 +16,10 @@ from qcutlass.products.product import Product
 
 def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
     """Runs a product in the shortest way that is open to it."""
-    forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
-    repeated = None if forward or is_traced() else launching.repeat(kind, call, out)
+    repeated = launching.repeat(kind, call, out)
     if repeated is not None:
         return repeated
+    forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
     if forward or torch.is_grad_enabled():
         check_inference(**tensors_of(call), out=out)
     if out is not None:

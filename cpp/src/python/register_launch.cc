@@ -1,0 +1,39 @@
+// Products that were run before.
+#include <pybind11/stl.h>
+
+#include "launch.h"
+#include "register.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace qcutlass::python {
+
+void register_launch(py::module_& module) {
+  py::enum_<Access>(module, "Access")
+      .value("READ", Access::kRead)
+      .value("READ_EARLY", Access::kReadEarly)
+      .value("WRITTEN", Access::kWritten);
+  py::class_<LastOutputs>(module, "LastOutputs")
+      .def(py::init<>())
+      .def(
+          "add", [](LastOutputs& self, uintptr_t begin, uintptr_t end) { self.add({begin, end}); }, "begin"_a, "end"_a);
+  py::class_<Launch, std::shared_ptr<Launch>>(module, "Launch")
+      .def(py::init<GemmArguments const&, std::vector<Operand> const&, std::vector<Access>, std::vector<size_t>, int,
+                    std::optional<Plan>, int, int64_t, py::object, py::object, py::object, py::object>(),
+           "product"_a, "operands"_a, "accesses"_a, "extents"_a, "element_size"_a, "plan"_a, "device"_a, "host_rows"_a,
+           "new_out"_a, "new_workspace"_a, "run_dense"_a, "dense_is_ready"_a)
+      .def_property_readonly("addresses", &Launch::addresses)
+      .def("is_settled", &Launch::is_settled, "addresses"_a, "last"_a)
+      .def("run", &Launch::run, "addresses"_a, "a"_a, "out"_a);
+  py::class_<Launches>(module, "Launches")
+      .def(py::init<std::vector<int>, std::vector<int>, size_t>(), "operands"_a, "options"_a, "most"_a)
+      .def("repeat", &Launches::repeat, "call"_a, "out"_a)
+      .def("remember", &Launches::remember, "call"_a, "out"_a, "launch"_a, "generation"_a, "written"_a)
+      .def("signature", &Launches::signature, "call"_a, "out"_a)
+      .def("__len__", &Launches::size);
+  module.def("forget_launches", &Launches::forget_all);
+  module.def("launch_generation", &Launches::generation);
+}
+
+}  // namespace qcutlass::python

@@ -1,0 +1,112 @@
+#include "signature.h"
+
+#include <cstring>
+
+#include "torch_calls.h"
+
+namespace py = pybind11;
+
+namespace qcutlass::python {
+
+namespace {
+
+int64_t identity(PyObject* object) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(object)); }
+
+/// torch.dtype objects live as long as torch: their addresses tell them apart.
+bool is_dtype(PyObject* object) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == TorchCalls::instance().dtype.ptr();
+}
+
+/// An option by its type and value: True is not 1, and 1.0 is neither.
+bool append_option(PyObject* option, Signature& signature) {
+  if (option == Py_None || option == Py_True || option == Py_False || is_dtype(option)) {
+    signature.push_back(identity(option));
+    return true;
+  }
+  signature.push_back(identity(reinterpret_cast<PyObject*>(Py_TYPE(option))));
+  if (PyLong_CheckExact(option)) {
+    int overflow = 0;
+    signature.push_back(PyLong_AsLongLongAndOverflow(option, &overflow));
+    return overflow == 0;
+  }
+  if (!PyUnicode_CheckExact(option)) return false;
+  Py_ssize_t length = 0;
+  char const* const text = PyUnicode_AsUTF8AndSize(option, &length);
+  if (text == nullptr) throw py::error_already_set();
+  signature.push_back(length);
+  size_t const begin = signature.size(), words = (static_cast<size_t>(length) + sizeof(int64_t) - 1) / sizeof(int64_t);
+  signature.resize(begin + words);
+  if (words > 0) std::memcpy(signature.data() + begin, text, static_cast<size_t>(length));
+  return true;
+}
+
+void append_all(py::object const& sizes, Signature& signature) {
+  for (Py_ssize_t i = 0, count = PyTuple_GET_SIZE(sizes.ptr()); i < count; ++i) {
+    signature.push_back(to_integer(PyTuple_GET_ITEM(sizes.ptr(), i)));
+  }
+}
+
+/// A device as one number: that of a GPU, -1 for the CPU; nothing for any other.
+std::optional<int64_t> device_of(PyObject* tensor) {
+  static Name const kIsCuda("is_cuda"), kIsCpu("is_cpu"), kGetDevice("get_device");
+  if (get(tensor, kIsCuda).ptr() == Py_True) return to_integer(call(tensor, kGetDevice).ptr());
+  if (get(tensor, kIsCpu).ptr() == Py_True) return -1;
+  return std::nullopt;
+}
+
+/// The address of an operand, whose signature is appended; nothing where the call has to be looked at closely.
+std::optional<uintptr_t> append_operand(PyObject* operand, bool records_gradients, Signature& signature) {
+  static Name const kRequiresGrad("requires_grad"), kIsNeg("is_neg"), kShape("shape"), kIsContiguous("is_contiguous"),
+      kStride("stride"), kDtype("dtype");
+  if (operand == Py_None) {
+    signature.push_back(0);
+    return 0;
+  }
+  TorchCalls const& torch = TorchCalls::instance();
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(operand));
+  if (type != torch.tensor.ptr() && type != torch.parameter.ptr()) return std::nullopt;
+  if (records_gradients && get(operand, kRequiresGrad).ptr() != Py_False) return std::nullopt;
+  if (call(operand, kIsNeg).ptr() != Py_False) return std::nullopt;
+  std::optional<int64_t> const device = device_of(operand);
+  if (!device) return std::nullopt;
+  uintptr_t address = 0;
+  try {
+    address = data_ptr(operand);
+  } catch (py::error_already_set const&) {  // sparse
+    return std::nullopt;
+  }
+  if (address == 0) return std::nullopt;  // empty, or its storage was taken away
+  py::object const shape = get(operand, kShape);
+  signature.push_back(1 + PyTuple_GET_SIZE(shape.ptr()));
+  append_all(shape, signature);
+  bool const contiguous = call(operand, kIsContiguous).ptr() == Py_True;
+  signature.push_back(contiguous);
+  if (!contiguous) append_all(call(operand, kStride), signature);  // contiguous: any other strides serve as well
+  signature.push_back(identity(get(operand, kDtype).ptr()));
+  signature.push_back(*device);
+  signature.push_back(static_cast<int64_t>(address % kAlignment));
+  return address;
+}
+
+}  // namespace
+
+bool write_signature(Fields const& fields, PyObject* call, PyObject* out, bool records_gradients, Signature& signature,
+                     std::vector<uintptr_t>& addresses) {
+  signature.clear();
+  addresses.clear();
+  for (int place : fields.options) {
+    if (!append_option(PyTuple_GET_ITEM(call, place), signature)) return false;
+  }
+  for (int place : fields.operands) {
+    std::optional<uintptr_t> const address =
+        append_operand(PyTuple_GET_ITEM(call, place), records_gradients, signature);
+    if (!address) return false;
+    addresses.push_back(*address);
+  }
+  std::optional<uintptr_t> const address = append_operand(out, records_gradients, signature);
+  if (!address) return false;
+  addresses.push_back(*address);
+  return true;
+}
+
+}  // namespace qcutlass::python

@@ -1,0 +1,44 @@
+#include "torch_calls.h"
+
+namespace py = pybind11;
+
+namespace qcutlass::python {
+
+TorchCalls const& TorchCalls::instance() {
+  static TorchCalls const* const calls = [] {
+    py::module_ const torch = py::module_::import("torch");
+    py::object const c = torch.attr("_C"), cuda = torch.attr("cuda"), none = py::none();
+    auto* const found = new TorchCalls{};
+    found->tensor = torch.attr("Tensor");
+    found->parameter = torch.attr("nn").attr("Parameter");
+    found->dtype = torch.attr("dtype");
+    found->get_num_threads = torch.attr("get_num_threads");
+    found->is_grad_enabled = torch.attr("is_grad_enabled");
+    found->increment_version = torch.attr("autograd").attr("graph").attr("increment_version");
+    found->forward_ad = torch.attr("autograd").attr("forward_ad");
+    found->dispatch_modes = c.attr("_len_torch_dispatch_stack");
+    found->transforms = c.attr("_functorch").attr("peek_interpreter_stack");
+    found->tracing = c.attr("_get_tracing_state");
+    found->current_device = py::getattr(c, "_cuda_getDevice", none);
+    found->current_stream = py::getattr(c, "_cuda_getCurrentRawStream", none);
+    found->device = cuda.attr("device");
+    return found;
+  }();
+  return *calls;
+}
+
+bool TorchCalls::calls_are_watched() const {
+  static Name const kLevel("_current_level");
+  return to_integer(get(forward_ad.ptr(), kLevel).ptr()) >= 0 || to_integer(call(dispatch_modes).ptr()) > 0 ||
+         !call(transforms).is_none() || !call(tracing).is_none();
+}
+
+uintptr_t data_ptr(PyObject* tensor) {
+  static Name const kDataPtr("data_ptr");
+  py::object const address = call(tensor, kDataPtr);
+  uintptr_t const result = PyLong_AsSize_t(address.ptr());
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return result;
+}
+
+}  // namespace qcutlass::python

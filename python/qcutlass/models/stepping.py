@@ -1,0 +1,207 @@
+"""Decoding with everything in place: a static cache, a compiled step, a CUDA graph.
+
+A step of decoding reads every weight once and computes little, so what lies between the products decides. An eager step
+of transformers launches some 1700 kernels from Python and is bound by the host; compiled it has 500, and as a CUDA graph
+it is one launch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, Final
+
+import platformdirs
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from qcutlass.errors import UnsupportedError
+
+_WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
+_LENGTH_STEP: Final = 128  # tokens; blocks of keys that attention takes at a time, so that caches of like size agree
+_CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compiled_code() -> str:
+    """The folder that keeps compiled steps: `TORCHINDUCTOR_CACHE_DIR`, or one in the user's cache folder."""
+    return os.environ.setdefault(_CACHE_VARIABLE, str(platformdirs.user_cache_path("qcutlass") / "inductor"))
+
+
+def obstacle(model: Any) -> str | None:
+    """The reason why a `Decoder` cannot hold this model; None if it can."""
+    layers = StaticCache(config=model.config, max_cache_len=_LENGTH_STEP).layers
+    if any(type(layer) is not StaticLayer for layer in layers):
+        return "not all of its layers attend to all tokens before, as a graph of a step has to"
+    if not getattr(model, "_supports_flex_attn", False):
+        return f"{type(model).__name__} has no flex_attention"
+    return None
+
+
+class Decoder:
+    """A model that reads prompts once and then makes a token of each at a time.
+
+    Prompts run as the model is, with scaled-dot-product attention, and are not compiled anew for each length. Steps
+    write into tensors that stay where they are. They are compiled by torch, with `flex_attention`, which reads the keys
+    and values of grouped heads as they are stored, and on a GPU captured in a CUDA graph. What was compiled is kept on
+    disk, in `compiled_code()`.
+
+    Attributes:
+        tokens: int64 `[batch, 1]`, to be written before each step.
+        length: tokens of a sequence that there is room for.
+
+    Example:
+        >>> from qcutlass.models.stepping import Decoder
+        >>> def greedy(model, ids, count):  # [batch, prompt], without padding
+        ...     decoder = Decoder(model, *ids.shape[:1], length=ids.shape[1] + count)
+        ...     logits, made = decoder.prefill(ids), []
+        ...     for _ in range(count):
+        ...         made.append(logits.argmax(-1, keepdim=True))
+        ...         decoder.tokens.copy_(made[-1])
+        ...         logits = decoder.step()
+        ...     return torch.cat(made, dim=1)
+    """
+
+    def __init__(self, model: Any, batch: int, length: int, *, compiled: bool = True, graph: bool = True) -> None:
+        """
+        Args:
+            model: a causal language model of transformers, in evaluation mode.
+            batch: sequences at a time.
+            length: tokens of the longest sequence, prompt included; rounded up to a multiple of 128.
+            compiled: whether torch compiles the step, at its first use: half a minute for 32 blocks, less from disk.
+            graph: whether steps are replays of a CUDA graph; on GPUs alone.
+
+        Raises:
+            UnsupportedError: `obstacle` says why.
+        """
+        why = obstacle(model)
+        if why is not None:
+            raise UnsupportedError(f"model: {why}; use the model's own generate")
+        self.length = -(-length // _LENGTH_STEP) * _LENGTH_STEP
+        self._model, device = model, model.device
+        self._compiled, self._graph = compiled, graph and device.type == "cuda"
+        self._cache = StaticCache(config=model.config, max_cache_len=self.length)
+        self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._mask = torch.zeros(batch, self.length, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._forward: Callable[..., Any] = model.forward
+        self._logits: Tensor | None = None
+        self._replay: Callable[[], None] | None = None
+        if compiled:
+            compiled_code()
+            self._forward = torch.compile(model.forward)
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Reads prompts, from whatever state.
+
+        Args:
+            ids: int64 `[batch, prompt]`, padded on the left.
+            mask: bool or integer `[batch, prompt]`, 0 for padding. None: there is none.
+
+        Returns:
+            Logits `[batch, vocabulary]` behind the last token of each.
+        """
+        batch, count = ids.shape
+        if batch != len(self.tokens) or not 0 < count <= self.length:
+            raise ValueError(
+                f"ids: expected [{len(self.tokens)}, 1 to {self.length}] tokens, got {list(ids.shape)}; make another "
+                "Decoder for them"
+            )
+        self._cache.reset()
+        whole = torch.ones_like(ids) if mask is None else mask.to(ids.device, ids.dtype)
+        self._mask.zero_()
+        self._mask[:, :count] = whole.bool()
+        positions = (whole.cumsum(-1) - 1).clamp_(min=0)
+        own = DynamicCache(config=self._model.config)  # a static one would be read to its end
+        with _attention(self._model, "sdpa"):
+            result = self._model(
+                ids,
+                attention_mask=None if mask is None else whole,
+                position_ids=positions,
+                past_key_values=own,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        for index, layer in enumerate(own.layers):
+            self._cache.update(layer.keys, layer.values, index)
+        self._place.fill_(count)
+        self._positions.copy_(positions[:, -1:] + 1)
+        logits: Tensor = result.logits[:, -1]
+        return logits
+
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        """One more token of each sequence: reads `tokens`.
+
+        Returns:
+            Logits `[batch, vocabulary]`, overwritten by the next step.
+        """
+        if self._replay is not None:
+            self._replay()
+        elif self._graph:
+            self._capture()
+        else:
+            self._logits = self._compute()
+        assert self._logits is not None
+        return self._logits
+
+    def _compute(self) -> Tensor:
+        self._mask.index_fill_(1, self._place, True)
+        with _attention(self._model, "flex_attention" if self._compiled else "sdpa"):
+            result = self._forward(
+                self.tokens,
+                attention_mask=self._mask,
+                position_ids=self._positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        self._place.add_(1)
+        self._positions.add_(1)
+        logits: Tensor = result.logits[:, -1]
+        return logits
+
+    def _state(self) -> list[Tensor]:
+        """What a step changes besides keys and values."""
+        lengths = [layer.cumulative_length for layer in self._cache.layers]
+        return [self._mask, self._place, self._positions, *lengths]
+
+    def _capture(self) -> None:
+        """Computes this step, then makes steps replays: the state is put back after each try."""
+        before = [tensor.clone() for tensor in self._state()]
+
+        def rewind() -> None:
+            for tensor, value in zip(self._state(), before, strict=True):
+                tensor.copy_(value)
+
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_STEPS):
+                self._compute()
+                rewind()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._logits = self._compute()
+        self._replay = graph.replay
+        self._replay()
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Any:
+    """The model with another implementation of attention."""
+    config = model.config
+    before = config._attn_implementation
+    if before == name:
+        yield
+        return
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
