@@ -1,12 +1,13 @@
 """Decoding with everything in place: a static cache, a compiled step, a CUDA graph.
 
-A step of decoding reads every weight once and computes little, so what lies between the products decides. An eager step
-of transformers launches some 1700 kernels from Python and is bound by the host; compiled it has 500, and as a CUDA graph
-it is one launch.
+A step of decoding reads every weight once and computes little, so what lies between the products decides. An eager
+step of transformers launches some 1700 kernels from Python and is bound by the host; compiled it has 500, and as a
+CUDA graph it is one launch.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ from typing import Any, Final
 import platformdirs
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from qcutlass.errors import UnsupportedError
 
 _WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
-_LENGTH_STEP: Final = 128  # tokens; blocks of keys that attention takes at a time, so that caches of like size agree
+_BLOCK: Final = 128  # keys that flex_attention skips or takes together
 _CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -32,11 +34,13 @@ def compiled_code() -> str:
 
 def obstacle(model: Any) -> str | None:
     """The reason why a `Decoder` cannot hold this model; None if it can."""
-    layers = StaticCache(config=model.config, max_cache_len=_LENGTH_STEP).layers
+    layers = StaticCache(config=model.config, max_cache_len=_BLOCK).layers
     if any(type(layer) is not StaticLayer for layer in layers):
         return "not all of its layers attend to all tokens before, as a graph of a step has to"
     if not getattr(model, "_supports_flex_attn", False):
         return f"{type(model).__name__} has no flex_attention"
+    if "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
+        return f"torch {torch.__version__} is too old"
     return None
 
 
@@ -79,20 +83,23 @@ class Decoder:
         why = obstacle(model)
         if why is not None:
             raise UnsupportedError(f"model: {why}; use the model's own generate")
-        self.length = -(-length // _LENGTH_STEP) * _LENGTH_STEP
+        self.length = -(-length // _BLOCK) * _BLOCK
         self._model, device = model, model.device
         self._compiled, self._graph = compiled, graph and device.type == "cuda"
         self._cache = StaticCache(config=model.config, max_cache_len=self.length)
         self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._mask = torch.zeros(batch, self.length, dtype=torch.bool, device=device)
+        self._blocks = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._forward: Callable[..., Any] = model.forward
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
+        self._attended: Tensor | BlockMask = self._mask[:, None, None]
         if compiled:
             compiled_code()
             self._forward = torch.compile(model.forward)
+            self._attended = self._block_mask()
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -149,12 +156,25 @@ class Decoder:
         assert self._logits is not None
         return self._logits
 
+    def _block_mask(self) -> BlockMask:
+        """What a token attends to, read anew in each step: the blocks of keys up to its own, but for padding."""
+        blocks = torch.arange(self.length // _BLOCK, dtype=torch.int32, device=self._mask.device)
+        mask = self._mask
+        return BlockMask.from_kv_blocks(
+            self._blocks,
+            blocks.expand(*self._blocks.shape, -1).contiguous(),
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=lambda batch, head, query, key: mask[batch, key],
+            seq_lengths=(1, self.length),
+        )
+
     def _compute(self) -> Tensor:
         self._mask.index_fill_(1, self._place, True)
+        self._blocks.copy_(self._place // _BLOCK + 1)
         with _attention(self._model, "flex_attention" if self._compiled else "sdpa"):
             result = self._forward(
                 self.tokens,
-                attention_mask=self._mask,
+                attention_mask=self._attended,
                 position_ids=self._positions,
                 past_key_values=self._cache,
                 use_cache=True,
