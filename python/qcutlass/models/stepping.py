@@ -7,9 +7,10 @@ CUDA graph it is one launch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,8 +18,9 @@ import platformdirs
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qcutlass.errors import UnsupportedError
 
@@ -92,13 +94,14 @@ class Decoder:
         self._mask = torch.zeros(batch, self.length, dtype=torch.bool, device=device)
         self._blocks = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self._forward: Callable[..., Any] = model.forward
+        self._plain: Callable[..., Any] = getattr(model.forward, "replaced", model.forward)  # in_steps replaces it
+        self._forward = self._plain
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
         self._attended: Tensor | BlockMask = self._mask[:, None, None]
         if compiled:
             compiled_code()
-            self._forward = torch.compile(model.forward)
+            self._forward = torch.compile(self._plain)
             self._attended = self._block_mask()
 
     @torch.inference_mode()
@@ -125,7 +128,7 @@ class Decoder:
         positions = (whole.cumsum(-1) - 1).clamp_(min=0)
         own = DynamicCache(config=self._model.config)  # a static one would be read to its end
         with _attention(self._model, "sdpa"):
-            result = self._model(
+            result = self._plain(
                 ids,
                 attention_mask=None if mask is None else whole,
                 position_ids=positions,
@@ -139,6 +142,11 @@ class Decoder:
         self._positions.copy_(positions[:, -1:] + 1)
         logits: Tensor = result.logits[:, -1]
         return logits
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step runs at once: nothing is left to be compiled or captured."""
+        return self._replay is not None or not (self._graph or self._compiled)
 
     @torch.inference_mode()
     def step(self) -> Tensor:
@@ -213,7 +221,7 @@ class Decoder:
 
 
 @contextmanager
-def _attention(model: Any, name: str) -> Any:
+def _attention(model: Any, name: str) -> Iterator[None]:
     """The model with another implementation of attention."""
     config = model.config
     before = config._attn_implementation
@@ -225,3 +233,90 @@ def _attention(model: Any, name: str) -> Any:
         yield
     finally:
         config._attn_implementation = before
+
+
+class StepCache(Cache):
+    """Stands for the keys and values of a `Decoder` where transformers' `generate` asks how many there are."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(layers=[])
+        self.decoder = decoder
+        self.count = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each sequence so far, padding included."""
+        return self.count
+
+    def _unsupported(self, *arguments: object) -> None:
+        raise UnsupportedError("generate: in_steps makes one token of each prompt at a time; call generate outside")
+
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _unsupported  # beams, assistants
+
+
+@contextmanager
+def in_steps(
+    model: Any, length: int, *, compiled: bool = True, on_first_step: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Inside, transformers' own `generate` of this model runs on a `Decoder`, for prompts of any number.
+
+    Every option of `generate` that asks for one token of each sequence at a time works: sampling, streamers, stopping
+    criteria. Beam search, assisted decoding and prompts that continue a cache of one's own do not, and are refused.
+
+    Args:
+        model: as for `Decoder`.
+        length: tokens of the longest sequence, prompt included.
+        compiled: as for `Decoder`.
+        on_first_step: called before the first step of each number of prompts, which is compiled then.
+
+    Raises:
+        UnsupportedError: as for `Decoder`.
+        ValueError: inside: a sequence gets longer.
+
+    Example:
+        >>> from qcutlass.models.stepping import in_steps
+        >>> def continued(model, tokenizer, prompt):
+        ...     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        ...     with in_steps(model, length=2048):
+        ...         return tokenizer.decode(model.generate(**inputs, max_new_tokens=128)[0])
+    """
+    why = obstacle(model)
+    if why is not None:
+        raise UnsupportedError(f"model: {why}; use the model's own generate")
+    own, decoders = model.forward, dict[int, Decoder]()
+
+    def start(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, StepCache]:
+        if len(ids) not in decoders:
+            decoders[len(ids)] = Decoder(model, len(ids), length, compiled=compiled)
+        cache = StepCache(decoders[len(ids)])
+        padded = mask is not None and not bool(mask.all())
+        return cache.decoder.prefill(ids, mask if padded else None), cache
+
+    @functools.wraps(own)
+    def forward(input_ids: Tensor, **options: Any) -> CausalLMOutputWithPast:
+        cache = options.get("past_key_values")
+        if not isinstance(cache, StepCache):
+            if cache is not None and cache.get_seq_length() > 0:
+                raise UnsupportedError(
+                    "past_key_values: in_steps continues no cache but its own; call generate outside"
+                )
+            logits, cache = start(input_ids, options.get("attention_mask"))
+        elif input_ids.shape[1] != 1 or len(input_ids) != len(cache.decoder.tokens):
+            cache._unsupported()
+        elif cache.count >= cache.decoder.length:
+            raise ValueError(
+                f"length: the sequence is longer than {cache.decoder.length} tokens; pass in_steps a larger one"
+            )
+        else:
+            if not cache.decoder.is_ready:
+                on_first_step()
+            cache.decoder.tokens.copy_(input_ids)
+            logits = cache.decoder.step()
+        cache.count += input_ids.shape[1]
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+
+    forward.replaced = own  # type: ignore[attr-defined]
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward

@@ -1,0 +1,136 @@
+"""Decoding with everything in place: its logits are those of the whole sequence, its tokens those of generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcutlass
+
+transformers = pytest.importorskip("transformers")
+from qcutlass.models import stepping  # noqa: E402
+from qcutlass.models.stepping import Decoder, in_steps  # noqa: E402
+
+gpu = pytest.mark.gpu
+VOCABULARY, PROMPT, STEPS = 96, 150, 12
+
+
+def model_of(device: str, quantized: bool = True, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.1,
+        **options,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().to(device)
+    if quantized:
+        qcutlass.replace_linear(model, qcutlass.WeightOnly(bits=4, group_size=64))
+    return model.half() if device == "cuda" else model
+
+
+def prompts(device: str, padding: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (2, PROMPT + STEPS), generator=generator).to(device)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    return ids, mask
+
+
+def assert_steps_follow_the_sequence(device: str, padding: int, bound: float, **options: Any) -> None:
+    model = model_of(device)
+    ids, mask = prompts(device, padding)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.inference_mode():
+        expected = model(ids, attention_mask=mask, position_ids=positions).logits.float()
+    decoder = Decoder(model, 2, PROMPT + STEPS, **options)
+    for _ in range(2):  # from a used state too
+        found = [decoder.prefill(ids[:, :PROMPT], mask[:, :PROMPT] if padding else None).float()]
+        for place in range(PROMPT, PROMPT + STEPS):
+            decoder.tokens.copy_(ids[:, place : place + 1])
+            found.append(decoder.step().float().clone())
+        for step, logits in enumerate(found):
+            error = (logits - expected[:, PROMPT - 1 + step]).abs().max()
+            assert error < bound * expected.std(), f"step {step}: {error}"
+
+
+@pytest.mark.parametrize("padding", [0, 40])
+def test_steps_follow_the_sequence(padding: int) -> None:
+    assert_steps_follow_the_sequence("cpu", padding, 1e-4, compiled=False)
+
+
+@gpu
+@pytest.mark.parametrize("padding", [0, 40])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_steps_follow_the_sequence_on_a_gpu(padding: int, graph: bool, compiled: bool) -> None:
+    assert_steps_follow_the_sequence("cuda", padding, 3e-2, compiled=compiled, graph=graph)
+
+
+def generated(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> list[list[int]]:
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, pad_token_id=0, do_sample=False, **options
+    )
+    result: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return result
+
+
+@pytest.mark.parametrize("padding", [0, 40])
+def test_generate_gives_the_same_tokens_in_steps(padding: int) -> None:
+    model = model_of("cpu")
+    ids, mask = prompts("cpu", padding)
+    expected = generated(model, ids[:, :PROMPT], mask[:, :PROMPT])
+    waited = []
+    with in_steps(model, PROMPT + STEPS, compiled=False, on_first_step=lambda: waited.append(1)):
+        assert generated(model, ids[:, :PROMPT], mask[:, :PROMPT]) == expected
+        alone = generated(model, ids[:1, :PROMPT], mask[:1, :PROMPT])
+        assert alone == expected[:1]
+    assert not waited, "nothing is compiled"
+    assert generated(model, ids[:, :PROMPT], mask[:, :PROMPT]) == expected
+    assert "forward" not in vars(model)
+
+
+def test_sampling_goes_on_as_ever() -> None:
+    model, (ids, mask) = model_of("cpu"), prompts("cpu", 0)
+    options = {"attention_mask": mask[:, :9], "max_new_tokens": 8, "do_sample": True, "temperature": 2.0, "top_p": 0.9}
+    texts = []
+    for steps in (False, True, True):
+        torch.manual_seed(5)
+        if steps:
+            with in_steps(model, 32, compiled=False):
+                texts.append(model.generate(ids[:, :9], pad_token_id=0, **options).tolist())
+        else:
+            texts.append(model.generate(ids[:, :9], pad_token_id=0, **options).tolist())
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_what_steps_cannot_do_is_refused() -> None:
+    model, (ids, mask) = model_of("cpu"), prompts("cpu", 0)
+    with in_steps(model, 128, compiled=False), pytest.raises(ValueError, match=r"ids: expected \[2, 1 to 128\] tokens"):
+        generated(model, ids, mask)
+    with in_steps(model, 128, compiled=False), pytest.raises(ValueError, match="longer than 128 tokens"):
+        generated(model, ids[:, :120], mask[:, :120])
+    with in_steps(model, 128, compiled=False), pytest.raises(NotImplementedError, match="one token of each prompt"):
+        generated(model, ids[:, :20], mask[:, :20], num_beams=2)
+    assert "forward" not in vars(model)
+    sliding = transformers.MistralConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, sliding_window=8)
+    with torch.device("meta"):
+        model = transformers.MistralForCausalLM(sliding)
+    with pytest.raises(NotImplementedError, match="attend to all tokens before"):
+        Decoder(model, 1, 64)
+    with pytest.raises(NotImplementedError, match="attend to all tokens before"), in_steps(model, 64):
+        pass
+
+
+def test_compiled_code_stays_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert stepping.compiled_code().endswith("qcutlass/inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    assert stepping.compiled_code() == "/somewhere"
