@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tests.python.blockwise import (
-    ACTIVATIONS,
     FLOATS,
     SIZES,
     function_of,
@@ -31,7 +29,6 @@ from qcutlass.testing import BlockwiseCase, BlockwiseProblem
 pytestmark = pytest.mark.gpu
 
 
-
 def tactics(size: int, out_size: int | None = None) -> list[str]:
     """Names of the configurations built for blocks of this size, and outputs of such blocks or floating ones."""
     a, b = torch.ones(1, 256, dtype=torch.int8), torch.ones(256, 256, dtype=torch.int8)
@@ -48,8 +45,6 @@ def product(p: BlockwiseProblem, out_size: int | None, b: Tensor | None = None, 
     return multiply_quantized(p, out_size, b, **forced)
 
 
-
-
 def assert_correct(
     outs: tuple[Tensor, ...], p: BlockwiseProblem, out_size: int | None, ledger: Any, **more: Any
 ) -> None:
@@ -59,10 +54,6 @@ def assert_correct(
     else:
         testing.assert_quantized(*outs, p.reference(torch.float32), out_size, splits=splits, label=label)
         ledger.cases += 1
-
-
-
-
 
 
 @pytest.mark.parametrize("m", [261, 450, 1029])
@@ -125,10 +116,6 @@ def test_the_largest_sums_of_blocks(split_k: int, ledger: Any) -> None:
         assert served > 2
 
 
-
-
-
-
 @pytest.mark.parametrize("m", [1, 16, 77, 512])
 def test_graph_capture_and_replay_with_new_contents(m: int, seeds: Iterator[int], ledger: Any) -> None:
     """The whole family: activations quantised, multiplied, quantised in the epilogue, through GELU, dequantised."""
@@ -178,8 +165,6 @@ def test_runs_on_the_current_stream(seed: int, ledger: Any) -> None:
     ledger.equal(out, expected, problem)
     for got, wanted in zip((*codes, *gelu), (*quantized, *blockwise.int8_gelu(*quantized)), strict=True):
         ledger.equal(got, wanted, problem)
-
-
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

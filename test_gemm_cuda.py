@@ -24,17 +24,7 @@ pytestmark = pytest.mark.gpu
 Multiply = Callable[..., Tensor]
 
 
-
-
-
-
-
-
 TACTICS = range(len(WEIGHT_ONLY.traits(testing.Case(1, 4096, 4096))))
-
-
-
-
 
 
 def tactic_of(case: testing.Case, index: int) -> _C.TacticTraits | None:
@@ -43,10 +33,6 @@ def tactic_of(case: testing.Case, index: int) -> _C.TacticTraits | None:
     device = _C.device_traits(torch.cuda.current_device())
     fits = traits.shared_memory <= device.shared_memory_per_block and traits.wgmma <= device.wgmma
     return traits if fits else None
-
-
-
-
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
@@ -67,20 +53,6 @@ def test_identity_returns_every_code_from_every_position(
         p = case.random(device="cuda", seed=next(seeds))
         p = replace(p, a=torch.eye(case.k, dtype=dtype, device="cuda"), codes=codes)
         ledger.identity(multiply(p, tactic=tactic.name), p.weight(dtype).T, f"{tactic.name}: {p}")
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize("bits", [4, 8])

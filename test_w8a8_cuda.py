@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from tests.python.eight_bit import (
     ACTIVATIONS,
     FLOAT8,
     FLOATS,
-    ROWS,
     arguments,
     is_aligned,
     multiply,
@@ -27,21 +25,13 @@ from tests.python.running import captured
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, testing
+from qcutlass import _C
 from qcutlass.testing import EightBitCase, EightBitProblem, Scope
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.int8, *FLOAT8)
 SCOPES: tuple[Scope, ...] = ("one", "each")
-
-
-
-
-
-
-
-
 
 
 TACTICS = range(len(_C.tactics(arguments(EightBitCase(1, 4096, 4096)))))
@@ -66,10 +56,6 @@ def assert_correct(
         ledger.equal(out.reshape(p.shape[:2]), p.integer_sums(), label)
     else:
         ledger.close(out, p.reference(aligned=is_aligned(p) if aligned is None else aligned), label)
-
-
-
-
 
 
 @pytest.mark.parametrize("tiles", [3, 4, 9])
@@ -150,12 +136,6 @@ def test_every_combination(activation: str | None, dtype: torch.dtype, seeds: It
         assert_correct(multiply(p := case.random(device="cuda", seed=next(seeds))), p, ledger)
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_rows_that_overlap(dtype: torch.dtype, seed: int, ledger: Any) -> None:
     """Every tactic takes rows that overlap, though TMA takes no stride below a row's length."""
@@ -167,12 +147,6 @@ def test_rows_that_overlap(dtype: torch.dtype, seed: int, ledger: Any) -> None:
             if (tactic := tactic_of(dtype, index, len(a))) is not None:
                 expected = multiply(replace(p, a=a.clone()), tactic=tactic.name)
                 ledger.equal(multiply(replace(p, a=a), tactic=tactic.name), expected, f"{stride} {tactic.name}: {p}")
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (15, 31), (17, 33), (300, 333), (4096, 4096)])

@@ -104,13 +104,16 @@ def gpu_command(
         str, typer.Option(help=f"How much gemlite tunes: {', '.join(gemlite.AUTOTUNE_MODES)}.")
     ] = "fast",
     eager: Annotated[bool, typer.Option(help="Also measure the host time of an eager call.")] = False,
+    in_situ: Annotated[
+        bool, typer.Option("--in-situ", help="Also measure with an ordinary kernel before each product.")
+    ] = False,
 ) -> None:
     """GPU kernels against their peers in the same run; stops at the first wrong result."""
     layers, kinds = _parsed(lambda: shapes.parse(shape)), _parsed(lambda: [schemes.parse(name) for name in scheme])
     others = _parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
-    options = gpu.Options(tactics="" if tactics == "all" else tactics, splits=split_k, eager=eager)
+    options = gpu.Options(tactics="" if tactics == "all" else tactics, splits=split_k, eager=eager, in_situ=in_situ)
     bench = gpu.Bench(others if use_peers else [], options)
 
     def save(rows: list[Row]) -> None:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from bench import gpu_report, limits
-from bench.gpu_timing import FAR_ROUNDS, ROTATION_BYTES, ROUNDS, Contestant, Graph, eager_seconds, measure, outputs
+from bench.gpu_timing import (
+    FAR_ROUNDS,
+    ROTATION_BYTES,
+    ROUNDS,
+    Contestant,
+    Graph,
+    eager_seconds,
+    in_situ,
+    measure,
+    outputs,
+)
 from bench.layer import Layer, WeightOnlyLayer
 from bench.layer_blockwise import BlockwiseLayer
 from bench.layer_w8a8 import EightBitLayer
@@ -30,11 +40,13 @@ class Options:
         tactics: None: the selected tactic alone; otherwise also every one whose name contains this.
         splits: split-K of each of these; 0 leaves it to selection.
         eager: whether to measure the host time of an eager call.
+        in_situ: whether to measure also with an ordinary kernel before each product, its own time taken off.
     """
 
     tactics: str | None = None
     splits: Sequence[int] = (0,)
     eager: bool = False
+    in_situ: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,6 +193,14 @@ class Bench:
             rows[0] |= {f"{key}_us": 1e6 * sample.median, f"{key}_spread": sample.spread, f"{key}_error": entry.error}
             rows[0][f"{key}_kernel"] = entry.name
         rows[0] |= gpu_report.comparison(rows[0], list(timed))
+        if options.in_situ:
+            winners = {"": entries[""][0]} | {
+                key: next(entry for entry in entries[key] if entry.name == rows[0][f"{key}_kernel"]) for key in timed
+            }
+            contestants = [entry.graph.contestant for entry in winners.values()]
+            seconds = in_situ(contestants, layer.dense_rows(m), outs, limit or _UNKNOWN_LIMIT)
+            for key, each in zip(winners, seconds, strict=True):
+                rows[0][f"{key}_in_situ_us".lstrip("_")] = 1e6 * each
         if options.eager:
             rows[0]["eager_us"] = 1e6 * eager_seconds(selected, outs[0])
             rows[0]["cublas_eager_us"] = 1e6 * eager_seconds(Cublas().prepare(layer)(m)[0], outs[0])

@@ -41,6 +41,8 @@ COLUMNS: Final = [
     Column("limit_share", "of limit", "{:.0%}"),
     Column("bandwidth_share", "of bandwidth", "{:.0%}"),
     Column("error", "error / bound", "{:.3f}"),
+    Column("in_situ_us", "in situ us", "{:.2f}"),
+    *(Column(f"{key}_in_situ_us", f"{label} in situ us", "{:.2f}") for key, label in LABELS.items()),
     Column("eager_us", "eager us", "{:.1f}"),
     Column("cublas_eager_us", "torch.mm eager us", "{:.1f}"),
     Column("to_chosen", "/ chosen", "{:.2f}"),

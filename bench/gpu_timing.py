@@ -86,8 +86,14 @@ class Graph:
     contestant: Contestant
 
     @classmethod
-    def of(cls, contestant: Contestant, outs: Sequence[Tensor], least_seconds: float) -> Graph:
-        """Captures; `least_seconds`, what a launch takes at least, sizes the graph."""
+    def of(
+        cls,
+        contestant: Contestant,
+        outs: Sequence[Tensor],
+        least_seconds: float,
+        between: Callable[[], object] = lambda: None,
+    ) -> Graph:
+        """Captures; `least_seconds`, what a launch takes at least, sizes the graph; `between` comes before each."""
         launches = contestant.copies * max(1, round(_LEAST_SECONDS / (contestant.copies * least_seconds)))
         launches = min(launches, max(_OUTPUTS, round(_MOST_SECONDS / least_seconds)))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -99,6 +105,7 @@ class Graph:
         graph, results = torch.cuda.CUDAGraph(), []
         with torch.cuda.graph(graph, stream=stream):
             for index in range(launches):
+                between()
                 result = contestant.launch(index % contestant.copies, outs[index % len(outs)])
                 if index < len(outs):
                     results.append(result)
@@ -133,6 +140,23 @@ def measure(graphs: Sequence[Graph], far: float = _FAR) -> list[Sample]:
     pauses = [min(_MOST_REST, _REST * seconds * graph.launches) for graph, seconds in zip(graphs, once, strict=True)]
     pairs = zip(graphs, pauses, strict=True)
     return interleave([functools.partial(rested, graph, pause) for graph, pause in pairs], rounds)
+
+
+def in_situ(contestants: Sequence[Contestant], a: Tensor, outs: Sequence[Tensor], least_seconds: float) -> list[float]:
+    """Seconds of a launch of each where an ordinary kernel stands before it, as in a model; that one's time taken off.
+
+    Back to back, a product follows a product, whose early launch hides its start. The kernel between reads and writes as
+    much as the activations `a`.
+    """
+    copy = torch.empty_like(a)
+
+    def between() -> None:
+        torch.add(a, a, out=copy)
+
+    alone = Contestant("between", lambda index, out: out, max(one.copies for one in contestants))
+    graphs = [Graph.of(one, outs, least_seconds, between) for one in (alone, *contestants)]
+    own, *whole = (sample.median for sample in measure(graphs, far=math.inf))
+    return [seconds - own for seconds in whole]
 
 
 def eager_seconds(contestant: Contestant, out: Tensor) -> float:

@@ -288,7 +288,7 @@ def test_a_run_on_a_gpu_survives_its_peers() -> None:
     from bench import gpu, schemes
 
     failing = [_Failing("cutlass", "raises"), _Failing("int4pack", "skips"), _Failing("gemlite", "wrong")]
-    bench = gpu.Bench([*peers.select(["cublas"]), *failing], gpu.Options(tactics="", eager=True))
+    bench = gpu.Bench([*peers.select(["cublas"]), *failing], gpu.Options(tactics="", eager=True, in_situ=True))
     cells = list(bench.rows([schemes.parse("w4a16_g64_int")], [(256, 512)], [1, 16]))
     assert [(cell[0]["shape"], cell[0]["m"]) for cell in cells] == [("256x512", 1), ("256x512", 16)]
     for selected, *forced in cells:
@@ -300,6 +300,7 @@ def test_a_run_on_a_gpu_survives_its_peers() -> None:
         assert 0 <= selected["error"] <= 1
         assert selected["cublas_error"] < base.MAX_ERROR
         assert selected["eager_us"] > 0
+        assert min(selected["in_situ_us"], selected["cublas_in_situ_us"]) > 0
     assert bench.skipped["cutlass"] == ["w4a16_g64_int 256x512: RuntimeError: no such layer"]
     assert bench.skipped["int4pack"] == ["w4a16_g64_int: M = 1", "w4a16_g64_int: M = 16"]
     assert bench.skipped["gemlite"] == ["w4a16_g64_int: wrong result: relative error 1"]
