@@ -60,6 +60,34 @@ def test_help_takes_little_time() -> None:
     assert min(seconds) <= MOST_SECONDS
 
 
+MAIN = """
+import os, sys
+from qcutlass import __main__ as command
+assert "torch" not in sys.modules
+os.getloadavg = lambda: ({load}, 0, 0)
+os.cpu_count = lambda: 2
+sys.argv = ["qcutlass", {name!r}, "--help"]
+try:
+    command.main()
+except SystemExit:
+    pass
+print(os.environ["OMP_WAIT_POLICY"])
+"""
+
+
+def test_torchs_threads_sleep_in_the_command_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert printed(MAIN.format(load=1, name="generate")).splitlines()[-1] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert printed(MAIN.format(load=1, name="generate")).splitlines()[-1] == "active"
+
+
+@pytest.mark.parametrize(("load", "name", "told"), [(1.9, "eval", False), (2.3, "eval", True), (9, "inspect", False)])
+def test_commands_that_compute_tell_of_a_busy_machine(load: float, name: str, told: bool) -> None:
+    line = f"note: other programs keep this machine busy (load {load:.1f} on 2 cores)"
+    assert (line in run("-c", MAIN.format(load=load, name=name)).stderr.splitlines()) is told
+
+
 def test_the_package_adds_little_to_torch() -> None:
     code = "import time, torch; begin = time.process_time(); import qcutlass; print(time.process_time() - begin)"
     assert min(float(printed(code)) for _ in range(3)) <= MOST_SECONDS_BEYOND_TORCH
