@@ -169,6 +169,25 @@ def test_forked_children_compute_the_same(policy: dict[str, str]) -> None:
     assert run(FORK, policy, timeout=300).split() == ["0", "True"] * 3
 
 
+def test_the_first_product_may_be_in_a_forked_child(policy: dict[str, str]) -> None:
+    """Where torch's runtime still counts on its parent's threads."""
+    code = """
+torch.set_num_threads(2)
+of_torch()
+child = os.fork()
+if child == 0:
+    import signal
+    signal.alarm(60)
+    product()
+    os._exit(0)
+print(os.waitpid(child, 0)[1], product().shape == (3, 2048))
+"""
+    packing = "packed = qcutlass.preprocess_weights(torch.randint(0, 16, (2048, 1024), dtype=torch.uint8), bits=4)"
+    assert packing in PRELUDE
+    late = PRELUDE.replace(packing, "").replace("def product():", f"def product():\n    {packing}")
+    assert run(code, policy, prelude=late) == "0 True"
+
+
 def test_calls_of_many_python_threads(policy: dict[str, str]) -> None:
     code = """
 torch.set_num_threads(2)

@@ -12,6 +12,9 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
 
 #include "host/floating_point_mode.h"
 
@@ -60,9 +63,21 @@ class OpenMPTeam {
   /// The function of the runtime that torch is linked to: other packages bring other copies of it. Nothing is loaded.
   static Parallel find() {
     char const* const policy = std::getenv("OMP_WAIT_POLICY");
-    if (policy != nullptr && strcasecmp(policy, "passive") == 0) return nullptr;
+    if ((policy != nullptr && strcasecmp(policy, "passive") == 0) || is_forked()) return nullptr;
     void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
     return torch == nullptr ? nullptr : reinterpret_cast<Parallel>(dlsym(torch, "GOMP_parallel"));
+  }
+
+  /// Whether this process has begun as a copy of another: torch may have used the runtime there.
+  static bool is_forked() {
+    constexpr unsigned kForkedWithoutExec = 0x40;  // PF_FORKNOEXEC of the kernel
+    std::ifstream file("/proc/self/stat");  // number (name) state parent group session terminal foreground flags ...
+    std::string line, word;
+    std::getline(file, line);
+    std::istringstream words(line.substr(line.rfind(')') + 1));
+    for (int i = 0; i < 6; ++i) words >> word;
+    unsigned flags = 0;
+    return (words >> flags) && (flags & kForkedWithoutExec) != 0;
   }
 };
 
