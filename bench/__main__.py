@@ -73,10 +73,10 @@ def cpu_command(
     kinds = _parsed(lambda: [schemes.parse_weight_only(name) for name in scheme])
     if threads is not None:
         torch.set_num_threads(threads)
-    seconds = cpu.pack_seconds()
+    seconds, times = cpu.pack_seconds(), cpu.scaling()
     cells = ([row] for row in cpu.run(kinds, layers, m, torch.float32))
     rows = _collect(cells, len(kinds) * len(layers) * len(m))
-    report = cpu.report(rows, seconds)
+    report = cpu.report(rows, seconds, times)
     report.print(console)
     report.write(json_path, markdown_path)
     raise typer.Exit(1 if cpu.failures(rows, seconds) else 0)

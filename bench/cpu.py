@@ -8,7 +8,7 @@ import gc
 import multiprocessing
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -17,18 +17,20 @@ import torch
 
 import qcutlass
 from bench.report import Column, Report, Row
-from bench.schemes import WeightOnly
+from bench.schemes import WeightOnly, parse_weight_only
 from bench.shapes import Shape
-from bench.timing import interleave, wall_time
+from bench.timing import Sample, interleave, wall_time
 from qcutlass import testing
 
 MAX_RATIO: Final = 1.5  # time against torch's fp32 product
 MAX_EXTRA_MB: Final = 64.0  # memory beyond the arguments and the output
 MAX_PACK_SECONDS: Final = 0.5
 PACK_SHAPE: Final = (28672, 4096)
+SCALING_SHAPE: Final = (2048, 2048)  # a product of one row takes a few 100 us
 
 LEAST_ROUNDS: Final = 7
 MOST_ROUNDS: Final = 51
+_SCALING_CALLS: Final = 10
 _REPEAT_SECONDS: Final = 0.01  # short calls are repeated until a round takes about this long
 _ROUNDS_SECONDS: Final = 0.5  # and rounds are added until they take about this long
 
@@ -142,6 +144,26 @@ def pack_seconds(shape: Shape = PACK_SHAPE) -> float:
     return sample.median
 
 
+def scaling(shape: Shape = SCALING_SHAPE) -> dict[int, Sample]:
+    """Times of a product with one row on one, two, four threads, and so on, up to torch's number."""
+    problem = parse_weight_only("w4a16_g128").case(1, *shape, torch.float32).random(seed=1)
+    packed = qcutlass.preprocess_weights(problem.codes, bits=4)
+    product = functools.partial(qcutlass.gemm, problem.a, packed, problem.scales, problem.zeros, **problem.keywords)
+    most = torch.get_num_threads()
+
+    def measure(threads: int) -> float:
+        torch.set_num_threads(threads)
+        try:
+            product()  # wakes the threads
+            return wall_time(product, _SCALING_CALLS)
+        finally:
+            torch.set_num_threads(most)
+
+    counts = [2**i for i in range(most.bit_length())]
+    samples = interleave([functools.partial(measure, threads) for threads in counts], MOST_ROUNDS)
+    return dict(zip(counts, samples, strict=True))
+
+
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -160,14 +182,23 @@ def failures(rows: Sequence[Row], seconds: float) -> int:
     return sum(broken) + (seconds >= MAX_PACK_SECONDS)
 
 
-def report(rows: list[Row], seconds: float) -> Report:
-    """`seconds` is what packing took (`pack_seconds`)."""
+def _speed_ups(times: Mapping[int, Sample]) -> str:
+    """Of the best times: on a busy machine the others say what the neighbours did."""
+    return "; ".join(
+        f"{threads}: {1e6 * sample.best:.0f} us ({times[1].best / sample.best:.2f} times as fast)"
+        for threads, sample in times.items()
+    )
+
+
+def report(rows: list[Row], seconds: float, times: Mapping[int, Sample]) -> Report:
+    """`seconds` is what packing took (`pack_seconds`), `times` those by numbers of threads (`scaling`)."""
     n, k = PACK_SHAPE
     verdict = "PASS" if seconds < MAX_PACK_SECONDS else "FAIL"
     facts = {
         "processor": f"{_processor()}, {torch.get_num_threads()} threads",
         "load average": f"{os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
+        "threads, M = 1, {}x{}".format(*SCALING_SHAPE): _speed_ups(times),
         f"packing {n}x{k}, 4 bits": f"{seconds:.3f} s ({verdict}: < {MAX_PACK_SECONDS} s)",
         "failures": failures(rows, seconds),
         "method": f"median of {LEAST_ROUNDS} to {MOST_ROUNDS} interleaved rounds, spread = (max - min) / median; "

@@ -1,33 +1,21 @@
 """Quantised language models in torch: fast products with weights of 4 and 8 bits, on NVIDIA GPUs and CPUs."""
 
-from qcutlass import _registration, blockwise
-from qcutlass.algorithms.calibration import calibrate
-from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
-from qcutlass.algorithms.nearest import quantize
-from qcutlass.algorithms.smoothing import smooth
+# torch takes seconds to import, and the command imports this file before it knows whether it needs torch. So the names
+# that need it come where torch is loaded already, or with the first use of one.
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from qcutlass import _registration
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.layers import QuantLinear, fuse_projections, replace_linear
-from qcutlass.models.folding import fold_smoothing
-from qcutlass.models.smoothing import smooth_model
-from qcutlass.products import (
-    Explanation,
-    dequantize,
-    explain,
-    gemm,
-    gemm_fp8,
-    gemm_w8a8,
-    plan,
-    preprocess_weights,
-    tactics,
-    unpack_weights,
-    weight_sums,
-)
-from qcutlass.quantized import QuantizedTensor
-from qcutlass.schemes import FP8, W8A8, Blockwise, WeightOnly
-from qcutlass.tuning.tuner import tune
 from qcutlass.version import __version__
 
-__all__ = [
+if TYPE_CHECKING:
+    from qcutlass import blockwise as blockwise
+    from qcutlass._public import *  # noqa: F403
+
+__all__ = [  # noqa: F405
     "FP8",
     "W8A8",
     "Blockwise",
@@ -62,4 +50,27 @@ __all__ = [
     "weight_sums",
 ]
 
+_PARTS = ("algorithms", "formats", "layers", "models", "products", "quantized", "schemes", "tuning")
+
+
+def _load() -> None:
+    public = importlib.import_module("qcutlass._public")
+    globals().update({name: value for name, value in vars(public).items() if name in __all__ and name[:2] != "__"})
+
+
+if not TYPE_CHECKING:  # to type checkers a misspelt name stays one
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__ and name not in _PARTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _load()
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PARTS})
+
+
+if "torch" in sys.modules:
+    _load()
 _registration.register()  # last: it may import what imports this module

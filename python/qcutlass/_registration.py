@@ -1,7 +1,8 @@
-"""Registers the quantiser with transformers: at once where transformers is loaded, else as soon as it is.
+"""Registers the operators with torch and the quantiser with transformers: at once where these are loaded, else as soon
+as they are.
 
-`import qcutlass` does this without importing transformers. Without the quantiser transformers would refuse a converted
-folder.
+`import qcutlass` does this without importing either. Without the operators torch could not load a program that calls
+them; without the quantiser transformers would refuse a converted folder.
 """
 
 from __future__ import annotations
@@ -9,21 +10,20 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
-_AWAITED: Final = "transformers.quantizers.auto"  # which holds the tables of quantisers
 
-
-def register() -> None:
-    """Registers now or later."""
-    if _AWAITED in sys.modules:
-        _import_quantiser()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+def _import_operators() -> None:
+    if "qcutlass.products" in sys.modules:
+        return  # it registers them itself, and may be what imports torch now
+    try:
+        importlib.import_module("qcutlass.products")
+    except Exception as error:  # of a torch that is older, newer or damaged: it is of use without them
+        warnings.warn(f"qcutlass does not register its operators: {error}", stacklevel=2)
 
 
 def _import_quantiser() -> None:
@@ -33,11 +33,29 @@ def _import_quantiser() -> None:
         warnings.warn(f"qcutlass does not register its quantiser: it needs transformers 5 ({error})", stacklevel=2)
 
 
+_AWAITED: Final[dict[str, Callable[[], None]]] = {
+    "torch": _import_operators,
+    "transformers.quantizers.auto": _import_quantiser,  # which holds the tables of quantisers
+}
+
+
+def register() -> None:
+    """Registers now or later."""
+    for name, act in _AWAITED.items():
+        if name in sys.modules:
+            act()
+        elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder(name))
+
+
 class _Finder(MetaPathFinder):
-    """Finds the one module as the other finders do, and has its loader register; it goes when that has happened."""
+    """Finds one module as the other finders do, and has its loader register; it goes when that has happened."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _AWAITED:
+        if name != self.name:
             return None
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:  # those before were asked
@@ -64,4 +82,4 @@ class _Loader(Loader):
         self._loader.exec_module(module)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        _import_quantiser()
+        _AWAITED[self._finder.name]()

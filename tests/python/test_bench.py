@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from bench import gpu_report, gpu_timing, peers, plots, timing
+from bench import cpu, gpu_report, gpu_timing, peers, plots, timing
 from bench.__main__ import app
 from bench.layer import WeightOnlyLayer
 from bench.peers import base
@@ -34,6 +34,19 @@ def whole_run(tmp_path: Path) -> Path:
             theirs = {"cublas": 2.2, "humming": 1.5} | ({"int4pack": 1 + 0.8 * m / few["limit_us"]} if m < 64 else {})
             rows.append(compared(few, 0.8, **theirs))
     return write(tmp_path / "whole.json", rows, skipped={"gemlite": ["not installed"]})
+
+
+def test_threads_of_the_cpu_are_compared() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        times = cpu.scaling((64, 128))
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+    assert list(times) == [1, 2, 4]
+    facts = cpu.report([], 0.1, {1: timing.Sample([3e-4, 2e-4]), 2: timing.Sample([1.25e-4, 9e-4])}).facts
+    assert facts["threads, M = 1, 2048x2048"] == "1: 200 us (1.00 times as fast); 2: 125 us (1.60 times as fast)"
 
 
 def test_comparison_names_the_best_peer() -> None:

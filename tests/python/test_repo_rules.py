@@ -100,25 +100,26 @@ def test_rooms_of_the_core_include_those_below_them_only(repository: Path) -> No
 PACKAGE_ROOMS = {  # file or folder of the package: those that it imports beside itself
     "version": {"_C"},
     "errors": {"_C"},
+    "defaults": set(),
     "quantized": set(),
     "testing": set(),
     "products": {"_C", "errors"},
     "schemes": {"products"},
-    "algorithms": {"products", "quantized", "schemes"},
+    "algorithms": {"defaults", "products", "quantized", "schemes"},
     "blockwise": {"algorithms", "products"},
     "formats": {"errors", "products", "quantized", "version"},
-    "layers": {"algorithms", "blockwise", "errors", "formats", "products", "quantized", "schemes", "version"},
-    "models": {"algorithms", "errors", "formats", "layers", "products", "schemes", "version"},
+    "layers": {
+        "algorithms", "blockwise", "defaults", "errors", "formats", "products", "quantized", "schemes", "version",
+    },
+    "models": {"algorithms", "defaults", "errors", "formats", "layers", "products", "schemes", "version"},
     "tuning": {"_C", "errors", "products"},
     "cli": {
-        "_C", "algorithms", "errors", "formats", "layers", "models", "products", "quantized", "schemes", "testing",
-        "tuning", "version",
+        "_C", "algorithms", "defaults", "errors", "formats", "layers", "models", "products", "quantized", "schemes",
+        "testing", "tuning", "version",
     },
-    "_registration": {"models"},
-    "__init__": {
-        "_registration", "algorithms", "blockwise", "errors", "layers", "models", "products", "quantized", "schemes",
-        "tuning", "version",
-    },
+    "_registration": {"models", "products"},
+    "_public": {"algorithms", "layers", "models", "products", "quantized", "schemes", "tuning"},
+    "__init__": {"_public", "_registration", "blockwise", "errors", "version"},
     "__main__": {"cli"},
 }  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_the_command_prints_what_was_found(plan_folder: Path, monkeypatch: pytes
         plan, untuned = TunedPlan("some_tactic", 2, 4.0), TunedPlan("other_tactic", 1, 5.0)
         return [tuner.TunedProduct(LAYER, 16, plan, untuned, 12)]
 
-    monkeypatch.setattr("qcutlass.cli.commands.tune_shapes", fake)
+    monkeypatch.setattr("qcutlass.tuning.tuner.tune", fake)
     result = qcutlass_command("tune", "4096x1024", "64x64", "--m", "16", "--m", "3", "--zeros", "uint8", "--bits", "8")
     assert result.exit_code == 0, result.output
     assert asked["shapes"] == [(4096, 1024), (64, 64)]

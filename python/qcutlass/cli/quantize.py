@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qcutlass.algorithms.gptq import DAMPING
 from qcutlass.cli.terminal import Bits, Device, console, echo, printable, progress, read_text, say
+from qcutlass.defaults import DAMPING, EXPORTS, METHODS, SHARD_BYTES, SKIPPED
 from qcutlass.errors import UnsupportedError
-from qcutlass.layers.replace import SKIPPED
-from qcutlass.models.conversion import SHARD_BYTES
-from qcutlass.models.exporting import EXPORTS, export_model, export_note
-from qcutlass.models.opening import open_source
-from qcutlass.models.quantizing.methods import METHODS, READERS, Method
-from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
-from qcutlass.schemes import WeightOnly
+
+if TYPE_CHECKING:
+    from qcutlass.models.quantizing.methods import Method
+    from qcutlass.models.quantizing.run import Quantization
 
 _PARTS: Final = {
     **dict.fromkeys(("bits", "group_size", "symmetric"), "scheme"),
@@ -62,6 +58,13 @@ def quantize(
 
     An option that the method does not read is refused.
     """
+    import torch
+
+    from qcutlass.models.opening import open_source
+    from qcutlass.models.quantizing.methods import Method
+    from qcutlass.models.quantizing.run import calibration_windows, quantize_model
+    from qcutlass.schemes import WeightOnly
+
     if threads is not None:
         torch.set_num_threads(threads)
     _check_given(context, Method(method))
@@ -98,6 +101,8 @@ def quantize(
 
 def _check_given(context: typer.Context, method: Method) -> None:
     """Raises ValueError for an option in the command line that the method does not read, whatever its value."""
+    from qcutlass.models.quantizing.methods import READERS
+
     for name in context.params:
         option, source = _PARTS.get(name, name), context.get_parameter_source(name)
         if option in READERS and source is not None and source.name != "DEFAULT":
@@ -146,6 +151,8 @@ def export(
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Write a converted folder in the format of other engines, without loss."""
+    from qcutlass.models.exporting import export_model, export_note
+
     count = export_model(folder, out, to, overwrite=overwrite, shard_bytes=shard_bytes)
     note = export_note(out)
     echo(f"{to}: {count} layers in {printable(out)}")

@@ -12,7 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -21,10 +20,10 @@ from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.models.memory import memory_shortage
 
-USER_ERRORS: Final = (UnsupportedError, ValueError, OSError, MemoryError, torch.OutOfMemoryError, SafetensorError)
-"""Errors of users' files, places and options (CheckpointError is a ValueError); all others are faults of ours."""
+USER_ERRORS: Final = (UnsupportedError, ValueError, OSError, MemoryError, SafetensorError)
+"""Errors of users' files, places and options (CheckpointError is a ValueError); all others, but for torch's when memory
+is short, are faults of ours."""
 
 _MOST_TEXT_BYTES: Final = 1 << 30
 _UNSEEN: Final = re.compile(
@@ -63,13 +62,15 @@ class Commands(TyperGroup):
         except _UsageError as error:
             error.message = printable(error.message)
             raise
-        except BrokenPipeError:
-            raise  # `qcutlass ... | head`: typer ends without a word
+        except (BrokenPipeError, typer.Exit, typer.Abort):
+            raise  # `qcutlass ... | head`: typer ends without a word; the others are RuntimeErrors
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
         except USER_ERRORS as error:
             raise failed(error) from error
         except RuntimeError as error:
+            from qcutlass.models.memory import memory_shortage  # loads torch
+
             if memory_shortage(error) is None:
                 raise
             raise failed(error) from error

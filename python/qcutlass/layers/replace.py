@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Final
 
 from torch import nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.defaults import ROUTERS as ROUTERS
+from qcutlass.defaults import SKIPPED as SKIPPED
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear, check_plain, kind_of
 from qcutlass.schemes import Scheme
-
-ROUTERS: Final = ("gate", "router", "*.router.*", "shared_expert_gate")
-"""Layers that choose a token's experts, or weigh them: small, and an error in them sends tokens elsewhere."""
-SKIPPED: Final = ("lm_head", *ROUTERS)
-"""Layers that are left alone by default: here, in conversion and in quantisation."""
 
 
 def replace_linear(

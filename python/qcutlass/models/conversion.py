@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.algorithms.nearest import quantize
+from qcutlass.defaults import SHARD_BYTES as SHARD_BYTES
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
@@ -30,7 +31,6 @@ from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
 from qcutlass.schemes import WeightOnly
 
-SHARD_BYTES: Final = 4 << 30
 _HEAD: Final = "lm_head"
 
 Progress = Callable[[str, int, int], None]

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from qcutlass.defaults import EXPORTS as EXPORTS
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Layer, compressed_tensors, gptq
 from qcutlass.formats.config import read_json
@@ -25,7 +26,6 @@ from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
-EXPORTS: Final = ("gptq", "compressed-tensors")
 
 
 @dataclass(frozen=True)

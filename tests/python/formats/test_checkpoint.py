@@ -30,7 +30,7 @@ from tests.python.formats.stored import (
     write_folder,
 )
 
-from qcutlass import CheckpointError, UnsupportedError, formats
+from qcutlass import CheckpointError, UnsupportedError, defaults, formats
 from qcutlass.formats import FORMATS, FloatLinear
 
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": 32, "sym": False}
@@ -407,7 +407,7 @@ def test_empty_tensors_of_any_extent_are_refused_before_anything_is_made_of_them
 
 
 def test_the_table_is_complete() -> None:
-    assert list(FORMATS) == [*every_format(), "gguf", "floats"]
+    assert list(FORMATS) == [*every_format(), "gguf", "floats"] == list(defaults.FORMAT_NAMES)
     for name, row in FORMATS.items():
         assert row.name == name
         assert row.key in row.suffixes

@@ -237,7 +237,7 @@ def test_memory_that_is_not_there(command: str, megabytes: int, tmp_path: Path) 
     folder = tmp_path / "model"
     write_model(folder, {"up.weight": torch.zeros(4096, 4096)}, {"model_type": "x"}, None)
     limit = (
-        "import resource; pages = int(open('/proc/self/statm').read().split()[0]); "
+        "import resource, qcutlass.models; pages = int(open('/proc/self/statm').read().split()[0]); "
         f"resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + ({megabytes} << 20),) * 2)"
     )
     words = [command, str(folder), *([str(tmp_path / "new")] if command == "convert" else [])]
@@ -264,7 +264,7 @@ def test_each_error(error: BaseException, status: int, monkeypatch: pytest.Monke
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(commands, "collect", fail)
+    monkeypatch.setattr("qcutlass.cli.info.collect", fail)
     result = invoke(["info"])
     assert result.exit_code == status
     if status == 2:

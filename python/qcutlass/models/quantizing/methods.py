@@ -21,13 +21,13 @@ from qcutlass.algorithms import (
 )
 from qcutlass.algorithms.eight_bit import quantize_weights_int8
 from qcutlass.algorithms.gptq import DAMPING, check_damping
+from qcutlass.defaults import METHODS as METHODS
 from qcutlass.formats import CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.layers.base import from_layer
 from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
 from qcutlass.products.checks import check_flag
 from qcutlass.schemes import WeightOnly
 
-METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")
 READERS: Final = {
     "scheme": ("rtn", "gptq", "awq"),
     "clip": ("rtn", "gptq"),

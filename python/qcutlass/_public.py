@@ -1,0 +1,30 @@
+"""The public names that need torch; `qcutlass` has them, and loads this file for them."""
+
+from qcutlass.algorithms.calibration import calibrate as calibrate
+from qcutlass.algorithms.eight_bit import quantize_activations as quantize_activations
+from qcutlass.algorithms.eight_bit import quantize_weights_fp8 as quantize_weights_fp8
+from qcutlass.algorithms.eight_bit import quantize_weights_int8 as quantize_weights_int8
+from qcutlass.algorithms.nearest import quantize as quantize
+from qcutlass.algorithms.smoothing import smooth as smooth
+from qcutlass.layers import QuantLinear as QuantLinear
+from qcutlass.layers import fuse_projections as fuse_projections
+from qcutlass.layers import replace_linear as replace_linear
+from qcutlass.models.folding import fold_smoothing as fold_smoothing
+from qcutlass.models.smoothing import smooth_model as smooth_model
+from qcutlass.products import Explanation as Explanation
+from qcutlass.products import dequantize as dequantize
+from qcutlass.products import explain as explain
+from qcutlass.products import gemm as gemm
+from qcutlass.products import gemm_fp8 as gemm_fp8
+from qcutlass.products import gemm_w8a8 as gemm_w8a8
+from qcutlass.products import plan as plan
+from qcutlass.products import preprocess_weights as preprocess_weights
+from qcutlass.products import tactics as tactics
+from qcutlass.products import unpack_weights as unpack_weights
+from qcutlass.products import weight_sums as weight_sums
+from qcutlass.quantized import QuantizedTensor as QuantizedTensor
+from qcutlass.schemes import FP8 as FP8
+from qcutlass.schemes import W8A8 as W8A8
+from qcutlass.schemes import Blockwise as Blockwise
+from qcutlass.schemes import WeightOnly as WeightOnly
+from qcutlass.tuning.tuner import tune as tune

@@ -1,0 +1,22 @@
+"""Names and defaults of options that the library's functions share with the command, which shows them without torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FORMAT_NAMES: Final = ("gptq", "awq", "compressed-tensors", "marlin", "hqq", "tensorrt-llm", "gguf", "floats")
+"""The keys of `formats.FORMATS`."""
+METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")
+"""Methods of quantising models."""
+EXPORTS: Final = ("gptq", "compressed-tensors")
+"""Formats of other engines that converted folders are written in."""
+
+ROUTERS: Final = ("gate", "router", "*.router.*", "shared_expert_gate")
+"""Layers that choose a token's experts, or weigh them: small, and an error in them sends tokens elsewhere."""
+SKIPPED: Final = ("lm_head", *ROUTERS)
+"""Layers that are left alone by default: by `replace_linear`, in conversion and in quantisation."""
+
+DAMPING: Final = 0.01
+"""Of GPTQ: the share of the mean diagonal that is added to it."""
+SHARD_BYTES: Final = 4 << 30
+"""The largest size of a file in a folder."""
