@@ -198,8 +198,8 @@ class Bench:
                 key: next(entry for entry in entries[key] if entry.name == rows[0][f"{key}_kernel"]) for key in timed
             }
             contestants = [entry.graph.contestant for entry in winners.values()]
-            seconds = in_situ(contestants, layer.dense_rows(m), outs, limit or _UNKNOWN_LIMIT)
-            for key, each in zip(winners, seconds, strict=True):
+            alone = in_situ(contestants, layer.dense_rows(m), outs, limit or _UNKNOWN_LIMIT)
+            for key, each in zip(winners, alone, strict=True):
                 rows[0][f"{key}_in_situ_us".lstrip("_")] = 1e6 * each
         if options.eager:
             rows[0]["eager_us"] = 1e6 * eager_seconds(selected, outs[0])

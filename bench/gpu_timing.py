@@ -145,8 +145,8 @@ def measure(graphs: Sequence[Graph], far: float = _FAR) -> list[Sample]:
 def in_situ(contestants: Sequence[Contestant], a: Tensor, outs: Sequence[Tensor], least_seconds: float) -> list[float]:
     """Seconds of a launch of each where an ordinary kernel stands before it, as in a model; that one's time taken off.
 
-    Back to back, a product follows a product, whose early launch hides its start. The kernel between reads and writes as
-    much as the activations `a`.
+    Back to back, a product follows a product, whose early launch hides its start. The kernel between reads and writes
+    as much as the activations `a`.
     """
     copy = torch.empty_like(a)
 

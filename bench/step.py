@@ -142,7 +142,7 @@ def _bytes(model: Any, batch: int, context: int) -> int:
         tensors.pop(embedding.data_ptr(), None)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * batch * context * config.num_hidden_layers * config.num_key_value_heads * width * 2
-    return sum(tensors.values()) + cache
+    return int(sum(tensors.values()) + cache)
 
 
 @torch.inference_mode()

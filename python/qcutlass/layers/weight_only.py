@@ -121,7 +121,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         self._check_input(a)
-        parts = self._buffers  # attributes of modules that are buffers take long to look up
+        parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         call = GemmCall(
             a,
             parts["w_packed"],
