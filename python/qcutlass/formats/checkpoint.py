@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,13 @@ class Format:
                 yield LayerTensors(source, name, config)
 
 
+def _numbers(name: str) -> list[int]:
+    """Those in a name, by which files sort block 10 behind block 9 (9 digits each: names can have millions)."""
+    return [int(digits) for digits in re.findall(r"\d{1,9}", name)]
+
+
 class Checkpoint(Mapping[str, Layer]):
-    """The linear layers of a checkpoint, by name; each is read when it is asked for, and not kept.
+    """The linear layers of a checkpoint, by name, block by block; each is read when it is asked for, and not kept.
 
     Attributes:
         format: a name in `qcutlass.formats.FORMATS`.
@@ -69,7 +75,7 @@ class Checkpoint(Mapping[str, Layer]):
         self.rest: list[str] = [name for name in source.tensors if name not in taken]
 
     def _add_layers(self, config: Config) -> None:
-        for layer in self._layout.candidates(self._source, config):
+        for layer in sorted(self._layout.candidates(self._source, config), key=lambda layer: _numbers(layer.name)):
             if self._layout.selects and not self._layout.matches(layer):
                 continue
             reason = self._layout.obstacle(layer)

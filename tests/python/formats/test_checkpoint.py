@@ -99,6 +99,16 @@ def test_several_formats_at_once() -> None:
     assert list(formats.load(both, config={"quant_method": "gptq"})) == ["up"]
 
 
+def test_layers_come_block_by_block() -> None:
+    """Files in safetensors are sorted by characters: 0, 1, 10, 2."""
+    names = [f"model.layers.{block}.{layer}" for block in ("0", "1", "10", "2") for layer in ("up", "down")]
+    checkpoint = formats.load({f"{name}.weight": torch.ones(32, 64) for name in ["lm_head", *names]})
+    ordered = [f"model.layers.{block}.{layer}" for block in (0, 1, 2, 10) for layer in ("up", "down")]
+    assert list(checkpoint) == ["lm_head", *ordered]
+    many = f"{'7' * 5000}.up"
+    assert list(formats.load({f"{many}.weight": torch.ones(32, 64)})) == [many]
+
+
 def test_damage_is_not_passed_over() -> None:
     """A layer whose shapes fit no format is a damaged one, not one that is not quantised."""
     tensors = named(as_gptq(layer_of()), "up") | named(as_gptq(layer_of()), "down")
