@@ -18,6 +18,7 @@ from qcutlass.formats.config import Config, read_config
 from qcutlass.formats.files import inside
 from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
+from qcutlass.formats.tensors import FROM_FLOATS
 
 __all__ = [
     "FORMATS",
@@ -122,11 +123,16 @@ def load(
     return Checkpoint(source, _detect(source, found) if format == "auto" else FORMATS[format], found)
 
 
-def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> str:
+def detect(
+    checkpoint: str | PathLike[str] | Mapping[str, Tensor],
+    config: Mapping[str, Any] | None = None,
+    *,
+    format: str = "auto",
+) -> str:
     """The format of a checkpoint, by its content.
 
     Args:
-        checkpoint, config: as for `load`.
+        checkpoint, config, format: as for `load`.
 
     Returns:
         A key of `FORMATS`.
@@ -140,7 +146,7 @@ def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mappi
         >>> formats.detect({"up.weight": torch.ones(32, 64)})
         'floats'
     """
-    return load(checkpoint, config=config).format
+    return load(checkpoint, format, config).format
 
 
 def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[TensorSource, Config]:
@@ -199,8 +205,8 @@ def _detect(source: TensorSource, config: Config) -> Format:
     if not found:  # damaged throughout: the loader of the label says how
         found = [row for row in labelled if any(row.candidates(source, config))][:1]
     if not found and label is not None and not labelled:
-        known = sorted({known for row in _TABLE for known in row.labels})
-        raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {', '.join(known)}")
+        known = ", ".join(row.name for row in _TABLE if row.labels)
+        raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {known}; {FROM_FLOATS}")
     row = found[0] if found else FORMATS["floats"]
     if label is not None and row not in labelled:
         warnings.warn(

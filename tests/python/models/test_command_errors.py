@@ -25,13 +25,18 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import models
 from qcutlass.cli import app, commands
-from qcutlass.cli.terminal import printable
+from qcutlass.cli.terminal import printable, steps
 
 pytest.importorskip("transformers", reason="needs transformers")
 
 COMMANDS = {info.name or info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
 MADE = ("destination", "out")  # places that a command makes; it reads all others
-OPTIONS: dict[str, list[str]] = {"eval": ["--window", "2"], "quantize": ["--samples", "1", "--seqlen", "4"]}
+OPTIONS: dict[str, list[str]] = {
+    "convert": ["--bits", "4"],
+    "eval": ["--window", "2"],
+    "generate": ["--prompt", "5 6"],
+    "quantize": ["--samples", "1", "--seqlen", "4"],
+}
 """With which a command that is given good places ends well."""
 
 
@@ -349,7 +354,7 @@ def test_progress_shows_names_escaped() -> None:
     from rich.console import Console
 
     stream = io.StringIO()
-    with commands._counted(Console(file=stream, force_terminal=True, width=200)) as progress:
-        progress.add_task(printable(ODD), total=1)
+    with steps(Console(file=stream, force_terminal=True, width=200), "reading") as report:
+        report(ODD, 1, 2)
     assert "\x1b]0;t" not in stream.getvalue()
     assert SHOWN in stream.getvalue()
