@@ -27,6 +27,7 @@ from qcutlass.models.conversion import SHARD_BYTES, Conversion, check_places
 from qcutlass.models.conversion import convert as convert_model
 from qcutlass.models.inspection import FolderSummary
 from qcutlass.models.inspection import inspect as inspect_model
+from qcutlass.models.opening import open_source
 from qcutlass.models.replacing import check_new
 from qcutlass.products.tuned_plans import BUCKETS, cache_folder
 from qcutlass.schemes import WeightOnly
@@ -264,7 +265,7 @@ def convert(
     with steps(_console(stderr=True), "reading headers") as report:
         check_places(source, destination, overwrite)
         check_new(destination, overwrite)
-        is_float = formats.detect(source, format=format) == "floats"
+        is_float = open_source(source, format, None).checkpoint.format == "floats"
         if is_float and bits is None:
             raise ValueError(
                 f"{source}: its weights are floats; qcutlass quantize --calibration TEXT loses least, convert --bits 4 "

@@ -123,16 +123,11 @@ def load(
     return Checkpoint(source, _detect(source, found) if format == "auto" else FORMATS[format], found)
 
 
-def detect(
-    checkpoint: str | PathLike[str] | Mapping[str, Tensor],
-    config: Mapping[str, Any] | None = None,
-    *,
-    format: str = "auto",
-) -> str:
+def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> str:
     """The format of a checkpoint, by its content.
 
     Args:
-        checkpoint, config, format: as for `load`.
+        checkpoint, config: as for `load`.
 
     Returns:
         A key of `FORMATS`.
@@ -146,7 +141,7 @@ def detect(
         >>> formats.detect({"up.weight": torch.ones(32, 64)})
         'floats'
     """
-    return load(checkpoint, format, config).format
+    return load(checkpoint, config=config).format
 
 
 def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[TensorSource, Config]:

@@ -245,7 +245,7 @@ def test_memory_that_is_not_there(command: str, megabytes: int, tmp_path: Path) 
         "import resource; pages = int(open('/proc/self/statm').read().split()[0]); "
         f"resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + ({megabytes} << 20),) * 2)"
     )
-    words = [command, str(folder), *([str(tmp_path / "new")] if command == "convert" else [])]
+    words = [command, str(folder), *([str(tmp_path / "new"), "--bits", "4"] if command == "convert" else [])]
     result = in_process(words, limit, stdout=subprocess.PIPE)
     assert_line(result.returncode, result.stderr, (command, megabytes))
     assert list(tmp_path.iterdir()) == [folder]
