@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
+from tests.python.models.folders import random_model
 from typer.testing import CliRunner
 
 import qcutlass
@@ -174,9 +175,17 @@ def test_float_models_are_rounded_where_it_is_asked_for(floats: Path, tmp_path: 
     assert channel.stderr == "note: rounded to the nearest int8 in a scale a channel; qcutlass quantize loses less\n"
 
 
-def test_options_for_floats_are_refused_for_quantised_weights(tmp_path: Path) -> None:
-    path = gguf_file(tmp_path / "tiny.gguf", "Q4_0")
-    result = command("convert", path, tmp_path / "new", "--bits", 4)
+def test_groups_that_no_gpu_takes_are_said_at_once(floats: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    for size, said in ((20, True), (32, False), (-1, False)):
+        result = command("quantize", floats, tmp_path / "new", "--method", "rtn", "--group-size", size)
+        assert result.exit_code == 2  # the model has no sizes
+        assert ("note: groups of 20 run on the CPU alone" in result.stderr) == said
+
+
+def test_options_for_floats_are_refused_for_quantised_weights(tmp_path: Path, seed: int) -> None:
+    source = random_model(tmp_path / "source", 1, seed=seed)
+    result = command("convert", source, tmp_path / "new", "--bits", 4)
     assert result.exit_code == 2
     assert "--bits: the weights of" in result.stderr
     assert "are quantised already, and stay what they are; leave it out" in result.stderr

@@ -357,11 +357,11 @@ _PANELS = {
 
 
 def _arrange() -> None:
-    """Sorts the commands as the help has them; KeyError for one that is under no heading."""
+    """Sorts the commands as the help has them; one under no heading comes last."""
     places = {name: (number, panel) for number, (name, panel) in enumerate((n, p) for p in _PANELS for n in _PANELS[p])}
 
     def place(command: Any) -> tuple[int, str]:
-        return places[command.name or command.callback.__name__]
+        return places.get(command.name or command.callback.__name__, (len(places), "Others"))
 
     app.registered_commands.sort(key=place)
     for command in app.registered_commands:

@@ -175,9 +175,12 @@ def watch_memory(root: Path) -> dict[str, Any]:
     source = write_model(root / "source", weights, {}, None)
     del weights
     used: list[float] = []
-    found = models.convert(
-        source, root / "new", verify=True, progress=lambda name, count, total: used.append(anonymous_memory())
-    )
+
+    def note(what: str, count: int, total: int) -> None:
+        if what.startswith("writing model."):
+            used.append(anonymous_memory())
+
+    found = models.convert(source, root / "new", verify=True, progress=note)
     return {"used": [*used, anonymous_memory()], "size": found.size / 2**20}
 
 
