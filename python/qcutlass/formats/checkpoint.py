@@ -62,12 +62,14 @@ class Checkpoint(Mapping[str, Layer]):
         config: what the checkpoint says of its quantisation.
         skipped: names of layers that cannot be loaded, and why.
         rest: names of the tensors that belong to no layer: embeddings, norms, layers that were not quantised.
+        metadata: numbers and strings of a GGUF file's header, by key; empty for other formats.
     """
 
     def __init__(self, source: TensorSource, layout: Format, config: Config) -> None:
         self.format: str = layout.name
         self.config: Mapping[str, Any] = config.values
         self.skipped: dict[str, str] = {}
+        self.metadata: Mapping[str, Any] = getattr(source, "metadata", {})
         self._source, self._layout = source, layout
         self._layers: dict[str, LayerTensors] = {}
         self._add_layers(config)
@@ -107,6 +109,11 @@ class Checkpoint(Mapping[str, Layer]):
     def files(self) -> list[str]:
         """Those that hold tensors."""
         return sorted({info.file for info in self._source.tensors.values()})
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors, as they are stored."""
+        return self._source.tensors
 
     def tensors_of(self, name: str) -> Iterator[TensorInfo]:
         """Types and shapes of a layer's tensors, as they are stored."""

@@ -16,7 +16,7 @@ import torch
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
-from qcutlass.formats.gguf_header import Stored, read_header
+from qcutlass.formats.source import TensorInfo
 from qcutlass.models.extras import SAFE, import_transformers, reading
 from qcutlass.models.sources import ModelSource
 
@@ -54,7 +54,7 @@ _TOKENS: Final = {  # the same, behind "tokenizer.ggml"
 _NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count")
 
 
-def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """What a header says of the model, in the words of transformers' configurations.
 
     Raises:
@@ -74,7 +74,7 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
         values["head_dim"] = heads
     embedding = tensors.get("token_embd.weight")
     if embedding is not None:
-        values["vocab_size"] = embedding.info.shape[0]
+        values["vocab_size"] = embedding.shape[0]
     return {**values, "tie_word_embeddings": "output.weight" not in tensors}
 
 
@@ -87,7 +87,7 @@ class GGUFModel(ModelSource):
 
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
         self._path = path
-        self._metadata, self._tensors, _ = read_header(path)
+        self._metadata, self._tensors = checkpoint.metadata, checkpoint.tensors
         architecture = str(self._metadata.get("general.architecture"))
         if architecture not in _PERMUTED:
             raise UnsupportedError(f"{path}: expected one of {', '.join(_PERMUTED)}, got a model of {architecture!r}")

@@ -121,7 +121,9 @@ def test_the_header_is_read_by_our_own_reader_alone(tmp_path: Path, seed: int, m
     """gguf's, in Python, takes seconds for the vocabulary of a real model."""
     path = write_gguf(tmp_path / "tiny.gguf", "llama", seed)
     monkeypatch.setattr(gguf, "GGUFReader", None)
-    GGUFModel(formats.load(path), path).write_files(tmp_path / "ours")
+    checkpoint = formats.load(path)
+    monkeypatch.setattr("qcutlass.formats.gguf.read_header", lambda path: pytest.fail("it is read twice"))
+    GGUFModel(checkpoint, path).write_files(tmp_path / "ours")
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
 
 
