@@ -110,7 +110,10 @@ def test_devices(words: tuple[str, ...], floats: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "--device cuda:2: torch sees 2 CUDA devices; the last one is cuda:1" in told("cuda:2")
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert terminal.chosen_device("cuda:1") == torch.device("cuda", 1)
+    assert current == [1]
     assert terminal.chosen_device(None) == torch.device("cuda")
 
 

@@ -180,7 +180,7 @@ def steps(console: Console, first: str) -> Iterator[Steps]:
 
 
 def chosen_device(text: str | None) -> torch.device:
-    """The value of `--device`; None: a GPU, where torch sees one."""
+    """The value of `--device`; None: a GPU, where torch sees one. A GPU with a number becomes torch's current one."""
     if text is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", text)
@@ -191,6 +191,8 @@ def chosen_device(text: str | None) -> torch.device:
         raise UnsupportedError(f"--device {text}: torch sees no CUDA device; use --device cpu")
     if int(found[1] or 0) >= max(count, 1):
         raise UnsupportedError(f"--device {text}: torch sees {count} CUDA devices; the last one is cuda:{count - 1}")
+    if found[1] is not None:
+        torch.cuda.set_device(int(found[1]))  # whose streams and graphs are meant where none are named
     return torch.device(text)
 
 
