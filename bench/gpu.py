@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 
 import torch
 
@@ -105,6 +106,7 @@ class Bench:
     def report(self, rows: list[Row]) -> Report:
         facts: Row = {
             "GPU": torch.cuda.get_device_name(),
+            "date": date.today().isoformat(),
             "torch": torch.__version__,
             "CUDA": torch.version.cuda,
             "built for": " ".join(_C.cuda_architectures()),

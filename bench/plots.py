@@ -1,4 +1,4 @@
-"""Figures of a report: times and share of the limit against M for each shape, and a roofline."""
+"""Figures of a report: times, times over cuBLAS's and share of the limit against M for each shape, and a roofline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bench import limits, schemes
-from bench.gpu_report import LABELS
+from bench.gpu_report import LABELS, YARDSTICKS
 from bench.report import Report, Row
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 _DPI: Final = 110
 # Okabe and Ito's palette, which the colour-blind can tell apart; markers say the same once more.
-_COLORS: Final = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+# The last two are of Tol's muted palette, for figures with nine lines.
+_COLORS: Final = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#999933")
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", "*")
 _OURS: Final = "qcutlass"
 _STYLE: Final[dict[Any, Any]] = {
     "font.size": 9.0,
@@ -61,41 +62,73 @@ def draw(report: Report, folder: Path) -> list[Path]:
             contestants = _contestants(layers)
             for shape in dict.fromkeys(row["shape"] for row in layers):
                 here = sorted((row for row in layers if row["shape"] == shape), key=lambda row: int(row["m"]))
-                figure = _shape_figure(here, contestants, f"{scheme}, {shape}, {gpu}")
+                title = f"{schemes.parse(scheme).words}, {schemes.shape_words(shape)}; {gpu}"
+                figure = _shape_figure(here, contestants, title)
                 files.append(_save(figure, folder / f"{scheme}_{shape}.png"))
             files.append(_save(_roofline(layers, scheme, gpu), folder / f"{scheme}_roofline.png"))
     return files
 
 
+_NARROW: Final = 6.5  # bits that 4-bit weights stay below, and 8-bit weights above
+_METHODS: Final = {"imported": "imported (the 4-bit groups of the source file, untouched)"}
+
+
 def draw_quality(rows: Sequence[Row], path: Path) -> None:
-    """Draws perplexity against bits a weight, a line for each method; `rows` of `bench.quality.compared`."""
+    """Draws the loss of perplexity against bits a weight, a line for each method; `rows` of `bench.quality.compared`.
+
+    4-bit and 8-bit weights have a panel each: nothing lies between them, and their losses differ a hundredfold.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     with matplotlib.rc_context(_STYLE):
-        figure, (axes,) = _figure(7.5, 4.6, 1)
         exact = next(row["perplexity"] for row in rows if row["method"] == "float")
-        axes.axhline(exact, color="#888888", linestyle="--", linewidth=1, label="float")
         quantized = [row for row in rows if row["method"] != "float"]
-        for index, method in enumerate(dict.fromkeys(row["method"] for row in quantized)):
-            turn, place = divmod(index, len(_COLORS))
-            style = {"color": _COLORS[place], "marker": _MARKERS[(place + turn) % len(_MARKERS)], "label": method}
-            lines: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-            for row in quantized:
-                if row["method"] == method:
-                    line = lines.setdefault((row["weights"][:4], " sym" in row["weights"]), [])
-                    line.append((row["bits_per_weight"], row["perplexity"]))
-            for (_, symmetric), points in lines.items():
-                face = {"markerfacecolor": "none"} if symmetric else {}
-                axes.plot(*zip(*sorted(points), strict=True), **{**style, **face})
-                style["label"] = "_nolegend_"
-        _logarithmic(axes)
-        axes.set_xlabel("bits a weight, scales and zero points included")
-        axes.set_ylabel("perplexity of held-out text")
-        axes.legend(fontsize=8, title="full: asymmetric, hollow: symmetric", title_fontsize=8)
-        figure.suptitle("SmolLM2-135M-Instruct, quantised", fontsize=10)
+        methods = list(dict.fromkeys(row["method"] for row in quantized))
+        widths = ("4-bit weights", quantized), ("8-bit weights", quantized)
+        panels = [
+            (title, [row for row in rows if (row["bits_per_weight"] < _NARROW) == (i == 0)])
+            for i, (title, rows) in enumerate(widths)
+        ]
+        panels = [(title, here) for title, here in panels if here]
+        figure, all_axes = _figure(9, 4.9, max(1, len(panels)))
+        for axes, (title, here) in zip(all_axes, panels, strict=False):
+            for index, method in enumerate(methods):
+                _draw_method(axes, [row for row in here if row["method"] == method], index, exact)
+            axes.axhline(0, color="#888888", linestyle="--", linewidth=1)
+            axes.margins(0.12)
+            axes.set_title(title, fontsize=9)
+            axes.set_xlabel("bits a weight, scales and zero points included")
+        all_axes[0].set_ylabel("perplexity over float's, %; lower is better")
+        handles = [_handle(method, index) for index, method in enumerate(methods)]
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=3, fontsize=8,
+            title="full: asymmetric, hollow: symmetric; dashed: float", title_fontsize=8,
+        )  # fmt: skip
+        figure.suptitle("SmolLM2-135M-Instruct, quantised: loss of perplexity on held-out text", fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(figure, path)
+
+
+def _draw_method(axes: Axes, rows: Sequence[Row], index: int, exact: float) -> None:
+    lines: dict[bool, list[tuple[float, float]]] = {}
+    for row in rows:
+        point = row["bits_per_weight"], 100 * (row["perplexity"] / exact - 1)
+        lines.setdefault(" sym" in row["weights"], []).append(point)
+    for symmetric, points in lines.items():
+        face = {"markerfacecolor": "none"} if symmetric else {}
+        axes.plot(*zip(*sorted(points), strict=True), **_style(index), **face)
+
+
+def _style(index: int) -> dict[str, Any]:
+    turn, place = divmod(index, len(_COLORS))
+    return {"color": _COLORS[place], "marker": _MARKERS[(place + turn) % len(_MARKERS)]}
+
+
+def _handle(method: str, index: int) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=_METHODS.get(method, method), **_style(index))
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -122,15 +155,20 @@ def _series(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _powers(axes: Axes, ms: Sequence[int]) -> None:
-    """M in powers of two, with the numbers of those that leave each other room."""
-    room, numbered = 1.3, [ms[0]]
+    """M in powers of two, with the numbers of those that leave each other room; M + 1 beside M is called so."""
+    room = 1.45  # by which numbers differ that do not touch at this size
+    numbered = [m for m in ms if m & (m - 1) == 0]
     for m in ms:
-        if m >= room * numbered[-1]:
+        if all(max(m / other, other / m) >= room for other in numbered):
             numbered.append(m)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ms, [str(m) if m in numbered else "" for m in ms], rotation=45)
     axes.minorticks_off()
     axes.set_xlabel("M (rows of activations)")
+    for m in ms:
+        if m > room / (room - 1) and m - 1 in ms:  # smaller ones have room
+            axes.annotate("one row more", (m, 0.02), xycoords=("data", "axes fraction"), fontsize=6.5, color="#666666",
+                          rotation=90, ha="left", va="bottom")  # fmt: skip
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -144,35 +182,41 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def _shape_figure(rows: Sequence[Row], contestants: dict[str, str], title: str) -> Figure:
-    """Microseconds, and share of the limit, of everybody against M."""
-    figure, (times, shares) = _figure(9, 4.2, 2)
-    ms = [row["m"] for row in rows]
+    """Microseconds, the yardstick's time over one's own, and share of the limit, of everybody against M."""
     limit = {row["m"]: row["limit_us"] for row in rows if row.get("limit_us")}
+    yardstick = next((key for key in contestants if key != _OURS and _series(rows, key)), None)
+    base = dict(_series(rows, yardstick)) if yardstick is not None else {}
+    panels = ["times", *(["ratios"] if base else []), *(["shares"] if limit else [])]
+    figure, all_axes = _figure(10.8 if len(panels) > 2 else 9, 4.2, len(panels))
+    axes_of = dict(zip(panels, all_axes, strict=True))
+    times = axes_of["times"]
+    ms = [row["m"] for row in rows]
     for index, (key, label) in enumerate(contestants.items()):
         points = _series(rows, key)
         if not points:
             continue
-        style: dict[str, Any] = {"color": _COLORS[index], "marker": _MARKERS[index], "label": label}
+        style: dict[str, Any] = {**_style(index), "label": label}
         style |= {"linewidth": 2.2, "zorder": 5} if key == _OURS else {}
         times.plot(*zip(*points, strict=True), **style)
-        bounded = [(m, 100 * limit[m] / us) for m, us in points if m in limit]
-        if bounded:
-            shares.plot(*zip(*bounded, strict=True), **style)
+        for panel, values in (
+            ("ratios", [(m, base[m] / us) for m, us in points if m in base]),
+            ("shares", [(m, 100 * limit[m] / us) for m, us in points if m in limit]),
+        ):
+            if values:
+                axes_of[panel].plot(*zip(*values, strict=True), **style)
+    dashes: dict[str, Any] = {"color": "#888888", "linestyle": "--", "linewidth": 1}
     if limit:
-        times.plot(
-            list(limit),
-            list(limit.values()),
-            color="#888888",
-            linestyle="--",
-            linewidth=1,
-            label="limit (memory, data sheet)",
-        )
-        shares.axhline(100, color="#888888", linestyle="--", linewidth=1)
+        times.plot(list(limit), list(limit.values()), label="limit (memory, data sheet)", **dashes)
+        axes_of["shares"].axhline(100, **dashes)
+        axes_of["shares"].set_title("share of the limit, % (higher is better)", fontsize=9)
+    if yardstick is not None and base:
+        name = YARDSTICKS.get(yardstick, contestants[yardstick])
+        axes_of["ratios"].set_title(f"times as fast as {name} (higher is better)", fontsize=9)
+    times.set_title("microseconds a call (lower is better)", fontsize=9)
     _logarithmic(times)
-    times.set_ylabel("microseconds a call")
-    shares.set_ylabel("share of the limit, %")
-    shares.set_ylim(bottom=0)
-    for axes in (times, shares):
+    for panel, axes in axes_of.items():
+        if panel != "times":
+            axes.set_ylim(bottom=0)
         _powers(axes, ms)
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(title, fontsize=10)
@@ -203,9 +247,11 @@ def _roofline(rows: Sequence[Row], scheme: str, gpu: str) -> Figure:
     machine = limits.machine(gpu)
     if machine is not None:
         rates = machine.rates[operands]
+        # Where other instructions do more it is no roof: on sm_90 an mma.sync on fp8 runs as one on fp16.
+        mma = "mma.sync" if rates.dense is None or rates.mma >= rates.dense else "mma.sync; wgmma does more"
         for rate, name, line in (
             (rates.peak, "data sheet", "-"),
-            (rates.mma, "mma.sync", "--"),
+            (rates.mma, mma, "--"),
             (rates.dense, "cuBLAS at best", ":"),
         ):
             if rate is None:
@@ -221,5 +267,5 @@ def _roofline(rows: Sequence[Row], scheme: str, gpu: str) -> Figure:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylabel(unit)
     axes.legend(fontsize=8, title="qcutlass; hollow: best peer", title_fontsize=8)
-    figure.suptitle(f"{scheme}, {gpu}", fontsize=10)
+    figure.suptitle(f"{schemes.parse(scheme).words}; {gpu}", fontsize=10)
     return figure

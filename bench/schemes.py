@@ -20,6 +20,10 @@ _WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|re
 _INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
 _FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
 _BLOCKWISE: Final = re.compile(r"blockwise(_quant)?" + _DTYPE)
+_TYPES: Final = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8 e4m3", torch.float8_e5m2: "fp8 e5m2",
+}  # fmt: skip
 _DTYPES: Final = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -45,6 +49,13 @@ class WeightOnly:
     def operands(self) -> Operands:
         """The type of the tensor cores' operands."""
         return "16-bit"
+
+    @property
+    def words(self) -> str:
+        """For the titles of figures."""
+        groups = "a scale a channel" if self.group_size is None else f"groups of {self.group_size}"
+        zeros = {"none": "", "int": ", integer zeros", "real": ", real zeros"}[self.zeros]
+        return f"int{self.bits} weights ({groups}{zeros}), {_TYPES[self.dtype or torch.float16]} activations"
 
     def case(self, m: int, n: int, k: int, default_dtype: torch.dtype) -> testing.Case:
         """The product of this scheme at (m, n, k)."""
@@ -80,6 +91,14 @@ class EightBit:
         """The type of the tensor cores' operands."""
         return "int8" if self.a_dtype == torch.int8 else "fp8"
 
+    @property
+    def words(self) -> str:
+        """For the titles of figures."""
+        zeros = " with zero points" if self.azp else ""
+        return (
+            f"{_TYPES[self.a_dtype]} activations{zeros} by {_TYPES[self.a_dtype]} weights, {_TYPES[self.dtype]} output"
+        )
+
     def case(self, m: int, n: int, k: int) -> testing.EightBitCase:
         """The product of this scheme at (m, n, k)."""
         return testing.EightBitCase(
@@ -113,12 +132,29 @@ class Blockwise:
         """The type of the tensor cores' operands."""
         return "int8"
 
+    @property
+    def words(self) -> str:
+        """For the titles of figures."""
+        output = "int8 in blocks" if self.quantizes else _TYPES[self.dtype]
+        return f"int8 activations by int8 weights, a scale for each block of 128, {output} output"
+
     def case(self, m: int, n: int, k: int) -> testing.BlockwiseCase:
         """The product of this scheme at (m, n, k)."""
         return testing.BlockwiseCase(m, n, k, out_dtype=self.dtype)
 
 
 Scheme: TypeAlias = WeightOnly | EightBit | Blockwise
+
+
+def shape_words(shape: str) -> str:
+    """For the titles of figures.
+
+    Example:
+        >>> shape_words("8192x8192"), shape_words("28672x4096")
+        ('N = K = 8192', 'N = 28672, K = 4096')
+    """
+    n, _, k = shape.partition("x")
+    return f"N = K = {n}" if n == k else f"N = {n}, K = {k}"
 
 
 def parse(name: str) -> Scheme:

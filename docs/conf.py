@@ -13,7 +13,7 @@ from sphinx.domains import Domain
 import qcutlass
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # pages, and the bench's words for schemes
 import pages  # noqa: E402  # beside this file
 
 project = "qcutlass"
@@ -26,7 +26,7 @@ html_title = f"qcutlass {release}"
 html_copy_source = False
 html_show_copyright = False
 html_static_path = ["static"]
-html_css_files = ["wide.css"]
+html_css_files = ["wide.css", "code.css"]
 
 # Docstrings put names and formulas alike between single backticks: what names an object becomes a link.
 default_role = "py:obj"

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Final
 
 import typer
+from bench import schemes
 from typer.testing import CliRunner
 
 import qcutlass
@@ -140,8 +141,19 @@ def figure_page(figures: list[Path]) -> str:
     """Every figure of the benches."""
     lines = ["# Figures", ""]
     for figure in figures:
-        lines += [f"## {figure.stem}", "", f"![{figure.stem}](../../../bench/results/{figure.name})", ""]
+        title = figure_title(figure.stem)
+        lines += [f"## {title}", "", f"![{title}](../../../bench/results/{figure.name})", ""]
     return "\n".join(lines)
+
+
+def figure_title(stem: str) -> str:
+    """The contents of a figure of the benches in words, by the name of its file."""
+    found = re.fullmatch(r"(?:wgmma_)?(.+)_(\d+x\d+|roofline)", stem)
+    if found is None:
+        return f"{stem.capitalize()} of quantised models"
+    what = "roofline" if found[2] == "roofline" else schemes.shape_words(found[2])
+    words = schemes.parse(found[1]).words
+    return f"{words[0].upper()}{words[1:]}: {what}"
 
 
 def manual_page(text: str, source: str, page: str) -> str:

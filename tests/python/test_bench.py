@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from bench import cpu, gpu_report, gpu_timing, peers, plots, timing
+from bench import cpu, gpu_report, gpu_timing, peers, plots, schemes, timing
 from bench.__main__ import app
 from bench.layer import WeightOnlyLayer
 from bench.peers import base
@@ -160,6 +160,44 @@ def test_figures_are_small_and_not_empty(whole_run: Path, tmp_path: Path) -> Non
         assert 300 < height < width < 1200
         dark = imread(path)[..., :3].min(axis=2) < 0.6
         assert 0.01 < dark.mean() < 0.5, path
+
+
+def test_figures_are_titled_in_words(whole_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures: dict[str, Any] = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.setdefault(path.stem, figure) and path)
+    plots.draw(gpu_report.merge([whole_run]), tmp_path)
+    words = "int4 weights (groups of 128), fp16 activations"
+    figure = figures["w4a16_g128_8192x8192"]
+    assert figure.get_suptitle() == f"{words}, N = K = 8192; NVIDIA H200"
+    assert [axes.get_title() for axes in figure.axes] == [
+        "microseconds a call (lower is better)",
+        "times as fast as cuBLAS (higher is better)",
+        "share of the limit, % (higher is better)",
+    ]
+    assert figures["w4a16_g128_roofline"].get_suptitle() == f"{words}; NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("w8a16_channel_int_bf16", "int8 weights (a scale a channel, integer zeros), bf16 activations"),
+        ("w8a8_azp", "int8 activations with zero points by int8 weights, bf16 output"),
+        ("fp8_e5m2", "fp8 e5m2 activations by fp8 e5m2 weights, bf16 output"),
+        ("blockwise_quant", "int8 activations by int8 weights, a scale for each block of 128, int8 in blocks output"),
+    ],
+)
+def test_schemes_in_words(name: str, words: str) -> None:
+    assert schemes.parse(name).words == words
+    assert schemes.shape_words("28672x4096") == "N = 28672, K = 4096"
+
+
+def test_numbers_of_rows_do_not_touch() -> None:
+    """Numbers of M have room, powers of two first; M + 1 beside M says what it is."""
+    (axes,) = plots._figure(4, 4, 1)[1]
+    plots._powers(axes, [32, 48, 64, 96, 128, 129, 192, 256, 300, 512])
+    numbered = [int(label.get_text()) for label in axes.get_xticklabels() if label.get_text()]
+    assert numbered == [32, 64, 128, 256, 512]
+    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [("one row more", 129)]  # type: ignore[attr-defined]
 
 
 def test_figures_need_rows_of_selected_tactics_but_no_known_gpu(tmp_path: Path) -> None:

@@ -90,7 +90,17 @@ def test_rows_are_kept_for_the_same_settings(tmp_path: Path) -> None:
     assert list(quality.run(settings, wanted, rows(rtn=14.0), tmp_path)) == []
 
 
-def test_table_and_figure(tmp_path: Path) -> None:
+def narrow_and_wide() -> list[dict[str, Any]]:
+    """Rows of more methods, with weights of both widths."""
+    names = ["imported", "rtn", "gptq", "awq", "rtn, clipped", "gptq, act-order", "w8a8", "smoothquant", "blockwise"]
+    return [
+        {"method": name, "weights": "int", "bits_per_weight": bits, "perplexity": 15.0 + place}
+        for place, name in enumerate(names)
+        for bits in (4.25, 8.01)
+    ]
+
+
+def test_table_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     report = quality.report(rows(rtn=14.0, gptq=12.0), quality.Settings())
     text = report.markdown()
@@ -100,5 +110,14 @@ def test_table_and_figure(tmp_path: Path) -> None:
     assert "PASS" in text
     total = len(quality.entries())
     assert f"{total - 3} of {total} rows are not measured yet" in text
+    figures: list[Any] = []
+    with monkeypatch.context() as context:
+        context.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+        plots.draw_quality([*report.rows, *narrow_and_wide()], tmp_path / "quality.png")
+    assert [axes.get_title() for axes in figures[0].axes] == ["4-bit weights", "8-bit weights"]
+    texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert "imported (the 4-bit groups of the source file, untouched)" in texts
+    styles = {(line.get_color(), line.get_marker()) for line in figures[0].legends[0].get_lines()}
+    assert len(styles) == len({color for color, _ in styles}) == len(texts)  # no colour means two methods
     plots.draw_quality(report.rows, tmp_path / "new" / "quality.png")
     assert (tmp_path / "new" / "quality.png").read_bytes()[:4] == b"\x89PNG"

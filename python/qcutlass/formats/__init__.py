@@ -18,6 +18,7 @@ from qcutlass.formats.config import Config, read_config
 from qcutlass.formats.files import inside
 from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
+from qcutlass.formats.tensors import FROM_FLOATS
 
 __all__ = [
     "FORMATS",
@@ -199,8 +200,8 @@ def _detect(source: TensorSource, config: Config) -> Format:
     if not found:  # damaged throughout: the loader of the label says how
         found = [row for row in labelled if any(row.candidates(source, config))][:1]
     if not found and label is not None and not labelled:
-        known = sorted({known for row in _TABLE for known in row.labels})
-        raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {', '.join(known)}")
+        known = ", ".join(row.name for row in _TABLE if row.labels)
+        raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {known}; {FROM_FLOATS}")
     row = found[0] if found else FORMATS["floats"]
     if label is not None and row not in labelled:
         warnings.warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,20 +49,27 @@ class Format:
                 yield LayerTensors(source, name, config)
 
 
+def _numbers(name: str) -> list[int]:
+    """Those in a name, by which files sort block 10 behind block 9 (9 digits each: names can have millions)."""
+    return [int(digits) for digits in re.findall(r"\d{1,9}", name)]
+
+
 class Checkpoint(Mapping[str, Layer]):
-    """The linear layers of a checkpoint, by name; each is read when it is asked for, and not kept.
+    """The linear layers of a checkpoint, by name, block by block; each is read when it is asked for, and not kept.
 
     Attributes:
         format: a name in `qcutlass.formats.FORMATS`.
         config: what the checkpoint says of its quantisation.
         skipped: names of layers that cannot be loaded, and why.
         rest: names of the tensors that belong to no layer: embeddings, norms, layers that were not quantised.
+        metadata: numbers and strings of a GGUF file's header, by key; empty for other formats.
     """
 
     def __init__(self, source: TensorSource, layout: Format, config: Config) -> None:
         self.format: str = layout.name
         self.config: Mapping[str, Any] = config.values
         self.skipped: dict[str, str] = {}
+        self.metadata: Mapping[str, Any] = getattr(source, "metadata", {})
         self._source, self._layout = source, layout
         self._layers: dict[str, LayerTensors] = {}
         self._add_layers(config)
@@ -69,7 +77,7 @@ class Checkpoint(Mapping[str, Layer]):
         self.rest: list[str] = [name for name in source.tensors if name not in taken]
 
     def _add_layers(self, config: Config) -> None:
-        for layer in self._layout.candidates(self._source, config):
+        for layer in sorted(self._layout.candidates(self._source, config), key=lambda layer: _numbers(layer.name)):
             if self._layout.selects and not self._layout.matches(layer):
                 continue
             reason = self._layout.obstacle(layer)
@@ -101,6 +109,11 @@ class Checkpoint(Mapping[str, Layer]):
     def files(self) -> list[str]:
         """Those that hold tensors."""
         return sorted({info.file for info in self._source.tensors.values()})
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors, as they are stored."""
+        return self._source.tensors
 
     def tensors_of(self, name: str) -> Iterator[TensorInfo]:
         """Types and shapes of a layer's tensors, as they are stored."""

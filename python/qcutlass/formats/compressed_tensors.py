@@ -20,6 +20,7 @@ from qcutlass.formats.config import Config
 from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.formats.tensors import (
     FLOATS,
+    FROM_FLOATS,
     INT32,
     LayerTensors,
     pack,
@@ -64,7 +65,10 @@ def _arguments(config: Config) -> tuple[Config, bool | None]:
 
 def _load_packed(layer: LayerTensors) -> CanonicalLinear:
     if layer.info("weight_packed").dtype != "I32":
-        raise UnsupportedError(f"{layer.full_name('weight_packed')}: only integers in int32 words are read, no floats")
+        raise UnsupportedError(
+            f"{layer.full_name('weight_packed')}: floats of 4 bits (NVFP4, MXFP4) are not read, only integers; "
+            f"{FROM_FLOATS}"
+        )
     weights, quantizes_activations = _arguments(layer.config)
     if quantizes_activations:
         raise UnsupportedError(f"{layer.config.where}: packed weights with quantised activations are not read")
@@ -95,7 +99,7 @@ def _load_int8(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
     weights, quantizes_activations = _arguments(layer.config)
     if layer.info("weight").dtype not in _INT8:
         raise UnsupportedError(
-            f"{layer.full_name('weight')}: {layer.info('weight').dtype} weights are not read, only I8"
+            f"{layer.full_name('weight')}: {layer.info('weight').dtype} weights are not read, only I8; {FROM_FLOATS}"
         )
     layer = layer.with_config(weights)
     n, k = layer.matrix("weight", _INT8)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qcutlass.errors import CheckpointError
-from qcutlass.formats.files import inside, read_whole
+from qcutlass.formats.files import check_no_pointer, inside, read_whole
 
 _MOST_BYTES: Final = 32 << 20
 _SECTIONS: Final = {  # file: where in it the quantisation is described; "": everywhere
@@ -30,6 +30,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.is_symlink() and path.exists():
         inside(path.parent, path.name, str(path.parent))
     data = read_whole(path, _MOST_BYTES)
+    if len(data) >= 4:
+        check_no_pointer(path, data)
     try:
         value = json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError
 
+_POINTER: Final = b"version https://git-lfs"
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO does not wait for its writer
 
 
@@ -50,6 +51,12 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def check_no_pointer(path: Path, begin: bytes) -> None:
+    """Raises CheckpointError for the first bytes, at least four, of what git leaves where git-lfs is not installed."""
+    if begin[: len(_POINTER)] == _POINTER[: len(begin)]:
+        raise CheckpointError(f"{path}: a git-lfs pointer, not the file itself; run git lfs pull in its folder")
 
 
 def read_whole(path: Path, most: int) -> bytes:

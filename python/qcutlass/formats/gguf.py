@@ -21,7 +21,7 @@ from qcutlass.formats.files import read_span
 from qcutlass.formats.gguf_header import read_header
 from qcutlass.formats.layers import CanonicalLinear, FloatLinear
 from qcutlass.formats.source import TensorInfo
-from qcutlass.formats.tensors import LayerTensors
+from qcutlass.formats.tensors import FROM_FLOATS, LayerTensors
 from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = ("weight", "bias")
@@ -71,7 +71,7 @@ def matches(layer: LayerTensors) -> bool:
 def obstacle(layer: LayerTensors) -> str | None:
     """The reason why a layer cannot be loaded; None if it can."""
     kind = layer.info("weight").dtype
-    return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}"
+    return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}; {FROM_FLOATS}"
 
 
 def load(layer: LayerTensors) -> CanonicalLinear | FloatLinear:

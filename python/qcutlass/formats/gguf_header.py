@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.files import Stamp, open_regular
+from qcutlass.formats.files import Stamp, check_no_pointer, open_regular
 from qcutlass.formats.safetensors_header import MOST_TENSORS
 from qcutlass.formats.source import TensorInfo
 
@@ -98,7 +98,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Stored], Stamp]:
     with open_regular(path) as file:
         stamp = Stamp.of(file)
         reader = _Reader(file, path, stamp.size)
-        if reader.bytes(4) != b"GGUF":
+        magic = reader.bytes(4)
+        if magic != b"GGUF":
+            check_no_pointer(path, magic)
             raise reader.error("expected it to begin with GGUF")
         version = reader.number("I")
         if version not in _VERSIONS:

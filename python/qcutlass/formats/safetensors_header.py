@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.files import Stamp, open_regular
+from qcutlass.formats.files import Stamp, check_no_pointer, open_regular
 
 MOST_TENSORS: Final = 1 << 16  # in one file; models with more are sharded
 _MOST_BYTES: Final = 16 << 20
@@ -84,6 +84,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], Stamp]:
         prefix = file.read(8)
         if len(prefix) < 8:
             raise CheckpointError(f"{path}: not a whole safetensors file ({stamp.size} bytes)")
+        check_no_pointer(path, prefix)
         (length,) = struct.unpack("<Q", prefix)
         most = min(stamp.size - 8, _MOST_BYTES)
         if length > most:

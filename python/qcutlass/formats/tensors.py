@@ -17,6 +17,8 @@ from qcutlass.quantized import QuantizedTensor
 FLOATS: Final = ("F16", "BF16", "F32")
 INT32: Final = ("I32",)
 _BITS: Final = (4, 8)
+FROM_FLOATS: Final = "quantise the model's float original instead: qcutlass quantize"
+"""What to do about a model in a format that is not read."""
 
 
 class LayerTensors:
@@ -204,7 +206,10 @@ def whole_zeros(weight: QuantizedTensor) -> Tensor:
     if weight.zeros is None:
         return torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.uint8)
     if weight.zeros.is_floating_point():
-        raise UnsupportedError("expected whole zero points, got real-valued ones, which this format does not hold")
+        raise UnsupportedError(
+            "expected whole zero points, got real-valued ones, which this format does not hold; quantise the model "
+            "anew: qcutlass quantize makes whole ones"
+        )
     if int(weight.zeros.max()) >= 2**weight.bits:
         raise UnsupportedError(
             f"expected zero points below {2**weight.bits}, which fit a field, got {weight.zeros.max()}"

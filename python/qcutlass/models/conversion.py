@@ -126,7 +126,8 @@ def convert(
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.
         shard_bytes: largest size of a file.
-        progress: called with a layer's name, the number of layers done and the number of all.
+        progress: called with what is done, how many steps of the present stage are, and of how many; 0 of 0 where
+            there are none to count.
 
     Raises:
         FileNotFoundError: no such source.
@@ -164,7 +165,8 @@ def convert(
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
             done = write_folder(plan.source, plan.layer, folder, shard_bytes, report)
-            verified = _check_written(plan, folder, verify)
+            verified = _check_written(plan, folder, verify, report)
+            report("putting files in place", 0, 0)
     return Conversion(plan.source.checkpoint.format, done.layers, done.weights, verified, done.size, done.files)
 
 
@@ -204,7 +206,8 @@ def write_folder(
                 weights += packed.in_features * packed.out_features
             writer.add({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
             size += sum(tensor.nbytes for tensor in tensors.values())
-            progress(name, count + 1, len(source.names))
+            progress(f"writing {name}", count + 1, len(source.names))
+        progress("writing embeddings and norms", 0, 0)
         for name in source.rest:
             tensor = source.tensor(name)
             module, _, suffix = name.rpartition(".")
@@ -212,7 +215,9 @@ def write_folder(
                 kept.append(module)
             writer.add({name: tensor})
             size += tensor.nbytes
+        progress("writing the tokenizer", 0, 0)
         source.write_files(folder)
+        progress("writing the index", 0, 0)
         files = writer.finish()
     if not specs:
         raise CheckpointError(f"{source.checkpoint.format}: no layer to convert")
@@ -223,12 +228,13 @@ def write_folder(
     return Conversion(source.checkpoint.format, len(specs), weights, 0, size, files)
 
 
-def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
+def _check_written(plan: _Plan, folder: Path, verify: bool, progress: Progress) -> int:
     """Opens what was written; reads and compares all of it if `verify`."""
     written = ConvertedFolder(folder)
     if not verify:
         return 0
-    for name in plan.source.names:
+    for count, name in enumerate(plan.source.names):
+        progress(f"verifying {name}", count, len(plan.source.names))
         layer = plan.layer(name)
         if layer.kind not in LAYER_KINDS:
             pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in layer.tensors.items()]

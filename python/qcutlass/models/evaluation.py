@@ -59,7 +59,10 @@ def perplexity(
     check_integer("window", window, minimum=2)
     windows = ids[: len(ids) // window * window].view(-1, window)
     if not len(windows):
-        raise ValueError(f"ids: expected at least one window of {window} tokens, got {len(ids)}; take a longer text")
+        raise ValueError(
+            f"ids: expected at least one window of {window} tokens, got {len(ids)}; take a longer text, more of it "
+            "(--tokens) or a smaller window (--window)"
+        )
     device = ids.device
     if isinstance(model, torch.nn.Module):
         held = next(chain(model.parameters(), model.buffers()), None)  # quantised layers may have buffers only

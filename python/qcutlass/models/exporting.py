@@ -175,7 +175,8 @@ def _check_groups(common: _Common, source: ConvertedFolder) -> None:
         k = source.shape(name)[1]
         if common.group_size != -1 and k % common.group_size:
             raise UnsupportedError(
-                f"{name}: compressed-tensors takes group sizes that divide K = {k}, got {common.group_size}"
+                f"{name}: compressed-tensors takes group sizes that divide K = {k}, got {common.group_size}; export to "
+                "gptq, or quantise with another --group-size"
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from qcutlass.models.sampling import Sampling
 from qcutlass.products.checks import check_integer
 
 
@@ -30,6 +31,14 @@ class Generation:
     tokens: int
     first_seconds: float
     tokens_per_second: float
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a text is made; `generation` is what there is of it."""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__()
+        self.generation = generation
 
 
 class _Stream(TextStreamer):
@@ -58,18 +67,21 @@ def generate(
     max_new_tokens: int = 128,
     *,
     chat: bool = False,
+    sampling: Sampling | None = None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Continues a prompt with the likeliest token each time.
+    """Continues a prompt.
 
     Args:
         model, tokenizer: as `qcutlass.models.transformers.load_model` gives them.
         prompt: with at least one token.
         max_new_tokens: the model may end earlier.
         chat: puts the prompt into the tokenizer's chat template.
+        sampling: how the next token is chosen; None: the likeliest each time.
         on_text: gets the text piece by piece.
 
     Raises:
+        Interrupted: the user pressed Ctrl-C after the first token; a KeyboardInterrupt that has the text so far.
         ValueError: the prompt is empty, or `chat` without a template.
 
     Example:
@@ -89,16 +101,33 @@ def generate(
     if count == 0:
         raise ValueError("prompt: expected at least one token, got none")
     stream = _Stream(tokenizer, on_text)
+    chosen = sampling or Sampling()
     begin = time.perf_counter()
-    with torch.inference_mode():
+
+    def made() -> Generation:
+        times = stream.times
+        rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+        return Generation(stream.text, count, len(times), times[0] - begin, rate)
+
+    try:
+        _run(model, tokenizer, inputs, max_new_tokens, chosen, stream)
+    except KeyboardInterrupt as error:
+        if not stream.times:
+            raise
+        stream.end()
+        raise Interrupted(made()) from error
+    return made()
+
+
+def _run(
+    model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, sampling: Sampling, stream: TextStreamer
+) -> None:
+    with torch.inference_mode(), sampling.seeded(model.device):
         model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             max_new_tokens=max_new_tokens,
-            do_sample=False,
+            **sampling.keywords,
             streamer=stream,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
-    times = stream.times
-    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
-    return Generation(stream.text, count, len(times), times[0] - begin, rate)

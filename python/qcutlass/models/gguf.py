@@ -8,6 +8,7 @@ so that moving rows loses nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +16,8 @@ import torch
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
-from qcutlass.formats.gguf_header import read_header
-from qcutlass.models.extras import SAFE, import_transformers, load_tokenizer, reading
+from qcutlass.formats.source import TensorInfo
+from qcutlass.models.extras import SAFE, import_transformers, reading
 from qcutlass.models.sources import ModelSource
 
 _PERMUTED: Final = {"llama": True, "qwen2": False, "qwen3": False}  # by architecture: the rows of q and k
@@ -34,6 +35,47 @@ _IN_BLOCK: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SIZES: Final = {  # keys of the header, behind the architecture's name: what transformers calls them
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_TOKENS: Final = {  # the same, behind "tokenizer.ggml"
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "unknown_token_id": "unk_token_id",
+    "padding_token_id": "pad_token_id",
+}
+_NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count")
+
+
+def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """What a header says of the model, in the words of transformers' configurations.
+
+    Raises:
+        CheckpointError: a size is absent.
+    """
+    architecture = metadata["general.architecture"]
+    for key in _NEEDED:
+        if f"{architecture}.{key}" not in metadata:
+            raise CheckpointError(f"{path}: expected the key {architecture}.{key}; it is absent, or an array")
+    keys = {f"{architecture}.{key}": name for key, name in _SIZES.items()}
+    keys |= {f"tokenizer.ggml.{key}": name for key, name in _TOKENS.items()}
+    values = {name: metadata[key] for key, name in keys.items() if key in metadata}
+    heads = metadata.get(f"{architecture}.attention.key_length")
+    if heads is None and architecture == "llama":
+        heads = metadata.get("llama.rope.dimension_count")  # turns whole heads there
+    if heads is not None:
+        values["head_dim"] = heads
+    embedding = tensors.get("token_embd.weight")
+    if embedding is not None:
+        values["vocab_size"] = embedding.shape[0]
+    return {**values, "tie_word_embeddings": "output.weight" not in tensors}
 
 
 class GGUFModel(ModelSource):
@@ -45,7 +87,7 @@ class GGUFModel(ModelSource):
 
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
         self._path = path
-        self._metadata = read_header(path)[0]
+        self._metadata, self._tensors = checkpoint.metadata, checkpoint.tensors
         architecture = str(self._metadata.get("general.architecture"))
         if architecture not in _PERMUTED:
             raise UnsupportedError(f"{path}: expected one of {', '.join(_PERMUTED)}, got a model of {architecture!r}")
@@ -57,16 +99,11 @@ class GGUFModel(ModelSource):
 
     def _config(self) -> dict[str, Any]:
         transformers = import_transformers("reading the configuration of a GGUF file")
+        values = model_values(self._path, self._metadata, self._tensors)
         with reading(self._path, "configuration"):
-            config = transformers.AutoConfig.from_pretrained(self._path.parent, gguf_file=self._path.name, **SAFE)
-        values: dict[str, Any] = config.to_dict()
-        if not values.get("architectures"):
-            values["architectures"] = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
-        head = self._metadata.get(f"{self._metadata['general.architecture']}.attention.key_length")
-        if head is not None:  # transformers does not read it for every architecture
-            values["head_dim"] = head
-        values["dtype"] = values.get("dtype") or "float32"  # of norms; else transformers takes that of some scales
-        return values
+            self._parsed = transformers.AutoConfig.for_model(self._metadata["general.architecture"], **values)
+        architecture = transformers.AutoModelForCausalLM._model_mapping[type(self._parsed)].__name__
+        return {**self._parsed.to_dict(), "architectures": [architecture], "dtype": "float32"}  # dtype: of norms
 
     def _name(self, name: str) -> str:
         found = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
@@ -89,7 +126,13 @@ class GGUFModel(ModelSource):
         return layer.rows(rows)
 
     def tokenizer(self) -> Any:
-        return load_tokenizer(self._path.parent, gguf_file=self._path.name)
+        transformers = import_transformers("a tokenizer")
+        from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+        # AutoTokenizer would read the whole header for its configuration, with a reader that takes seconds.
+        kind = TOKENIZER_MAPPING.get(type(self._parsed), None) or transformers.PreTrainedTokenizerFast
+        with reading(self._path, "tokenizer"):
+            return kind.from_pretrained(self._path.parent, gguf_file=self._path.name, **SAFE)
 
     def write_files(self, folder: Path) -> None:
         tokenizer = self.tokenizer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -43,12 +43,14 @@ class FolderSummary:
         groups: of linear layers.
         rest: number of the tensors that belong to none.
         rest_size: their bytes; None where the format does not tell.
+        skipped: names of the linear layers that cannot be read, by the reason.
     """
 
     format: str
     groups: list[LayerGroup]
     rest: int
     rest_size: int | None
+    skipped: dict[str, list[str]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -85,7 +87,10 @@ def inspect(path: str | PathLike[str]) -> FolderSummary:
         return FolderSummary("qcutlass", _grouped(_converted_rows(folder)), len(infos), rest_size)
     checkpoint = formats.load(path)
     rows = (_Row(name, layer.shape, layer.words, layer.nbytes) for name, layer in checkpoint.items())
-    return FolderSummary(checkpoint.format, _grouped(rows), len(checkpoint.rest), None)
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for name, reason in checkpoint.skipped.items():
+        skipped[reason].append(name)
+    return FolderSummary(checkpoint.format, _grouped(rows), len(checkpoint.rest), None, dict(skipped))
 
 
 def _converted_rows(folder: PackedFolder) -> Iterator[_Row]:

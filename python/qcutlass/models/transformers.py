@@ -268,7 +268,11 @@ def load_model(
 
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such folder; a GGUF file is converted first: qcutlass convert")
+        raise FileNotFoundError(
+            f"{path}: a file, expected a folder; qcutlass convert makes one of a GGUF file"
+            if path.is_file()
+            else f"{path}: no such folder"
+        )
     # Both check the headers, with errors that say more than those of transformers.
     opened = PackedFolder(path) if is_converted(path) else formats.load(path)
     _check_alone(path)

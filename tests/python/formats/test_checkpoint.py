@@ -87,7 +87,7 @@ def test_floats_under_the_label_of_something_quantised() -> None:
 
 
 def test_labels_that_are_not_known() -> None:
-    with pytest.raises(UnsupportedError, match="quant_method 'bitsandbytes' is not read, only auto-round, awq"):
+    with pytest.raises(UnsupportedError, match="quant_method 'bitsandbytes' is not read, only gptq, awq"):
         formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "bitsandbytes"})
 
 
@@ -97,6 +97,16 @@ def test_several_formats_at_once() -> None:
         formats.load(both)
     assert list(formats.load(both, "hqq")) == ["down"]
     assert list(formats.load(both, config={"quant_method": "gptq"})) == ["up"]
+
+
+def test_layers_come_block_by_block() -> None:
+    """Files in safetensors are sorted by characters: 0, 1, 10, 2."""
+    names = [f"model.layers.{block}.{layer}" for block in ("0", "1", "10", "2") for layer in ("up", "down")]
+    checkpoint = formats.load({f"{name}.weight": torch.ones(32, 64) for name in ["lm_head", *names]})
+    ordered = [f"model.layers.{block}.{layer}" for block in (0, 1, 2, 10) for layer in ("up", "down")]
+    assert list(checkpoint) == ["lm_head", *ordered]
+    many = f"{'7' * 5000}.up"
+    assert list(formats.load({f"{many}.weight": torch.ones(32, 64)})) == [many]
 
 
 def test_damage_is_not_passed_over() -> None:

@@ -213,7 +213,7 @@ def test_int8_storage_alone(seed: int) -> None:
 
 
 UNSUPPORTED = {
-    "float words": ({"weight_packed": torch.zeros(12, 20, dtype=torch.uint8)}, scheme(), "int32 words"),
+    "float words": ({"weight_packed": torch.zeros(12, 20, dtype=torch.uint8)}, scheme(), "floats of 4 bits"),
     "packed and int8 activations": ({}, scheme(4, 16, True, DYNAMIC), "quantised activations"),
     "a transform": ({}, scheme() | {"transform_config": {"config_groups": {"u": {}}}}, "transform"),
     "sparse": ({}, scheme() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),

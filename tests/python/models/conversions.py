@@ -141,7 +141,7 @@ def starve(root: Path) -> dict[str, Any]:
             break
     large = write_model(root / "large", {"up_proj.weight": torch.ones(8192, 8192).half()}, {}, None)
     with limited(resource.RLIMIT_AS, address_space() + (40 << 20)):  # a progress bar takes a thread of 8 MB
-        shown = CliRunner().invoke(app, ["convert", str(large), str(root / "command")])
+        shown = CliRunner().invoke(app, ["convert", str(large), str(root / "command"), "--bits", "4"])
     same = contents(root / "new") == contents(root / "reference")
     return {"errors": errors, "command": [shown.exit_code, shown.stderr], "same": same, "left": partial(root)}
 
@@ -175,9 +175,12 @@ def watch_memory(root: Path) -> dict[str, Any]:
     source = write_model(root / "source", weights, {}, None)
     del weights
     used: list[float] = []
-    found = models.convert(
-        source, root / "new", verify=True, progress=lambda name, count, total: used.append(anonymous_memory())
-    )
+
+    def note(what: str, count: int, total: int) -> None:
+        if what.startswith("writing model."):
+            used.append(anonymous_memory())
+
+    found = models.convert(source, root / "new", verify=True, progress=note)
     return {"used": [*used, anonymous_memory()], "size": found.size / 2**20}
 
 

@@ -24,14 +24,19 @@ from typer.testing import CliRunner
 
 import qcutlass
 from qcutlass import models
-from qcutlass.cli import app, commands
-from qcutlass.cli.terminal import printable
+from qcutlass.cli import app
+from qcutlass.cli.terminal import printable, steps
 
 pytest.importorskip("transformers", reason="needs transformers")
 
 COMMANDS = {info.name or info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
 MADE = ("destination", "out")  # places that a command makes; it reads all others
-OPTIONS: dict[str, list[str]] = {"eval": ["--window", "2"], "quantize": ["--samples", "1", "--seqlen", "4"]}
+OPTIONS: dict[str, list[str]] = {
+    "convert": ["--bits", "4"],
+    "eval": ["--window", "2"],
+    "generate": ["--prompt", "5 6"],
+    "quantize": ["--samples", "1", "--seqlen", "4"],
+}
 """With which a command that is given good places ends well."""
 
 
@@ -240,7 +245,7 @@ def test_memory_that_is_not_there(command: str, megabytes: int, tmp_path: Path) 
         "import resource, qcutlass.models; pages = int(open('/proc/self/statm').read().split()[0]); "
         f"resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + ({megabytes} << 20),) * 2)"
     )
-    words = [command, str(folder), *([str(tmp_path / "new")] if command == "convert" else [])]
+    words = [command, str(folder), *([str(tmp_path / "new"), "--bits", "4"] if command == "convert" else [])]
     result = in_process(words, limit, stdout=subprocess.PIPE)
     assert_line(result.returncode, result.stderr, (command, megabytes))
     assert list(tmp_path.iterdir()) == [folder]
@@ -349,7 +354,7 @@ def test_progress_shows_names_escaped() -> None:
     from rich.console import Console
 
     stream = io.StringIO()
-    with commands._counted(Console(file=stream, force_terminal=True, width=200)) as progress:
-        progress.add_task(printable(ODD), total=1)
+    with steps(Console(file=stream, force_terminal=True, width=200), "reading") as report:
+        report(ODD, 1, 2)
     assert "\x1b]0;t" not in stream.getvalue()
     assert SHOWN in stream.getvalue()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from qcutlass import UnsupportedError, formats
+from qcutlass import CheckpointError, UnsupportedError, formats
 from qcutlass.models.gguf import GGUFModel
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -36,7 +36,10 @@ def write_gguf(path: Path, architecture: str, seed: int, extra: str | None = Non
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
+    writer.add_token_list([*(chr(48 + i) for i in range(VOCABULARY - 1)), "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
     def add(name: str, *shape: int) -> None:
         data = random.normal(0, 0.1, shape).astype(np.float32)
@@ -92,6 +95,43 @@ def test_names_and_rows_are_those_of_transformers(architecture: str, tmp_path: P
     assert source.config["architectures"] == [type(model).__name__]
     assert source.config["head_dim"] == SIZES.get(architecture, HIDDEN // HEADS)
     assert ("model.layers.0.self_attn.q_proj.bias" in found) == (architecture == "qwen2")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_configuration_and_tokenizer_are_those_of_transformers(architecture: str, tmp_path: Path, seed: int) -> None:
+    """Which reads the header with a reader of its own, that takes seconds for a real vocabulary."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, seed)
+    source = GGUFModel(formats.load(path), path)
+    expected = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).to_dict()
+    added = {"architectures", "dtype", "_name_or_path", *({"head_dim"} if architecture == "qwen2" else ())}
+    assert {key for key in source.config.keys() | expected if source.config.get(key) != expected.get(key)} == added
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert type(source.tokenizer()) is type(theirs)
+    source.write_files(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = sorted(file.name for file in (tmp_path / "theirs").iterdir())
+    assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text(), name
+
+
+def test_the_header_is_read_by_our_own_reader_alone(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gguf's, in Python, takes seconds for the vocabulary of a real model."""
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed)
+    monkeypatch.setattr(gguf, "GGUFReader", None)
+    checkpoint = formats.load(path)
+    monkeypatch.setattr("qcutlass.formats.gguf.read_header", lambda path: pytest.fail("it is read twice"))
+    GGUFModel(checkpoint, path).write_files(tmp_path / "ours")
+    assert (tmp_path / "ours" / "tokenizer.json").is_file()
+
+
+def test_a_header_without_a_size(tmp_path: Path, seed: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed)
+    path.write_bytes(path.read_bytes().replace(b"llama.embedding_length", b"llama.embedding_breadth"[:22]))
+    with pytest.raises(CheckpointError, match=r"expected the key llama\.embedding_length; it is absent"):
+        GGUFModel(formats.load(path), path)
 
 
 @pytest.mark.parametrize(

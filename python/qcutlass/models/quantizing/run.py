@@ -108,6 +108,22 @@ class _Overlay(ModelSource):
         self._source.write_files(folder)
 
 
+def open_model(
+    source: Path,
+    destination: Path,
+    *,
+    format: str = "auto",
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+) -> ModelSource:
+    """The opened source of `quantize_model`; raises as that does for places, and for models that it does not take."""
+    check_places(source, destination, overwrite)
+    if restart or not is_made(destination):
+        check_new(destination, overwrite)
+    return open_source(source, format, config)
+
+
 def quantize_model(
     source: str | PathLike[str],
     destination: str | PathLike[str],
@@ -141,7 +157,7 @@ def quantize_model(
         overwrite: replaces a converted folder.
         restart: removes what another run has left in `<destination>.work`.
         shard_bytes: largest size of a file.
-        progress: called with what is done, how many steps of the present stage are, and of how many.
+        progress: as for `convert`.
 
     Raises:
         FileExistsError: `destination` is there and not to be overwritten; the folder of the work is that of a run with
@@ -172,10 +188,7 @@ def quantize_model(
     check_integer("shard_bytes", shard_bytes, minimum=1)
     ids = _checked_calibration(calibration, chosen)
     old, new = Path(source), Path(destination)
-    check_places(old, new, overwrite)
-    if restart or not is_made(new):
-        check_new(new, overwrite)
-    opened = open_source(old, format, config)
+    opened = open_model(old, new, format=format, config=config, overwrite=overwrite, restart=restart)
     report = progress or (lambda name, count, total: None)
     run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
     description = _description(old, opened, chosen, ids, skip, device)
@@ -188,13 +201,7 @@ def quantize_model(
         work.open()
         overlay = _Overlay(opened, work)
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
-            done = write_folder(
-                overlay,
-                overlay.layer,
-                folder,
-                shard_bytes,
-                lambda name, count, total: report(f"writing {name}", count, total),
-            )
+            done = write_folder(overlay, overlay.layer, folder, shard_bytes, report)
             ConvertedFolder(folder)
             told = {"layers": done.layers, "weights": done.weights, "size": done.size, "files": done.files}
             told["notes"] = work.notes

@@ -1,0 +1,81 @@
+"""What users name as a model: folders, GGUF files, names on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from qcutlass.cli.terminal import Steps, say
+from qcutlass.formats.converted import CONFIG, is_converted
+from qcutlass.models.conversion import convert
+from qcutlass.products.tuned_plans import cache_folder
+from qcutlass.version import __version__
+
+_HUB_NAME: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # owner/name
+
+
+def found_model(model: Path) -> Path:
+    """A place as it is; for `owner/name`, which is none: the folder in the hub's local cache. Nothing is downloaded.
+
+    Raises:
+        FileNotFoundError: neither; the message has the command that downloads it.
+    """
+    name = str(model)
+    if os.path.lexists(model) or not _HUB_NAME.fullmatch(name) or model.suffix in (".gguf", ".safetensors"):
+        return model
+    folder = _cached(name)
+    if folder is None:
+        raise FileNotFoundError(
+            f"{name}: no such file or folder, and not in the local cache of the hub; if that is a name on the hub: "
+            f"hf download {name} --local-dir {model.name}"
+        )
+    say(f"{name}: taken from {folder}")
+    return folder
+
+
+def _cached(name: str) -> Path | None:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:  # it comes with transformers
+        return None
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # not there; no name
+        return None
+
+
+def runnable_model(model: Path, report: Steps) -> Path:
+    """The folder to run: `found_model`; for a GGUF file a converted one in the user's cache, made if it is absent.
+
+    Raises:
+        FileNotFoundError: as for `found_model`.
+        CheckpointError, UnsupportedError, OSError: as for `qcutlass.models.convert`.
+    """
+    place = found_model(model)
+    path = _gguf_of(place)
+    if path is None:
+        return place
+    status = path.stat()
+    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}"
+    folder = cache_folder() / "models" / f"{path.stem[:80]}-{hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]}"
+    if not is_converted(folder):
+        say(f"{path.name}: converted into {folder}, where the next run finds it")
+        try:
+            convert(path, folder, progress=report)
+        except FileExistsError:  # another process was faster
+            if not is_converted(folder):
+                raise
+    return folder
+
+
+def _gguf_of(place: Path) -> Path | None:
+    """The GGUF file that a place is, or is a folder of; None for folders that transformers reads."""
+    if place.suffix.lower() == ".gguf" and place.is_file():
+        return place
+    if place.is_dir() and not (place / CONFIG).exists():
+        files = list(place.glob("*.gguf"))
+        return files[0] if len(files) == 1 else None
+    return None

@@ -1,0 +1,167 @@
+"""The commands that run a model: `qcutlass eval` and `qcutlass generate`."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qcutlass.cli.terminal import Steps, chosen_device, console, decoded_text, echo, read_text, say, steps
+
+
+class Floats(str, Enum):
+    """Types of embeddings, norms and activations."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+_Folder = Annotated[
+    Path,
+    typer.Argument(
+        help="A converted folder, a folder in one of the formats that convert reads, a GGUF file, or OWNER/NAME of "
+        "the hub, if it has been downloaded."
+    ),
+]
+_Where = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="The device on which the model runs.")]
+_Fuse = Annotated[
+    bool, typer.Option("--fuse", help="Use one product for q, k and v, and one for gate and up, where they fit.")
+]
+_Threads = Annotated[
+    int | None, typer.Option(min=1, help="The number of threads on the CPU, of torch and of qcutlass.")
+]
+_Type = Annotated[
+    Floats | None, typer.Option(help="The type of activations. By default float32 on the CPU, 16 bits on a GPU.")
+]
+
+
+def evaluate(
+    folder: _Folder,
+    text: Annotated[Path, typer.Option(help="A text file in UTF-8.")],
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="How many tokens of the text are used. By default all of them.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, help="The number of tokens that are predicted from each other.")] = 512,
+    device: _Where = "cpu",
+    dtype: _Type = None,
+    fuse: _Fuse = False,
+    threads: _Threads = None,
+) -> None:
+    """Compute a model's perplexity on a text."""
+    if tokens is not None and tokens < window:
+        raise ValueError(f"--tokens {tokens}: expected at least one window of {window}; pass --window {tokens} as well")
+    words = read_text("--text", text)
+    with steps(console(stderr=True), "loading") as report:
+        model, tokenizer = _load(folder, device, dtype, fuse, threads, report)
+        report("tokenizing", 0, 0)
+        ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
+        from qcutlass.models.evaluation import perplexity
+
+        found = perplexity(model, ids, window, lambda done, total: report("windows", done, total))
+    echo(
+        f"perplexity {found.perplexity:.4f} of {found.tokens} tokens in windows of {window}, "
+        f"{found.tokens / found.seconds:.0f} tokens/s"
+    )
+
+
+def generate(
+    folder: _Folder,
+    prompt: Annotated[
+        str | None, typer.Option(help="The text to continue. By default it is read from a pipe on stdin.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="The largest number of new tokens. The model may end earlier.")
+    ] = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the likeliest token each time. Larger values sample: 0.7 is usual.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that have this probability together.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The seed of sampling. By default a random one.")] = None,
+    device: _Where = "cpu",
+    dtype: _Type = None,
+    fuse: _Fuse = False,
+    threads: _Threads = None,
+) -> None:
+    """Continue a prompt, and print the text as it comes; its rate goes to stderr."""
+    from qcutlass.models.sampling import Sampling
+
+    sampling = Sampling(temperature, top_p, seed)
+    words = _standard_input() if prompt is None else prompt
+    with steps(console(stderr=True), "loading") as report:
+        model, tokenizer = _load(folder, device, dtype, fuse, threads, report)
+    from qcutlass.models.generation import Generation, Interrupted
+    from qcutlass.models.generation import generate as generate_text
+
+    if not chat and getattr(tokenizer, "chat_template", None):
+        say("note: this model has a chat template; --chat puts the prompt into it")
+
+    def finish(found: Generation) -> None:
+        echo("")
+        say(
+            f"{found.prompt_tokens} tokens of prompt, the first new one after {1e3 * found.first_seconds:.0f} ms, "
+            f"then {found.tokens_per_second:.1f} tokens/s; {found.tokens} in all"
+        )
+
+    try:
+        found = generate_text(
+            model,
+            tokenizer,
+            words,
+            max_new_tokens,
+            chat=chat,
+            sampling=sampling,
+            on_text=lambda text: echo(text, end="", keep="\n\t"),
+        )
+    except Interrupted as error:
+        finish(error.generation)
+        raise typer.Exit(130) from error
+    finish(found)
+
+
+def _standard_input() -> str:
+    """The prompt from a pipe, without the newline that ends it."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ValueError('--prompt: expected a text, or one from a pipe: echo "Hello" | qcutlass generate FOLDER')
+    words = decoded_text("stdin", sys.stdin.buffer).removesuffix("\n")
+    if not words:
+        raise ValueError("--prompt: it was left out, and stdin is empty; pass one of them")
+    return words
+
+
+def _load(
+    folder: Path, device: str, dtype: Floats | None, fuse: bool, threads: int | None, report: Steps
+) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    import torch
+
+    from qcutlass.cli.places import runnable_model
+    from qcutlass.layers import fuse_projections
+    from qcutlass.models.extras import import_transformers
+
+    where = chosen_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    logging = import_transformers("a whole model").utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its reports of tensors are printed as they are named; load_model checks them
+    from qcutlass.models.transformers import load_model
+
+    place = runnable_model(folder, report)
+    report("loading", 0, 0)
+    model, tokenizer = load_model(place, where, None if dtype is None else getattr(torch, dtype.value))
+    for names, reason in fuse_projections(model).skipped.items() if fuse else ():
+        say(f"not fused: {', '.join(names)}: {reason}")
+    return model, tokenizer
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command("eval")(evaluate)
+    app.command()(generate)
