@@ -7,6 +7,7 @@ from qcutlass.algorithms.nearest import quantize
 from qcutlass.algorithms.smoothing import smooth
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.layers import QuantLinear, fuse_projections, replace_linear
+from qcutlass.models.block_fusing import fuse_block
 from qcutlass.models.folding import fold_smoothing
 from qcutlass.models.smoothing import smooth_model
 from qcutlass.products import (
@@ -43,6 +44,7 @@ __all__ = [
     "dequantize",
     "explain",
     "fold_smoothing",
+    "fuse_block",
     "fuse_projections",
     "gemm",
     "gemm_fp8",

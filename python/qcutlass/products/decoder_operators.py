@@ -7,7 +7,7 @@ torch's operations. The functions here call it directly where nothing traces.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
     Args:
         name: "silu_mul" or "gelu_tanh_mul".
-        gate, up: float16, bfloat16 or float32, of one shape and type; parts of one tensor's last dimension need no copy.
+        gate, up: float16, bfloat16 or float32, of one shape and type; parts of a tensor's rows need no copy.
 
     Returns:
         Of that shape and type.
@@ -307,15 +307,15 @@ def _rotary(
         if cos.stride() != sin.stride() or cos.stride(2) != 1:
             cos, sin = cos.contiguous(), sin.contiguous()
         norm = q_norm if q_norm is not None else k_norm
-        q_part, *q_kept = _heads(q, q_norm, q_out)
-        k_part, *k_kept = _heads(k, k_norm, k_out)
+        q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+        q_norm, k_norm = (None if weight is None else weight.contiguous() for weight in (q_norm, k_norm))
         _C.rotate(
             batch,
             tokens,
             size,
             DTYPES[q.dtype],
-            q_part,
-            k_part,
+            _heads(q, q_norm, q_out),
+            _heads(k, k_norm, k_out),
             cos.data_ptr(),
             sin.data_ptr(),
             0 if cos.shape[0] == 1 else cos.stride(0),
@@ -327,13 +327,10 @@ def _rotary(
     return q_out, k_out
 
 
-def _heads(x: Tensor, norm: Tensor | None, out: Tensor) -> tuple[Any, ...]:
-    """What the extension takes for one of the two, and tensors that must live until it has been read."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    norm = None if norm is None else norm.contiguous()
+def _heads(x: Tensor, norm: Tensor | None, out: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    """What the extension takes for one of the two."""
     batch, token, head, _ = x.stride()
-    place = 0 if norm is None else norm.data_ptr()
-    return (x.shape[2], x.data_ptr(), batch, token, head, place, out.data_ptr()), x, norm
+    return x.shape[2], x.data_ptr(), batch, token, head, 0 if norm is None else norm.data_ptr(), out.data_ptr()
 
 
 def _composed_rotary(x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
