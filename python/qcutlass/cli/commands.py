@@ -24,7 +24,7 @@ from qcutlass.cli.terminal import console as _console
 from qcutlass.cli.terminal import failed as _failed
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
-from qcutlass.layers import fuse_projections
+from qcutlass.models.block_fusing import fuse_block
 from qcutlass.models.conversion import SHARD_BYTES, Conversion
 from qcutlass.models.conversion import convert as convert_model
 from qcutlass.models.extras import import_transformers
@@ -279,7 +279,10 @@ def _tuning_table(found: Sequence[TunedProduct]) -> Table:
 
 _Folder = Annotated[Path, typer.Argument(help="A converted folder, or one that formats.load reads.")]
 _Where = Annotated[Device, typer.Option(help="Where the model runs.")]
-_Fuse = Annotated[bool, typer.Option("--fuse", help="One product for q, k and v, one for gate and up.")]
+_Fuse = Annotated[
+    bool | None,
+    typer.Option("--fuse/--no-fuse", help="Fewer operators: fuse_block. Default: on the CPU.", show_default=False),
+]
 _Threads = Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch and qcutlass.")]
 _Type = Annotated[Floats | None, typer.Option(help="Of activations; default: float32 on the CPU, 16 bits on a GPU.")]
 
@@ -367,7 +370,7 @@ def evaluate(
     window: Annotated[int, typer.Option(min=2, help="Tokens that are predicted from each other.")] = 512,
     device: _Where = Device.cpu,
     dtype: _Type = None,
-    fuse: _Fuse = False,
+    fuse: _Fuse = None,
     threads: _Threads = None,
 ) -> None:
     """Compute the perplexity of a text."""
@@ -395,7 +398,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template.")] = False,
     device: _Where = Device.cpu,
     dtype: _Type = None,
-    fuse: _Fuse = False,
+    fuse: _Fuse = None,
     threads: _Threads = None,
 ) -> None:
     """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
@@ -413,7 +416,9 @@ def generate(
     )
 
 
-def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, threads: int | None) -> tuple[Any, Any]:
+def _load(
+    folder: Path, device: Device, dtype: Floats | None, fuse: bool | None, threads: int | None
+) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -425,6 +430,8 @@ def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, thread
     if device is Device.cuda and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
     model, tokenizer = load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value])
-    for names, reason in fuse_projections(model).skipped.items() if fuse else ():
-        say(f"not fused: {', '.join(names)}: {reason}")
+    if fuse or (fuse is None and device is Device.cpu):
+        for names, reason in fuse_block(model).skipped.items():
+            if fuse:  # asked for
+                say(f"not fused: {names}: {reason}")
     return model, tokenizer

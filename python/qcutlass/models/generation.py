@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from qcutlass.models.growing_cache import cache_for
 from qcutlass.products.checks import check_integer
 
 
@@ -97,6 +98,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             streamer=stream,
+            past_key_values=cache_for(model),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
     times = stream.times

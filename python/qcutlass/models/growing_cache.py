@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from qcutlass.models.block_modules import FusedBlock
+
 _STEP: Final = 256  # tokens that there is room for at least; then half as many again as there are
 
 
@@ -72,3 +74,10 @@ def growing_cache(config: Any) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def cache_for(model: Any) -> DynamicCache | None:
+    """The cache with which a model on the CPU whose blocks are fused decodes; None: its own kind serves better."""
+    if model.device.type != "cpu" or not any(isinstance(module, FusedBlock) for module in model.modules()):
+        return None
+    return growing_cache(model.config)
