@@ -314,6 +314,55 @@ def dequantize(
     threads: int = 1,
 ) -> None: ...
 
+# between the products of a decoder block, on the host; arguments as in decoder.h
+_Heads = tuple[int, int, int, int, int, int, int]
+
+def add_rms_norm(
+    rows: int,
+    columns: int,
+    dtype: DType,
+    x: int,
+    x_stride: int,
+    residual: int,
+    residual_stride: int,
+    weight_type: DType,
+    weight: int,
+    eps: float,
+    sum: int,
+    out: int,
+    threads: int,
+    /,
+) -> None: ...
+def gate(
+    rows: int,
+    columns: int,
+    dtype: DType,
+    activation: Activation,
+    gate: int,
+    gate_stride: int,
+    up: int,
+    up_stride: int,
+    out: int,
+    threads: int,
+    /,
+) -> None: ...
+def rotate(
+    batch: int,
+    tokens: int,
+    size: int,
+    dtype: DType,
+    queries: _Heads,
+    keys: _Heads,
+    cos: int,
+    sin: int,
+    angle_batch_stride: int,
+    angle_token_stride: int,
+    norm_type: DType,
+    eps: float,
+    threads: int,
+    /,
+) -> None: ...
+
 # quantising to 8 bits; device as above
 QUANTIZE_WORKSPACE_BYTES: int
 

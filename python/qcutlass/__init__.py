@@ -31,6 +31,7 @@ __all__ = [  # noqa: F405
     "dequantize",
     "explain",
     "fold_smoothing",
+    "fuse_block",
     "fuse_projections",
     "gemm",
     "gemm_fp8",

@@ -9,6 +9,7 @@ from qcutlass.algorithms.smoothing import smooth as smooth
 from qcutlass.layers import QuantLinear as QuantLinear
 from qcutlass.layers import fuse_projections as fuse_projections
 from qcutlass.layers import replace_linear as replace_linear
+from qcutlass.models.block_fusing import fuse_block as fuse_block
 from qcutlass.models.folding import fold_smoothing as fold_smoothing
 from qcutlass.models.smoothing import smooth_model as smooth_model
 from qcutlass.products import Explanation as Explanation

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, module) {
   qcutlass::python::register_operands(module);
   qcutlass::python::register_pack(module);
   qcutlass::python::register_quantize(module);
+  qcutlass::python::register_decoder(module);
   qcutlass::python::register_gemm(module);
   qcutlass::python::register_launch(module);
   qcutlass::python::register_costs(module);

@@ -11,6 +11,7 @@ void register_types(pybind11::module_& module);
 void register_operands(pybind11::module_& module);
 void register_pack(pybind11::module_& module);
 void register_quantize(pybind11::module_& module);
+void register_decoder(pybind11::module_& module);
 void register_gemm(pybind11::module_& module);
 void register_launch(pybind11::module_& module);
 void register_costs(pybind11::module_& module);

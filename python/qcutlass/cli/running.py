@@ -29,7 +29,15 @@ _Folder = Annotated[
 ]
 _Where = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="The device on which the model runs.")]
 _Fuse = Annotated[
-    bool, typer.Option("--fuse", help="Use one product for q, k and v, and one for gate and up, where they fit.")
+    bool | None,
+    typer.Option(
+        "--fuse/--no-fuse",
+        help="Run blocks in fewer operators, such as one product for q, k and v. By default where that is faster.",
+        show_default=False,
+    ),
+]
+_Eager = Annotated[
+    bool, typer.Option("--eager", help="On a GPU, do not compile the steps of decoding, which takes half a minute.")
 ]
 _Threads = Annotated[
     int | None, typer.Option(min=1, help="The number of threads on the CPU, of torch and of qcutlass.")
@@ -48,7 +56,7 @@ def evaluate(
     window: Annotated[int, typer.Option(min=2, help="The number of tokens that are predicted from each other.")] = 512,
     device: _Where = "cpu",
     dtype: _Type = None,
-    fuse: _Fuse = False,
+    fuse: _Fuse = None,
     threads: _Threads = None,
 ) -> None:
     """Compute a model's perplexity on a text."""
@@ -86,7 +94,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The seed of sampling. By default a random one.")] = None,
     device: _Where = "cpu",
     dtype: _Type = None,
-    fuse: _Fuse = False,
+    fuse: _Fuse = None,
+    eager: _Eager = False,
     threads: _Threads = None,
 ) -> None:
     """Continue a prompt, and print the text as it comes; its rate goes to stderr."""
@@ -95,7 +104,7 @@ def generate(
     sampling = Sampling(temperature, top_p, seed)
     words = _standard_input() if prompt is None else prompt
     with steps(console(stderr=True), "loading") as report:
-        model, tokenizer = _load(folder, device, dtype, fuse, threads, report)
+        model, tokenizer = _load(folder, device, dtype, fuse, threads, report, eager)
     from qcutlass.models.generation import Generation, Interrupted
     from qcutlass.models.generation import generate as generate_text
 
@@ -117,6 +126,8 @@ def generate(
             max_new_tokens,
             chat=chat,
             sampling=sampling,
+            eager=eager,
+            on_note=say,
             on_text=lambda text: echo(text, end="", keep="\n\t"),
         )
     except Interrupted as error:
@@ -136,13 +147,20 @@ def _standard_input() -> str:
 
 
 def _load(
-    folder: Path, device: str, dtype: Floats | None, fuse: bool, threads: int | None, report: Steps
+    folder: Path,
+    device: str,
+    dtype: Floats | None,
+    fuse: bool | None,
+    threads: int | None,
+    report: Steps,
+    eager: bool = True,
 ) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     import torch
 
     from qcutlass.cli.places import runnable_model
     from qcutlass.layers import fuse_projections
+    from qcutlass.models.block_fusing import fuse_block
     from qcutlass.models.extras import import_transformers
 
     where = chosen_device(device)
@@ -156,8 +174,13 @@ def _load(
     place = runnable_model(folder, report)
     report("loading", 0, 0)
     model, tokenizer = load_model(place, where, None if dtype is None else getattr(torch, dtype.value))
-    for names, reason in fuse_projections(model).skipped.items() if fuse else ():
-        say(f"not fused: {', '.join(names)}: {reason}")
+    skipped: dict[Any, str] = {}
+    if fuse or (fuse is None and where.type == "cpu"):
+        skipped = dict(fuse_block(model).skipped)
+    elif fuse is None and not eager:  # between products the compiler fuses
+        skipped = dict(fuse_projections(model).skipped)
+    for names, reason in skipped.items() if fuse else ():
+        say(f"not fused: {names}: {reason}")
     return model, tokenizer
 
 

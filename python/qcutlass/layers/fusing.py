@@ -173,7 +173,7 @@ class _FusedLinear(WeightOnlyLinear):
 
     def part(self, a: Tensor, index: int) -> Tensor:
         """The output of one member: of the product that another one asked for, if it was with the same input."""
-        pending, version = self._pending, _version(a)
+        pending, version = self._pending, version_of(a)
         outs: tuple[Tensor | None, ...] = ()
         if pending is not None and pending[0] is a and pending[1] == version:
             outs = pending[2]
@@ -224,6 +224,25 @@ class _FusedLinear(WeightOnlyLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pending": None}
+
+
+def shared_product(*layers: nn.Module) -> Any:
+    """The product that computes the outputs of all these layers and no others, in this order; None: there is none.
+
+    Its `sizes` are their numbers of channels. Hooks of a layer keep it from being left out.
+    """
+    first = layers[0]
+    if type(first) is not FusedProjection:
+        return None
+    product = first.product
+    if len(product.sizes) != len(layers):
+        return None
+    for index, layer in enumerate(layers):
+        if type(layer) is not FusedProjection or layer.product is not product or layer._index != index:
+            return None
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            return None
+    return product
 
 
 def _checked(group: object) -> tuple[str, ...]:
@@ -277,7 +296,7 @@ def _joined(name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors, dim=0 if name == "w_packed" else -1)
 
 
-def _version(a: Tensor) -> int | None:
+def version_of(a: Tensor) -> int | None:
     """Counts changes in place, where they are counted."""
     if torch.compiler.is_compiling() or not isinstance(a, Tensor) or a.is_inference():
         return None

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import TextStreamer
 
+from qcutlass.models import stepping
+from qcutlass.models.growing_cache import cache_for
 from qcutlass.models.sampling import Sampling
 from qcutlass.products.checks import check_integer
+
+Message: TypeAlias = Mapping[str, str]
+"""`role`, that is "user" or "assistant" or "system", and `content`."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +69,26 @@ class _Stream(TextStreamer):
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | Sequence[Message],
     max_new_tokens: int = 128,
     *,
     chat: bool = False,
     sampling: Sampling | None = None,
+    eager: bool = False,
     on_text: Callable[[str], None] = lambda text: None,
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Continues a prompt.
+    """Continues a prompt. On a GPU steps are compiled and captured in a CUDA graph, where the model allows it.
 
     Args:
         model, tokenizer: as `qcutlass.models.transformers.load_model` gives them.
-        prompt: with at least one token.
+        prompt: a text with at least one token; or the messages of a chat, the last one the user's.
         max_new_tokens: the model may end earlier.
-        chat: puts the prompt into the tokenizer's chat template.
+        chat: the text is the only message of a chat. Messages are put into the tokenizer's chat template.
         sampling: how the next token is chosen; None: the likeliest each time.
+        eager: steps are neither compiled nor captured.
         on_text: gets the text piece by piece.
+        on_note: told why steps are eager, and when they are compiled, which takes some 30 seconds.
 
     Raises:
         Interrupted: the user pressed Ctrl-C after the first token; a KeyboardInterrupt that has the text so far.
@@ -90,13 +100,14 @@ def generate(
         ...     return generate(model, tokenizer, "What is 2 + 2?", chat=True).text
     """
     check_integer("max_new_tokens", max_new_tokens, minimum=1)
-    if chat and not getattr(tokenizer, "chat_template", None):
+    if chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    is_text = isinstance(prompt, str)
+    if not is_text and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: the tokenizer has no chat template; leave it out")
-    if chat:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(model.device)
+    if not is_text:
+        prompt = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=is_text).to(model.device)
     count = inputs["input_ids"].shape[1]
     if count == 0:
         raise ValueError("prompt: expected at least one token, got none")
@@ -110,13 +121,33 @@ def generate(
         return Generation(stream.text, count, len(times), times[0] - begin, rate)
 
     try:
-        _run(model, tokenizer, inputs, max_new_tokens, chosen, stream)
+        with nullcontext() if eager else fast_steps(model, count + max_new_tokens, on_note):
+            _run(model, tokenizer, inputs, max_new_tokens, chosen, stream)
     except KeyboardInterrupt as error:
         if not stream.times:
             raise
         stream.end()
         raise Interrupted(made()) from error
     return made()
+
+
+@contextmanager
+def fast_steps(model: Any, length: int, on_note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Inside, steps of a model on a GPU are compiled once for all texts, where the model allows it; see `in_steps`.
+
+    Args:
+        length: tokens of the longest text, prompt included.
+        on_note: as for `generate`, of which the calls inside are `eager`.
+    """
+    why = stepping.obstacle(model) if model.device.type == "cuda" else ""
+    if why:
+        on_note(f"steps are eager, which is slower: {why}")
+    if why is not None:
+        yield
+        return
+    note = f"compiling the step of decoding, half a minute or less; kept in {stepping.compiled_code()}"
+    with stepping.in_steps(model, length, on_first_step=lambda: on_note(note)):
+        yield
 
 
 def _run(
@@ -129,5 +160,6 @@ def _run(
             max_new_tokens=max_new_tokens,
             **sampling.keywords,
             streamer=stream,
+            past_key_values=cache_for(model),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )

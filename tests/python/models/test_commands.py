@@ -138,6 +138,9 @@ def test_from_a_quantised_folder_to_text(kind: str, smol: SmolCut, tmp_path: Pat
             r"4 tokens of prompt, the first new one after \d+ ms, then [\d.]+ tokens/s; 6 in all", result.stderr
         )
         assert result.stdout.rstrip("\n") == expected.rstrip("\n")
+        assert "not fused" not in result.stderr
+    plain = command("generate", tmp_path / "new", "--prompt", "Once upon a time", *tokens, "--no-fuse")
+    assert plain.stdout.rstrip("\n") == expected.rstrip("\n")
     together = command("generate", tmp_path / "new", "--prompt", "Once upon a time", *tokens, "--fuse")
     assert together.stdout.rstrip("\n") == expected.rstrip("\n")
     differing = [line for line in together.stderr.splitlines() if line.startswith("not fused: ")]
@@ -148,6 +151,35 @@ def test_from_a_quantised_folder_to_text(kind: str, smol: SmolCut, tmp_path: Pat
     found = re.match(r"perplexity ([\d.]+) of 62 tokens in windows of 32, \d+ tokens/s", score.stdout)
     assert found, score.stdout
     assert abs(float(found[1]) / _perplexity(smol, cut, text.read_text()) - 1) < PERPLEXITY
+
+
+@pytest.mark.parametrize(("options", "wanted"), [((), True), (("--fuse",), True), (("--no-fuse",), False)])
+def test_blocks_are_fused_on_the_cpu_unless_told_otherwise(
+    options: tuple[str, ...], wanted: bool, random_cut: RandomCut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qcutlass.models.block_modules import FusedNorm
+    from qcutlass.models.growing_cache import GrowingLayer
+
+    called: list[str] = []
+
+    def count(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def counted(*arguments: Any) -> Any:
+            called.append(name)
+            return method(*arguments)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    count(FusedNorm, "add")
+    count(GrowingLayer, "update")
+    folder = random_cut.awq().folder
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(5, 70))))
+    assert command("generate", folder, "--prompt", "5 6 7", "--max-new-tokens", 3, *options).exit_code == 0
+    assert set(called) == ({"add", "update"} if wanted else set())
+    called.clear()
+    assert command("eval", folder, "--text", tmp_path / "text.txt", "--window", 32, *options).exit_code == 0
+    assert ("add" in called) == wanted
 
 
 def _continuation(smol: SmolCut, cut: Any, prompt: str, count: int) -> str:

@@ -1,0 +1,79 @@
+// What a decoder block computes between its products: norms, gates, rotations. On the host; each result is computed in
+// fp32 and rounded once.
+#pragma once
+
+#include <cstdint>
+
+#include "qcutlass/types.h"
+
+namespace qcutlass {
+
+/// x [rows, columns] + residual, rounded to `type`, and its RMS norm: sum * weight / sqrt(mean(sum^2) + eps). Plain
+/// data: pointers, sizes and strides in elements; nothing is owned.
+struct NormArguments {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  DType type = DType::kNone;  ///< of x, residual, sum and out: fp16, bf16, fp32
+  void const* x = nullptr;    ///< unit stride along columns, as all of them
+  int64_t x_stride = 0;
+  void const* residual = nullptr;  ///< nullptr: the norm of x alone, and no sum is written
+  int64_t residual_stride = 0;
+  DType weight_type = DType::kNone;
+  void const* weight = nullptr;  ///< [columns]
+  float eps = 0.0f;
+  void* sum = nullptr;  ///< written: [rows, columns], no gaps
+  void* out = nullptr;  ///< written: likewise
+};
+
+/// activation(gate) * up, [rows, columns] each.
+struct GateArguments {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  DType type = DType::kNone;  ///< of gate, up and out: fp16, bf16, fp32
+  Activation activation = Activation::kSilu;
+  void const* gate = nullptr;  ///< unit stride along columns
+  int64_t gate_stride = 0;
+  void const* up = nullptr;
+  int64_t up_stride = 0;
+  void* out = nullptr;  ///< written: [rows, columns], no gaps
+};
+
+/// Heads that are rotated: [batch, tokens, heads, size], each first normalised where there is a weight.
+struct RotaryHeads {
+  int64_t heads = 0;
+  void const* x = nullptr;  ///< unit stride along a head
+  int64_t batch_stride = 0;
+  int64_t token_stride = 0;
+  int64_t head_stride = 0;
+  void const* norm = nullptr;  ///< [size], or nullptr: no norm
+  void* out = nullptr;         ///< written: [batch, tokens, heads, size], no gaps
+};
+
+/// Rotary embedding of queries and keys: with halves of a head, out = [first * cos - second * sin, second * cos +
+/// first * sin]; cos and sin are [batch or 1, tokens, size].
+struct RotaryArguments {
+  int64_t batch = 0;
+  int64_t tokens = 0;
+  int64_t size = 0;           ///< of a head, even
+  DType type = DType::kNone;  ///< of all but the norms' weights: fp16, bf16, fp32
+  RotaryHeads queries;
+  RotaryHeads keys;
+  void const* cos = nullptr;  ///< unit stride along a head
+  void const* sin = nullptr;  ///< with the strides of cos
+  int64_t angle_batch_stride = 0;
+  int64_t angle_token_stride = 0;
+  DType norm_type = DType::kNone;
+  float eps = 0.0f;  ///< of the norms
+};
+
+namespace host {
+
+/// Throw InvalidArgument before anything is written. `threads` >= 1.
+void add_rms_norm(NormArguments const& arguments, int threads);
+/// The activation is kSilu or kGeluTanh.
+void gate(GateArguments const& arguments, int threads);
+void rotate(RotaryArguments const& arguments, int threads);
+
+}  // namespace host
+
+}  // namespace qcutlass

@@ -1,0 +1,194 @@
+// Norms, gates and rotations: rows of fp32 in cache, loops that the compiler vectorises.
+#include "qcutlass/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "host/check.h"
+#include "host/exponential.h"
+#include "host/multiversion.h"
+#include "host/numeric.h"
+#include "host/parallel.h"
+
+namespace qcutlass::host {
+
+namespace {
+
+/// Elements that one range of a parallel loop should at least hold: some 5 microseconds.
+constexpr int64_t kGrainElements = int64_t{1} << 14;
+
+/// Elements that are computed at once where no row has to be whole.
+constexpr int64_t kPiece = 512;
+
+/// Sums that are kept apart, so that they are lanes of registers.
+constexpr int kLanes = 32;
+
+int64_t grain_of(int64_t columns) { return kGrainElements / std::max<int64_t>(columns, 1); }
+
+QCUTLASS_INLINE float mean_of_squares(float const* x, int64_t count) {
+  float sums[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+  }
+  for (int lane = 0; i < count; ++i, ++lane) sums[lane] += x[i] * x[i];
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+  }
+  return sums[0] / static_cast<float>(count);
+}
+
+QCUTLASS_INLINE void normalize(float const* weight, float eps, int64_t count, float* x) {
+  float const factor = 1.0f / std::sqrt(mean_of_squares(x, count) + eps);
+  for (int64_t i = 0; i < count; ++i) x[i] = x[i] * factor * weight[i];
+}
+
+QCUTLASS_MULTIVERSION void add_rms_norm_rows(NormArguments const& arguments, int64_t begin, int64_t end,
+                                             float* scratch) {
+  int64_t const columns = arguments.columns;
+  float* const weight = scratch;
+  float* const x = scratch + columns;
+  float* const residual = scratch + 2 * columns;
+  load_floats(arguments.weight_type, arguments.weight, 0, columns, weight);
+  for (int64_t row = begin; row < end; ++row) {
+    load_floats(arguments.type, arguments.x, row * arguments.x_stride, columns, x);
+    if (arguments.residual != nullptr) {
+      load_floats(arguments.type, arguments.residual, row * arguments.residual_stride, columns, residual);
+      for (int64_t i = 0; i < columns; ++i) x[i] += residual[i];
+      round_floats(arguments.type, columns, x);
+      store_floats(arguments.type, x, columns, arguments.sum, row * columns);
+    }
+    normalize(weight, arguments.eps, columns, x);
+    store_floats(arguments.type, x, columns, arguments.out, row * columns);
+  }
+}
+
+// exp() overflows to infinity, and the quotient to 0, where the exact value is smaller than any number.
+QCUTLASS_INLINE float silu(float x) { return x / (1.0f + exponential(-x)); }
+
+/// As in epilogue.h: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
+QCUTLASS_INLINE float gelu_tanh(float x) {
+  float const y = 0.79788456f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exponential(-2.0f * y));
+}
+
+QCUTLASS_MULTIVERSION void gate_rows(GateArguments const& arguments, int64_t begin, int64_t end) {
+  alignas(64) float gate[kPiece], up[kPiece];
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t k = 0; k < arguments.columns; k += kPiece) {
+      int64_t const count = std::min(kPiece, arguments.columns - k);
+      load_floats(arguments.type, arguments.gate, row * arguments.gate_stride + k, count, gate);
+      load_floats(arguments.type, arguments.up, row * arguments.up_stride + k, count, up);
+      if (arguments.activation == Activation::kSilu) {
+        for (int64_t i = 0; i < count; ++i) gate[i] = silu(gate[i]) * up[i];
+      } else {
+        for (int64_t i = 0; i < count; ++i) gate[i] = gelu_tanh(gate[i]) * up[i];
+      }
+      store_floats(arguments.type, gate, count, arguments.out, row * arguments.columns + k);
+    }
+  }
+}
+
+/// Where the numbers of one head lie while it is rotated, [size] each.
+struct RotaryScratch {
+  float* cos;
+  float* sin;
+  float* norm;
+  float* x;
+  float* rotated;
+};
+
+QCUTLASS_INLINE void rotate_heads(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index,
+                                  RotaryScratch const& scratch) {
+  int64_t const size = arguments.size, half = size / 2;
+  float const *const cos = scratch.cos, *const sin = scratch.sin;
+  float *const x = scratch.x, *const rotated = scratch.rotated;
+  int64_t const batch = index / arguments.tokens, token = index % arguments.tokens;
+  if (part.norm != nullptr) load_floats(arguments.norm_type, part.norm, 0, size, scratch.norm);
+  for (int64_t head = 0; head < part.heads; ++head) {
+    int64_t const offset = batch * part.batch_stride + token * part.token_stride + head * part.head_stride;
+    load_floats(arguments.type, part.x, offset, size, x);
+    if (part.norm != nullptr) normalize(scratch.norm, arguments.eps, size, x);
+    for (int64_t i = 0; i < half; ++i) rotated[i] = x[i] * cos[i] - x[half + i] * sin[i];
+    for (int64_t i = 0; i < half; ++i) rotated[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
+    store_floats(arguments.type, rotated, size, part.out, (index * part.heads + head) * size);
+  }
+}
+
+/// Of tokens [begin, end) of all sequences.
+QCUTLASS_MULTIVERSION void rotate_tokens(RotaryArguments const& arguments, int64_t begin, int64_t end, float* memory) {
+  int64_t const size = arguments.size;
+  RotaryScratch const scratch{memory, memory + size, memory + 2 * size, memory + 3 * size, memory + 4 * size};
+  for (int64_t index = begin; index < end; ++index) {
+    int64_t const angles = index / arguments.tokens * arguments.angle_batch_stride +
+                           index % arguments.tokens * arguments.angle_token_stride;
+    load_floats(arguments.type, arguments.cos, angles, size, scratch.cos);
+    load_floats(arguments.type, arguments.sin, angles, size, scratch.sin);
+    rotate_heads(arguments, arguments.queries, index, scratch);
+    rotate_heads(arguments, arguments.keys, index, scratch);
+  }
+}
+
+void check_matrix(int64_t rows, int64_t columns, DType type, int threads) {
+  check_threads(threads);
+  check_at_least("rows", rows, 0);
+  check_at_least("columns", columns, 1);
+  check_floating("type", type);
+}
+
+}  // namespace
+
+void add_rms_norm(NormArguments const& arguments, int threads) {
+  check_matrix(arguments.rows, arguments.columns, arguments.type, threads);
+  check_floating("weight_type", arguments.weight_type);
+  check(arguments.eps >= 0.0f, "eps must be at least 0, got " + std::to_string(arguments.eps));
+  if (arguments.rows == 0) return;
+  check_not_null("x", arguments.x);
+  check_not_null("weight", arguments.weight);
+  check_not_null("out", arguments.out);
+  if (arguments.residual != nullptr) check_not_null("sum", arguments.sum);
+  parallel_for(arguments.rows, grain_of(arguments.columns), threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(3 * arguments.columns);
+    add_rms_norm_rows(arguments, begin, end, scratch.data());
+  });
+}
+
+void gate(GateArguments const& arguments, int threads) {
+  check_matrix(arguments.rows, arguments.columns, arguments.type, threads);
+  check(arguments.activation == Activation::kSilu || arguments.activation == Activation::kGeluTanh,
+        "activation must be silu or gelu_tanh");
+  if (arguments.rows == 0) return;
+  check_not_null("gate", arguments.gate);
+  check_not_null("up", arguments.up);
+  check_not_null("out", arguments.out);
+  parallel_for(arguments.rows, grain_of(arguments.columns), threads,
+               [&](int64_t begin, int64_t end) { gate_rows(arguments, begin, end); });
+}
+
+void rotate(RotaryArguments const& arguments, int threads) {
+  check_threads(threads);
+  check_at_least("batch", arguments.batch, 0);
+  check_at_least("tokens", arguments.tokens, 0);
+  check_at_least("size", arguments.size, 2);
+  check(arguments.size % 2 == 0, "size must be even, got " + std::to_string(arguments.size));
+  check_floating("type", arguments.type);
+  int64_t const tokens = arguments.batch * arguments.tokens;
+  if (tokens == 0) return;
+  check_not_null("cos", arguments.cos);
+  check_not_null("sin", arguments.sin);
+  for (RotaryHeads const& part : {arguments.queries, arguments.keys}) {
+    check_at_least("heads", part.heads, 1);
+    check_not_null("x", part.x);
+    check_not_null("out", part.out);
+    if (part.norm != nullptr) check_floating("norm_type", arguments.norm_type);
+  }
+  int64_t const heads = arguments.queries.heads + arguments.keys.heads;
+  parallel_for(tokens, grain_of(heads * arguments.size), threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(5 * arguments.size);
+    rotate_tokens(arguments, begin, end, scratch.data());
+  });
+}
+
+}  // namespace qcutlass::host

@@ -1,0 +1,88 @@
+// What a decoder block computes between its products, on the host.
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "qcutlass/decoder.h"
+#include "register.h"
+
+namespace py = pybind11;
+
+namespace qcutlass::python {
+
+namespace {
+
+void add_rms_norm(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_t x_stride, uintptr_t residual,
+                  int64_t residual_stride, DType weight_type, uintptr_t weight, float eps, uintptr_t sum, uintptr_t out,
+                  int threads) {
+  NormArguments arguments;
+  arguments.rows = rows;
+  arguments.columns = columns;
+  arguments.type = type;
+  arguments.x = to_pointer(x);
+  arguments.x_stride = x_stride;
+  arguments.residual = to_pointer(residual);
+  arguments.residual_stride = residual_stride;
+  arguments.weight_type = weight_type;
+  arguments.weight = to_pointer(weight);
+  arguments.eps = eps;
+  arguments.sum = to_pointer(sum);
+  arguments.out = to_pointer(out);
+  py::gil_scoped_release release;
+  host::add_rms_norm(arguments, threads);
+}
+
+void gate(int64_t rows, int64_t columns, DType type, Activation activation, uintptr_t gate, int64_t gate_stride,
+          uintptr_t up, int64_t up_stride, uintptr_t out, int threads) {
+  GateArguments arguments;
+  arguments.rows = rows;
+  arguments.columns = columns;
+  arguments.type = type;
+  arguments.activation = activation;
+  arguments.gate = to_pointer(gate);
+  arguments.gate_stride = gate_stride;
+  arguments.up = to_pointer(up);
+  arguments.up_stride = up_stride;
+  arguments.out = to_pointer(out);
+  py::gil_scoped_release release;
+  host::gate(arguments, threads);
+}
+
+/// Heads: their number, x, its strides along batch, tokens and heads, the norm's weight, out.
+using Heads = std::tuple<int64_t, uintptr_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t>;
+
+RotaryHeads heads_of(Heads const& given) {
+  auto const [heads, x, batch_stride, token_stride, head_stride, norm, out] = given;
+  return {heads, to_pointer(x), batch_stride, token_stride, head_stride, to_pointer(norm), to_pointer(out)};
+}
+
+void rotate(int64_t batch, int64_t tokens, int64_t size, DType type, Heads const& queries, Heads const& keys,
+            uintptr_t cos, uintptr_t sin, int64_t angle_batch_stride, int64_t angle_token_stride, DType norm_type,
+            float eps, int threads) {
+  RotaryArguments arguments;
+  arguments.batch = batch;
+  arguments.tokens = tokens;
+  arguments.size = size;
+  arguments.type = type;
+  arguments.queries = heads_of(queries);
+  arguments.keys = heads_of(keys);
+  arguments.cos = to_pointer(cos);
+  arguments.sin = to_pointer(sin);
+  arguments.angle_batch_stride = angle_batch_stride;
+  arguments.angle_token_stride = angle_token_stride;
+  arguments.norm_type = norm_type;
+  arguments.eps = eps;
+  py::gil_scoped_release release;
+  host::rotate(arguments, threads);
+}
+
+}  // namespace
+
+void register_decoder(py::module_& module) {
+  // Positional arguments alone: names would take longer than a small call.
+  module.def("add_rms_norm", &add_rms_norm);
+  module.def("gate", &gate);
+  module.def("rotate", &rotate);
+}
+
+}  // namespace qcutlass::python

@@ -1,0 +1,214 @@
+"""The modules of a decoder block of transformers, with fewer operators between the products.
+
+Each class is one of transformers with another `forward`, so that a module may change its class and keep all it has.
+Where something is asked for that the short way does not have, the class's own `forward` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from qcutlass.layers.fusing import shared_product, version_of
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary
+
+Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
+
+GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
+"""The operator of a gated MLP, by the class of its activation."""
+
+_PLAIN: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+"""Arguments of a block that attention on the CPU need not look at."""
+
+
+def _is_traced_on_gpu(x: Tensor) -> bool:
+    """Whether a compiler that fuses by itself what stands between products will see these operations."""
+    return not x.is_cpu and torch.compiler.is_compiling()
+
+
+class FusedNorm(nn.Module):
+    """An RMS norm that may have been computed with the sum before it."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+    _pending: Pending | None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        pending = self._pending
+        if pending is not None:
+            self._pending = None
+            if pending[0] is hidden_states and pending[1] == version_of(hidden_states):
+                return pending[2]
+        if _is_traced_on_gpu(hidden_states):
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`x + residual`, whose norm the next call hands out."""
+        if _is_traced_on_gpu(x):
+            return x + residual
+        total, normed = add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+        self._pending = total, version_of(total), normed
+        return total
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pending": None}
+
+
+class FusedMLP(nn.Module):
+    """A gated MLP whose gate is one operator."""
+
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self._modules["gate_proj"]
+        second: Any = self._modules["up_proj"]
+        product = shared_product(first, second)
+        gated, up = (first(x), second(x)) if product is None else product(x).split(product.sizes, dim=-1)
+        out: Tensor = self.down_proj(gate(GATES[type(self.act_fn).__name__], gated, up))
+        return out
+
+
+class FusedAttention(nn.Module):
+    """Attention of grouped heads, whose keys and values are not repeated; rotated by one operator."""
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin = position_embeddings
+        if self.training or _is_traced_on_gpu(hidden_states) or cos.shape[-1] != self.head_dim:
+            plain: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **options,
+            )
+            return plain
+        shape = hidden_states.shape[:-1]
+        parts = [part.view(*shape, -1, self.head_dim) for part in self._projected(hidden_states)]
+        q_norm, k_norm = self._modules.get("q_norm"), self._modules.get("k_norm")
+        if q_norm is None or k_norm is None:
+            q, k = rotary(parts[0], parts[1], cos, sin)
+        else:
+            eps: Any = q_norm.variance_epsilon
+            q, k = rotary(parts[0], parts[1], cos, sin, q_norm.weight, k_norm.weight, eps)  # type: ignore[arg-type]
+        queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), parts[2].transpose(1, 2)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        weights = None
+        if queries.is_cpu and self.config._attn_implementation == "sdpa" and options.keys() <= _PLAIN:
+            out = attend(queries, keys, values, attention_mask, self.scaling)
+        else:
+            own = getattr(self, "sliding_window", None)
+            window = {} if own is None else {"sliding_window": own}
+            call = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, modeling_llama.eager_attention_forward
+            )
+            out, weights = call(
+                self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **window, **options
+            )
+        return self.o_proj(out.reshape(*shape, -1)), weights
+
+    def _projected(self, hidden_states: Tensor) -> Sequence[Tensor]:
+        layers: list[Any] = [self._modules[name] for name in ("q_proj", "k_proj", "v_proj")]
+        product = shared_product(*layers)
+        if product is None:
+            return [layer(hidden_states) for layer in layers]
+        return product(hidden_states).split(product.sizes, dim=-1)  # type: ignore[no-any-return]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention on the CPU, `[B, tokens, heads, size]` of queries `[B, heads, tokens, size]`, keys and values.
+
+    Without a mask it is causal: queries are the last tokens if there is one of them, else the first ones.
+    """
+    batch, heads, tokens, size = q.shape
+    groups = heads // k.shape[1]
+    if tokens == 1:  # the heads of a group are as many queries of one head, for which the kernel is faster
+        q = q.reshape(batch, k.shape[1], groups, size)
+        if mask is not None and mask.shape[1] != 1:
+            mask = mask.reshape(batch, k.shape[1], groups, -1)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        return out.reshape(batch, 1, heads, size)
+    if mask is None:
+        k, v = k[:, :, :tokens], v[:, :, :tokens]  # an empty static cache is longer
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2)
+
+
+class FusedBlock(nn.Module):
+    """A decoder block whose residual additions are parts of the norms behind them.
+
+    Attributes:
+        following: the norm that reads the block's output, in a tuple, since it is no child of the block.
+    """
+
+    following: tuple[FusedNorm]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **options,
+        )
+        norm: Any = self.post_attention_layernorm
+        hidden_states = norm.add(attended, hidden_states)
+        out = self.mlp(norm(hidden_states))
+        return self.following[0].add(out, hidden_states)
+
+
+FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {}
+"""The class that a module of each class may change to."""
+
+for _file, _family in (
+    (modeling_llama, "Llama"),
+    (modeling_mistral, "Mistral"),
+    (modeling_qwen2, "Qwen2"),
+    (modeling_qwen3, "Qwen3"),
+):
+    for _own, _name in (
+        (FusedBlock, f"{_family}DecoderLayer"),
+        (FusedAttention, f"{_family}Attention"),
+        (FusedMLP, f"{_family}MLP"),
+        (FusedNorm, f"{_family}RMSNorm"),
+    ):
+        _base = getattr(_file, _name)
+        FUSED[_base] = globals()[f"Fused{_name}"] = type(
+            f"Fused{_name}", (_own, _base), {"__module__": __name__, "__doc__": _own.__doc__}
+        )

@@ -1,0 +1,251 @@
+"""Decoder blocks with fewer operators: logits of prompts and of single tokens, states, caches, hooks, what is left."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.python.models.folders import SmolCut
+from torch import Tensor
+
+import qcutlass
+from qcutlass import WeightOnly, fuse_block, testing
+from qcutlass.layers import FusedProjection
+from qcutlass.testing.models import NOISE, noise_ratio
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 24},
+}
+VOCABULARY = 96
+
+
+def tiny(family: str, seed: int, **options: Any) -> Any:
+    """A model of random weights, its linear layers quantised."""
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+        pad_token_id=0,
+        **{**FAMILIES[family], **options},
+    )
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.normal_(1, 0.2)
+    qcutlass.replace_linear(model, WeightOnly(group_size=32), skip=["lm_head"])
+    return model
+
+
+def fused(model: Any) -> Any:
+    twin = copy.deepcopy(model)
+    found = fuse_block(twin)
+    assert found.fused == tuple(f"model.layers.{i}" for i in range(len(twin.model.layers)))
+    assert found.skipped == {}
+    return twin
+
+
+def dense(model: Any, dtype: torch.dtype) -> Any:
+    from bench import llama
+
+    return llama.dense(copy.deepcopy(model), torch.float64).to(dtype)
+
+
+def prompt(batch: int, seed: int, tokens: int = 11) -> tuple[Tensor, Tensor]:
+    """Tokens and their mask: all sequences but the first begin with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (batch, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 3 * row] = 0
+    return ids * mask, mask
+
+
+@torch.no_grad()
+def logits(model: Any, batch: int, seed: int, cache: Any, steps: int = 3, mask: bool = True) -> Tensor:
+    """Of the last tokens of a prompt and of single ones behind it, `[steps + 1, batch, vocabulary]`."""
+    ids, given = prompt(batch, seed)
+    found = []
+    for step in range(steps + 1):
+        options = {"attention_mask": given} if mask else {}
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options).logits
+        found.append(out[:, -1])
+        ids = torch.full((batch, 1), 5 + step)
+        given = torch.cat((given, torch.ones_like(ids)), dim=1)
+    return torch.stack(found)
+
+
+def new_cache(kind: str, model: Any) -> Any:
+    if kind == "dynamic":
+        return transformers.DynamicCache(config=model.config)
+    return transformers.StaticCache(config=model.config, max_cache_len=32)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_model_but_for_rounding(
+    family: str, dtype: torch.dtype, batch: int, cache: str, seed: int
+) -> None:
+    model = tiny(family, seed).to(dtype)
+    exact, rounded = (
+        logits(each, batch, seed, new_cache("dynamic", model))
+        for each in (dense(model, torch.float64), dense(model, dtype))
+    )
+    for with_mask in (True, False) if batch == 1 else (True,):
+        found = logits(fused(model), batch, seed, new_cache(cache, model), mask=with_mask)
+        assert noise_ratio(found, rounded, exact) <= NOISE
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_every_implementation_of_attention_serves(implementation: str, seed: int) -> None:
+    model = tiny("Qwen3", seed)
+    expected = logits(model, 3, seed, new_cache("dynamic", model))
+    exact = logits(dense(model, torch.float64), 3, seed, new_cache("dynamic", model))
+    together = fused(model)
+    together.set_attn_implementation(implementation)
+    assert noise_ratio(logits(together, 3, seed, new_cache("dynamic", model)), expected, exact) <= NOISE
+
+
+@torch.no_grad()
+def test_hidden_states_and_attentions_are_collected(seed: int) -> None:
+    model = tiny("Llama", seed)
+    ids, _ = prompt(1, seed)
+    together = fused(model)
+    for each in (model, together):
+        each.set_attn_implementation("eager")
+    expected, found = (each(ids, output_hidden_states=True, output_attentions=True) for each in (model, together))
+    exact = dense(model, torch.float64)(ids, output_hidden_states=True, output_attentions=True)
+    for name in ("hidden_states", "attentions"):
+        assert len(found[name]) == len(expected[name])
+        for ours, theirs, answer in zip(found[name][1:], expected[name][1:], exact[name][1:], strict=True):
+            assert noise_ratio(ours, theirs, answer) <= NOISE
+
+
+@torch.no_grad()
+def test_a_block_that_is_called_with_another_input_norms_that_one(seed: int) -> None:
+    """The norm of a block's output is computed with it, for the next block alone."""
+    together = fused(tiny("Llama", seed))
+    norm = together.model.norm
+    x = torch.randn(1, 2, 64)
+    total = norm.add(x, x)
+    testing.assert_equal(norm(x + 1), together.model.norm.__class__.forward(norm, x + 1))
+    total = norm.add(x, x)
+    total.add_(1)
+    testing.assert_equal(norm(total), norm(total.clone()))
+
+
+def test_states_and_copies(seed: int) -> None:
+    model = tiny("Qwen2", seed)
+    together = fused(model)
+    states = model.state_dict(), together.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert [name for name, _ in together.named_modules() if not name.endswith("product")] == [
+        name for name, _ in model.named_modules()
+    ]
+    for name, tensor in states[0].items():
+        testing.assert_equal(states[1][name], tensor, label=name)
+    expected = logits(together, 1, seed, None)
+    for twin in (copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
+        testing.assert_equal(logits(twin, 1, seed, None), expected)
+    other = fused(tiny("Qwen2", seed + 1))
+    other.load_state_dict(states[0])
+    testing.assert_equal(logits(other, 1, seed, None), expected)
+
+
+@torch.no_grad()
+def test_it_compiles_without_a_break(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    ids, _ = prompt(1, seed)
+    expected = together(ids, use_cache=False).logits
+    compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
+    testing.assert_equal(compiled(ids, use_cache=False).logits, expected)
+
+
+def test_fusing_twice_is_fusing_once(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    expected = logits(together, 1, seed, None)
+    again = fuse_block(together)
+    assert again.fused == ()
+    assert again.skipped == {}
+    testing.assert_equal(logits(together, 1, seed, None), expected)
+
+
+def test_what_is_left_alone_is_said(seed: int) -> None:
+    model = tiny("Llama", seed)
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    model.model.layers[1].mlp.forward = lambda x: x
+    model.model.layers[2].self_attn.k_proj.register_forward_hook(lambda *arguments: None)
+    found = fuse_block(model)
+    assert found.fused == ("model.layers.2",)
+    assert found.skipped == {
+        "model.layers.0": "mlp.act_fn: expected SiLU or GELU in its tanh form, got ReLU",
+        "model.layers.1": "mlp has a forward of its own, which would no longer run",
+        "model.layers.2.self_attn.q_proj, model.layers.2.self_attn.k_proj, model.layers.2.self_attn.v_proj": (
+            "k_proj has forward hooks"
+        ),
+    }
+    assert isinstance(model.model.layers[0].mlp.gate_proj, FusedProjection)
+
+
+@torch.no_grad()
+def test_models_of_other_kinds_are_left_as_they_are(seed: int) -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    before = {name: type(module) for name, module in model.named_modules()}
+    found = fuse_block(model)
+    assert found.fused == ()
+    assert found.skipped == {
+        "model": "GPT2LMHeadModel: expected decoder blocks of a Llama, Mistral, Qwen2 or Qwen3 model of transformers"
+    }
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
+        fuse_block("model")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_hooks_of_modules_run(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    called = []
+    for name in ("self_attn", "mlp", "input_layernorm", "self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"):
+        module = together.model.layers[1].get_submodule(name)
+        module.register_forward_hook(lambda *arguments, name=name: called.append(name))
+    expected = logits(fused(tiny("Llama", seed)), 1, seed, None, steps=0)
+    testing.assert_equal(logits(together, 1, seed, None, steps=0), expected)
+    assert sorted(called) == [
+        "input_layernorm",
+        "mlp",
+        "mlp.up_proj",
+        "self_attn",
+        "self_attn.q_proj",
+        "self_attn.v_proj",
+    ]
+
+
+def test_a_real_model(smol: SmolCut, seed: int) -> None:
+    """Two blocks of SmolLM2."""
+    cut = smol.awq()
+    model = transformers.AutoModelForCausalLM.from_pretrained(cut.folder, dtype=torch.float32, config=_config(cut))
+    exact, rounded = (
+        logits(smol.dense(cut, dtype), 3, seed, new_cache("dynamic", model)) for dtype in (torch.float64, torch.float32)
+    )
+    assert noise_ratio(logits(fused(model), 3, seed, new_cache("dynamic", model)), rounded, exact) <= NOISE
+
+
+def _config(cut: Any) -> Any:
+    from qcutlass.models.transformers import checkpoint_config
+
+    return checkpoint_config(cut.folder)

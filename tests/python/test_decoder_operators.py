@@ -1,0 +1,165 @@
+"""Operators between the products of a decoder block: values, strides, compilation, wrong arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.python.modules import randn
+from torch import Tensor
+
+from qcutlass import testing
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary
+from qcutlass.testing.decoder import answer_ratio, gate_answer, rms_norm_answer, rotary_answer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPS = 1e-5
+GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return randn(*shape, seed=seed).to(dtype)
+
+
+def angles(batch: int, tokens: int, size: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    half = 10 * randn(batch, tokens, size // 2, seed=seed)
+    whole = torch.cat((half, half), dim=-1)
+    return whole.cos().to(dtype), whole.sin().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 576), (3, 5, 64), (40, 1000), (2, 1), (7, 33)])
+def test_norms_are_within_their_bound(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+    x, residual = numbers(*shape, seed=seed, dtype=dtype), numbers(*shape, seed=seed + 1, dtype=dtype)
+    for weight in (numbers(shape[-1], seed=seed + 2), numbers(shape[-1], seed=seed + 2, dtype=dtype)):
+        total, normed = add_rms_norm(x, residual, weight, EPS)
+        testing.assert_equal(total, x + residual)
+        assert normed.dtype == dtype
+        assert answer_ratio(normed, rms_norm_answer(total, weight, EPS)) <= 1
+        testing.assert_equal(rms_norm(total, weight, EPS), normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("shape", [(1, 1, 1536), (3, 5, 70), (30, 1111)])
+def test_gates_are_within_their_bound(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+    both = (8 * randn(*shape[:-1], 2 * shape[-1], seed=seed)).to(dtype)
+    for first, second in (both.chunk(2, dim=-1), [part.contiguous() for part in both.chunk(2, dim=-1)]):
+        out = gate(name, first, second)
+        assert out.dtype == dtype
+        assert out.is_contiguous()
+        assert answer_ratio(out, gate_answer(GATES[name], first, second)) <= 1
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_far_from_zero(name: str) -> None:
+    """Where exp() overflows, or is too small to count; infinities and NaN as torch has them."""
+    far = torch.tensor([-3e38, -1e4, -89.0, -88.0, -87.0, -0.0, 0.0, 87.0, 88.7, 89.0, 1e4, 3e38])
+    ones = torch.ones_like(far)
+    assert answer_ratio(gate(name, far, ones), gate_answer(GATES[name], far, ones)) <= 1
+    special = torch.tensor([torch.inf, torch.nan])
+    assert str(gate(name, special, torch.ones(2)).tolist()) == "[inf, nan]"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [True, False], ids=["one row of angles", "angles of each"])
+@pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "normalised"])
+def test_rotations_are_within_their_bound(with_norms: bool, shared: bool, dtype: torch.dtype, seed: int) -> None:
+    batch, tokens, size = 3, 5, 24
+    rows = numbers(batch, tokens, 7 * size, seed=seed, dtype=dtype)
+    q, k = (
+        rows[..., : 4 * size].view(batch, tokens, 4, size),
+        rows[..., 4 * size : 6 * size].view(batch, tokens, 2, size),
+    )
+    cos, sin = angles(1 if shared else batch, tokens, size, dtype, seed + 1)
+    norms = [numbers(size, seed=seed + 2 + i, dtype=dtype) if with_norms else None for i in range(2)]
+    found = rotary(q, k, cos, sin, *norms, eps=EPS)
+    for out, x, norm in zip(found, (q, k), norms, strict=True):
+        assert out.is_contiguous()
+        assert answer_ratio(out, rotary_answer(x, cos, sin, norm, EPS)) <= 1
+    transposed = rotary(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)), cos, sin, *norms, eps=EPS)
+    for out, expected in zip(transposed, found, strict=True):
+        testing.assert_equal(out, expected)
+
+
+def calls(seed: int) -> dict[str, tuple[Any, ...]]:
+    """Arguments of each operator."""
+    x, weight = numbers(2, 3, 64, seed=seed), numbers(64, seed=seed + 1)
+    q, k = numbers(2, 3, 4, 16, seed=seed + 2), numbers(2, 3, 2, 16, seed=seed + 3)
+    return {
+        "add_rms_norm": (x, x + 1, weight, EPS),
+        "rms_norm": (x, weight, EPS),
+        "silu_mul": (x, x + 1),
+        "gelu_tanh_mul": (x, x + 1),
+        "rotary": (q, k, *angles(2, 3, 16, torch.float32, seed), weight[:16], weight[16:32], EPS),
+    }
+
+
+@pytest.mark.parametrize("name", calls(0))
+def test_operators_are_torch_operators(name: str, seed: int) -> None:
+    torch.library.opcheck(getattr(torch.ops.qcutlass, name).default, calls(seed)[name])
+
+
+def test_functions_compile_without_a_break(seed: int) -> None:
+    def block(x: Tensor, weight: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        total, normed = add_rms_norm(x, x, weight, EPS)
+        return total, gate("silu_mul", normed, total), rms_norm(total, weight, EPS), *rotary(q, k, cos, sin)
+
+    arguments = (*calls(seed)["rms_norm"][:2], *calls(seed)["rotary"][:4])
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for out, expected in zip(compiled(*arguments), block(*arguments), strict=True):
+            testing.assert_equal(out, expected)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(seed: int) -> None:
+    x, weight = numbers(300, 576, seed=seed), numbers(576, seed=seed + 1)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append((*add_rms_norm(x, x, weight, EPS), gate("silu_mul", x, x)))
+    finally:
+        torch.set_num_threads(threads)
+    for one, three in zip(*found, strict=True):
+        testing.assert_equal(one, three)
+
+
+def test_there_may_be_no_rows() -> None:
+    empty = torch.empty(0, 64)
+    total, normed = add_rms_norm(empty, empty, torch.ones(64), EPS)
+    assert total.shape == normed.shape == gate("silu_mul", empty, empty).shape == (0, 64)
+    q = torch.empty(0, 5, 4, 16)
+    assert rotary(q, q, torch.empty(1, 5, 16), torch.empty(1, 5, 16))[1].shape == q.shape
+
+
+X = torch.ones(2, 64)
+Q, ANGLES = torch.ones(2, 3, 4, 16), torch.ones(1, 3, 16)
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "type": (lambda: rms_norm(X.double(), X[0], EPS), TypeError, "x: expected a tensor of float16"),
+    "no numbers": (lambda: rms_norm(torch.tensor(1.0), X[0], EPS), ValueError, r"x: expected shape \[\.\.\., K\]"),
+    "weight": (lambda: rms_norm(X, X[0, 1:], EPS), ValueError, r"weight: expected shape \[K\] = \[64\]"),
+    "eps": (lambda: rms_norm(X, X[0], -1.0), ValueError, "eps: expected at least 0"),
+    "residual": (lambda: add_rms_norm(X, X[0], X[0], EPS), ValueError, "residual: expected the shape of x"),
+    "other type": (lambda: add_rms_norm(X, X.half(), X[0], EPS), TypeError, "residual: expected a tensor of float32"),
+    "up": (lambda: gate("silu_mul", X, X[:1]), ValueError, "up: expected the shape of gate"),
+    "device": (lambda: gate("silu_mul", X, X.to("meta")), ValueError, "up is on meta, gate is on cpu"),
+    "odd": (lambda: rotary(Q[..., 1:], Q[..., 1:], ANGLES, ANGLES), ValueError, "q: expected shape .* even size"),
+    "k": (lambda: rotary(Q, Q[:1], ANGLES, ANGLES), ValueError, r"k: expected shape \[2, 3, heads, 16\]"),
+    "cos": (lambda: rotary(Q, Q, ANGLES[:, 1:], ANGLES), ValueError, r"cos: expected shape \[2 or 1, 3, 16\]"),
+    "norm": (lambda: rotary(Q, Q, ANGLES, ANGLES, X[0]), ValueError, r"q_norm: expected shape \[size\] = \[16\]"),
+    "gradient": (
+        lambda: rms_norm(X, torch.nn.Parameter(torch.ones(64)), EPS),
+        RuntimeError,
+        "weight requires grad, but qcutlass is for inference",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
