@@ -44,7 +44,7 @@ class QuantEmbedding(WeightOnlyLinear):
         QuantLinear.__init__(
             self, layer.in_features, layer.out_features, layer.bits, layer.group_size, layer.activation, parts
         )
-        self.dtype = dtype
+        self.dtype, self.as_minima = dtype, layer.as_minima
         self.train(layer.training)
 
     @property

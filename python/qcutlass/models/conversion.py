@@ -204,7 +204,7 @@ def write_folder(
                 tensors = layer.tensors
                 kept.append(name)
             else:
-                packed = from_layer(layer, name)
+                packed = _packed(layer, name)
                 tensors = {**packed.state_dict(), GUARD: guard()}
                 specs[name] = packed.spec
                 weights += packed.in_features * packed.out_features
@@ -229,6 +229,13 @@ def write_folder(
     return Conversion(source.checkpoint.format, len(specs), weights, 0, size, files)
 
 
+def _packed(layer: Layer, name: str) -> QuantLinear:
+    """The layer as a folder holds it."""
+    packed = from_layer(layer, name)
+    packed.narrow()
+    return packed
+
+
 def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
     """Opens what was written; reads and compares all of it if `verify`."""
     written = ConvertedFolder(folder)
@@ -240,7 +247,7 @@ def _check_written(plan: _Plan, folder: Path, verify: bool) -> int:
             pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in layer.tensors.items()]
         else:
             found = written[name]
-            buffers, others = (dict(each.named_buffers()) for each in (found, from_layer(layer, name)))
+            buffers, others = (dict(each.named_buffers()) for each in (found, _packed(layer, name)))
             if buffers.keys() != others.keys():
                 raise CheckpointError(f"{name}: expected {', '.join(others)}, read back {', '.join(buffers)}")
             pairs = [(buffers[key], others[key]) for key in buffers]

@@ -116,6 +116,8 @@ class QcutlassQuantizer(HfQuantizer):
                 if isinstance(module, nn.Embedding):
                     layer = _embedding(layer, module, name)
                 model.set_submodule(place, layer)
+                if isinstance(layer, WeightOnlyLinear):
+                    layer.await_minima()
             _tie(model)
         else:
             checkpoint = formats.load(folder, config=values.get("checkpoint"))
@@ -142,6 +144,8 @@ class QcutlassQuantizer(HfQuantizer):
         if self._checkpoint is not None:
             self._fill(model, self._checkpoint)
         for name, module in model.named_modules():
+            if isinstance(module, WeightOnlyLinear):
+                module.settle_minima()
             if isinstance(module, QuantLinear):
                 try:
                     module.check()
@@ -213,16 +217,16 @@ def _embedding(layer: QuantLinear, module: nn.Embedding, name: str) -> QuantEmbe
 
 def _tie(model: PreTrainedModel) -> None:
     """Has the heads that are tied to packed embeddings share them, and transformers tie nothing that is packed."""
-    model._tied_weights_keys = dict(model.get_expanded_tied_weights_keys(all_submodels=False))
-    for target, source in [*model.all_tied_weights_keys.items()]:
+    tied = dict(model.all_tied_weights_keys)
+    for target, source in model.all_tied_weights_keys.items():
         (place, _, _), (owner, _, _) = target.rpartition("."), source.rpartition(".")
         embedding, head = model.get_submodule(owner), model.get_submodule(place)
         if isinstance(embedding, QuantEmbedding) and type(head) is nn.Linear:
             model.set_submodule(place, TiedLinear(embedding, head.bias))
-            head = model.get_submodule(place)
-        if isinstance(head, QuantLinear | TiedLinear) or isinstance(embedding, QuantLinear):
-            del model.all_tied_weights_keys[target]
-            model._tied_weights_keys.pop(target, None)
+        if isinstance(embedding, QuantLinear) or isinstance(head, QuantLinear):
+            del tied[target]
+    if tied != model.all_tied_weights_keys:
+        model.all_tied_weights_keys, model._tied_weights_keys = tied, dict(tied)
     if isinstance(model.get_input_embeddings(), QuantEmbedding):
         model.resize_token_embeddings = partial(_resize, model)  # type: ignore[method-assign]
 
@@ -261,7 +265,9 @@ def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, tuple[str
         if place is not None:
             found[place] = name, places[place]
         elif model.base_model is not model or name.startswith(prefix):
-            raise UnsupportedError(f"{name}: {type(model).__name__} has no such torch.nn.Linear or Embedding to replace")
+            raise UnsupportedError(
+                f"{name}: {type(model).__name__} has no such torch.nn.Linear or Embedding to replace"
+            )
     return found
 
 
