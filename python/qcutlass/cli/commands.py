@@ -19,7 +19,19 @@ from qcutlass import formats
 from qcutlass.cli import quantize as quantizing
 from qcutlass.cli.info import collect
 from qcutlass.cli.quickstart import LayerResult, Options, default_model, run
-from qcutlass.cli.terminal import Bits, Commands, Device, echo, markup, printable, progress, read_text, say
+from qcutlass.cli.terminal import (
+    HEAD_HELP,
+    Bits,
+    Commands,
+    Device,
+    HeadBits,
+    echo,
+    markup,
+    printable,
+    progress,
+    read_text,
+    say,
+)
 from qcutlass.cli.terminal import console as _console
 from qcutlass.cli.terminal import failed as _failed
 from qcutlass.errors import UnsupportedError
@@ -294,6 +306,7 @@ def convert(
     bits: Annotated[Bits, typer.Option(help="For float weights, which are quantised.")] = Bits.four,
     group_size: Annotated[int, typer.Option(help="For float weights; -1: one scale a channel.")] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="For float weights: no zero points.")] = False,
+    lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
     """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
@@ -305,6 +318,7 @@ def convert(
             destination,
             format=format,
             scheme=scheme,
+            lm_head=lm_head.bits,
             verify=verify,
             overwrite=overwrite,
             shard_bytes=shard_bytes,

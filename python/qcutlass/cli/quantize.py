@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from qcutlass.algorithms.gptq import DAMPING
-from qcutlass.cli.terminal import Bits, Device, console, echo, printable, progress, read_text, say
+from qcutlass.cli.terminal import HEAD_HELP, Bits, Device, HeadBits, console, echo, printable, progress, read_text, say
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.replace import SKIPPED
 from qcutlass.models.conversion import SHARD_BYTES
@@ -50,6 +50,7 @@ def quantize(
         bool, typer.Option(help="awq, smoothquant: factors of their own for layers where no norm or linear takes them.")
     ] = True,
     skip: Annotated[list[str], typer.Option(help="Layers to leave alone: names or patterns; repeatable.")] = [*SKIPPED],  # noqa: B006
+    lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     device: Annotated[Device, typer.Option(help="Where blocks run.")] = Device.cpu,
     threads: Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch and qcutlass.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a converted folder.")] = False,
@@ -85,6 +86,7 @@ def quantize(
             chosen,
             calibration=ids,
             skip=skip,
+            lm_head=lm_head.bits,
             device=device.value,
             overwrite=overwrite,
             restart=restart,

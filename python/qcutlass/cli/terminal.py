@@ -49,6 +49,22 @@ class Bits(str, Enum):
     eight = "8"
 
 
+class HeadBits(str, Enum):
+    """Bits of the output head."""
+
+    eight = "8"
+    four = "4"
+    keep = "keep"
+
+    @property
+    def bits(self) -> int | None:
+        """As `qcutlass.models.convert` takes them."""
+        return None if self is HeadBits.keep else int(self.value)
+
+
+HEAD_HELP: Final = "Bits of the output head, and of an embedding tied to it; keep: as in the source."
+
+
 class Commands(TyperGroup):
     """A group whose commands end with a line: `USER_ERRORS` with exit status 2, Ctrl-C with 130."""
 

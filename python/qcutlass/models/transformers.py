@@ -228,7 +228,7 @@ def _tie(model: PreTrainedModel) -> None:
     if tied != model.all_tied_weights_keys:
         model.all_tied_weights_keys, model._tied_weights_keys = tied, dict(tied)
     if isinstance(model.get_input_embeddings(), QuantEmbedding):
-        model.resize_token_embeddings = partial(_resize, model)  # type: ignore[method-assign]
+        model.resize_token_embeddings = partial(_resize, model)
 
 
 def _resize(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
