@@ -162,7 +162,7 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
 def _layers(source: ConvertedFolder) -> list[str]:
     """Names of the layers that stay quantised: all but embeddings, and a head unlike the first layer."""
     names = [name for name in source if not is_embedding(name)]
-    others = [name for name in names if name.rpartition(".")[2] != HEAD]
+    others = [name for name in names if name != HEAD]
     if not others:
         return names
     specs = {name: source.spec[name] for name in names}
@@ -243,7 +243,8 @@ def _compressed_config(common: _Common, source: ConvertedFolder, layers: Sequenc
         static = "a_scale" in dict(source.spec[layers[0]].buffers)
         activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not static}
         activations["strategy"] = "tensor" if static else "token"
-    kept = [HEAD] if HEAD not in layers and HEAD not in source.spec.modules_to_not_convert else []
+    listed = source.spec.modules_to_not_convert
+    kept = [HEAD] if HEAD not in layers else []
     layout = "int-quantized" if common.int8 else "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
@@ -251,5 +252,5 @@ def _compressed_config(common: _Common, source: ConvertedFolder, layers: Sequenc
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": layout}},
-        "ignore": [*source.spec.modules_to_not_convert, *kept],
+        "ignore": list(dict.fromkeys([*listed, *kept])),
     }

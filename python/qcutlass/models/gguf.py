@@ -58,7 +58,8 @@ class GGUFModel(ModelSource):
         self.rest = {f"{self._name(module)}.{suffix}": f"{module}.{suffix}" for module, _, suffix in parts}
         embeddings = f"{_EMBEDDINGS}.weight"
         if embeddings in checkpoint.rest and checkpoint.info(embeddings).dtype in QUANTIZED:
-            self._take(_WHOLE[_EMBEDDINGS])
+            del self.rest[f"{_WHOLE[_EMBEDDINGS]}.weight"]
+            self.names[_WHOLE[_EMBEDDINGS]] = _EMBEDDINGS
 
     def _config(self) -> dict[str, Any]:
         transformers = import_transformers("reading the configuration of a GGUF file")

@@ -14,6 +14,8 @@ from qcutlass.products.checks import check_integer
 from qcutlass.schemes import WeightOnly
 
 HEAD: Final = "lm_head"
+_HEADS: Final = (HEAD, "embed_out")
+"""The names of output heads in files; transformers calls each of them by the first."""
 HEAD_SCHEMES: Final = {
     8: WeightOnly(8, 128, symmetric=True, scale_dtype=torch.float16),
     4: WeightOnly(4, 32, scale_dtype=torch.float16),
@@ -64,16 +66,19 @@ class _WithHead(ModelSource):
         self.checkpoint, self.config = source.checkpoint, source.config
         self.names, self.rest = dict(source.names), dict(source.rest)
         modules = [*self.names, *(name.removesuffix(".weight") for name in self.rest)]
-        self._name = HEAD if HEAD in modules else next(filter(is_embedding, modules), "")
-        if not self._name:
+        heads = (name for name in _HEADS if name in modules)
+        found = next(heads, None) or next(filter(is_embedding, modules), None)
+        if found is None:
             raise UnsupportedError(
-                f"lm_head: the model has neither {HEAD} nor an embedding named {', '.join(_EMBEDDINGS)}; leave it out"
+                f"lm_head: the model has neither a head named {' or '.join(_HEADS)} nor an embedding named "
+                f"{', '.join(_EMBEDDINGS)}; leave it out"
             )
-        if self._name == HEAD and self.config.get("tie_word_embeddings"):
+        self._name = HEAD if found in _HEADS else found
+        if found in _HEADS and self.config.get("tie_word_embeddings"):
             self.config = {**self.config, "tie_word_embeddings": False}  # both are in the files, one is quantised now
-        if self._name not in self.names:
-            self._take(self._name)
-            self.rest.pop(f"{self._name}.bias", None)  # of the layer
+        if found not in self.names:
+            self.names[self._name] = self.rest.pop(f"{found}.weight").removesuffix(".weight")
+            self.rest.pop(f"{found}.bias", None)  # of the layer
 
     def layer(self, name: str) -> Layer:
         if name != self._name:

@@ -52,10 +52,6 @@ class ModelSource:
         stored = self.names[name]
         return self.checkpoint[stored] if stored in self.checkpoint else self.checkpoint.matrix(stored)
 
-    def _take(self, name: str) -> None:
-        """Makes the module whose weight is one of `rest` one of the layers."""
-        self.names[name] = self.rest.pop(f"{name}.weight").removesuffix(".weight")
-
     def tensor(self, name: str) -> Tensor:
         """One of the other tensors, the same way."""
         return self.checkpoint.tensor(self.rest[name])
