@@ -155,15 +155,13 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if self.zeros is not None and not self.as_minima:
             self.zeros = narrowed(self.zeros)
 
-    def await_minima(self) -> None:
-        """Makes room for `minima`, if the state has them, for loaders that set tensors; `settle_minima` follows."""
+    def begin_loading(self) -> None:
         if self.as_minima:
             assert self.zeros is not None
             self.register_buffer("minima", minima_of(self.scales, self.zeros))
             self.zeros = None
 
-    def settle_minima(self) -> None:
-        """Computes the zeros from the `minima` that were loaded since `await_minima`, if any."""
+    def end_loading(self) -> None:
         minima = self._buffers.pop("minima", None)
         if minima is not None:
             self.zeros = zeros_of(self.scales, minima, self.bits)

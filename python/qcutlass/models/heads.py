@@ -66,13 +66,13 @@ class _WithHead(ModelSource):
         self.checkpoint, self.config = source.checkpoint, source.config
         self.names, self.rest = dict(source.names), dict(source.rest)
         modules = [*self.names, *(name.removesuffix(".weight") for name in self.rest)]
-        heads = (name for name in _HEADS if name in modules)
-        found = next(heads, None) or next(filter(is_embedding, modules), None)
-        if found is None:
+        heads = [*(name for name in _HEADS if name in modules), *filter(is_embedding, modules)]
+        if not heads:
             raise UnsupportedError(
                 f"lm_head: the model has neither a head named {' or '.join(_HEADS)} nor an embedding named "
                 f"{', '.join(_EMBEDDINGS)}; leave it out"
             )
+        found = heads[0]
         self._name = HEAD if found in _HEADS else found
         if found in _HEADS and self.config.get("tie_word_embeddings"):
             self.config = {**self.config, "tie_word_embeddings": False}  # both are in the files, one is quantised now

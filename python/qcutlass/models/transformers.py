@@ -116,8 +116,7 @@ class QcutlassQuantizer(HfQuantizer):
                 if isinstance(module, nn.Embedding):
                     layer = _embedding(layer, module, name)
                 model.set_submodule(place, layer)
-                if isinstance(layer, WeightOnlyLinear):
-                    layer.await_minima()
+                layer.begin_loading()
             _tie(model)
         else:
             checkpoint = formats.load(folder, config=values.get("checkpoint"))
@@ -144,9 +143,8 @@ class QcutlassQuantizer(HfQuantizer):
         if self._checkpoint is not None:
             self._fill(model, self._checkpoint)
         for name, module in model.named_modules():
-            if isinstance(module, WeightOnlyLinear):
-                module.settle_minima()
             if isinstance(module, QuantLinear):
+                module.end_loading()
                 try:
                     module.check()
                 except (TypeError, ValueError) as error:
@@ -223,7 +221,7 @@ def _tie(model: PreTrainedModel) -> None:
         embedding, head = model.get_submodule(owner), model.get_submodule(place)
         if isinstance(embedding, QuantEmbedding) and type(head) is nn.Linear:
             model.set_submodule(place, TiedLinear(embedding, head.bias))
-        if isinstance(embedding, QuantLinear) or isinstance(head, QuantLinear):
+        if any(isinstance(module, QuantLinear) for module in (embedding, head)):
             del tied[target]
     if tied != model.all_tied_weights_keys:
         model.all_tied_weights_keys, model._tied_weights_keys = tied, dict(tied)
