@@ -150,6 +150,24 @@ def test_the_whole_is_one_graph(seed: int) -> None:
         assert torch.equal(compiled(ids), model(ids))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_on_a_gpu_within_a_graph(bits: int, seed: int) -> None:
+    weight = quantized(50, 130, 32, bits, "real", seed)
+    layer = QuantEmbedding(WeightOnlyLinear(weight), torch.float16).cuda()
+    ids = torch.zeros(6, dtype=torch.int64, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.inference_mode():
+        layer(ids)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        rows = layer(ids)
+    ids.copy_(torch.tensor([49, 3, 16, 15, 8, 3]))
+    graph.replay()
+    assert torch.equal(rows.cpu(), weight.dequantize(torch.float16)[ids.cpu()])
+
+
 def q4_1(n: int, k: int, seed: int, dtype: torch.dtype = torch.float16) -> qcutlass.QuantizedTensor:
     """Groups of 32 of scales and minima, some of which are 0."""
     generator = torch.Generator().manual_seed(seed)

@@ -124,7 +124,7 @@ def convert(
         scheme: for float layers; None: `WeightOnly()`.
         skip: float layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and
             routers.
-        lm_head: bits of the output head, 8 (groups of 128, symmetric) or 4 (groups of 32): it is quantised to the
+        lm_head: bits of the output head, 8 (groups of 128) or 4 (groups of 32), symmetric: it is quantised to the
             nearest, whatever it is in the source, and with it an embedding that is tied to it. None: as it is.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.

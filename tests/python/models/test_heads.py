@@ -205,7 +205,7 @@ def test_export_keeps_a_head_of_the_layers_scheme(to: str, tiny: Any, tmp_path: 
     assert torch.equal(checkpoint["lm_head"].dequantize(torch.float32), expected)
 
 
-SCHEMES = {8: WeightOnly(8, 128, symmetric=True), 4: WeightOnly(4, 32)}
+SCHEMES = {8: WeightOnly(8, 128, symmetric=True), 4: WeightOnly(4, 32, symmetric=True)}
 
 
 def quantized(weight: Tensor, bits: int) -> Tensor:
