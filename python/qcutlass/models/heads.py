@@ -22,8 +22,8 @@ HEAD_SCHEMES: Final = {
 }
 """The schemes of output heads by bits. Errors of a head reach the logits as they are, so 4 bits get small groups.
 
-Perplexity of SmolLM2-135M (14.69) with a head of 4 bits: 15.90 so, 16.29 with zero points, and with these 16.98 in groups
-of 64, 17.07 of 128. Ranges that are clipped for the least error of the weights make it worse (16.52 for 16.29).
+Perplexity of SmolLM2-135M (14.69) with a head of 4 bits: 15.90 so, 16.29 with zero points, and with these 16.98 in
+groups of 64, 17.07 of 128. Ranges that are clipped for the least error of the weights make it worse (16.52 for 16.29).
 """
 
 _EMBEDDINGS: Final = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
