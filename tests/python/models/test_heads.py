@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench import llama, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -117,6 +118,14 @@ def test_a_folder_is_hardly_larger_than_its_file(kind: str, tiny: Any) -> None:
     layouts = 40 * len(tensors)  # five numbers a layer, which small ones notice
     expected = sum(bits[info.dtype] / 8 * info.shape[0] * info.shape[1] for info in tensors)
     assert weights - layouts == expected
+
+
+def test_the_bench_compares_with_the_same_numbers(tiny: Any, ids: Tensor) -> None:
+    model = load(tiny()[1])
+    twin = llama.dense(model, torch.float32)
+    assert twin.lm_head.weight.data_ptr() == twin.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(logits(twin, ids), logits(dense(model, torch.float32), ids))
+    assert 0 < tokens.check(model, 3, torch.float32) <= 1
 
 
 def test_saved_models_and_base_models(tiny: Any, ids: Tensor, tmp_path: Path) -> None:
