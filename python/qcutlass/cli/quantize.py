@@ -147,7 +147,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that qcutlass made.")] = False,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = SHARD_BYTES,
 ) -> None:
-    """Write a converted folder in the format of other engines, without loss."""
+    """Write a converted folder in the format of other engines; its quantised linear layers lose nothing."""
     count = export_model(folder, out, to, overwrite=overwrite, shard_bytes=shard_bytes)
     note = export_note(out)
     echo(f"{to}: {count} layers in {printable(out)}")
