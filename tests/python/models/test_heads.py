@@ -22,6 +22,7 @@ from qcutlass.testing.models import NOISE, noise_ratio
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("gguf", reason="needs gguf")
+from tests.python.models.folders import RandomCut
 from tests.python.models.quantizations import VOCABULARY, calibration, make
 from tests.python.models.test_gguf_models import write_gguf
 
@@ -256,6 +257,28 @@ def test_a_head_of_a_file_is_quantised_anew(tiny: Any) -> None:
     path, folder = tiny("Q4_0", False, lm_head=8)
     converted = models.ConvertedFolder(folder)
     assert (converted.spec["lm_head"].group_size, converted.spec[EMBEDDINGS].bits) == (-1, 4)  # K = 128, one group
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_embeddings_of_a_file_stay_packed_when_its_layers_are_quantised(
+    method: str, tiny: Any, tmp_path: Path, ids: Tensor
+) -> None:
+    path, folder = tiny("Q8_0", True)
+    tokens = ids if method == "gptq" else None
+    models.quantize_model(path, tmp_path / "quantised", method, calibration=tokens)
+    before, after = models.ConvertedFolder(folder), models.ConvertedFolder(tmp_path / "quantised")
+    assert before.keys() == after.keys()
+    assert torch.equal(models.weights_of(after[EMBEDDINGS]), models.weights_of(before[EMBEDDINGS]))
+    assert after.spec["model.layers.0.mlp.up_proj"].bits == 4
+    check(load(tmp_path / "quantised"), ids)
+
+
+def test_a_float_head_of_a_quantised_checkpoint(random_cut: RandomCut, tmp_path: Path) -> None:
+    models.convert(random_cut.gptq().folder, tmp_path / "new", lm_head=8, verify=True)
+    converted = models.ConvertedFolder(tmp_path / "new")
+    (name,) = set(converted) - set(random_cut.names)
+    stored = random_cut.rest[f"{name}.weight"]
+    assert torch.equal(models.weights_of(converted[name]), quantized(stored, 8))
 
 
 def test_a_head_that_is_in_the_files_is_no_longer_tied(tmp_path: Path, seed: int) -> None:
