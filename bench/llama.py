@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import qcutlass
 from bench.schemes import WeightOnly
 from qcutlass import testing
-from qcutlass.layers import QuantLinear, WeightOnlyLinear
+from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear
 from qcutlass.models import weights_of
 from qcutlass.products.selection import weight_dtype
 
@@ -96,10 +96,16 @@ def fused(model: Any) -> Any:
 
 
 def dense(model: Any, dtype: torch.dtype) -> Any:
-    """The model with `torch.nn.Linear` layers of the dequantised weights; everything else is shared with it."""
+    """The model with torch's own layers of the dequantised weights; everything else is shared with it."""
     twin = _twin(model)
+    tied: dict[nn.Module, Tensor] = {}
     for name, layer in list(twin.named_modules()):
-        if isinstance(layer, QuantLinear):
+        if isinstance(layer, QuantEmbedding):
+            tied[layer] = weights_of(layer).to(dtype)
+            twin.set_submodule(name, nn.Embedding.from_pretrained(tied[layer]))
+        elif isinstance(layer, TiedLinear):
+            twin.set_submodule(name, linear_of(tied[layer.embedding], layer.bias))
+        elif isinstance(layer, QuantLinear):
             twin.set_submodule(name, linear_of(weights_of(layer).to(dtype), layer.bias))
     return twin
 

@@ -18,10 +18,12 @@ from torch import Tensor
 from bench.report import Column, Report, Row
 from qcutlass import Blockwise, QuantLinear, WeightOnly, __version__, models, replace_linear
 from qcutlass.cli.quickstart import default_model
+from qcutlass.models.heads import HEAD_SCHEMES, is_embedding
 from qcutlass.models.opening import open_source
 
 FLOAT: Final = "float"
 IMPORTED: Final = "imported"
+HEAD: Final = "imported, head anew"
 GOAL: Final = 0.25  # share of rtn's distance to the float model that GPTQ and AWQ must save
 GOAL_WEIGHTS: Final = "int4 g128 sym"
 
@@ -57,15 +59,21 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row to measure: the float model, the file imported without loss, a method, or a scheme of layers."""
+    """A row to measure: the float model, the file imported without loss, a method, or a scheme of layers.
+
+    `lm_head`: bits of the output head and of the embedding that is tied to it, which are Q8_0 in the file; None: those.
+    """
 
     name: str
     method: models.Method | None = None
     scheme: Blockwise | None = None
+    lm_head: int | None = None
 
     @property
     def weights(self) -> str:
         """The scheme in words."""
+        if self.lm_head is not None:
+            return f"int4 g32 real zeros, int{self.lm_head} head"
         if self.scheme is not None:
             return f"int8 blocks of {self.scheme.block_size}, int8 activations"
         if self.method is None:
@@ -79,7 +87,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All rows."""
-    found = [Entry(FLOAT), Entry(IMPORTED)]
+    found = [Entry(FLOAT), Entry(IMPORTED), *(Entry(HEAD, lm_head=bits) for bits in HEAD_SCHEMES)]
     schemes = [WeightOnly(4, group, symmetric) for group in (32, 64, 128, None) for symmetric in (False, True)]
     for scheme in (*schemes, WeightOnly(8, None, True)):
         found += [
@@ -149,11 +157,11 @@ class Quality:
             with tempfile.TemporaryDirectory(dir=self._folder) as name:
                 folder = Path(name) / "model"
                 if entry.method is None:
-                    models.convert(self._path, folder)
+                    models.convert(self._path, folder, lm_head=entry.lm_head)
                 else:
                     calibration = self._calibration if entry.method.needs_calibration else None
                     models.quantize_model(self._path, folder, entry.method, calibration=calibration)
-                groups = models.inspect(folder).groups
+                groups = [group for group in models.inspect(folder).groups if not is_embedding(group.name)]
                 weights = sum(group.count * math.prod(group.shape) for group in groups)
                 bits = 8 * sum(group.size for group in groups) / weights
                 from qcutlass.models.transformers import load_model

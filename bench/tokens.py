@@ -19,7 +19,7 @@ from bench.report import Column, Report, Row
 from bench.schemes import WeightOnly
 from bench.timing import interleave, wall_time
 from qcutlass import models
-from qcutlass.layers import WeightOnlyLinear
+from qcutlass.layers import QuantEmbedding, WeightOnlyLinear
 from qcutlass.models.transformers import load_model
 
 PROMPT: Final[int] = 64  # tokens before the first that counts
@@ -209,7 +209,9 @@ def check(model: Any, batch: int, dtype: torch.dtype) -> float:
     """
     worst, seen = 0.0, set()
     for name, layer in model.named_modules():
-        if isinstance(layer, WeightOnlyLinear) and (layer.out_features, layer.in_features) not in seen:
+        if isinstance(layer, QuantEmbedding) or not isinstance(layer, WeightOnlyLinear):
+            continue
+        if (layer.out_features, layer.in_features) not in seen:
             seen.add((layer.out_features, layer.in_features))
             generator = torch.Generator(model.device).manual_seed(batch)
             a = torch.randn(batch, layer.in_features, generator=generator, device=model.device).to(dtype)

@@ -26,6 +26,7 @@ inline std::string name_of(DType type) {
     case DType::kInt32: return "i32";
     case DType::kFloat8E4M3: return "e4m3";
     case DType::kFloat8E5M2: return "e5m2";
+    case DType::kUInt4: return "u4";
   }
   return "?";
 }
@@ -104,7 +105,8 @@ inline double get(DType type, void const* data, int64_t index) {
     case DType::kInt32: return static_cast<int32_t const*>(data)[index];
     case DType::kFloat8E4M3: return value_of_e4m3(static_cast<uint8_t const*>(data)[index]);
     case DType::kFloat8E5M2: return value_of_e5m2(static_cast<uint8_t const*>(data)[index]);
-    case DType::kNone: break;
+    case DType::kNone:
+    case DType::kUInt4: break;
   }
   return 0;
 }

@@ -38,6 +38,7 @@ def test_every_row_is_listed_once() -> None:
         assert "int8 channel sym" in schemes
     assert {"float", "imported", "w8a8", "smoothquant", "blockwise"} < {name for name, _ in keys}
     assert ("gptq", quality.GOAL_WEIGHTS) in keys
+    assert sum(name == quality.HEAD for name, _ in keys) == 2
 
 
 def test_no_paragraph_is_in_both_texts() -> None:

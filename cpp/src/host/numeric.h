@@ -99,7 +99,8 @@ QCUTLASS_INLINE void store_floats(float const* __restrict values, int64_t count,
 /// out[i] = element offset + i of `data`, as fp32.
 QCUTLASS_INLINE void load_floats(DType type, void const* data, int64_t offset, int64_t count, float* __restrict out) {
   switch (type) {
-    case DType::kNone: break;
+    case DType::kNone:
+    case DType::kUInt4: break;  // no elements in memory
     case DType::kFloat16: return load_floats<Half>(data, offset, count, out);
     case DType::kBFloat16: return load_floats<BFloat16>(data, offset, count, out);
     case DType::kFloat32: return load_floats<float>(data, offset, count, out);

@@ -14,7 +14,19 @@ from rich.table import Table
 
 from qcutlass.cli import quantize as quantizing
 from qcutlass.cli import running
-from qcutlass.cli.terminal import Bits, Commands, chosen_device, echo, markup, note_group_size, printable, say, steps
+from qcutlass.cli.terminal import (
+    HEAD_HELP,
+    Bits,
+    Commands,
+    HeadBits,
+    chosen_device,
+    echo,
+    markup,
+    note_group_size,
+    printable,
+    say,
+    steps,
+)
 from qcutlass.cli.terminal import console as _console
 from qcutlass.cli.terminal import failed as _failed
 from qcutlass.defaults import FORMAT_NAMES, SHARD_BYTES
@@ -258,6 +270,7 @@ def convert(
         int, typer.Option(help="The columns of float weights that share a scale. -1 is one scale a channel.")
     ] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Round float weights without zero points.")] = False,
+    lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
     """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
@@ -291,6 +304,7 @@ def convert(
             destination,
             format=format,
             scheme=scheme,
+            lm_head=lm_head.bits,
             verify=verify,
             overwrite=overwrite,
             shard_bytes=shard_bytes,

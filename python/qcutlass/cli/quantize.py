@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from qcutlass.cli.terminal import (
+    HEAD_HELP,
     Bits,
+    HeadBits,
     chosen_device,
     console,
     echo,
@@ -72,6 +74,7 @@ def quantize(
         typer.Option(help="Give layers factors of their own where no norm or linear takes them (awq, smoothquant)."),
     ] = True,
     skip: _Skip = [*SKIPPED],  # noqa: B006
+    lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda|cuda:N", help="The device on which blocks run and are quantised.")
     ] = "cpu",
@@ -125,6 +128,7 @@ def quantize(
             chosen,
             calibration=ids,
             skip=skip,
+            lm_head=lm_head.bits,
             device=where,
             overwrite=overwrite,
             restart=restart,
@@ -173,7 +177,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that qcutlass made.")] = False,
     shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
-    """Write a converted folder in the format of other engines, without loss."""
+    """Write a converted folder in the format of other engines; its quantised linear layers lose nothing."""
     from qcutlass.models.exporting import export_model, export_note
 
     count = export_model(folder, out, to, overwrite=overwrite, shard_bytes=shard_bytes)

@@ -46,6 +46,22 @@ class Bits(str, Enum):
     eight = "8"
 
 
+class HeadBits(str, Enum):
+    """Bits of the output head."""
+
+    eight = "8"
+    four = "4"
+    keep = "keep"
+
+    @property
+    def bits(self) -> int | None:
+        """As `qcutlass.models.convert` takes them."""
+        return None if self is HeadBits.keep else int(self.value)
+
+
+HEAD_HELP: Final = "The bits of the output head, and of an embedding tied to it. keep leaves it as the source has it."
+
+
 class Commands(TyperGroup):
     """A group whose commands end with a line: `USER_ERRORS` with exit status 2, Ctrl-C with 130."""
 

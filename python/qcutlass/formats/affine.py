@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass.formats.tensors import settle_zeros
+from qcutlass.formats.tensors import SHORT, settle_zeros
 from qcutlass.quantized import QuantizedTensor
 
 
@@ -22,11 +22,32 @@ def from_minima(
         scales, minima: of one type, `[G, N]`, finite.
     """
     flat = scales == 0
-    ratio = minima.double() / torch.where(flat, 1, scales).double()
-    zeros = torch.where(flat, -1.0, offset - ratio).float()
+    zeros = torch.where(flat, -1.0, offset - _ratio(minima, scales)).float()
     if bool(flat.any()):
         for group in range(len(scales)):
             codes[:, group * group_size : (group + 1) * group_size][flat[group]] = 0
         # where m is 0 too, any zero does
         zeros = torch.where(flat & (minima == 0), float(2 ** (bits - 1)), zeros)
     return QuantizedTensor(codes, torch.where(flat, minima, scales), settle_zeros(zeros, bits), bits, group_size)
+
+
+def zeros_of(scales: Tensor, minima: Tensor, bits: int) -> Tensor:
+    """The zeros float32 of groups that hold `scales * code + minima`; where a scale is 0 any does, here the middle."""
+    return torch.where(scales == 0, 2.0 ** (bits - 1), -_ratio(minima, scales)).float()
+
+
+def minima_of(scales: Tensor, zeros: Tensor) -> Tensor:
+    """The minima that zeros stand for, in the type of `scales`: the inverse of `zeros_of` where there is one."""
+    return (-zeros.double() * scales.double()).to(scales.dtype)
+
+
+def are_minima(scales: Tensor, zeros: Tensor | None, bits: int) -> bool:
+    """Whether minima of 16 bits say the same as these float32 zeros, to the bit."""
+    if zeros is None or zeros.dtype != torch.float32 or scales.dtype not in SHORT:
+        return False
+    return torch.equal(zeros_of(scales, minima_of(scales, zeros), bits), zeros)
+
+
+def _ratio(minima: Tensor, scales: Tensor) -> Tensor:
+    """float64 `minima / scales`, and anything where a scale is 0."""
+    return minima.double() / torch.where(scales == 0, 1, scales).double()

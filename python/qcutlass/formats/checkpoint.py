@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from qcutlass.formats import floats
 from qcutlass.formats.config import Config
 from qcutlass.formats.layers import Layer
 from qcutlass.formats.source import TensorInfo, TensorSource
@@ -70,7 +71,7 @@ class Checkpoint(Mapping[str, Layer]):
         self.config: Mapping[str, Any] = config.values
         self.skipped: dict[str, str] = {}
         self.metadata: Mapping[str, Any] = getattr(source, "metadata", {})
-        self._source, self._layout = source, layout
+        self._source, self._layout, self._config = source, layout, config
         self._layers: dict[str, LayerTensors] = {}
         self._add_layers(config)
         taken = {layer.full_name(suffix) for layer in self._layers.values() for suffix in layout.suffixes}
@@ -128,3 +129,16 @@ class Checkpoint(Mapping[str, Layer]):
             UnsupportedError: torch has no such type.
         """
         return self._source.plain(name)
+
+    def info(self, name: str) -> TensorInfo:
+        """Type and shape of one of `rest`, as it is stored; KeyError for a name that is not there."""
+        return self._source.tensors[name]
+
+    def matrix(self, name: str) -> Layer:
+        """A module of which `rest` has the weight, as a layer: packed where the file holds it in blocks, else floats.
+
+        Raises:
+            CheckpointError, UnsupportedError: as for a layer.
+        """
+        load = self._layout.load if self._layout.selects else floats.load
+        return load(LayerTensors(self._source, name, self._config))

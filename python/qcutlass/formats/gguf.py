@@ -59,8 +59,9 @@ class _Blocks(NamedTuple):
     halves: int  # float16 numbers at the begin of a block
 
 
-_QUANTIZED: Final = {"Q4_0": _Blocks(_q4_0, 1), "Q4_1": _Blocks(_q4_1, 2), "Q8_0": _Blocks(_q8_0, 1)}
-_READABLE: Final = tuple(sorted(_QUANTIZED.keys() | _FLOATS.keys()))
+QUANTIZED: Final = {"Q4_0": _Blocks(_q4_0, 1), "Q4_1": _Blocks(_q4_1, 2), "Q8_0": _Blocks(_q8_0, 1)}
+"""The types of blocks that are read."""
+_READABLE: Final = tuple(sorted(QUANTIZED.keys() | _FLOATS.keys()))
 
 
 def matches(layer: LayerTensors) -> bool:
@@ -82,10 +83,10 @@ def load(layer: LayerTensors) -> CanonicalLinear | FloatLinear:
     if kind in _FLOATS:
         return FloatLinear(layer.finite("weight"), bias)
     blocks = layer.read("weight")
-    head = blocks[:, :, : 2 * _QUANTIZED[kind].halves].contiguous().view(torch.float16)
+    head = blocks[:, :, : 2 * QUANTIZED[kind].halves].contiguous().view(torch.float16)
     if not bool(head.isfinite().all()):
         raise layer.error("weight", "expected finite scales and minima, got NaN or infinity; download it again")
-    return CanonicalLinear(_QUANTIZED[kind].decode(blocks), bias)
+    return CanonicalLinear(QUANTIZED[kind].decode(blocks), bias)
 
 
 class GGUFSource:
@@ -120,7 +121,7 @@ class GGUFSource:
         data = read_span(self._path, self._stamp, begin, size, name)
         if info.dtype in _FLOATS:
             return data.view(_FLOATS[info.dtype]).view(info.shape)
-        if info.dtype not in _QUANTIZED:
+        if info.dtype not in QUANTIZED:
             raise UnsupportedError(f"{self._path}: {name}: {info.dtype} is not read, only {', '.join(_READABLE)}")
         groups = info.shape[-1] // GROUP
         rows = math.prod(info.shape[:-1])
@@ -131,4 +132,4 @@ class GGUFSource:
         info, data = self._infos[name], self.read(name)
         if info.dtype in _FLOATS:
             return data
-        return _QUANTIZED[info.dtype].decode(data).dequantize(torch.float32).view(info.shape)
+        return QUANTIZED[info.dtype].decode(data).dequantize(torch.float32).view(info.shape)

@@ -60,7 +60,7 @@ class LayerSpec:
     @staticmethod
     def of(kind: str, bits: int, group_size: int, k: int, tensors: Mapping[str, Tensor | None]) -> LayerSpec:
         """The description of a layer of K columns with these tensors, of which it takes those in `LAYER_KINDS`."""
-        held = {name: tensors[name] for name in LAYER_KINDS[kind].buffers}
+        held = {name: tensors.get(name) for name in LAYER_KINDS[kind].buffers}
         present = tuple((name, short(part.dtype)) for name, part in held.items() if part is not None)
         return LayerSpec(kind, bits, -1 if group_size >= k else group_size, present)
 
@@ -93,6 +93,8 @@ class LayerSpec:
         for name in kind.required:
             if name not in values:
                 raise CheckpointError(f"{where}: expected the type of {name}")
+        if "zeros" in values and "minima" in values:
+            raise CheckpointError(f"{where}: expected zeros or minima, which they follow from, got both")
         present = tuple((name, values[name]) for name in kind.buffers if name in values)
         return LayerSpec(values["kind"], bits, group_size, present)
 
@@ -107,7 +109,7 @@ class LayerSpec:
     def tensors(self, n: int, k: int) -> dict[str, Tensor]:
         """The tensors of `buffers` without values, on the meta device, for a layer `[N, K]`."""
         groups = (ceil_div(k, self.columns(k)), n)
-        shapes = {"scales": groups, "zeros": groups, "bias": (n,), "a_scale": (1,)}
+        shapes = {"scales": groups, "zeros": groups, "minima": groups, "bias": (n,), "a_scale": (1,)}
         return {
             name: torch.empty(shapes.get(name, (k,)), dtype=_DTYPES[dtype], device="meta")
             for name, dtype in self.buffers
@@ -117,7 +119,7 @@ class LayerSpec:
 def _weight_only_words(spec: LayerSpec) -> str:
     types = dict(spec.buffers)
     groups = "channel" if spec.group_size == -1 else f"g{spec.group_size}"
-    zeros = {None: "sym", "uint8": "int zeros"}.get(types.get("zeros"), "real zeros")
+    zeros = {None: "sym", "uint8": "int zeros"}.get(types.get("zeros", types.get("minima")), "real zeros")
     return f"w{spec.bits} {groups} {zeros}{' act-scale' * ('act_scale' in types)}{' act-order' * ('perm' in types)}"
 
 
@@ -143,7 +145,8 @@ class LayerKind(NamedTuple):
 
 _FLOATS: Final = ("float16", "bfloat16", "float32")
 _WEIGHT_ONLY: Final = {
-    "scales": _FLOATS, "zeros": (*_FLOATS, "uint8"), "bias": _FLOATS, "act_scale": _FLOATS, "perm": ("int32",)
+    "scales": _FLOATS, "zeros": (*_FLOATS, "uint8"), "minima": ("float16", "bfloat16"), "bias": _FLOATS,
+    "act_scale": _FLOATS, "perm": ("int32",),
 }  # fmt: skip
 _INT8: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
 

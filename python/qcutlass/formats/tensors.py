@@ -16,6 +16,8 @@ from qcutlass.quantized import QuantizedTensor
 
 FLOATS: Final = ("F16", "BF16", "F32")
 INT32: Final = ("I32",)
+SHORT: Final = (torch.float16, torch.bfloat16)
+"""Types of 16 bits, the more exact one first."""
 _BITS: Final = (4, 8)
 FROM_FLOATS: Final = "quantise the model's float original instead: qcutlass quantize"
 """What to do about a model in a format that is not read."""
@@ -191,13 +193,19 @@ def pack(fields: Tensor, bits: int) -> Tensor:
     return padded.contiguous().view(torch.int32)
 
 
+def narrowed(values: Tensor) -> Tensor:
+    """float32 numbers in a type of 16 bits, if one holds all of them exactly; others as they are."""
+    for dtype in SHORT if values.dtype == torch.float32 else ():
+        if torch.equal(values.to(dtype).float(), values):
+            return values.to(dtype)
+    return values
+
+
 def scales_16(scales: Tensor) -> Tensor:
     """Scales in a type of 16 bits; UnsupportedError if that would lose something."""
-    if scales.dtype != torch.float32:
-        return scales
-    for dtype in (torch.float16, torch.bfloat16):
-        if torch.equal(scales.to(dtype).float(), scales):
-            return scales.to(dtype)
+    found = narrowed(scales)
+    if found.dtype != torch.float32:
+        return found
     raise UnsupportedError("expected scales of 16 bits, got float32 ones; quantise with float16 scales")
 
 

@@ -3,6 +3,7 @@
 from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
+from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
 from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
 from qcutlass.layers.sharding import shard
@@ -18,8 +19,10 @@ __all__ = [
     "FusedProjection",
     "Fusion",
     "Int8Linear",
+    "QuantEmbedding",
     "QuantLinear",
     "Scheme",
+    "TiedLinear",
     "WeightOnly",
     "WeightOnlyLinear",
     "fuse_projections",

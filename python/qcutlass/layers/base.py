@@ -260,6 +260,15 @@ class QuantLinear(nn.Module, ABC):
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
         raise self._unsupported("there is no canonical form of a")
 
+    def narrow(self) -> None:
+        """Holds scales and zeros, and has its state hold them, in the smallest form that says the same to the bit."""
+
+    def begin_loading(self) -> None:
+        """Makes the buffers those of the state, for loaders that set one after the other; `end_loading` follows."""
+
+    def end_loading(self) -> None:
+        """Makes the buffers those of the layer again."""
+
     def weights(self) -> Tensor:
         """The weights float32 `[N, K]`, dequantised from the packed ones; see `qcutlass.models.weights_of`."""
         raise TypeError(f"layer: expected a WeightOnlyLinear or an Int8Linear, got {type(self).__name__}")

@@ -128,6 +128,7 @@ class FusedProjection(nn.Module):
         layer = WeightOnlyLinear.of_parts(
             self.in_features, self.out_features, product.bits, product.group_size, product.activation, copies
         )
+        layer.as_minima = product.stored_as_minima[self._index]
         return layer.train(self.training)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -169,6 +170,7 @@ class _FusedLinear(WeightOnlyLinear):
         sizes = [member.out_features for member in members]
         QuantLinear.__init__(self, first.in_features, sum(sizes), first.bits, first.group_size, first.activation, parts)
         self.sizes = sizes
+        self.stored_as_minima = [member.as_minima for member in members]
         self._pending: _Pending | None = None
 
     def part(self, a: Tensor, index: int) -> Tensor:
@@ -211,6 +213,7 @@ class _FusedLinear(WeightOnlyLinear):
             if name in _SHARED and index > 0 and view is not None and not torch.equal(view, found.to(view.device)):  # type: ignore[union-attr]
                 raise ValueError(f"{name}: expected that of the layers it is fused with, got another")
         self._pending = None
+        self.stored_as_minima[index] = layer.as_minima
         with torch.no_grad():
             for name, view in views.items():
                 if view is not None:

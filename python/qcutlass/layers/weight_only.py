@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.nearest import quantize
 from qcutlass.formats import CanonicalLinear
+from qcutlass.formats.affine import are_minima, minima_of, zeros_of
 from qcutlass.formats.specs import LayerSpec
+from qcutlass.formats.tensors import narrowed
 from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
 from qcutlass.products import dequantize, preprocess_weights
-from qcutlass.products.checks import ceil_div, short
+from qcutlass.products.checks import ceil_div, shape_of, short
 from qcutlass.products.multiplying import compute
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 from qcutlass.quantized import QuantizedTensor, check_zeros
@@ -26,7 +28,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     """A linear layer on `qcutlass.gemm`. `QuantLinear` says what all quantised layers do.
 
     Buffers: `w_packed`, `scales`, `zeros`, `bias`, `act_scale`, `perm`, as `gemm` takes them; all but the first two may
-    be None.
+    be None. In converted folders, and in the state of layers that come from there, `minima` of 16 bits may stand for
+    float32 `zeros`: `zeros = -minima / scales`.
 
     Args:
         quantized: codes, scales and zeros of an `[N, K]` matrix.
@@ -49,6 +52,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     w_packed: Tensor
     scales: Tensor
     zeros: Tensor | None
+    as_minima: bool = False
+    """Whether the state has `minima` in place of `zeros`."""
     act_scale: Tensor | None
     perm: Tensor | None
 
@@ -92,8 +97,11 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     def _empty(cls, spec: LayerSpec, n: int, k: int) -> WeightOnlyLinear:
         buffers: dict[str, Any] = spec.tensors(n, k)
         codes = torch.empty((n, k), dtype=torch.uint8, device="meta")
-        scales, zeros = buffers.pop("scales"), buffers.pop("zeros", None)
-        return WeightOnlyLinear(QuantizedTensor(codes, scales, zeros, spec.bits, spec.columns(k)), **buffers)
+        scales, minima = buffers.pop("scales"), buffers.pop("minima", None)
+        zeros = buffers.pop("zeros", None) if minima is None else zeros_of(scales, minima, spec.bits)
+        layer = WeightOnlyLinear(QuantizedTensor(codes, scales, zeros, spec.bits, spec.columns(k)), **buffers)
+        layer.as_minima = minima is not None
+        return layer
 
     @staticmethod
     def of_parts(
@@ -135,6 +143,63 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             self.bits,
         )
         return compute(WEIGHT_ONLY, call, None)
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of the layer."""
+        held: dict[str, Tensor | None] = dict(self._buffers)
+        if self.as_minima:
+            held |= {"zeros": None, "minima": self.scales}
+        return LayerSpec.of("weight_only", self.bits, self.group_size, self.in_features, held)
+
+    def narrow(self) -> None:
+        self.scales = narrowed(self.scales)
+        self.as_minima = are_minima(self.scales, self.zeros, self.bits)
+        if self.zeros is not None and not self.as_minima:
+            self.zeros = narrowed(self.zeros)
+
+    def begin_loading(self) -> None:
+        if self.as_minima:
+            assert self.zeros is not None
+            self.register_buffer("minima", minima_of(self.scales, self.zeros))
+            self.zeros = None
+
+    def end_loading(self) -> None:
+        minima = self._buffers.pop("minima", None)
+        if minima is not None:
+            self.zeros = zeros_of(self.scales, minima, self.bits)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.as_minima and self.zeros is not None:
+            del destination[f"{prefix}zeros"]
+            destination[f"{prefix}minima"] = minima_of(self.scales, self.zeros)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        minima, scales = state_dict.get(f"{prefix}minima"), state_dict.get(f"{prefix}scales")
+        errors = len(error_msgs)
+        if minima is not None and scales is not None and f"{prefix}zeros" not in state_dict:
+            if minima.shape != scales.shape or not minima.is_floating_point():
+                name = prefix.rstrip(".") or type(self).__name__
+                expected = f"floating, of the shape of scales, {shape_of(scales)}"
+                error_msgs.append(f"{name}: minima: expected {expected}, got {short(minima.dtype)} {shape_of(minima)}")
+                return
+            del state_dict[f"{prefix}minima"]
+            state_dict[f"{prefix}zeros"] = zeros_of(scales, minima, self.bits)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if scales is not None and len(error_msgs) == errors:
+            self.as_minima = minima is not None
 
     def canonical(self) -> CanonicalLinear:
         """The layer with its codes unpacked, as loaders of checkpoints yield it."""

@@ -69,6 +69,7 @@ class FusedMLP(nn.Module):
     """A gated MLP whose gate is one operator."""
 
     act_fn: nn.Module
+    down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         first: Any = self._modules["gate_proj"]
@@ -86,6 +87,7 @@ class FusedAttention(nn.Module):
     layer_idx: int
     head_dim: int
     scaling: float
+    o_proj: nn.Module
 
     def forward(
         self,
@@ -167,6 +169,10 @@ class FusedBlock(nn.Module):
     """
 
     following: tuple[FusedNorm]
+    input_layernorm: nn.Module
+    self_attn: nn.Module
+    post_attention_layernorm: FusedNorm
+    mlp: nn.Module
 
     def forward(
         self,
@@ -187,9 +193,8 @@ class FusedBlock(nn.Module):
             position_embeddings=position_embeddings,
             **options,
         )
-        norm: Any = self.post_attention_layernorm
-        hidden_states = norm.add(attended, hidden_states)
-        out = self.mlp(norm(hidden_states))
+        hidden_states = self.post_attention_layernorm.add(attended, hidden_states)
+        out = self.mlp(self.post_attention_layernorm(hidden_states))
         return self.following[0].add(out, hidden_states)
 
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import ConvertedFolder
+from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
 from qcutlass.models.replacing import new_folder
@@ -30,8 +31,6 @@ from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
 from qcutlass.schemes import WeightOnly
-
-_HEAD: Final = "lm_head"
 
 Progress = Callable[[str, int, int], None]
 
@@ -103,6 +102,7 @@ def convert(
     config: Mapping[str, Any] | None = None,
     scheme: WeightOnly | None = None,
     skip: Sequence[str] = SKIPPED,
+    lm_head: int | None = None,
     verify: bool = False,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -111,9 +111,10 @@ def convert(
     """Writes a model with packed layers, which `transformers` loads where qcutlass is imported.
 
     Quantised layers are taken over without loss. Float layers of a checkpoint that is not quantised are quantised, to
-    the nearest; those in a quantised checkpoint stay floats, as embeddings and norms do. The folder gets safetensors
-    files, `config.json` with `quantization_config`, and the source's tokenizer. It appears as a whole when it is
-    complete and on the disk, or not at all.
+    the nearest; those in a quantised checkpoint stay floats, as embeddings and norms do. Embeddings that a GGUF file
+    holds in blocks stay packed, and an output head that is tied to them multiplies by the same packed weights. The
+    folder gets safetensors files, `config.json` with `quantization_config`, and the source's tokenizer. It appears as a
+    whole when it is complete and on the disk, or not at all.
 
     Args:
         source: a folder with `config.json` and safetensors files, or a GGUF file, which transformers is needed for.
@@ -122,6 +123,8 @@ def convert(
         scheme: for float layers; None: `WeightOnly()`.
         skip: float layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and
             routers.
+        lm_head: bits of the output head, 8 (groups of 128) or 4 (groups of 32), symmetric: it is quantised to the
+            nearest, whatever it is in the source, and with it an embedding that is tied to it. None: as it is.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.
@@ -134,7 +137,8 @@ def convert(
         FileExistsError: `destination` is there and `overwrite` is False.
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `shard_bytes` no integer.
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
-            folder to overwrite is not a converted one; `skip` has a pattern that no layer matches.
+            folder to overwrite is not a converted one; `skip` has a pattern that no layer matches; `lm_head` is neither
+            4 nor 8.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read; the model is a mixture of
             experts.
@@ -156,12 +160,13 @@ def convert(
     if not isinstance(scheme, WeightOnly | None):
         raise TypeError(f"scheme: expected a qcutlass.WeightOnly or None, got {type(scheme).__name__}")
     check_skip(skip)
+    check_head(lm_head)
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
     report = progress or (lambda name, count, total: None)
     with memory_told(old):
-        plan = _Plan(open_source(old, format, config), scheme or WeightOnly(), skip)
+        plan = _Plan(with_head(open_source(old, format, config), lm_head), scheme or WeightOnly(), skip)
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
             done = write_folder(plan.source, plan.layer, folder, shard_bytes, report)
@@ -200,7 +205,7 @@ def write_folder(
                 tensors = layer.tensors
                 kept.append(name)
             else:
-                packed = from_layer(layer, name)
+                packed = _packed(layer, name)
                 tensors = {**packed.state_dict(), GUARD: guard()}
                 specs[name] = packed.spec
                 weights += packed.in_features * packed.out_features
@@ -221,11 +226,18 @@ def write_folder(
         files = writer.finish()
     if not specs:
         raise CheckpointError(f"{source.checkpoint.format}: no layer to convert")
-    if _HEAD not in specs and _HEAD not in kept:
-        kept.append(_HEAD)  # one that is tied is in no file
+    if HEAD not in specs and HEAD not in kept and not any(map(is_embedding, specs)):
+        kept.append(HEAD)  # one that is tied to floats is in no file
     spec = ModelSpec.of(specs, kept, source.checkpoint.format)
     write_json(folder / CONFIG, {**source.config, QUANTIZATION: spec.to_dict()})
     return Conversion(source.checkpoint.format, len(specs), weights, 0, size, files)
+
+
+def _packed(layer: Layer, name: str) -> QuantLinear:
+    """The layer as a folder holds it."""
+    packed = from_layer(layer, name)
+    packed.narrow()
+    return packed
 
 
 def _check_written(plan: _Plan, folder: Path, verify: bool, progress: Progress) -> int:
@@ -240,7 +252,7 @@ def _check_written(plan: _Plan, folder: Path, verify: bool, progress: Progress) 
             pairs = [(written.tensor(f"{name}.{suffix}"), tensor) for suffix, tensor in layer.tensors.items()]
         else:
             found = written[name]
-            buffers, others = (dict(each.named_buffers()) for each in (found, from_layer(layer, name)))
+            buffers, others = (dict(each.named_buffers()) for each in (found, _packed(layer, name)))
             if buffers.keys() != others.keys():
                 raise CheckpointError(f"{name}: expected {', '.join(others)}, read back {', '.join(buffers)}")
             pairs = [(buffers[key], others[key]) for key in buffers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,6 +20,7 @@ from qcutlass.formats.specs import LAYER_KINDS
 from qcutlass.layers import QuantLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
 from qcutlass.models.converted import ConvertedFolder
+from qcutlass.models.heads import HEAD, is_embedding
 from qcutlass.models.memory import memory_told
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
@@ -49,6 +50,10 @@ def export_model(
 ) -> int:
     """Writes a converted folder as a GPTQ or compressed-tensors one; dequantised weights stay the same to the bit.
 
+    Two exceptions: packed embeddings, for which these formats have no place, and an output head that is packed in
+    another scheme than the layers. They are dequantised, and rounded once to float16 (to bfloat16 where that is too
+    small).
+
     "gptq": 4 and 8 bits; version 1 where there are no zero points, else version 2, which alone holds a zero point of 0.
     "compressed-tensors": pack-quantized, or int-quantized for W8A8; group sizes that divide K. `export_note` says what
     other programs make of it.
@@ -61,7 +66,7 @@ def export_model(
         shard_bytes: largest size of a file.
 
     Returns:
-        The number of layers.
+        The number of quantised layers.
 
     Raises:
         FileExistsError: `destination` is there and `overwrite` is False.
@@ -93,19 +98,24 @@ def export_model(
     source = ConvertedFolder(old)
     _check_destination(old, new, overwrite)
     files_beside(old)  # refused before anything is written
-    common = _common(source)
+    layers = _layers(source)
+    common = _common(source, layers)
     store: Callable[[Layer], dict[str, Tensor]]
     if format == "gptq":
-        described, store = _gptq_config(common, source), lambda layer: gptq.store(layer, 1 if common.symmetric else 2)
+        described = _gptq_config(common, source, layers)
+        store = lambda layer: gptq.store(layer, 1 if common.symmetric else 2)  # noqa: E731
     else:
-        _check_groups(common, source)
-        described, store = _compressed_config(common, source), compressed_tensors.store
+        _check_groups(common, source, layers)
+        described, store = _compressed_config(common, source, layers), compressed_tensors.store
     with (
         memory_told(old),
         new_folder(new, overwrite, lambda: _check_destination(old, new, overwrite)) as written,
         ShardedWriter(written, shard_bytes) as writer,
     ):
         for name in source:
+            if name not in layers:
+                writer.add(_dequantized(source[name], name))
+                continue
             try:
                 tensors = store(_stored(source[name], common))
             except UnsupportedError as error:
@@ -117,7 +127,7 @@ def export_model(
         writer.finish()
         values = {key: value for key, value in source.config.items() if key != QUANTIZATION}
         write_json(written / CONFIG, {**values, _MARK: True, QUANTIZATION: described})
-    return len(source)
+    return len(layers)
 
 
 def export_note(folder: str | PathLike[str]) -> str | None:
@@ -149,13 +159,31 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
     check_places(source, destination, overwrite and not mine)
 
 
-def _common(source: ConvertedFolder) -> _Common:
-    specs = [source.spec[name] for name in source]
+def _layers(source: ConvertedFolder) -> list[str]:
+    """Names of the layers that stay quantised: all but embeddings, and a head unlike the first layer."""
+    names = [name for name in source if not is_embedding(name)]
+    others = [name for name in names if name != HEAD]
+    if not others:
+        return names
+    specs = {name: source.spec[name] for name in names}
+    return [name for name in names if name in others or specs[name] == specs[others[0]]]
+
+
+def _dequantized(layer: QuantLinear, name: str) -> dict[str, Tensor]:
+    """The tensors of a layer as one that is not quantised."""
+    weight = layer.weights()
+    short = next((w for w in (weight.half(), weight.bfloat16()) if bool(w.isfinite().all())), weight)
+    bias = {} if layer.bias is None else {f"{name}.bias": layer.bias}
+    return {f"{name}.weight": short, **bias}
+
+
+def _common(source: ConvertedFolder, layers: Sequence[str]) -> _Common:
+    specs = [source.spec[name] for name in layers]
     if not specs:
         raise UnsupportedError("the folder has no quantised layer")
     first, buffers = specs[0], [dict(spec.buffers) for spec in specs]
     group_size = max(spec.group_size for spec in specs)  # -1: one group a channel, all K columns
-    for name, spec, held in zip(source, specs, buffers, strict=True):
+    for name, spec, held in zip(layers, specs, buffers, strict=True):
         fits = spec.group_size == group_size or (spec.group_size == -1 and source.shape(name)[1] <= group_size)
         if (spec.kind, spec.bits) != (first.kind, first.bits) or not fits:
             raise UnsupportedError(f"{name}: expected bits and groups as in the other layers; export needs one scheme")
@@ -165,13 +193,13 @@ def _common(source: ConvertedFolder) -> _Common:
                     f"{name}: it scales its own activations ({buffer}), which other formats do not; "
                     "quantise with --no-act-scale"
                 )
-    symmetric = not any("zeros" in held for held in buffers)
+    symmetric = not any("zeros" in held or "minima" in held for held in buffers)
     act_order = any("perm" in held for held in buffers)
     return _Common(LAYER_KINDS[first.kind].quantises_activations, first.bits, group_size, symmetric, act_order)
 
 
-def _check_groups(common: _Common, source: ConvertedFolder) -> None:
-    for name in source:
+def _check_groups(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> None:
+    for name in layers:
         k = source.shape(name)[1]
         if common.group_size != -1 and k % common.group_size:
             raise UnsupportedError(
@@ -186,10 +214,10 @@ def _stored(layer: QuantLinear, common: _Common) -> Layer:
     return found if common.symmetric else found.with_zeros()
 
 
-def _gptq_config(common: _Common, source: ConvertedFolder) -> dict[str, Any]:
+def _gptq_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> dict[str, Any]:
     if common.int8:
         raise UnsupportedError("gptq: quantised activations have no place in it; export to compressed-tensors")
-    kept = [name for name in source.spec.modules_to_not_convert if name != "lm_head"]
+    kept = [name for name in source.spec.modules_to_not_convert if name != HEAD]
     dynamic: dict[str, dict[str, str]] = {
         f"-:.*{re.escape(name)}$": {} for name in kept
     }  # as GPTQModel marks layers that are not quantised
@@ -199,13 +227,13 @@ def _gptq_config(common: _Common, source: ConvertedFolder) -> dict[str, Any]:
         "group_size": common.group_size,
         "desc_act": common.act_order,
         "sym": common.symmetric,
-        "lm_head": "lm_head" in source,
+        "lm_head": HEAD in layers,
         "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
         **({"dynamic": dynamic} if dynamic else {}),
     }
 
 
-def _compressed_config(common: _Common, source: ConvertedFolder) -> dict[str, Any]:
+def _compressed_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> dict[str, Any]:
     weights: dict[str, Any] = {"num_bits": common.bits, "type": "int", "symmetric": common.symmetric, "dynamic": False}
     if common.group_size == -1:
         weights["strategy"] = "channel"
@@ -213,9 +241,11 @@ def _compressed_config(common: _Common, source: ConvertedFolder) -> dict[str, An
         weights |= {"strategy": "group", "group_size": common.group_size}
     activations = None
     if common.int8:
-        static = "a_scale" in dict(source.spec[next(iter(source))].buffers)
+        static = "a_scale" in dict(source.spec[layers[0]].buffers)
         activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not static}
         activations["strategy"] = "tensor" if static else "token"
+    listed = source.spec.modules_to_not_convert
+    kept = [HEAD] if HEAD not in layers else []
     layout = "int-quantized" if common.int8 else "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
@@ -223,5 +253,5 @@ def _compressed_config(common: _Common, source: ConvertedFolder) -> dict[str, An
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": layout}},
-        "ignore": list(source.spec.modules_to_not_convert),
+        "ignore": list(dict.fromkeys([*listed, *kept])),
     }

@@ -16,12 +16,14 @@ import torch
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, Layer
+from qcutlass.formats.gguf import QUANTIZED
 from qcutlass.formats.source import TensorInfo
 from qcutlass.models.extras import SAFE, import_transformers, reading
 from qcutlass.models.sources import ModelSource
 
 _PERMUTED: Final = {"llama": True, "qwen2": False, "qwen3": False}  # by architecture: the rows of q and k
-_WHOLE: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_EMBEDDINGS: Final = "token_embd"
+_WHOLE: Final = {_EMBEDDINGS: "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -96,6 +98,10 @@ class GGUFModel(ModelSource):
         self.names = {self._name(name): name for name in checkpoint}
         parts = (name.rpartition(".") for name in checkpoint.rest)
         self.rest = {f"{self._name(module)}.{suffix}": f"{module}.{suffix}" for module, _, suffix in parts}
+        embeddings = f"{_EMBEDDINGS}.weight"
+        if embeddings in checkpoint.rest and checkpoint.info(embeddings).dtype in QUANTIZED:
+            del self.rest[f"{_WHOLE[_EMBEDDINGS]}.weight"]
+            self.names[_WHOLE[_EMBEDDINGS]] = _EMBEDDINGS
 
     def _config(self) -> dict[str, Any]:
         transformers = import_transformers("reading the configuration of a GGUF file")

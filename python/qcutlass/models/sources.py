@@ -49,7 +49,8 @@ class ModelSource:
 
     def layer(self, name: str) -> Layer:
         """One layer, by its name in a converted folder."""
-        return self.checkpoint[self.names[name]]
+        stored = self.names[name]
+        return self.checkpoint[stored] if stored in self.checkpoint else self.checkpoint.matrix(stored)
 
     def tensor(self, name: str) -> Tensor:
         """One of the other tensors, the same way."""

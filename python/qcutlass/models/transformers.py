@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,7 +30,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
-from qcutlass.layers import QuantLinear
+from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, load_tokenizer, reading
@@ -108,11 +109,15 @@ class QcutlassQuantizer(HfQuantizer):
             _check_files(checkpoint_files, converted.files)
             self._check_complete(model, converted)
             _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in converted))
-            for place, (name, linear) in _places(converted, model).items():
+            for place, (name, module) in _places(converted, model).items():
                 layer = converted.empty(name)
-                if (layer.out_features, layer.in_features) != (linear.out_features, linear.in_features):
-                    raise CheckpointError(f"{name}: {layer} is in the place of {linear}")
+                if (layer.out_features, layer.in_features) != tuple(module.weight.shape):
+                    raise CheckpointError(f"{name}: {layer} is in the place of {module}")
+                if isinstance(module, nn.Embedding):
+                    layer = _embedding(layer, module, name)
                 model.set_submodule(place, layer)
+                layer.begin_loading()
+            _tie(model)
         else:
             checkpoint = formats.load(folder, config=values.get("checkpoint"))
             _check_files(checkpoint_files, checkpoint.files)
@@ -139,6 +144,7 @@ class QcutlassQuantizer(HfQuantizer):
             self._fill(model, self._checkpoint)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
+                module.end_loading()
                 try:
                     module.check()
                 except (TypeError, ValueError) as error:
@@ -197,6 +203,43 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
+def _embedding(layer: QuantLinear, module: nn.Embedding, name: str) -> QuantEmbedding:
+    """The layer in the place of an embedding, of whose type it gives rows."""
+    try:
+        if not isinstance(layer, WeightOnlyLinear):
+            raise TypeError(f"expected weights alone to be quantised, got {type(layer).__name__}")
+        return QuantEmbedding(layer, module.weight.dtype)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def _tie(model: PreTrainedModel) -> None:
+    """Has the heads that are tied to packed embeddings share them, and transformers tie nothing that is packed."""
+    tied = dict(model.all_tied_weights_keys)
+    for target, source in model.all_tied_weights_keys.items():
+        (place, _, _), (owner, _, _) = target.rpartition("."), source.rpartition(".")
+        embedding, head = model.get_submodule(owner), model.get_submodule(place)
+        if isinstance(embedding, QuantEmbedding) and type(head) is nn.Linear:
+            model.set_submodule(place, TiedLinear(embedding, head.bias))
+        if any(isinstance(module, QuantLinear) for module in (embedding, head)):
+            del tied[target]
+    if tied != model.all_tied_weights_keys:
+        model.all_tied_weights_keys, model._tied_weights_keys = tied, dict(tied)
+    if isinstance(model.get_input_embeddings(), QuantEmbedding):
+        model.resize_token_embeddings = partial(_resize, model)
+
+
+def _resize(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
+    """In place of `resize_token_embeddings`, for packed embeddings."""
+    embedding: Any = model.get_input_embeddings()
+    if new_num_tokens not in (None, embedding.num_embeddings):
+        raise UnsupportedError(
+            f"resize_token_embeddings: the {embedding.num_embeddings} embeddings are packed, and stay as many; resize "
+            "the model that they come from, and convert it again"
+        )
+    return embedding
+
+
 def _cast_parameters(model: nn.Module, dtype: Any) -> None:
     """Casts parameters, which transformers 5.17 omits for a base model: the files have other names for its tensors."""
     for parameter in model.parameters() if isinstance(dtype, torch.dtype) else ():
@@ -204,20 +247,25 @@ def _cast_parameters(model: nn.Module, dtype: Any) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, tuple[str, nn.Linear]]:
+def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, tuple[str, nn.Linear | nn.Embedding]]:
     """By the names of modules: the layer of a checkpoint that each is for; UnsupportedError if a layer has no place.
 
     The modules of a base model lack the prefix that those of the whole model have. A base model takes its part.
     """
-    linears, prefix = _linears(model), f"{model.base_model_prefix}."
-    found: dict[str, tuple[str, nn.Linear]] = {}
+    prefix = f"{model.base_model_prefix}."
+    places: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)
+    }
+    found: dict[str, tuple[str, nn.Linear | nn.Embedding]] = {}
     for name in names:
         candidates = (name, prefix + name, name.removeprefix(prefix))
-        place = next((place for place in candidates if place in linears), None)
+        place = next((place for place in candidates if place in places), None)
         if place is not None:
-            found[place] = name, linears[place]
+            found[place] = name, places[place]
         elif model.base_model is not model or name.startswith(prefix):
-            raise UnsupportedError(f"{name}: {type(model).__name__} has no such torch.nn.Linear to replace")
+            raise UnsupportedError(
+                f"{name}: {type(model).__name__} has no such torch.nn.Linear or Embedding to replace"
+            )
     return found
 
 

@@ -182,10 +182,13 @@ class SmolCut(Cuts):
 
     def __init__(self, path: Path, folder: Path, blocks: int = BLOCKS) -> None:
         self.source = source = GGUFModel(formats.load(path), path)
-        names = [name for name in source.names if int(name.split(".")[2]) < blocks]
+        names = [name for name in source.names if "layers" in name and int(name.split(".")[2]) < blocks]
         rest = [name for name in source.rest if "layers" not in name or int(name.split(".")[2]) < blocks]
         config = {**source.config, "num_hidden_layers": blocks, "dtype": "float16"}
-        super().__init__(folder, config, names, {name: source.tensor(name).half() for name in rest})
+        tensors = {name: source.tensor(name).half() for name in rest}
+        embeddings = "model.embed_tokens"  # packed in the file
+        tensors[f"{embeddings}.weight"] = source.layer(embeddings).dequantize(torch.float16)
+        super().__init__(folder, config, names, tensors)
         source.write_files(self._tokenizer)
 
     def weight(self, name: str) -> Tensor:

@@ -19,8 +19,10 @@ HIDDEN, HEADS, KV_HEADS, WIDE, VOCABULARY, BLOCKS = 128, 4, 2, 160, 64, 2
 SIZES = {"qwen3": 128}  # of a head, where it is not HIDDEN // HEADS
 
 
-def write_gguf(path: Path, architecture: str, seed: int, extra: str | None = None) -> Path:
-    """Linear layers in Q8_0, all else in F32."""
+def write_gguf(
+    path: Path, architecture: str, seed: int, extra: str | None = None, *, embeddings: str = "F32", tied: bool = False
+) -> Path:
+    """Linear layers in Q8_0, embeddings in a type of GGUF, all else in F32."""
     random = np.random.default_rng(seed)
     size = SIZES.get(architecture, HIDDEN // HEADS)
     writer = gguf.GGUFWriter(path, architecture)
@@ -43,15 +45,16 @@ def write_gguf(path: Path, architecture: str, seed: int, extra: str | None = Non
 
     def add(name: str, *shape: int) -> None:
         data = random.normal(0, 0.1, shape).astype(np.float32)
-        if len(shape) == 2 and name != "token_embd.weight":
-            kind = gguf.GGMLQuantizationType.Q8_0
+        kind = gguf.GGMLQuantizationType[embeddings if name == "token_embd.weight" else "Q8_0"]
+        if len(shape) == 2:
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, data)
 
     add("token_embd.weight", VOCABULARY, HIDDEN)
     add("output_norm.weight", HIDDEN)
-    add("output.weight", VOCABULARY, HIDDEN)
+    if not tied:
+        add("output.weight", VOCABULARY, HIDDEN)
     for i in range(BLOCKS):
         for name, rows, columns in (
             ("attn_q", HEADS * size, HIDDEN), ("attn_k", KV_HEADS * size, HIDDEN), ("attn_v", KV_HEADS * size, HIDDEN),

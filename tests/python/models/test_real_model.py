@@ -14,7 +14,7 @@ from tests.python.models.folders import SmolCut
 from typer.testing import CliRunner
 
 from qcutlass.cli import app
-from qcutlass.layers import WeightOnlyLinear
+from qcutlass.layers import QuantEmbedding, WeightOnlyLinear
 from qcutlass.models.evaluation import perplexity
 from qcutlass.testing.models import IMPORTED, NOISE, PERPLEXITY, noise_ratio
 
@@ -72,7 +72,8 @@ def check(model: Any, dense: Any, tokenizer: Any, folder: Path, topics: Path, to
     """Compares the commands' output, and the model loaded from the folder, with the dequantised model in float32."""
     dtype = DTYPES[device]
     text = topics.read_text(encoding="utf-8")[: 10 * tokens]
-    assert "210 layers, " in command("inspect", folder).stdout
+    layers = 210 + isinstance(model.get_input_embeddings(), QuantEmbedding)
+    assert f"{layers} layers, " in command("inspect", folder).stdout
     expected = perplexity(dense, tokenizer(text, return_tensors="pt").input_ids[0, :tokens]).perplexity
     assert 10 < expected < 20
     found = evaluated(folder, topics, tokens, "--device", device)
@@ -118,12 +119,14 @@ def test_the_imported_model_is_the_dequantised_one(device: str, smol_file: Path,
 
     folder = tmp_path / "smol"
     done = command("convert", smol_file, folder, "--verify").stdout
-    assert done.startswith("gguf: 210 layers of 106.2 M weights packed, 210 read back and equal; ")
+    assert done.startswith("gguf: 211 layers of 134.5 M weights packed, 211 read back and equal; ")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 1.05 * smol_file.stat().st_size
     model, tokenizer = load_model(folder, device)
     dense: Any = AutoModelForCausalLM.from_pretrained(smol_file.parent, gguf_file=smol_file.name, dtype=torch.float32)
-    assert sum(isinstance(module, WeightOnlyLinear) for module in model.modules()) == 210
-    assert torch.equal(model.model.embed_tokens.weight.cpu(), dense.model.embed_tokens.weight.to(DTYPES[device]))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert sum(type(module) is WeightOnlyLinear for module in model.modules()) == 210
+    every = torch.arange(model.config.vocab_size, device=device)
+    assert torch.equal(model.model.embed_tokens(every).cpu(), dense.model.embed_tokens.weight.to(DTYPES[device]))
+    assert model.lm_head.embedding is model.model.embed_tokens
     check(model, dense.to(device).eval(), tokenizer, folder, topics, 4096, device)
 
 

@@ -25,6 +25,7 @@ from qcutlass.models.conversion import (
 )
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.extras import import_transformers
+from qcutlass.models.heads import check_head, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
 from qcutlass.models.quantizing.decoder import Call, Decoder, run
@@ -131,6 +132,7 @@ def quantize_model(
     *,
     calibration: Tensor | None = None,
     skip: Sequence[str] = SKIPPED,
+    lm_head: int | None = None,
     device: str | torch.device = "cpu",
     format: str = "auto",
     config: Mapping[str, Any] | None = None,
@@ -152,6 +154,7 @@ def quantize_model(
         method: a `Method`, or the name of one.
         calibration: int64 `[samples, tokens]`, see `calibration_windows`; needed by gptq, awq and smoothquant.
         skip: layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and routers.
+        lm_head: bits of the output head, 4 or 8, as for `qcutlass.models.convert`; None: as it is.
         device: where blocks run and are quantised, in fp32.
         format, config: of the source, as for `qcutlass.formats.load`.
         overwrite: replaces a converted folder.
@@ -185,13 +188,16 @@ def quantize_model(
     if not isinstance(chosen, Method):
         raise TypeError(f"method: expected a Method or its name, got {type(method).__name__}")
     check_skip(skip)
+    check_head(lm_head)
     check_integer("shard_bytes", shard_bytes, minimum=1)
     ids = _checked_calibration(calibration, chosen)
     old, new = Path(source), Path(destination)
-    opened = open_model(old, new, format=format, config=config, overwrite=overwrite, restart=restart)
+    opened = with_head(
+        open_model(old, new, format=format, config=config, overwrite=overwrite, restart=restart), lm_head
+    )
     report = progress or (lambda name, count, total: None)
     run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
-    description = _description(old, opened, chosen, ids, skip, device)
+    description = _description(old, opened, chosen, ids, skip, lm_head, device)
     with memory_told(old), work_folder(new, description, restart) as work:
         told = work.made(new)
         if told is not None:
@@ -227,6 +233,7 @@ def _description(
     method: Method,
     ids: Tensor | None,
     skip: Sequence[str],
+    lm_head: int | None,
     device: str | torch.device,
 ) -> dict[str, Any]:
     """The identity of a run, for its folder: all that its bytes depend on, but for the number of threads."""
@@ -243,6 +250,7 @@ def _description(
         "method": options,
         "calibration": calibration,
         "skip": sorted(set(skip)),
+        "lm_head": lm_head,
         "device": torch.device(device).type,
         "versions": {
             "qcutlass": __version__,

@@ -1,0 +1,128 @@
+"""Token embeddings with quantised weights, and the output head that is tied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass.layers.base import Parts, QuantLinear
+from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.products.checks import FLOATING, names_of
+from qcutlass.products.rows import dequantize_rows
+
+
+class QuantEmbedding(WeightOnlyLinear):
+    """An embedding whose rows are those of a packed weight `[N, K]`; only rows that are looked up are dequantised.
+
+    Its buffers and its state are those of a `WeightOnlyLinear`, without bias, act_scale and perm, so that an output
+    head can multiply by the same weights: see `TiedLinear`. The number of rows cannot be changed.
+
+    Args:
+        layer: whose buffers it takes over.
+        dtype: of what is looked up. As with `torch.nn.Embedding`, `.half()` and `.to(dtype)` change it.
+
+    Raises:
+        TypeError: `layer` is no `WeightOnlyLinear`, or `dtype` no floating type.
+        ValueError: the layer has a bias, act_scale, perm or an activation.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.layers import QuantEmbedding, WeightOnlyLinear
+        >>> layer = WeightOnlyLinear(qcutlass.quantize(torch.randn(1000, 256), bits=8))
+        >>> QuantEmbedding(layer, torch.float16)(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 256])
+    """
+
+    def __init__(self, layer: WeightOnlyLinear, dtype: torch.dtype = torch.float32) -> None:
+        if not isinstance(layer, WeightOnlyLinear):
+            raise TypeError(f"layer: expected a WeightOnlyLinear, got {type(layer).__name__}")
+        if dtype not in FLOATING:
+            raise TypeError(f"dtype: expected one of {names_of(FLOATING)}, got {dtype}")
+        parts = {name: part for name, part in layer._buffers.items() if name != "layout"}
+        QuantLinear.__init__(
+            self, layer.in_features, layer.out_features, layer.bits, layer.group_size, layer.activation, parts
+        )
+        self.dtype, self.as_minima = dtype, layer.as_minima
+        self.train(layer.training)
+
+    @property
+    def num_embeddings(self) -> int:
+        """N."""
+        return self.out_features
+
+    @property
+    def embedding_dim(self) -> int:
+        """K."""
+        return self.in_features
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Integers `[...]` in [0, N) to their rows `[..., K]`; IndexError for others on the CPU."""
+        rows = dequantize_rows(
+            self.w_packed,
+            self.scales,
+            self.zeros,
+            ids.reshape(-1),
+            k=self.in_features,
+            group_size=self.group_size,
+            bits=self.bits,
+            dtype=self.dtype,
+        )
+        return rows.view(*ids.shape, self.in_features)
+
+    def project(self, a: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`: the product of an output head with these weights."""
+        return super().forward(a)
+
+    def _check(self, parts: Parts) -> None:
+        for name in ("bias", "act_scale", "perm"):
+            if parts[name] is not None:
+                raise ValueError(f"{name}: an embedding has none; got a tensor")
+        if self.activation is not None:
+            raise ValueError(f"activation: an embedding has none; got {self.activation!r}")
+        super()._check(parts)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.w_packed.device)).dtype
+        return super()._apply(fn, recurse)
+
+    def _description(self) -> list[str]:
+        return [*super()._description(), f"dtype={self.dtype}"]
+
+
+class TiedLinear(nn.Module):
+    """An output head that multiplies by the weights of a `QuantEmbedding` elsewhere in the model.
+
+    It holds no weights, so that they are moved, saved and loaded once, with the embedding; both are on one device.
+
+    Args:
+        embedding: whose weights are shared.
+        bias: of the head, or None.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.layers import QuantEmbedding, TiedLinear, WeightOnlyLinear
+        >>> layer = WeightOnlyLinear(qcutlass.quantize(torch.randn(1000, 256), bits=8))
+        >>> TiedLinear(QuantEmbedding(layer))(torch.randn(2, 256)).shape
+        torch.Size([2, 1000])
+    """
+
+    def __init__(self, embedding: QuantEmbedding, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, as modules in attributes would be children
+        self.in_features, self.out_features = embedding.in_features, embedding.out_features
+        self.bias = bias
+
+    @property
+    def embedding(self) -> QuantEmbedding:
+        """The module that holds the weights."""
+        return self._embedding[0]
+
+    def forward(self, a: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        out = self.embedding.project(a)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

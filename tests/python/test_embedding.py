@@ -1,0 +1,250 @@
+"""Packed embeddings and tied heads: rows against the dequantised matrix, types, states, sharing."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qcutlass
+from qcutlass.formats.affine import from_minima
+from qcutlass.layers import QuantEmbedding, TiedLinear, WeightOnlyLinear
+from qcutlass.testing.models import NOISE, noise_ratio
+
+SHAPES = [(48, 256, 64), (50, 130, 32), (17, 576, 128), (16, 64, None), (33, 40, 40)]  # N, K, group size
+
+
+def quantized(n: int, k: int, group_size: int | None, bits: int, zeros: str, seed: int) -> qcutlass.QuantizedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    found = qcutlass.quantize(torch.randn(n, k, generator=generator), bits, group_size, symmetric=zeros == "none")
+    if zeros != "real":
+        return found
+    assert found.zeros is not None
+    shifted = found.zeros.float() + torch.rand(found.zeros.shape, generator=generator)
+    return qcutlass.QuantizedTensor(found.codes, found.scales, shifted, bits, found.group_size)
+
+
+def embedding(seed: int, dtype: torch.dtype = torch.float32) -> QuantEmbedding:
+    return QuantEmbedding(WeightOnlyLinear(quantized(50, 96, 32, 8, "none", seed)), dtype)
+
+
+@pytest.mark.parametrize("zeros", ["none", "whole", "real"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
+def test_rows_are_those_of_the_dequantised_matrix(
+    n: int, k: int, group_size: int | None, bits: int, zeros: str, seed: int
+) -> None:
+    weight = quantized(n, k, group_size, bits, zeros, seed)
+    ids = torch.randint(0, n, (3, 7), generator=torch.Generator().manual_seed(seed))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        found = QuantEmbedding(WeightOnlyLinear(weight), dtype)(ids)
+        assert found.dtype == dtype
+        assert torch.equal(found, weight.dequantize(dtype)[ids])
+
+
+def test_one_group_without_its_dimension(seed: int) -> None:
+    layer = WeightOnlyLinear(quantized(48, 64, None, 4, "whole", seed))
+    assert layer.zeros is not None
+    layer.scales, layer.zeros = layer.scales[0], layer.zeros[0]
+    ids = torch.arange(48)
+    assert torch.equal(QuantEmbedding(layer)(ids), layer.weights())
+
+
+def test_ids_of_any_shape(seed: int) -> None:
+    layer = embedding(seed)
+    assert layer(torch.tensor(3)).shape == (96,)
+    assert layer(torch.empty((2, 0), dtype=torch.int64)).shape == (2, 0, 96)
+    assert torch.equal(layer(torch.tensor([49], dtype=torch.int32)), layer.weights()[49:])
+    assert (layer.num_embeddings, layer.embedding_dim) == (50, 96)
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 63, 64])
+def test_ids_outside_are_refused(wrong: int, seed: int) -> None:
+    with pytest.raises(IndexError, match=r"expected integers in \[0, 50\), got"):
+        embedding(seed)(torch.tensor([1, wrong]))
+
+
+def test_types_of_rows_follow_the_module_and_numbers_stay(seed: int) -> None:
+    layer = embedding(seed)
+    scales = layer.scales.clone()
+    half = copy.deepcopy(layer).half()
+    assert half(torch.tensor([1])).dtype == torch.float16
+    assert torch.equal(half.scales, scales)
+    assert half.to("cpu").dtype == torch.float16
+    assert half.to(torch.bfloat16)(torch.tensor([1])).dtype == torch.bfloat16
+
+
+def test_what_an_embedding_cannot_have_is_refused(seed: int) -> None:
+    weight = quantized(48, 64, 32, 4, "whole", seed)
+    for options in ({"bias": torch.zeros(48)}, {"act_scale": torch.ones(64)}, {"activation": "silu"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            QuantEmbedding(WeightOnlyLinear(weight, **options))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a WeightOnlyLinear, got Linear"):
+        QuantEmbedding(nn.Linear(4, 4))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dtype: expected one of"):
+        QuantEmbedding(WeightOnlyLinear(weight), torch.int32)
+
+
+class _Model(nn.Module):
+    def __init__(self, layer: QuantEmbedding) -> None:
+        super().__init__()
+        self.embedding = layer
+        self.head = TiedLinear(layer, nn.Parameter(torch.linspace(0, 1, 50)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(ids))
+        return out
+
+
+def test_a_tied_head_multiplies_by_the_embedding_and_stores_nothing(seed: int) -> None:
+    model = _Model(embedding(seed))
+    x, weight = torch.randn(2, 3, 96, generator=torch.Generator().manual_seed(seed)), model.embedding.weights()
+    bias = model.head.bias
+    assert bias is not None
+    with torch.inference_mode():
+        exact = x.double() @ weight.double().T + bias.double()
+        assert noise_ratio(model.head(x), x @ weight.T + bias, exact) <= NOISE
+    assert [name for name in model.state_dict() if name.startswith("head")] == ["head.bias"]
+    assert {name.partition(".")[2] for name in model.state_dict() if "embedding" in name} == {
+        "w_packed", "scales", "layout"
+    }  # fmt: skip
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    loaded: nn.Module = torch.load(stored, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_copies_of_a_model_share_its_weights_as_the_model_does(copied: Any, seed: int) -> None:
+    model = _Model(embedding(seed))
+    ids = torch.tensor([[3, 4, 49]])
+    other = copied(model)
+    assert other.head.embedding is other.embedding
+    assert other.embedding is not model.embedding
+    assert torch.equal(other(ids), model(ids))
+
+
+def test_states_are_loaded_and_others_refused(seed: int) -> None:
+    first, second = _Model(embedding(seed)), _Model(embedding(seed + 1))
+    ids = torch.tensor([1, 2])
+    assert not torch.equal(first(ids), second(ids))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(ids), second(ids))
+    state = first.state_dict() | {"embedding.bias": torch.zeros(50)}
+    with pytest.raises(RuntimeError, match="an embedding has none"):
+        second.load_state_dict(state)
+
+
+def test_the_whole_is_one_graph(seed: int) -> None:
+    model = _Model(embedding(seed))
+    ids = torch.tensor([[3, 4, 49]])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        assert torch.equal(compiled(ids), model(ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_on_a_gpu_within_a_graph(bits: int, seed: int) -> None:
+    weight = quantized(50, 130, 32, bits, "real", seed)
+    layer = QuantEmbedding(WeightOnlyLinear(weight), torch.float16).cuda()
+    ids = torch.zeros(6, dtype=torch.int64, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.inference_mode():
+        layer(ids)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        rows = layer(ids)
+    ids.copy_(torch.tensor([49, 3, 16, 15, 8, 3]))
+    graph.replay()
+    assert torch.equal(rows.cpu(), weight.dequantize(torch.float16)[ids.cpu()])
+
+
+def q4_1(n: int, k: int, seed: int, dtype: torch.dtype = torch.float16) -> qcutlass.QuantizedTensor:
+    """Groups of 32 of scales and minima, some of which are 0."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scales, minima = (torch.randn(k // 32, n, generator=generator).mul(size).to(dtype) for size in (0.02, 0.1))
+    scales[0, 0] = scales[0, 1] = minima[0, 1] = minima[0, 2] = 0
+    scales[1, 3] = 6e-8  # the smallest of float16, which is not normal
+    return from_minima(codes, scales, minima, 4, 32)
+
+
+@pytest.mark.parametrize("kind", [WeightOnlyLinear, lambda weight: QuantEmbedding(WeightOnlyLinear(weight))])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_zeros_are_stored_as_the_minima_that_they_come_from(kind: Any, dtype: torch.dtype, seed: int) -> None:
+    layer = kind(q4_1(48, 96, seed, dtype))
+    zeros = layer.zeros.clone()
+    assert zeros.dtype == torch.float32
+    layer.narrow()
+    state = layer.state_dict()
+    assert "zeros" not in state
+    assert (state["minima"].dtype, state["minima"].shape) == (dtype, zeros.shape)
+    assert dict(layer.spec.buffers)["minima"] == str(dtype).removeprefix("torch.")
+    assert "zeros" not in dict(layer.spec.buffers)
+    assert layer.spec.words == "w4 g32 real zeros"
+    other = kind(q4_1(48, 96, seed + 1, dtype))
+    other.load_state_dict(state)
+    assert torch.equal(other.zeros, zeros)
+    assert torch.equal(other.weights(), layer.weights())
+    assert other.state_dict().keys() == state.keys()
+
+
+def test_zeros_that_come_from_no_minima_stay(seed: int) -> None:
+    weight = quantized(48, 96, 32, 4, "real", seed)
+    layer = WeightOnlyLinear(
+        qcutlass.QuantizedTensor(weight.codes, weight.scales.half(), weight.zeros, 4, weight.group_size)
+    )
+    before = layer.weights()
+    layer.narrow()
+    assert layer.state_dict()["zeros"].dtype == torch.float32
+    assert torch.equal(layer.weights(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_and_zeros_take_the_smallest_type_that_holds_them(dtype: torch.dtype, seed: int) -> None:
+    weight = quantized(48, 96, 32, 4, "real", seed)
+    assert weight.zeros is not None
+    scales = (weight.scales * (1e-3 if dtype == torch.float16 else 1e-20)).to(dtype).float()
+    zeros = weight.zeros.half().float()
+    layer = WeightOnlyLinear(qcutlass.QuantizedTensor(weight.codes, scales, zeros, 4, 32))
+    before = layer.weights()
+    layer.narrow()
+    assert layer.scales.dtype == dtype
+    assert layer.zeros is not None
+    assert layer.zeros.dtype == torch.float16
+    assert "minima" not in layer.state_dict()
+    assert torch.equal(layer.weights(), before)
+    wide = WeightOnlyLinear(weight)
+    wide.narrow()
+    assert wide.scales.dtype == torch.float32
+
+
+def test_fused_layers_are_stored_as_they_were(seed: int) -> None:
+    model = nn.ModuleDict({name: WeightOnlyLinear(q4_1(48, 96, seed)) for name in ("gate_proj", "up_proj")})
+    for layer in model.children():
+        layer.narrow()  # type: ignore[operator]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    qcutlass.fuse_projections(model)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    model.load_state_dict(before)
+
+
+def test_wrong_minima_are_refused(seed: int) -> None:
+    layer = WeightOnlyLinear(q4_1(48, 96, seed))
+    layer.narrow()
+    state = layer.state_dict()
+    for wrong in (state["minima"][:1], state["minima"].int()):
+        with pytest.raises(RuntimeError, match="minima: expected floating, of the shape of scales"):
+            layer.load_state_dict(state | {"minima": wrong})
