@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Final
 
-_COMPUTING: Final = ("quickstart", "eval", "generate", "quantize")
+_COMPUTING: Final = ("quickstart", "eval", "generate", "chat", "quantize")
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import typer
 from rich import box
 from rich.table import Table
 
+from qcutlass.cli import chatting, running
 from qcutlass.cli import quantize as quantizing
-from qcutlass.cli import running
 from qcutlass.cli.terminal import (
     HEAD_HELP,
     Bits,
@@ -371,10 +371,11 @@ def _inspection_table(found: FolderSummary) -> Table:
 
 quantizing.register(app)
 running.register(app)
+chatting.register(app)
 
 _PANELS = {
     "Try it": ("quickstart",),
-    "Models": ("inspect", "convert", "quantize", "eval", "generate", "export"),
+    "Models": ("inspect", "convert", "quantize", "eval", "generate", "chat", "export"),
     "This machine": ("tune", "info"),
 }
 """The commands in the order of the help, under the headings that it has."""

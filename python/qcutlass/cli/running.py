@@ -20,15 +20,15 @@ class Floats(str, Enum):
     float32 = "float32"
 
 
-_Folder = Annotated[
+Folder = Annotated[
     Path,
     typer.Argument(
         help="A converted folder, a folder in one of the formats that convert reads, a GGUF file, or OWNER/NAME of "
         "the hub, if it has been downloaded."
     ),
 ]
-_Where = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="The device on which the model runs.")]
-_Fuse = Annotated[
+Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="The device on which the model runs.")]
+Fuse = Annotated[
     bool | None,
     typer.Option(
         "--fuse/--no-fuse",
@@ -36,35 +36,33 @@ _Fuse = Annotated[
         show_default=False,
     ),
 ]
-_Eager = Annotated[
+Eager = Annotated[
     bool, typer.Option("--eager", help="On a GPU, do not compile the steps of decoding, which takes half a minute.")
 ]
-_Threads = Annotated[
-    int | None, typer.Option(min=1, help="The number of threads on the CPU, of torch and of qcutlass.")
-]
-_Type = Annotated[
+Threads = Annotated[int | None, typer.Option(min=1, help="The number of threads on the CPU, of torch and of qcutlass.")]
+Type = Annotated[
     Floats | None, typer.Option(help="The type of activations. By default float32 on the CPU, 16 bits on a GPU.")
 ]
 
 
 def evaluate(
-    folder: _Folder,
+    folder: Folder,
     text: Annotated[Path, typer.Option(help="A text file in UTF-8.")],
     tokens: Annotated[
         int | None, typer.Option(min=2, help="How many tokens of the text are used. By default all of them.")
     ] = None,
     window: Annotated[int, typer.Option(min=2, help="The number of tokens that are predicted from each other.")] = 512,
-    device: _Where = "cpu",
-    dtype: _Type = None,
-    fuse: _Fuse = None,
-    threads: _Threads = None,
+    device: Device = "cpu",
+    dtype: Type = None,
+    fuse: Fuse = None,
+    threads: Threads = None,
 ) -> None:
     """Compute a model's perplexity on a text."""
     if tokens is not None and tokens < window:
         raise ValueError(f"--tokens {tokens}: expected at least one window of {window}; pass --window {tokens} as well")
     words = read_text("--text", text)
     with steps(console(stderr=True), "loading") as report:
-        model, tokenizer = _load(folder, device, dtype, fuse, threads, report)
+        model, tokenizer = load(folder, device, dtype, fuse, threads, report)
         report("tokenizing", 0, 0)
         ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
         from qcutlass.models.evaluation import perplexity
@@ -77,7 +75,7 @@ def evaluate(
 
 
 def generate(
-    folder: _Folder,
+    folder: Folder,
     prompt: Annotated[
         str | None, typer.Option(help="The text to continue. By default it is read from a pipe on stdin.")
     ] = None,
@@ -92,11 +90,11 @@ def generate(
         float, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that have this probability together.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The seed of sampling. By default a random one.")] = None,
-    device: _Where = "cpu",
-    dtype: _Type = None,
-    fuse: _Fuse = None,
-    eager: _Eager = False,
-    threads: _Threads = None,
+    device: Device = "cpu",
+    dtype: Type = None,
+    fuse: Fuse = None,
+    eager: Eager = False,
+    threads: Threads = None,
 ) -> None:
     """Continue a prompt, and print the text as it comes; its rate goes to stderr."""
     from qcutlass.models.sampling import Sampling
@@ -104,7 +102,7 @@ def generate(
     sampling = Sampling(temperature, top_p, seed)
     words = _standard_input() if prompt is None else prompt
     with steps(console(stderr=True), "loading") as report:
-        model, tokenizer = _load(folder, device, dtype, fuse, threads, report, eager)
+        model, tokenizer = load(folder, device, dtype, fuse, threads, report, eager)
     from qcutlass.models.generation import Generation, Interrupted
     from qcutlass.models.generation import generate as generate_text
 
@@ -146,7 +144,7 @@ def _standard_input() -> str:
     return words
 
 
-def _load(
+def load(
     folder: Path,
     device: str,
     dtype: Floats | None,

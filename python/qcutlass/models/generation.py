@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -121,7 +121,7 @@ def generate(
         return Generation(stream.text, count, len(times), times[0] - begin, rate)
 
     try:
-        with nullcontext() if eager else fast_steps(model, count + max_new_tokens, on_note):
+        with fast_steps(model, count + max_new_tokens, on_note, eager=eager):
             _run(model, tokenizer, inputs, max_new_tokens, chosen, stream)
     except KeyboardInterrupt as error:
         if not stream.times:
@@ -132,14 +132,17 @@ def generate(
 
 
 @contextmanager
-def fast_steps(model: Any, length: int, on_note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+def fast_steps(
+    model: Any, length: int, on_note: Callable[[str], None] = lambda text: None, *, eager: bool = False
+) -> Iterator[None]:
     """Inside, steps of a model on a GPU are compiled once for all texts, where the model allows it; see `in_steps`.
 
     Args:
         length: tokens of the longest text, prompt included.
         on_note: as for `generate`, of which the calls inside are `eager`.
+        eager: it does nothing.
     """
-    why = stepping.obstacle(model) if model.device.type == "cuda" else ""
+    why = "" if eager or model.device.type != "cuda" else stepping.obstacle(model)
     if why:
         on_note(f"steps are eager, which is slower: {why}")
     if why is not None:

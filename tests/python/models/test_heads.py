@@ -313,7 +313,7 @@ def test_a_model_without_a_known_head(tmp_path: Path) -> None:
 
 def test_the_option_of_the_commands(tmp_path: Path, seed: int) -> None:
     make("llama", seed, tie_word_embeddings=True).save_pretrained(tmp_path / "source")
-    for command in (["convert"], ["quantize", "--method", "rtn"]):
+    for command in (["convert", "--bits", "4"], ["quantize", "--method", "rtn"]):
         folder = tmp_path / command[0]
         arguments = [*command, str(tmp_path / "source"), str(folder), "--lm-head", "8"]
         assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
