@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -254,3 +255,28 @@ def test_cmake_says_what_it_builds(
         assert "-- NONE" in result.stdout
     else:
         assert expected.startswith(("QCUTLASS_CUDA=ON", "expected all"))
+
+
+def test_translation_units_hold_every_family_once(repository: Path, tmp_path: Path) -> None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("needs cmake")
+    (tmp_path / "write.cmake").write_text(
+        f"include({repository}/cpp/cmake/instances.cmake)\n"
+        'qcutlass_write_instances(units family.cuh Family "" ${QCUTLASS_INSTANCES})\n'
+        "qcutlass_write_instances(units family_wgmma.cuh WgmmaFamily _sm90a ${QCUTLASS_WGMMA_INSTANCES})\n"
+        'qcutlass_write_families("families.inc")\n'
+    )
+    subprocess.run([cmake, "-P", "write.cmake"], cwd=tmp_path, check=True)
+    texts = [path.read_text() for path in (tmp_path / "instances").glob("*.cu")]
+    rows = re.findall(r"kFamily<(.*), (true|false)>", (tmp_path / "families.inc").read_text())
+    for template, families in (
+        ("Family", [name for name, _ in rows]),
+        ("WgmmaFamily", [name for name, wgmma in rows if wgmma == "true"]),
+    ):
+        held = [name for text in texts for name in re.findall(rf"template struct {template}<(.*)>;", text)]
+        assert sorted(held) == sorted(families)
+        assert len(families) > 12
+        headers = {"Family": "family.cuh", "WgmmaFamily": "family_wgmma.cuh"}
+        assert all(f'"cuda/{headers[template]}"' in text for text in texts if f"struct {template}<" in text)
+    assert len(texts) < len(rows) + len([name for name, wgmma in rows if wgmma == "true"])
