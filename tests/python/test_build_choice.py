@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,17 @@ def backend(choice: ModuleType, repository: Path, monkeypatch: pytest.MonkeyPatc
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    monkeypatch.setattr("builtins.open", without_a_terminal(open))
     return module
+
+
+def without_a_terminal(function: Callable[..., Any]) -> Callable[..., Any]:
+    def opened(name: Any, *arguments: Any, **keywords: Any) -> Any:
+        if name == "/dev/tty":
+            raise OSError("No such device or address")
+        return function(name, *arguments, **keywords)
+
+    return opened
 
 
 def no_library(name: str) -> None:
@@ -168,10 +179,13 @@ def test_wrong_architectures(choice: ModuleType, architectures: str) -> None:
         choice.choose("AUTO", f"80;{architectures}")
 
 
-def test_nvcc_comes_from_pypi_for_a_gpu_without_nvcc(backend: ModuleType, choice: ModuleType, driver: Driver) -> None:
+def test_nvcc_comes_from_pypi_for_a_gpu_without_nvcc(
+    backend: ModuleType, choice: ModuleType, driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
     driver(H100)
     requirement = choice.NVCC_FROM_PYPI
     assert requirement in backend.get_requires_for_build_wheel()
+    assert f"qcutlass: nvcc comes from PyPI for this build: {requirement}" in capsys.readouterr().out
     assert requirement in backend.get_requires_for_build_editable()
     assert requirement not in backend.get_requires_for_build_wheel({"cmake.define.QCUTLASS_NVCC_FROM_PYPI": "OFF"})
     assert requirement not in backend.get_requires_for_build_wheel({"cmake.define.QCUTLASS_CUDA": "OFF"})
