@@ -11,7 +11,7 @@
 #   PYTHON=python3              the interpreter, with torch
 #   QCUTLASS_CUDA_LIBRARY=FILE  a libqcutlass_cuda.a built elsewhere: only the extension module is compiled and linked
 #   QCUTLASS_CUTLASS_DIR=DIR    CUTLASS headers, where the nvidia-cutlass wheel is not installed
-#   CUDA_ARCHITECTURES=90-real  what to compile for, without QCUTLASS_CUDA_LIBRARY
+#   CUDA_ARCHITECTURES=90-real  what to compile for, without QCUTLASS_CUDA_LIBRARY; default: the GPUs that are present
 #   QCUTLASS_BENCH_CUTLASS=FILE libqcutlass_bench_cutlass.so built elsewhere; else it is built here if there are headers
 #   PYTEST_ARGUMENTS, MATRIX_ARGUMENTS, BENCH_ARGUMENTS, SANITIZERS="memcheck racecheck"
 #   PARALLEL=1                  tests and sanitizers side by side, which share a GPU well; benches wait for them

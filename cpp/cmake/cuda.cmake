@@ -1,12 +1,21 @@
-# Finds nvcc and sets QCUTLASS_CUDA_BACKEND: SOURCE (compile it), PREBUILT (link QCUTLASS_CUDA_LIBRARY) or NONE (CPU only).
-# Only enable_language(CUDA) is used, which a toolkit of compiler, headers and static runtime satisfies.
+# Sets QCUTLASS_CUDA_BACKEND: SOURCE (compile it), PREBUILT (link QCUTLASS_CUDA_LIBRARY) or NONE (CPU only), and
+# QCUTLASS_CUDA_SUMMARY, which says so. For which GPUs and with which nvcc, cuda_choice.py says. Only
+# enable_language(CUDA) is used, which a toolkit of compiler, headers and static runtime satisfies.
 if(NOT QCUTLASS_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "QCUTLASS_CUDA is '${QCUTLASS_CUDA}': expected AUTO, ON or OFF")
 endif()
+if(NOT QCUTLASS_NVCC_FROM_PYPI MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "QCUTLASS_NVCC_FROM_PYPI is '${QCUTLASS_NVCC_FROM_PYPI}': expected AUTO, ON or OFF")
+endif()
+
+macro(qcutlass_summarize text)
+  set(QCUTLASS_CUDA_SUMMARY "${text}")
+  message(STATUS "qcutlass: ${QCUTLASS_CUDA_SUMMARY}")
+endmacro()
 
 set(QCUTLASS_CUDA_BACKEND NONE)
 if(QCUTLASS_CUDA STREQUAL "OFF")
-  message(STATUS "qcutlass: CPU backend only (QCUTLASS_CUDA=OFF)")
+  qcutlass_summarize("CPU backend only (QCUTLASS_CUDA=OFF)")
   return()
 endif()
 
@@ -15,30 +24,53 @@ if(QCUTLASS_CUDA_LIBRARY)
     message(FATAL_ERROR "QCUTLASS_CUDA_LIBRARY: no such file: ${QCUTLASS_CUDA_LIBRARY}")
   endif()
   set(QCUTLASS_CUDA_BACKEND PREBUILT)
-  message(STATUS "qcutlass: CUDA backend from ${QCUTLASS_CUDA_LIBRARY}")
+  qcutlass_summarize("CUDA backend from ${QCUTLASS_CUDA_LIBRARY}")
   return()
 endif()
 
-if(QCUTLASS_NVCC_FROM_PYPI)
-  qcutlass_run_python(nvidia_paths "import nvidia; print(';'.join(nvidia.__path__))")
-  list(TRANSFORM nvidia_paths APPEND /cu13)
-  find_path(QCUTLASS_PYPI_CUDA_ROOT bin/nvcc PATHS ${nvidia_paths} NO_DEFAULT_PATH)
-  if(QCUTLASS_PYPI_CUDA_ROOT)
-    set(CMAKE_CUDA_COMPILER ${QCUTLASS_PYPI_CUDA_ROOT}/bin/nvcc)
-    # The wheels keep the runtime library in lib/, where nvcc does not look by itself.
-    set(CMAKE_CUDA_FLAGS_INIT "-L${QCUTLASS_PYPI_CUDA_ROOT}/lib")
-  else()
-    message(FATAL_ERROR "QCUTLASS_NVCC_FROM_PYPI=ON, but Python's site-packages have no nvidia/cu13/bin/nvcc: "
-                        "pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*'")
+# Sets `architectures`, `nvcc` and `reason`.
+function(qcutlass_choose_cuda)
+  find_package(Python 3.10 COMPONENTS Interpreter REQUIRED)
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda_choice.py
+            "${QCUTLASS_CUDA}" "${QCUTLASS_CUDA_ARCHITECTURES}" "${QCUTLASS_NVCC_FROM_PYPI}"
+    OUTPUT_VARIABLE output ERROR_VARIABLE error RESULT_VARIABLE status)
+  if(NOT status EQUAL 0)
+    message(FATAL_ERROR "${error}")
   endif()
-endif()
+  string(REGEX MATCH "^([^\n]*)\n([^\n]*)\n([^\n]*)" match "${output}")
+  set(architectures "${CMAKE_MATCH_1}" PARENT_SCOPE)
+  set(nvcc "${CMAKE_MATCH_2}" PARENT_SCOPE)
+  set(reason "${CMAKE_MATCH_3}" PARENT_SCOPE)
+endfunction()
 
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(architectures 80-real 90-real 90a-real 90-virtual)
-  if(DEFINED ENV{CUDAARCHS})  # CMake's own variable for another default
-    set(architectures $ENV{CUDAARCHS})
+qcutlass_choose_cuda()
+# CMake's own variables choose too, the second in the environment.
+foreach(chosen "${CMAKE_CUDA_ARCHITECTURES}" "$ENV{CUDAARCHS}")
+  if(chosen AND NOT QCUTLASS_CUDA_ARCHITECTURES)
+    set(architectures "${chosen}")
+    set(reason "as chosen")
+    break()
   endif()
-  set(CMAKE_CUDA_ARCHITECTURES ${architectures} CACHE STRING "GPU architectures to compile for")
+endforeach()
+if(NOT architectures)
+  qcutlass_summarize("CPU backend only: ${reason}")
+  return()
+endif()
+set(CMAKE_CUDA_ARCHITECTURES "${architectures}")
+
+if(IS_ABSOLUTE "${CMAKE_CUDA_COMPILER}" AND NOT EXISTS "${CMAKE_CUDA_COMPILER}")
+  # That of an isolated build environment, which is gone: the next one has its own.
+  unset(CMAKE_CUDA_COMPILER CACHE)
+  file(REMOVE "${CMAKE_PLATFORM_INFO_DIR}/CMakeCUDACompiler.cmake")
+endif()
+if(NOT CMAKE_CUDA_COMPILER AND nvcc MATCHES "/nvidia/cu[0-9]+/bin/nvcc$")
+  set(CMAKE_CUDA_COMPILER "${nvcc}")
+  # The wheels keep the runtime library in lib/, where nvcc does not look by itself.
+  cmake_path(SET root NORMALIZE "${nvcc}/../../lib")
+  set(CMAKE_CUDA_FLAGS_INIT "-L${root}")
+elseif(NOT CMAKE_CUDA_COMPILER AND nvcc)
+  set(ENV{CUDACXX} "${nvcc}")
 endif()
 include(CheckLanguage)
 check_language(CUDA)
@@ -52,10 +84,9 @@ if(CMAKE_CUDA_COMPILER)
   if(CMAKE_CUDA_ARCHITECTURES MATCHES "90a(-real)?(;|$)")
     set(QCUTLASS_SM90A ON)
   endif()
-  message(STATUS "qcutlass: CUDA backend with nvcc ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+  qcutlass_summarize("CUDA backend with nvcc ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}: ${reason}")
 elseif(QCUTLASS_CUDA STREQUAL "ON")
-  message(FATAL_ERROR "QCUTLASS_CUDA=ON, but no CUDA compiler works: put nvcc on PATH, set CUDACXX, or set QCUTLASS_NVCC_FROM_PYPI=ON")
+  message(FATAL_ERROR "QCUTLASS_CUDA=ON, but no CUDA compiler works; ${reason}")
 else()
-  message(STATUS "qcutlass: no nvcc found, building the CPU backend only. For the CUDA backend put nvcc on PATH, set CUDACXX, "
-                 "or set QCUTLASS_NVCC_FROM_PYPI=ON")
+  qcutlass_summarize("CPU backend only, no CUDA compiler works; ${reason}")
 endif()

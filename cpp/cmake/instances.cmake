@@ -1,5 +1,5 @@
-# THE list of built kernel families. Each one is a translation unit, written into the build tree: a family holds all tile
-# configurations for its weight packing, activation type and scale mode.
+# THE list of built kernel families: a family holds all tile configurations for its weight packing, activation type and
+# scale mode. Translation units, written into the build tree, have one family or several.
 set(QCUTLASS_INSTANCES "")
 foreach(packing w4a16:kW4A16 w8a16:kW8A16)
   foreach(activation f16:kFloat16 bf16:kBFloat16)
@@ -26,24 +26,41 @@ function(qcutlass_family instance name parameters)
   set(${parameters} "DType::${CMAKE_MATCH_4}, Packing::${CMAKE_MATCH_2}, ScaleMode::${CMAKE_MATCH_6}" PARENT_SCOPE)
 endfunction()
 
+# Sets `unit` to the name of a family's translation unit. The front end takes 5 to 9 seconds of a unit, as long as some
+# families' kernels: those share one, while none takes longer than the longest family does.
+function(qcutlass_unit family suffix unit)
+  string(REGEX REPLACE "_(native|fine)$" "_native_fine" name "${family}")
+  string(REGEX REPLACE "_block[0-9]*$" "_blocks" name "${name}")
+  if(suffix)
+    string(REGEX REPLACE "^w8a8_.*" "w8a8" name "${name}")
+  endif()
+  set(${unit} "${name}${suffix}" PARENT_SCOPE)
+endfunction()
+
 # Writes the units of a list of families, which instantiate `template`, and sets `sources` to their paths; an unchanged
 # unit keeps its time stamp.
 function(qcutlass_write_instances sources header template suffix)
   set(units "")
   foreach(instance IN LISTS ARGN)
     qcutlass_family("${instance}" family parameters)
-    set(unit "${CMAKE_BINARY_DIR}/instances/${family}${suffix}.cu")
-    file(CONFIGURE OUTPUT "${unit}" @ONLY CONTENT
-"// Kernel family ${family}${suffix}: written by cpp/cmake/instances.cmake.
+    qcutlass_unit(${family} "${suffix}" unit)
+    list(APPEND units ${unit})
+    string(APPEND ${unit} "template struct ${template}<${parameters}>;\n")
+  endforeach()
+  list(REMOVE_DUPLICATES units)
+  set(files "")
+  foreach(unit IN LISTS units)
+    set(file "${CMAKE_BINARY_DIR}/instances/${unit}.cu")
+    file(CONFIGURE OUTPUT "${file}" @ONLY CONTENT
+"// Kernel families ${unit}: written by cpp/cmake/instances.cmake.
 #include \"cuda/${header}\"
 
 namespace qcutlass::cuda {
-template struct ${template}<${parameters}>;
-}
+${${unit}}}
 ")
-    list(APPEND units "${unit}")
+    list(APPEND files "${file}")
   endforeach()
-  set(${sources} "${units}" PARENT_SCOPE)
+  set(${sources} "${files}" PARENT_SCOPE)
 endfunction()
 
 # Writes the table of all families that launch.cu looks them up in: type, packing, mode, and whether it has

@@ -32,11 +32,11 @@ DeviceTraits query_traits(int device) {
   traits.code_capability = serving_architecture(built_architectures(), traits.compute_capability);
   traits.wgmma = serves_wgmma(built_architectures(), traits.compute_capability);
   if (traits.code_capability == 0)
-    throw Unsupported(
-        "GPU " + std::to_string(device) + " has compute capability " + std::to_string(traits.compute_capability / 10) +
-        "." + std::to_string(traits.compute_capability % 10) + ", but this build has kernels for " +
-        QCUTLASS_CUDA_ARCHITECTURES +
-        " only; rebuild with CMAKE_CUDA_ARCHITECTURES=" + std::to_string(traits.compute_capability) + "-real");
+    throw Unsupported("GPU " + std::to_string(device) + " has compute capability " +
+                      std::to_string(traits.compute_capability / 10) + "." +
+                      std::to_string(traits.compute_capability % 10) + ", but this build has kernels for " +
+                      QCUTLASS_CUDA_ARCHITECTURES +
+                      " only; rebuild with QCUTLASS_CUDA_ARCHITECTURES=" + std::to_string(traits.compute_capability));
   return traits;
 }
 

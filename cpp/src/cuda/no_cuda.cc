@@ -11,8 +11,7 @@ namespace {
 [[noreturn]] void throw_not_built() {
   throw Unsupported(
       "qcutlass was built without CUDA: CPU tensors work, CUDA tensors do not. For the CUDA backend reinstall qcutlass "
-      "from source "
-      "with nvcc on PATH, or with QCUTLASS_NVCC_FROM_PYPI=ON in the environment");
+      "from source where the GPU is, or with QCUTLASS_CUDA=ON in the environment");
 }
 
 }  // namespace

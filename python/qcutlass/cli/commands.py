@@ -164,11 +164,15 @@ def _print_info(facts: dict[str, Any]) -> None:
     ]
     rows += [(name, facts[name]) for name in ("python", "platform", "torch")]
     rows.append(("torch's CUDA", facts["torch_cuda"] or "none"))
+    rows.append(("CPU", f"{' '.join(facts['cpu']['instruction_sets'])}, {facts['cpu']['threads']} threads"))
     for gpu in facts["gpus"]:
         state = gpu["obstacle"] or "supported"
         rows.append((f"cuda:{gpu['index']}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {state}"))
     if not facts["gpus"]:
         rows.append(("GPUs", "none seen by torch"))
+    from qcutlass.cli.info import unseen
+
+    rows += unseen(facts)
     rows += [(f"self-check, {device}", outcome) for device, outcome in facts["self_check"].items()]
     table = Table(show_header=False)
     for name, value in rows:
