@@ -7,13 +7,20 @@
 
 namespace qcutlass::host {
 
+QCUTLASS_MULTIVERSION void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+                                       ChannelParameters* groups) {
+  for (int64_t i = 0; i < count; ++i) groups[i].load(weights, strip, first + i);
+}
+
 namespace {
 
-// Instruction sets and their vectors. Eight lanes are an AVX register; others than AVX-512 split them.
+constexpr int64_t kAlignment = 64;  ///< of the activations: a cache line, the widest vector
+
+// Instruction sets. Their vectors have eight lanes, an AVX register, or 16; rows are as many as their sums fit into the
+// registers.
 
 struct Avx512 {
   static constexpr int kLanes = 16;
-  static constexpr int kMostRows = 8;  ///< whose sums fit into the registers
   template <class Codes, int kRows>
   QCUTLASS_AVX512 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                        float* sums) {
@@ -23,7 +30,6 @@ struct Avx512 {
 
 struct Avx2 {
   static constexpr int kLanes = 8;
-  static constexpr int kMostRows = 4;
   template <class Codes, int kRows>
   QCUTLASS_AVX2 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                      float* sums) {
@@ -33,36 +39,62 @@ struct Avx2 {
 
 struct Baseline {
   static constexpr int kLanes = 8;
-  static constexpr int kMostRows = 4;
   template <class Codes, int kRows>
   static void multiply(WeightArguments const& weights, float const* activations, int64_t strip, float* sums) {
     LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
   }
 };
 
+int most_rows() { return vector_level() == VectorLevel::kAvx512 ? 8 : 4; }
+
+/// Rows that kernels are made for: the least that hold m.
+int padded_rows(int64_t m) {
+  for (int rows : {1, 2, 4, 6}) {
+    if (m <= rows) return rows;
+  }
+  return 8;
+}
+
 using Multiply = void (*)(WeightArguments const& weights, float const* activations, int64_t strip, float* sums);
 
 template <class Level, class Codes>
 Multiply choose(int rows) {
-  if constexpr (Level::kMostRows >= 8) {
+  if constexpr (Level::kLanes == 16) {
     if (rows == 8) return &Level::template multiply<Codes, 8>;
+    if (rows == 6) return &Level::template multiply<Codes, 6>;
   }
   if (rows == 4) return &Level::template multiply<Codes, 4>;
   if (rows == 2) return &Level::template multiply<Codes, 2>;
   return &Level::template multiply<Codes, 1>;
 }
 
+template <Packing kPacking, int kSteps>
+bool has_whole_steps(WeightArguments const& weights) {
+  return StripParameters<kPacking, kSteps>::can_hold(weights);
+}
+
+template <class Level>
+Multiply choose_w4(WeightArguments const& weights, int rows) {
+  constexpr Packing kPacking = Packing::kW4A16;
+  if constexpr (Level::kLanes == 16) {
+    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<1>>(rows);
+    if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<2>>(rows);
+  } else {
+    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 1>>(rows);
+  }
+  return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+}
+
+template <class Level>
+Multiply choose_w8(WeightArguments const& weights, int rows) {
+  constexpr Packing kPacking = Packing::kW8A16;
+  if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 1>>(rows);
+  return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+}
+
 template <class Level>
 Multiply choose(WeightArguments const& weights, int rows) {
-  if (weights.packing == Packing::kW8A16) {
-    return choose<Level, ConvertedCodes<Packing::kW8A16, Level::kLanes>>(rows);
-  }
-  if constexpr (Level::kLanes == LookedUpCodes::kLanes) {
-    bool const zeros_of_whole_tiles =
-        weights.zero_type == DType::kNone || weights.groups() == 1 || weights.group_size % layout::tile_k(Packing::kW4A16) == 0;
-    if (zeros_of_whole_tiles) return choose<Level, LookedUpCodes>(rows);
-  }
-  return choose<Level, ConvertedCodes<Packing::kW4A16, Level::kLanes>>(rows);
+  return weights.bits() == 4 ? choose_w4<Level>(weights, rows) : choose_w8<Level>(weights, rows);
 }
 
 Multiply choose(WeightArguments const& weights, int rows) {
@@ -73,36 +105,27 @@ Multiply choose(WeightArguments const& weights, int rows) {
   }
 }
 
-int most_rows() { return vector_level() == VectorLevel::kAvx512 ? Avx512::kMostRows : Avx2::kMostRows; }
-
-int padded_rows(int64_t m) { return m > 4 ? 8 : m > 2 ? 4 : static_cast<int>(m); }
-
-/// Rows [m][k] as [tile][rows][code of a word][word].
+/// Rows [m][k] as [tile][rows][code of a word][word], padded with zeros.
 template <Packing kPacking>
 void arrange(float const* in, int64_t m, int64_t k_extent, int rows, float* out) {
   using Words = LaneWords<kPacking>;
-  for (int64_t begin = 0; begin < k_extent; begin += Words::kTileK) {
-    for (int row = 0; row < rows; ++row) {
-      if (row < m) {
-        float tile[Words::kTileK] = {};
-        std::copy_n(in + row * k_extent + begin, std::min<int64_t>(Words::kTileK, k_extent - begin), tile);
-        for (int i = 0; i < Words::kTileK; ++i) {
-          out[i] = tile[Words::kColumn[i % Words::kWords * Words::kCodes + i / Words::kWords]];
-        }
+  for (int64_t begin = 0; begin < k_extent; begin += Words::kTileK, out += rows * Words::kTileK) {
+    for (int64_t row = 0; row < m; ++row) {
+      float tile[Words::kTileK] = {};
+      std::copy_n(in + row * k_extent + begin, std::min<int64_t>(Words::kTileK, k_extent - begin), tile);
+      for (int i = 0; i < Words::kTileK; ++i) {
+        out[row * Words::kTileK + i] = tile[Words::kColumn[i % Words::kWords * Words::kCodes + i / Words::kWords]];
       }
-      out += Words::kTileK;
     }
   }
 }
-
-constexpr int64_t kAlignment = 64;
 
 }  // namespace
 
 bool FewRows::serves(WeightArguments const& weights, int64_t m) {
   if (m > most_rows()) return false;
-  return weights.bits() == 4 ? StripParameters<Packing::kW4A16, 1>::can_hold(weights)
-                             : StripParameters<Packing::kW8A16, 1>::can_hold(weights);
+  return weights.bits() == 4 ? has_whole_steps<Packing::kW4A16, 4>(weights)
+                             : has_whole_steps<Packing::kW8A16, 4>(weights);
 }
 
 FewRows::FewRows(WeightArguments const& weights, float const* activations, int64_t m)

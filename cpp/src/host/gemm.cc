@@ -138,7 +138,7 @@ QCUTLASS_AVX512 void multiply_strip_w8_avx512(WeightArguments const& weights, fl
 }
 
 auto choose_multiply_strip(int bits) {
-  if (has_avx512()) return bits == 4 ? multiply_strip_w4_avx512 : multiply_strip_w8_avx512;
+  if (vector_level() == VectorLevel::kAvx512) return bits == 4 ? multiply_strip_w4_avx512 : multiply_strip_w8_avx512;
   return bits == 4 ? multiply_strip_w4 : multiply_strip_w8;
 }
 

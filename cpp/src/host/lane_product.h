@@ -1,11 +1,12 @@
 // The product of few rows of activations with a strip of 16 channels, k across vector lanes: codes go from memory
-// through registers into sums, 16 k of one channel at a time. Activations are brought into the order of the codes once
-// a call (LaneActivations), so that no code moves.
+// through registers into sums, so many k of one channel at a time as a vector has 32-bit lanes. Activations lie in the
+// order of the codes, so that no code moves (few_rows.h).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "host/channel_vector.h"
 #include "host/lane_words.h"
@@ -15,35 +16,24 @@
 
 namespace qcutlass::host {
 
-/// One value for each step of a tile, for every word of a vector.
-template <int kLanes>
-QCUTLASS_INLINE typename Vectors<kLanes>::Float repeat_quad(float const* quad) {
-  // As 128-bit integers: a broadcast. The compiler makes shuffles of vectors of several widths through memory.
-  __int128 x;
-  std::memcpy(&x, quad, sizeof(x));
-  using Float = typename Vectors<kLanes>::Float;
-  if constexpr (kLanes == 16) {
-    typename Vectors<kLanes>::Quads const quads = {x, x, x, x};
-    return bit_cast<Float>(quads);
-  } else {
-    typename Vectors<kLanes>::Quads const quads = {x, x};
-    return bit_cast<Float>(quads);
-  }
-}
-
-/// Codes of one channel minus its zeros, by arithmetic: a code is converted where it lies in its word, and the power of
-/// two that this is too large goes into the subtraction.
-template <Packing kPacking_, int kLanes_>
+/// Weights of one channel by arithmetic, not yet scaled: a code is converted where it lies in its word, and the power
+/// of two that this is too large goes into the subtraction of the zero.
+template <Packing kPacking_, int kLanes_, int kSteps_>
 struct ConvertedCodes {
   static constexpr Packing kPacking = kPacking_;
   static constexpr int kLanes = kLanes_;
+  static constexpr int kSteps = kSteps_;
+  static constexpr bool kScaled = false;
   using Words = LaneWords<kPacking>;
   using Float = typename Vectors<kLanes>::Float;
   using Int = typename Vectors<kLanes>::Int;
 
-  Float zero;
+  using Parameters = StripParameters<kPacking, kSteps>;
 
-  QCUTLASS_INLINE explicit ConvertedCodes(float const* zeros) : zero(repeat_quad<kLanes>(zeros)) {}
+  decltype(std::declval<Parameters>().template zeros<kLanes>(0, 0)) zero;
+
+  QCUTLASS_INLINE ConvertedCodes(Parameters const& parameters, int tile, int channel)
+      : zero(parameters.template zeros<kLanes>(tile, channel)) {}
 
   template <int kUpper>
   static QCUTLASS_INLINE Int align(Int words) {
@@ -55,23 +45,59 @@ struct ConvertedCodes {
   }
 };
 
-/// The same by table lookup. A table of 16 weights is a vector; all words have the zero of the first.
+/// The weights themselves by table lookup: a vector holds those of all 16 codes, two vectors those of two groups.
+template <int kSteps_>
 struct LookedUpCodes {
   static constexpr Packing kPacking = Packing::kW4A16;
-  static constexpr int kLanes = 16;
+  static constexpr int kLanes = 16, kSteps = kSteps_;
+  static constexpr bool kScaled = true;
+  using Words = LaneWords<kPacking>;
   using Float = Vectors<kLanes>::Float;
   using Int = Vectors<kLanes>::Int;
 
-  Float table;
+  static_assert(kSteps == 1 || kSteps == 2);
 
-  QCUTLASS_INLINE explicit LookedUpCodes(float const* zeros)
-      : table(Float{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zeros[0]) {}
+  Float table[kSteps];
 
+  QCUTLASS_INLINE LookedUpCodes(StripParameters<kPacking, kSteps> const& parameters, int tile, int channel) {
+    Float const codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int step = 0; step < kSteps; ++step) {
+      table[step] = (codes - parameters.zero(tile, step, channel)) * parameters.scale(tile, step, channel);
+    }
+  }
+
+  /// With two tables bit 4 of an index picks one: words 2 and 3 of each four lie in the second half of the tile.
   template <int kUpper>
   static QCUTLASS_INLINE Int align(Int words) {
-    return kUpper ? words >> LaneWords<kPacking>::kUpperShift : words;
+    if (kUpper) words >>= Words::kUpperShift;
+    if constexpr (kSteps == 1) return words;
+    constexpr int kCodeBits = 0x0f0f0f0f, kSecond = 0x10101010;
+    return (words & kCodeBits) |
+           Int{0, 0, kSecond, kSecond, 0, 0, kSecond, kSecond, 0, 0, kSecond, kSecond, 0, 0, kSecond, kSecond};
   }
-  QCUTLASS_INLINE Float operator()(Int words, int code) const { return __builtin_shuffle(table, words >> 8 * code); }
+  QCUTLASS_INLINE Float operator()(Int words, int code) const {
+    // Indices are taken modulo the number of weights: higher bits of the word do not matter.
+    if constexpr (kSteps == 1) return __builtin_shuffle(table[0], words >> 8 * code);
+    return __builtin_shuffle(table[0], table[kSteps - 1], words >> 8 * code);
+  }
+};
+
+/// Sums of each channel and row, whose lanes are still to be added.
+template <int kLanes, int kRows>
+struct LaneSums {
+  using Float = typename Vectors<kLanes>::Float;
+
+  Float sums[layout::kTileN][kRows];
+
+  static QCUTLASS_MULTIVERSION void reduce(LaneSums const& lanes, float* out) {
+    for (int row = 0; row < kRows; ++row) {
+      for (int channel = 0; channel < layout::kTileN; ++channel) {
+        float sum = 0;
+        for (int lane = 0; lane < kLanes; ++lane) sum += lanes.sums[channel][row][lane];
+        out[row * layout::kTileN + channel] = sum;
+      }
+    }
+  }
 };
 
 template <class Codes, int kRows>
@@ -81,82 +107,84 @@ class LaneProduct {
   using Words = LaneWords<kPacking>;
   using Float = typename Vectors<kLanes>::Float;
   using Int = typename Vectors<kLanes>::Int;
+  using Parameters = StripParameters<kPacking, Codes::kSteps>;
+
+  static constexpr int kTileFloats = kRows * Words::kTileK;  ///< of activations
 
  public:
-  /// Tiles whose parameters and activations stay in the first-level cache while the codes of each channel pass.
-  static constexpr int kBlock = 8;
-  static constexpr int kRowFloats = Words::kTileK;
-  static constexpr int kTileFloats = kRows * kRowFloats;
-
   /// sums[row][channel] = the products of the strip's channels with kRows rows.
   static QCUTLASS_INLINE void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                        float* sums) {
     int64_t const tiles = layout::tiles_k(kPacking, weights.k);
     uint8_t const* packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles * layout::kTileBytes;
-    StripParameters<kPacking, kBlock> parameters(weights, strip);
-    alignas(64) Float partial[layout::kTileN][kRows] = {};
-    for (int64_t first = 0; first < tiles; first += kBlock) {
-      int const count = static_cast<int>(std::min<int64_t>(kBlock, tiles - first));
-      parameters.load(count);
+    Parameters parameters(weights, strip);
+    LaneSums<kLanes, kRows> partial = {};
+    for (int64_t tile = 0; tile < tiles; tile += Parameters::kTiles) {
+      int const count = static_cast<int>(std::min<int64_t>(Parameters::kTiles, tiles - tile));
+      Parameters::load(parameters, count);
       for (int g = 0; g < Words::kGroups; ++g) {
-        add_channel<0>(parameters, g, packed, activations, count, partial[g]);
-        add_channel<1>(parameters, g, packed, activations, count, partial[Words::kGroups + g]);
+        add_channel<0>(parameters, g, packed, activations, count, partial.sums[g]);
+        add_channel<1>(parameters, g, packed, activations, count, partial.sums[Words::kGroups + g]);
       }
-      packed += kBlock * layout::kTileBytes;
-      activations += kBlock * kTileFloats;
+      packed += Parameters::kTiles * layout::kTileBytes;
+      activations += Parameters::kTiles * kTileFloats;
     }
-    reduce(partial, sums);
+    LaneSums<kLanes, kRows>::reduce(partial, sums);
   }
 
  private:
   /// Whether sums of a tile are scaled or its weights, whichever are fewer.
-  static constexpr bool kScaleSums = kRows <= Words::kCodes;
+  static constexpr bool kScaleSums = !Codes::kScaled && kRows <= Words::kCodes;
+  /// Sums of a row that take turns: an addition waits for the one before it, for four cycles.
+  static constexpr int kSplit = kScaleSums || kRows > 4 ? 1 : kRows > 1 ? 2 : 4;
 
   template <int kUpper>
-  static QCUTLASS_INLINE void add_channel(StripParameters<kPacking, kBlock> const& parameters, int g,
-                                          uint8_t const* packed, float const* activations, int count,
-                                          Float (&partial)[kRows]) {
+  static QCUTLASS_INLINE void add_channel(Parameters const& parameters, int g, uint8_t const* packed,
+                                          float const* activations, int count, Float (&partial)[kRows]) {
     int const channel = kUpper * Words::kGroups + g;
-    Float sums[kRows];
-    for (int row = 0; row < kRows; ++row) sums[row] = partial[row];
-    for (int tile = 0; tile < count; ++tile) {
-      uint8_t const* const words_of_tile = packed + tile * layout::kTileBytes + g * Words::kWords * 4;
-      if (kUpper == 0) __builtin_prefetch(words_of_tile + kBlock * layout::kTileBytes);
-      float const* const a = activations + tile * kTileFloats;
-      Codes const codes(parameters.zero(tile, channel));
-      Float const scale = repeat_quad<kLanes>(parameters.scale(tile, channel));
-      Float tile_sums[kRows] = {};
-#pragma GCC unroll 2
-      for (int word = 0; word < Words::kWords; word += kLanes) {
-        Int words;
-        std::memcpy(&words, words_of_tile + 4 * word, sizeof(words));
-        words = Codes::template align<kUpper>(words);
-#pragma GCC unroll 4
-        for (int code = 0; code < Words::kCodes; ++code) {
-          Float weight = codes(words, code);
-          if (!kScaleSums) weight *= scale;
+    Float sums[kSplit][kRows] = {};
+    packed += g * Words::kWords * 4;
+    for (int tile = 0; tile < count; ++tile, packed += layout::kTileBytes, activations += kTileFloats) {
+      if (kUpper == 0) __builtin_prefetch(packed + Parameters::kTiles * layout::kTileBytes);
+      Codes const codes(parameters, tile, channel);
+      if constexpr (Codes::kScaled) {
+        add_tile<kUpper>(codes, 1.0f, packed, activations, sums);
+      } else {
+        auto const scale = parameters.template scales<kLanes>(tile, channel);
+        if constexpr (kScaleSums) {
+          Float tile_sums[1][kRows] = {};
+          add_tile<kUpper>(codes, scale, packed, activations, tile_sums);
 #pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) {
-            Float x;
-            std::memcpy(&x, a + row * kRowFloats + code * Words::kWords + word, sizeof(x));
-            (kScaleSums ? tile_sums : sums)[row] += weight * x;
-          }
+          for (int row = 0; row < kRows; ++row) sums[0][row] += tile_sums[0][row] * scale;
+        } else {
+          add_tile<kUpper>(codes, scale, packed, activations, sums);
         }
       }
-      if (!kScaleSums) continue;
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) sums[row] += tile_sums[row] * scale;
     }
-    for (int row = 0; row < kRows; ++row) partial[row] = sums[row];
+    for (int row = 0; row < kRows; ++row) {
+      for (int i = 0; i < kSplit; ++i) partial[row] += sums[i][row];
+    }
   }
 
-  /// Sums across lanes.
-  static QCUTLASS_INLINE void reduce(Float const (&partial)[layout::kTileN][kRows], float* sums) {
-    for (int row = 0; row < kRows; ++row) {
-      for (int channel = 0; channel < layout::kTileN; ++channel) {
-        float sum = 0;
-        for (int lane = 0; lane < kLanes; ++lane) sum += partial[channel][row][lane];
-        sums[row * layout::kTileN + channel] = sum;
+  /// `scale`: of the weights, unless they have it or their sums get it.
+  template <int kUpper, class Scale>
+  static QCUTLASS_INLINE void add_tile(Codes const& codes, Scale scale, uint8_t const* packed, float const* activations,
+                                       Float (&sums)[kSplit][kRows]) {
+#pragma GCC unroll 2
+    for (int word = 0; word < Words::kWords; word += kLanes) {
+      Int words;
+      std::memcpy(&words, packed + 4 * word, sizeof(words));
+      words = Codes::template align<kUpper>(words);
+#pragma GCC unroll 4
+      for (int code = 0; code < Words::kCodes; ++code) {
+        Float weight = codes(words, code);
+        if constexpr (!Codes::kScaled && !kScaleSums) weight = weight * scale;
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+          Float x;
+          std::memcpy(&x, activations + row * Words::kTileK + code * Words::kWords + word, sizeof(x));
+          sums[code % kSplit][row] += weight * x;
+        }
       }
     }
   }

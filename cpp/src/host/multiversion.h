@@ -46,8 +46,12 @@ inline bool has_avx512() {
 /// Instruction sets that have code of their own.
 enum class VectorLevel { kBaseline, kAvx2, kAvx512 };
 
-inline VectorLevel vector_level() {
-  return has_avx512() ? VectorLevel::kAvx512 : has_avx2() ? VectorLevel::kAvx2 : VectorLevel::kBaseline;
+/// The best one that the machine has, or a lower one that a test asks for.
+inline VectorLevel& vector_level() {
+  static VectorLevel level = has_avx512() ? VectorLevel::kAvx512
+                             : has_avx2() ? VectorLevel::kAvx2
+                                          : VectorLevel::kBaseline;
+  return level;
 }
 
 }  // namespace qcutlass::host
