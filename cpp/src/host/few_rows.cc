@@ -9,7 +9,7 @@ namespace qcutlass::host {
 
 QCUTLASS_MULTIVERSION void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
                                        ChannelParameters* groups) {
-  for (int64_t i = 0; i < count; ++i) groups[i].load(weights, strip, first + i);
+  ChannelParameters::load(weights, strip, first, count, groups);
 }
 
 namespace {
@@ -76,7 +76,7 @@ bool has_whole_steps(WeightArguments const& weights) {
 template <class Level>
 Multiply choose_w4(WeightArguments const& weights, int rows) {
   constexpr Packing kPacking = Packing::kW4A16;
-  if constexpr (Level::kLanes == 16) {
+  if constexpr (kHasLookups && Level::kLanes == 16) {
     if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<1>>(rows);
     if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<2>>(rows);
   } else {

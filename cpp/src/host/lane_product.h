@@ -45,6 +45,13 @@ struct ConvertedCodes {
   }
 };
 
+/// Whether the compiler shuffles by a vector of indices.
+#if defined(__clang__)
+inline constexpr bool kHasLookups = false;
+#else
+inline constexpr bool kHasLookups = true;
+#endif
+
 /// The weights themselves by table lookup: a vector holds those of all 16 codes, two vectors those of two groups.
 template <int kSteps_>
 struct LookedUpCodes {

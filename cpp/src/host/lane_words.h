@@ -12,9 +12,9 @@ namespace qcutlass::host {
 template <Packing kPacking>
 struct LaneWords {
   static constexpr int kTileK = layout::tile_k(kPacking);
-  static constexpr int kWords = 16;                           ///< of a lane group
+  static constexpr int kWords = 16;                                ///< of a lane group
   static constexpr int kGroups = layout::kTileBytes / 4 / kWords;  ///< lane groups of a tile: g
-  static constexpr int kCodes = 32 / bits_of(kPacking) / 2;   ///< of one channel in a word
+  static constexpr int kCodes = 32 / bits_of(kPacking) / 2;        ///< of one channel in a word
   static constexpr int kMask = (1 << bits_of(kPacking)) - 1;
 
   /// Code i of channel g is in bits [8 i, 8 i + bits) of a word, that of g + 8 so much higher.
