@@ -208,7 +208,7 @@ std::vector<GemmCase> cases() {
           DType const scale_type = zero_type == f32 ? f32 : m % 2 == 0 ? bf16 : f16;
           DType const act_scale_type = m % 4 == 3 ? f16 : none;
           result.push_back(
-              {{packing, 37, 808, group_size, scale_type, zero_type}, m, a_type, none, act_scale_type, m % 2 == 1});
+              {{packing, 21, 808, group_size, scale_type, zero_type}, m, a_type, none, act_scale_type, m % 2 == 1});
         }
       }
     }

@@ -16,8 +16,7 @@ namespace {
 
 constexpr int64_t kAlignment = 64;  ///< of the activations: a cache line, the widest vector
 
-// Instruction sets. Their vectors have eight lanes, an AVX register, or 16; rows are as many as their sums fit into the
-// registers.
+// Instruction sets. Vectors are their registers; rows are as many as their sums fit into the registers.
 
 struct Avx512 {
   static constexpr int kLanes = 16;
@@ -38,7 +37,7 @@ struct Avx2 {
 };
 
 struct Baseline {
-  static constexpr int kLanes = 8;
+  static constexpr int kLanes = 4;
   template <class Codes, int kRows>
   static void multiply(WeightArguments const& weights, float const* activations, int64_t strip, float* sums) {
     LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
@@ -73,28 +72,31 @@ bool has_whole_steps(WeightArguments const& weights) {
   return StripParameters<kPacking, kSteps>::can_hold(weights);
 }
 
-template <class Level>
-Multiply choose_w4(WeightArguments const& weights, int rows) {
-  constexpr Packing kPacking = Packing::kW4A16;
-  if constexpr (kHasLookups && Level::kLanes == 16) {
-    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<1>>(rows);
-    if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<2>>(rows);
-  } else {
+/// Vectors of four lanes hold a channel's values of four steps as they lie; wider ones take a scalar more easily.
+template <class Level, Packing kPacking>
+Multiply choose_converted(WeightArguments const& weights, int rows) {
+  if constexpr (Level::kLanes > 4) {
     if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 1>>(rows);
   }
   return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
 }
 
 template <class Level>
-Multiply choose_w8(WeightArguments const& weights, int rows) {
-  constexpr Packing kPacking = Packing::kW8A16;
-  if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 1>>(rows);
-  return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+Multiply choose_w4(WeightArguments const& weights, int rows) {
+  constexpr Packing kPacking = Packing::kW4A16;
+  if constexpr (kHasLookups && Level::kLanes == 16) {
+    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<1>>(rows);
+    if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<2>>(rows);
+    return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+  } else {
+    return choose_converted<Level, kPacking>(weights, rows);
+  }
 }
 
 template <class Level>
 Multiply choose(WeightArguments const& weights, int rows) {
-  return weights.bits() == 4 ? choose_w4<Level>(weights, rows) : choose_w8<Level>(weights, rows);
+  return weights.bits() == 4 ? choose_w4<Level>(weights, rows)
+                             : choose_converted<Level, Packing::kW8A16>(weights, rows);
 }
 
 Multiply choose(WeightArguments const& weights, int rows) {

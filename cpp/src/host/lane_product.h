@@ -177,7 +177,7 @@ class LaneProduct {
   template <int kUpper, class Scale>
   static QCUTLASS_INLINE void add_tile(Codes const& codes, Scale scale, uint8_t const* packed, float const* activations,
                                        Float (&sums)[kSplit][kRows]) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int word = 0; word < Words::kWords; word += kLanes) {
       Int words;
       std::memcpy(&words, packed + 4 * word, sizeof(words));

@@ -65,13 +65,13 @@ class StripParameters {
 
   template <int kLanes>
   static QCUTLASS_INLINE typename Vectors<kLanes>::Float repeat(Quad const& quad) {
+    if constexpr (kLanes == 4) return quad;
     // As 128-bit integers: a broadcast. The compiler makes shuffles of vectors of several widths through memory.
     __int128 const x = bit_cast<__int128>(quad);
     if constexpr (kLanes == 16) {
       Vectors<16>::Quads const quads = {x, x, x, x};
       return bit_cast<Vectors<16>::Float>(quads);
-    } else {
-      static_assert(kLanes == 8);
+    } else if constexpr (kLanes == 8) {
       Vectors<8>::Quads const quads = {x, x};
       return bit_cast<Vectors<8>::Float>(quads);
     }
