@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "host/multiversion.h"
 #include "qcutlass/error.h"
 #include "random_weights.h"
 #include "reference.h"
@@ -145,12 +146,35 @@ class Product {
 
 class GemmTest : public testing::TestWithParam<GemmCase> {};
 
+/// Makes products use no instructions past a level, for a while.
+class LevelGuard {
+ public:
+  explicit LevelGuard(host::VectorLevel level) : best_(host::vector_level()) { host::vector_level() = level; }
+  ~LevelGuard() { host::vector_level() = best_; }
+  LevelGuard(LevelGuard const&) = delete;
+
+ private:
+  host::VectorLevel best_;
+};
+
+/// The levels of this machine.
+std::vector<host::VectorLevel> levels() {
+  std::vector<host::VectorLevel> result;
+  for (host::VectorLevel level : {host::VectorLevel::kBaseline, host::VectorLevel::kAvx2, host::VectorLevel::kAvx512}) {
+    if (level <= host::vector_level()) result.push_back(level);
+  }
+  return result;
+}
+
 TEST_P(GemmTest, StaysWithinTheErrorBound) {
   Product product(GetParam(), 42);
-  for (int threads : {1, 2}) {
-    product.run(threads);
-    EXPECT_LE(product.worst_error(), 1.0);
-    EXPECT_TRUE(product.canaries_are_intact());
+  for (host::VectorLevel level : levels()) {
+    LevelGuard const guard(level);
+    for (int threads : {1, 2}) {
+      product.run(threads);
+      EXPECT_LE(product.worst_error(), 1.0) << "level " << static_cast<int>(level);
+      EXPECT_TRUE(product.canaries_are_intact());
+    }
   }
 }
 
@@ -174,6 +198,19 @@ std::vector<GemmCase> cases() {
       result.push_back({{packing, 17, k, 16, f16, f16}, 2, f32});
     for (int64_t group_size : {1, 5, 16, 32, 48, 80, 100, 256, 300, 10000}) {
       result.push_back({{packing, 17, 300, group_size, f16, DType::kUInt8}, 3, f16});
+    }
+    // Few rows: groups of whole tiles, of halves and quarters of a tile and of neither, a short last one, padding of n
+    // and k, and more tiles than are met at a time.
+    for (int64_t group_size : {8, 16, 24, 32, 64, 96, 128, 10000}) {
+      for (DType zero_type : {none, DType::kUInt8, f16, f32}) {
+        for (int64_t m = 1; m <= 9; ++m) {
+          DType const a_type = m % 3 == 0 ? f32 : m % 3 == 1 ? f16 : bf16;
+          DType const scale_type = zero_type == f32 ? f32 : m % 2 == 0 ? bf16 : f16;
+          DType const act_scale_type = m % 4 == 3 ? f16 : none;
+          result.push_back(
+              {{packing, 21, 808, group_size, scale_type, zero_type}, m, a_type, none, act_scale_type, m % 2 == 1});
+        }
+      }
     }
     result.push_back({{packing, 64, 8192, 128, f16, DType::kUInt8}, 1, f32});
     result.push_back({{packing, 4096, 64, 64, f16, DType::kUInt8}, 9, f32, f32, none, true, Activation::kSilu});
@@ -246,13 +283,53 @@ TEST(Gemm, NaNAndInfinityStayInTheirRow) {
 }
 
 TEST(Gemm, RepeatsBitwiseForAnyNumberOfThreads) {
-  Product product({{Packing::kW4A16, 512, 2048, 32, DType::kFloat16, DType::kFloat16}, 4, DType::kFloat32}, 9);
-  product.run(1);
-  std::vector<double> first;
-  for (int64_t i = 0; i < 4 * product.arguments().out_stride; ++i) first.push_back(product.out()[i]);
-  for (int threads : {1, 2, 5}) {
-    product.run(threads);
-    for (size_t i = 0; i < first.size(); ++i) ASSERT_EQ(product.out()[static_cast<int64_t>(i)], first[i]);
+  for (int64_t m : {1, 4, 5, 12}) {
+    Product product({{Packing::kW4A16, 512, 2048, 32, DType::kFloat16, DType::kFloat16}, m, DType::kFloat32}, 9);
+    for (host::VectorLevel level : levels()) {
+      LevelGuard const guard(level);
+      product.run(1);
+      std::vector<double> first;
+      for (int64_t i = 0; i < m * product.arguments().out_stride; ++i) first.push_back(product.out()[i]);
+      for (int threads : {1, 2, 5}) {
+        product.run(threads);
+        for (size_t i = 0; i < first.size(); ++i) ASSERT_EQ(product.out()[static_cast<int64_t>(i)], first[i]);
+      }
+    }
+  }
+}
+
+/// Codes that are their zero make weights of 0, whatever the activations.
+TEST(GemmExact, CodesThatAreTheirZeroAddNothing) {
+  int64_t const n = 16, k = 256, m = 8;
+  for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
+    for (int64_t group_size : {16, 32, 64}) {
+      std::vector<uint8_t> codes(n * k, 13), packed(layout::packed_bytes(packing, n, k));
+      int64_t const groups = k / group_size;
+      test::Array scales(DType::kFloat16, groups * n), zeros(DType::kUInt8, groups * n);
+      test::Array a(DType::kFloat32, m * k), out(DType::kFloat32, m * n);
+      std::mt19937 random(5);
+      std::normal_distribution<double> normal;
+      for (int64_t i = 0; i < groups * n; ++i) scales.set(i, 0.37);
+      for (int64_t i = 0; i < groups * n; ++i) zeros.set(i, 13);
+      for (int64_t i = 0; i < m * k; ++i) a.set(i, 1e6 * normal(random));
+      host::pack({packing, n, k, codes.data(), k, packed.data()}, 1);
+      GemmArguments arguments;
+      arguments.weights = {
+          packing, n, k, group_size, packed.data(), DType::kFloat16, scales.data(), n, DType::kUInt8, zeros.data(), n};
+      arguments.a_type = DType::kFloat32;
+      arguments.a = a.data();
+      arguments.a_stride = k;
+      arguments.out = out.data();
+      arguments.out_stride = n;
+      for (host::VectorLevel level : levels()) {
+        LevelGuard const guard(level);
+        for (arguments.m = 1; arguments.m <= m; ++arguments.m) {
+          for (int64_t i = 0; i < m * n; ++i) out.set(i, -1);
+          host::gemm(arguments, 1);
+          for (int64_t i = 0; i < arguments.m * n; ++i) ASSERT_EQ(out[i], 0.0);
+        }
+      }
+    }
   }
 }
 

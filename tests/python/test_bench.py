@@ -358,3 +358,13 @@ def test_a_run_on_a_gpu_survives_its_peers() -> None:
     report = bench.report([row for cell in cells for row in cell])
     assert len(report.summary) >= 1
     assert report.facts["skipped"] == bench.skipped
+
+
+def test_cpu_rows_say_how_fast_codes_are_read_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "extra_memory", lambda *_: {1: 0.0, 3: 0.0})
+    scheme = schemes.WeightOnly("w4a16_g32", 4, 32, "none", None)
+    for cell in cpu.run_layer(scheme, (48, 128), (1, 3), torch.float32):
+        codes = 48 * 128 // 2
+        assert 1e9 * cell["codes_gbs"] * 1e-3 * cell["qcutlass_ms"] >= codes  # the best round is at most the median
+        assert cell["copy_gbs"] > 0
+        assert cell["error"] <= 1

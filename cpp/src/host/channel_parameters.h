@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
+#include "host/channel_vector.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "qcutlass/layout.h"
@@ -17,13 +19,70 @@ struct ChannelParameters {
 
   /// Loads group `group` of the strip's channels; channels past n get scale and zero 0.
   QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t group) {
+    load(weights, strip, group, 1, this);
+  }
+
+  /// Loads groups [first, first + count).
+  static QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+                                   ChannelParameters* groups) {
     int64_t const n = strip * layout::kTileN;
-    int64_t const count = std::min<int64_t>(layout::kTileN, weights.n - n);
-    for (float& value : scales) value = 0.0f;
-    float const zero = weights.zero_type == DType::kNone ? static_cast<float>(symmetric_zero(weights.bits())) : 0.0f;
-    for (float& value : zeros) value = zero;
-    load_floats(weights.scale_type, weights.scales, group * weights.scale_stride + n, count, scales);
-    load_floats(weights.zero_type, weights.zeros, group * weights.zero_stride + n, count, zeros);
+    int64_t const channels = std::min<int64_t>(layout::kTileN, weights.n - n);
+    int64_t const scale = first * weights.scale_stride + n, zero = first * weights.zero_stride + n;
+    load_all(weights.scale_type, weights.scales, scale, weights.scale_stride, count, channels, 0.0f,
+             &ChannelParameters::scales, groups);
+    float const implied_zero =
+        weights.zero_type == DType::kNone ? static_cast<float>(symmetric_zero(weights.bits())) : 0.0f;
+    load_all(weights.zero_type, weights.zeros, zero, weights.zero_stride, count, channels, implied_zero,
+             &ChannelParameters::zeros, groups);
+  }
+
+ private:
+  using Channels = float[layout::kTileN];
+  using Float = Vectors<8>::Float;
+  using Int = Vectors<8>::Int;
+  typedef uint16_t Words __attribute__((vector_size(16)));
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+  /// As load_floats, group by group, over the value that others than the `channels` get. Whole strips of the usual
+  /// types are vectors: the compiler would unroll loops of kTileN before it sees vectors in them.
+  static QCUTLASS_INLINE void load_all(DType type, void const* data, int64_t offset, int64_t stride, int64_t count,
+                                       int64_t channels, float other, Channels ChannelParameters::*values,
+                                       ChannelParameters* groups) {
+    auto const each = [&](auto const& load) {
+      for (int64_t i = 0; i < count; ++i) load(offset + i * stride, groups[i].*values);
+    };
+    bool const is_whole = channels == layout::kTileN;
+    if (is_whole && type == DType::kFloat16) {
+      each([&](int64_t at, float* out) { load_words(data, at, out, [](Int x) { return decode_half<Float>(x); }); });
+    } else if (is_whole && type == DType::kBFloat16) {
+      each([&](int64_t at, float* out) { load_words(data, at, out, [](Int x) { return bit_cast<Float>(x << 16); }); });
+    } else if (is_whole && type == DType::kUInt8) {
+      each([&](int64_t at, float* out) { load_bytes(data, at, out); });
+    } else {
+      each([&](int64_t at, float* out) {
+        std::fill_n(out, layout::kTileN, other);
+        load_floats(type, data, at, channels, out);
+      });
+    }
+  }
+
+  template <class ToFloat>
+  static QCUTLASS_INLINE void load_words(void const* data, int64_t offset, float* out, ToFloat const& to_float) {
+    for (int i = 0; i < layout::kTileN; i += 8) {
+      Words words;
+      std::memcpy(&words, static_cast<uint16_t const*>(data) + offset + i, sizeof(words));
+      Float const values = to_float(__builtin_convertvector(words, Int));
+      std::memcpy(out + i, &values, sizeof(values));
+    }
+  }
+
+  static QCUTLASS_INLINE void load_bytes(void const* data, int64_t offset, float* out) {
+    Bytes bytes;
+    std::memcpy(&bytes, static_cast<uint8_t const*>(data) + offset, sizeof(bytes));
+    Bytes const words[] = {
+        __builtin_shufflevector(bytes, Bytes{}, 0, 16, 1, 16, 2, 16, 3, 16, 4, 16, 5, 16, 6, 16, 7, 16),
+        __builtin_shufflevector(bytes, Bytes{}, 8, 16, 9, 16, 10, 16, 11, 16, 12, 16, 13, 16, 14, 16, 15, 16)};
+    load_words(words, 0, out, [](Int x) { return __builtin_convertvector(x, Float); });
   }
 };
 

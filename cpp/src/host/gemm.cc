@@ -10,6 +10,7 @@
 #include "host/channel_parameters.h"
 #include "host/check.h"
 #include "host/epilogue.h"
+#include "host/few_rows.h"
 #include "host/gemm_blockwise.h"
 #include "host/gemm_w8a8.h"
 #include "host/multiversion.h"
@@ -137,7 +138,7 @@ QCUTLASS_AVX512 void multiply_strip_w8_avx512(WeightArguments const& weights, fl
 }
 
 auto choose_multiply_strip(int bits) {
-  if (has_avx512()) return bits == 4 ? multiply_strip_w4_avx512 : multiply_strip_w8_avx512;
+  if (vector_level() == VectorLevel::kAvx512) return bits == 4 ? multiply_strip_w4_avx512 : multiply_strip_w8_avx512;
   return bits == 4 ? multiply_strip_w4 : multiply_strip_w8;
 }
 
@@ -164,8 +165,19 @@ void gemm(GemmArguments const& arguments, int threads) {
   WeightArguments const& weights = arguments.weights;
   if (arguments.m == 0 || weights.n == 0) return;
   std::vector<float> const activations = load_activations(arguments, threads);
-  auto const multiply = choose_multiply_strip(weights.bits());
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 4 + 1);
+  if (FewRows::serves(weights, arguments.m)) {
+    FewRows const rows(weights, activations.data(), arguments.m);
+    parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
+      std::vector<float> sums(rows.rows() * layout::kTileN);
+      for (int64_t strip = begin; strip < end; ++strip) {
+        rows.multiply(strip, sums.data());
+        store_strip(arguments, strip, sums.data());
+      }
+    });
+    return;
+  }
+  auto const multiply = choose_multiply_strip(weights.bits());
   parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> sums(arguments.m * layout::kTileN);
     for (int64_t strip = begin; strip < end; ++strip) {

@@ -15,6 +15,7 @@
 #if defined(QCUTLASS_MULTIVERSION)
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define QCUTLASS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define QCUTLASS_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define QCUTLASS_AVX512 __attribute__((target("arch=x86-64-v4")))
 #define QCUTLASS_AVX512_VNNI __attribute__((target("arch=x86-64-v4,avx512vnni")))
 #else
@@ -24,12 +25,15 @@
 namespace qcutlass::host {
 
 #if defined(QCUTLASS_AVX512)
+inline bool has_avx2() { return __builtin_cpu_supports("x86-64-v3"); }
 inline bool has_avx512() { return __builtin_cpu_supports("x86-64-v4"); }
 inline bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #else
+#define QCUTLASS_AVX2
 #define QCUTLASS_AVX512
 #define QCUTLASS_AVX512_VNNI
 inline bool has_avx512_vnni() { return false; }
+inline bool has_avx2() { return false; }
 inline bool has_avx512() {
 #if defined(__AVX512F__)
   return true;
@@ -38,5 +42,16 @@ inline bool has_avx512() {
 #endif
 }
 #endif
+
+/// Instruction sets that have code of their own.
+enum class VectorLevel { kBaseline, kAvx2, kAvx512 };
+
+/// The best one that the machine has, or a lower one that a test asks for.
+inline VectorLevel& vector_level() {
+  static VectorLevel level = has_avx512() ? VectorLevel::kAvx512
+                             : has_avx2() ? VectorLevel::kAvx2
+                                          : VectorLevel::kBaseline;
+  return level;
+}
 
 }  // namespace qcutlass::host

@@ -33,16 +33,19 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
-QCUTLASS_INLINE float to_float(Half value) {
-  uint32_t const sign = (value.bits & 0x8000u) << 16;
-  uint32_t const magnitude = (value.bits & 0x7fffu) << 13;
-  uint32_t const normal = magnitude + (112u << 23);
-  uint32_t const special = magnitude + (224u << 23);  // infinity and NaN: the exponent becomes all ones
+/// The value of an fp16 number, or of a vector of them, in the low bits of 32-bit integers.
+template <class Float, class Int>
+QCUTLASS_INLINE Float decode_half(Int bits) {
+  Int const sign = (bits & 0x8000) << 16;
+  Int const magnitude = (bits & 0x7fff) << 13;
+  Int const normal = magnitude + (112 << 23);
+  Int const special = magnitude + (224 << 23);  // infinity and NaN: the exponent becomes all ones
   // A subnormal's bits, put below the exponent of 2^-14, are a normal number that is 2^-14 too large.
-  uint32_t const subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f);
-  uint32_t const bits = magnitude < (1u << 23) ? subnormal : magnitude >= (31u << 23) ? special : normal;
-  return bit_cast<float>(bits | sign);
+  Int const subnormal = bit_cast<Int>(bit_cast<Float>(magnitude + (113 << 23)) - 0x1p-14f);
+  Int const finite = magnitude < (1 << 23) ? subnormal : normal;
+  return bit_cast<Float>((magnitude >= (31 << 23) ? special : finite) | sign);
 }
+QCUTLASS_INLINE float to_float(Half value) { return decode_half<float>(int32_t{value.bits}); }
 QCUTLASS_INLINE float to_float(BFloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
 
 /// The value of an e4m3 number, or of a vector of them, in the low bits of 32-bit integers.

@@ -1,12 +1,12 @@
 // A tile of codes in the first-level cache, 16 channels across vector lanes: decode, dequantise, multiply.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <cstring>
 
 #include "host/channel_parameters.h"
 #include "host/channel_vector.h"
+#include "host/lane_words.h"
 #include "host/multiversion.h"
 #include "host/tile_product.h"
 #include "qcutlass/layout.h"
@@ -28,16 +28,16 @@ class TileMath : public TileProduct<layout::tile_k(kPacking), kLanes> {
     alignas(64) uint32_t x[Base::kWords];
     Base::transpose(packed, x);
 #pragma GCC unroll 16
-    for (int word = 0; word < kWordsPerGroup; ++word) {
+    for (int word = 0; word < Words::kWords; ++word) {
       Half lower;
       std::memcpy(&lower, x + 8 * word, sizeof(lower));
-      Half const upper = lower >> kUpperShift;
+      Half const upper = lower >> Words::kUpperShift;
       typename Vector::Int bits[Vector::kParts];
       Vector::join(lower, upper, bits);
-      for (int i = 0; i < kCodesPerWord; ++i) {
+      for (int i = 0; i < Words::kCodes; ++i) {
         Vector codes;
-        codes.extract(bits, 8 * i, kMask);
-        codes.store(weights_[kColumn[word * kCodesPerWord + i]]);
+        codes.extract(bits, 8 * i, Words::kMask);
+        codes.store(weights_[Words::kColumn[word * Words::kCodes + i]]);
       }
     }
   }
@@ -59,36 +59,8 @@ class TileMath : public TileProduct<layout::tile_k(kPacking), kLanes> {
  private:
   using Vector = ChannelVector<kLanes>;
   using Half = typename Vector::Half;
+  using Words = LaneWords<kPacking>;
   using Base::weights_;
-
-  static constexpr int kWordsPerGroup = Base::kWords / 8;
-  static constexpr int kMask = (1 << bits_of(kPacking)) - 1;
-  static constexpr int kCodesPerWord = 32 / bits_of(kPacking) / 2;  ///< of one row
-
-  static constexpr int shift_of(int row, int k) { return Base::shift_of(kPacking, row, k); }
-  static constexpr int word_of(int row, int k) { return Base::word_of(kPacking, row, k); }
-  static constexpr int kUpperShift = shift_of(8, 0) - shift_of(0, 0);
-
-  /// Column k of code i (bits 8 i up) of each word.
-  static constexpr std::array<uint8_t, kTileK> make_columns() {
-    std::array<uint8_t, kTileK> columns{};
-    for (int k = 0; k < kTileK; ++k)
-      columns[word_of(0, k) * kCodesPerWord + shift_of(0, k) / 8] = static_cast<uint8_t>(k);
-    return columns;
-  }
-  static constexpr std::array<uint8_t, kTileK> kColumn = make_columns();
-
-  static constexpr bool matches_layout() {
-    for (int row = 0; row < layout::kTileN; ++row) {
-      for (int i = 0; i < kTileK; ++i) {
-        int const word = row % 8 * kWordsPerGroup + i / kCodesPerWord;
-        int const shift = i % kCodesPerWord * 8 + row / 8 * kUpperShift;
-        if (word_of(row, kColumn[i]) != word || shift_of(row, kColumn[i]) != shift) return false;
-      }
-    }
-    return true;
-  }
-  static_assert(matches_layout());
 
   /// Weights of a column, from codes.
   struct Dequantized {

@@ -1,0 +1,143 @@
+#include "host/few_rows.h"
+
+#include <algorithm>
+
+#include "host/lane_product.h"
+#include "host/multiversion.h"
+
+namespace qcutlass::host {
+
+QCUTLASS_MULTIVERSION void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+                                       ChannelParameters* groups) {
+  ChannelParameters::load(weights, strip, first, count, groups);
+}
+
+namespace {
+
+constexpr int64_t kAlignment = 64;  ///< of the activations: a cache line, the widest vector
+
+// Instruction sets. Vectors are their registers; rows are as many as their sums fit into the registers.
+
+struct Avx512 {
+  static constexpr int kLanes = 16;
+  template <class Codes, int kRows>
+  QCUTLASS_AVX512 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
+                                       float* sums) {
+    LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
+  }
+};
+
+struct Avx2 {
+  static constexpr int kLanes = 8;
+  template <class Codes, int kRows>
+  QCUTLASS_AVX2 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
+                                     float* sums) {
+    LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
+  }
+};
+
+struct Baseline {
+  static constexpr int kLanes = 4;
+  template <class Codes, int kRows>
+  static void multiply(WeightArguments const& weights, float const* activations, int64_t strip, float* sums) {
+    LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
+  }
+};
+
+int most_rows() { return vector_level() == VectorLevel::kAvx512 ? 8 : 4; }
+
+/// Rows that kernels are made for: the least that hold m.
+int padded_rows(int64_t m) {
+  for (int rows : {1, 2, 4, 6}) {
+    if (m <= rows) return rows;
+  }
+  return 8;
+}
+
+using Multiply = void (*)(WeightArguments const& weights, float const* activations, int64_t strip, float* sums);
+
+template <class Level, class Codes>
+Multiply choose(int rows) {
+  if constexpr (Level::kLanes == 16) {
+    if (rows == 8) return &Level::template multiply<Codes, 8>;
+    if (rows == 6) return &Level::template multiply<Codes, 6>;
+  }
+  if (rows == 4) return &Level::template multiply<Codes, 4>;
+  if (rows == 2) return &Level::template multiply<Codes, 2>;
+  return &Level::template multiply<Codes, 1>;
+}
+
+template <Packing kPacking, int kSteps>
+bool has_whole_steps(WeightArguments const& weights) {
+  return StripParameters<kPacking, kSteps>::can_hold(weights);
+}
+
+/// Vectors of four lanes hold a channel's values of four steps as they lie; wider ones take a scalar more easily.
+template <class Level, Packing kPacking>
+Multiply choose_converted(WeightArguments const& weights, int rows) {
+  if constexpr (Level::kLanes > 4) {
+    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 1>>(rows);
+  }
+  return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+}
+
+template <class Level>
+Multiply choose_w4(WeightArguments const& weights, int rows) {
+  constexpr Packing kPacking = Packing::kW4A16;
+  if constexpr (kHasLookups && Level::kLanes == 16) {
+    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<1>>(rows);
+    if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<2>>(rows);
+    return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+  } else {
+    return choose_converted<Level, kPacking>(weights, rows);
+  }
+}
+
+template <class Level>
+Multiply choose(WeightArguments const& weights, int rows) {
+  return weights.bits() == 4 ? choose_w4<Level>(weights, rows)
+                             : choose_converted<Level, Packing::kW8A16>(weights, rows);
+}
+
+Multiply choose(WeightArguments const& weights, int rows) {
+  switch (vector_level()) {
+    case VectorLevel::kAvx512: return choose<Avx512>(weights, rows);
+    case VectorLevel::kAvx2: return choose<Avx2>(weights, rows);
+    default: return choose<Baseline>(weights, rows);
+  }
+}
+
+/// Rows [m][k] as [tile][rows][code of a word][word], padded with zeros.
+template <Packing kPacking>
+void arrange(float const* in, int64_t m, int64_t k_extent, int rows, float* out) {
+  using Words = LaneWords<kPacking>;
+  for (int64_t begin = 0; begin < k_extent; begin += Words::kTileK, out += rows * Words::kTileK) {
+    for (int64_t row = 0; row < m; ++row) {
+      float tile[Words::kTileK] = {};
+      std::copy_n(in + row * k_extent + begin, std::min<int64_t>(Words::kTileK, k_extent - begin), tile);
+      for (int i = 0; i < Words::kTileK; ++i) {
+        out[row * Words::kTileK + i] = tile[Words::kColumn[i % Words::kWords * Words::kCodes + i / Words::kWords]];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+bool FewRows::serves(WeightArguments const& weights, int64_t m) {
+  if (m > most_rows()) return false;
+  return weights.bits() == 4 ? has_whole_steps<Packing::kW4A16, 4>(weights)
+                             : has_whole_steps<Packing::kW8A16, 4>(weights);
+}
+
+FewRows::FewRows(WeightArguments const& weights, float const* activations, int64_t m)
+    : weights_(weights), rows_(padded_rows(m)), multiply_(choose(weights, rows_)) {
+  int64_t const k = layout::tiles_k(weights.packing, weights.k) * layout::tile_k(weights.packing);
+  storage_.resize(k * rows_ + kAlignment / sizeof(float));
+  auto const address = reinterpret_cast<uintptr_t>(storage_.data());
+  activations_ = storage_.data() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
+  auto const order = weights.bits() == 4 ? arrange<Packing::kW4A16> : arrange<Packing::kW8A16>;
+  order(activations, m, weights.k, rows_, activations_);
+}
+
+}  // namespace qcutlass::host
