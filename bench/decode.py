@@ -195,8 +195,8 @@ def report(name: str, rows: list[Row], prompt: int, tokens: int, rounds: int, no
     facts = {
         "model": name,
         "torch": torch.__version__,
-        "method": f"a prompt of {prompt} tokens of English, then the {tokens - 1} likeliest behind the first new one; all "
-        f"contestants take turns, median of {rounds} rounds, spread = (max - min) / median",
+        "method": f"a prompt of {prompt} tokens of English, then the {tokens - 1} likeliest behind the first new one; "
+        f"all contestants take turns, median of {rounds} rounds, spread = (max - min) / median",
         "same text": "new tokens until the first that differs from those of the first contestant",
     }
     return Report("Tokens on the CPU", facts, COLUMNS, rows, [] if note is None else [note])

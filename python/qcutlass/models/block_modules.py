@@ -69,6 +69,7 @@ class FusedMLP(nn.Module):
     """A gated MLP whose gate is one operator."""
 
     act_fn: nn.Module
+    down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         first: Any = self._modules["gate_proj"]
@@ -83,6 +84,7 @@ class FusedAttention(nn.Module):
     """Attention of grouped heads, whose keys and values are not repeated; rotated by one operator."""
 
     config: Any
+    o_proj: nn.Module
     layer_idx: int
     head_dim: int
     scaling: float
@@ -166,6 +168,10 @@ class FusedBlock(nn.Module):
         following: the norm that reads the block's output, in a tuple, since it is no child of the block.
     """
 
+    input_layernorm: FusedNorm
+    self_attn: FusedAttention
+    post_attention_layernorm: FusedNorm
+    mlp: FusedMLP
     following: tuple[FusedNorm]
 
     def forward(
@@ -187,7 +193,7 @@ class FusedBlock(nn.Module):
             position_embeddings=position_embeddings,
             **options,
         )
-        norm: Any = self.post_attention_layernorm
+        norm = self.post_attention_layernorm
         hidden_states = norm.add(attended, hidden_states)
         out = self.mlp(norm(hidden_states))
         return self.following[0].add(out, hidden_states)

@@ -36,6 +36,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     wrote into the room, the next update takes a new room.
     """
 
+    keys: Any
+    values: Any
     _room: _Room | None = None
     _shown: Tensor | None = None
 
@@ -59,7 +61,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 def _new_room(keys: Tensor, values: Tensor, length: int) -> _Room:
     capacity = max(_STEP, length + length // 2)
-    return _Room(*(part.new_empty((*part.shape[:-2], capacity, part.shape[-1])) for part in (keys, values)))
+    first, second = (part.new_empty((*part.shape[:-2], capacity, part.shape[-1])) for part in (keys, values))
+    return _Room(first, second)
 
 
 def growing_cache(config: Any) -> DynamicCache:
