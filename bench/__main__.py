@@ -1,4 +1,4 @@
-"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|step|quality|report|fit``."""
+"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|step|decode|quality|report|fit``."""
 
 from __future__ import annotations
 
@@ -235,6 +235,40 @@ def step_command(
         count = 2 * len(modes) * len(batch) * len(context)
         found += track(rows, f"measuring {name}", count, console=console, transient=True)
     report = step.report(found)
+    report.print(console)
+    report.write(json_path, markdown_path)
+
+
+@app.command("decode")
+def decode_command(
+    path: Annotated[
+        Path | None, typer.Argument(exists=True, dir_okay=False, help="A GGUF file; default: SmolLM2-135M, Q4_1.")
+    ] = None,
+    threads: Annotated[list[int], typer.Option(min=1, help="Repeatable.")] = [1, 2],  # noqa: B006
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 256,
+    count: Annotated[int, typer.Option("--tokens", min=2, help="Tokens behind it.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="That count.")] = 5,
+    dtype: Annotated[list[str], typer.Option(help="f16, bf16 or f32; repeatable.")] = ["f32", "bf16"],  # noqa: B006
+    json_path: Json = None,
+    markdown_path: Markdown = None,
+) -> None:
+    """Tokens a second of a whole model on the CPU beside llama.cpp; needs transformers and gguf."""
+    from bench import decode  # which imports transformers
+    from qcutlass.cli.quickstart import default_model
+
+    types = _parsed(lambda: [schemes.parse_dtype(name) for name in dtype])
+    path = default_model() if path is None else path
+    found: list[decode.Contestant] = []
+    note = None
+    with TemporaryDirectory() as scratch:
+        folder = decode.converted(path, Path(scratch))
+        ids = _parsed(lambda: decode.text(folder, prompt))
+        try:
+            found.extend(decode.contestants(path, folder, types, prompt + count))
+        except ImportError as error:
+            note = f"without llama.cpp ({error}): {decode.INSTALL}"
+        rows = decode.run(found, threads, ids, count, rounds)
+    report = decode.report(path.name, rows, prompt, count, rounds, note)
     report.print(console)
     report.write(json_path, markdown_path)
 

@@ -102,7 +102,7 @@ def dense(model: Any, dtype: torch.dtype) -> Any:
     for name, layer in list(twin.named_modules()):
         if isinstance(layer, QuantEmbedding):
             tied[layer] = weights_of(layer).to(dtype)
-            twin.set_submodule(name, nn.Embedding.from_pretrained(tied[layer]))
+            twin.set_submodule(name, nn.Embedding.from_pretrained(tied[layer]))  # type: ignore[no-untyped-call]
         elif isinstance(layer, TiedLinear):
             twin.set_submodule(name, linear_of(tied[layer.embedding], layer.bias))
         elif isinstance(layer, QuantLinear):

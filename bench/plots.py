@@ -116,7 +116,7 @@ def _draw_method(axes: Axes, rows: Sequence[Row], index: int, exact: float) -> N
         point = row["bits_per_weight"], 100 * (row["perplexity"] / exact - 1)
         lines.setdefault(" sym" in row["weights"], []).append(point)
     for symmetric, points in lines.items():
-        face = {"markerfacecolor": "none"} if symmetric else {}
+        face: dict[str, Any] = {"markerfacecolor": "none"} if symmetric else {}
         axes.plot(*zip(*sorted(points), strict=True), **_style(index), **face)
 
 

@@ -84,10 +84,10 @@ class FusedAttention(nn.Module):
     """Attention of grouped heads, whose keys and values are not repeated; rotated by one operator."""
 
     config: Any
+    o_proj: nn.Module
     layer_idx: int
     head_dim: int
     scaling: float
-    o_proj: nn.Module
 
     def forward(
         self,
@@ -168,11 +168,11 @@ class FusedBlock(nn.Module):
         following: the norm that reads the block's output, in a tuple, since it is no child of the block.
     """
 
-    following: tuple[FusedNorm]
-    input_layernorm: nn.Module
-    self_attn: nn.Module
+    input_layernorm: FusedNorm
+    self_attn: FusedAttention
     post_attention_layernorm: FusedNorm
-    mlp: nn.Module
+    mlp: FusedMLP
+    following: tuple[FusedNorm]
 
     def forward(
         self,
@@ -193,8 +193,9 @@ class FusedBlock(nn.Module):
             position_embeddings=position_embeddings,
             **options,
         )
-        hidden_states = self.post_attention_layernorm.add(attended, hidden_states)
-        out = self.mlp(self.post_attention_layernorm(hidden_states))
+        norm = self.post_attention_layernorm
+        hidden_states = norm.add(attended, hidden_states)
+        out = self.mlp(norm(hidden_states))
         return self.following[0].add(out, hidden_states)
 
 

@@ -61,8 +61,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 def _new_room(keys: Tensor, values: Tensor, length: int) -> _Room:
     capacity = max(_STEP, length + length // 2)
-    keys, values = (part.new_empty((*part.shape[:-2], capacity, part.shape[-1])) for part in (keys, values))
-    return _Room(keys, values)
+    first, second = (part.new_empty((*part.shape[:-2], capacity, part.shape[-1])) for part in (keys, values))
+    return _Room(first, second)
 
 
 def growing_cache(config: Any) -> DynamicCache:
