@@ -130,6 +130,7 @@ class GemmArguments(metaclass=_pybind11_type):
     sums: SumScales
     blocks: BlockScales
     quantized: QuantizedOutput
+    int8_activations: bool
     a: int
     a_stride: int
     out: int

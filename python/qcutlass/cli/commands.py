@@ -66,6 +66,12 @@ class Floats(str, Enum):
     float32 = "float32"
 
 
+class QuantizedActivations(str, Enum):
+    """Types to which layers quantise their input."""
+
+    int8 = "int8"
+
+
 class Zeros(str, Enum):
     """Types of zero points."""
 
@@ -284,6 +290,12 @@ _Threads = Annotated[int | None, typer.Option(min=1, help="On the CPU: of torch 
 _Type = Annotated[Floats | None, typer.Option(help="Of activations; default: float32 on the CPU, 16 bits on a GPU.")]
 
 
+_Quantized = Annotated[
+    QuantizedActivations | None,
+    typer.Option("--activations", help="On the CPU, of weight-only layers: int8 is faster, and less exact."),
+]
+
+
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors files, or a GGUF file.")],
@@ -369,12 +381,13 @@ def evaluate(
     dtype: _Type = None,
     fuse: _Fuse = False,
     threads: _Threads = None,
+    activations: _Quantized = None,
 ) -> None:
     """Compute the perplexity of a text."""
     console = _console(stderr=True)
     words = read_text("--text", text)
     with console.status("loading"):
-        model, tokenizer = _load(folder, device, dtype, fuse, threads)
+        model, tokenizer = _load(folder, device, dtype, fuse, threads, activations)
         ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
     from qcutlass.models.evaluation import perplexity
 
@@ -397,10 +410,11 @@ def generate(
     dtype: _Type = None,
     fuse: _Fuse = False,
     threads: _Threads = None,
+    activations: _Quantized = None,
 ) -> None:
     """Continue a prompt with the likeliest tokens, as they come; print their rate to stderr."""
     with _console(stderr=True).status("loading"):
-        model, tokenizer = _load(folder, device, dtype, fuse, threads)
+        model, tokenizer = _load(folder, device, dtype, fuse, threads, activations)
     from qcutlass.models.generation import generate as generate_text
 
     found = generate_text(
@@ -413,7 +427,14 @@ def generate(
     )
 
 
-def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, threads: int | None) -> tuple[Any, Any]:
+def _load(
+    folder: Path,
+    device: Device,
+    dtype: Floats | None,
+    fuse: bool,
+    threads: int | None,
+    activations: QuantizedActivations | None,
+) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -424,7 +445,8 @@ def _load(folder: Path, device: Device, dtype: Floats | None, fuse: bool, thread
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no CUDA device; use --device cpu")
-    model, tokenizer = load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value])
+    quantized = None if activations is None else activations.value
+    model, tokenizer = load_model(folder, device.value, None if dtype is None else _DTYPES[dtype.value], quantized)
     for names, reason in fuse_projections(model).skipped.items() if fuse else ():
         say(f"not fused: {', '.join(names)}: {reason}")
     return model, tokenizer

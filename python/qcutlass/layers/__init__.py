@@ -6,7 +6,7 @@ from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
 from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
 from qcutlass.layers.sharding import shard
-from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.layers.weight_only import WeightOnlyLinear, use_activations
 from qcutlass.schemes import FP8, W8A8, Blockwise, Scheme, WeightOnly
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "fuse_projections",
     "replace_linear",
     "shard",
+    "use_activations",
 ]
