@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "host/channel_vector.h"
 #include "host/multiversion.h"
@@ -83,5 +84,20 @@ struct Avx512VnniBytes {
 };
 
 #endif
+
+/// Which of the classes.
+enum class ByteKernels : uint8_t { kPlain, kAvx2, kAvxVnni, kAvx512Vnni };
+
+/// Those that this processor can run, the fastest one last.
+inline std::vector<ByteKernels> byte_kernels() {
+  std::vector<ByteKernels> found{ByteKernels::kPlain};
+#if defined(QCUTLASS_AVX2)
+  bool const has_avx2 = __builtin_cpu_supports("x86-64-v3");
+  if (has_avx2) found.push_back(ByteKernels::kAvx2);
+  if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(ByteKernels::kAvxVnni);
+  if (has_avx512_vnni()) found.push_back(ByteKernels::kAvx512Vnni);
+#endif
+  return found;
+}
 
 }  // namespace qcutlass::host

@@ -5,9 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
-#include "host/byte_dot.h"
+#include "host/byte_product.h"
 #include "host/channel_parameters.h"
 #include "host/multiversion.h"
 #include "host/quantized_rows.h"
@@ -48,20 +47,12 @@ class ByteTiles {
 
   /// sums[row][channel] += the products of every row with the columns [begin, begin + columns) that were loaded.
   QCUTLASS_INLINE void multiply(QuantizedRows const& rows, int64_t begin, int64_t columns, float* sums) const {
-    int64_t row = 0;
-    auto const multiply_by = [&](auto count) {
-      constexpr int kRows = decltype(count)::value;
-      for (; row + kRows <= rows.count; row += kRows) {
-        multiply_rows<kRows>(rows.codes.data() + row * rows.stride + begin * kRows,
-                             rows.parameters.data() + row * rows.runs + begin / run_ * kRows,
-                             static_cast<int>(layout::ceil_div(columns, run_)), sums + row * layout::kTileN);
-      }
-    };
-    static_assert(QuantizedRows::kMostRows == 8);
-    multiply_by(std::integral_constant<int, 8>{});
-    multiply_by(std::integral_constant<int, 4>{});
-    multiply_by(std::integral_constant<int, 2>{});
-    multiply_by(std::integral_constant<int, 1>{});
+    for_row_blocks(rows.count, [&](auto size, int64_t row) {
+      constexpr int kRows = decltype(size)::value;
+      multiply_rows<kRows>(rows.codes.data() + row * rows.stride + begin * kRows,
+                           rows.parameters.data() + row * rows.runs + begin / run_ * kRows,
+                           static_cast<int>(layout::ceil_div(columns, run_)), sums + row * layout::kTileN);
+    });
   }
 
  private:
@@ -69,7 +60,7 @@ class ByteTiles {
   static constexpr int kBits = bits_of(kPacking);
   static constexpr int kWords = layout::kTileBytes / 4, kVectors = kWords / kLanes;
 
-  using Int = typename Vectors<kLanes>::Int;
+  using Int = typename Bytes::Int;
   using Float = typename Vectors<kLanes>::Float;
   using Half = Vectors<layout::kTileN / 2>::Int;
 
@@ -85,30 +76,14 @@ class ByteTiles {
       }
     }
     int const words = run_ / 4;
-    int32_t const* codes_of_run = codes_;
-    for (int run = 0; run < runs; ++run, parameters += kRows) {
-      Int dot[kRows][kParts];
+    int32_t const* codes = codes_;
+    for (int run = 0; run < runs; ++run) {
+      ChannelSums<Bytes> dots[kRows];
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) {
-#pragma GCC unroll 2
-        for (int part = 0; part < kParts; ++part) dot[row][part] = Int{};
-      }
-      for (int begin = 0; begin < words; begin += kStepK / 4) {
-#pragma GCC unroll 4
-        for (int word = 0; word < kStepK / 4; ++word) {
-#pragma GCC unroll 2
-          for (int part = 0; part < kParts; ++part) {
-            Int codes;
-            std::memcpy(&codes, codes_of_run + word * layout::kTileN + part * kLanes, sizeof(codes));
-#pragma GCC unroll 8
-            for (int row = 0; row < kRows; ++row) {
-              Bytes::template add_dot<kBits>(dot[row][part], codes, a + (word * kRows + row) * 4);
-            }
-          }
-        }
-        codes_of_run += kStepK / 4 * layout::kTileN;
-        a += kStepK * kRows;
-      }
+      for (int row = 0; row < kRows; ++row) dots[row].clear();
+      add_dots<Bytes, kBits, kRows>(codes, a, words, dots);
+      codes += words * layout::kTileN;
+      a += run_ * kRows;
       ChannelParameters const& group = groups_[group_of_[run]];
 #pragma GCC unroll 2
       for (int part = 0; part < kParts; ++part) {
@@ -118,10 +93,11 @@ class ByteTiles {
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
           QuantizedRows::Run const& of_row = parameters[row];
-          Float const difference = __builtin_convertvector(dot[row][part], Float) - zero * of_row.sum;
+          Float const difference = __builtin_convertvector(dots[row].part[part], Float) - zero * of_row.sum;
           total[row][part] += difference * of_row.scale * scale;
         }
       }
+      parameters += kRows;
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -180,22 +156,9 @@ class ByteTiles {
   static QCUTLASS_INLINE void transpose(uint8_t const* packed, Int (&out)[kVectors]) {
     Int other[kVectors];
     std::memcpy(other, packed, sizeof(other));
-    shuffle(other, out);
-    shuffle(out, other);
-    shuffle(other, out);
-  }
-  static QCUTLASS_INLINE void shuffle(Int const (&in)[kVectors], Int (&out)[kVectors]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors / 2; ++i) {
-      Int const &x = in[i], &y = in[i + kVectors / 2];
-      if constexpr (kParts == 1) {
-        out[2 * i] = __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-        out[2 * i + 1] = __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-      } else {
-        out[2 * i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
-        out[2 * i + 1] = __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
-      }
-    }
+    perfect_shuffle<Bytes>(other, out);
+    perfect_shuffle<Bytes>(out, other);
+    perfect_shuffle<Bytes>(other, out);
   }
 
   static constexpr int kWordsOfLane = layout::kLaneBytes / 4;

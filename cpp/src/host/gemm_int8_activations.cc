@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "host/byte_tiles.h"
 #include "host/parallel.h"
@@ -35,14 +36,14 @@ template <Packing kPacking>
 void multiply_plain(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums) {
   multiply_strip<PlainBytes, kPacking>(weights, rows, strip, sums);
 }
-#if defined(QCUTLASS_X86_LEVELS)
+#if defined(QCUTLASS_AVX2)
 template <Packing kPacking>
-__attribute__((target("arch=x86-64-v3"))) void multiply_avx2(WeightArguments const& weights, QuantizedRows const& rows,
+QCUTLASS_AVX2 void multiply_avx2(WeightArguments const& weights, QuantizedRows const& rows,
                                                              int64_t strip, float* sums) {
   multiply_strip<Avx2Bytes, kPacking>(weights, rows, strip, sums);
 }
 template <Packing kPacking>
-__attribute__((target("arch=x86-64-v3,avxvnni"))) void multiply_avx_vnni(WeightArguments const& weights,
+QCUTLASS_AVX_VNNI void multiply_avx_vnni(WeightArguments const& weights,
                                                                          QuantizedRows const& rows, int64_t strip,
                                                                          float* sums) {
   multiply_strip<AvxVnniBytes, kPacking>(weights, rows, strip, sums);
@@ -57,7 +58,7 @@ QCUTLASS_AVX512_VNNI void multiply_avx512_vnni(WeightArguments const& weights, Q
 template <Packing kPacking>
 MultiplyStrip choose(ByteKernels kernels) {
   switch (kernels) {
-#if defined(QCUTLASS_X86_LEVELS)
+#if defined(QCUTLASS_AVX2)
     case ByteKernels::kAvx2: return multiply_avx2<kPacking>;
     case ByteKernels::kAvxVnni: return multiply_avx_vnni<kPacking>;
     case ByteKernels::kAvx512Vnni: return multiply_avx512_vnni<kPacking>;
@@ -67,16 +68,6 @@ MultiplyStrip choose(ByteKernels kernels) {
 }
 
 }  // namespace
-
-std::vector<ByteKernels> byte_kernels() {
-  std::vector<ByteKernels> found{ByteKernels::kPlain};
-#if defined(QCUTLASS_X86_LEVELS)
-  if (__builtin_cpu_supports("x86-64-v3")) found.push_back(ByteKernels::kAvx2);
-  if (__builtin_cpu_supports("x86-64-v3") && __builtin_cpu_supports("avxvnni")) found.push_back(ByteKernels::kAvxVnni);
-  if (has_avx512_vnni()) found.push_back(ByteKernels::kAvx512Vnni);
-#endif
-  return found;
-}
 
 void check_int8_activations(WeightArguments const& weights) {
   if (weights.groups() > 1 && weights.group_size % kStepK != 0)

@@ -7,17 +7,11 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
+#include "host/byte_dot.h"
 #include "qcutlass/gemm.h"
 
 namespace qcutlass::host {
-
-/// How bytes are multiplied (byte_dot.h).
-enum class ByteKernels : uint8_t { kPlain, kAvx2, kAvxVnni, kAvx512Vnni };
-
-/// Those that this processor can run, the fastest one last.
-std::vector<ByteKernels> byte_kernels();
 
 /// Finishes the sums [m][16] of a strip of 16 channels.
 using StoreStrip = void (*)(GemmArguments const& arguments, int64_t strip, float* sums);

@@ -14,8 +14,9 @@
 
 #if defined(QCUTLASS_MULTIVERSION)
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define QCUTLASS_X86_LEVELS  // functions can be marked for a level
 #define QCUTLASS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define QCUTLASS_AVX2 __attribute__((target("arch=x86-64-v3")))
+#define QCUTLASS_AVX_VNNI __attribute__((target("arch=x86-64-v3,avxvnni")))
 #define QCUTLASS_AVX512 __attribute__((target("arch=x86-64-v4")))
 #define QCUTLASS_AVX512_VNNI __attribute__((target("arch=x86-64-v4,avx512vnni")))
 #else

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "host/byte_product.h"
 #include "host/int8_codes.h"
 #include "host/multiversion.h"
 #include "host/parallel.h"
@@ -30,20 +31,6 @@ QCUTLASS_MULTIVERSION void quantize_row(Order const& order, float const* a, int6
       for (int i = 0; i < run; ++i) sum += natural[first + i];
       *parameters = {scale, static_cast<float>(sum)};
     }
-  }
-}
-
-struct Block {
-  int64_t first, rows;
-};
-
-/// The block that a row belongs to.
-Block block_of(int64_t row, int64_t count) {
-  int64_t first = 0;
-  for (int64_t rows = QuantizedRows::kMostRows;; rows /= 2) {
-    int64_t const end = first + (count - first) / rows * rows;  // of the blocks of so many rows
-    if (row < end) return {first + (row - first) / rows * rows, rows};
-    first = end;
   }
 }
 

@@ -33,11 +33,8 @@ constexpr std::array<uint8_t, kStepK> step_order(Packing packing) {
   return order;
 }
 
-/// Rows of int8 codes in blocks that are multiplied together: as many of kMostRows as there are, then of half as many,
-/// and so on. In a block the codes that meet one word of weights, four columns, lie together for all its rows.
+/// Rows of int8 codes in blocks (byte_product.h).
 struct QuantizedRows {
-  static constexpr int kMostRows = 8;
-
   /// Columns with one scale whose codes are added up: a block, or a step of it.
   struct Run {
     float scale;

@@ -38,9 +38,9 @@ def gemm(
     those scale sums of exact products (`plan(...).rounds_weights` tells). The CPU keeps `w` in fp32.
 
     With `activations="int8"`, on the CPU, `a'` is quantised first, in blocks of 32 columns of the codes' order, as
-    `blockwise.act_quant(a', 32)` does it: int8 codes, a float32 scale a row and block, the largest magnitude / 127. Sums
-    of codes by codes are then exact integers, scaled in fp32. That is what llama.cpp does with its 4-bit weights: several
-    times as fast, with an error of about 1 % of the result's size; docs/products.md has figures.
+    `blockwise.act_quant(a', 32)` does it: int8 codes, and a float32 scale for each row and block, its largest magnitude
+    / 127. Sums of codes by codes are exact integers, which are scaled in fp32. llama.cpp does the same with its 4-bit
+    weights. It is faster; the error is some 0.5 % of the output's size.
 
     From sm_90 on, weights that were multiplied before are read while the kernel just before in the stream ends.
     Rewriting them in place is fine, except by a kernel that itself lets its successor start early; torch's do not.

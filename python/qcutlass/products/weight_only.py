@@ -43,8 +43,8 @@ def check_quantized_activations(activations: object, device: torch.device) -> No
         raise ValueError(f"activations: expected 'int8' or None, got {activations!r}")
     if device.type == "cuda":
         raise UnsupportedError(
-            "activations: 'int8' is for CPU tensors; on CUDA leave it out, or quantise the weights to int8, too, and use "
-            "gemm_w8a8"
+            "activations: 'int8' is for CPU tensors; on CUDA leave it out, or quantise the weights to int8, too, and "
+            "use gemm_w8a8"
         )
 
 

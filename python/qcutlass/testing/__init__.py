@@ -9,8 +9,8 @@ extension, so it can judge both. Two oracles are offered:
   the float64 reference.
 
 Products of 8-bit activations have the same two (`EightBitCase`), and their integer sums must be right bit for bit;
-blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn. Weight-only products
-that quantise their activations are judged by `int8_activations_reference`.
+blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn. Weight-only
+products that quantise their activations are judged by `int8_activations_reference`.
 
 Example:
     >>> import torch
