@@ -1,8 +1,8 @@
 // Dot products of unsigned by signed bytes, four in each 32-bit lane, in the instructions of one kind of processor.
 //
-// Each kind is a class of one operation: sums[lane] += the sum over i < 4 of byte i of codes[lane] * a[i]. Codes have
-// kBits bits, a are at least -127, and sums exact. Compilers know none of these instructions for vectors of this form,
-// and their own functions for them cannot be called from functions that are compiled for several processors.
+// Each kind is a class of one operation: sums[lane] += the sum over i < 4 of byte i of codes[lane] * a[i], exactly.
+// Codes have kBits bits. Compilers know none of these instructions for vectors of this form, and their own functions for
+// them cannot be called from functions that are compiled for several processors.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct PlainBytes {
   }
 };
 
-#if defined(__x86_64__)
+#if defined(QCUTLASS_X86_LEVELS)
 
 /// The four bytes of `a` in every lane.
 template <class Int>
@@ -39,7 +39,7 @@ struct Avx2Bytes {
   static constexpr int kLanes = 8;
   using Int = Vectors<kLanes>::Int;
 
-  /// Pairs are added in saturating int16, which hold those of 4-bit codes alone: 2 * 15 * 127.
+  /// Pairs are added in saturating int16, which hold those of 4-bit codes alone: 2 * 15 * 128.
   template <int kBits>
   static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, int8_t const* a) {
     Int const bytes = broadcast_bytes<Int>(a);
@@ -83,6 +83,10 @@ struct Avx512VnniBytes {
   }
 };
 
+#else
+using Avx2Bytes = PlainBytes;
+using AvxVnniBytes = PlainBytes;
+using Avx512VnniBytes = PlainBytes;
 #endif
 
 /// Which of the classes.
@@ -91,12 +95,9 @@ enum class ByteKernels : uint8_t { kPlain, kAvx2, kAvxVnni, kAvx512Vnni };
 /// Those that this processor can run, the fastest one last.
 inline std::vector<ByteKernels> byte_kernels() {
   std::vector<ByteKernels> found{ByteKernels::kPlain};
-#if defined(QCUTLASS_AVX2)
-  bool const has_avx2 = __builtin_cpu_supports("x86-64-v3");
-  if (has_avx2) found.push_back(ByteKernels::kAvx2);
-  if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(ByteKernels::kAvxVnni);
+  if (has_avx2()) found.push_back(ByteKernels::kAvx2);
+  if (has_avx_vnni()) found.push_back(ByteKernels::kAvxVnni);
   if (has_avx512_vnni()) found.push_back(ByteKernels::kAvx512Vnni);
-#endif
   return found;
 }
 

@@ -11,8 +11,8 @@
 
 namespace qcutlass::host {
 
-/// Rows of a block: so many that a vector of codes is loaded seldom, while integer and floating sums of all of them stay
-/// in registers. A remainder is cut into blocks of half as many, and so on.
+/// Rows of a block: so many that a vector of codes is loaded seldom, while integer and floating sums of all of them
+/// stay in registers. A remainder is cut into blocks of half as many, and so on.
 inline constexpr int kMostRows = 8;
 
 struct RowBlock {
@@ -65,8 +65,8 @@ struct ChannelSums {
   }
 };
 
-/// Adds the products of a block of rows. `codes`: [words][16 channels]; `a`: [words][kRows], four bytes each; `words` is
-/// even.
+/// Adds the products of a block of rows. `codes`: [words][16 channels]; `a`: [words][kRows], four bytes each; `words`
+/// is even.
 template <class Bytes, int kBits, int kRows>
 QCUTLASS_INLINE void add_dots(int32_t const* codes, int8_t const* a, int words, ChannelSums<Bytes> (&sums)[kRows]) {
 #pragma GCC unroll 2

@@ -94,7 +94,6 @@ void multiply_strip(GemmArguments const& arguments, Int8Rows const& rows, int64_
                     float* out) {
   multiply<PlainBytes>(arguments, rows, strip, width, sums, out);
 }
-#if defined(QCUTLASS_AVX2)
 QCUTLASS_AVX2 void multiply_strip_avx2(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
                                        int64_t width, int32_t* sums, float* out) {
   multiply<Avx2Bytes>(arguments, rows, strip, width, sums, out);
@@ -107,17 +106,15 @@ QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(GemmArguments const& argume
                                                      int64_t strip, int64_t width, int32_t* sums, float* out) {
   multiply<Avx512VnniBytes>(arguments, rows, strip, width, sums, out);
 }
-#endif
 
 auto choose_multiply_strip(ByteKernels kernels) {
   switch (kernels) {
-#if defined(QCUTLASS_AVX2)
     case ByteKernels::kAvx2: return multiply_strip_avx2;
     case ByteKernels::kAvxVnni: return multiply_strip_avx_vnni;
     case ByteKernels::kAvx512Vnni: return multiply_strip_avx512_vnni;
-#endif
-    default: return multiply_strip;
+    case ByteKernels::kPlain: break;
   }
+  return multiply_strip;
 }
 
 /// Bias and activation of `width` channels from `n` on, whose sums become outputs, quantised or not.

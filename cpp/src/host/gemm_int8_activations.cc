@@ -36,16 +36,14 @@ template <Packing kPacking>
 void multiply_plain(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums) {
   multiply_strip<PlainBytes, kPacking>(weights, rows, strip, sums);
 }
-#if defined(QCUTLASS_AVX2)
 template <Packing kPacking>
-QCUTLASS_AVX2 void multiply_avx2(WeightArguments const& weights, QuantizedRows const& rows,
-                                                             int64_t strip, float* sums) {
+QCUTLASS_AVX2 void multiply_avx2(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                 float* sums) {
   multiply_strip<Avx2Bytes, kPacking>(weights, rows, strip, sums);
 }
 template <Packing kPacking>
-QCUTLASS_AVX_VNNI void multiply_avx_vnni(WeightArguments const& weights,
-                                                                         QuantizedRows const& rows, int64_t strip,
-                                                                         float* sums) {
+QCUTLASS_AVX_VNNI void multiply_avx_vnni(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                         float* sums) {
   multiply_strip<AvxVnniBytes, kPacking>(weights, rows, strip, sums);
 }
 template <Packing kPacking>
@@ -53,18 +51,16 @@ QCUTLASS_AVX512_VNNI void multiply_avx512_vnni(WeightArguments const& weights, Q
                                                float* sums) {
   multiply_strip<Avx512VnniBytes, kPacking>(weights, rows, strip, sums);
 }
-#endif
 
 template <Packing kPacking>
 MultiplyStrip choose(ByteKernels kernels) {
   switch (kernels) {
-#if defined(QCUTLASS_AVX2)
     case ByteKernels::kAvx2: return multiply_avx2<kPacking>;
     case ByteKernels::kAvxVnni: return multiply_avx_vnni<kPacking>;
     case ByteKernels::kAvx512Vnni: return multiply_avx512_vnni<kPacking>;
-#endif
-    default: return multiply_plain<kPacking>;
+    case ByteKernels::kPlain: break;
   }
+  return multiply_plain<kPacking>;
 }
 
 }  // namespace

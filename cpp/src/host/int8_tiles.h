@@ -1,7 +1,8 @@
 // Packed tiles of int8 weights in the first-level cache as unsigned bytes, and their products with rows of int8.
 //
-// Instructions multiply unsigned by signed bytes. So 128 is added to each code, and 128 times the sum of the activations
-// taken off, before rather than after: partial sums then are sums of products of int8, and cannot overflow either.
+// Instructions multiply unsigned by signed bytes. So 128 is added to each code, and 128 times the sum of the
+// activations taken off, before rather than after: partial sums then are sums of products of int8, and cannot overflow
+// either.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,8 @@ class Int8Tiles {
     }
   }
 
-  /// sums[m][channel] += sum of a[m][k] * (code[channel][k] + 128) over the `columns` from `begin` on, that were decoded.
+  /// sums[m][channel] += sum of a[m][k] * (code[channel][k] + 128) over the `columns` from `begin` on, that were
+  /// decoded.
   QCUTLASS_INLINE void multiply(Int8Rows const& rows, int64_t begin, int64_t columns, int32_t* sums) const {
     for_row_blocks(rows.count, [&](auto size, int64_t row) {
       constexpr int kRows = decltype(size)::value;
