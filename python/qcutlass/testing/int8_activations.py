@@ -73,7 +73,7 @@ def int8_activations(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     largest = padded.abs().amax(2)
     scales = torch.where(largest == 0, 1.0, (largest / _LARGEST).clamp(min=_LEAST_SCALE))
     codes = (padded / scales[..., None]).round().to(torch.int8)
-    return codes.view(m, -1)[:, :k], scales
+    return codes.view(m, blocks * block)[:, :k], scales
 
 
 def int8_activations_reference(problem: Problem) -> Int8ActivationsReference:
