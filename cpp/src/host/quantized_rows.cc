@@ -1,6 +1,7 @@
 #include "host/quantized_rows.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "host/byte_product.h"
 #include "host/int8_codes.h"
@@ -11,27 +12,61 @@ namespace qcutlass::host {
 
 namespace {
 
-using Order = std::array<uint8_t, kStepK>;
+/// The 16 codes of a step, in the order of a packing.
+template <Packing kPacking>
+QCUTLASS_INLINE void store_step(int8_t const* natural, int64_t rows, int8_t* codes) {
+  typedef int8_t Step __attribute__((vector_size(kStepK)));
+  constexpr auto k = step_order(kPacking);
+  Step step;
+  std::memcpy(&step, natural, sizeof(step));
+  step = __builtin_shufflevector(step, step, k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8], k[9], k[10], k[11],
+                                 k[12], k[13], k[14], k[15]);
+  int32_t words[kStepK / 4];
+  std::memcpy(words, &step, sizeof(words));
+  for (int i = 0; i < kStepK / 4; ++i) std::memcpy(codes + i * 4 * rows, words + i, 4);
+}
 
 /// `rows`: of the block of which `codes` and `parameters` are this row's first ones.
-QCUTLASS_MULTIVERSION void quantize_row(Order const& order, float const* a, int64_t k, int run, int64_t rows,
-                                        int8_t* codes, QuantizedRows::Run* parameters) {
+template <Packing kPacking>
+QCUTLASS_INLINE void quantize_row(float const* a, int64_t k, int run, int64_t rows, int8_t* codes,
+                                  QuantizedRows::Run* parameters) {
   for (int64_t begin = 0; begin < k; begin += kActivationBlock) {
     int64_t const count = std::min<int64_t>(kActivationBlock, k - begin);
-    float block[kActivationBlock] = {};
-    int8_t natural[kActivationBlock];
-    std::copy_n(a + begin, count, block);
-    float const scale = quantize_block(block, kActivationBlock, natural);
-    for (int64_t first = 0; first < count; first += kStepK) {
-      for (int i = 0; i < kStepK; ++i) codes[i / 4 * 4 * rows + i % 4] = natural[first + order[i]];
-      codes += kStepK * rows;
+    float block[kActivationBlock];
+    if (count == kActivationBlock) {
+      std::memcpy(block, a + begin, sizeof(block));
+    } else {
+      std::fill(std::copy_n(a + begin, count, block), block + kActivationBlock, 0.0f);
     }
-    for (int64_t first = 0; first < count; first += run, parameters += rows) {
-      int32_t sum = 0;
-      for (int i = 0; i < run; ++i) sum += natural[first + i];
-      *parameters = {scale, static_cast<float>(sum)};
+    int8_t natural[kActivationBlock];
+    float const scale = quantize_block(block, kActivationBlock, natural);
+    for (int64_t first = 0; first < count; first += kStepK, codes += kStepK * rows) {
+      store_step<kPacking>(natural + first, rows, codes);
+    }
+    static_assert(kActivationBlock == 2 * kStepK);
+    int32_t lower = 0, upper = 0;
+#pragma GCC unroll 1  // a loop becomes vectors, a chain of additions does not
+    for (int i = 0; i < kStepK; ++i) lower += natural[i];
+#pragma GCC unroll 1
+    for (int i = 0; i < kStepK; ++i) upper += natural[kStepK + i];
+    if (run == kActivationBlock) {
+      parameters[0] = {scale, static_cast<float>(lower + upper)};
+      parameters += rows;
+    } else {
+      parameters[0] = {scale, static_cast<float>(lower)};
+      if (count > kStepK) parameters[rows] = {scale, static_cast<float>(upper)};
+      parameters += 2 * rows;
     }
   }
+}
+
+QCUTLASS_MULTIVERSION void quantize_row_w4(float const* a, int64_t k, int run, int64_t rows, int8_t* codes,
+                                           QuantizedRows::Run* parameters) {
+  quantize_row<Packing::kW4A16>(a, k, run, rows, codes, parameters);
+}
+QCUTLASS_MULTIVERSION void quantize_row_w8(float const* a, int64_t k, int run, int64_t rows, int8_t* codes,
+                                           QuantizedRows::Run* parameters) {
+  quantize_row<Packing::kW8A16>(a, k, run, rows, codes, parameters);
 }
 
 }  // namespace
@@ -45,12 +80,11 @@ QuantizedRows quantize_rows(Packing packing, float const* activations, int64_t m
   rows.runs = layout::ceil_div(k, run);
   rows.codes.resize(m * rows.stride);
   rows.parameters.resize(m * rows.runs);
-  Order const order = step_order(packing);
+  auto const quantize_row = packing == Packing::kW4A16 ? quantize_row_w4 : quantize_row_w8;
   parallel_for(m, kGrainElements / k, threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       auto const [first, block] = block_of(row, m);
-      quantize_row(order, activations + row * k, k, run, block,
-                   rows.codes.data() + first * rows.stride + (row - first) * 4,
+      quantize_row(activations + row * k, k, run, block, rows.codes.data() + first * rows.stride + (row - first) * 4,
                    rows.parameters.data() + first * rows.runs + (row - first));
     }
   });
