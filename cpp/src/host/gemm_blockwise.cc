@@ -98,8 +98,8 @@ QCUTLASS_AVX2 void multiply_strip_avx2(GemmArguments const& arguments, Int8Rows 
                                        int64_t width, int32_t* sums, float* out) {
   multiply<Avx2Bytes>(arguments, rows, strip, width, sums, out);
 }
-QCUTLASS_AVX_VNNI void multiply_strip_avx_vnni(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
-                                               int64_t width, int32_t* sums, float* out) {
+QCUTLASS_AVX2 void multiply_strip_avx_vnni(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
+                                           int64_t width, int32_t* sums, float* out) {
   multiply<AvxVnniBytes>(arguments, rows, strip, width, sums, out);
 }
 QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(GemmArguments const& arguments, Int8Rows const& rows,

@@ -42,8 +42,8 @@ QCUTLASS_AVX2 void multiply_avx2(WeightArguments const& weights, QuantizedRows c
   multiply_strip<Avx2Bytes, kPacking>(weights, rows, strip, sums);
 }
 template <Packing kPacking>
-QCUTLASS_AVX_VNNI void multiply_avx_vnni(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
-                                         float* sums) {
+QCUTLASS_AVX2 void multiply_avx_vnni(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                     float* sums) {
   multiply_strip<AvxVnniBytes, kPacking>(weights, rows, strip, sums);
 }
 template <Packing kPacking>

@@ -101,7 +101,7 @@ void multiply_strip(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_
 QCUTLASS_AVX2 void multiply_strip_avx2(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
   multiply_int8<Avx2Bytes>(packed, rows, sums);
 }
-QCUTLASS_AVX_VNNI void multiply_strip_avx_vnni(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
+QCUTLASS_AVX2 void multiply_strip_avx_vnni(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
   multiply_int8<AvxVnniBytes>(packed, rows, sums);
 }
 QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(uint8_t const* packed, Int8Rows const& rows, int64_t,

@@ -8,7 +8,7 @@
 // Vectors of 16 lanes are worth code of their own, since the compiler splits them badly where registers are narrower: a
 // function marked QCUTLASS_AVX512 may be called where has_avx512(). It may cut sums into other parts than the rest
 // does, within the same bounds. QCUTLASS_AVX512_VNNI is the same with dot products of integers in one instruction,
-// QCUTLASS_AVX2 and QCUTLASS_AVX_VNNI with registers of 8 lanes. Where QCUTLASS_X86_LEVELS is not defined, no such
+// QCUTLASS_AVX2 with registers of 8 lanes. Where QCUTLASS_X86_LEVELS is not defined, no such
 // function may have instructions of its own.
 #pragma once
 
@@ -19,7 +19,6 @@
 #define QCUTLASS_X86_LEVELS
 #define QCUTLASS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define QCUTLASS_AVX2 __attribute__((target("arch=x86-64-v3")))
-#define QCUTLASS_AVX_VNNI __attribute__((target("arch=x86-64-v3,avxvnni")))
 #define QCUTLASS_AVX512 __attribute__((target("arch=x86-64-v4")))
 #define QCUTLASS_AVX512_VNNI __attribute__((target("arch=x86-64-v4,avx512vnni")))
 #else
@@ -35,7 +34,6 @@ inline bool has_avx512() { return __builtin_cpu_supports("x86-64-v4"); }
 inline bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #else
 #define QCUTLASS_AVX2
-#define QCUTLASS_AVX_VNNI
 #define QCUTLASS_AVX512
 #define QCUTLASS_AVX512_VNNI
 inline bool has_avx2() { return false; }
