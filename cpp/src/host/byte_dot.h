@@ -1,8 +1,9 @@
 // Dot products of unsigned by signed bytes, four in each 32-bit lane, in the instructions of one kind of processor.
 //
-// Each kind is a class of one operation: sums[lane] += the sum over i < 4 of byte i of codes[lane] * a[i], exactly.
-// Codes have kBits bits. Compilers know none of these instructions for vectors of this form, and their own functions for
-// them cannot be called from functions that are compiled for several processors.
+// Each kind is a class of one operation: sums[lane] += the sum over i < 4 of byte i of codes[lane] * that of a[lane],
+// exactly; or of a[0], the same for every lane.
+// Codes have kBits bits. Compilers know none of these instructions for vectors of this form, and their own functions
+// for them cannot be called from functions that are compiled for several processors.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,10 @@ struct PlainBytes {
   static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, int8_t const* a) {
     for (int i = 0; i < 4; ++i) sums += ((codes >> (8 * i)) & 0xff) * int32_t{a[i]};
   }
+  template <int kBits>
+  static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, Int const& a) {
+    for (int i = 0; i < 4; ++i) sums += ((codes >> (8 * i)) & 0xff) * ((a << (24 - 8 * i)) >> 24);
+  }
 };
 
 #if defined(QCUTLASS_X86_LEVELS)
@@ -42,7 +47,10 @@ struct Avx2Bytes {
   /// Pairs are added in saturating int16, which hold those of 4-bit codes alone: 2 * 15 * 128.
   template <int kBits>
   static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, int8_t const* a) {
-    Int const bytes = broadcast_bytes<Int>(a);
+    add_dot<kBits>(sums, codes, broadcast_bytes<Int>(a));
+  }
+  template <int kBits>
+  static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, Int const& bytes) {
     if constexpr (kBits == 4) {
       sums += dot_nibbles(codes, bytes, 1);
     } else {
@@ -65,8 +73,12 @@ struct AvxVnniBytes {
 
   template <int kBits>
   static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, int8_t const* a) {
+    add_dot<kBits>(sums, codes, broadcast_bytes<Int>(a));
+  }
+  template <int kBits>
+  static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, Int const& a) {
     Int sum = sums;  // an element of an array as an operand would keep the array in memory
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(broadcast_bytes<Int>(a)));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(a));
     sums = sum;
   }
 };
@@ -79,6 +91,12 @@ struct Avx512VnniBytes {
   static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, int8_t const* a) {
     Int sum = sums;
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<int8_t const(*)[4]>(a)));
+    sums = sum;
+  }
+  template <int kBits>
+  static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, Int const& a) {
+    Int sum = sums;
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(a));
     sums = sum;
   }
 };

@@ -77,6 +77,7 @@ QCUTLASS_INLINE void multiply_int8(uint8_t const* packed, Int8Rows const& rows, 
   Int8Tiles<Bytes> weights;
   int64_t const tiles = rows.stride / kTileK;
   rows.start(0, sums);
+  if (rows.count == 1) return weights.multiply_row(packed, rows, sums);
   for (int64_t tile = 0; tile < tiles; tile += weights.kTiles) {
     int64_t const count = std::min<int64_t>(weights.kTiles, tiles - tile);
     weights.decode(packed + tile * layout::kTileBytes, count);

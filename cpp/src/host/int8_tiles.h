@@ -44,11 +44,57 @@ class Int8Tiles {
     });
   }
 
+  /// The same for one row and all columns, from packed tiles as they lie: moving codes between lanes would take longer
+  /// than the products.
+  static QCUTLASS_INLINE void multiply_row(uint8_t const* packed, Int8Rows const& rows, int32_t* sums) {
+    constexpr int kRowsOfVector = Bytes::kLanes / kRowWords;
+    constexpr int kChains = 8;  // vectors of sums at a time, which stay in registers
+#pragma GCC unroll 2
+    for (int begin = 0; begin < kVectors; begin += kChains) {
+      Int dots[kChains];
+#pragma GCC unroll 8
+      for (int i = 0; i < kChains; ++i) dots[i] = Int{};
+      uint8_t const* tile = packed + begin * sizeof(Int);
+      for (int64_t k = 0; k < rows.stride; k += TileRows::kTileK, tile += layout::kTileBytes) {
+        Int const natural = load_columns(rows.codes.data() + k, 0), swapped = load_columns(rows.codes.data() + k, 1);
+#pragma GCC unroll 8
+        for (int i = 0; i < kChains; ++i) {
+          Int codes;
+          std::memcpy(&codes, tile + i * sizeof(Int), sizeof(codes));
+          bool const is_swapped = (begin + i) * kRowsOfVector / 4 % 2 == 1;
+          Bytes::template add_dot<8>(dots[i], codes ^ kUnsigned, is_swapped ? swapped : natural);
+        }
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kChains; ++i) {
+        int32_t lanes[Bytes::kLanes];
+        std::memcpy(lanes, &dots[i], sizeof(lanes));
+        for (int lane = 0; lane < Bytes::kLanes; ++lane) {
+          sums[(begin + i) * kRowsOfVector + lane / kRowWords] += lanes[lane];
+        }
+      }
+    }
+  }
+
  private:
   using Int = typename Bytes::Int;
 
   static constexpr int kWords = layout::kTileBytes / 4, kVectors = kWords / Bytes::kLanes;
   static constexpr int kRowWords = TileRows::kTileK / 4;
+  static constexpr int32_t kUnsigned = static_cast<int32_t>(0x80808080);  ///< adds 128 to each of four int8
+
+  /// The columns of a tile as each of its rows meets them; those with swapped halves if `swapped`.
+  static QCUTLASS_INLINE Int load_columns(int8_t const* a, int swapped) {
+    int8_t columns[sizeof(Int)];
+#pragma GCC unroll 4
+    for (int chunk = 0; chunk < int(sizeof(Int)) / TileRows::kChunk; ++chunk) {
+      std::memcpy(columns + chunk * TileRows::kChunk, a + (chunk + swapped) % TileRows::kChunks * TileRows::kChunk,
+                  TileRows::kChunk);
+    }
+    Int vector;
+    std::memcpy(&vector, columns, sizeof(vector));
+    return vector;
+  }
 
   /// The words of a packed tile, [16 rows][8], as [8][16 rows] in natural order.
   static QCUTLASS_INLINE void decode_tile(uint8_t const* packed, int32_t* __restrict out) {
@@ -66,7 +112,7 @@ class Int8Tiles {
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
       Int const &own = x[i], &other = x[(i + kHalf) % kVectors];
-      Int const codes = ((own & ~swapped) | (other & swapped)) ^ static_cast<int32_t>(0x80808080);
+      Int const codes = ((own & ~swapped) | (other & swapped)) ^ kUnsigned;
       std::memcpy(out + i * Bytes::kLanes, &codes, sizeof(codes));
     }
   }
