@@ -8,8 +8,8 @@
 // Vectors of 16 lanes are worth code of their own, since the compiler splits them badly where registers are narrower: a
 // function marked QCUTLASS_AVX512 may be called where has_avx512(). It may cut sums into other parts than the rest
 // does, within the same bounds. QCUTLASS_AVX512_VNNI is the same with dot products of integers in one instruction,
-// QCUTLASS_AVX2 with registers of 8 lanes. Where QCUTLASS_X86_LEVELS is not defined, these functions are compiled as any
-// other, and may not hold instructions of their own.
+// QCUTLASS_AVX2 with registers of 8 lanes. Where QCUTLASS_X86_LEVELS is not defined, these functions are compiled as
+// any other, and may not hold instructions of their own.
 #pragma once
 
 #define QCUTLASS_INLINE inline __attribute__((always_inline))
