@@ -102,6 +102,14 @@ def test_epilogues(activation: str | None, dtype: torch.dtype, seeds: Iterator[i
                 testing.assert_close(multiply(problem), testing.int8_activations_reference(problem), label=problem)
 
 
+@pytest.mark.parametrize("span", [4096, 2**20])
+def test_large_zero_points(span: int, seed: int) -> None:
+    problem = Case(5, 40, 250, group_size=64, zero_dtype=torch.int32, dtype=torch.float32).random(seed=seed)
+    assert problem.zeros is not None
+    far = replace(problem, zeros=torch.randint_like(problem.zeros, -span, span))
+    testing.assert_close(multiply(far), testing.int8_activations_reference(far), label=far)
+
+
 def test_residues_of_channels_and_columns(seeds: Iterator[int]) -> None:
     choose = random.Random(next(seeds))
     for n, k in [(n, choose.randrange(1, 200)) for n in range(1, 34)] + [(5, k) for k in range(1, 131)]:

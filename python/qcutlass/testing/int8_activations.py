@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import UNIT_ROUNDOFF, Reference, scaled_activations
+from qcutlass.testing.bounds import EXACT_LIMIT, UNIT_ROUNDOFF, Reference, scaled_activations
 from qcutlass.testing.problems import Problem
 
 BLOCK: Final = 32
@@ -25,8 +25,9 @@ class Int8ActivationsReference(Reference):
     """The float64 answer for quantised activations.
 
     Oracle T. The sum of codes by codes over a run of columns, d, and that of the activations' codes, s, are exact. With
-    a zero point z, d - z * s has two roundings, of z * s and of the difference (none where z is an integer); two
-    scales add two more. Of R terms t, in fp32 and in any order, each takes part in at most R additions. So
+    a zero point z, d - z * s has two roundings, of z * s and of the difference (none where z is an integer and the
+    product holds no more than 24 bits); two scales add two more. Of R terms t, in fp32 and in any order, each takes
+    part in at most R additions. So
 
         |x' - x| <= 2^-24 * (sum|z * s * a_scale * w_scale| + (R + 3) * sum|t|),
 
@@ -34,7 +35,7 @@ class Int8ActivationsReference(Reference):
 
     Attributes:
         magnitude: float64 `[M, N]`, sum|t|.
-        offset: float64 `[M, N]`, the first sum, of real-valued z.
+        offset: float64 `[M, N]`, the first sum, of the products z * s that are rounded.
         runs: R.
     """
 
@@ -103,7 +104,7 @@ def int8_activations_reference(problem: Problem) -> Int8ActivationsReference:
         term = (a_q @ w_q.T - shift) * scale
         total += term
         magnitude += term.abs()
-        offset += (shift * scale).abs() if real else 0
+        offset += (shift * scale).abs() * ((shift.abs() > EXACT_LIMIT) | real)
     bias = None if problem.bias is None else problem.bias.double()
     runs = -(-k // run)
     return Int8ActivationsReference(total, total, k, bias, problem.activation, problem.a.dtype, magnitude, offset, runs)
