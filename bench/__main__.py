@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, track
 
-from bench import cpu, fit, gpu, gpu_report, measured, peers, plots, quality, quantizers, schemes, shapes
+from bench import cpu, cpu_int8, fit, gpu, gpu_report, measured, peers, plots, quality, quantizers, schemes, shapes
 from bench.peers import cutlass, gemlite
 from bench.report import Row
 
@@ -67,14 +67,27 @@ def cpu_command(
     json_path: Json = None,
     markdown_path: Markdown = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and qcutlass.")] = None,
+    activations: Annotated[str | None, typer.Option(help="int8: quantised by the product.")] = None,
 ) -> None:
-    """CPU backend against torch's fp32 product; exits with 1 if a promise (time, memory, packing) is broken."""
+    """CPU backend against torch's fp32 product; exits with 1 if a promise (time, memory, packing) is broken.
+
+    --scheme w8a8: int8 by int8 against torch's own product, in which nothing is promised.
+    """
     layers = _parsed(lambda: shapes.parse(shape))
-    kinds = _parsed(lambda: [schemes.parse_weight_only(name) for name in scheme])
     if threads is not None:
         torch.set_num_threads(threads)
+    parsed = _parsed(lambda: [schemes.parse(name) for name in scheme])
+    eight_bit = [kind for kind in parsed if isinstance(kind, schemes.EightBit)]
+    if len(eight_bit) == len(parsed):
+        cells = ([row] for row in cpu_int8.run(eight_bit, layers, m))
+        rows = _parsed(lambda: _collect(cells, len(eight_bit) * len(layers) * len(m)))
+        report = cpu_int8.report(rows, cpu.machine())
+        report.print(console)
+        report.write(json_path, markdown_path)
+        return
+    kinds = _parsed(lambda: [schemes.parse_weight_only(name) for name in scheme])
     seconds, times = cpu.pack_seconds(), cpu.scaling()
-    cells = ([row] for row in cpu.run(kinds, layers, m, torch.float32))
+    cells = ([row] for row in cpu.run(kinds, layers, m, torch.float32, activations))
     rows = _collect(cells, len(kinds) * len(layers) * len(m))
     report = cpu.report(rows, seconds, times)
     report.print(console)

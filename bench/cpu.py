@@ -10,12 +10,14 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
 import qcutlass
+from bench.cpu_timing import LEAST_ROUNDS, MOST_ROUNDS, copy_rate, measure
 from bench.report import Column, Report, Row
 from bench.schemes import WeightOnly, parse_weight_only
 from bench.shapes import Shape
@@ -28,20 +30,16 @@ MAX_PACK_SECONDS: Final = 0.5
 PACK_SHAPE: Final = (28672, 4096)
 SCALING_SHAPE: Final = (2048, 2048)  # a product of one row takes a few 100 us
 
-LEAST_ROUNDS: Final = 7
-MOST_ROUNDS: Final = 51
 _SCALING_CALLS: Final = 10
-_REPEAT_SECONDS: Final = 0.01  # short calls are repeated until a round takes about this long
-_ROUNDS_SECONDS: Final = 0.5  # and rounds are added until they take about this long
 
 COLUMNS: Final = [
     Column("scheme", "scheme"),
+    Column("activations", "activations"),
     Column("shape", "N x K"),
     Column("m", "M", "{:d}"),
     Column("qcutlass_ms", "qcutlass ms", "{:.3f}"),
+    Column("gbytes", "weights GB/s", "{:.1f}"),
     Column("dense_ms", "torch fp32 ms", "{:.3f}"),
-    Column("codes_gbs", "codes GB/s", "{:.1f}"),
-    Column("copy_gbs", "copy GB/s", "{:.1f}"),
     Column("ratio", "ratio", "{:.2f}"),
     Column("ratio_of_best", "of best", "{:.2f}"),
     Column("spread", "spread", "{:.0%}"),
@@ -94,7 +92,9 @@ def extra_memory(scheme: WeightOnly, shape: Shape, ms: Sequence[int], dtype: tor
         return pool.submit(_extra_memory, scheme, shape, ms, dtype, torch.get_num_threads()).result()
 
 
-def run_layer(scheme: WeightOnly, shape: Shape, ms: Sequence[int], dtype: torch.dtype) -> list[Row]:
+def run_layer(
+    scheme: WeightOnly, shape: Shape, ms: Sequence[int], dtype: torch.dtype, activations: str | None = None
+) -> list[Row]:
     """One row for each number of activation rows in `ms`."""
     extra = extra_memory(scheme, shape, ms, dtype)
     case = scheme.case(max(ms), *shape, dtype)
@@ -102,38 +102,35 @@ def run_layer(scheme: WeightOnly, shape: Shape, ms: Sequence[int], dtype: torch.
     packed = qcutlass.preprocess_weights(problem.codes, bits=case.bits)
     weight = problem.weight()  # fp32, as the CPU backend computes
     dense_a = problem.a.float()
-    copied = torch.empty_like(packed)
     rows: list[Row] = []
     for m in ms:
         a, dense = problem.a[:m], dense_a[:m]
         out, dense_out = torch.empty(m, case.n, dtype=a.dtype), torch.empty(m, case.n)
-        ours = functools.partial(qcutlass.gemm, a, packed, problem.scales, problem.zeros, out=out, **problem.keywords)
+        options = problem.keywords | {"out": out, "activations": activations}
+        ours = functools.partial(qcutlass.gemm, a, packed, problem.scales, problem.zeros, **options)
         torchs = functools.partial(torch.mm, dense, weight.T, out=dense_out)
 
         ours()
         sample = slice(0, m, max(1, m // 16))  # the float64 reference is slow: 16 rows of the launch that is timed
-        error = testing.assert_close(out[sample], testing.reference(a[sample], weight), label=(scheme.name, shape, m))
-
-        copy = functools.partial(copied.copy_, packed)
-        once = wall_time(ours) + wall_time(torchs) + wall_time(copy)
-        repeats = max(1, round(_REPEAT_SECONDS / once))
-        rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(_ROUNDS_SECONDS / (repeats * once))))
-        measures = [functools.partial(wall_time, call, repeats) for call in (ours, torchs, copy)]
-        ours_time, torch_time, copy_time = interleave(measures, rounds)
-        ratio = ours_time.median / torch_time.median
+        if activations is None:
+            reference = testing.reference(a[sample], weight)
+        else:
+            reference = testing.int8_activations_reference(replace(problem, a=a[sample]))
+        error = testing.assert_close(out[sample], reference, label=(scheme.name, shape, m))
+        measured = measure(ours, torchs)
         rows.append(
             {
                 "scheme": scheme.name,
                 "shape": "{}x{}".format(*shape),
                 "m": m,
-                "qcutlass_ms": 1e3 * ours_time.median,
-                "dense_ms": 1e3 * torch_time.median,
-                "codes_gbs": 1e-9 * packed.nbytes / ours_time.best,
-                "copy_gbs": 1e-9 * packed.nbytes / copy_time.best,
-                "ratio": ratio,
-                "ratio_of_best": ours_time.best / torch_time.best,
-                "spread": max(ours_time.spread, torch_time.spread),
-                "ratio_ok": ratio <= MAX_RATIO,
+                "activations": activations,
+                "qcutlass_ms": 1e3 * measured.ours.median,
+                "gbytes": packed.nbytes / measured.ours.best / 1e9,
+                "dense_ms": 1e3 * measured.other.median,
+                "ratio": measured.ratio,
+                "ratio_of_best": measured.ratio_of_best,
+                "spread": measured.spread,
+                "ratio_ok": measured.ratio <= MAX_RATIO,
                 "extra_mb": extra[m],
                 "memory_ok": extra[m] < MAX_EXTRA_MB,
                 "error": error,
@@ -175,11 +172,17 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def run(schemes: Sequence[WeightOnly], shapes: Sequence[Shape], ms: Sequence[int], dtype: torch.dtype) -> Iterator[Row]:
+def run(
+    schemes: Sequence[WeightOnly],
+    shapes: Sequence[Shape],
+    ms: Sequence[int],
+    dtype: torch.dtype,
+    activations: str | None = None,
+) -> Iterator[Row]:
     """Rows as they are measured: schemes, then shapes, then M."""
     for scheme in schemes:
         for shape in shapes:
-            yield from run_layer(scheme, shape, ms, scheme.dtype or dtype)
+            yield from run_layer(scheme, shape, ms, scheme.dtype or dtype, activations)
 
 
 def failures(rows: Sequence[Row], seconds: float) -> int:
@@ -196,14 +199,21 @@ def _speed_ups(times: Mapping[int, Sample]) -> str:
     )
 
 
+def machine() -> Row:
+    """Facts of the machine, as it is now."""
+    return {
+        "processor": f"{_processor()}, {torch.get_num_threads()} threads",
+        "load average": f"{os.getloadavg()[0]:.1f}",
+        "copy": f"{copy_rate():.1f} GB/s",
+        "torch": torch.__version__,
+    }
+
+
 def report(rows: list[Row], seconds: float, times: Mapping[int, Sample]) -> Report:
     """`seconds` is what packing took (`pack_seconds`), `times` those by numbers of threads (`scaling`)."""
     n, k = PACK_SHAPE
     verdict = "PASS" if seconds < MAX_PACK_SECONDS else "FAIL"
-    facts = {
-        "processor": f"{_processor()}, {torch.get_num_threads()} threads",
-        "load average": f"{os.getloadavg()[0]:.1f}",
-        "torch": torch.__version__,
+    facts = machine() | {
         "threads, M = 1, {}x{}".format(*SCALING_SHAPE): _speed_ups(times),
         f"packing {n}x{k}, 4 bits": f"{seconds:.3f} s ({verdict}: < {MAX_PACK_SECONDS} s)",
         "failures": failures(rows, seconds),

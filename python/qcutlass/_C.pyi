@@ -131,6 +131,7 @@ class GemmArguments(metaclass=_pybind11_type):
     sums: SumScales
     blocks: BlockScales
     quantized: QuantizedOutput
+    int8_activations: bool
     a: int
     a_stride: int
     out: int

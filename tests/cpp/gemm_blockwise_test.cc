@@ -1,3 +1,5 @@
+#include "host/gemm_blockwise.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -67,6 +69,10 @@ class Product {
   void run(int threads) {
     for (int64_t i = 0; i <= case_.m * arguments_.out_stride; ++i) out_.set(i, kCanary);
     host::gemm(arguments_, threads);
+  }
+  void run(host::ByteKernels kernels) {
+    for (int64_t i = 0; i <= case_.m * arguments_.out_stride; ++i) out_.set(i, kCanary);
+    host::gemm_blockwise(arguments_, 2, kernels);
   }
 
   /// The exact answer, and the error that fp32 sums of G rounded terms may have: G + 1 roundings of each, one of the
@@ -155,6 +161,10 @@ TEST_P(GemmBlockwiseTest, IsWithinTheErrorBound) {
     product.run(threads);
     EXPECT_TRUE(product.canaries_are_intact());
     EXPECT_LE(product.worst_error(), 1.0);
+  }
+  for (host::ByteKernels kernels : host::byte_kernels()) {
+    product.run(kernels);
+    EXPECT_LE(product.worst_error(), 1.0) << "kernels " << int(kernels);
   }
 }
 

@@ -1,3 +1,5 @@
+#include "host/gemm_w8a8.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -83,6 +85,10 @@ class Product {
     for (int64_t i = 0; i <= case_.m * arguments_.out_stride; ++i) out_.set(i, kCanary);
     host::gemm(arguments_, threads);
   }
+  void run(host::ByteKernels kernels) {
+    for (int64_t i = 0; i <= case_.m * arguments_.out_stride; ++i) out_.set(i, kCanary);
+    host::gemm_w8a8(arguments_, 2, kernels);
+  }
 
   /// Integers of int8 products are exact in double.
   double sum(int64_t m, int64_t n) const {
@@ -164,6 +170,16 @@ TEST_P(GemmW8A8Test, IsExactOrWithinTheErrorBound) {
   }
 }
 
+TEST_P(GemmW8A8Test, DoesNotDependOnTheKernels) {
+  SumsCase const c = GetParam();
+  Product product(c, 42), other(c, 42);
+  product.run(1);
+  for (host::ByteKernels kernels : host::byte_kernels()) {
+    other.run(kernels);
+    for (int64_t i = 0; i < c.m * (c.n + 5); ++i) ASSERT_EQ(other.out()[i], product.out()[i]) << i;
+  }
+}
+
 std::vector<SumsCase> cases() {
   std::vector<SumsCase> result;
   DType const i8 = DType::kInt8, i32 = DType::kInt32, f16 = DType::kFloat16, f32 = DType::kFloat32;
@@ -197,9 +213,11 @@ TEST(GemmW8A8, TheLargestSum) {
   std::vector<uint8_t> const packed(layout::packed_bytes(Packing::kW8A8, 3, kMaxInt8K), 0x80);
   product.arguments().a = codes.data();
   product.arguments().weights.packed = packed.data();
-  product.run(1);
-  EXPECT_EQ(product.out()[0], kMaxInt8K * 128.0 * 128.0);
-  EXPECT_EQ(product.out()[8 + 2], kMaxInt8K * 128.0 * 128.0);
+  for (host::ByteKernels kernels : host::byte_kernels()) {
+    product.run(kernels);
+    EXPECT_EQ(product.out()[0], kMaxInt8K * 128.0 * 128.0);
+    EXPECT_EQ(product.out()[8 + 2], kMaxInt8K * 128.0 * 128.0);
+  }
 }
 
 TEST(GemmW8A8, NothingToDo) {

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from bench import cpu, gpu_report, gpu_timing, peers, plots, schemes, timing
+from bench import cpu, cpu_int8, cpu_timing, gpu_report, gpu_timing, peers, plots, schemes, timing
 from bench.__main__ import app
 from bench.layer import WeightOnlyLayer
 from bench.peers import base
@@ -360,11 +360,26 @@ def test_a_run_on_a_gpu_survives_its_peers() -> None:
     assert report.facts["skipped"] == bench.skipped
 
 
-def test_cpu_rows_say_how_fast_codes_are_read_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "extra_memory", lambda *_: {1: 0.0, 3: 0.0})
-    scheme = schemes.WeightOnly("w4a16_g32", 4, 32, "none", None)
-    for cell in cpu.run_layer(scheme, (48, 128), (1, 3), torch.float32):
-        codes = 48 * 128 // 2
-        assert 1e9 * cell["codes_gbs"] * 1e-3 * cell["qcutlass_ms"] >= codes  # the best round is at most the median
-        assert cell["copy_gbs"] > 0
-        assert cell["error"] <= 1
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_rows_of_the_cpu_bench(activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product that is timed is judged by the reference of its kind."""
+    monkeypatch.setattr(cpu, "extra_memory", lambda scheme, shape, ms, dtype: dict.fromkeys(ms, 1.0))
+    monkeypatch.setattr(cpu_timing, "LEAST_ROUNDS", 1)
+    monkeypatch.setattr(cpu_timing, "_ROUNDS_SECONDS", 0.0)
+    scheme = schemes.parse_weight_only("w4a16_g32_int")
+    rows = list(cpu.run([scheme], [(64, 96)], [1, 3], torch.float32, activations))
+    assert [(row["m"], row["activations"]) for row in rows] == [(1, activations), (3, activations)]
+    assert all(0 < row["error"] <= 1 and row["gbytes"] > 0 for row in rows)
+
+
+def test_rows_of_the_cpu_bench_of_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_timing, "LEAST_ROUNDS", 1)
+    monkeypatch.setattr(cpu_timing, "_ROUNDS_SECONDS", 0.0)
+    kinds = [schemes.parse(name) for name in ("w8a8", "w8a8_azp")]
+    rows = list(cpu_int8.run([kind for kind in kinds if isinstance(kind, schemes.EightBit)], [(64, 96)], [1, 20]))
+    assert [(row["scheme"], row["m"]) for row in rows] == [(name, m) for name in ("w8a8", "w8a8_azp") for m in (1, 20)]
+    assert all(row["error"] <= 1 and row["torch_ms"] > 0 for row in rows)
+    fp8 = schemes.parse("fp8")
+    assert isinstance(fp8, schemes.EightBit)
+    with pytest.raises(ValueError, match="torch has a product of int8 alone"):
+        list(cpu_int8.run([fp8], [(64, 96)], [1]))

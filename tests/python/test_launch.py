@@ -116,7 +116,7 @@ def test_equal_values_of_other_types_are_still_refused(name: str, good: object, 
 def test_what_an_operator_remembered_does_not_hide_gradients() -> None:
     values = arguments()
     a = values.pop("a").requires_grad_()
-    call = GemmCall(a, *(values.get(name) for name in GemmCall._fields[1:-1]))
+    call = GemmCall(a, **values)
     torch.ops.qcutlass.gemm(*call)
     with pytest.raises(RuntimeError, match="a requires grad"):
         qcutlass.gemm(a, **values)

@@ -5,6 +5,10 @@
 //   a'[m, k] = round_to_a_type(a[m, p] * act_scale[p]),  p = perm ? perm[k] : k      (act_scale: in the columns' own
 //   order)
 //
+// With int8_activations a' is then quantised in blocks of 32 columns kb, and meets exact sums of codes:
+//
+//   a'[m, k] ~ a_q[m, k] * scale[m, kb],  scale = max |a'[m, k in kb]| / 127,  a_q = round(a' / scale)
+//
 // 8 by 8 bits (Packing::kW8A8): out[m, n] = activation(sum * a_scale[m] * w_scale[n] + bias[n]), with
 //
 //   sum = sum_k (a[m, k] - azp[m]) * w[n, k]      int8: exact in int32; fp8: fp32 accumulation, no azp
@@ -92,6 +96,8 @@ struct GemmArguments {
   bool settled = false;
   void* workspace = nullptr;  ///< workspace_bytes() bytes, 16-byte aligned, contents undefined before and after
   size_t workspace_bytes = 0;
+  /// On the host, of weight-only products: activations are quantised to int8 first, in blocks of 32 columns.
+  bool int8_activations = false;
 };
 
 namespace host {

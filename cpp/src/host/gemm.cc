@@ -12,6 +12,7 @@
 #include "host/epilogue.h"
 #include "host/few_rows.h"
 #include "host/gemm_blockwise.h"
+#include "host/gemm_int8_activations.h"
 #include "host/gemm_w8a8.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
@@ -38,6 +39,7 @@ void check_gemm(GemmArguments const& arguments, int threads) {
         "bias_type must be float16, bfloat16, float32 or none");
   check(arguments.act_scale_type == DType::kNone || is_floating(arguments.act_scale_type),
         "act_scale_type must be float16, bfloat16, float32 or none");
+  if (arguments.int8_activations) check_int8_activations(arguments.weights);
   if (arguments.m == 0 || arguments.weights.n == 0) return;
   check_not_null("a", arguments.a);
   check_not_null("out", arguments.out);
@@ -165,6 +167,7 @@ void gemm(GemmArguments const& arguments, int threads) {
   WeightArguments const& weights = arguments.weights;
   if (arguments.m == 0 || weights.n == 0) return;
   std::vector<float> const activations = load_activations(arguments, threads);
+  if (arguments.int8_activations) return gemm_int8_activations(arguments, activations.data(), threads, store_strip);
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 4 + 1);
   if (FewRows::serves(weights, arguments.m)) {
     FewRows const rows(weights, activations.data(), arguments.m);

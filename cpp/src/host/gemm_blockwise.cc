@@ -8,7 +8,7 @@
 #include "host/eight_bit_rows.h"
 #include "host/epilogue.h"
 #include "host/int8_codes.h"
-#include "host/int8_dot.h"
+#include "host/int8_tiles.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
@@ -19,7 +19,6 @@ namespace qcutlass::host {
 namespace {
 
 constexpr int kTileK = layout::tile_k(Packing::kW8A8);
-constexpr int kMostTiles = 128 / kTileK;  // of a block
 
 void check_types(GemmArguments const& arguments) {
   check(!kind_of(arguments).dequantises() && arguments.a_type == DType::kInt8,
@@ -69,18 +68,19 @@ void check_gemm(GemmArguments const& arguments, int threads) {
 }
 
 /// Adds the products of one strip of 16 channels to `out`, a row of which has `width` elements.
-QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t strip, int64_t width,
+template <class Bytes>
+QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip, int64_t width,
                               int32_t* __restrict sums, float* __restrict out) {
   BlockScales const& blocks = arguments.blocks;
   uint8_t const* const packed = strip_of(arguments.weights, strip);
   float const* const w_scale = blocks.w + strip * layout::kTileN / blocks.size * blocks.w_stride;
   int64_t const tiles = rows.stride / kTileK, tiles_of_block = blocks.size / kTileK;
-  Int8Strip<kMostTiles> weights;
+  Int8Tiles<Bytes> weights;
   for (int64_t tile = 0, block = 0; tile < tiles; tile += tiles_of_block, ++block) {
     int64_t const count = std::min(tiles_of_block, tiles - tile);
     weights.decode(packed + tile * layout::kTileBytes, count);
-    std::fill(sums, sums + rows.count * layout::kTileN, 0);
-    weights.multiply(rows.elements.data() + tile * kTileK, rows.stride, rows.count, count * kTileK, sums);
+    rows.start(block, sums);
+    weights.multiply(rows, tile * kTileK, count * kTileK, sums);
     for (int64_t row = 0; row < rows.count; ++row) {
       float const scale = blocks.a[(rows.begin + row) * blocks.a_stride + block] * w_scale[block];
       int32_t const* const from = sums + row * layout::kTileN;
@@ -90,17 +90,35 @@ QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Rows<int16_t> cons
   }
 }
 
-QCUTLASS_MULTIVERSION void multiply_strip(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t strip,
-                                          int64_t width, int32_t* sums, float* out) {
-  multiply(arguments, rows, strip, width, sums, out);
+void multiply_strip(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip, int64_t width, int32_t* sums,
+                    float* out) {
+  multiply<PlainBytes>(arguments, rows, strip, width, sums, out);
 }
-QCUTLASS_AVX512_VNNI void multiply_strip_vnni(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t strip,
-                                              int64_t width, int32_t* sums, float* out) {
-  multiply(arguments, rows, strip, width, sums, out);
+QCUTLASS_AVX2 void multiply_strip_avx2(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
+                                       int64_t width, int32_t* sums, float* out) {
+  multiply<Avx2Bytes>(arguments, rows, strip, width, sums, out);
+}
+QCUTLASS_AVX2 void multiply_strip_avx_vnni(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
+                                           int64_t width, int32_t* sums, float* out) {
+  multiply<AvxVnniBytes>(arguments, rows, strip, width, sums, out);
+}
+QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(GemmArguments const& arguments, Int8Rows const& rows,
+                                                     int64_t strip, int64_t width, int32_t* sums, float* out) {
+  multiply<Avx512VnniBytes>(arguments, rows, strip, width, sums, out);
+}
+
+auto choose_multiply_strip(ByteKernels kernels) {
+  switch (kernels) {
+    case ByteKernels::kAvx2: return multiply_strip_avx2;
+    case ByteKernels::kAvxVnni: return multiply_strip_avx_vnni;
+    case ByteKernels::kAvx512Vnni: return multiply_strip_avx512_vnni;
+    case ByteKernels::kPlain: break;
+  }
+  return multiply_strip;
 }
 
 /// Bias and activation of `width` channels from `n` on, whose sums become outputs, quantised or not.
-QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Rows<int16_t> const& rows, int64_t n, int64_t width,
+QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Int8Rows const& rows, int64_t n, int64_t width,
                                  float* values) {
   QuantizedOutput const& quantized = arguments.quantized;
   int64_t const count = std::min(width, arguments.weights.n - n);
@@ -121,17 +139,17 @@ QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Rows<int16_t> c
 
 }  // namespace
 
-void gemm_blockwise(GemmArguments const& arguments, int threads) {
+void gemm_blockwise(GemmArguments const& arguments, int threads, ByteKernels kernels) {
   check_gemm(arguments, threads);
   int64_t const n = arguments.weights.n, k = arguments.weights.k;
   if (arguments.m == 0 || n == 0) return;
-  auto const run = has_avx512_vnni() ? multiply_strip_vnni : multiply_strip;
+  auto const run = choose_multiply_strip(kernels);
   // Channels that are finished together.
   int64_t const width = arguments.out_type == DType::kInt8 ? arguments.quantized.size : layout::kTileN;
   int64_t const strips = width / layout::kTileN, block = rows_of_a_block(k);
   for (int64_t begin = 0; begin < arguments.m; begin += block) {
     int64_t const count = std::min(block, arguments.m - begin);
-    Rows<int16_t> const rows = load_rows<int16_t>(arguments, begin, count, threads);
+    Int8Rows const rows = load_int8_rows(arguments, begin, count, arguments.blocks.size, threads);
     int64_t const grain = strips_of_a_grain(k, count) / strips;
     parallel_for(layout::ceil_div(n, width), grain, threads, [&](int64_t first, int64_t last) {
       std::vector<int32_t> sums(count * layout::kTileN);

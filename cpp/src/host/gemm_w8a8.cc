@@ -1,6 +1,5 @@
-// The 8-by-8-bit product on the CPU. int8: weights are widened to int16, a strip of 16 channels at a time, and met by
-// every row of activations in exact dot products. fp8: both sides are decoded to fp32, exactly, and multiplied as the
-// weight-only product multiplies.
+// The 8-by-8-bit product on the CPU. int8: dot products of bytes, exact. fp8: both sides are decoded to fp32, exactly,
+// and multiplied as the weight-only product multiplies.
 #include "host/gemm_w8a8.h"
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 #include "host/eight_bit_rows.h"
 #include "host/epilogue.h"
 #include "host/float8_tile.h"
-#include "host/int8_dot.h"
+#include "host/int8_tiles.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
@@ -73,19 +72,22 @@ void check_gemm(GemmArguments const& arguments, int threads) {
 
 // Sums of one strip of 16 channels, [rows][16].
 
-QCUTLASS_INLINE void multiply_int8(uint8_t const* packed, Rows<int16_t> const& rows, int32_t* sums) {
+template <class Bytes>
+QCUTLASS_INLINE void multiply_int8(uint8_t const* packed, Int8Rows const& rows, int32_t* sums) {
+  Int8Tiles<Bytes> weights;
   int64_t const tiles = rows.stride / kTileK;
-  constexpr int kMaxTiles = 32;  // 32 KB: a first-level cache
-  Int8Strip<kMaxTiles> weights;
-  for (int64_t tile = 0; tile < tiles; tile += kMaxTiles) {
-    int64_t const count = std::min<int64_t>(kMaxTiles, tiles - tile);
+  rows.start(0, sums);
+  if (rows.count == 1) return weights.multiply_row(packed, rows, sums);
+  for (int64_t tile = 0; tile < tiles; tile += weights.kTiles) {
+    int64_t const count = std::min<int64_t>(weights.kTiles, tiles - tile);
     weights.decode(packed + tile * layout::kTileBytes, count);
-    weights.multiply(rows.elements.data() + tile * kTileK, rows.stride, rows.count, count * kTileK, sums);
+    weights.multiply(rows, tile * kTileK, count * kTileK, sums);
   }
 }
 
 template <int kLanes>
-QCUTLASS_INLINE void multiply_float8(uint8_t const* packed, Rows<float> const& rows, int64_t k_extent, float* sums) {
+QCUTLASS_INLINE void multiply_float8(uint8_t const* packed, Float8Rows const& rows, int64_t k_extent, float* sums) {
+  std::fill_n(sums, rows.count * layout::kTileN, 0.0f);
   Float8Tile<kLanes> weights;
   for (int64_t k = 0; k < k_extent; k += kTileK, packed += layout::kTileBytes) {
     weights.decode(packed);
@@ -94,29 +96,41 @@ QCUTLASS_INLINE void multiply_float8(uint8_t const* packed, Rows<float> const& r
   }
 }
 
-QCUTLASS_MULTIVERSION void multiply_strip(uint8_t const* packed, Rows<int16_t> const& rows, int64_t, int32_t* sums) {
-  multiply_int8(packed, rows, sums);
+void multiply_strip(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
+  multiply_int8<PlainBytes>(packed, rows, sums);
 }
-QCUTLASS_AVX512_VNNI void multiply_strip_vnni(uint8_t const* packed, Rows<int16_t> const& rows, int64_t,
-                                              int32_t* sums) {
-  multiply_int8(packed, rows, sums);
+QCUTLASS_AVX2 void multiply_strip_avx2(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
+  multiply_int8<Avx2Bytes>(packed, rows, sums);
+}
+QCUTLASS_AVX2 void multiply_strip_avx_vnni(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
+  multiply_int8<AvxVnniBytes>(packed, rows, sums);
+}
+QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(uint8_t const* packed, Int8Rows const& rows, int64_t,
+                                                     int32_t* sums) {
+  multiply_int8<Avx512VnniBytes>(packed, rows, sums);
 }
 // Eight lanes are an AVX register; other instruction sets than AVX-512 split them.
-QCUTLASS_MULTIVERSION void multiply_strip(uint8_t const* packed, Rows<float> const& rows, int64_t k, float* sums) {
+QCUTLASS_MULTIVERSION void multiply_strip(uint8_t const* packed, Float8Rows const& rows, int64_t k, float* sums) {
   multiply_float8<8>(packed, rows, k, sums);
 }
-QCUTLASS_AVX512 void multiply_strip_avx512(uint8_t const* packed, Rows<float> const& rows, int64_t k, float* sums) {
+QCUTLASS_AVX512 void multiply_strip_avx512(uint8_t const* packed, Float8Rows const& rows, int64_t k, float* sums) {
   multiply_float8<16>(packed, rows, k, sums);
 }
 
-template <class Element, class Sum>
-using MultiplyStrip = void (*)(uint8_t const* packed, Rows<Element> const& rows, int64_t k, Sum* sums);
+/// Writes sums [rows][16].
+template <class Rows, class Sum>
+using MultiplyStrip = void (*)(uint8_t const* packed, Rows const& rows, int64_t k, Sum* sums);
 
-MultiplyStrip<int16_t, int32_t> choose_multiply_int8() {
-  if (has_avx512_vnni()) return multiply_strip_vnni;
+MultiplyStrip<Int8Rows, int32_t> choose_multiply_int8(ByteKernels kernels) {
+  switch (kernels) {
+    case ByteKernels::kAvx2: return multiply_strip_avx2;
+    case ByteKernels::kAvxVnni: return multiply_strip_avx_vnni;
+    case ByteKernels::kAvx512Vnni: return multiply_strip_avx512_vnni;
+    case ByteKernels::kPlain: break;
+  }
   return multiply_strip;
 }
-MultiplyStrip<float, float> choose_multiply_float8() {
+MultiplyStrip<Float8Rows, float> choose_multiply_float8() {
   if (has_avx512()) return multiply_strip_avx512;
   return multiply_strip;
 }
@@ -170,17 +184,16 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t f
   }
 }
 
-template <class Element, class Sum>
-void run(GemmArguments const& arguments, int threads, MultiplyStrip<Element, Sum> multiply) {
+template <class Rows, class Sum, class Load>
+void run(GemmArguments const& arguments, int threads, Load const& load, MultiplyStrip<Rows, Sum> multiply) {
   int64_t const n = arguments.weights.n, k = arguments.weights.k;
   int64_t const block = rows_of_a_block(k);
   for (int64_t begin = 0; begin < arguments.m; begin += block) {
     int64_t const count = std::min(block, arguments.m - begin);
-    Rows<Element> const rows = load_rows<Element>(arguments, begin, count, threads);
+    Rows const rows = load(begin, count);
     parallel_for(layout::tiles_n(n), strips_of_a_grain(k, count), threads, [&](int64_t first, int64_t last) {
       std::vector<Sum> sums(count * layout::kTileN);
       for (int64_t strip = first; strip < last; ++strip) {
-        std::fill(sums.begin(), sums.end(), Sum{0});
         multiply(strip_of(arguments.weights, strip), rows, k, sums.data());
         store_strip(arguments, begin, count, strip, sums.data());
       }
@@ -190,11 +203,17 @@ void run(GemmArguments const& arguments, int threads, MultiplyStrip<Element, Sum
 
 }  // namespace
 
-void gemm_w8a8(GemmArguments const& arguments, int threads) {
+void gemm_w8a8(GemmArguments const& arguments, int threads, ByteKernels kernels) {
   check_gemm(arguments, threads);
   if (arguments.m == 0 || arguments.weights.n == 0) return;
-  if (arguments.a_type == DType::kInt8) return run(arguments, threads, choose_multiply_int8());
-  run(arguments, threads, choose_multiply_float8());
+  if (arguments.a_type == DType::kInt8) {
+    auto const load = [&](int64_t begin, int64_t count) {
+      return load_int8_rows(arguments, begin, count, arguments.weights.k, threads);
+    };
+    return run(arguments, threads, load, choose_multiply_int8(kernels));
+  }
+  auto const load = [&](int64_t begin, int64_t count) { return load_float8_rows(arguments, begin, count, threads); };
+  run(arguments, threads, load, choose_multiply_float8());
 }
 
 }  // namespace qcutlass::host

@@ -1,10 +1,12 @@
 // The product of 8-bit activations by weights of 8 bits.
 #pragma once
 
+#include "host/byte_dot.h"
 #include "qcutlass/gemm.h"
 
 namespace qcutlass::host {
 
-void gemm_w8a8(GemmArguments const& arguments, int threads);
+/// `kernels`: of int8.
+void gemm_w8a8(GemmArguments const& arguments, int threads, ByteKernels kernels = byte_kernels().back());
 
 }  // namespace qcutlass::host

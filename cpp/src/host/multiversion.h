@@ -7,13 +7,16 @@
 //
 // Vectors of 16 lanes are worth code of their own, since the compiler splits them badly where registers are narrower: a
 // function marked QCUTLASS_AVX512 may be called where has_avx512(). It may cut sums into other parts than the rest
-// does, within the same bounds. QCUTLASS_AVX512_VNNI is the same with dot products of integers in one instruction.
+// does, within the same bounds. QCUTLASS_AVX512_VNNI is the same with dot products of integers in one instruction,
+// QCUTLASS_AVX2 with registers of 8 lanes. Where QCUTLASS_X86_LEVELS is not defined, these functions are compiled as
+// any other, and may not hold instructions of their own.
 #pragma once
 
 #define QCUTLASS_INLINE inline __attribute__((always_inline))
 
 #if defined(QCUTLASS_MULTIVERSION)
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define QCUTLASS_X86_LEVELS
 #define QCUTLASS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define QCUTLASS_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define QCUTLASS_AVX512 __attribute__((target("arch=x86-64-v4")))
@@ -26,14 +29,16 @@ namespace qcutlass::host {
 
 #if defined(QCUTLASS_AVX512)
 inline bool has_avx2() { return __builtin_cpu_supports("x86-64-v3"); }
+inline bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 inline bool has_avx512() { return __builtin_cpu_supports("x86-64-v4"); }
 inline bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #else
 #define QCUTLASS_AVX2
 #define QCUTLASS_AVX512
 #define QCUTLASS_AVX512_VNNI
-inline bool has_avx512_vnni() { return false; }
 inline bool has_avx2() { return false; }
+inline bool has_avx_vnni() { return false; }
+inline bool has_avx512_vnni() { return false; }
 inline bool has_avx512() {
 #if defined(__AVX512F__)
   return true;

@@ -90,6 +90,7 @@ void register_arguments(py::module_& module) {
       .def_readwrite("sums", &GemmArguments::sums)
       .def_readwrite("blocks", &GemmArguments::blocks)
       .def_readwrite("quantized", &GemmArguments::quantized)
+      .def_readwrite("int8_activations", &GemmArguments::int8_activations)
       .def_readwrite("a_stride", &GemmArguments::a_stride)
       .def_readwrite("out_stride", &GemmArguments::out_stride)
       .def_readwrite("bias_type", &GemmArguments::bias_type)

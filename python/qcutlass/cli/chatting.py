@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qcutlass.cli.running import Device, Eager, Folder, Fuse, Threads, Type, load
+from qcutlass.cli.running import Device, Eager, Folder, Fuse, Quantized, Threads, Type, load
 from qcutlass.cli.terminal import console, echo, say, steps
 
 _HELP = "/reset forgets what was said, /exit or Ctrl-D ends; Ctrl-C ends an answer."
@@ -34,6 +34,7 @@ def chat(
     device: Device = "cpu",
     dtype: Type = None,
     fuse: Fuse = None,
+    activations: Quantized = None,
     eager: Eager = False,
     threads: Threads = None,
 ) -> None:
@@ -45,7 +46,7 @@ def chat(
 
     sampling = Sampling(temperature, top_p, seed)
     with steps(console(stderr=True), "loading") as report:
-        model, tokenizer = load(folder, device, dtype, fuse, threads, report, eager)
+        model, tokenizer = load(folder, device, dtype, fuse, activations, threads, report, eager)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{folder}: its tokenizer has no chat template; qcutlass generate continues texts")
     from qcutlass.models.generation import fast_steps

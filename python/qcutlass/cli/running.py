@@ -20,6 +20,12 @@ class Floats(str, Enum):
     float32 = "float32"
 
 
+class QuantizedActivations(str, Enum):
+    """Types to which layers quantise their input."""
+
+    int8 = "int8"
+
+
 Folder = Annotated[
     Path,
     typer.Argument(
@@ -35,6 +41,10 @@ Fuse = Annotated[
         help="Run blocks in fewer operators, such as one product for q, k and v. By default where that is faster.",
         show_default=False,
     ),
+]
+Quantized = Annotated[
+    QuantizedActivations | None,
+    typer.Option("--activations", help="On the CPU, weight-only layers quantise their input: faster, and less exact."),
 ]
 Eager = Annotated[
     bool, typer.Option("--eager", help="On a GPU, do not compile the steps of decoding, which takes half a minute.")
@@ -55,6 +65,7 @@ def evaluate(
     device: Device = "cpu",
     dtype: Type = None,
     fuse: Fuse = None,
+    activations: Quantized = None,
     threads: Threads = None,
 ) -> None:
     """Compute a model's perplexity on a text."""
@@ -62,7 +73,7 @@ def evaluate(
         raise ValueError(f"--tokens {tokens}: expected at least one window of {window}; pass --window {tokens} as well")
     words = read_text("--text", text)
     with steps(console(stderr=True), "loading") as report:
-        model, tokenizer = load(folder, device, dtype, fuse, threads, report)
+        model, tokenizer = load(folder, device, dtype, fuse, activations, threads, report)
         report("tokenizing", 0, 0)
         ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
         from qcutlass.models.evaluation import perplexity
@@ -93,6 +104,7 @@ def generate(
     device: Device = "cpu",
     dtype: Type = None,
     fuse: Fuse = None,
+    activations: Quantized = None,
     eager: Eager = False,
     threads: Threads = None,
 ) -> None:
@@ -102,7 +114,7 @@ def generate(
     sampling = Sampling(temperature, top_p, seed)
     words = _standard_input() if prompt is None else prompt
     with steps(console(stderr=True), "loading") as report:
-        model, tokenizer = load(folder, device, dtype, fuse, threads, report, eager)
+        model, tokenizer = load(folder, device, dtype, fuse, activations, threads, report, eager)
     from qcutlass.models.generation import Generation, Interrupted
     from qcutlass.models.generation import generate as generate_text
 
@@ -149,6 +161,7 @@ def load(
     device: str,
     dtype: Floats | None,
     fuse: bool | None,
+    activations: QuantizedActivations | None,
     threads: int | None,
     report: Steps,
     eager: bool = True,
@@ -171,7 +184,8 @@ def load(
 
     place = runnable_model(folder, report)
     report("loading", 0, 0)
-    model, tokenizer = load_model(place, where, None if dtype is None else getattr(torch, dtype.value))
+    numbers = None if dtype is None else getattr(torch, dtype.value)
+    model, tokenizer = load_model(place, where, numbers, None if activations is None else activations.value)
     skipped: dict[Any, str] = {}
     if fuse or (fuse is None and where.type == "cpu"):
         skipped = dict(fuse_block(model).skipped)

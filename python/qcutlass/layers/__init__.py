@@ -7,7 +7,7 @@ from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
 from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
 from qcutlass.layers.sharding import shard
-from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.layers.weight_only import WeightOnlyLinear, use_activations
 from qcutlass.schemes import FP8, W8A8, Blockwise, Scheme, WeightOnly
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "fuse_projections",
     "replace_linear",
     "shard",
+    "use_activations",
 ]

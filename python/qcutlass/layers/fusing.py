@@ -129,6 +129,7 @@ class FusedProjection(nn.Module):
             self.in_features, self.out_features, product.bits, product.group_size, product.activation, copies
         )
         layer.as_minima = product.stored_as_minima[self._index]
+        layer.activations = product.activations
         return layer.train(self.training)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -169,6 +170,7 @@ class _FusedLinear(WeightOnlyLinear):
         parts = {name: _joined(name, [member._buffers[name] for member in members]) for name in names}
         sizes = [member.out_features for member in members]
         QuantLinear.__init__(self, first.in_features, sum(sizes), first.bits, first.group_size, first.activation, parts)
+        self.activations = first.activations
         self.sizes = sizes
         self.stored_as_minima = [member.as_minima for member in members]
         self._pending: _Pending | None = None
@@ -267,7 +269,7 @@ def _obstacle(names: Sequence[str], members: Sequence[nn.Module]) -> str | None:
         if member.w_packed.is_meta:
             return f"{name} is on the meta device; load its state first"
         layers.append(member)
-    for attribute in ("in_features", "bits", "group_size", "activation"):
+    for attribute in ("in_features", "bits", "group_size", "activation", "activations"):
         found = [getattr(layer, attribute) for layer in layers]
         if any(value != found[0] for value in found):
             return f"{attribute} differs: {', '.join(map(str, found))}"

@@ -17,7 +17,7 @@ from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, shape_of, short
 from qcutlass.products.multiplying import compute
-from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, check_quantized_activations, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import WeightOnly
 
@@ -26,6 +26,10 @@ _PROBE: Final = torch.float16  # activations that are allowed everywhere
 
 class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     """A linear layer on `qcutlass.gemm`. `QuantLinear` says what all quantised layers do.
+
+    Attributes:
+        activations: None: as they are; "int8": quantised on the CPU, as by `gemm(..., activations="int8")`, where the
+            groups allow it; `use_activations` sets it throughout a model. No part of the state.
 
     Buffers: `w_packed`, `scales`, `zeros`, `bias`, `act_scale`, `perm`, as `gemm` takes them; all but the first two may
     be None. In converted folders, and in the state of layers that come from there, `minima` of 16 bits may stand for
@@ -49,6 +53,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
     OPTIONAL: ClassVar = ("zeros", "bias", "act_scale", "perm")
 
+    activations: str | None = None
     w_packed: Tensor
     scales: Tensor
     zeros: Tensor | None
@@ -141,6 +146,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             parts["perm"],
             self.group_size,
             self.bits,
+            activations=self.activations,
         )
         return compute(WEIGHT_ONLY, call, None)
 
@@ -201,6 +207,11 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if scales is not None and len(error_msgs) == errors:
             self.as_minima = minima is not None
 
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether its groups allow `activations="int8"`."""
+        return has_whole_steps(self.group_size, self.in_features)
+
     def canonical(self) -> CanonicalLinear:
         """The layer with its codes unpacked, as loaders of checkpoints yield it."""
         return CanonicalLinear(self._weight(self._codes()), self.bias, self.perm, self.act_scale)
@@ -232,7 +243,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         whole = self._weight(self._codes())
         if axis == "out":
             bias = None if self.bias is None else self.bias[part]
-            return _copy(whole.rows(part), bias, self.activation, self.act_scale, self.perm)
+            return self._like(_copy(whole.rows(part), bias, self.activation, self.act_scale, self.perm))
         size, step = part.stop - part.start, self.group_size
         if step < self.in_features and size % step:
             raise ValueError(
@@ -242,12 +253,57 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if self.perm is not None:
             raise ValueError("layer: act-order mixes the columns of all parts; cut it along axis 'out'")
         act_scale = None if self.act_scale is None else self.act_scale[part]
-        return _copy(whole.columns(part), self.bias if part.start == 0 else None, None, act_scale, None)
+        bias = self.bias if part.start == 0 else None
+        return self._like(_copy(whole.columns(part), bias, None, act_scale, None))
+
+    def _like(self, part: WeightOnlyLinear) -> WeightOnlyLinear:
+        """A part of the layer with its options."""
+        part.activations = self.activations
+        return part
 
     def _description(self) -> list[str]:
         zeros = None if self.zeros is None else short(self.zeros.dtype)
         described = [f"bits={self.bits}", f"group_size={self.group_size}", f"zeros={zeros}"]
-        return described + [f"{name}=True" for name in ("act_scale", "perm") if self._buffers[name] is not None]
+        described += [f"{name}=True" for name in ("act_scale", "perm") if self._buffers[name] is not None]
+        return described + ([] if self.activations is None else [f"activations={self.activations!r}"])
+
+
+def use_activations(model: nn.Module, activations: str | None) -> list[str]:
+    """Has the weight-only layers of a model multiply activations as they are, or quantised.
+
+    Args:
+        model: with layers from `replace_linear`, `load_model` or by hand, fused ones, too; changed in place.
+        activations: None: as they are; "int8": quantised, as `gemm` describes it, by layers on the CPU.
+
+    Returns:
+        Names of the layers. Those with groups that are no multiple of 16 columns, and so cannot, are left as they are.
+
+    Raises:
+        TypeError: `model` is no module, or `activations` neither a name nor None.
+        ValueError: `activations` is another name, or the model has no such layer.
+        UnsupportedError: a layer is on a GPU.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> _ = qcutlass.replace_linear(model, qcutlass.WeightOnly(bits=4, group_size=32))
+        >>> qcutlass.layers.use_activations(model, "int8")
+        ['0', '2']
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_quantized_activations(activations, torch.device("cpu"))
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, WeightOnlyLinear)}
+    for layer in layers.values():
+        check_quantized_activations(activations, layer.w_packed.device)
+    able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
+    if not able:
+        raise ValueError(
+            "model: expected layers of quantised weights whose groups are a multiple of 16 columns, or one"
+        )
+    for layer in able.values():
+        layer.activations = activations
+    return list(able)
 
 
 def _quantized(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:

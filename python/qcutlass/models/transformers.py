@@ -30,10 +30,11 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
-from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear
+from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.base import from_layer
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, load_tokenizer, reading
+from qcutlass.products.weight_only import check_quantized_activations
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
     from transformers import PreTrainedModel
@@ -295,7 +296,10 @@ def checkpoint_config(folder: str | PathLike[str], config: dict[str, Any] | None
 
 
 def load_model(
-    folder: str | PathLike[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    folder: str | PathLike[str],
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    activations: str | None = None,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, from a converted folder or one that `qcutlass.formats` reads.
 
@@ -305,6 +309,7 @@ def load_model(
         folder: also one with floats, which then stay floats.
         device: to which the model is moved.
         dtype: of embeddings, norms and activations; None: float32 on the CPU, on a GPU the configuration's, or float16.
+        activations: "int8": the weight-only layers quantise their input, on the CPU; see `qcutlass.gemm`.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -333,6 +338,7 @@ def load_model(
         else:
             config.quantization_config = QcutlassConfig().to_dict()
     where = torch.device(device)
+    check_quantized_activations(activations, where)
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     elif dtype is None:
@@ -345,7 +351,10 @@ def load_model(
     if report["missing_keys"]:  # which transformers fills with random numbers
         names = sorted(report["missing_keys"])
         raise CheckpointError(f"{path}: {len(names)} of the model's tensors are absent: {', '.join(names[:4])}")
-    return model.to(where).eval(), tokenizer
+    model = model.to(where).eval()
+    if activations is not None:
+        use_activations(model, activations)
+    return model, tokenizer
 
 
 def _weights_file(folder: Path, files: Iterable[str]) -> str:

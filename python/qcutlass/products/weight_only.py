@@ -25,7 +25,27 @@ from qcutlass.products.packing import WeightShape, check_weights, weight_argumen
 
 _PERM: Final = (torch.int32,)
 _ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
-_CUDA_GROUP_STEP: Final = 16
+_GROUP_STEP: Final = 16  # of the kernels for CUDA, and of those for int8 activations
+
+
+def has_whole_steps(group_size: int, k: int) -> bool:
+    """Whether groups are whole steps of the packed layout, or one a channel."""
+    return group_size >= k or group_size % _GROUP_STEP == 0
+
+
+def check_quantized_activations(activations: object, device: torch.device) -> None:
+    """Raises unless activations on `device` can be quantised so; None: they are not quantised."""
+    if activations is None:
+        return
+    if not isinstance(activations, str):
+        raise TypeError(f"activations: expected 'int8' or None, got {type(activations).__name__}")
+    if activations != "int8":
+        raise ValueError(f"activations: expected 'int8' or None, got {activations!r}")
+    if device.type == "cuda":
+        raise UnsupportedError(
+            "activations: 'int8' is for CPU tensors; on CUDA leave it out, or quantise the weights to int8, too, and "
+            "use gemm_w8a8"
+        )
 
 
 class GemmCall(NamedTuple):
@@ -43,6 +63,7 @@ class GemmCall(NamedTuple):
     bits: int | None = None
     tactic: str | None = None
     split_k: int = 0
+    activations: str | None = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -67,10 +88,17 @@ class GemmCall(NamedTuple):
         check_options(self.activation, self.tactic, self.split_k)
         if out is not None:
             check_out("a", a, out, n, a.dtype)
-        if device.type == "cuda" and shape.group_size < k and shape.group_size % _CUDA_GROUP_STEP != 0:
+        check_quantized_activations(self.activations, device)
+        irregular = not has_whole_steps(shape.group_size, k)
+        if irregular and device.type == "cuda":
             raise UnsupportedError(
-                f"group_size: on CUDA groups are multiples of {_CUDA_GROUP_STEP} columns, or one a channel; "
+                f"group_size: on CUDA groups are multiples of {_GROUP_STEP} columns, or one a channel; "
                 f"got {shape.group_size}. Quantise with another group size, or use CPU tensors"
+            )
+        if irregular and self.activations is not None:
+            raise UnsupportedError(
+                f"group_size: for activations={self.activations!r} groups are multiples of {_GROUP_STEP} columns, or "
+                f"one a channel; got {shape.group_size}. Leave activations out"
             )
         return shape
 
@@ -78,6 +106,7 @@ class GemmCall(NamedTuple):
         return self
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
+        arguments.int8_activations = self.activations is not None
         arguments.weights, operands = weight_arguments(shape, self.w_packed, self.scales, self.zeros)
         if self.act_scale is not None:
             act_scale = self.act_scale.contiguous()
@@ -97,6 +126,8 @@ class GemmCall(NamedTuple):
         ]
         optional = {"bias": self.bias, "act_scale": self.act_scale, "perm": self.perm}
         parts += [name for name, operand in optional.items() if operand is not None]
+        if self.activations is not None:
+            parts.append(f"activations quantised to {self.activations}")
         return Description(f"{shape.bits}-bit weights", parts)
 
 

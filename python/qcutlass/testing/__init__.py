@@ -9,7 +9,8 @@ extension, so it can judge both. Two oracles are offered:
   the float64 reference.
 
 Products of 8-bit activations have the same two (`EightBitCase`), and their integer sums must be right bit for bit;
-blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn.
+blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn. Weight-only
+products that quantise their activations are judged by `int8_activations_reference`.
 
 Example:
     >>> import torch
@@ -43,6 +44,11 @@ from qcutlass.testing.bounds import (
     scaled_activations,
 )
 from qcutlass.testing.eight_bit import EightBitCase, EightBitProblem, EightBitReference, Scope
+from qcutlass.testing.int8_activations import (
+    Int8ActivationsReference,
+    int8_activations,
+    int8_activations_reference,
+)
 from qcutlass.testing.poison import Poisoned, poison_free_memory
 from qcutlass.testing.problems import Case, Problem, Zeros, exact_problem, random_problem
 
@@ -56,6 +62,7 @@ __all__ = [
     "EightBitCase",
     "EightBitProblem",
     "EightBitReference",
+    "Int8ActivationsReference",
     "Poisoned",
     "Problem",
     "Reference",
@@ -71,6 +78,8 @@ __all__ = [
     "error_ratio",
     "error_ratios",
     "exact_problem",
+    "int8_activations",
+    "int8_activations_reference",
     "poison_free_memory",
     "quantized_error_ratio",
     "random_problem",

@@ -15,6 +15,10 @@ Both err by rounding alone, in sums of another order; wrong weights err by thous
 PERPLEXITY: Final = 1e-4
 """Largest relative difference of perplexities that rounding alone explains, in fp32; a thousand times what it makes."""
 
+INT8_ACTIVATIONS: Final = 0.05
+"""Largest relative difference of perplexities, of short texts and models cut to few blocks, that activations quantised
+to int8 in blocks of 32 make; wrong scales make orders of magnitude."""
+
 IMPORTED: Final = 0.01
 """Largest difference of the perplexity of SmolLM2, imported without loss, in fp32 or fp16, from that of the dequantised
 model in fp32, which is about 15. Activations in fp16 make a tenth of that, bf16 more than all of it."""

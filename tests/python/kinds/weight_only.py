@@ -331,7 +331,7 @@ class WeightOnly(Description):
     schema = (
         "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
         "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, "
-        "int split_k=0"
+        "int split_k=0, str? activations=None"
     )
     settling = ("w_packed", "scales", "zeros")
     scale = "scales"

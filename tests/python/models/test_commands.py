@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from qcutlass import models
 from qcutlass.cli import app
 from qcutlass.models.evaluation import perplexity
-from qcutlass.testing.models import PERPLEXITY
+from qcutlass.testing.models import INT8_ACTIVATIONS, PERPLEXITY
 
 
 def command(*arguments: object) -> Any:
@@ -212,6 +212,27 @@ def test_threads(random_cut: RandomCut) -> None:
         assert (result.exit_code, torch.get_num_threads()) == (0, 3), result.output
     finally:
         torch.set_num_threads(before)
+
+
+def test_int8_activations(smol: SmolCut, tmp_path: Path) -> None:
+    """Close to the perplexity without, not equal to it; float layers have nothing to quantise for."""
+    text = tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 8)
+    folder, options = smol.awq().folder, ("--text", text, "--window", "32", "--tokens", "70")
+    scores = []
+    for more in ((), ("--activations", "int8")):
+        result = command("eval", folder, *options, *more)
+        assert result.exit_code == 0, result.output
+        scores.append(float(result.stdout.split()[1]))
+    assert scores[0] != scores[1]
+    assert abs(scores[1] / scores[0] - 1) < INT8_ACTIVATIONS
+    prompt = "--prompt", "Once upon a time", "--max-new-tokens", "2", "--activations", "int8"
+    for fused in ((), ("--fuse",)):
+        result = command("generate", folder, *prompt, *fused)
+        assert result.exit_code == 0, result.output
+    refused = command("generate", smol.floats().folder, *prompt)
+    assert refused.exit_code == 2
+    assert "model: expected layers of quantised weights" in refused.output
 
 
 def test_chat_needs_a_template(smol: SmolCut, tmp_path: Path) -> None:

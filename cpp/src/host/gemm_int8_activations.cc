@@ -1,0 +1,92 @@
+#include "host/gemm_int8_activations.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "host/byte_tiles.h"
+#include "host/parallel.h"
+#include "qcutlass/error.h"
+
+namespace qcutlass::host {
+
+namespace {
+
+/// Products that one range of the parallel loop should at least hold: some 10 microseconds.
+constexpr int64_t kGrainOperations = int64_t{1} << 19;
+
+/// Adds the products of one strip of 16 channels to sums [m][16].
+template <class Bytes, Packing kPacking>
+QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                    float* sums) {
+  using Tiles = ByteTiles<Bytes, kPacking>;
+  int64_t const tiles_k = layout::tiles_k(kPacking, weights.k);
+  uint8_t const* const packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles_k * layout::kTileBytes;
+  Tiles tiles(rows.run);
+  for (int64_t tile = 0; tile < tiles_k; tile += Tiles::kTiles) {
+    int64_t const count = std::min<int64_t>(Tiles::kTiles, tiles_k - tile), begin = tile * Tiles::kTileK;
+    tiles.load(weights, strip, begin, packed + tile * layout::kTileBytes, count);
+    tiles.multiply(rows, begin, std::min(count * Tiles::kTileK, weights.k - begin), sums);
+  }
+}
+
+using MultiplyStrip = void (*)(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums);
+
+template <Packing kPacking>
+void multiply_plain(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums) {
+  multiply_strip<PlainBytes, kPacking>(weights, rows, strip, sums);
+}
+template <Packing kPacking>
+QCUTLASS_AVX2 void multiply_avx2(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                 float* sums) {
+  multiply_strip<Avx2Bytes, kPacking>(weights, rows, strip, sums);
+}
+template <Packing kPacking>
+QCUTLASS_AVX2 void multiply_avx_vnni(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                     float* sums) {
+  multiply_strip<AvxVnniBytes, kPacking>(weights, rows, strip, sums);
+}
+template <Packing kPacking>
+QCUTLASS_AVX512_VNNI void multiply_avx512_vnni(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                               float* sums) {
+  multiply_strip<Avx512VnniBytes, kPacking>(weights, rows, strip, sums);
+}
+
+template <Packing kPacking>
+MultiplyStrip choose(ByteKernels kernels) {
+  switch (kernels) {
+    case ByteKernels::kAvx2: return multiply_avx2<kPacking>;
+    case ByteKernels::kAvxVnni: return multiply_avx_vnni<kPacking>;
+    case ByteKernels::kAvx512Vnni: return multiply_avx512_vnni<kPacking>;
+    case ByteKernels::kPlain: break;
+  }
+  return multiply_plain<kPacking>;
+}
+
+}  // namespace
+
+void check_int8_activations(WeightArguments const& weights) {
+  if (weights.groups() > 1 && weights.group_size % kStepK != 0)
+    throw Unsupported("group_size: int8 activations take groups of multiples of " + std::to_string(kStepK) +
+                      " columns, or one group a channel, got " + std::to_string(weights.group_size));
+}
+
+void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads, StoreStrip store,
+                           ByteKernels kernels) {
+  WeightArguments const& weights = arguments.weights;
+  int const run = weights.groups() > 1 && weights.group_size % kActivationBlock != 0 ? kStepK : kActivationBlock;
+  QuantizedRows const rows = quantize_rows(weights.packing, activations, arguments.m, weights.k, run, threads);
+  MultiplyStrip const multiply =
+      weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
+  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
+  parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(arguments.m * layout::kTileN);
+    for (int64_t strip = begin; strip < end; ++strip) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      multiply(weights, rows, strip, sums.data());
+      store(arguments, strip, sums.data());
+    }
+  });
+}
+
+}  // namespace qcutlass::host

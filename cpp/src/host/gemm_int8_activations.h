@@ -1,0 +1,26 @@
+// The weight-only product on the CPU with activations quantised to int8: dot products of bytes.
+//
+//   sum = sum_r (sum_{k in run r} (code[n, k] - zero[g, n]) * a_q[m, k]) * a_scale[m, r] * w_scale[g, n]
+//
+// A run is a block of activations (quantized_rows.h), or a step where a block may belong to two groups g. The inner sum
+// is an exact integer where zeros are; the rest is fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "host/byte_dot.h"
+#include "qcutlass/gemm.h"
+
+namespace qcutlass::host {
+
+/// Finishes the sums [m][16] of a strip of 16 channels.
+using StoreStrip = void (*)(GemmArguments const& arguments, int64_t strip, float* sums);
+
+/// Throws Unsupported for groups that are neither one a channel nor whole steps of 16 columns.
+void check_int8_activations(WeightArguments const& weights);
+
+/// The product of checked arguments. `activations`: [m][k], scaled and permuted.
+void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads, StoreStrip store,
+                           ByteKernels kernels = byte_kernels().back());
+
+}  // namespace qcutlass::host

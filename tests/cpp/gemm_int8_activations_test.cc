@@ -1,0 +1,174 @@
+#include "host/gemm_int8_activations.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "qcutlass/error.h"
+#include "random_weights.h"
+#include "reference.h"
+
+namespace qcutlass {
+namespace {
+
+constexpr int64_t kBlock = 32;
+
+/// Keeps sums as they are.
+void store_sums(GemmArguments const& arguments, int64_t strip, float* sums) {
+  int64_t const n = arguments.weights.n;
+  for (int64_t m = 0; m < arguments.m; ++m) {
+    for (int64_t i = 0; i < 16 && strip * 16 + i < n; ++i)
+      static_cast<float*>(arguments.out)[m * n + strip * 16 + i] = sums[m * 16 + i];
+  }
+}
+
+std::vector<float> run(WeightArguments const& weights, std::vector<float> const& a, int threads,
+                       host::ByteKernels kernels) {
+  GemmArguments arguments;
+  arguments.m = static_cast<int64_t>(a.size()) / weights.k;
+  arguments.weights = weights;
+  std::vector<float> out(arguments.m * weights.n, std::numeric_limits<float>::quiet_NaN());
+  arguments.out = out.data();
+  host::gemm_int8_activations(arguments, a.data(), threads, store_sums, kernels);
+  return out;
+}
+
+std::vector<float> random_activations(int64_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> a(count);
+  for (float& value : a) value = normal(random);
+  return a;
+}
+
+/// The value that stands for element k of a row.
+double quantized(float const* row, int64_t k, int64_t k_extent) {
+  float largest = 0;
+  int64_t const begin = k / kBlock * kBlock;
+  for (int64_t i = begin; i < std::min(begin + kBlock, k_extent); ++i) largest = std::max(largest, std::fabs(row[i]));
+  float const scale = largest == 0 ? 1.0f : largest / 127.0f;
+  return static_cast<double>(scale) * std::nearbyint(row[k] / scale);
+}
+
+struct Case {
+  test::WeightCase weights;
+  int64_t m;
+};
+
+class Int8ActivationsTest : public testing::TestWithParam<Case> {};
+
+TEST_P(Int8ActivationsTest, EveryKindOfKernelMultipliesQuantizedActivations) {
+  Case const& c = GetParam();
+  test::RandomWeights const weights(c.weights, 5);
+  int64_t const n = c.weights.n, k = c.weights.k;
+  std::vector<float> const a = random_activations(c.m * k, 6);
+  for (host::ByteKernels kernels : host::byte_kernels()) {
+    for (int threads : {1, 2}) {
+      std::vector<float> const out = run(weights.arguments(), a, threads, kernels);
+      for (int64_t row = 0; row < c.m; ++row) {
+        for (int64_t channel = 0; channel < n; ++channel) {
+          double sum = 0, magnitude = 0;
+          for (int64_t i = 0; i < k; ++i) {
+            double const x = quantized(a.data() + row * k, i, k);
+            sum += x * weights.weight(channel, i);
+            // Codes reach 2^bits - 1, whatever is left of them when zeros are taken off.
+            magnitude += std::fabs(x) * (1 << weights.arguments().bits()) * 0.011;
+          }
+          // Roundings: of each run's difference, its two scales and the additions that follow, and of the weights here.
+          double const bound = std::ldexp(magnitude, -24) * static_cast<double>(k / 16 + 6);
+          ASSERT_LE(std::fabs(out[row * n + channel] - sum), bound)
+              << "kernels " << int(kernels) << ", " << threads << " threads, [" << row << ", " << channel << "]";
+        }
+      }
+    }
+  }
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> result;
+  DType const f16 = DType::kFloat16;
+  for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
+    for (DType zero : test::zero_types()) result.push_back({{packing, 37, 200, 64, f16, zero}, 3});
+    for (int64_t group : {16, 32, 48, 80, 96, 128, 256, 10000}) {
+      result.push_back({{packing, 17, 300, group, f16, DType::kUInt8}, 2});
+    }
+    for (int64_t m : {1, 2, 4, 7, 8, 9, 15, 16, 31}) result.push_back({{packing, 16, 96, 32, f16, DType::kUInt8}, m});
+    for (int64_t k : {1, 15, 31, 33, 63, 65, 511, 512, 513, 1100}) {
+      result.push_back({{packing, 5, k, 10000, f16, f16}, 1});
+    }
+  }
+  return result;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, Int8ActivationsTest, testing::ValuesIn(cases()), [](auto const& info) {
+  return std::to_string(info.index) + "_m" + std::to_string(info.param.m) + "_" + test::name_of(info.param.weights);
+});
+
+TEST(Int8Activations, LargestCodesDoNotSaturate) {
+  int64_t const n = 16, k = 256;
+  for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
+    int const largest = (1 << bits_of(packing)) - 1;
+    std::vector<uint8_t> codes(n * k, static_cast<uint8_t>(largest)), packed(layout::packed_bytes(packing, n, k));
+    host::pack({packing, n, k, codes.data(), k, packed.data()}, 1);
+    std::vector<float> const scales(n, 1.0f);
+    std::vector<uint8_t> const zeros(n, 0);
+    WeightArguments const weights{
+        packing, n, k, k, packed.data(), DType::kFloat32, scales.data(), n, DType::kUInt8, zeros.data(), n};
+    for (float sign : {1.0f, -1.0f}) {
+      std::vector<float> const a(k, sign * 127.0f);
+      for (host::ByteKernels kernels : host::byte_kernels()) {
+        for (float value : run(weights, a, 1, kernels)) {
+          ASSERT_EQ(value, sign * 127.0f * static_cast<float>(largest * k)) << "kernels " << int(kernels);
+        }
+      }
+    }
+  }
+}
+
+TEST(Int8Activations, RowsDoNotDependOnTheOnesBesideThem) {
+  test::RandomWeights const weights({Packing::kW4A16, 40, 300, 32, DType::kFloat16, DType::kFloat16}, 1);
+  std::vector<float> const a = random_activations(13 * 300, 2);
+  host::ByteKernels const kernels = host::byte_kernels().back();
+  std::vector<float> const all = run(weights.arguments(), a, 1, kernels);
+  for (int64_t row = 0; row < 13; ++row) {
+    std::vector<float> const alone(a.begin() + row * 300, a.begin() + (row + 1) * 300);
+    std::vector<float> const out = run(weights.arguments(), alone, 1, kernels);
+    for (int64_t i = 0; i < 40; ++i) ASSERT_EQ(out[i], all[row * 40 + i]);
+  }
+}
+
+TEST(Int8Activations, NaNAndInfinityStayInTheirRow) {
+  test::RandomWeights const weights({Packing::kW8A16, 20, 70, 64, DType::kFloat16, DType::kFloat16}, 1);
+  for (float special : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    std::vector<float> a = random_activations(3 * 70, 2);
+    a[70 + 69] = special;
+    std::vector<float> const out = run(weights.arguments(), a, 1, host::byte_kernels().back());
+    for (int64_t i = 0; i < 60; ++i) EXPECT_EQ(std::isfinite(out[i]), i / 20 != 1);
+  }
+}
+
+TEST(Int8Activations, RefusesGroupsThatCutSteps) {
+  test::RandomWeights const weights({Packing::kW4A16, 20, 70, 24, DType::kFloat16, DType::kNone}, 1);
+  std::vector<float> a(70), out(20, -1.0f);
+  GemmArguments arguments;
+  arguments.m = 1;
+  arguments.weights = weights.arguments();
+  arguments.a_type = DType::kFloat32;
+  arguments.a = a.data();
+  arguments.a_stride = 70;
+  arguments.out = out.data();
+  arguments.out_stride = 20;
+  arguments.int8_activations = true;
+  EXPECT_THROW(host::gemm(arguments, 1), Unsupported);
+  EXPECT_EQ(out, std::vector<float>(20, -1.0f));
+  arguments.int8_activations = false;
+  host::gemm(arguments, 1);
+  EXPECT_EQ(out, std::vector<float>(20, 0.0f));
+}
+
+}  // namespace
+}  // namespace qcutlass
