@@ -19,10 +19,16 @@ struct ChannelParameters {
 
   /// Loads group `group` of the strip's channels; channels past n get scale and zero 0.
   QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t group) {
-    load(weights, strip, group, 1, this);
+    int64_t const n = strip * layout::kTileN;
+    int64_t const count = std::min<int64_t>(layout::kTileN, weights.n - n);
+    std::fill_n(scales, layout::kTileN, 0.0f);
+    std::fill_n(zeros, layout::kTileN, implied_zero(weights));
+    load_floats(weights.scale_type, weights.scales, group * weights.scale_stride + n, count, scales);
+    load_floats(weights.zero_type, weights.zeros, group * weights.zero_stride + n, count, zeros);
   }
 
-  /// Loads groups [first, first + count).
+  /// Loads groups [first, first + count): for callers to which loading is a large part of the work. Inlined beside a
+  /// product of many rows its branches cost more than they save.
   static QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
                                    ChannelParameters* groups) {
     int64_t const n = strip * layout::kTileN;
@@ -30,9 +36,7 @@ struct ChannelParameters {
     int64_t const scale = first * weights.scale_stride + n, zero = first * weights.zero_stride + n;
     load_all(weights.scale_type, weights.scales, scale, weights.scale_stride, count, channels, 0.0f,
              &ChannelParameters::scales, groups);
-    float const implied_zero =
-        weights.zero_type == DType::kNone ? static_cast<float>(symmetric_zero(weights.bits())) : 0.0f;
-    load_all(weights.zero_type, weights.zeros, zero, weights.zero_stride, count, channels, implied_zero,
+    load_all(weights.zero_type, weights.zeros, zero, weights.zero_stride, count, channels, implied_zero(weights),
              &ChannelParameters::zeros, groups);
   }
 
@@ -42,6 +46,10 @@ struct ChannelParameters {
   using Int = Vectors<8>::Int;
   typedef uint16_t Words __attribute__((vector_size(16)));
   typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+  static float implied_zero(WeightArguments const& weights) {
+    return weights.zero_type == DType::kNone ? static_cast<float>(symmetric_zero(weights.bits())) : 0.0f;
+  }
 
   /// As load_floats, group by group, over the value that others than the `channels` get. Whole strips of the usual
   /// types are vectors: the compiler would unroll loops of kTileN before it sees vectors in them.
