@@ -28,7 +28,7 @@ def states(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def extend(both: tuple[Any, Any], count: int, seed: int) -> None:
+def assert_same_update(both: tuple[Any, Any], count: int, seed: int) -> None:
     for layer in range(2):
         keys, values = states(count, seed + layer)
         expected, found = (cache.update(keys, values, layer) for cache in both)
@@ -40,7 +40,7 @@ def extend(both: tuple[Any, Any], count: int, seed: int) -> None:
 def test_it_holds_what_is_appended(seed: int) -> None:
     both = caches()
     for step, count in enumerate((200, 1, 100, 1, 1, 400)):
-        extend(both, count, seed + 2 * step)
+        assert_same_update(both, count, seed + 2 * step)
 
 
 def test_it_is_written_in_place(seed: int) -> None:
@@ -57,24 +57,24 @@ def test_it_is_written_in_place(seed: int) -> None:
 
 def test_cropped_reordered_and_copied_caches_go_on(seed: int) -> None:
     both = caches()
-    extend(both, 20, seed)
+    assert_same_update(both, 20, seed)
     for cache in both:
         cache.crop(-5)
-    extend(both, 1, seed + 1)
+    assert_same_update(both, 1, seed + 1)
     for cache in both:
         cache.reorder_cache(torch.tensor([2, 0, 0]))
-    extend(both, 2, seed + 2)
+    assert_same_update(both, 2, seed + 2)
     deep, shallow = tuple(map(copy.deepcopy, both)), tuple(map(copy.copy, both))
     for cache in shallow:
         cache.layers = [copy.copy(layer) for layer in cache.layers]
     for seeds, each in enumerate((both, deep, shallow)):
-        extend(each, 1, seed + 10 * seeds + 3)
+        assert_same_update(each, 1, seed + 10 * seeds + 3)
     for seeds, each in enumerate((both, deep, shallow)):  # none has written into another's room
-        extend(each, 1, seed + 10 * seeds + 5)
+        assert_same_update(each, 1, seed + 10 * seeds + 5)
 
 
 def test_layers_with_a_window_are_left_alone(seed: int) -> None:
     both = caches(sliding_window=16)
     assert [type(layer) for layer in both[1].layers] == [type(layer) for layer in both[0].layers]
-    extend(both, 30, seed)
-    extend(both, 1, seed + 1)
+    assert_same_update(both, 30, seed)
+    assert_same_update(both, 1, seed + 1)
