@@ -174,6 +174,7 @@ void gemm(GemmArguments const& arguments, int threads) {
     parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(rows.rows() * layout::kTileN);
       for (int64_t strip = begin; strip < end; ++strip) {
+        ChannelParameters::prefetch(weights, strip + 1);
         rows.multiply(strip, sums.data());
         store_strip(arguments, strip, sums.data());
       }

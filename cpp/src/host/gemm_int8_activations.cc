@@ -82,6 +82,7 @@ void gemm_int8_activations(GemmArguments const& arguments, float const* activati
   parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> sums(arguments.m * layout::kTileN);
     for (int64_t strip = begin; strip < end; ++strip) {
+      ChannelParameters::prefetch(weights, strip + 1);
       std::fill(sums.begin(), sums.end(), 0.0f);
       multiply(weights, rows, strip, sums.data());
       store(arguments, strip, sums.data());
