@@ -219,7 +219,7 @@ def test_commands(options: tuple[str, ...], random_cut: RandomCut, tmp_path: Pat
     dtype = torch.bfloat16 if "bfloat16" in options else torch.float16  # which the configuration says
     model = load(folder, dtype)
     if "--fuse" in options:
-        qcutlass.fuse_projections(model)
+        qcutlass.fuse_block(model)
     ids = torch.tensor([[5, 6, 7]]).cuda()
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[0, 3:]
     result = command("generate", folder, "--prompt", "5 6 7", "--max-new-tokens", 6, "--device", "cuda", *options)
