@@ -8,16 +8,36 @@
 
 namespace cutlass::gemm::warp {
 
-/// One element of any supported type, from shared memory.
-CUTLASS_DEVICE float load_as_float(uint8_t const* row, int index, qcutlass::DType type) {
+/// Elements `index` and `index + 8` of a row in shared memory.
+template <class T>
+CUTLASS_DEVICE void load_two(float (&values)[2], uint8_t const* row, int index) {
+  T const* p = reinterpret_cast<T const*>(row) + index;
+  values[0] = float(p[0]), values[1] = float(p[8]);
+}
+
+// One branch for both elements, and for scales, which are floats, three cases alone: unrolled loops hold many copies,
+// and the time of ptxas grows faster than their branches.
+
+/// The same of scales, of any supported type.
+CUTLASS_DEVICE void load_scales(float (&values)[2], uint8_t const* row, int index, qcutlass::DType type) {
   switch (type) {
-    case qcutlass::DType::kFloat16: return float(reinterpret_cast<half_t const*>(row)[index]);
-    case qcutlass::DType::kBFloat16: return float(reinterpret_cast<bfloat16_t const*>(row)[index]);
-    case qcutlass::DType::kFloat32: return reinterpret_cast<float const*>(row)[index];
-    case qcutlass::DType::kUInt8: return float(row[index]);
-    case qcutlass::DType::kInt8: return float(reinterpret_cast<int8_t const*>(row)[index]);
-    case qcutlass::DType::kInt32: return float(reinterpret_cast<int32_t const*>(row)[index]);
-    default: return 0.f;
+    case qcutlass::DType::kFloat16: return load_two<half_t>(values, row, index);
+    case qcutlass::DType::kBFloat16: return load_two<bfloat16_t>(values, row, index);
+    default: return load_two<float>(values, row, index);
+  }
+}
+
+/// The same of zeros; where there are none, `symmetric`.
+CUTLASS_DEVICE void load_zeros(float (&values)[2], uint8_t const* row, int index, qcutlass::DType type,
+                               float symmetric) {
+  switch (type) {
+    case qcutlass::DType::kFloat16: return load_two<half_t>(values, row, index);
+    case qcutlass::DType::kBFloat16: return load_two<bfloat16_t>(values, row, index);
+    case qcutlass::DType::kFloat32: return load_two<float>(values, row, index);
+    case qcutlass::DType::kUInt8: return load_two<uint8_t>(values, row, index);
+    case qcutlass::DType::kInt8: return load_two<int8_t>(values, row, index);
+    case qcutlass::DType::kInt32: return load_two<int32_t>(values, row, index);
+    default: values[0] = values[1] = symmetric;
   }
 }
 
@@ -80,12 +100,8 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
   static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* zeros, int row, qcutlass::DType scale_type,
                                       qcutlass::DType zero_type) {
     Operands op;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      op.scale[i] = load_as_float(scales, row + 8 * i, scale_type);
-      op.zero[i] = zero_type == qcutlass::DType::kNone ? float(qcutlass::symmetric_zero(Bits))
-                                                       : load_as_float(zeros, row + 8 * i, zero_type);
-    }
+    load_scales(op.scale, scales, row, scale_type);
+    load_zeros(op.zero, zeros, row, zero_type, float(qcutlass::symmetric_zero(Bits)));
     return op;
   }
 
