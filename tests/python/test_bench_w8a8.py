@@ -70,9 +70,9 @@ def test_other_names_are_refused(name: str) -> None:
         schemes.parse(name)
 
 
-def test_the_cpu_bench_is_weight_only() -> None:
+def test_the_bench_of_models_is_weight_only() -> None:
     assert schemes.parse_weight_only("w4a16_g64").operands == "16-bit"
-    result = CliRunner().invoke(app, ["cpu", "--scheme", "w8a8"])
+    result = CliRunner().invoke(app, ["model", "--scheme", "w8a8", "--device", "cpu"])
     assert result.exit_code == 2
     assert "weight-only" in " ".join(result.output.split())
 

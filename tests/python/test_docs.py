@@ -346,7 +346,7 @@ def test_internal_names_are_told_from_mistaken_ones(pages: ModuleType) -> None:
 
 def test_every_command_is_described(pages: ModuleType) -> None:
     page = pages.command_page()
-    names = ("quickstart", "inspect", "convert", "quantize", "eval", "generate", "export", "tune", "info")
+    names = ("quickstart", "inspect", "convert", "quantize", "eval", "generate", "chat", "export", "tune", "info")
     assert re.findall(r"^## qcutlass (\w+)$", page, flags=re.MULTILINE) == list(names)
     for command in names:
         assert f"## qcutlass {command}\n\n```text\nUsage: qcutlass {command} [OPTIONS]" in page

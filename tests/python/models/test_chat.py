@@ -67,6 +67,14 @@ class Terminal:
         before, _, self.seen = self.seen.partition(text)
         return before
 
+    def interrupt(self) -> int | None:
+        """The exit status after Ctrl-C; one that comes before readline waits for the terminal is seen with the next."""
+        for _ in range(6):
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(20)
+        return None
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -104,12 +112,7 @@ def test_the_end_of_the_input_ends_it(terminal: Terminal) -> None:
 
 def test_ctrl_c_at_the_prompt_ends_it(terminal: Terminal) -> None:
     terminal.wait_for("> ")
-    for _ in range(6):  # one that comes before readline waits for the terminal is seen with the next
-        terminal.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert terminal.process.wait(20) == 130
-            return
-    pytest.fail("it goes on")
+    assert terminal.interrupt() == 130
 
 
 class _Tokenizer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import os
 import re
 import shutil
@@ -64,6 +65,11 @@ class Places:
         self.text = root / "text.txt"
         self.text.write_text("5 6 7 8 " * 20)
         self.made = root / "made"
+
+    def add_chat_template(self) -> None:
+        path = self.converted / "tokenizer_config.json"
+        template = {"chat_template": "{% for one in messages %}{{ one['content'] }} {% endfor %}"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | template))
 
     def good(self, command: str, name: str) -> Path:
         if name in ("text", "calibration"):
@@ -204,6 +210,8 @@ def test_values_that_transformers_stumbles_over(command: str, file: str, content
 @pytest.mark.parametrize("command", [command for command in COMMANDS if places_of(command)])
 def test_good_places(command: str, places: Places) -> None:
     """Else the bad ones would not be what is refused."""
+    if command == "chat":
+        places.add_chat_template()
     result = invoke(arguments(command, lambda each: places.good(command, each)))
     assert result.exit_code == 0, result.output
 
