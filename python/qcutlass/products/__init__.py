@@ -3,6 +3,7 @@
 `kinds.KINDS` lists the kinds of products, one file each; `kind` says what a kind is.
 """
 
+from qcutlass.products import decoder_operators as decoder_operators  # registers its operators
 from qcutlass.products.functions import gemm, gemm_fp8, gemm_w8a8, weight_sums
 from qcutlass.products.operators import register_products
 from qcutlass.products.selection import Explanation, explain, plan, tactics
