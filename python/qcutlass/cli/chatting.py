@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qcutlass.cli.running import Device, Eager, Folder, Fuse, Quantized, Threads, Type, load
+from qcutlass.cli.running import Device, Eager, Folder, Fuse, Quantized, Seed, Temperature, Threads, TopP, Type, load
 from qcutlass.cli.terminal import console, echo, say, steps
 
 _HELP = "/reset forgets what was said, /exit or Ctrl-D ends; Ctrl-C ends an answer."
@@ -24,13 +24,9 @@ def chat(
         int, typer.Option(min=16, help="The tokens of a conversation. The oldest messages are left out beyond them.")
     ] = 4096,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The largest number of tokens of an answer.")] = 1024,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the likeliest token each time. Larger values sample: 0.7 is usual.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that have this probability together.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The seed of sampling. By default a random one.")] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
     device: Device = "cpu",
     dtype: Type = None,
     fuse: Fuse = None,

@@ -54,6 +54,14 @@ Type = Annotated[
     Floats | None, typer.Option(help="The type of activations. By default float32 on the CPU, 16 bits on a GPU.")
 ]
 
+Temperature = Annotated[
+    float, typer.Option(min=0, help="0 takes the likeliest token each time. Larger values sample: 0.7 is usual.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that have this probability together.")
+]
+Seed = Annotated[int | None, typer.Option(help="The seed of sampling. By default a random one.")]
+
 
 def evaluate(
     folder: Folder,
@@ -94,13 +102,9 @@ def generate(
         int, typer.Option(min=1, help="The largest number of new tokens. The model may end earlier.")
     ] = 128,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the likeliest token each time. Larger values sample: 0.7 is usual.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that have this probability together.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The seed of sampling. By default a random one.")] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
     device: Device = "cpu",
     dtype: Type = None,
     fuse: Fuse = None,
