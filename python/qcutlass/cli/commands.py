@@ -281,6 +281,7 @@ def convert(
     from qcutlass.cli.places import found_model
     from qcutlass.models.conversion import check_places
     from qcutlass.models.conversion import convert as convert_model
+    from qcutlass.models.memory import memory_told
     from qcutlass.models.opening import open_source
     from qcutlass.models.replacing import check_new
     from qcutlass.schemes import WeightOnly
@@ -289,7 +290,8 @@ def convert(
     with steps(_console(stderr=True), "reading headers") as report:
         check_places(source, destination, overwrite)
         check_new(destination, overwrite)
-        is_float = open_source(source, format, None).checkpoint.format == "floats"
+        with memory_told(source):
+            is_float = open_source(source, format, None).checkpoint.format == "floats"
         if is_float and bits is None:
             raise ValueError(
                 f"{source}: its weights are floats; qcutlass quantize --calibration TEXT loses least, convert --bits 4 "

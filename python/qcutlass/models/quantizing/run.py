@@ -122,7 +122,8 @@ def open_model(
     check_places(source, destination, overwrite)
     if restart or not is_made(destination):
         check_new(destination, overwrite)
-    return open_source(source, format, config)
+    with memory_told(source):
+        return open_source(source, format, config)
 
 
 def quantize_model(
