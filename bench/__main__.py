@@ -1,7 +1,8 @@
-"""Command line of the benches: ``python -m bench cpu|gpu|quantize|model|tokens|step|decode|quality|report|fit``."""
+"""Command line of the benches: ``python -m bench COMMAND``, say cpu, gpu, sweep, step; ``--help`` lists them."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -15,7 +16,25 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, track
 
-from bench import cpu, cpu_int8, fit, gpu, gpu_report, measured, peers, plots, quality, quantizers, schemes, shapes
+from bench import (
+    cpu,
+    cpu_int8,
+    fit,
+    gpu,
+    gpu_report,
+    measured,
+    peers,
+    plots,
+    quality,
+    quantizers,
+    schemes,
+    shapes,
+    sweep,
+    sweep_figure,
+)
+from bench.moe import problem as moe_problem
+from bench.moe import run as moe_run
+from bench.moe.contestants import PEERS
 from bench.peers import cutlass, gemlite
 from bench.report import Row
 
@@ -33,7 +52,7 @@ Schemes = Annotated[list[str], typer.Option("--scheme", help=f"{schemes.PATTERNS
 Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")]
 
-_SIZES = "A model: llama3-8b, smollm2-135m or tiny."
+_SIZES = "A model: llama3-8b, qwen3-8b, smollm2-135m, tiny or tiny-qwen3."
 _QUANTIZED = ["4096x8192", "8192x8192", "16x8192"]
 _Result = TypeVar("_Result")
 
@@ -138,6 +157,73 @@ def gpu_command(
     report.write(json_path, markdown_path)
 
 
+@app.command("sweep")
+def sweep_command(
+    json_path: Annotated[Path, typer.Option("--json", help="Rows; a file that is there is gone on with.")],
+    m: Rows = [*sweep.MS],  # noqa: B006
+    scheme: Schemes = ["w4a16_g128"],  # noqa: B006
+    random_layers: Annotated[int, typer.Option("--random", min=0, help="Random layers beside those of models.")] = (
+        sweep.RANDOM
+    ),
+    seed: Annotated[int, typer.Option(help="Of the random layers, and of the order.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Begin no layer after so long.")] = 1e9,
+    tactics: Annotated[str | None, typer.Option(help="all, or a part of the names: also time these.")] = None,
+    peer: Annotated[list[str], typer.Option(help="Only these; repeatable.")] = ["cublas", "humming"],  # noqa: B006
+    markdown_path: Markdown = None,
+    plots_path: Annotated[Path | None, typer.Option("--plots", file_okay=False, help="Draw heat maps here.")] = None,
+) -> None:
+    """GPU kernels on the layers of many models, their shards, and random ones; can be run in pieces."""
+    kinds, others = _parsed(lambda: [schemes.parse(name) for name in scheme]), _parsed(lambda: peers.select(peer))
+    rows = _parsed(lambda: sweep.read(json_path))
+    layers = sweep.layers(random_layers, seed)
+    whole = len(layers) * len(kinds) * len(m)
+    if seconds > 0 and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
+    if seconds > 0:
+        bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics))
+
+        def save(fresh: list[Row]) -> None:
+            bench.report([*rows, *fresh]).write(json_path, None)
+
+        fresh = _collect(sweep.run(bench, kinds, layers, m, rows, seconds), whole, save)
+        rows += fresh
+    report = sweep.report(gpu_report.read(json_path)["facts"], rows, whole)
+    report.print(console)
+    report.write(None, markdown_path)
+    if plots_path is not None:
+        for path in sweep_figure.draw(rows, plots_path):
+            console.print(str(path), highlight=False)
+
+
+@app.command("moe")
+def moe_command(
+    model: Annotated[list[str], typer.Option(help=f"{', '.join(moe_problem.SIZES)}; repeatable.")] = [  # noqa: B006
+        "qwen3-30b-a3b",
+        "mixtral-8x7b",
+    ],
+    m: Annotated[list[int], typer.Option("--m", min=1, help="Tokens; repeatable.")] = [1, 4, 16, 64, 256, 1024, 4096],  # noqa: B006
+    skew: Annotated[list[str], typer.Option(help=f"Ids: {', '.join(moe_problem.SKEWS)}; repeatable.")] = ["uniform"],  # noqa: B006
+    peer: Annotated[
+        list[str], typer.Option(help=f"Only these of {', '.join(peer.key for peer in PEERS)}; repeatable.")
+    ] = [],  # noqa: B006
+    use_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to run peers beside.")] = True,
+    json_path: Json = None,
+    markdown_path: Markdown = None,
+) -> None:
+    """Blocks of mixtures of experts on a GPU, int4 weights; stops at the first wrong result."""
+    sizes = [moe_problem.SIZES[_one_of("--model", name, moe_problem.SIZES)] for name in model]
+    keys = [_one_of("--peer", key, [one.key for one in PEERS]) for key in peer]
+    skews = [
+        kind for kind in moe_problem.SKEWS if kind in [_one_of("--skew", name, moe_problem.SKEWS) for name in skew]
+    ]
+    _device("cuda")
+    bench = moe_run.Bench([one() for one in PEERS if not keys or one.key in keys] if use_peers else [])
+    rows = _collect(bench.rows(sizes, m, skews), len(sizes) * len(m) * len(skews))
+    report = bench.report(rows)
+    report.print(console)
+    report.write(json_path, markdown_path)
+
+
 @app.command("quantize")
 def quantize_command(
     shape: Annotated[list[str], typer.Option("--shapes", help="MxK; repeatable.")] = _QUANTIZED,
@@ -230,6 +316,8 @@ def step_command(
     mode: Annotated[list[str], typer.Option(help="eager, graph, default; repeatable.")] = ["default"],  # noqa: B006
     scheme: Annotated[str, typer.Option(help="A weight-only scheme.")] = "w4a16_g128",
     blocks: Annotated[int | None, typer.Option(min=1, help="Another number of blocks.")] = None,
+    lm_head: Annotated[int | None, typer.Option(help="8 or 4: also with an output head of so many bits.")] = None,
+    projections: Annotated[bool, typer.Option("--projections", help="Also with fused projections alone.")] = False,
     json_path: Json = None,
     markdown_path: Markdown = None,
 ) -> None:
@@ -237,6 +325,8 @@ def step_command(
     from bench import step  # which imports transformers
 
     kind = _parsed(lambda: schemes.parse_weight_only(scheme))
+    if lm_head not in (None, 8, 4):
+        raise typer.BadParameter(f"--lm-head {lm_head}: expected 8 or 4")
     unknown = sorted(set(mode) - set(step.MODES))
     if unknown:
         raise typer.BadParameter(f"--mode {unknown[0]!r}: expected one of {', '.join(step.MODES)}")
@@ -244,9 +334,10 @@ def step_command(
     modes = [step.MODES[name] for name in mode]
     found: list[Row] = []
     for name in model:
-        rows = step.run(name, _size(name, blocks), kind, modes, batch, context)
-        count = 2 * len(modes) * len(batch) * len(context)
-        found += track(rows, f"measuring {name}", count, console=console, transient=True)
+        rows = step.run(name, _size(name, blocks), kind, modes, batch, context, lm_head, projections)
+        count = (2 + (lm_head is not None) + projections) * len(modes) * len(batch) * len(context)
+        bar = track(rows, f"measuring {name}", count, console=console, transient=True)
+        found += _parsed(functools.partial(list, bar))
     report = step.report(found)
     report.print(console)
     report.write(json_path, markdown_path)
@@ -284,6 +375,12 @@ def decode_command(
     report = decode.report(path.name, rows, prompt, count, rounds, note)
     report.print(console)
     report.write(json_path, markdown_path)
+
+
+def _one_of(option: str, name: str, names: Iterable[str]) -> str:
+    if name not in names:
+        raise typer.BadParameter(f"{option} {name!r}: expected one of {', '.join(names)}")
+    return name
 
 
 def _size(name: str, blocks: int | None) -> Size:

@@ -142,9 +142,14 @@ class WeightOnlyLayer(Layer):
 
     @cached_property
     def packed(self) -> list[list[Tensor]]:
-        """Copies of (packed codes, scales, zeros if there are any)."""
-        packed = qcutlass.preprocess_weights(self.problem.codes, bits=self.case.bits)
-        return rotation([t for t in (packed, self.problem.scales, self.problem.zeros) if t is not None])
+        """Copies of (packed codes, scales, zeros or minimums if there are any)."""
+        packed, p = qcutlass.preprocess_weights(self.problem.codes, bits=self.case.bits), self.problem
+        return rotation([t for t in (packed, p.scales, p.zeros, p.minimums) if t is not None])
+
+    def operands(self, index: int) -> dict[str, Tensor]:
+        """A copy, by the names that `gemm` has for them."""
+        last = "zeros" if self.problem.minimums is None else "minimums"
+        return dict(zip(("w_packed", "scales", last), self.packed[index], strict=False))
 
     def dense_weight(self) -> Tensor:
         return self.problem.weight(self.dtype)
@@ -153,17 +158,17 @@ class WeightOnlyLayer(Layer):
         return self.problem.a[:m]
 
     def call(self, m: int, index: int = 0) -> Call:
-        return Call(qcutlass.gemm, (self.problem.a[:m], *self.packed[index]), self.problem.keywords)
+        return Call(qcutlass.gemm, (self.problem.a[:m],), self.problem.keywords | self.operands(index))
 
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
         a = self.problem.a[:m]
         keywords: dict[str, Any] = self.problem.keywords | ({"tactic": tactic, "split_k": split_k} if tactic else {})
 
         def launch(index: int, out: Tensor) -> Tensor:
-            return qcutlass.gemm(a, *self.packed[index], out=out, **keywords)
+            return qcutlass.gemm(a, out=out, **keywords | self.operands(index))
 
-        plan = qcutlass.plan(qcutlass.gemm, a, *self.packed[0], **keywords)
-        rounded = weight_dtype(a, *self.packed[0], **keywords)
+        plan = qcutlass.plan(qcutlass.gemm, a, **keywords | self.operands(0))
+        rounded = weight_dtype(a, **keywords | self.operands(0))
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(self.packed), weight_dtype=rounded)
 
     def moved_bytes(self, m: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +35,14 @@ _STYLE: Final[dict[Any, Any]] = {
 }
 
 
+def style() -> AbstractContextManager[None]:
+    """The look of all figures while it is entered; no display is needed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    return matplotlib.rc_context(_STYLE)
+
+
 def draw(report: Report, folder: Path) -> list[Path]:
     """Draws every scheme and shape of the report, and a roofline for each scheme, as PNG.
 
@@ -48,15 +57,12 @@ def draw(report: Report, folder: Path) -> list[Path]:
         ModuleNotFoundError: matplotlib is not installed (`pip install "qcutlass[bench]"`).
         ValueError: the report has no row of a selected tactic.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     rows = [row for row in report.rows if row["selected"]]
     if not rows:
         raise ValueError("there is nothing to draw: no row of a selected tactic")
     gpu, files = str(report.facts["GPU"]), []
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(_STYLE):
+    with style():
         for scheme in dict.fromkeys(row["scheme"] for row in rows):
             layers = [row for row in rows if row["scheme"] == scheme]
             contestants = _contestants(layers)
@@ -78,10 +84,7 @@ def draw_quality(rows: Sequence[Row], path: Path) -> None:
 
     4-bit and 8-bit weights have a panel each: nothing lies between them, and their losses differ a hundredfold.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    with matplotlib.rc_context(_STYLE):
+    with style():
         exact = next(row["perplexity"] for row in rows if row["method"] == "float")
         quantized = [row for row in rows if row["method"] != "float"]
         methods = list(dict.fromkeys(row["method"] for row in quantized))

@@ -52,6 +52,7 @@ class Report:
     Attributes:
         summary: what the rows come to, lines of plain text.
         tables: extracts of the rows in Markdown.
+        lists_rows: whether the table of all rows is printed and written, too; JSON has them anyway.
     """
 
     title: str
@@ -60,12 +61,16 @@ class Report:
     rows: list[Row]
     summary: Sequence[str] = ()
     tables: Sequence[str] = ()
+    lists_rows: bool = True
 
     def used_columns(self) -> list[Column]:
         return [column for column in self.columns if any(row.get(column.key) is not None for row in self.rows)]
 
     def print(self, console: Console) -> None:
-        """Prints the table, failures in red, and the summary."""
+        """Prints the table, failures in red, and the summary; without the table, the extracts."""
+        if not self.lists_rows:
+            console.print("\n\n".join([*self.summary, *self.tables]), highlight=False, markup=False)
+            return
         table = Table(title=self.title, caption=escape("\n".join(self._facts())), caption_justify="left")
         columns = self.used_columns()
         for column in columns:
@@ -81,11 +86,14 @@ class Report:
 
     def markdown(self) -> str:
         """Facts, summary, extracts, and all rows."""
+        facts = "\n".join(f"- {fact}" for fact in self._facts())
+        parts = [f"### {self.title}", facts, *self.summary, *self.tables]
+        if not self.lists_rows:
+            return "\n\n".join(parts) + "\n"
         columns = self.used_columns()
         rows = [[column.cell(row) for column in columns] for row in self.rows]
         everything = markdown_table([c.heading for c in columns], rows, [":" in c.form for c in columns])
-        facts = "\n".join(f"- {fact}" for fact in self._facts())
-        return "\n\n".join([f"### {self.title}", facts, *self.summary, *self.tables, everything]) + "\n"
+        return "\n\n".join([*parts, everything]) + "\n"
 
     def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
         """Writes the files asked for; makes their folders."""

@@ -12,11 +12,11 @@ from bench.limits import Operands
 from qcutlass import testing
 
 PATTERNS: Final = (
-    "w<4|8>a16_<g<size>|channel>[_int|_real][_f16|_bf16|_f32], w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], "
+    "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], "
     "blockwise[_quant][_f16|_bf16]"
 )
 _DTYPE: Final = r"(?:_(f16|bf16))?"
-_WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real))?(?:_(f16|bf16|f32))?")
+_WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real|min))?(?:_(f16|bf16|f32))?")
 _INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
 _FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
 _BLOCKWISE: Final = re.compile(r"blockwise(_quant)?" + _DTYPE)
@@ -35,7 +35,7 @@ class WeightOnly:
         name: as given.
         bits: of a weight.
         group_size: columns that share a scale; None: one scale a channel.
-        zeros: "none" (symmetric), "int" or "real".
+        zeros: "none" (symmetric), "int" or "real"; "minimum": minimums, float32 as the scales, as K-quants have them.
         dtype: of the activations; None: the bench's default (float16 on a GPU, float32 on the CPU).
     """
 
@@ -54,7 +54,8 @@ class WeightOnly:
     def words(self) -> str:
         """For the titles of figures."""
         groups = "a scale a channel" if self.group_size is None else f"groups of {self.group_size}"
-        zeros = {"none": "", "int": ", integer zeros", "real": ", real zeros"}[self.zeros]
+        named = {"none": "", "int": ", integer zeros", "real": ", real zeros", "minimum": ", minimums"}
+        zeros = named[self.zeros]
         return f"int{self.bits} weights ({groups}{zeros}), {_TYPES[self.dtype or torch.float16]} activations"
 
     def case(self, m: int, n: int, k: int, default_dtype: torch.dtype) -> testing.Case:
@@ -67,6 +68,7 @@ class WeightOnly:
             group_size=self.group_size or k,
             zeros=self.zeros,
             dtype=self.dtype or default_dtype,
+            scale_dtype=torch.float32 if self.zeros == "minimum" else None,
         )
 
 
@@ -171,7 +173,9 @@ def parse(name: str) -> Scheme:
     """
     if match := _WEIGHT_ONLY.fullmatch(name):
         bits, group, zeros, dtype = match.groups()
-        kinds: dict[str | None, testing.Zeros] = {None: "none", "int": "int", "real": "real"}
+        kinds: dict[str | None, testing.Zeros] = {
+            None: "none", "int": "int", "real": "real", "min": "minimum"
+        }  # fmt: skip
         return WeightOnly(name, int(bits), int(group) if group else None, kinds[zeros], _DTYPES.get(dtype))
     if match := _INT8.fullmatch(name):
         azp, dtype = match.groups()

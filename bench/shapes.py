@@ -13,6 +13,16 @@ MODELS: Final[dict[str, list[Shape]]] = {
     "llama2-70b": [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)],
     "llama3-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
 }
+SEPARATE: Final[dict[str, list[Shape]]] = {
+    "smollm2-135m": [(960, 576), (3072, 576)],
+    "llama2-7b": [(11008, 4096)],
+    "llama2-13b": [(13824, 5120)],
+    "llama2-70b": [(1024, 8192), (28672, 8192)],
+    "llama3-8b": [(1024, 4096), (14336, 4096)],
+}
+"""Layers of the same models where query, key and value, or gate and up, are separate; of SmolLM2, which has them so
+above, fused."""
+
 BENCH: Final[list[Shape]] = [
     (4096, 4096),
     (28672, 4096),

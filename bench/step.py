@@ -26,6 +26,7 @@ _PAUSE: Final = 0.02  # seconds before each: the GPU stays under its power limit
 _ROOM: Final = (ROUNDS + 4) * STEPS  # tokens behind the prompt
 
 KERNELS: Final = (
+    ("norms and gates", ("add_rms_norm", "gate_rows")),
     ("products", ("qcutlass", "PackedGemm")),
     ("attention", ("flex", "attention", "fmha", "flash", "sdpa")),
     ("dense products", ("gemm", "gemv", "nvjet", "cutlass", "splitK", "dot_kernel")),
@@ -153,11 +154,25 @@ def run(
     modes: Sequence[Mode],
     batches: Sequence[int],
     contexts: Sequence[int],
+    head: int | None = None,
+    projections: bool = False,
 ) -> Iterator[Row]:
-    """A row for each model, mode, batch and context; dense and quantised ones are measured in turn."""
+    """A row for each model, mode, batch and context; dense and quantised ones are measured in turn.
+
+    Args:
+        head: bits of the output head of one more quantised model; None: there is none.
+        projections: whether one more has fused projections, and norms and gates that are left to the compiler.
+
+    Raises:
+        ValueError: the head cannot be quantised.
+    """
     device = torch.device("cuda")
     quantized = llama.quantized_model(size, scheme, device, torch.float16)
-    forms = {"dense": llama.dense(quantized, torch.float16), scheme.name: llama.fused(quantized)}
+    forms = {"dense": llama.dense(quantized, torch.float16), scheme.name: llama.fused_blocks(quantized)}
+    if head is not None:
+        forms[f"{scheme.name}, head of {head} bits"] = llama.with_head(forms[scheme.name], head)
+    if projections:
+        forms[f"{scheme.name}, projections alone"] = llama.fused(quantized)
     bandwidth = getattr(machine(torch.cuda.get_device_name()), "bandwidth", None)
     for context in contexts:
         for batch in batches:

@@ -38,6 +38,7 @@ napoleon_use_rtype = False
 nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:.*", r"(torch|collections|pathlib|os|typing)\..*"),
+    ("py:class", "Tensor"),  # fields of named tuples have the names of their types as they are written
 ]
 
 myst_enable_extensions = ["dollarmath"]

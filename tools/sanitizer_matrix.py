@@ -36,6 +36,7 @@ SCHEMES: list[dict[str, Any]] = [
     {"group_size": 48, "zeros": "none"},
     {"group_size": 32, "zeros": "real"},
     {"group_size": 128, "zeros": "int", "scale_dtype": torch.float32},
+    {"group_size": 16, "zeros": "minimum", "scale_dtype": torch.float32},
 ]
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
 
@@ -70,7 +71,7 @@ def check_weights(problem: testing.Problem, gpu: testing.Problem) -> Tensor:
     unpacked = qcutlass.unpack_weights(packed, bits=gpu.bits, shape=(n, k))
     testing.assert_equal(unpacked.cpu(), problem.codes, label=problem)
     grouped = {name: value for name, value in gpu.keywords.items() if name == "group_size"}
-    weight = qcutlass.dequantize(packed, gpu.scales, gpu.zeros, k=k, **grouped)
+    weight = qcutlass.dequantize(packed, gpu.scales, gpu.zeros, k=k, minimums=gpu.minimums, **grouped)
     testing.assert_equal(weight.cpu(), problem.weight(problem.scales.dtype), label=problem)
     return packed
 

@@ -47,6 +47,8 @@ class Gemlite(Peer):
         gemlite = import_library("gemlite", "gemlite")
         layer = require(layer, WeightOnlyLayer)
         case, problem = layer.case, layer.problem
+        if problem.minimums is not None:
+            raise Skip("takes zeros, not minimums")
         dtype = {torch.float16: gemlite.DType.FP16, torch.bfloat16: gemlite.DType.BF16}[case.dtype]
         linear = gemlite.GemLiteLinear(
             W_nbits=case.bits,

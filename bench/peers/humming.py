@@ -47,6 +47,8 @@ def _layers(layer: Layer, tensors: dict[str, Tensor], weight: dict[str, Any], **
 def _weight_only(layer: WeightOnlyLayer) -> Product:
     pack = import_library("humming.ops", "humming-kernels").pack_weight
     case, problem = layer.case, layer.problem
+    if problem.minimums is not None:
+        raise Skip("takes zeros, not minimums")
     groups = case.k // case.group_size
 
     # Codes are packed along K, integer zeros along N; both are [N, ...] as the scales are.

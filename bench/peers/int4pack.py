@@ -35,6 +35,8 @@ class Int4pack(Peer):
             raise Skip(f"takes N % 8 = 0 and K % {16 * _INNER_K_TILES} = 0")
         scales = problem.scales.float()
         shift = torch.zeros_like(scales) if problem.zeros is None else (8 - problem.zeros.float()) * scales
+        if problem.minimums is not None:
+            shift = 8 * scales - problem.minimums.float()
         nibbles = (problem.codes[:, ::2] << 4 | problem.codes[:, 1::2]).contiguous()
         packed = torch._convert_weight_to_int4pack(nibbles, _INNER_K_TILES)
         weights = rotation([packed, torch.stack([scales, shift], dim=2).bfloat16().contiguous()])

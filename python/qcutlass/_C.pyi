@@ -11,7 +11,16 @@ from typing_extensions import Never
 
 class _pybind11_type(type): ...
 
-class DType(metaclass=_pybind11_type):
+class _Enumeration(metaclass=_pybind11_type):
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class DType(_Enumeration):
     NONE: ClassVar[DType]
     FLOAT16: ClassVar[DType]
     BFLOAT16: ClassVar[DType]
@@ -21,48 +30,32 @@ class DType(metaclass=_pybind11_type):
     INT32: ClassVar[DType]
     FLOAT8_E4M3: ClassVar[DType]
     FLOAT8_E5M2: ClassVar[DType]
+    FLOAT8_E8M0: ClassVar[DType]
     __members__: ClassVar[dict[str, DType]]
-    def __init__(self, value: int) -> None: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
 
-class Activation(metaclass=_pybind11_type):
+class Activation(_Enumeration):
     NONE: ClassVar[Activation]
     RELU: ClassVar[Activation]
     GELU: ClassVar[Activation]
     GELU_TANH: ClassVar[Activation]
     SILU: ClassVar[Activation]
     __members__: ClassVar[dict[str, Activation]]
-    def __init__(self, value: int) -> None: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
 
-class Packing(metaclass=_pybind11_type):
+class Packing(_Enumeration):
     W4A16: ClassVar[Packing]
     W8A16: ClassVar[Packing]
     W8A8: ClassVar[Packing]
+    E2M1A16: ClassVar[Packing]
+    E4M3A16: ClassVar[Packing]
     __members__: ClassVar[dict[str, Packing]]
-    def __init__(self, value: int) -> None: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
 
-class Operand(metaclass=_pybind11_type):
+class Operand(_Enumeration):
     A: ClassVar[Operand]
     WEIGHTS: ClassVar[Operand]
     SCALES: ClassVar[Operand]
     ZEROS: ClassVar[Operand]
+    GLOBAL_SCALE: ClassVar[Operand]
+    MINIMUMS: ClassVar[Operand]
     BIAS: ClassVar[Operand]
     ACT_SCALE: ClassVar[Operand]
     PERM: ClassVar[Operand]
@@ -73,14 +66,10 @@ class Operand(metaclass=_pybind11_type):
     BLOCK_A: ClassVar[Operand]
     BLOCK_W: ClassVar[Operand]
     OUT_SCALES: ClassVar[Operand]
+    EXPERT_OFFSETS: ClassVar[Operand]
+    EXPERT_ROWS: ClassVar[Operand]
+    ROW_SCALE: ClassVar[Operand]
     __members__: ClassVar[dict[str, Operand]]
-    def __init__(self, value: int) -> None: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
 
 class UnsupportedError(NotImplementedError): ...
 
@@ -97,6 +86,10 @@ class WeightArguments(metaclass=_pybind11_type):
     zero_type: DType
     zeros: int
     zero_stride: int
+    global_scale: int
+    minimum_type: DType
+    minimums: int
+    minimum_stride: int
 
 class SumScales(metaclass=_pybind11_type):
     def __init__(self) -> None: ...
@@ -122,6 +115,14 @@ class QuantizedOutput(metaclass=_pybind11_type):
     scales: int
     stride: int
 
+class ExpertRows(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    count: int
+    offsets: int
+    rows: int
+    row_scale: int
+    a_rows: int
+
 class GemmArguments(metaclass=_pybind11_type):
     def __init__(self) -> None: ...
     m: int
@@ -132,6 +133,7 @@ class GemmArguments(metaclass=_pybind11_type):
     blocks: BlockScales
     quantized: QuantizedOutput
     int8_activations: bool
+    experts: ExpertRows
     a: int
     a_stride: int
     out: int
@@ -174,18 +176,11 @@ class Plan(metaclass=_pybind11_type):
     def slice(self) -> int: ...
 
 # how a kernel meets an operand; READ_EARLY: possibly while the kernel before it in the stream ends
-class Access(metaclass=_pybind11_type):
+class Access(_Enumeration):
     READ: ClassVar[Access]
     READ_EARLY: ClassVar[Access]
     WRITTEN: ClassVar[Access]
     __members__: ClassVar[dict[str, Access]]
-    def __init__(self, value: int) -> None: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
 
 # what products wrote last in a stream
 class LastOutputs(metaclass=_pybind11_type):
@@ -323,54 +318,43 @@ def dequantize(
     threads: int = 1,
 ) -> None: ...
 
-# between the products of a decoder block, on the host; arguments as in decoder.h
+# between the products of a decoder block; by position the members in decoder.h, then threads; then a device, -1 for the
+# host, and its stream, but for rotations, which are on the host alone
 _Heads = tuple[int, int, int, int, int, int, int]
 
-def add_rms_norm(
-    rows: int,
-    columns: int,
-    dtype: DType,
-    x: int,
-    x_stride: int,
-    residual: int,
-    residual_stride: int,
-    weight_type: DType,
-    weight: int,
-    eps: float,
-    sum: int,
-    out: int,
-    threads: int,
-    /,
-) -> None: ...
-def gate(
-    rows: int,
-    columns: int,
-    dtype: DType,
-    activation: Activation,
-    gate: int,
-    gate_stride: int,
-    up: int,
-    up_stride: int,
-    out: int,
-    threads: int,
-    /,
-) -> None: ...
-def rotate(
-    batch: int,
-    tokens: int,
-    size: int,
-    dtype: DType,
-    queries: _Heads,
-    keys: _Heads,
-    cos: int,
-    sin: int,
-    angle_batch_stride: int,
-    angle_token_stride: int,
-    norm_type: DType,
-    eps: float,
-    threads: int,
-    /,
-) -> None: ...
+def add_rms_norm(*arguments: int | float | DType) -> None: ...
+def gate(*arguments: int | DType | Activation) -> None: ...
+def rotate(*arguments: int | float | DType | _Heads) -> None: ...
+
+_Norm = tuple[int, DType, float]
+_CachedHeads = tuple[int, int, int, int]
+
+class DecoderBlock(metaclass=_pybind11_type):
+    def __init__(
+        self,
+        *,
+        type: DType,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        activation: Activation,
+        qkv: GemmArguments,
+        output: GemmArguments,
+        gate_up: GemmArguments,
+        down: GemmArguments,
+        query_norm: _Norm,
+        key_norm: _Norm,
+        mlp_norm: _Norm,
+        next_norm: _Norm,
+    ) -> None: ...
+    def run(self, *arguments: int | float | _CachedHeads) -> None: ...  # the members of BlockToken, then threads
+
+# the steps of a mixture of experts around its products; by position the members in moe.h, device as above
+MOST_EXPERTS: int
+
+def moe_route(*arguments: int, device: int = -1, stream: int = 0, threads: int = 1) -> None: ...
+def moe_gate(*arguments: float | DType | Activation, device: int = -1, stream: int = 0, threads: int = 1) -> None: ...
+def moe_sum(*arguments: int | DType, device: int = -1, stream: int = 0, threads: int = 1) -> None: ...
 
 # quantising to 8 bits; device as above
 QUANTIZE_WORKSPACE_BYTES: int
@@ -403,10 +387,13 @@ def quantize_blocks(
     a_type: DType,
     a: int,
     a_stride: int,
+    code_type: DType,
     codes: int,
     scales: int,
     *,
     square: bool = False,
+    powers_of_two: bool = False,
+    gated: bool = False,
     device: int = -1,
     stream: int = 0,
     threads: int = 1,
@@ -415,6 +402,7 @@ def dequantize_blocks(
     rows: int,
     columns: int,
     size: int,
+    code_type: DType,
     codes: int,
     codes_stride: int,
     scales: int,

@@ -13,6 +13,7 @@ from qcutlass.version import __version__
 
 if TYPE_CHECKING:
     from qcutlass import blockwise as blockwise
+    from qcutlass import moe as moe
     from qcutlass._public import *  # noqa: F403
 
 __all__ = [  # noqa: F405
@@ -35,7 +36,9 @@ __all__ = [  # noqa: F405
     "fuse_projections",
     "gemm",
     "gemm_fp8",
+    "gemm_grouped",
     "gemm_w8a8",
+    "moe",
     "plan",
     "preprocess_weights",
     "quantize",
@@ -56,6 +59,7 @@ _PARTS = ("algorithms", "formats", "layers", "models", "products", "quantized", 
 
 def _load() -> None:
     public = importlib.import_module("qcutlass._public")
+    importlib.import_module("qcutlass.moe")  # which makes it an attribute of this package
     globals().update({name: value for name, value in vars(public).items() if name in __all__ and name[:2] != "__"})
 
 

@@ -17,6 +17,7 @@ from qcutlass.products import dequantize as dequantize
 from qcutlass.products import explain as explain
 from qcutlass.products import gemm as gemm
 from qcutlass.products import gemm_fp8 as gemm_fp8
+from qcutlass.products import gemm_grouped as gemm_grouped
 from qcutlass.products import gemm_w8a8 as gemm_w8a8
 from qcutlass.products import plan as plan
 from qcutlass.products import preprocess_weights as preprocess_weights

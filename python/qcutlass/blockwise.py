@@ -24,6 +24,9 @@ Differences from the Triton kernels of the same names and shapes, on purpose:
 * wrong arguments raise exceptions with the values, nothing is asserted.
 
 A block with NaN or infinity gets a scale of NaN or infinity and codes of 0, so that a product with it shows it.
+
+`fp8_act_quant`, `fp8_weight_quant`, `fp8_weight_dequant` and `fp8_silu_mul_quant` have float8_e4m3fn codes in the same
+blocks, on the CPU alone.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass.algorithms.blocks import act_dequant, act_quant, weight_dequant, weight_quant
+from qcutlass.algorithms.blocks import (
+    act_dequant,
+    act_quant,
+    fp8_act_quant,
+    fp8_silu_mul_quant,
+    fp8_weight_dequant,
+    fp8_weight_quant,
+    weight_dequant,
+    weight_quant,
+)
 from qcutlass.products import block_operators
 from qcutlass.products.block_operators import QuantizedBlocks
 from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall, multiply_quantized
@@ -43,6 +55,10 @@ from qcutlass.products.multiplying import compute
 __all__ = [
     "act_dequant",
     "act_quant",
+    "fp8_act_quant",
+    "fp8_silu_mul_quant",
+    "fp8_weight_dequant",
+    "fp8_weight_quant",
     "int8_addmm",
     "int8_addmm_quant",
     "int8_gelu",

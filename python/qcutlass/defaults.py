@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-FORMAT_NAMES: Final = ("gptq", "awq", "compressed-tensors", "marlin", "hqq", "tensorrt-llm", "gguf", "floats")
+FORMAT_NAMES: Final = (
+    "gptq", "awq", "compressed-tensors", "fp8", "marlin", "hqq", "tensorrt-llm", "nvfp4", "gguf", "floats",
+)  # fmt: skip
 """The keys of `formats.FORMATS`."""
-METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8")
+METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8", "fp8", "blockwise")
 """Methods of quantising models."""
+FLOAT_FORMATS: Final = ("mxfp4", "nvfp4")
+"""Formats of 4-bit floats that models are quantised to."""
 EXPORTS: Final = ("gptq", "compressed-tensors")
 """Formats of other engines that converted folders are written in."""
 

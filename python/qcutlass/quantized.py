@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
+
+from qcutlass.products.checks import FLOATING
+from qcutlass.products.packing import check_weight_dtype
+
+_MISSING: Final = {"zeros": "zero points", "minimums": "minimums"}
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A quantised weight matrix in canonical form.
 
-    `w[n, k] = (codes[n, k] - zeros[g, n]) * scales[g, n]` with g = k // group_size.
+    `w[n, k] = (codes[n, k] - zeros[g, n]) * scales[g, n]` with g = k // group_size, or, where there are minimums,
+    `codes[n, k] * scales[g, n] - minimums[g, n]`: a group may then be flat, with a scale of 0. Of codes that are
+    floating numbers, `w[n, k] = number[n, k] * RN32(scales[g, n] * global_scale)`.
 
     Attributes:
         codes: uint8 `[N, K]`, values in `[0, 2**bits)`.
-        scales: float16, bfloat16 or float32 `[G, N]`, G = ceil(K / group_size).
+        scales: float16, bfloat16 or float32 `[G, N]`, G = ceil(K / group_size); of "e2m1" codes also float8_e8m0fnu and
+            float8_e4m3fn.
         zeros: `[G, N]`, integer (exact zero points, in `[0, 2**bits]`) or floating (real-valued zeros); None:
-            2**(bits - 1) everywhere.
+            2**(bits - 1) everywhere. None for floating codes.
         bits: 4 or 8.
         group_size: columns that share a scale; K: one scale a channel. The last group may be shorter.
+        weight_dtype: None: codes are integers; "e2m1" or "e4m3": the bits of such numbers, as for `gemm`.
+        global_scale: float32 `[1]`, beside scales of float8_e4m3fn; None: 1.
+        minimums: float16, bfloat16 or float32 `[G, N]`, in place of zeros, which are None then; or None.
 
     Raises:
-        ValueError: integer zeros lie outside `[0, 2**bits]`.
+        ValueError: integer zeros lie outside `[0, 2**bits]`; there are zeros and minimums, or one of them beside
+            floating codes; codes of `weight_dtype` have other bits, or there is no such type.
     """
 
     codes: Tensor
@@ -31,9 +44,18 @@ class QuantizedTensor:
     zeros: Tensor | None
     bits: int
     group_size: int
+    weight_dtype: str | None = None
+    global_scale: Tensor | None = None
+    minimums: Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_weight_dtype(self.weight_dtype, self.bits)
+        for name, part in (("zeros", self.zeros), ("minimums", self.minimums)):
+            if self.weight_dtype is not None and part is not None:
+                raise ValueError(f"{name}: {self.weight_dtype} codes have signs and no {_MISSING[name]}; pass None")
         check_zeros(self.zeros, self.bits)
+        if self.zeros is not None and self.minimums is not None:
+            raise ValueError("minimums: expected zeros or minimums, got both")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,33 +65,56 @@ class QuantizedTensor:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits of a weight, its share of scales and zeros included."""
-        stored = [tensor for tensor in (self.scales, self.zeros) if tensor is not None]
+        """Stored bits of a weight, its share of scales, zeros and minimums included."""
+        parts = self.scales, self.zeros, self.global_scale, self.minimums
+        stored = [tensor for tensor in parts if tensor is not None]
         extra = 8 * sum(tensor.numel() * tensor.element_size() for tensor in stored)
         return self.bits + extra / max(1, self.codes.numel())
 
     def rows(self, index: Tensor | slice) -> QuantizedTensor:
         """The matrix with its rows in another order, or some of them."""
-        zeros = None if self.zeros is None else self.zeros[:, index]
-        return replace(self, codes=self.codes[index], scales=self.scales[:, index], zeros=zeros)
+        zeros, minimums = (part if part is None else part[:, index] for part in (self.zeros, self.minimums))
+        return replace(self, codes=self.codes[index], scales=self.scales[:, index], zeros=zeros, minimums=minimums)
 
     def columns(self, part: slice) -> QuantizedTensor:
         """Some columns, of whole groups, or of the only one."""
         size, step = part.stop - part.start, self.group_size
         groups = slice(None) if step >= self.shape[1] else slice(part.start // step, part.stop // step)
-        zeros = None if self.zeros is None else self.zeros[groups]
-        return QuantizedTensor(self.codes[:, part], self.scales[groups], zeros, self.bits, min(step, size))
+        zeros, minimums = (part if part is None else part[groups] for part in (self.zeros, self.minimums))
+        codes, scales, group_size = self.codes[:, part], self.scales[groups], min(step, size)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums, group_size=group_size)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weights `[N, K]`, computed in fp32 and rounded once to `dtype` (None: the type of the scales)."""
+        """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`.
+
+        None: the type of the scales, or float32 where these have 8 bits.
+        """
         k = self.codes.shape[1]
         step = max(1, min(self.group_size, k))
-        weight = self.codes.to(torch.float32)
+        weight = numbers_of(self.codes, self.weight_dtype)
+        scales = self.scales.float() if self.global_scale is None else self.scales.float() * self.global_scale
         for group, begin in enumerate(range(0, k, step)):
             columns = weight[:, begin : begin + step]
-            zero = 2.0 ** (self.bits - 1) if self.zeros is None else self.zeros[group].float()[:, None]
-            columns.sub_(zero).mul_(self.scales[group].float()[:, None])
-        return weight.to(dtype or self.scales.dtype)
+            if self.minimums is not None:  # exact in fp64 but for far more digits than files have: rounded once
+                scale, minimum = (part[group].double()[:, None] for part in (self.scales, self.minimums))
+                columns.copy_(columns.double().mul_(scale).sub_(minimum))
+                continue
+            if self.weight_dtype is None:
+                columns.sub_(2.0 ** (self.bits - 1) if self.zeros is None else self.zeros[group].float()[:, None])
+            columns.mul_(scales[group][:, None])
+        return weight.to(dtype or (self.scales.dtype if self.scales.dtype in FLOATING else torch.float32))
+
+
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def numbers_of(codes: Tensor, weight_dtype: str | None) -> Tensor:
+    """The numbers that codes, uint8, are before zeros and scales, as float32."""
+    if weight_dtype == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    if weight_dtype == "e2m1":
+        return torch.tensor(_E2M1, device=codes.device)[codes.int()]
+    return codes.to(torch.float32)
 
 
 def check_zeros(zeros: Tensor | None, bits: int) -> None:

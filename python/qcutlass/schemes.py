@@ -7,9 +7,11 @@ from typing import Literal
 
 import torch
 
+from qcutlass.defaults import FLOAT_FORMATS
+from qcutlass.errors import UnsupportedError
 from qcutlass.products.block_operators import check_block_size
-from qcutlass.products.checks import FLOATING, check_flag, check_integer
-from qcutlass.products.packing import PACKINGS
+from qcutlass.products.checks import E8M0, FLOATING, check_flag, check_integer, names_of
+from qcutlass.products.packing import CODE_TYPES, PACKINGS, check_weight_dtype
 
 
 class Scheme:
@@ -24,26 +26,50 @@ class WeightOnly(Scheme):
         bits: 4 or 8.
         group_size: columns that share a scale; None or -1: one scale a channel.
         symmetric: whether the zero point is fixed at 2**(bits - 1).
-        scale_dtype: float16, bfloat16 or float32; None: the type of the weights.
+        scale_dtype: float16, bfloat16 or float32; of "e2m1" also float8_e8m0fnu and float8_e4m3fn; None: the type of
+            the weights.
+        weight_dtype: None: codes are integers; "e2m1" (4 bits) or "e4m3" (8 bits): floating numbers, without zero
+            points.
 
     Example:
         >>> import qcutlass
         >>> qcutlass.WeightOnly(bits=8, group_size=None)
-        WeightOnly(bits=8, group_size=None, symmetric=False, scale_dtype=None)
+        WeightOnly(bits=8, group_size=None, symmetric=False, scale_dtype=None, weight_dtype=None)
     """
 
     bits: int = 4
     group_size: int | None = 128
     symmetric: bool = False
     scale_dtype: torch.dtype | None = None
+    weight_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_integer("bits", self.bits, PACKINGS)
+        check_weight_dtype(self.weight_dtype, self.bits)
         if self.group_size not in (None, -1):
             check_integer("group_size", self.group_size, minimum=1)
         check_flag("symmetric", self.symmetric)
-        if self.scale_dtype not in (None, *FLOATING):
-            raise TypeError(f"scale_dtype: expected float16, bfloat16, float32 or None, got {self.scale_dtype}")
+        if self.symmetric and self.weight_dtype is not None:
+            raise ValueError(f"symmetric: {self.weight_dtype} codes have signs and no zero points; leave it out")
+        allowed = FLOATING if self.weight_dtype is None else CODE_TYPES[self.weight_dtype].scales
+        if self.scale_dtype not in (None, *allowed):
+            raise TypeError(f"scale_dtype: expected {names_of(allowed)} or None, got {self.scale_dtype}")
+
+
+def float_format(name: str) -> WeightOnly:
+    """The scheme of a format of 4-bit floats, by its name in `defaults.FLOAT_FORMATS`.
+
+    Example:
+        >>> from qcutlass.schemes import float_format
+        >>> float_format("nvfp4").group_size
+        16
+    """
+    if name not in FLOAT_FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(FLOAT_FORMATS)}, got {name!r}")
+    if name == "mxfp4" and not E8M0:
+        raise UnsupportedError("format: the scales of mxfp4 need torch 2.7 or newer; update it, or use nvfp4")
+    group_size, scales = (32, E8M0[0]) if name == "mxfp4" else (16, torch.float8_e4m3fn)
+    return WeightOnly(4, group_size, scale_dtype=scales, weight_dtype="e2m1")
 
 
 @dataclass(frozen=True)
@@ -64,7 +90,7 @@ class W8A8(Scheme):
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        _check_activations(self.activations)
+        check_kind_of_activations(self.activations)
         check_flag("symmetric", self.symmetric)
 
 
@@ -84,7 +110,7 @@ class FP8(Scheme):
     activations: Literal["dynamic", "static"] = "dynamic"
 
     def __post_init__(self) -> None:
-        _check_activations(self.activations)
+        check_kind_of_activations(self.activations)
 
 
 @dataclass(frozen=True)
@@ -106,6 +132,7 @@ class Blockwise(Scheme):
         check_block_size("block_size", self.block_size)
 
 
-def _check_activations(activations: object) -> None:
+def check_kind_of_activations(activations: object) -> None:
+    """Raises ValueError unless it is "dynamic" or "static"."""
     if activations not in ("dynamic", "static"):
         raise ValueError(f"activations: expected 'dynamic' or 'static', got {activations!r}")

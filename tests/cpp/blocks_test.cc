@@ -151,9 +151,13 @@ TEST(Blocks, RefuseWrongArguments) {
   Matrix matrix(128, false);
   float const factor = 1;
   std::function<void(QuantizeArguments&)> const quantizer_changes[] = {
-      [](auto& a) { a.block = 100; },       [](auto& a) { a.block = 0, a.square = true; },
-      [](auto& a) { a.per_tensor = true; }, [](auto& a) { a.code_type = DType::kFloat8E4M3; },
+      [](auto& a) { a.block = 100; },
+      [](auto& a) { a.block = 0, a.square = true; },
+      [](auto& a) { a.per_tensor = true; },
+      [](auto& a) { a.code_type = DType::kFloat16; },
       [&](auto& a) { a.smooth = &factor; },
+      [](auto& a) { a.gated = a.square = true; },
+      [](auto& a) { a.block = 0, a.powers_of_two = true; },
   };
   for (auto const& change : quantizer_changes) {
     QuantizeArguments arguments = matrix.arguments;
@@ -175,6 +179,11 @@ TEST(Blocks, RefuseWrongArguments) {
     EXPECT_THROW(host::gelu_blocks(arguments, 1), InvalidArgument) << &change - changes;
   }
   BlockArguments arguments = valid;
+  arguments.code_type = DType::kFloat8E4M3;
+  EXPECT_THROW(host::gelu_blocks(arguments, 1), InvalidArgument);
+  arguments.code_type = DType::kFloat8E5M2;
+  EXPECT_THROW(host::dequantize_blocks(arguments, 1), InvalidArgument);
+  arguments = valid;
   arguments.out_type = DType::kInt8;
   EXPECT_THROW(host::dequantize_blocks(arguments, 1), InvalidArgument);
   arguments = valid;

@@ -101,6 +101,8 @@ std::vector<test::WeightCase> cases() {
         result.push_back({packing, 35, 131, 16, scale_type, zero_type});
       }
     }
+    for (DType type : {DType::kFloat16, DType::kBFloat16, DType::kFloat32})
+      result.push_back({packing, 35, 131, 16, DType::kFloat32, type, true});
     for (int64_t group_size : {1, 3, 32, 48, 64, 100, 128, 130, 131, 4096}) {
       result.push_back({packing, 18, 131, group_size, DType::kFloat16, DType::kUInt8});
     }
@@ -134,6 +136,10 @@ TEST(Dequantize, ChecksArguments) {
   rejects([](DequantizeArguments& a) { a.weights.scale_type = DType::kNone; });
   rejects([](DequantizeArguments& a) { a.weights.scale_stride = 3; });
   rejects([](DequantizeArguments& a) { a.weights.zeros = nullptr; });
+  rejects([](DequantizeArguments& a) { a.weights.minimum_type = DType::kFloat32; });
+  DequantizeArguments minimums = good;
+  minimums.weights.zero_type = DType::kNone, minimums.weights.minimum_type = DType::kFloat32;
+  EXPECT_THROW(host::dequantize(minimums, 1), InvalidArgument);
 }
 
 }  // namespace

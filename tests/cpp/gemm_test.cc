@@ -212,6 +212,12 @@ std::vector<GemmCase> cases() {
         }
       }
     }
+    for (int64_t group_size : {5, 16, 32, 48, 64, 10000}) {
+      for (int64_t m : {1, 2, 4, 6, 8, 9}) {
+        DType const type = m % 2 == 0 ? f32 : f16;
+        result.push_back({{packing, 21, 808, group_size, type, type, true}, m, m == 4 ? bf16 : f32});
+      }
+    }
     result.push_back({{packing, 64, 8192, 128, f16, DType::kUInt8}, 1, f32});
     result.push_back({{packing, 4096, 64, 64, f16, DType::kUInt8}, 9, f32, f32, none, true, Activation::kSilu});
   }

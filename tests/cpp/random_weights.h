@@ -1,6 +1,8 @@
 // A random packed weight matrix and what it means.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 #include <string>
 #include <vector>
@@ -14,7 +16,8 @@ struct WeightCase {
   Packing packing;
   int64_t n, k, group_size;
   DType scale_type;
-  DType zero_type;
+  DType zero_type;        ///< or of the minimums
+  bool minimums = false;  ///< and scales of either sign, and of 0
 };
 
 class RandomWeights {
@@ -35,18 +38,28 @@ class RandomWeights {
     arguments_.scale_stride = c.n + 3;
     scales_ = Array(c.scale_type, arguments_.groups() * arguments_.scale_stride);
     arguments_.scales = scales_.data();
-    arguments_.zero_type = c.zero_type;
-    arguments_.zero_stride = c.n + 1;
-    zeros_ = Array(c.zero_type, arguments_.groups() * arguments_.zero_stride);
-    arguments_.zeros = c.zero_type == DType::kNone ? nullptr : zeros_.data();
+    int64_t const offset_stride = c.n + 1, offsets = arguments_.groups() * offset_stride;
+    offsets_ = Array(c.zero_type, offsets);
+    if (c.minimums) {
+      arguments_.minimum_type = c.zero_type;
+      arguments_.minimum_stride = offset_stride;
+      arguments_.minimums = offsets_.data();
+    } else {
+      arguments_.zero_type = c.zero_type;
+      arguments_.zero_stride = offset_stride;
+      arguments_.zeros = c.zero_type == DType::kNone ? nullptr : offsets_.data();
+    }
 
     std::uniform_real_distribution<double> uniform(0.0, 1.0);
     for (int64_t i = 0; i < arguments_.groups() * arguments_.scale_stride; ++i)
-      scales_.set(i, 0.001 + 0.01 * uniform(random));
+      scales_.set(i, (0.001 + 0.01 * uniform(random)) * (c.minimums ? std::min(int(random() % 5) - 1, 1) : 1));
     if (c.zero_type == DType::kNone) return;
-    for (int64_t i = 0; i < arguments_.groups() * arguments_.zero_stride; ++i) {
+    for (int64_t i = 0; i < offsets; ++i) {
       double const zero = uniform(random) * (c.zero_type == DType::kInt8 ? 127 : levels - 1);
-      zeros_.set(i, is_floating(c.zero_type) ? zero : std::floor(zero) - (c.zero_type == DType::kInt32 ? 3 : 0));
+      if (c.minimums)
+        offsets_.set(i, zero * 0.01);
+      else
+        offsets_.set(i, is_floating(c.zero_type) ? zero : std::floor(zero) - (c.zero_type == DType::kInt32 ? 3 : 0));
     }
   }
   RandomWeights(RandomWeights const&) = delete;
@@ -57,21 +70,25 @@ class RandomWeights {
   /// difference or product of two floats, rounded to double and then to float, is the correctly rounded float).
   double weight(int64_t n, int64_t k) const {
     int64_t const group = k / arguments_.group_size;
-    double const zero = arguments_.zero_type == DType::kNone ? symmetric_zero(arguments_.bits())
-                                                             : zeros_[group * arguments_.zero_stride + n];
-    double const difference = static_cast<float>(codes_[n * arguments_.k + k] - zero);
-    return static_cast<float>(difference * scales_[group * arguments_.scale_stride + n]);
+    double const code = codes_[n * arguments_.k + k], scale = scales_[group * arguments_.scale_stride + n];
+    if (arguments_.has_minimums())
+      return static_cast<float>(code * scale - offsets_[group * arguments_.minimum_stride + n]);
+    double const zero = arguments_.zero_type == DType::kNone ? symmetric_zero(arguments_.packing)
+                                                             : offsets_[group * arguments_.zero_stride + n];
+    double const difference = static_cast<float>(code - zero);
+    return static_cast<float>(difference * scale);
   }
 
  private:
   std::vector<uint8_t> codes_, packed_;
-  Array scales_, zeros_;
+  Array scales_, offsets_;
   WeightArguments arguments_;
 };
 
 inline std::string name_of(WeightCase const& c) {
   return name_of(c.packing) + "_n" + std::to_string(c.n) + "_k" + std::to_string(c.k) + "_g" +
-         std::to_string(c.group_size) + "_s_" + name_of(c.scale_type) + "_z_" + name_of(c.zero_type);
+         std::to_string(c.group_size) + "_s_" + name_of(c.scale_type) + (c.minimums ? "_m_" : "_z_") +
+         name_of(c.zero_type);
 }
 
 inline std::vector<DType> zero_types() {

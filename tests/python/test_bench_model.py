@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 from bench import llama, model, schemes, tokens
 from bench.__main__ import app
 
+from qcutlass.layers import QuantLinear
 from qcutlass.testing.models import NOISE, noise_ratio
 
 SCHEME = schemes.parse_weight_only("w4a16_g64_int")
@@ -116,10 +118,35 @@ def test_tokens_are_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.cat(firsts, dim=1), expected[:, [0, 1, 2, 0, 1]])  # a prompt begins anew
 
 
+@pytest.mark.parametrize("size", ["tiny", "tiny-qwen3"])
+def test_a_quantised_head_changes_the_logits_alone(size: str) -> None:
+    model = llama.quantized_model(llama.SIZES[size], SCHEME, CPU, torch.float32)
+    twin = llama.with_head(model, 8)
+    assert isinstance(twin.get_output_embeddings(), QuantLinear)
+    assert twin.get_input_embeddings().weight is model.get_input_embeddings().weight
+    ids = torch.arange(7)[None]
+    with torch.inference_mode():
+        states, same = (one.model(ids).last_hidden_state for one in (model, twin))
+        logits, close = (one(ids).logits for one in (model, twin))
+    assert torch.equal(states, same)
+    assert not torch.equal(logits, close)
+    # A scale of fp16, 2^-11, and half a step of 127 for the largest weight of a group of 64 columns.
+    weight = model.get_output_embeddings().weight
+    bound = states.abs().sum(-1, keepdim=True) * weight.abs().max() * (0.5 / 127 + 2**-10)
+    assert ((logits - close).abs() <= bound).all()
+
+
+def test_a_tied_head_is_refused() -> None:
+    tied = replace(llama.SIZES["tiny"], tied=True)
+    model = llama.quantized_model(tied, SCHEME, CPU, torch.float32)
+    with pytest.raises(ValueError, match="the model's head is its embedding"):
+        llama.with_head(model, 8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("model", "--size", "gpt"), "expected one of llama3-8b, smollm2-135m, tiny"),
+        (("model", "--size", "gpt"), "expected one of llama3-8b, qwen3-8b"),
         (("model", "--device", "tpu"), "expected cuda or cpu"),
         (("model", "--scheme", "w8a8"), "weight-only"),
         (("tokens", "--dtype", "f8", "--device", "cpu"), "expected one of f16, bf16, f32"),

@@ -43,8 +43,8 @@ def nothing_remembered() -> Iterator[None]:
 @pytest.mark.parametrize("square", [False, True])
 def test_opcheck_of_quantisers(square: bool, device: str) -> None:
     x = torch.randn(70, 200, device=device)
-    torch.library.opcheck(OPERATORS.quantize_blocks.default, (x, 64, square))
-    codes, scales = OPERATORS.quantize_blocks(x, 64, square)
+    torch.library.opcheck(OPERATORS.quantize_blocks.default, (x, 64, square, torch.int8))
+    codes, scales = OPERATORS.quantize_blocks(x, 64, square, torch.int8)
     torch.library.opcheck(OPERATORS.dequantize_blocks.default, (codes, scales, 64, square, torch.bfloat16))
     if not square:
         torch.library.opcheck(OPERATORS.gelu_blocks.default, (codes, scales, 64))

@@ -107,10 +107,9 @@ def test_the_module_is_the_command() -> None:
 def test_quickstart_on_gguf(gguf_file: Path) -> None:
     result = qcutlass_command("quickstart", str(gguf_file), "--device", "cpu", "--seed", "1", "--all")
     assert result.exit_code == 0, result.output
-    for expected in ("blk.0.ffn_up", "blk.1.ffn_up", "blk.2.ffn_up", "blk.0.attn_q", "48 x 96"):
+    for expected in ("blk.0.ffn_up", "blk.1.ffn_up", "blk.2.ffn_up", "blk.0.attn_q", "blk.0.ffn_down", "48 x 96"):
         assert expected in result.stdout, result.stdout
-    assert "passed: 4 of 4 linear layers within bound" in " ".join(result.stdout.split())
-    assert "skipped blk.0.ffn_down: Q5_0" in result.stdout
+    assert "passed: 5 of 5 linear layers within bound" in " ".join(result.stdout.split())
     assert "token_embd" not in result.stdout
 
 
@@ -127,7 +126,7 @@ def test_quickstart_on_the_file_that_the_environment_names(gguf_file: Path, monk
     assert default_model() == gguf_file
     result = qcutlass_command("quickstart")
     assert result.exit_code == 0, result.output
-    assert "passed: 4 of 4 linear layers within bound" in " ".join(result.stdout.split())
+    assert "passed: 5 of 5 linear layers within bound" in " ".join(result.stdout.split())
     monkeypatch.setenv("QCUTLASS_SMOLLM2", f"{gguf_file}.absent")
     result = qcutlass_command("quickstart")
     assert result.exit_code == 2
@@ -138,7 +137,7 @@ def test_quickstart_on_the_file_that_the_environment_names(gguf_file: Path, monk
 def test_quickstart_on_a_gpu(gguf_file: Path) -> None:
     result = qcutlass_command("quickstart", str(gguf_file), "--device", "cuda")
     assert result.exit_code == 0, result.output
-    assert "passed: 4 of 4 linear layers within bound" in " ".join(result.stdout.split())
+    assert "passed: 5 of 5 linear layers within bound" in " ".join(result.stdout.split())
 
 
 def test_quickstart_fails_on_a_wrong_product(safetensors_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

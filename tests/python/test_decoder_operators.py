@@ -10,17 +10,19 @@ import torch
 from tests.python.modules import randn
 from torch import Tensor
 
-from qcutlass import testing
+from qcutlass import quantize, testing
+from qcutlass.layers import QuantLinear
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary
 from qcutlass.testing.decoder import answer_ratio, gate_answer, rms_norm_answer, rotary_answer
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
 GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
 
 
-def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return randn(*shape, seed=seed).to(dtype)
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return randn(*shape, seed=seed).to(device, dtype)
 
 
 def angles(batch: int, tokens: int, size: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
@@ -29,11 +31,13 @@ def angles(batch: int, tokens: int, size: int, dtype: torch.dtype, seed: int) ->
     return whole.cos().to(dtype), whole.sin().to(dtype)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 576), (3, 5, 64), (40, 1000), (2, 1), (7, 33)])
-def test_norms_are_within_their_bound(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
-    x, residual = numbers(*shape, seed=seed, dtype=dtype), numbers(*shape, seed=seed + 1, dtype=dtype)
-    for weight in (numbers(shape[-1], seed=seed + 2), numbers(shape[-1], seed=seed + 2, dtype=dtype)):
+@pytest.mark.parametrize("shape", [(1, 1, 576), (3, 5, 64), (40, 1000), (2, 1), (7, 33), (2, 20000), (1, 4096)])
+def test_norms_are_within_their_bound(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> None:
+    x, residual = (numbers(*shape, seed=seed + i, dtype=dtype, device=device) for i in range(2))
+    for kind in {torch.float32, dtype}:
+        weight = numbers(shape[-1], seed=seed + 2, dtype=kind, device=device)
         total, normed = add_rms_norm(x, residual, weight, EPS)
         testing.assert_equal(total, x + residual)
         assert normed.dtype == dtype
@@ -41,11 +45,45 @@ def test_norms_are_within_their_bound(shape: tuple[int, ...], dtype: torch.dtype
         testing.assert_equal(rms_norm(total, weight, EPS), normed)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_norms_of_rows_at_any_address(device: str, seed: int) -> None:
+    rows = numbers(5, 131, seed=seed, dtype=torch.float16, device=device)
+    weight = numbers(128, seed=seed + 1, device=device)
+    for first in (0, 1, 3):
+        x = rows[:, first : first + 128]
+        total, normed = add_rms_norm(x, x, weight, EPS)
+        testing.assert_equal(total, x + x)
+        assert answer_ratio(normed, rms_norm_answer(total, weight, EPS)) <= 1
+
+
+@pytest.mark.gpu
+def test_products_behind_a_norm_read_what_it_wrote(seed: int) -> None:
+    """They start while it runs; neither activations nor weights that it writes may be read before it has ended."""
+    k, weight = 4096, torch.ones(4096, device="cuda")
+    layer = QuantLinear.from_quantized(quantize(randn(512, k, seed=seed).half().cuda()))
+    x = numbers(3, k, seed=seed + 1, dtype=torch.float16, device="cuda")
+    residual = torch.zeros_like(x)
+    expected = layer(rms_norm(x, weight, EPS))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            total, normed = add_rms_norm(x, residual, weight, EPS)
+            out = layer(normed)
+            residual.copy_(total - x)
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    testing.assert_equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("shape", [(1, 1, 1536), (3, 5, 70), (30, 1111)])
-def test_gates_are_within_their_bound(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
-    both = (8 * randn(*shape[:-1], 2 * shape[-1], seed=seed)).to(dtype)
+@pytest.mark.parametrize("shape", [(1, 1, 1536), (3, 5, 70), (30, 1111), (4, 14336)])
+def test_gates_are_within_their_bound(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int
+) -> None:
+    both = (8 * randn(*shape[:-1], 2 * shape[-1], seed=seed)).to(device, dtype)
     for first, second in (both.chunk(2, dim=-1), [part.contiguous() for part in both.chunk(2, dim=-1)]):
         out = gate(name, first, second)
         assert out.dtype == dtype
@@ -53,14 +91,15 @@ def test_gates_are_within_their_bound(name: str, shape: tuple[int, ...], dtype: 
         assert answer_ratio(out, gate_answer(GATES[name], first, second)) <= 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", GATES)
-def test_gates_far_from_zero(name: str) -> None:
+def test_gates_far_from_zero(name: str, device: str) -> None:
     """Where exp() overflows, or is too small to count; infinities and NaN as torch has them."""
-    far = torch.tensor([-3e38, -1e4, -89.0, -88.0, -87.0, -0.0, 0.0, 87.0, 88.7, 89.0, 1e4, 3e38])
+    far = torch.tensor([-3e38, -1e4, -89.0, -88.0, -87.0, -0.0, 0.0, 87.0, 88.7, 89.0, 1e4, 3e38], device=device)
     ones = torch.ones_like(far)
     assert answer_ratio(gate(name, far, ones), gate_answer(GATES[name], far, ones)) <= 1
-    special = torch.tensor([torch.inf, torch.nan])
-    assert str(gate(name, special, torch.ones(2)).tolist()) == "[inf, nan]"
+    special = torch.tensor([torch.inf, torch.nan], device=device)
+    assert str(gate(name, special, torch.ones_like(special)).tolist()) == "[inf, nan]"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ from qcutlass import _C, testing
 from qcutlass.products.extension import DTYPES as DTYPES_OF
 from qcutlass.products.extension import backend
 from qcutlass.products.packing import weight_arguments
+from qcutlass.products.rows import dequantize_rows
 from qcutlass.products.weight_operators import DequantizeCall, check_dequantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -78,6 +79,27 @@ def test_real_zeros(bits: int, scale_dtype: torch.dtype, zero_dtype: torch.dtype
     zeros = (torch.randn(1, 5000, generator=g) * 2**bits).to(zero_dtype)
     for dtype in DTYPES:
         assert_dequantizes(device, all_codes(bits, 5000), scales, zeros, bits, dtype, 2**bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_minimums_of_any_type(bits: int, seed: int, device: str) -> None:
+    """Scales of 0 and negative ones among them."""
+    for scale_dtype in DTYPES:
+        for dtype in DTYPES:
+            case = testing.Case(1, 50, 333, bits, 16, "minimum", dtype, scale_dtype, DTYPES[seed % len(DTYPES)])
+            p = case.random(seed=seed)
+            assert p.minimums is not None
+            assert bool((p.scales == 0).any())
+            packed = qcutlass.preprocess_weights(p.codes.to(device), bits=bits)
+            scales, minimums = p.scales.to(device), p.minimums.to(device)
+            out = qcutlass.dequantize(packed, scales, minimums=minimums, k=333, group_size=16, bits=bits, dtype=dtype)
+            testing.assert_equal(out.cpu(), p.weight(dtype))
+            weight = qcutlass.QuantizedTensor(p.codes, p.scales, None, bits, 16, minimums=p.minimums)
+            testing.assert_equal(weight.dequantize(dtype), p.weight(dtype))
+            options = {"k": 333, "group_size": 16, "bits": bits, "dtype": dtype, "minimums": minimums}
+            rows = torch.tensor([3, 49, 3, 17], device=device)
+            found = dequantize_rows(packed, scales, None, rows, **options)  # type: ignore[arg-type]
+            testing.assert_equal(found.cpu(), p.weight(dtype)[rows.cpu()])
 
 
 @pytest.mark.parametrize("zero_dtype", [torch.uint8, torch.int8, torch.int32])

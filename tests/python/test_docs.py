@@ -90,7 +90,8 @@ def texts_of(path: Path) -> list[str]:
 
 
 def test_every_packing_is_drawn(drawings: ModuleType, drawn: Path, tmp_path: Path) -> None:
-    assert set(drawings.PACKINGS) == set(map(_C.Packing, range(len(_C.Packing.__members__))))
+    floats = {_C.Packing.E2M1A16, _C.Packing.E4M3A16}  # in the orders of integers of as many bits
+    assert set(drawings.PACKINGS) == set(map(_C.Packing, range(len(_C.Packing.__members__)))) - floats
     for packing in PACKINGS:
         numbers = [text for text in texts_of(drawn / f"tile_{packing.name.lower()}.svg") if text.isdigit()]
         if packing == _C.Packing.W8A8:

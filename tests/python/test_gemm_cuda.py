@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.python.kinds.description import FLOATS
-from tests.python.kinds.weight_only import SCHEMES, WEIGHT_ONLY, Scheme
+from tests.python.kinds.weight_only import OF_MINIMUMS, SCHEMES, WEIGHT_ONLY, Scheme
 from tests.python.running import SLEEP
 from torch import Tensor
 
@@ -26,14 +26,17 @@ TACTICS = range(len(WEIGHT_ONLY.traits(testing.Case(1, 4096, 4096))))
 
 
 def tactic_of(case: testing.Case, index: int) -> _C.TacticTraits | None:
-    """The configuration in row `index` of the table, None where this GPU has not what it needs."""
-    traits = WEIGHT_ONLY.traits(case)[index]
+    """The configuration in row `index` of the table, None where there is none, or this GPU has not what it needs."""
+    found = WEIGHT_ONLY.traits(case)
+    if index >= len(found):
+        return None
+    traits = found[index]
     device = _C.device_traits(torch.cuda.current_device())
     fits = traits.shared_memory <= device.shared_memory_per_block and traits.wgmma <= device.wgmma
     return traits if fits else None
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [*SCHEMES, OF_MINIMUMS], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_identity_returns_every_code_from_every_position(
@@ -69,15 +72,16 @@ def test_packing_equals_the_cpu(n: int, k: int, bits: int, seed: int, ledger: An
 @pytest.mark.parametrize("bits", [4, 8])
 def test_dequantising_equals_the_cpu(bits: int, out_dtype: torch.dtype, seeds: Iterator[int], ledger: Any) -> None:
     choose = random.Random(next(seeds))
-    for scheme in SCHEMES:
+    for scheme in (*SCHEMES, OF_MINIMUMS):
         for n, k in [(1, 1), (33, 100), (200, 1000), (4096, 512)]:
             case = testing.Case(1, n, k, bits, dtype=choose.choice(FLOATS), **scheme.options(choose))
             p = case.random(device="cuda", seed=next(seeds))
             packed = qcutlass.preprocess_weights(p.codes, bits=bits)
-            out = qcutlass.dequantize(packed, p.scales, p.zeros, k=k, dtype=out_dtype, **p.ambiguous)
+            options = {"k": k, "dtype": out_dtype, **p.ambiguous}
+            out = qcutlass.dequantize(packed, p.scales, p.zeros, minimums=p.minimums, **options)
             ledger.equal(out, p.weight(out_dtype), p)
-            zeros = None if p.zeros is None else p.zeros.cpu()
-            on_cpu = qcutlass.dequantize(packed.cpu(), p.scales.cpu(), zeros, k=k, dtype=out_dtype, **p.ambiguous)
+            zeros, minimums = (None if part is None else part.cpu() for part in (p.zeros, p.minimums))
+            on_cpu = qcutlass.dequantize(packed.cpu(), p.scales.cpu(), zeros, minimums=minimums, **options)
             ledger.equal(out.cpu(), on_cpu, p)
 
 

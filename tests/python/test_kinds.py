@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
-from tests.python.kinds import DESCRIPTIONS
+from tests.python.kinds import DESCRIPTIONS, OUTLINES
 from torch import Tensor
 
 import qcutlass
@@ -21,19 +21,23 @@ from qcutlass.products.kind import FUNCTIONS, Kind, Size
 from qcutlass.products.kinds import KINDS
 
 SCHEMAS = {kind.kind.name: kind.schema for kind in DESCRIPTIONS.values()}
+SCHEMAS |= {name: outline.schema for name, outline in OUTLINES.items()}
 OTHERS = (
     f"blockwise_gemm_quant({SCHEMAS['blockwise_gemm']}) -> (Tensor, Tensor)",
     "pack(Tensor codes, int bits, str activations) -> Tensor",
     "unpack(Tensor w_packed, int bits, SymInt n, SymInt k) -> Tensor",
     "dequantize(Tensor w_packed, Tensor scales, Tensor? zeros, SymInt k, int? group_size=None, int? bits=None, "
-    "ScalarType? dtype=None, SymInt row_begin=0, SymInt? row_end=None) -> Tensor",
+    "ScalarType? dtype=None, SymInt row_begin=0, SymInt? row_end=None, "
+    "str? weight_dtype=None, Tensor? global_scale=None, Tensor? minimums=None) -> Tensor",
     "quantize_8bit(Tensor a, ScalarType dtype, bool per_tensor=False, bool asymmetric=False, Tensor? scale=None, "
     "Tensor? azp=None, Tensor? smooth=None) -> (Tensor, Tensor, Tensor)",
-    "quantize_blocks(Tensor x, int size, bool square) -> (Tensor, Tensor)",
+    "quantize_blocks(Tensor x, int size, bool square, ScalarType dtype, str? scale_fmt=None, bool gated=False) -> "
+    "(Tensor, Tensor)",
     "dequantize_blocks(Tensor x, Tensor s, int size, bool square, ScalarType dtype) -> Tensor",
     "gelu_blocks(Tensor x, Tensor s, int size) -> (Tensor, Tensor)",
 )
 SETTLING = {kind.kind.name: kind.settling for kind in DESCRIPTIONS.values()}
+SETTLING |= {name: outline.settling for name, outline in OUTLINES.items()}
 QUANTIZED = {"out_block_size"}  # None in a call whose output is not quantised
 LEFT_OUT = {
     "qcutlass.blockwise.int8_gemm": {"bias", "activation", "out_block_size"},
@@ -93,6 +97,9 @@ def test_operands_lead_to_members_of_their_own() -> None:
     others = (product.sums.channel_sums, product.blocks.a, product.blocks.w, product.quantized.scales)
     last = (Operand.W_SUMS, Operand.BLOCK_A, Operand.BLOCK_W, Operand.OUT_SCALES)
     assert list(others) == _C.Rebinding(product, last).addresses
+    experts = (product.experts.offsets, product.experts.rows, product.experts.row_scale)
+    of_experts = (Operand.EXPERT_OFFSETS, Operand.EXPERT_ROWS, Operand.ROW_SCALE)
+    assert list(experts) == _C.Rebinding(product, of_experts).addresses
 
 
 def test_a_rebinding_refuses_another_number_of_addresses() -> None:

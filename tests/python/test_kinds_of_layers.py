@@ -12,12 +12,18 @@ from tests.python.modules import assert_same_state
 import qcutlass
 from qcutlass import QuantLinear, WeightOnly
 from qcutlass.formats.layers import LAYERS
-from qcutlass.formats.specs import LAYER_KINDS
+from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.layers import Scheme, WeightOnlyLinear
 from qcutlass.layers.base import from_layer, from_spec
 
-HELD = [WeightOnly(4, 32), WeightOnly(8, None, symmetric=True), qcutlass.W8A8()]
-OTHERS = [qcutlass.FP8(), qcutlass.Blockwise()]
+HELD = [
+    WeightOnly(4, 32),
+    WeightOnly(8, None, symmetric=True),
+    qcutlass.W8A8(),
+    qcutlass.FP8(),
+    qcutlass.Blockwise(),
+    qcutlass.Blockwise(32),
+]
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,20 @@ def test_zero_points_of_activations_are_not_dropped() -> None:
         layer.canonical()
 
 
-@pytest.mark.parametrize("scheme", OTHERS, ids=str)
-def test_kinds_that_no_folder_holds_say_so(scheme: Scheme) -> None:
-    layer = QuantLinear.from_linear(torch.nn.Linear(128, 128), scheme)
-    with pytest.raises(qcutlass.UnsupportedError, match=f"converted folders hold no {type(layer).__name__}"):
+def test_a_kind_that_no_folder_holds_says_so() -> None:
+    layer = QuantLinear.from_linear(torch.nn.Linear(64, 16))
+    layer.__class__ = type("OtherLinear", (WeightOnlyLinear,), {"_stored": None, "spec": QuantLinear.spec})
+    with pytest.raises(qcutlass.UnsupportedError, match="converted folders hold no OtherLinear"):
         _ = layer.spec
-    with pytest.raises(qcutlass.UnsupportedError, match=f"no canonical form of a {type(layer).__name__}"):
-        layer.canonical()
+
+
+def test_the_size_of_blocks_is_kept_where_a_layer_is_smaller() -> None:
+    layer = QuantLinear.from_linear(torch.nn.Linear(64, 16), qcutlass.Blockwise(128))
+    assert (layer.spec.group_size, layer.canonical().spec) == (128, layer.spec)
+    assert from_spec(layer.spec, 16, 64).group_size == 128
+
+
+@pytest.mark.parametrize(("kind", "size"), [("int8", 64), ("fp8", 128), ("blockwise", -1), ("blockwise", 100)])
+def test_group_sizes_that_a_kind_does_not_have(kind: str, size: int) -> None:
+    with pytest.raises(qcutlass.CheckpointError, match=f"here: expected group_size .* of kind {kind}, got {size}"):
+        LayerSpec.from_dict({"kind": kind, "bits": 8, "group_size": size}, "here")

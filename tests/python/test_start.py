@@ -111,7 +111,7 @@ print("torch" in sys.modules, set(qcutlass.__all__) <= set(vars(qcutlass)))
 
 def test_every_name_is_there() -> None:
     names = {name for name in vars(_public) if not name.startswith("_")}
-    assert set(qcutlass.__all__) - names == {"CheckpointError", "UnsupportedError", "__version__", "blockwise"}
+    assert set(qcutlass.__all__) - names == {"CheckpointError", "UnsupportedError", "__version__", "blockwise", "moe"}
     assert names <= set(qcutlass.__all__)
     assert all(getattr(qcutlass, name) is getattr(_public, name) for name in names)
     assert printed("from qcutlass import *; print(gemm.__module__, blockwise.__name__)").endswith("qcutlass.blockwise")

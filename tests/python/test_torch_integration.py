@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.kinds import DESCRIPTIONS
+from tests.python.kinds import DESCRIPTIONS, OUTLINES
 from tests.python.kinds.description import FLOATS, Description, Product
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -24,6 +24,7 @@ OPERATORS = torch.ops.qcutlass
 CHECKS = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 AROUND = {"pack", "unpack", "dequantize", "quantize_8bit", "quantize_blocks", "dequantize_blocks", "gelu_blocks"}
 AROUND |= {"add_rms_norm", "rms_norm", "rotary", "silu_mul", "gelu_tanh_mul"}
+AROUND |= {"moe_route", "moe_gate", "moe_sum", "moe_experts", "moe_experts_out"}
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 kinds = pytest.mark.parametrize("kind", DESCRIPTIONS.values(), ids=list(DESCRIPTIONS))
@@ -78,6 +79,7 @@ def test_every_registered_operator_is_checked_here() -> None:
     }
     products = {kind.operator for kind in DESCRIPTIONS.values()}
     products |= {f"{kind.operator}_out" for kind in DESCRIPTIONS.values() if kind.has_out}
+    products |= {name + suffix for name in OUTLINES for suffix in ("", "_out")}
     assert names == products | AROUND  # these in the files of their kinds
 
 

@@ -1,5 +1,5 @@
-// What a decoder block computes between its products: norms, gates, rotations. On the host; each result is computed in
-// fp32 and rounded once.
+// What a decoder block computes between its products: norms, gates and, on the host, rotations. Each result is computed
+// in fp32 and rounded once.
 #pragma once
 
 #include <cstdint>
@@ -75,5 +75,14 @@ void gate(GateArguments const& arguments, int threads);
 void rotate(RotaryArguments const& arguments, int threads);
 
 }  // namespace host
+
+namespace cuda {
+
+/// Launch on `stream` of the current device, for arguments that were checked. The kernel behind each in the stream may
+/// start before it ends, as those of products do. Safe under graph capture.
+void add_rms_norm(NormArguments const& arguments, void* stream);
+void gate(GateArguments const& arguments, void* stream);
+
+}  // namespace cuda
 
 }  // namespace qcutlass

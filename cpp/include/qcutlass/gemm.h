@@ -68,10 +68,26 @@ struct QuantizedOutput {
 inline constexpr int64_t kMaxInt8K = (int64_t(1) << 31) / (128 * 128) - 1;
 static_assert(kMaxInt8K == 131071);
 
+/// Matrices of weights side by side, each for rows of its own: the experts of a mixture. One lies after the other,
+/// packed weights [count][packed_bytes(n, k)], scales and zeros [count][groups][n] and bias [count][n] without gaps.
+///
+///   out[r, n] = activation(sum_k a[rows[r], k] * w[e, n, k] + bias[e, n]) * row_scale[r],  offsets[e] <= r < offsets[e
+///   + 1]
+///
+/// Rows before offsets[0] and from offsets[count] on are zeros. The host checks that offsets do not decrease and that
+/// rows lie in a; on a GPU, where they are data that no host code reads, they are clamped instead.
+struct ExpertRows {
+  int64_t count = 0;                 ///< experts; 0: one matrix of weights, for all rows
+  int32_t const* offsets = nullptr;  ///< [count + 1]
+  int32_t const* rows = nullptr;     ///< [m]: rows of a; nullptr: row r multiplies a[r]
+  float const* row_scale = nullptr;  ///< [m], of finished rows; nullptr: none
+  int64_t a_rows = 0;                ///< rows of a
+};
+
 /// One product. Plain data: pointers, sizes and strides in elements; nothing is owned. Unit stride along the last
 /// dimension.
 struct GemmArguments {
-  int64_t m = 0;  ///< rows of a and out; n and k are those of the weights
+  int64_t m = 0;  ///< rows of out, and of a but for experts; n and k are those of the weights
   WeightArguments weights;
   /// fp16, bf16, on the host also fp32; with Packing::kW8A8 int8, fp8 e4m3, fp8 e5m2 (the weights then are e4m3).
   DType a_type = DType::kNone;
@@ -98,6 +114,7 @@ struct GemmArguments {
   size_t workspace_bytes = 0;
   /// On the host, of weight-only products: activations are quantised to int8 first, in blocks of 32 columns.
   bool int8_activations = false;
+  ExpertRows experts;
 };
 
 namespace host {

@@ -1,5 +1,5 @@
 // Quantising activations and weights to 8 bits, on the host and on a GPU, bit for bit alike (but for the bits of NaN);
-// and int8 codes in blocks: back to numbers, and through GELU to other codes.
+// and codes in blocks: back to numbers, and through GELU to other codes.
 //
 // Every operation is one fp32 operation, rounded to nearest even. With x = a[m, k], or a[m, k] / smooth[k], and range
 // one row of x, a block of it, or all of it,
@@ -48,8 +48,10 @@ struct QuantizeArguments {
   int64_t a_stride = 0;
   float const* smooth = nullptr;  ///< [columns]: a is divided by it first; nullptr: not
   bool per_tensor = false;        ///< one range, and one scale, for all rows
-  int64_t block = 0;        ///< columns that share a range: 32, 64, 128, or 0: all. Symmetric int8, without smooth
-  bool square = false;      ///< with block: as many rows share it too, as in weights
+  int64_t block = 0;              ///< columns that share a range: 32, 64, 128, or 0: all. Symmetric, without smooth
+  bool square = false;            ///< with block: as many rows share it too, as in weights
+  bool powers_of_two = false;     ///< with block: scales are rounded up to powers of two
+  bool gated = false;       ///< with block, not square: a is [rows, 2 columns], and x = silu(a[m, k]) a[m, columns + k]
   bool asymmetric = false;  ///< int8 with zero points
   float const* given_scale = nullptr;  ///< [1]: this one, instead of one from a range; with per_tensor
   int32_t const* given_azp = nullptr;  ///< [1], in [-128, 127]: with given_scale and asymmetric
@@ -62,19 +64,20 @@ struct QuantizeArguments {
 
 inline constexpr size_t kQuantizeWorkspaceBytes = 8;
 
-/// Int8 codes, a scale for each block of 1 x size, or with `square` of size x size, of which the last ones may be
+/// Codes of 8 bits, a scale for each block of 1 x size, or with `square` of size x size, of which the last ones may be
 /// short.
 struct BlockArguments {
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t size = 0;  ///< 32, 64 or 128
   bool square = false;
-  int8_t const* codes = nullptr;  ///< [rows, columns]
+  void const* codes = nullptr;  ///< [rows, columns]
   int64_t codes_stride = 0;
-  float const* scales = nullptr;  ///< [rows or their blocks, blocks of columns], no gaps
-  DType out_type = DType::kNone;  ///< of dequantize_blocks: fp16, bf16, fp32
-  void* out = nullptr;            ///< written: [rows, columns], no gaps; int8 codes by gelu_blocks
-  float* out_scales = nullptr;    ///< written by gelu_blocks: like scales
+  float const* scales = nullptr;   ///< [rows or their blocks, blocks of columns], no gaps
+  DType out_type = DType::kNone;   ///< of dequantize_blocks: fp16, bf16, fp32
+  void* out = nullptr;             ///< written: [rows, columns], no gaps; int8 codes by gelu_blocks
+  float* out_scales = nullptr;     ///< written by gelu_blocks: like scales
+  DType code_type = DType::kInt8;  ///< int8; of dequantize_blocks also float8_e4m3
 };
 
 namespace host {
@@ -92,9 +95,9 @@ void gelu_blocks(BlockArguments const& arguments, int threads);
 namespace cuda {
 
 /// The same on the device that `stream` belongs to, which must be current; pointers are device pointers. The value of
-/// given_azp is not checked.
+/// given_azp is not checked. Of blocks int8 codes alone: Unsupported for others.
 void quantize(QuantizeArguments const& arguments, void* stream);
-/// The same bits.
+/// The same bits, of int8 codes; Unsupported for others.
 void dequantize_blocks(BlockArguments const& arguments, void* stream);
 /// The same but for an error of GELU of up to 2^-20 |code * scale|.
 void gelu_blocks(BlockArguments const& arguments, void* stream);

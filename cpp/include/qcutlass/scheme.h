@@ -4,7 +4,20 @@
 //
 // Evaluated as RN32(RN32(code - zero) * scale) in fp32, then rounded once to the type asked for. Integer zeros (to
 // 2^24) make the difference exact; with fp16 / bf16 scales the product of an integer zero scheme is exact in fp32 as
-// well, so the weight is the correctly rounded one.
+// well, so the weight is the correctly rounded one. With minimums instead of zeros
+//
+//   w[n, k] = code[n, k] * scale[g, n] - minimum[g, n]
+//
+// of which fp32 keeps RN32 of the exact value (a fused multiply and add): a zero minimum / scale would be rounded, and
+// where the scale is 0 there is none.
+//
+// Floating codes (e2m1, e4m3) have no zeros, and may have a global scale beside those of groups:
+//
+//   w[n, k] = code[n, k] * RN32(scale[g, n] * global)
+//
+// The code is exact in fp32, and so is its product with a scale of at most 20 bits (e4m3: 4 bits, e2m1: 2): it is
+// rounded once, to the type asked for. NaN codes (e4m3: 0x7f, 0xff) and scales (e4m3; e8m0: 0xff) give NaN. Products
+// that scale sums apply the scales, or `global` alone, to those instead.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +26,14 @@
 
 namespace qcutlass {
 
-/// A packed weight matrix [n, k] with its scales and zeros. Pointers are not owned.
+/// A matrix [groups, n] of what is taken off every group.
+struct GroupOffsets {
+  DType type = DType::kNone;
+  void const* data = nullptr;
+  int64_t stride = 0;
+};
+
+/// A packed weight matrix [n, k] with its scales, and zeros or minimums. Pointers are not owned.
 struct WeightArguments {
   Packing packing = Packing::kW4A16;
   int64_t n = 0;
@@ -21,21 +41,34 @@ struct WeightArguments {
   /// k elements that share a scale; >= k: one scale a channel. The last group may be short. k with kW8A8.
   int64_t group_size = 0;
   void const* packed = nullptr;
-  DType scale_type = DType::kNone;  ///< floating
+  DType scale_type = DType::kNone;  ///< floating; of floating codes also e8m0 and e4m3
   void const* scales = nullptr;     ///< [groups(), n]
   int64_t scale_stride = 0;         ///< elements from one group's row to the next
-  DType zero_type =
-      DType::kNone;  ///< kNone: every zero is 2^(bits - 1). Floating: real-valued zeros. Integer: exact integers.
+  /// kNone: every zero is symmetric_zero(packing). Floating: real-valued zeros. Integer: exact integers.
+  DType zero_type = DType::kNone;
   void const* zeros = nullptr;  ///< [groups(), n]
   int64_t zero_stride = 0;
+  float const* global_scale = nullptr;  ///< [1], of floating codes; nullptr: 1
+  DType minimum_type = DType::kNone;    ///< floating, or kNone: there are none. Those who have them have no zeros.
+  void const* minimums = nullptr;       ///< [groups(), n]
+  int64_t minimum_stride = 0;
 
+  constexpr bool has_minimums() const { return minimum_type != DType::kNone; }
+  /// Minimums, or zeros: what is taken off scaled codes, or off codes.
+  constexpr GroupOffsets offsets() const {
+    return has_minimums() ? GroupOffsets{minimum_type, minimums, minimum_stride}
+                          : GroupOffsets{zero_type, zeros, zero_stride};
+  }
   constexpr int bits() const { return bits_of(packing); }
   constexpr int64_t groups() const {
     return scale_type == DType::kNone || group_size >= k ? 1 : (k + group_size - 1) / group_size;
   }
 };
 
-/// The zero point of symmetric schemes.
+/// The zero point of symmetric schemes: 2^(bits - 1), or 0 where codes have signs.
 constexpr int symmetric_zero(int bits) { return 1 << (bits - 1); }
+constexpr int symmetric_zero(Packing packing) {
+  return has_float_codes(packing) ? 0 : symmetric_zero(bits_of(packing));
+}
 
 }  // namespace qcutlass

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/cuda_check.h"
+#include "cutlass/float8.h"
 #include "cutlass_ext/arch/dequantize.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
 #include "qcutlass/pack.h"
@@ -49,6 +50,7 @@ struct VectorCodes {
   }
 };
 static_assert(VectorCodes<Packing::kW4A16>::holds() && VectorCodes<Packing::kW8A16>::holds());
+static_assert(VectorCodes<Packing::kE2M1A16>::holds() && VectorCodes<Packing::kE4M3A16>::holds());
 
 template <class Element>
 struct alignas(kVector * sizeof(Element) > 16 ? 16 : kVector * sizeof(Element)) Vector {
@@ -69,7 +71,8 @@ struct NativeMath {
 
   static bool serves(DequantizeArguments const& a) {
     WeightArguments const& w = a.weights;
-    return w.scale_type == a.out_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8) &&
+    return !w.has_minimums() && w.scale_type == a.out_type &&
+           (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8) &&
            (w.groups() == 1 || w.group_size % (2 * kVector) == 0);
   }
 
@@ -84,7 +87,7 @@ struct NativeMath {
     int64_t const index = group_size.group(k);
     uint16_t const* const scales = static_cast<uint16_t const*>(w.scales) + index * w.scale_stride;
     uint8_t const* const zeros = static_cast<uint8_t const*>(w.zeros) + index * w.zero_stride;
-    uint32_t zero[2] = {symmetric_zero(bits_of(kPacking)), symmetric_zero(bits_of(kPacking))};
+    uint32_t zero[2] = {symmetric_zero(kPacking), symmetric_zero(kPacking)};
     if (w.zero_type != DType::kNone) zero[0] = __ldg(zeros + n[0]), zero[1] = __ldg(zeros + n[1]);
     return {Converter::make(__ldg(scales + n[0]), __ldg(scales + n[1]), zero[0], zero[1])};
   }
@@ -116,6 +119,27 @@ __device__ inline float to_float(uint32_t bits, DType type) {
   return type == DType::kUInt8 || type == DType::kInt8 || type == DType::kInt32 ? float(integer) : result;
 }
 
+/// The same of scales of floating codes.
+__device__ inline float float_code_scale(uint32_t bits, DType type) {
+  if (type == DType::kFloat8E8M0)
+    return __uint_as_float(bits == 0 ? 1u << 22 : bits == 0xff ? 0x7fc00000u : bits << 23);
+  if (type == DType::kFloat8E4M3) return float(cutlass::float_e4m3_t::bitcast(uint8_t(bits)));
+  return to_float(bits, type);
+}
+
+/// The number that a code is.
+template <Packing kPacking>
+__device__ float number(uint32_t code) {
+  if constexpr (kPacking == Packing::kE4M3A16) {
+    return float(cutlass::float_e4m3_t::bitcast(uint8_t(code)));
+  } else if constexpr (kPacking == Packing::kE2M1A16) {
+    // Its bits at the ends of fp32's exponent and mantissa are the number times 2^-126, which 2^126 makes normal.
+    return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
+  } else {
+    return float(code);
+  }
+}
+
 /// Any types, any groups: fp32 arithmetic, one rounding to Element. kRagged: groups may end within a vector.
 template <class Element_, Packing kPacking, bool kRagged>
 struct FloatMath {
@@ -127,32 +151,38 @@ struct FloatMath {
   explicit FloatMath(WeightArguments const& w) : group_size(unsigned(w.group_size < w.k ? w.group_size : w.k)) {}
 
   struct Group {
-    uint32_t scale[2], zero[2];  // their bits
+    uint32_t scale[2], offset[2];  // their bits
   };
 
   __device__ Group group(WeightArguments const& w, int k, int64_t const (&n)[2]) const {
     unsigned const index = unsigned(k) / group_size;
+    GroupOffsets const offsets = w.offsets();
     Group result;
 #pragma unroll
     for (int channel = 0; channel < 2; ++channel) {
       result.scale[channel] = load_bits(w.scales, w.scale_type, index * w.scale_stride + n[channel]);
-      result.zero[channel] = w.zero_type == DType::kNone
-                                 ? __float_as_uint(symmetric_zero(Codes::kBits))
-                                 : load_bits(w.zeros, w.zero_type, index * w.zero_stride + n[channel]);
+      result.offset[channel] = offsets.type == DType::kNone
+                                   ? __float_as_uint(float(symmetric_zero(kPacking)))
+                                   : load_bits(offsets.data, offsets.type, index * offsets.stride + n[channel]);
     }
     return result;
   }
 
   struct Parameters {
-    float scale[2], zero[2];
+    float scale[2], offset[2];
   };
 
   static __device__ Parameters parameters(WeightArguments const& w, Group const& group) {
     Parameters result;
 #pragma unroll
     for (int channel = 0; channel < 2; ++channel) {
-      result.scale[channel] = to_float(group.scale[channel], w.scale_type);
-      result.zero[channel] = to_float(group.zero[channel], w.zero_type);
+      if constexpr (has_float_codes(kPacking)) {
+        result.scale[channel] = float_code_scale(group.scale[channel], w.scale_type);
+        if (w.global_scale != nullptr) result.scale[channel] = __fmul_rn(result.scale[channel], __ldg(w.global_scale));
+      } else {
+        result.scale[channel] = to_float(group.scale[channel], w.scale_type);
+      }
+      result.offset[channel] = to_float(group.offset[channel], w.offsets().type);
     }
     return result;
   }
@@ -170,8 +200,10 @@ struct FloatMath {
       if (kRagged && i > 0 && (k + i) % group_size == 0 && k + i < w.k) p = next_group(w, k + i, n);
 #pragma unroll
       for (int channel = 0; channel < 2; ++channel) {
-        float const code = float(words[i / 2] >> Codes::bit(channel, i % 2) & ((1u << Codes::kBits) - 1));
-        out[channel].values[i] = Element(__fmul_rn(__fsub_rn(code, p.zero[channel]), p.scale[channel]));
+        float const code = number<kPacking>(words[i / 2] >> Codes::bit(channel, i % 2) & ((1u << Codes::kBits) - 1));
+        float const scale = p.scale[channel], offset = p.offset[channel];
+        out[channel].values[i] =
+            Element(w.has_minimums() ? __fmaf_rn(code, scale, -offset) : __fmul_rn(__fsub_rn(code, offset), scale));
       }
     }
   }
@@ -249,7 +281,7 @@ template <Packing kPacking, class Element>
 void dequantize_as(DequantizeArguments const& a, cudaStream_t stream) {
   bool const ragged = a.weights.groups() > 1 && a.weights.group_size % kVector != 0;
   if (ragged) return launch<kPacking, FloatMath<Element, kPacking, true>>(a, stream);
-  if constexpr (!std::is_same_v<Element, float>)
+  if constexpr (!std::is_same_v<Element, float> && !has_float_codes(kPacking))
     if (NativeMath<Element, kPacking>::serves(a)) return launch<kPacking, NativeMath<Element, kPacking>>(a, stream);
   return launch<kPacking, FloatMath<Element, kPacking, false>>(a, stream);
 }
@@ -270,6 +302,8 @@ void dequantize(DequantizeArguments const& a, void* stream) {
   switch (a.weights.packing) {
     case Packing::kW4A16: return dequantize_packed<Packing::kW4A16>(a, static_cast<cudaStream_t>(stream));
     case Packing::kW8A16: return dequantize_packed<Packing::kW8A16>(a, static_cast<cudaStream_t>(stream));
+    case Packing::kE2M1A16: return dequantize_packed<Packing::kE2M1A16>(a, static_cast<cudaStream_t>(stream));
+    case Packing::kE4M3A16: return dequantize_packed<Packing::kE4M3A16>(a, static_cast<cudaStream_t>(stream));
     case Packing::kW8A8: throw InvalidArgument("packing: weights for int8 activations have nothing to dequantise");
   }
 }

@@ -8,7 +8,7 @@ namespace qcutlass::cuda {
 
 /// A product whose operands already have the alignment that the kernels need: see workspace.h.
 struct Launch {
-  struct Groups {  // scales or zeros: rows of `row_bytes` bytes, a multiple of 16
+  struct Groups {  // scales, or zeros or minimums: rows of `row_bytes` bytes, a multiple of 16
     void const* data = nullptr;
     int64_t stride_bytes = 0;
     int element_bytes = 0;
@@ -23,6 +23,7 @@ struct Launch {
   int channels, tokens, k;
   int group_size;
   Groups scales, zeros;
+  float const* global_scale;
   BlockScales blocks;
   cutlass::epilogue::thread::OutputArguments output;
   int split_k;
@@ -33,12 +34,21 @@ struct Launch {
   int64_t partial_stride;
   int shared_channel, shared_token;  // first ones of the tiles whose k is shared
   int sm_count;
+  ExpertRows experts;       // of grouped products
+  int64_t scale_rows;       // of an expert
   bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
   int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do
 };
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
 struct Family {
+  static void launch(int tactic, Launch const& launch, void* stream);
+  struct Impl;
+};
+
+/// The same for the rows of experts.
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct GroupedFamily {
   static void launch(int tactic, Launch const& launch, void* stream);
   struct Impl;
 };

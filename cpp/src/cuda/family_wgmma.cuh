@@ -104,6 +104,7 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     }
     args.weight_policy = weight_policy(launch, Shape::kN);
     args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
+    if constexpr (kPacking == Packing::kE2M1A16) args.global_scale = launch.global_scale;
     args.scale_type = launch.scales.type;
     args.zero_type = launch.zeros.type;
     return args;

@@ -21,7 +21,14 @@ struct FamilyEntry {
   Kind kind;
   FamilyLaunch launch;
   FamilyLaunch launch_wgmma;  // nullptr: not built
+  FamilyLaunch launch_grouped;
 };
+
+template <DType kType, Packing kPacking, ScaleMode kMode>
+constexpr FamilyLaunch grouped_launch() {
+  if constexpr (Kind{kType, kPacking, kMode}.takes_experts()) return GroupedFamily<kType, kPacking, kMode>::launch;
+  return nullptr;
+}
 
 template <DType kType, Packing kPacking, ScaleMode kMode, bool kWgmma>
 constexpr FamilyLaunch wgmma_launch() {
@@ -32,8 +39,10 @@ constexpr FamilyLaunch wgmma_launch() {
 }
 
 template <DType kType, Packing kPacking, ScaleMode kMode, bool kWgmma>
-constexpr FamilyEntry kFamily = {
-    {kType, kPacking, kMode}, Family<kType, kPacking, kMode>::launch, wgmma_launch<kType, kPacking, kMode, kWgmma>()};
+constexpr FamilyEntry kFamily = {{kType, kPacking, kMode},
+                                 Family<kType, kPacking, kMode>::launch,
+                                 wgmma_launch<kType, kPacking, kMode, kWgmma>(),
+                                 grouped_launch<kType, kPacking, kMode>()};
 constexpr FamilyEntry kFamilies[] = {
 #include "families.inc"
 };
@@ -46,8 +55,8 @@ int family_index(Kind const& kind) {
   return i;
 }
 
-/// Scales or zeros, copied into rows of whole vectors where they are not already.
-Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, WeightArguments const& w, void* copy_to,
+/// Scales, zeros or minimums, copied into rows of whole vectors where they are not already.
+Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, int64_t n, int64_t rows, void* copy_to,
                       int64_t copy_stride, cudaStream_t stream) {
   Launch::Groups result;
   if (type == DType::kNone) return result;
@@ -55,8 +64,8 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, W
   if (copy) {
     auto const run = [&](auto word) {
       using Word = decltype(word);
-      copy_rows<<<row_grid(copy_stride, w.groups()), kCopyThreads, 0, stream>>>(
-          static_cast<Word const*>(data), stride, w.groups(), w.n, static_cast<Word*>(copy_to), copy_stride);
+      copy_rows<<<row_grid(copy_stride, rows), kCopyThreads, 0, stream>>>(static_cast<Word const*>(data), stride, rows,
+                                                                          n, static_cast<Word*>(copy_to), copy_stride);
       QCUTLASS_CUDA_CHECK(cudaGetLastError());
     };
     size == 1 ? run(uint8_t{}) : size == 2 ? run(uint16_t{}) : run(uint32_t{});
@@ -66,7 +75,7 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, W
   result.data = data;
   result.stride_bytes = stride * size;
   result.element_bytes = int(size);
-  result.row_bytes = int(round_up(w.n * size, kAlignment));
+  result.row_bytes = int(round_up(n * size, kAlignment));
   result.type = type;
   return result;
 }
@@ -133,10 +142,15 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.tokens = int(a.m);
   launch.k = int(w.k);
   launch.group_size = int(w.groups() == 1 ? round_up(w.k, kNativeGroup) : w.group_size);
-  launch.scales = groups(problem.weights.copied_scales, w.scales, w.scale_type, w.scale_stride, w, base + space.scales,
-                         space.scale_stride, stream);
-  launch.zeros = groups(problem.weights.copied_zeros, w.zeros, w.zero_type, w.zero_stride, w, base + space.zeros,
-                        space.zero_stride, stream);
+  int64_t const scale_rows = problem.scale_rows();
+  launch.experts = a.experts;
+  launch.scale_rows = w.groups();
+  launch.scales = groups(problem.weights.copied_scales, w.scales, w.scale_type, w.scale_stride, w.n, scale_rows,
+                         base + space.scales, space.scale_stride, stream);
+  GroupOffsets const offsets = w.offsets();
+  launch.zeros = groups(problem.weights.copied_zeros, offsets.data, offsets.type, offsets.stride, w.n, scale_rows,
+                        base + space.zeros, space.zero_stride, stream);
+  launch.global_scale = w.global_scale;
   launch.blocks = a.blocks;
   launch.output = output_arguments(a, problem.output.type);
   launch.split_k = plan.split_k;
@@ -150,16 +164,22 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.shared_token = int(plan.shared_token);
 
   int const family = family_index(problem.kind);
-  static std::atomic<bool> used[kMaxDevices][kFamilyCount][kTacticCount];
-  std::atomic<bool>& seen = used[device][family][tactic];
+  static std::atomic<bool> used[2][kMaxDevices][kFamilyCount][kTacticCount];
+  std::atomic<bool>& seen = used[problem.grouped][device][family][tactic];
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
   launch.sm_count = traits.sm_count;
 
   FamilyEntry const& entry = kFamilies[family];
-  FamilyLaunch const run = is_wgmma(kTactics[tactic].mainloop) ? entry.launch_wgmma : entry.launch;
+  FamilyLaunch const run = problem.grouped                       ? entry.launch_grouped
+                           : is_wgmma(kTactics[tactic].mainloop) ? entry.launch_wgmma
+                                                                 : entry.launch;
   if (run == nullptr) throw Unsupported("plan: '" + plan.tactic + "' needs a build for 90a-real");
-  if (problem.activations.copied) prepare_activations(a, base + space.activations, space.activation_stride, stream);
+  if (problem.activations.copied) {
+    GemmArguments copied = a;
+    copied.m = problem.activation_rows;
+    prepare_activations(copied, base + space.activations, space.activation_stride, stream);
+  }
   run(tactic, launch, stream);
   seen.store(true, std::memory_order_release);
   if (launch.partials != nullptr) reduce(problem.kind, launch, stream);

@@ -1,6 +1,8 @@
 // The CUDA backend's functions in a build without it: each says so, and how to get it.
+#include "qcutlass/decoder.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
+#include "qcutlass/moe.h"
 #include "qcutlass/pack.h"
 #include "qcutlass/quantize.h"
 
@@ -25,11 +27,16 @@ DeviceTraits const& device_traits(int) { throw_not_built(); }
 void gemm(GemmArguments const&, Plan const&, void*) { throw_not_built(); }
 void prepare_activations(GemmArguments const&, void*, int64_t, void*) { throw_not_built(); }
 void finish(GemmArguments const&, float const*, int64_t, int64_t, int64_t, void*) { throw_not_built(); }
+void add_rms_norm(NormArguments const&, void*) { throw_not_built(); }
+void gate(GateArguments const&, void*) { throw_not_built(); }
 void pack(PackArguments const&, void*) { throw_not_built(); }
 void unpack(PackArguments const&, void*) { throw_not_built(); }
 void dequantize(DequantizeArguments const&, void*) { throw_not_built(); }
 void quantize(QuantizeArguments const&, void*) { throw_not_built(); }
 void dequantize_blocks(BlockArguments const&, void*) { throw_not_built(); }
 void gelu_blocks(BlockArguments const&, void*) { throw_not_built(); }
+void route(RouteArguments const&, void*) { throw_not_built(); }
+void gate_rows(GateRowsArguments const&, void*) { throw_not_built(); }
+void sum_slots(SumSlotsArguments const&, void*) { throw_not_built(); }
 
 }  // namespace qcutlass::cuda

@@ -1,4 +1,4 @@
-// Int8 codes in blocks: to numbers, and through GELU to other codes.
+// Codes in blocks: to numbers, and through GELU to other codes.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -49,7 +49,7 @@ QCUTLASS_INLINE void for_each_part(BlockArguments const& arguments, int64_t begi
 /// Numbers of a part of a row.
 QCUTLASS_INLINE void load(BlockArguments const& arguments, int64_t row, int64_t k, int64_t count, float scale,
                           float* __restrict x) {
-  load_floats<int8_t>(arguments.codes, row * arguments.codes_stride + k, count, x);
+  load_floats(arguments.code_type, arguments.codes, row * arguments.codes_stride + k, count, x);
   for (int64_t i = 0; i < count; ++i) x[i] *= scale;
 }
 
@@ -77,12 +77,15 @@ QCUTLASS_MULTIVERSION void gelu_rows(BlockArguments const& arguments, int64_t be
 void dequantize_blocks(BlockArguments const& arguments, int threads) {
   check_blocks(arguments, threads);
   check_floating("out_type", arguments.out_type);
+  check(arguments.code_type == DType::kInt8 || arguments.code_type == DType::kFloat8E4M3,
+        "code_type must be int8 or float8_e4m3fn");
   parallel_for(arguments.rows, kGrainElements / arguments.columns, threads,
                [&](int64_t begin, int64_t end) { dequantize_rows(arguments, begin, end); });
 }
 
 void gelu_blocks(BlockArguments const& arguments, int threads) {
   check_blocks(arguments, threads);
+  check(arguments.code_type == DType::kInt8, "code_type: GELU is of int8 codes");
   check(!arguments.square, "square: GELU is of activations, whose blocks have one row");
   if (arguments.rows != 0) check_not_null("out_scales", arguments.out_scales);
   parallel_for(arguments.rows, kGrainElements / arguments.columns / 8, threads,

@@ -89,7 +89,7 @@ class ByteTiles {
       for (int part = 0; part < kParts; ++part) {
         Float scale, zero;
         std::memcpy(&scale, group.scales + part * kLanes, sizeof(scale));
-        std::memcpy(&zero, group.zeros + part * kLanes, sizeof(zero));
+        std::memcpy(&zero, group.offsets + part * kLanes, sizeof(zero));
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
           QuantizedRows::Run const& of_row = parameters[row];

@@ -1,4 +1,4 @@
-// Scales and zeros of the 16 channels of a strip, as fp32.
+// Scales and offsets of the 16 channels of a strip, as fp32.
 #pragma once
 
 #include <algorithm>
@@ -15,16 +15,18 @@ namespace qcutlass::host {
 
 struct ChannelParameters {
   float scales[layout::kTileN];
-  float zeros[layout::kTileN];
+  float offsets[layout::kTileN];  ///< zeros or minimums
 
-  /// Loads group `group` of the strip's channels; channels past n get scale and zero 0.
+  /// Loads group `group` of the strip's channels; channels past n get scale and offset 0.
   QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t group) {
     int64_t const n = strip * layout::kTileN;
     int64_t const count = std::min<int64_t>(layout::kTileN, weights.n - n);
     std::fill_n(scales, layout::kTileN, 0.0f);
-    std::fill_n(zeros, layout::kTileN, implied_zero(weights));
+    GroupOffsets const from = weights.offsets();
+    std::fill_n(offsets, layout::kTileN, implied_offset(weights));
     load_floats(weights.scale_type, weights.scales, group * weights.scale_stride + n, count, scales);
-    load_floats(weights.zero_type, weights.zeros, group * weights.zero_stride + n, count, zeros);
+    load_floats(from.type, from.data, group * from.stride + n, count, offsets);
+    apply_global_scale(weights, *this);
   }
 
   /// Loads groups [first, first + count): for callers to which loading is a large part of the work. Inlined beside a
@@ -33,23 +35,31 @@ struct ChannelParameters {
                                    ChannelParameters* groups) {
     int64_t const n = strip * layout::kTileN;
     int64_t const channels = std::min<int64_t>(layout::kTileN, weights.n - n);
-    int64_t const scale = first * weights.scale_stride + n, zero = first * weights.zero_stride + n;
+    GroupOffsets const from = weights.offsets();
+    int64_t const scale = first * weights.scale_stride + n, offset = first * from.stride + n;
     load_all(weights.scale_type, weights.scales, scale, weights.scale_stride, count, channels, 0.0f,
              &ChannelParameters::scales, groups);
-    load_all(weights.zero_type, weights.zeros, zero, weights.zero_stride, count, channels, implied_zero(weights),
-             &ChannelParameters::zeros, groups);
+    load_all(from.type, from.data, offset, from.stride, count, channels, implied_offset(weights),
+             &ChannelParameters::offsets, groups);
+    for (int64_t i = 0; i < count; ++i) apply_global_scale(weights, groups[i]);
   }
 
-  /// Asks for the scales and zeros of all groups of a strip, if there is such a strip. They lie a row of all channels
+  /// Asks for the scales and offsets of all groups of a strip, if there is such a strip. They lie a row of all channels
   /// apart, which no hardware foresees: a strip is multiplied in the time of a few misses, and has two for each group.
   static QCUTLASS_INLINE void prefetch(WeightArguments const& weights, int64_t strip) {
     int64_t const n = strip * layout::kTileN;
     if (n >= weights.n) return;
     prefetch(weights.scales, weights.scale_type, n, weights.scale_stride, weights.groups());
-    prefetch(weights.zeros, weights.zero_type, n, weights.zero_stride, weights.groups());
+    GroupOffsets const from = weights.offsets();
+    prefetch(from.data, from.type, n, from.stride, weights.groups());
   }
 
  private:
+  static QCUTLASS_INLINE void apply_global_scale(WeightArguments const& weights, ChannelParameters& parameters) {
+    if (weights.global_scale == nullptr) return;
+    for (float& scale : parameters.scales) scale *= *weights.global_scale;
+  }
+
   static QCUTLASS_INLINE void prefetch(void const* data, DType type, int64_t offset, int64_t stride, int64_t count) {
     if (type == DType::kNone) return;
     char const* line = static_cast<char const*>(data) + offset * size_of(type);
@@ -62,8 +72,8 @@ struct ChannelParameters {
   typedef uint16_t Words __attribute__((vector_size(16)));
   typedef uint8_t Bytes __attribute__((vector_size(16)));
 
-  static float implied_zero(WeightArguments const& weights) {
-    return weights.zero_type == DType::kNone ? static_cast<float>(symmetric_zero(weights.bits())) : 0.0f;
+  static float implied_offset(WeightArguments const& weights) {
+    return weights.offsets().type == DType::kNone ? static_cast<float>(symmetric_zero(weights.packing)) : 0.0f;
   }
 
   /// As load_floats, group by group, over the value that others than the `channels` get. Whole strips of the usual

@@ -50,6 +50,18 @@ class ChannelVector {
     for (int i = 0; i < kParts; ++i) part_[i] = __builtin_convertvector((bits[i] >> shift) & mask, Float);
   }
 
+  /// The numbers of codes in bits [shift, shift + width of mask) of each channel's integer.
+  template <Packing kPacking>
+  QCUTLASS_INLINE void extract_codes(Int const (&bits)[kParts], int shift, int mask) {
+    if constexpr (kPacking == Packing::kE4M3A16) {
+      extract_e4m3(bits, shift);
+    } else if constexpr (kPacking == Packing::kE2M1A16) {
+      for (int i = 0; i < kParts; ++i) part_[i] = decode_e2m1<Float>(bits[i] >> shift);
+    } else {
+      extract(bits, shift, mask);
+    }
+  }
+
   /// The e4m3 number in bits [shift, shift + 8) of each channel's integer.
   QCUTLASS_INLINE void extract_e4m3(Int const (&bits)[kParts], int shift) {
     for (int i = 0; i < kParts; ++i) part_[i] = decode_e4m3<Float>(bits[i] >> shift);
@@ -58,6 +70,10 @@ class ChannelVector {
   /// this = (this - zero) * scale
   QCUTLASS_INLINE void dequantize(ChannelVector const& zero, ChannelVector const& scale) {
     for (int i = 0; i < kParts; ++i) part_[i] = (part_[i] - zero.part_[i]) * scale.part_[i];
+  }
+  /// this = this * scale - minimum
+  QCUTLASS_INLINE void scale_less(ChannelVector const& minimum, ChannelVector const& scale) {
+    for (int i = 0; i < kParts; ++i) part_[i] = part_[i] * scale.part_[i] - minimum.part_[i];
   }
   QCUTLASS_INLINE void add(ChannelVector const& x) {
     for (int i = 0; i < kParts; ++i) part_[i] += x.part_[i];

@@ -37,6 +37,14 @@ inline void check_block_size(char const* name, int64_t size) {
 
 inline void check_threads(int threads) { check_at_least("threads", threads, 1); }
 
+/// The types of scales, and what floating codes may have beside them.
+inline void check_scales(WeightArguments const& weights) {
+  bool const is_e2m1 = weights.packing == Packing::kE2M1A16, has_e4m3 = weights.scale_type == DType::kFloat8E4M3;
+  check(weights.global_scale == nullptr || has_e4m3, "global_scale: expected scales of float8_e4m3fn beside it");
+  if (is_e2m1 && (has_e4m3 || weights.scale_type == DType::kFloat8E8M0)) return;
+  check_floating("scale_type", weights.scale_type);
+}
+
 inline void check_weights(WeightArguments const& weights) {
   check(layout::in_fragment_order(weights.packing),
         "packing: weights packed for int8 activations (W8A8) have no zeros and group scales; pack them as W4A16 or "
@@ -44,13 +52,20 @@ inline void check_weights(WeightArguments const& weights) {
   check_at_least("n", weights.n, 0);
   check_at_least("k", weights.k, 1);
   check_at_least("group_size", weights.group_size, 1);
-  check_floating("scale_type", weights.scale_type);
+  check_scales(weights);
   if (weights.n == 0) return;
   check_not_null("packed", weights.packed);
   check_not_null("scales", weights.scales);
   int64_t const minimum_stride = weights.groups() > 1 ? weights.n : 0;
   check_at_least("scale_stride", weights.scale_stride, minimum_stride);
+  if (weights.has_minimums()) {
+    check_floating("minimum_type", weights.minimum_type);
+    check(weights.zero_type == DType::kNone, "zeros: weights with minimums have none");
+    check_not_null("minimums", weights.minimums);
+    check_at_least("minimum_stride", weights.minimum_stride, minimum_stride);
+  }
   if (weights.zero_type == DType::kNone) return;
+  check(!has_float_codes(weights.packing), "zero_type: floating codes have no zeros");
   check_not_null("zeros", weights.zeros);
   check_at_least("zero_stride", weights.zero_stride, minimum_stride);
 }

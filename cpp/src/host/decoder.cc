@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "host/check.h"
-#include "host/exponential.h"
+#include "host/gates.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
@@ -63,15 +63,6 @@ QCUTLASS_MULTIVERSION void add_rms_norm_rows(NormArguments const& arguments, int
     normalize(weight, arguments.eps, columns, x);
     store_floats(arguments.type, x, columns, arguments.out, row * columns);
   }
-}
-
-// exp() overflows to infinity, and the quotient to 0, where the exact value is smaller than any number.
-QCUTLASS_INLINE float silu(float x) { return x / (1.0f + exponential(-x)); }
-
-/// As in epilogue.h: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
-QCUTLASS_INLINE float gelu_tanh(float x) {
-  float const y = 0.79788456f * (x + 0.044715f * x * x * x);
-  return x / (1.0f + exponential(-2.0f * y));
 }
 
 QCUTLASS_MULTIVERSION void gate_rows(GateArguments const& arguments, int64_t begin, int64_t end) {

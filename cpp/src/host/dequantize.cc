@@ -31,15 +31,32 @@ void check_dequantize(DequantizeArguments const& arguments, int threads) {
                  arguments.row_end - arguments.row_begin > 1 ? arguments.weights.k : 0);
 }
 
+template <Packing kPacking>
+QCUTLASS_INLINE float code_to_float(uint8_t code) {
+  if constexpr (kPacking == Packing::kE4M3A16) return to_float(Float8E4M3{code});
+  if constexpr (kPacking == Packing::kE2M1A16) return decode_e2m1<float>(int32_t{code});
+  return to_float(code);
+}
+
+/// code * scale - minimum, rounded once: the product is exact in fp64, whose rounding of the difference is no other one
+/// where the operands have the few digits that files have.
+QCUTLASS_INLINE float scaled_less(uint8_t code, float scale, float minimum) {
+  return static_cast<float>(static_cast<double>(code) * scale - minimum);
+}
+
 /// One row of a tile: `count` codes from column k, in runs that share a group.
+template <Packing kPacking>
 QCUTLASS_INLINE void dequantize_run(WeightArguments const& weights, ChannelParameters const* groups, int channel,
                                     uint8_t const* codes, int64_t k, int64_t count, float* __restrict out) {
   int64_t const end = k + count;
   for (int64_t group = k / weights.group_size; k < end; ++group) {
     int64_t const run = std::min(end, group >= weights.groups() - 1 ? end : (group + 1) * weights.group_size) - k;
     float const scale = groups[group].scales[channel];
-    float const zero = groups[group].zeros[channel];
-    for (int64_t i = 0; i < run; ++i) out[i] = (to_float(codes[i]) - zero) * scale;
+    float const offset = groups[group].offsets[channel];
+    if (weights.has_minimums())
+      for (int64_t i = 0; i < run; ++i) out[i] = scaled_less(codes[i], scale, offset);
+    else
+      for (int64_t i = 0; i < run; ++i) out[i] = (code_to_float<kPacking>(codes[i]) - offset) * scale;
     k += run;
     codes += run;
     out += run;
@@ -70,7 +87,7 @@ QCUTLASS_INLINE void dequantize_strip(DequantizeArguments const& arguments, int6
         if (!wanted[upper]) continue;
         int const channel = 8 * upper + g;
         float values[Group::kTileK];
-        dequantize_run(weights, groups, channel, upper == 0 ? codes.lower : codes.upper, k, count, values);
+        dequantize_run<kPacking>(weights, groups, channel, upper == 0 ? codes.lower : codes.upper, k, count, values);
         int64_t const row = strip * layout::kTileN + channel - arguments.row_begin;
         store_floats(arguments.out_type, values, count, arguments.out, row * arguments.out_stride + k);
       }
@@ -86,6 +103,23 @@ QCUTLASS_MULTIVERSION void dequantize_strip_w8(DequantizeArguments const& argume
                                                ChannelParameters* groups) {
   dequantize_strip<Packing::kW8A16>(arguments, strip, groups);
 }
+QCUTLASS_MULTIVERSION void dequantize_strip_e2m1(DequantizeArguments const& arguments, int64_t strip,
+                                                 ChannelParameters* groups) {
+  dequantize_strip<Packing::kE2M1A16>(arguments, strip, groups);
+}
+QCUTLASS_MULTIVERSION void dequantize_strip_e4m3(DequantizeArguments const& arguments, int64_t strip,
+                                                 ChannelParameters* groups) {
+  dequantize_strip<Packing::kE4M3A16>(arguments, strip, groups);
+}
+
+auto choose_dequantize_strip(Packing packing) {
+  switch (packing) {
+    case Packing::kW4A16: return dequantize_strip_w4;
+    case Packing::kE2M1A16: return dequantize_strip_e2m1;
+    case Packing::kE4M3A16: return dequantize_strip_e4m3;
+    default: return dequantize_strip_w8;
+  }
+}
 
 }  // namespace
 
@@ -93,7 +127,7 @@ void dequantize(DequantizeArguments const& arguments, int threads) {
   check_dequantize(arguments, threads);
   if (arguments.row_begin == arguments.row_end) return;
   WeightArguments const& weights = arguments.weights;
-  auto const strip = weights.bits() == 4 ? dequantize_strip_w4 : dequantize_strip_w8;
+  auto const strip = choose_dequantize_strip(weights.packing);
   int64_t const first = arguments.row_begin / layout::kTileN;
   int64_t const grain = kGrainWeights / layout::kTileN / weights.k;
   parallel_for(layout::tiles_n(arguments.row_end) - first, grain, threads, [&](int64_t begin, int64_t end) {

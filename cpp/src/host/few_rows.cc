@@ -1,6 +1,7 @@
 #include "host/few_rows.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "host/lane_product.h"
 #include "host/multiversion.h"
@@ -20,31 +21,29 @@ constexpr int64_t kAlignment = 64;  ///< of the activations: a cache line, the w
 
 struct Avx512 {
   static constexpr int kLanes = 16;
-  template <class Codes, int kRows>
+  template <class Codes, int kRows, bool kSteady>
   QCUTLASS_AVX512 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                        float* sums) {
-    LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
+    LaneProduct<Codes, kRows, kSteady>::multiply(weights, activations, strip, sums);
   }
 };
 
 struct Avx2 {
   static constexpr int kLanes = 8;
-  template <class Codes, int kRows>
+  template <class Codes, int kRows, bool kSteady>
   QCUTLASS_AVX2 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                      float* sums) {
-    LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
+    LaneProduct<Codes, kRows, kSteady>::multiply(weights, activations, strip, sums);
   }
 };
 
 struct Baseline {
   static constexpr int kLanes = 4;
-  template <class Codes, int kRows>
+  template <class Codes, int kRows, bool kSteady>
   static void multiply(WeightArguments const& weights, float const* activations, int64_t strip, float* sums) {
-    LaneProduct<Codes, kRows>::multiply(weights, activations, strip, sums);
+    LaneProduct<Codes, kRows, kSteady>::multiply(weights, activations, strip, sums);
   }
 };
-
-int most_rows() { return vector_level() == VectorLevel::kAvx512 ? 8 : 4; }
 
 /// Rows that kernels are made for: the least that hold m.
 int padded_rows(int64_t m) {
@@ -54,17 +53,27 @@ int padded_rows(int64_t m) {
   return 8;
 }
 
+/// Rows that a kernel multiplies, and whether their sums may not depend on how many they are.
+struct RowsOfSums {
+  int count;
+  bool steady;
+};
+
 using Multiply = void (*)(WeightArguments const& weights, float const* activations, int64_t strip, float* sums);
 
-template <class Level, class Codes>
+template <class Level, class Codes, bool kSteady>
 Multiply choose(int rows) {
   if constexpr (Level::kLanes == 16) {
-    if (rows == 8) return &Level::template multiply<Codes, 8>;
-    if (rows == 6) return &Level::template multiply<Codes, 6>;
+    if (rows == 8) return &Level::template multiply<Codes, 8, kSteady>;
+    if (rows == 6) return &Level::template multiply<Codes, 6, kSteady>;
   }
-  if (rows == 4) return &Level::template multiply<Codes, 4>;
-  if (rows == 2) return &Level::template multiply<Codes, 2>;
-  return &Level::template multiply<Codes, 1>;
+  if (rows == 4) return &Level::template multiply<Codes, 4, kSteady>;
+  if (rows == 2) return &Level::template multiply<Codes, 2, kSteady>;
+  return &Level::template multiply<Codes, 1, kSteady>;
+}
+template <class Level, class Codes>
+Multiply choose(RowsOfSums rows) {
+  return rows.steady ? choose<Level, Codes, true>(rows.count) : choose<Level, Codes, false>(rows.count);
 }
 
 template <Packing kPacking, int kSteps>
@@ -72,34 +81,47 @@ bool has_whole_steps(WeightArguments const& weights) {
   return StripParameters<kPacking, kSteps>::can_hold(weights);
 }
 
+template <Packing kPacking, int kLanes, int kSteps, bool kMinimums>
+using ArithmeticCodes =
+    std::conditional_t<kMinimums, ScaledCodes<kPacking, kLanes, kSteps>, ConvertedCodes<kPacking, kLanes, kSteps>>;
+
 /// Vectors of four lanes hold a channel's values of four steps as they lie; wider ones take a scalar more easily.
-template <class Level, Packing kPacking>
-Multiply choose_converted(WeightArguments const& weights, int rows) {
+template <class Level, Packing kPacking, bool kMinimums = false>
+Multiply choose_converted(WeightArguments const& weights, RowsOfSums rows) {
   if constexpr (Level::kLanes > 4) {
-    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 1>>(rows);
+    if (has_whole_steps<kPacking, 1>(weights))
+      return choose<Level, ArithmeticCodes<kPacking, Level::kLanes, 1, kMinimums>>(rows);
   }
-  return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+  return choose<Level, ArithmeticCodes<kPacking, Level::kLanes, 4, kMinimums>>(rows);
 }
 
-template <class Level>
-Multiply choose_w4(WeightArguments const& weights, int rows) {
-  constexpr Packing kPacking = Packing::kW4A16;
+template <class Level, Packing kPacking, bool kMinimums = false>
+Multiply choose_four_bits(WeightArguments const& weights, RowsOfSums rows) {
   if constexpr (kHasLookups && Level::kLanes == 16) {
-    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<1>>(rows);
-    if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<2>>(rows);
-    return choose<Level, ConvertedCodes<kPacking, Level::kLanes, 4>>(rows);
+    if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<kPacking, 1, kMinimums>>(rows);
+    if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<kPacking, 2, kMinimums>>(rows);
+    return choose<Level, ArithmeticCodes<kPacking, Level::kLanes, 4, kMinimums>>(rows);
   } else {
-    return choose_converted<Level, kPacking>(weights, rows);
+    return choose_converted<Level, kPacking, kMinimums>(weights, rows);
   }
 }
 
 template <class Level>
-Multiply choose(WeightArguments const& weights, int rows) {
-  return weights.bits() == 4 ? choose_w4<Level>(weights, rows)
-                             : choose_converted<Level, Packing::kW8A16>(weights, rows);
+Multiply choose(WeightArguments const& weights, RowsOfSums rows) {
+  bool const minimums = weights.has_minimums();
+  switch (weights.packing) {
+    case Packing::kW4A16:
+      return minimums ? choose_four_bits<Level, Packing::kW4A16, true>(weights, rows)
+                      : choose_four_bits<Level, Packing::kW4A16>(weights, rows);
+    case Packing::kE2M1A16: return choose_four_bits<Level, Packing::kE2M1A16>(weights, rows);
+    case Packing::kE4M3A16: return choose_converted<Level, Packing::kE4M3A16>(weights, rows);
+    default:
+      return minimums ? choose_converted<Level, Packing::kW8A16, true>(weights, rows)
+                      : choose_converted<Level, Packing::kW8A16>(weights, rows);
+  }
 }
 
-Multiply choose(WeightArguments const& weights, int rows) {
+Multiply choose(WeightArguments const& weights, RowsOfSums rows) {
   switch (vector_level()) {
     case VectorLevel::kAvx512: return choose<Avx512>(weights, rows);
     case VectorLevel::kAvx2: return choose<Avx2>(weights, rows);
@@ -124,14 +146,16 @@ void arrange(float const* in, int64_t m, int64_t k_extent, int rows, float* out)
 
 }  // namespace
 
+int FewRows::most() { return vector_level() == VectorLevel::kAvx512 ? 8 : 4; }
+
 bool FewRows::serves(WeightArguments const& weights, int64_t m) {
-  if (m > most_rows()) return false;
+  if (m > most()) return false;
   return weights.bits() == 4 ? has_whole_steps<Packing::kW4A16, 4>(weights)
                              : has_whole_steps<Packing::kW8A16, 4>(weights);
 }
 
-FewRows::FewRows(WeightArguments const& weights, float const* activations, int64_t m)
-    : weights_(weights), rows_(padded_rows(m)), multiply_(choose(weights, rows_)) {
+FewRows::FewRows(WeightArguments const& weights, float const* activations, int64_t m, bool steady)
+    : weights_(weights), rows_(padded_rows(m)), multiply_(choose(weights, {rows_, steady})) {
   int64_t const k = layout::tiles_k(weights.packing, weights.k) * layout::tile_k(weights.packing);
   storage_.resize(k * rows_ + kAlignment / sizeof(float));
   auto const address = reinterpret_cast<uintptr_t>(storage_.data());

@@ -11,11 +11,15 @@ namespace qcutlass::host {
 /// Rows of activations in the order in which a strip's codes meet them, and what multiplies them.
 class FewRows {
  public:
+  /// The most rows that a product may have.
+  static int most();
+
   /// Whether products of `m` rows with these weights are to be made so.
   static bool serves(WeightArguments const& weights, int64_t m);
 
-  /// `activations`: [m][k], as the codes' columns meet them.
-  FewRows(WeightArguments const& weights, float const* activations, int64_t m);
+  /// `activations`: [m][k], as the codes' columns meet them. `steady`: a row's sums are the same bits whatever m is,
+  /// for which fewer rows pay.
+  FewRows(WeightArguments const& weights, float const* activations, int64_t m, bool steady = false);
 
   /// Rows of sums: m, or some more, which are padding.
   int rows() const { return rows_; }

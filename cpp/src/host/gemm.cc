@@ -4,20 +4,19 @@
 #include "qcutlass/gemm.h"
 
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "host/channel_parameters.h"
 #include "host/check.h"
-#include "host/epilogue.h"
 #include "host/few_rows.h"
 #include "host/gemm_blockwise.h"
+#include "host/gemm_grouped.h"
 #include "host/gemm_int8_activations.h"
 #include "host/gemm_w8a8.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
-#include "host/tile_math.h"
+#include "host/strips.h"
 #include "plan/problem.h"
 
 namespace qcutlass::host {
@@ -26,9 +25,6 @@ namespace {
 
 /// Weights times groups of four rows that one range of the parallel loop should at least hold: about 10 microseconds.
 constexpr int64_t kGrainOperations = int64_t{1} << 17;
-
-/// Up to so many rows weights go from registers into the product.
-constexpr int64_t kFewRows = 4;
 
 void check_gemm(GemmArguments const& arguments, int threads) {
   check_threads(threads);
@@ -88,78 +84,10 @@ std::vector<float> load_activations(GemmArguments const& arguments, int threads)
   return result;
 }
 
-/// Adds the products of one strip of 16 channels to sums [m][16].
-template <Packing kPacking, int kLanes>
-QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
-                                    float* sums) {
-  constexpr int kTileK = layout::tile_k(kPacking);
-  int64_t const tiles_k = layout::tiles_k(kPacking, weights.k);
-  uint8_t const* const packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles_k * layout::kTileBytes;
-  ChannelParameters parameters;
-  int64_t group = -1, group_end = 0;
-
-  for (int64_t tile = 0; tile < tiles_k; ++tile) {
-    TileMath<kPacking, kLanes> math;
-    math.decode(packed + tile * layout::kTileBytes);
-    int64_t const begin = tile * kTileK;
-    int64_t const end = std::min(begin + kTileK, weights.k);
-    for (int64_t k = begin; k < end;) {
-      if (k == group_end) {
-        parameters.load(weights, strip, ++group);
-        group_end = group == weights.groups() - 1 ? weights.k : group_end + weights.group_size;
-      }
-      int64_t const run_end = std::min(end, group_end);
-      auto const run_first = static_cast<int>(k - begin), run_last = static_cast<int>(run_end - begin);
-      if (m <= kFewRows) {
-        math.dequantize_multiply(run_first, run_last, parameters, activations + begin, weights.k, m, sums);
-      } else {
-        math.dequantize(run_first, run_last, parameters);
-      }
-      k = run_end;
-    }
-    if (m > kFewRows) math.multiply(activations + begin, weights.k, m, static_cast<int>(end - begin), sums);
-  }
-}
-
-// Eight lanes are an AVX register; other instruction sets than AVX-512 split them.
-QCUTLASS_MULTIVERSION void multiply_strip_w4(WeightArguments const& weights, float const* activations, int64_t m,
-                                             int64_t strip, float* sums) {
-  multiply_strip<Packing::kW4A16, 8>(weights, activations, m, strip, sums);
-}
-QCUTLASS_MULTIVERSION void multiply_strip_w8(WeightArguments const& weights, float const* activations, int64_t m,
-                                             int64_t strip, float* sums) {
-  multiply_strip<Packing::kW8A16, 8>(weights, activations, m, strip, sums);
-}
-QCUTLASS_AVX512 void multiply_strip_w4_avx512(WeightArguments const& weights, float const* activations, int64_t m,
-                                              int64_t strip, float* sums) {
-  multiply_strip<Packing::kW4A16, 16>(weights, activations, m, strip, sums);
-}
-QCUTLASS_AVX512 void multiply_strip_w8_avx512(WeightArguments const& weights, float const* activations, int64_t m,
-                                              int64_t strip, float* sums) {
-  multiply_strip<Packing::kW8A16, 16>(weights, activations, m, strip, sums);
-}
-
-auto choose_multiply_strip(int bits) {
-  if (vector_level() == VectorLevel::kAvx512) return bits == 4 ? multiply_strip_w4_avx512 : multiply_strip_w8_avx512;
-  return bits == 4 ? multiply_strip_w4 : multiply_strip_w8;
-}
-
-QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t strip, float* sums) {
-  int64_t const n = strip * layout::kTileN;
-  int64_t const count = std::min<int64_t>(layout::kTileN, arguments.weights.n - n);
-  float bias[layout::kTileN] = {};
-  load_floats(arguments.bias_type, arguments.bias, n, count, bias);
-  for (int64_t m = 0; m < arguments.m; ++m) {
-    float* const row = sums + m * layout::kTileN;
-    for (int i = 0; i < layout::kTileN; ++i) row[i] += bias[i];
-    activate(arguments.activation, count, row);
-    store_floats(arguments.a_type, row, count, arguments.out, m * arguments.out_stride + n);
-  }
-}
-
 }  // namespace
 
 void gemm(GemmArguments const& arguments, int threads) {
+  if (arguments.experts.count != 0) return gemm_grouped(arguments, threads);
   Kind const kind = kind_of(arguments);
   if (kind.is_promoted()) return gemm_blockwise(arguments, threads);
   if (!kind.dequantises()) return gemm_w8a8(arguments, threads);
@@ -181,7 +109,7 @@ void gemm(GemmArguments const& arguments, int threads) {
     });
     return;
   }
-  auto const multiply = choose_multiply_strip(weights.bits());
+  MultiplyStrip const multiply = multiply_strip(weights);
   parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> sums(arguments.m * layout::kTileN);
     for (int64_t strip = begin; strip < end; ++strip) {

@@ -66,6 +66,9 @@ MultiplyStrip choose(ByteKernels kernels) {
 }  // namespace
 
 void check_int8_activations(WeightArguments const& weights) {
+  if (has_float_codes(weights.packing)) throw Unsupported("activations: only products of integer codes quantise them");
+  if (weights.has_minimums())
+    throw Unsupported("minimums: int8 activations take zeros only; multiply the activations as they are");
   if (weights.groups() > 1 && weights.group_size % kStepK != 0)
     throw Unsupported("group_size: int8 activations take groups of multiples of " + std::to_string(kStepK) +
                       " columns, or one group a channel, got " + std::to_string(weights.group_size));

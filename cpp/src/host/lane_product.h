@@ -16,8 +16,8 @@
 
 namespace qcutlass::host {
 
-/// Weights of one channel by arithmetic, not yet scaled: a code is converted where it lies in its word, and the power
-/// of two that this is too large goes into the subtraction of the zero.
+/// Weights of one channel by arithmetic, not yet scaled: an integer is converted where it lies in its word, and the
+/// power of two that this is too large goes into the subtraction of the zero.
 template <Packing kPacking_, int kLanes_, int kSteps_>
 struct ConvertedCodes {
   static constexpr Packing kPacking = kPacking_;
@@ -30,18 +30,49 @@ struct ConvertedCodes {
 
   using Parameters = StripParameters<kPacking, kSteps>;
 
-  decltype(std::declval<Parameters>().template zeros<kLanes>(0, 0)) zero;
+  decltype(std::declval<Parameters>().template offsets<kLanes>(0, 0)) zero;
 
   QCUTLASS_INLINE ConvertedCodes(Parameters const& parameters, int tile, int channel)
-      : zero(parameters.template zeros<kLanes>(tile, channel)) {}
+      : zero(parameters.template offsets<kLanes>(tile, channel)) {}
 
   template <int kUpper>
   static QCUTLASS_INLINE Int align(Int words) {
     return kUpper ? words >> Words::kUpperShift : words;
   }
   QCUTLASS_INLINE Float operator()(Int words, int code) const {
+    if constexpr (kPacking == Packing::kE4M3A16) return decode_e4m3<Float>(words >> 8 * code);
+    if constexpr (kPacking == Packing::kE2M1A16) return decode_e2m1<Float>(words >> 8 * code);
     float const unit = 1.0f / static_cast<float>(1 << 8 * code);
     return __builtin_convertvector(words & Words::kMask << 8 * code, Float) * unit - zero;
+  }
+};
+
+/// The weights themselves by arithmetic, where minimums are taken off scaled codes.
+template <Packing kPacking_, int kLanes_, int kSteps_>
+struct ScaledCodes {
+  using Converted = ConvertedCodes<kPacking_, kLanes_, kSteps_>;
+  static constexpr Packing kPacking = kPacking_;
+  static constexpr int kLanes = kLanes_, kSteps = kSteps_;
+  static constexpr bool kScaled = true;
+  using Words = LaneWords<kPacking>;
+  using Float = typename Vectors<kLanes>::Float;
+  using Int = typename Vectors<kLanes>::Int;
+  using Parameters = StripParameters<kPacking, kSteps>;
+
+  decltype(std::declval<Parameters>().template scales<kLanes>(0, 0)) scale;
+  decltype(std::declval<Parameters>().template offsets<kLanes>(0, 0)) minimum;
+
+  QCUTLASS_INLINE ScaledCodes(Parameters const& parameters, int tile, int channel)
+      : scale(parameters.template scales<kLanes>(tile, channel)),
+        minimum(parameters.template offsets<kLanes>(tile, channel)) {}
+
+  template <int kUpper>
+  static QCUTLASS_INLINE Int align(Int words) {
+    return Converted::template align<kUpper>(words);
+  }
+  QCUTLASS_INLINE Float operator()(Int words, int code) const {
+    float const unit = 1.0f / static_cast<float>(1 << 8 * code);
+    return __builtin_convertvector(words & Words::kMask << 8 * code, Float) * (scale * unit) - minimum;
   }
 };
 
@@ -53,9 +84,9 @@ inline constexpr bool kHasLookups = true;
 #endif
 
 /// The weights themselves by table lookup: a vector holds those of all 16 codes, two vectors those of two groups.
-template <int kSteps_>
+template <Packing kPacking_, int kSteps_, bool kMinimums>
 struct LookedUpCodes {
-  static constexpr Packing kPacking = Packing::kW4A16;
+  static constexpr Packing kPacking = kPacking_;
   static constexpr int kLanes = 16, kSteps = kSteps_;
   static constexpr bool kScaled = true;
   using Words = LaneWords<kPacking>;
@@ -67,9 +98,15 @@ struct LookedUpCodes {
   Float table[kSteps];
 
   QCUTLASS_INLINE LookedUpCodes(StripParameters<kPacking, kSteps> const& parameters, int tile, int channel) {
-    Float const codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Float const integers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Float const floats = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    Float const codes = kPacking == Packing::kE2M1A16 ? floats : integers;
     for (int step = 0; step < kSteps; ++step) {
-      table[step] = (codes - parameters.zero(tile, step, channel)) * parameters.scale(tile, step, channel);
+      float const scale = parameters.scale(tile, step, channel), offset = parameters.offset(tile, step, channel);
+      if constexpr (kMinimums)
+        table[step] = codes * scale - offset;
+      else
+        table[step] = (codes - offset) * scale;
     }
   }
 
@@ -107,7 +144,8 @@ struct LaneSums {
   }
 };
 
-template <class Codes, int kRows>
+/// kSteady: a row's sums are the same bits for every kRows.
+template <class Codes, int kRows, bool kSteady = false>
 class LaneProduct {
   static constexpr Packing kPacking = Codes::kPacking;
   static constexpr int kLanes = Codes::kLanes;
@@ -141,9 +179,9 @@ class LaneProduct {
 
  private:
   /// Whether sums of a tile are scaled or its weights, whichever are fewer.
-  static constexpr bool kScaleSums = !Codes::kScaled && kRows <= Words::kCodes;
+  static constexpr bool kScaleSums = !kSteady && !Codes::kScaled && kRows <= Words::kCodes;
   /// Sums of a row that take turns: an addition waits for the one before it, for four cycles.
-  static constexpr int kSplit = kScaleSums || kRows > 4 ? 1 : kRows > 1 ? 2 : 4;
+  static constexpr int kSplit = kSteady ? 2 : kScaleSums || kRows > 4 ? 1 : kRows > 1 ? 2 : 4;
 
   template <int kUpper>
   static QCUTLASS_INLINE void add_channel(Parameters const& parameters, int g, uint8_t const* packed,

@@ -29,6 +29,9 @@ struct BFloat16 {
 struct Float8E4M3 {
   uint8_t bits;
 };
+struct Float8E8M0 {
+  uint8_t bits;
+};
 struct Float8E5M2 {
   uint8_t bits;
 };
@@ -60,7 +63,22 @@ QCUTLASS_INLINE Float decode_e4m3(Int bits) {
   Int const finite = magnitude < (1 << 23) ? subnormal : normal;
   return bit_cast<Float>((magnitude == 0x7f << 20 ? nan : finite) | sign);
 }
+
+/// The value of an e2m1 number, or of a vector of them, in the low bits of 32-bit integers.
+template <class Float, class Int>
+QCUTLASS_INLINE Float decode_e2m1(Int bits) {
+  Int const sign = (bits & 8) << 28;
+  Int const magnitude = bits & 7;
+  Int const normal = (magnitude << 22) + (126 << 23);
+  Int const half = (magnitude & 1) * (126 << 23);  // the only subnormal
+  return bit_cast<Float>((magnitude < 2 ? half : normal) | sign);
+}
 QCUTLASS_INLINE float to_float(Float8E4M3 value) { return decode_e4m3<float>(int32_t{value.bits}); }
+QCUTLASS_INLINE float to_float(Float8E8M0 value) {
+  uint32_t const exponent = uint32_t{value.bits} << 23;
+  // 0 is 2^-127, an fp32 subnormal.
+  return bit_cast<float>(value.bits == 0 ? 1u << 22 : value.bits == 0xff ? 0x7fc00000u : exponent);
+}
 QCUTLASS_INLINE float to_float(Float8E5M2 value) { return to_float(Half{static_cast<uint16_t>(value.bits << 8)}); }
 QCUTLASS_INLINE float to_float(float value) { return value; }
 QCUTLASS_INLINE float to_float(uint8_t value) { return value; }
@@ -103,7 +121,8 @@ QCUTLASS_INLINE void store_floats(float const* __restrict values, int64_t count,
 QCUTLASS_INLINE void load_floats(DType type, void const* data, int64_t offset, int64_t count, float* __restrict out) {
   switch (type) {
     case DType::kNone:
-    case DType::kUInt4: break;  // no elements in memory
+    case DType::kUInt4:
+    case DType::kFloat4E2M1: break;  // no elements in memory
     case DType::kFloat16: return load_floats<Half>(data, offset, count, out);
     case DType::kBFloat16: return load_floats<BFloat16>(data, offset, count, out);
     case DType::kFloat32: return load_floats<float>(data, offset, count, out);
@@ -112,6 +131,7 @@ QCUTLASS_INLINE void load_floats(DType type, void const* data, int64_t offset, i
     case DType::kInt32: return load_floats<int32_t>(data, offset, count, out);
     case DType::kFloat8E4M3: return load_floats<Float8E4M3>(data, offset, count, out);
     case DType::kFloat8E5M2: return load_floats<Float8E5M2>(data, offset, count, out);
+    case DType::kFloat8E8M0: return load_floats<Float8E8M0>(data, offset, count, out);
   }
 }
 

@@ -148,9 +148,11 @@ void pack(PackArguments const& arguments, int threads) {
   check_pack(arguments, threads);
   switch (arguments.packing) {
     case Packing::kW4A16:
+    case Packing::kE2M1A16:
       check_codes(arguments, threads);
       return for_each_strip(arguments, threads, pack_strip<Packing::kW4A16>);
-    case Packing::kW8A16: return for_each_strip(arguments, threads, pack_strip<Packing::kW8A16>);
+    case Packing::kW8A16:
+    case Packing::kE4M3A16: return for_each_strip(arguments, threads, pack_strip<Packing::kW8A16>);
     case Packing::kW8A8: return for_each_strip(arguments, threads, pack_strip<Packing::kW8A8>);
   }
 }
@@ -158,8 +160,10 @@ void pack(PackArguments const& arguments, int threads) {
 void unpack(PackArguments const& arguments, int threads) {
   check_pack(arguments, threads);
   switch (arguments.packing) {
-    case Packing::kW4A16: return for_each_strip(arguments, threads, unpack_strip<Packing::kW4A16>);
-    case Packing::kW8A16: return for_each_strip(arguments, threads, unpack_strip<Packing::kW8A16>);
+    case Packing::kW4A16:
+    case Packing::kE2M1A16: return for_each_strip(arguments, threads, unpack_strip<Packing::kW4A16>);
+    case Packing::kW8A16:
+    case Packing::kE4M3A16: return for_each_strip(arguments, threads, unpack_strip<Packing::kW8A16>);
     case Packing::kW8A8: return for_each_strip(arguments, threads, unpack_strip<Packing::kW8A8>);
   }
 }

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "host/check.h"
+#include "host/epilogue.h"
 #include "host/float8.h"
 #include "host/int8_codes.h"
 #include "host/multiversion.h"
@@ -48,10 +49,11 @@ void check_quantize(QuantizeArguments const& arguments, int threads) {
   }
   if (arguments.block != 0) {
     check_block_size("block", arguments.block);
-    check(!arguments.per_tensor && !arguments.asymmetric && arguments.smooth == nullptr &&
-              arguments.code_type == DType::kInt8,
-          "block: blocks have symmetric int8 codes with scales of their own, and no smoothing factors");
+    check(!arguments.per_tensor && !arguments.asymmetric && arguments.smooth == nullptr,
+          "block: blocks have symmetric codes with scales of their own, and no smoothing factors");
   }
+  check(!arguments.gated || (arguments.block != 0 && !arguments.square), "gated needs block, and blocks of one row");
+  check(!arguments.powers_of_two || arguments.block != 0, "powers_of_two needs block");
   check(!arguments.square || arguments.block != 0, "square needs block");
   if (arguments.rows == 0) return;
   check_not_null("a", arguments.a);
@@ -131,6 +133,33 @@ QCUTLASS_MULTIVERSION bool quantize_row(QuantizeArguments const& arguments, int6
   return found;
 }
 
+/// x of columns [k, k + count) of a row, or of a pair of rows that SwiGLU makes one.
+QCUTLASS_INLINE void load_gated(QuantizeArguments const& arguments, int64_t row, int64_t k, int64_t count,
+                                float* __restrict x) {
+  load(arguments, row, k, count, x);
+  if (!arguments.gated) return;
+  alignas(64) float up[kBlock];
+  load(arguments, row, arguments.columns + k, count, up);
+  activate(Activation::kSilu, count, x);
+  for (int64_t i = 0; i < count; ++i) x[i] *= up[i];
+}
+
+/// The least power of two that is not below a scale.
+QCUTLASS_INLINE float power_of_two_above(float scale) {
+  constexpr uint32_t kFraction = 0x7fffff;
+  return std::isfinite(scale) ? bit_cast<float>((bit_cast<uint32_t>(scale) + kFraction) & ~kFraction) : scale;
+}
+
+/// Divides by the scale of a block and stores codes.
+QCUTLASS_INLINE void store_codes(QuantizeArguments const& arguments, float* x, int64_t count, float scale,
+                                 int64_t offset) {
+  if (arguments.code_type == DType::kInt8)
+    return divide_and_round(x, count, scale, static_cast<int8_t*>(arguments.codes) + offset);
+  for (int64_t i = 0; i < count; ++i) x[i] /= scale;
+  if (arguments.code_type == DType::kFloat8E4M3) return store_floats<Float8E4M3>(x, count, arguments.codes, offset);
+  store_floats<Float8E5M2>(x, count, arguments.codes, offset);
+}
+
 /// Blocks of one row, or a row of blocks that have several rows.
 QCUTLASS_MULTIVERSION void quantize_blocks(QuantizeArguments const& arguments, int64_t row_of_blocks, int64_t height) {
   alignas(64) float x[kBlock];
@@ -140,13 +169,14 @@ QCUTLASS_MULTIVERSION void quantize_blocks(QuantizeArguments const& arguments, i
     int64_t const count = std::min(arguments.block, arguments.columns - k);
     int32_t high = 0;
     for (int64_t row = first; row < end; ++row) {
-      load(arguments, row, k, count, x);
+      load_gated(arguments, row, k, count, x);
       high = largest_magnitude(x, count, high);
     }
-    *scale = scale_of(bit_cast<float>(high), largest_code(DType::kInt8));
+    *scale = scale_of(bit_cast<float>(high), largest_code(arguments.code_type));
+    if (arguments.powers_of_two) *scale = power_of_two_above(*scale);
     for (int64_t row = first; row < end; ++row) {
-      if (height > 1) load(arguments, row, k, count, x);
-      divide_and_round(x, count, *scale, static_cast<int8_t*>(arguments.codes) + row * arguments.columns + k);
+      if (height > 1) load_gated(arguments, row, k, count, x);
+      store_codes(arguments, x, count, *scale, row * arguments.columns + k);
     }
   }
 }

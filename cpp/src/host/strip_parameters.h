@@ -1,4 +1,4 @@
-// Scales and zeros of a strip's channels for some neighbouring tiles.
+// Scales and offsets of a strip's channels for some neighbouring tiles.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class StripParameters {
   static QCUTLASS_MULTIVERSION void load(StripParameters& parameters, int count) { parameters.load(count); }
 
   QCUTLASS_INLINE float scale(int tile, int step, int channel) const { return steps_[tile][step]->scales[channel]; }
-  QCUTLASS_INLINE float zero(int tile, int step, int channel) const { return steps_[tile][step]->zeros[channel]; }
+  QCUTLASS_INLINE float offset(int tile, int step, int channel) const { return steps_[tile][step]->offsets[channel]; }
 
   /// Values of one channel for every word of a vector, as a scalar if they are one.
   template <int kLanes>
@@ -50,12 +50,12 @@ class StripParameters {
     }
   }
   template <int kLanes>
-  QCUTLASS_INLINE auto zeros(int tile, int channel) const {
+  QCUTLASS_INLINE auto offsets(int tile, int channel) const {
     if constexpr (kHasQuads) {
-      return repeat<kLanes>(zeros_[tile][channel]);
+      return repeat<kLanes>(offsets_[tile][channel]);
     } else {
       static_assert(kSteps == 1);
-      return zero(tile, 0, channel);
+      return offset(tile, 0, channel);
     }
   }
 
@@ -93,7 +93,7 @@ class StripParameters {
       }
       if constexpr (kHasQuads) {
         transpose(tile, &ChannelParameters::scales, scales_[tile]);
-        transpose(tile, &ChannelParameters::zeros, zeros_[tile]);
+        transpose(tile, &ChannelParameters::offsets, offsets_[tile]);
       }
     }
   }
@@ -120,7 +120,7 @@ class StripParameters {
   int64_t group_ = 0, group_end_ = weights_.group_size;  ///< of the last step; the last group has what follows, too
   ChannelParameters groups_[kTiles * kSteps + 1];
   ChannelParameters const* steps_[kTiles][kSteps];
-  Quads scales_[kHasQuads ? kTiles : 1], zeros_[kHasQuads ? kTiles : 1];
+  Quads scales_[kHasQuads ? kTiles : 1], offsets_[kHasQuads ? kTiles : 1];
 };
 
 }  // namespace qcutlass::host

@@ -22,7 +22,7 @@ class TileMath : public TileProduct<layout::tile_k(kPacking), kLanes> {
 
   static constexpr int kTileK = layout::tile_k(kPacking);
 
-  /// Codes of a packed tile as fp32.
+  /// The numbers of a packed tile's codes as fp32.
   QCUTLASS_INLINE void decode(uint8_t const* packed) {
     // The codes of a word belong to rows g and g + 8 and to the same k for every g.
     alignas(64) uint32_t x[Base::kWords];
@@ -36,24 +36,26 @@ class TileMath : public TileProduct<layout::tile_k(kPacking), kLanes> {
       Vector::join(lower, upper, bits);
       for (int i = 0; i < Words::kCodes; ++i) {
         Vector codes;
-        codes.extract(bits, 8 * i, Words::kMask);
+        codes.template extract_codes<kPacking>(bits, 8 * i, Words::kMask);
         codes.store(weights_[Words::kColumn[word * Words::kCodes + i]]);
       }
     }
   }
 
-  /// Turns the codes of columns [begin, end) into weights.
+  /// Turns the codes of columns [begin, end) into weights. kMinimums: what the offsets are.
+  template <bool kMinimums>
   QCUTLASS_INLINE void dequantize(int begin, int end, ChannelParameters const& parameters) {
-    Dequantized const weight(*this, parameters);
+    Dequantized<kMinimums> const weight(*this, parameters);
     for (int k = begin; k < end; ++k) {
       weight(k).store(weights_[k]);
     }
   }
 
   /// The product with the codes of columns [begin, end), which stay codes: saves few rows a pass over the tile.
+  template <bool kMinimums>
   QCUTLASS_INLINE void dequantize_multiply(int begin, int end, ChannelParameters const& parameters, float const* a,
                                            int64_t a_stride, int64_t m, float* sums) const {
-    Base::multiply(Dequantized(*this, parameters), a, a_stride, m, begin, end, sums);
+    Base::multiply(Dequantized<kMinimums>(*this, parameters), a, a_stride, m, begin, end, sums);
   }
 
  private:
@@ -63,18 +65,22 @@ class TileMath : public TileProduct<layout::tile_k(kPacking), kLanes> {
   using Base::weights_;
 
   /// Weights of a column, from codes.
+  template <bool kMinimums>
   struct Dequantized {
     TileMath const& tile;
-    Vector scale, zero;
+    Vector scale, offset;
 
     QCUTLASS_INLINE Dequantized(TileMath const& tile, ChannelParameters const& parameters) : tile(tile) {
       scale.load(parameters.scales);
-      zero.load(parameters.zeros);
+      offset.load(parameters.offsets);
     }
     QCUTLASS_INLINE Vector operator()(int k) const {
       Vector weight;
       weight.load(tile.weights_[k]);
-      weight.dequantize(zero, scale);
+      if constexpr (kMinimums)
+        weight.scale_less(offset, scale);
+      else
+        weight.dequantize(offset, scale);
       return weight;
     }
   };

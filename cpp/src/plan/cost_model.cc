@@ -42,7 +42,7 @@ struct Waves {
 
   Waves(Problem const& p, DeviceTraits const& device, Tactic const& t, int split_k, bool cluster)
       : blocks(static_cast<double>(tiles(p, t)) * split_k),
-        sharers(wgmma_sharers(t.mainloop, layout::ceil_div(p.m, t.tokens), split_k)),
+        sharers(wgmma_sharers(t.mainloop, p.token_tiles(t.tokens), split_k)),
         busiest(cluster ? std::ceil(pairs(p, t) / std::max(1, resident_clusters(device.sm_count, split_k)))
                         : std::ceil(pairs(p, t) * split_k / std::max(1, device.sm_count / sharers))),
         resident(resident_blocks(p, device, t)),
@@ -62,8 +62,7 @@ struct Waves {
  private:
   /// Groups of blocks that share weights, of a share of k.
   double pairs(Problem const& p, Tactic const& t) const {
-    int64_t const token_tiles = layout::ceil_div(p.m, t.tokens);
-    return static_cast<double>(layout::ceil_div(p.n, t.channels) * layout::ceil_div(token_tiles, sharers));
+    return static_cast<double>(layout::ceil_div(p.n, t.channels) * layout::ceil_div(p.token_tiles(t.tokens), sharers));
   }
 };
 
@@ -71,7 +70,8 @@ struct Waves {
 double load(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
   Operand const& w = p.weights;
   int const bits = p.kind.weight_bits();
-  double const rows = static_cast<double>(std::min<int64_t>(p.m, t.tokens));  // tokens beyond m are not read
+  int64_t const tile_rows = p.grouped ? layout::ceil_div(p.m, p.token_tiles(t.tokens)) : p.m;
+  double const rows = static_cast<double>(std::min<int64_t>(tile_rows, t.tokens));  // no more are read
   int const stage_k = t.stage_k(p.kind.packing), activation_size = p.kind.activation_bytes();
   double const weight_bytes = t.channels * stage_k * bits / 8.0;
   int const scale_size = p.kind.dequantises() ? size_of(w.scale_type) + size_of(w.zero_type) : 0;
@@ -81,7 +81,7 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
   double const block_bytes = p.kind.is_promoted() ? rows * kSector * (stage_k / kStreamK) : 0;
   double const stage = weight_bytes + scale_bytes + block_bytes + rows * stage_k * activation_size;
   double const distinct =
-      static_cast<double>(p.n) * static_cast<double>(p.k) * bits / 8 +
+      static_cast<double>(p.matrices()) * static_cast<double>(p.n) * static_cast<double>(p.k) * bits / 8 +
       static_cast<double>(p.m) * static_cast<double>(p.k * activation_size + p.n * size_of(p.output.type));
   double const in_flight = std::min(waves.resident, waves.busiest) * (stages_of(t, p.kind) - 1) * stage;
   double const latency = is_wgmma(t.mainloop) ? model.costs.wgmma.latency : model.mainloop(t).latency;
@@ -96,7 +96,10 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
 double convert_instructions(Kind const& kind, bool scales) {
   if (!kind.dequantises()) return 0;
   if (kind.mode == ScaleMode::kFloat) return 10;
+  if (kind.mode == ScaleMode::kMinimum) return 8;  // a fused multiply and add for each of the two
   double const multiply = scales ? 1 : 0;
+  if (kind.packing == Packing::kE2M1A16) return multiply + 4.75;
+  if (kind.packing == Packing::kE4M3A16) return multiply + (kind.activations == DType::kFloat16 ? 1 : 4);
   bool const four_bits = kind.weight_bits() == 4;
   if (kind.activations == DType::kFloat16) return multiply + (four_bits ? 2.25 : 2.0);
   return multiply + (four_bits ? 2.75 : 5.0);
@@ -168,9 +171,9 @@ double fixed(Model const& model, Tactic const& t, Waves const& waves, int split_
 }  // namespace
 
 int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic const& tactic) {
-  if (!tactic.serves(problem.kind)) return 0;
+  if (!tactic.serves(problem)) return 0;
   if (is_wgmma(tactic.mainloop) && !device.wgmma) return 0;
-  int const shared = shared_memory_bytes(tactic, problem.kind, std::max<int64_t>(problem.m, 1));
+  int const shared = shared_memory_bytes(tactic, problem.kind, tile_rows(problem, tactic));
   if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;
   constexpr int kReserved = 1024;  // the system's share of every block
   int const by_memory = (device.shared_memory_per_block + kReserved) / (shared + kReserved);

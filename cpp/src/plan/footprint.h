@@ -13,9 +13,9 @@ constexpr int scale_rows(ScaleMode mode, int k = kNativeGroup) {
   if (mode == ScaleMode::kNone || is_promoted(mode)) return 0;
   return k / (mode == ScaleMode::kNative ? kNativeGroup : kGroupStep);
 }
-/// Bytes kept per scale and per zero in shared memory: kFloat takes any type up to 4 bytes.
-constexpr int scale_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 2; }
-constexpr int zero_bytes(ScaleMode mode) { return mode == ScaleMode::kFloat ? 4 : 1; }
+/// Bytes kept per scale and per zero or minimum in shared memory: 4 where they are of any type.
+constexpr int scale_bytes(ScaleMode mode) { return takes_any_type(mode) ? 4 : 2; }
+constexpr int zero_bytes(ScaleMode mode) { return takes_any_type(mode) ? 4 : 1; }
 /// fp32 words of one row of block scales in shared memory, of tokens and of strips of 16 channels: whole vectors.
 constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
 
@@ -113,6 +113,11 @@ constexpr int shared_memory_bytes(Tactic const& t, Kind const& kind, int64_t m) 
 /// Whether the configuration is for such products, and some GPU can run it, if only for one row of activations.
 constexpr bool is_compiled(Tactic const& t, Kind const& kind) {
   return t.serves(kind) && shared_memory_bytes(t, kind, 1) <= kMostSharedMemory;
+}
+
+/// Whether there is a kernel for the rows of experts, whose rings hold all rows of a tile.
+constexpr bool is_compiled_for_experts(Tactic const& t, Kind const& kind) {
+  return t.serves_experts(kind) && shared_memory_bytes(t, kind, t.tokens) <= kMostSharedMemory;
 }
 
 }  // namespace qcutlass

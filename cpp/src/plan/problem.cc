@@ -1,5 +1,7 @@
 #include "plan/problem.h"
 
+#include <algorithm>
+
 #include "plan/tactics.h"
 #include "qcutlass/error.h"
 
@@ -47,12 +49,30 @@ void check_sixteen_bits(GemmArguments const& arguments) {
                       " or one group a channel, got " + std::to_string(w.group_size) + "; re-quantise, or use the CPU");
 }
 
+void check_experts(GemmArguments const& arguments) {
+  constexpr int64_t kMostExperts = int64_t(1) << 16;  // every block goes over their offsets
+  int64_t const count = arguments.experts.count;
+  if (count < 0 || count > kMostExperts)
+    throw InvalidArgument("experts: expected up to " + std::to_string(kMostExperts) + ", got " + std::to_string(count));
+  if (arguments.weights.packing == Packing::kW8A8 || arguments.perm != nullptr || arguments.act_scale != nullptr)
+    throw Unsupported("offsets: products of experts take 16-bit activations as they are");
+}
+
 void check_sizes(GemmArguments const& arguments) {
   // Indices of rows, and offsets within a row or between neighbouring ones, are 32-bit in the kernels.
   constexpr int64_t kMaxRows = int64_t(1) << 30, kMaxChannels = int64_t(1) << 28;
-  if (arguments.m > kMaxRows || arguments.weights.n > kMaxChannels || arguments.weights.k > kMaxStride)
+  if (std::max(arguments.m, arguments.experts.a_rows) > kMaxRows || arguments.weights.n > kMaxChannels ||
+      arguments.weights.k > kMaxStride)
     throw Unsupported(
         "a, w_packed: the CUDA kernels take up to 2^30 rows, 2^28 channels and 2^24 columns; split the product");
+}
+
+/// Of floating codes, for which there are fewer modes: groups of any kind go with the finest.
+ScaleMode float_code_mode(GemmArguments const& arguments) {
+  WeightArguments const& w = arguments.weights;
+  bool const same = w.scale_type == arguments.a_type;
+  if (w.packing == Packing::kE2M1A16) return same || size_of(w.scale_type) == 1 ? ScaleMode::kFine : ScaleMode::kFloat;
+  return same && (w.group_size >= w.k || w.group_size % kNativeGroup == 0) ? ScaleMode::kNative : ScaleMode::kFloat;
 }
 
 ScaleMode scale_mode(GemmArguments const& arguments) {
@@ -64,6 +84,8 @@ ScaleMode scale_mode(GemmArguments const& arguments) {
     default: return ScaleMode::kBlock;
   }
   if (w.packing == Packing::kW8A8) return ScaleMode::kNone;
+  if (has_float_codes(w.packing)) return float_code_mode(arguments);
+  if (w.has_minimums()) return ScaleMode::kMinimum;
   bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
   if (!native) return ScaleMode::kFloat;
   return w.group_size >= w.k || w.group_size % kNativeGroup == 0 ? ScaleMode::kNative : ScaleMode::kFine;
@@ -74,19 +96,24 @@ DType weight_type(GemmArguments const& arguments) {
     case Packing::kW4A16: return DType::kUInt4;
     case Packing::kW8A16: return DType::kUInt8;
     case Packing::kW8A8: return is_float8(arguments.a_type) ? DType::kFloat8E4M3 : DType::kInt8;
+    case Packing::kE2M1A16: return DType::kFloat4E2M1;
+    case Packing::kE4M3A16: return DType::kFloat8E4M3;
   }
   return DType::kNone;
 }
 
 /// Rows of scales or zeros that the kernels cannot read where they are.
-bool copies(void const* data, DType type, int64_t stride, WeightArguments const& w) {
+bool copies(void const* data, DType type, int64_t stride, WeightArguments const& w, int64_t rows) {
   constexpr int64_t kMaxRowBytes = (int64_t(1) << 31) - 1;  // the kernels keep strides in 32 bits
-  return type != DType::kNone && ((w.groups() > 1 && stride * size_of(type) > kMaxRowBytes) ||
-                                  !rows_aligned(data, stride, w.n, w.groups(), type));
+  return type != DType::kNone &&
+         ((rows > 1 && stride * size_of(type) > kMaxRowBytes) || !rows_aligned(data, stride, w.n, rows, type));
 }
+
+int64_t activation_rows(GemmArguments const& a) { return a.experts.count != 0 ? a.experts.a_rows : a.m; }
 
 Operand activations_of(GemmArguments const& a) {
   WeightArguments const& w = a.weights;
+  int64_t const rows = activation_rows(a);
   Operand operand;
   operand.type = a.a_type;
   if (w.packing == Packing::kW8A8) {
@@ -97,9 +124,9 @@ Operand activations_of(GemmArguments const& a) {
   }
   // The same pass gathers columns and applies act_scale. The kernels' offsets within a tile of rows are 32-bit. Rows
   // that overlap are copied too: tensor maps do not take them.
-  bool const overlap = a.m > 1 && a.a_stride < w.k;
+  bool const overlap = rows > 1 && a.a_stride < w.k;
   operand.copied = a.perm != nullptr || a.act_scale != nullptr || a.a_stride > kMaxStride || overlap ||
-                   !rows_aligned(a.a, a.a_stride, w.k, a.m, a.a_type);
+                   !rows_aligned(a.a, a.a_stride, w.k, rows, a.a_type);
   return operand;
 }
 
@@ -116,9 +143,11 @@ Operand weights_of(GemmArguments const& a) {
   operand.granularity = w.groups() > 1 ? Granularity::kGroup : Granularity::kRow;
   operand.group = w.groups() > 1 ? w.group_size : 0;
   operand.scale_type = w.scale_type;
-  operand.zero_type = w.zero_type;
-  operand.copied_scales = copies(w.scales, w.scale_type, w.scale_stride, w);
-  operand.copied_zeros = copies(w.zeros, w.zero_type, w.zero_stride, w);
+  GroupOffsets const offsets = w.offsets();
+  operand.zero_type = offsets.type;
+  int64_t const rows = w.groups() * std::max<int64_t>(a.experts.count, 1);
+  operand.copied_scales = copies(w.scales, w.scale_type, w.scale_stride, w, rows);
+  operand.copied_zeros = copies(offsets.data, offsets.type, offsets.stride, w, rows);
   return operand;
 }
 
@@ -139,6 +168,8 @@ std::string Kind::prefix() const {
     case Packing::kW4A16: result = "w4a16_"; break;
     case Packing::kW8A16: result = "w8a16_"; break;
     case Packing::kW8A8: result = "w8a8_"; break;
+    case Packing::kE2M1A16: result = "e2m1a16_"; break;
+    case Packing::kE4M3A16: result = "e4m3a16_"; break;
   }
   switch (activations) {
     case DType::kFloat16: return result + "f16_";
@@ -163,10 +194,14 @@ Problem make_problem(GemmArguments const& arguments) {
     check_eight_bits(arguments);
   else
     check_sixteen_bits(arguments);
+  if (arguments.experts.count != 0) check_experts(arguments);
   check_sizes(arguments);
 
   Problem problem;
   problem.m = arguments.m, problem.n = arguments.weights.n, problem.k = arguments.weights.k;
+  problem.grouped = arguments.experts.count != 0;
+  if (problem.grouped) problem.groups = arguments.experts.count;
+  problem.activation_rows = activation_rows(arguments);
   problem.activations = activations_of(arguments);
   problem.weights = weights_of(arguments);
   problem.output = output_of(arguments);

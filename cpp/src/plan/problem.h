@@ -3,6 +3,7 @@
 // is.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -16,13 +17,18 @@ enum class ScaleMode : uint8_t {
   kNative,   ///< weights scaled in 16 bits: scales of the activations' type, zeros uint8 or none, a group per 64 k
   kFine,     ///< the same with groups of any multiple of 16
   kFloat,    ///< weights scaled in fp32, rounded once: any type of scales and zeros, real-valued zeros
+  kMinimum,  ///< the same with minimums, of floating types, taken off scaled codes
   kNone,     ///< weights as they are; the epilogue scales the sums
   kBlock,    ///< weights as they are; the sums of every 128 k are scaled into fp32 ones
   kBlock64,  ///< the same with those of every 64 k
   kBlock32,  ///< the same with those of every 32 k
 };
 
-inline constexpr char const* kScaleModeNames[] = {"native", "fine", "float", "none", "block", "block64", "block32"};
+inline constexpr char const* kScaleModeNames[] = {"native", "fine",  "float",   "minimum",
+                                                  "none",   "block", "block64", "block32"};
+
+/// Whether weights are scaled in fp32, which takes scales and offsets of any type.
+constexpr bool takes_any_type(ScaleMode mode) { return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum; }
 
 /// Whether sums leave the tensor cores' accumulators before the epilogue, to be scaled and added in fp32.
 constexpr bool is_promoted(ScaleMode mode) { return mode >= ScaleMode::kBlock; }
@@ -32,19 +38,23 @@ constexpr int promoted_k(ScaleMode mode) {
 }
 
 /// The kinds of products that a tactic is built for, as a set.
-enum Products : uint8_t {
-  kInt4Weights = 1,   ///< 16-bit activations by int4 weights
-  kInt8Weights = 2,   ///< 16-bit activations by int8 weights
-  kInt8 = 4,          ///< int8 by int8, a scale for each row and channel
-  kFloat8 = 8,        ///< fp8 by fp8, a scale for each row and channel
-  kBlockwise = 16,    ///< int8 by int8, a scale for each block of 128
-  kSmallBlocks = 32,  ///< int8 by int8, a scale for each smaller block
+enum Products : uint16_t {
+  kInt4Weights = 1,    ///< 16-bit activations by int4 weights
+  kInt8Weights = 2,    ///< 16-bit activations by int8 weights
+  kInt8 = 4,           ///< int8 by int8, a scale for each row and channel
+  kFloat8 = 8,         ///< fp8 by fp8, a scale for each row and channel
+  kBlockwise = 16,     ///< int8 by int8, a scale for each block of 128
+  kSmallBlocks = 32,   ///< int8 by int8, a scale for each smaller block
+  kE2M1Weights = 64,   ///< 16-bit activations by e2m1 weights
+  kE4M3Weights = 128,  ///< 16-bit activations by e4m3 weights
+  kMinimums = 256,     ///< 16-bit activations by integer weights with minimums
 };
-constexpr Products operator|(Products a, Products b) { return Products(uint8_t(a) | uint8_t(b)); }
-inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kEightByEight = kInt8 | kFloat8,
+constexpr Products operator|(Products a, Products b) { return Products(uint16_t(a) | uint16_t(b)); }
+inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kFloatWeights = kE2M1Weights | kE4M3Weights,
+                          kRareWeights = kFloatWeights | kMinimums, kEightByEight = kInt8 | kFloat8,
                           kEightBits = kEightByEight | kBlockwise, kNotBlockwise = kWeightOnly | kEightByEight,
                           kAnyBlocks = kBlockwise | kSmallBlocks, kMost = kNotBlockwise | kBlockwise,
-                          kAll = kMost | kSmallBlocks;
+                          kAll = kMost | kSmallBlocks | kRareWeights;
 
 /// The types that kernels are compiled for: a family has one. It follows from the types and scales of the operands.
 struct Kind {
@@ -64,9 +74,14 @@ struct Kind {
 
   constexpr Products product() const {
     if (is_promoted()) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
+    if (has_float_codes(packing)) return weight_bits() == 4 ? kE2M1Weights : kE4M3Weights;
+    if (mode == ScaleMode::kMinimum) return kMinimums;
     if (dequantises()) return weight_bits() == 4 ? kInt4Weights : kInt8Weights;
     return is_float8() ? kFloat8 : kInt8;
   }
+
+  /// There are kernels for the rows of experts.
+  constexpr bool takes_experts() const { return (product() & kWeightOnly) != 0; }
 
   constexpr bool operator==(Kind const& other) const {
     return activations == other.activations && packing == other.packing && mode == other.mode;
@@ -89,7 +104,7 @@ struct Operand {
   DType type = DType::kNone;
   Granularity granularity = Granularity::kNone;
   int64_t group = 0;
-  DType scale_type = DType::kNone, zero_type = DType::kNone;
+  DType scale_type = DType::kNone, zero_type = DType::kNone;  ///< the latter also of minimums
   /// Kernels read rows in whole vectors: those that do not lie so, or are not stored as they are multiplied, are
   /// copied.
   bool copied = false, copied_scales = false, copied_zeros = false;
@@ -97,15 +112,27 @@ struct Operand {
 
 struct Problem {
   int64_t m = 0, n = 0, k = 0;
-  int64_t groups = 1;  ///< matrices of weights, each for rows of its own (experts); 1: a dense product
+  int64_t groups = 1;           ///< matrices of weights
+  bool grouped = false;         ///< each for rows of its own, data on the device (experts); otherwise there is one
+  int64_t activation_rows = 0;  ///< m, but for grouped products, which gather them
   Operand activations, weights, output;
   Kind kind;
   bool gathers = false;   ///< the activations' columns are permuted or scaled before
   bool finishes = false;  ///< a bias or an activation follows
 
-  /// Rows of the weights' scales.
+  /// Rows of the weights' scales, of all matrices.
   constexpr int64_t scale_rows() const {
-    return weights.granularity == Granularity::kGroup ? layout::ceil_div(k, weights.group) : 1;
+    return groups * (weights.granularity == Granularity::kGroup ? layout::ceil_div(k, weights.group) : 1);
+  }
+
+  /// Matrices that are expected to have rows: as many as possible, since offsets are not known where plans are made.
+  constexpr int64_t matrices() const { return grouped ? std::min(groups, std::max<int64_t>(m, 1)) : 1; }
+
+  /// Tiles of so many tokens that are expected. An expert's last one is taken to be half full: rows that choose their
+  /// expert alone spread over about as many numbers as a tile has, or more.
+  constexpr int64_t token_tiles(int tokens) const {
+    if (!grouped) return layout::ceil_div(m, tokens);
+    return std::max(matrices(), layout::ceil_div(2 * m + matrices() * tokens, 2 * tokens));
   }
 };
 

@@ -31,19 +31,28 @@ std::string tactic_name(Kind const& kind, Tactic const& t) {
          (stream ? "w" + std::to_string(t.warps) : "") + "_s" + std::to_string(stages_of(t, kind));
 }
 
+/// Whether there is a kernel, be it one that fits no GPU.
+bool has_kernel(Problem const& problem, Tactic const& t) {
+  return problem.grouped ? is_compiled_for_experts(t, problem.kind) : t.serves(problem.kind);
+}
+
 /// Blocks of channels that are quantised together lie within a tile.
 bool fits_output(Problem const& problem, Tactic const& t) {
   return problem.output.granularity != Granularity::kBlock || t.channels % problem.output.group == 0;
 }
 
 bool splittable(Problem const& problem, Tactic const& t, int split_k) {
+  if (problem.grouped) return split_k == 1;
   constexpr int kMostShares = 65535;  // the grid's third dimension
   return split_k <= kMostShares && split_k <= layout::ceil_div(problem.k, t.stage_k(problem.kind.packing));
 }
 
 /// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.
 bool fits_grid(Problem const& problem, Tactic const& t) {
-  constexpr int64_t kMostRows = 65535, kSwizzled = 8, kMostTiles = int64_t(1) << 26;
+  constexpr int64_t kMostRows = 65535, kSwizzled = 8, kMostTiles = int64_t(1) << 26,
+                    kMostBlocks = (int64_t(1) << 31) - 1;
+  if (problem.grouped)
+    return most_token_tiles(problem.m, problem.groups, t) * layout::ceil_div(problem.n, t.channels) <= kMostBlocks;
   if (is_wgmma(t.mainloop)) return tiles(problem, t) <= kMostTiles;
   return layout::ceil_div(problem.m, t.tokens) <= kMostRows * kSwizzled;
 }
@@ -99,11 +108,12 @@ Candidate candidate(Problem const& problem, DeviceTraits const& device, int row,
 }
 
 /// Row of kTactics that has the name.
-int tactic_row(Kind const& kind, std::string const& name) {
+int tactic_row(Problem const& problem, std::string const& name) {
+  Kind const& kind = problem.kind;
   for (int i = 0; i < kTacticCount; ++i)
-    if (kTactics[i].serves(kind) && tactic_name(kind, kTactics[i]) == name) return i;
+    if (has_kernel(problem, kTactics[i]) && tactic_name(kind, kTactics[i]) == name) return i;
   int first = 0;
-  while (!kTactics[first].serves(kind)) ++first;
+  while (!has_kernel(problem, kTactics[first])) ++first;
   throw InvalidArgument("tactic: '" + name + "' is not a configuration for this problem, which has e.g. '" +
                         tactic_name(kind, kTactics[first]) + "'; qcutlass.tactics() lists them");
 }
@@ -124,10 +134,10 @@ std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
   Kind const& kind = problem.kind;
   std::vector<TacticTraits> result;
   for (Tactic const& t : kTactics)
-    if (t.serves(kind))
+    if (has_kernel(problem, t))
       result.push_back({tactic_name(kind, t), t.channels, t.tokens, t.stage_k(kind.packing), t.warps,
-                        stages_of(t, kind), shared_memory_bytes(t, kind, std::max<int64_t>(problem.m, 1)),
-                        t.max_registers(), is_wgmma(t.mainloop)});
+                        stages_of(t, kind), shared_memory_bytes(t, kind, tile_rows(problem, t)), t.max_registers(),
+                        is_wgmma(t.mainloop)});
   return result;
 }
 
@@ -142,10 +152,10 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
         std::to_string(device.compute_capability / 10) + "." + std::to_string(device.compute_capability % 10) +
         ", and runs code for " + std::to_string(device.code_capability / 10) + "." +
         std::to_string(device.code_capability % 10) + ". Use int8 activations, or CPU tensors");
-  bool const dense_forced = tactic == dense::tactic(problem);
+  bool const dense_forced = !problem.grouped && tactic == dense::tactic(problem);
   if (dense_forced && !dense)
     throw Unsupported("tactic: '" + tactic + "' is run by the caller of the library, and this one does not offer to");
-  int const only = tactic.empty() || dense_forced ? -1 : tactic_row(problem.kind, tactic);
+  int const only = tactic.empty() || dense_forced ? -1 : tactic_row(problem, tactic);
   std::vector<Candidate> result;
   for (int i = 0; i < kTacticCount && !dense_forced; ++i) {
     Tactic const& t = kTactics[i];
@@ -160,7 +170,8 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
       if (splittable(problem, t, split) && split_pays(problem, device, t, split))
         result.push_back(candidate(problem, device, i, split));
   }
-  bool const dense_wanted = dense_forced || (dense && tactic.empty() && problem.m >= dense::kMinRows);
+  bool const dense_wanted =
+      dense_forced || (dense && tactic.empty() && !problem.grouped && problem.m >= dense::kMinRows);
   if (dense_wanted && split_k <= 1 && dense::fits(problem)) result.push_back(dense::candidate(problem, device));
   if (result.empty()) throw_nothing_fits(device, tactic, split_k);
   std::stable_sort(result.begin(), result.end(),
@@ -183,7 +194,7 @@ std::string kernel_set_hash(std::vector<std::string> const& build) {
   for (Tactic const& t : kTactics)
     for (int64_t field :
          {int64_t(t.mainloop), int64_t{t.channels}, int64_t{t.tokens}, int64_t{t.warp_channels}, int64_t{t.warp_tokens},
-          int64_t{t.slices}, int64_t{t.stages}, int64_t{t.min_blocks}, int64_t(t.products)})
+          int64_t{t.slices}, int64_t{t.stages}, int64_t{t.min_blocks}, int64_t(t.products), int64_t{t.grouped}})
       add(std::to_string(field));
   char digits[17];
   std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(hash));

@@ -35,10 +35,12 @@ struct TacticOf {
   int slice_count = 1;           ///< slices of k in a stage
   int stage_count = 0;
   Products products = kMost;
+  bool grouped = false;  ///< built for the rows of experts, too, where weights are dequantised
 
   constexpr Tactic slices(int count) const { return with(&TacticOf::slice_count, count); }
   constexpr Tactic stages(int count) const { return with(&TacticOf::stage_count, count); }
   constexpr Tactic for_(Products set) const { return with(&TacticOf::products, set); }
+  constexpr Tactic and_experts() const { return with(&TacticOf::grouped, true); }
 
  protected:
   template <class Owner, class Value>
@@ -103,22 +105,22 @@ constexpr WgmmaSsTactic wgmma_ss(int channels, int tokens) {
 // tactics: begin
 /// Decode: weights stream past few tokens; all warps along k, unless a block has many channels.
 inline constexpr StreamTactic kStreamTactics[] = {
-    stream(32, 8).slices(8).stages(3).blocks_an_sm(2).for_(kNotBlockwise | kSmallBlocks),
+    stream(32, 8).slices(8).stages(3).blocks_an_sm(2).for_(kNotBlockwise | kSmallBlocks | kRareWeights).and_experts(),
     stream(32, 8).slices(16).stages(2).for_(kNotBlockwise),
     stream(48, 8).slices(8).stages(3).blocks_an_sm(2).for_(kNotBlockwise),
-    stream(64, 8).slices(4).stages(3).blocks_an_sm(4).for_(kNotBlockwise),
+    stream(64, 8).slices(4).stages(3).blocks_an_sm(4).for_(kNotBlockwise | kRareWeights).and_experts(),
     stream(64, 8).slices(4).stages(2).blocks_an_sm(4).for_(kNotBlockwise),
     stream(64, 8).warp(32).slices(8).stages(3).for_(kWeightOnly),
-    stream(128, 8).warp(64).slices(4).stages(2).blocks_an_sm(2).for_(kWeightOnly),
+    stream(128, 8).warp(64).slices(4).stages(2).blocks_an_sm(2).for_(kWeightOnly).and_experts(),
     stream(80, 8).slices(8).stages(3).blocks_an_sm(2).for_(kWeightOnly),
     stream(224, 8).warp(112).slices(4).stages(2).for_(kWeightOnly),
     stream(32, 16).slices(8).stages(3).blocks_an_sm(2).for_(kNotBlockwise),
     stream(48, 16).slices(8).stages(3).for_(kNotBlockwise),
-    stream(64, 16).slices(4).stages(3).blocks_an_sm(2).for_(kNotBlockwise | kSmallBlocks),
+    stream(64, 16).slices(4).stages(3).blocks_an_sm(2).for_(kNotBlockwise | kSmallBlocks | kRareWeights).and_experts(),
     stream(64, 16).slices(8).stages(3).for_(kNotBlockwise),
     stream(80, 16).slices(8).stages(2).for_(kWeightOnly),
     stream(224, 16).warp(112).slices(4).stages(2).for_(kWeightOnly),
-    stream(64, 32).warp(32).slices(4).stages(3).for_(kMost),
+    stream(64, 32).warp(32).slices(4).stages(3).for_(kMost | kMinimums).and_experts(),
     stream(48, 32).slices(8).stages(2).for_(kWeightOnly),
     stream(80, 32).slices(8).stages(2).for_(kWeightOnly),
     stream(128, 32).warp(64).slices(4).stages(2).for_(kWeightOnly),
@@ -135,13 +137,14 @@ inline constexpr StreamTactic kStreamTactics[] = {
 
 inline constexpr MultistageTactic kMultistageTactics[] = {
     // up to 64 tokens: all warps along k still
-    multistage(64, 16).warp(32, 16).slices(2).stages(3).blocks_an_sm(2).for_(kAll),  // fits 99 KB in every scheme
+    multistage(64, 16).warp(32, 16).slices(2).stages(3).blocks_an_sm(2).for_(kAll).and_experts(),  // fits 99 KB in
+                                                                                                   // every scheme
     multistage(48, 64).slices(4).stages(3).for_(kNotBlockwise),  // 6144 channels in one wave of 128 blocks
     multistage(64, 64).warp(32, 64).slices(4).stages(3).for_(kNotBlockwise),
     multistage(128, 64).warp(32, 64).slices(2).stages(3).for_(kNotBlockwise),
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
-    multistage(64, 64).warp(32, 32).stages(3).blocks_an_sm(2).for_(kAll),  // fits 99 KB as well
-    multistage(128, 128).warp(32, 128).stages(4).blocks_an_sm(2).for_(kWeightOnly),
+    multistage(64, 64).warp(32, 32).stages(3).blocks_an_sm(2).for_(kAll).and_experts(),  // fits 99 KB as well
+    multistage(128, 128).warp(32, 128).stages(4).blocks_an_sm(2).for_(kWeightOnly | kRareWeights).and_experts(),
     multistage(256, 64).warp(32, 64).stages(4).for_(kWeightOnly),
     multistage(256, 128).warp(32, 128).stages(4).for_(kWeightOnly),
     // the same without conversions to share: square warp tiles read the least from shared memory
@@ -159,17 +162,17 @@ inline constexpr MultistageTactic kMultistageTactics[] = {
 
 /// From some 20 to 30 tokens up. Of equal predictions the first is taken: one wave, not two.
 inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
-    wgmma_rs(256, 64).slices(2).stages(5).for_(kInt4Weights),
-    wgmma_rs(256, 64).stages(7).for_(kInt8Weights),
-    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly),
+    wgmma_rs(256, 64).slices(2).stages(5).for_(kInt4Weights | kE2M1Weights),
+    wgmma_rs(256, 64).stages(7).for_(kInt8Weights | kE4M3Weights),
+    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kRareWeights),
     wgmma_rs(128, 96).slices(2).stages(7).for_(kWeightOnly),
-    wgmma_rs(128, 128).slices(2).stages(5).for_(kWeightOnly),
-    wgmma_rs(256, 128).stages(7).for_(kWeightOnly),
+    wgmma_rs(128, 128).slices(2).stages(5).for_(kWeightOnly | kRareWeights),
+    wgmma_rs(256, 128).stages(7).for_(kWeightOnly | kFloatWeights),
     wgmma_rs(128, 160).slices(2).stages(4).for_(kInt4Weights),
     wgmma_rs(128, 160).stages(7).for_(kInt8Weights),
     wgmma_rs(128, 192).stages(6).for_(kWeightOnly),
     wgmma_rs(128, 224).stages(6).for_(kWeightOnly),
-    wgmma_rs(128, 256).stages(4).for_(kWeightOnly),
+    wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kMinimums),
 };
 
 inline constexpr WgmmaSsTactic kWgmmaSsTactics[] = {
@@ -189,8 +192,13 @@ struct Tactic {
   int warp_channels = 0, warp_tokens = 0;
   int min_blocks = 1;  ///< blocks an SM that the register budget must allow
   Products products = kMost;
+  bool grouped = false;  ///< there is a kernel for the rows of experts
 
   constexpr bool serves(Kind const& kind) const { return (products & kind.product()) != 0; }
+  constexpr bool serves_experts(Kind const& kind) const { return grouped && kind.takes_experts() && serves(kind); }
+  constexpr bool serves(Problem const& problem) const {
+    return problem.grouped ? serves_experts(problem.kind) : serves(problem.kind);
+  }
   constexpr int threads() const { return 32 * warps; }
   constexpr int slice_k(Packing packing) const {
     return mainloop == Mainloop::kStream ? kStreamK : qcutlass::slice_k(packing);
@@ -212,7 +220,7 @@ constexpr Tactic common(Mainloop mainloop, int row, Row const& t) {
   result.channels = t.channels, result.tokens = t.tokens;
   result.slices = t.slice_count, result.stages = t.stage_count;
   result.warps = t.warps();
-  result.products = t.products;
+  result.products = t.products, result.grouped = t.grouped;
   return result;
 }
 constexpr Tactic view(int row, StreamTactic const& t) {
@@ -268,9 +276,21 @@ inline constexpr int kTacticCount = detail::kTacticCount;
 /// All rows: Plan::row counts in this order.
 inline constexpr Tactic const (&kTactics)[kTacticCount] = detail::kAllTactics.rows;
 
-/// Output tiles of a product, which are blocks if k is not shared.
+/// Output tiles of a product, which are blocks if k is not shared; of a grouped one as many as are expected.
 constexpr int64_t tiles(Problem const& problem, Tactic const& t) {
-  return problem.groups * layout::ceil_div(problem.n, t.channels) * layout::ceil_div(problem.m, t.tokens);
+  return layout::ceil_div(problem.n, t.channels) * problem.token_tiles(t.tokens);
+}
+
+/// Tiles of tokens of a grouped product of `rows` at most, whatever the experts' rows: each has one that is not full.
+/// The rows before and after theirs, which are set to zero, are those of two more.
+constexpr int64_t most_token_tiles(int64_t rows, int64_t experts, Tactic const& t) {
+  int64_t const parts = std::min(rows, experts + 2);
+  return parts + (rows - parts) / t.tokens;
+}
+
+/// Rows of activations that a tile has at most.
+constexpr int64_t tile_rows(Problem const& problem, Tactic const& t) {
+  return problem.grouped ? t.tokens : std::max<int64_t>(problem.m, 1);
 }
 
 }  // namespace qcutlass

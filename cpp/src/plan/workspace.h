@@ -43,7 +43,7 @@ struct Workspace {
       if (needed) bytes += static_cast<size_t>(round_up(size, 256));
       return offset;
     };
-    activations = part(p.activations.copied, p.m * activation_stride * size_of(p.activations.type));
+    activations = part(p.activations.copied, p.activation_rows * activation_stride * size_of(p.activations.type));
     scales = part(w.copied_scales, p.scale_rows() * scale_stride * size_of(w.scale_type));
     zeros = part(w.copied_zeros, p.scale_rows() * zero_stride * size_of(w.zero_type));
     partials = part(partial_bytes > 0, static_cast<int64_t>(partial_bytes));

@@ -46,6 +46,8 @@ inline constexpr std::array kOperands{
     operand<&GemmArguments::weights, &WeightArguments::packed>("WEIGHTS"),
     operand<&GemmArguments::weights, &WeightArguments::scales>("SCALES"),
     operand<&GemmArguments::weights, &WeightArguments::zeros>("ZEROS"),
+    operand<&GemmArguments::weights, &WeightArguments::global_scale>("GLOBAL_SCALE"),
+    operand<&GemmArguments::weights, &WeightArguments::minimums>("MINIMUMS"),
     operand<&GemmArguments::bias>("BIAS"),
     operand<&GemmArguments::act_scale>("ACT_SCALE"),
     operand<&GemmArguments::perm>("PERM"),
@@ -56,6 +58,9 @@ inline constexpr std::array kOperands{
     operand<&GemmArguments::blocks, &BlockScales::a>("BLOCK_A"),
     operand<&GemmArguments::blocks, &BlockScales::w>("BLOCK_W"),
     operand<&GemmArguments::quantized, &QuantizedOutput::scales>("OUT_SCALES"),
+    operand<&GemmArguments::experts, &ExpertRows::offsets>("EXPERT_OFFSETS"),
+    operand<&GemmArguments::experts, &ExpertRows::rows>("EXPERT_ROWS"),
+    operand<&GemmArguments::experts, &ExpertRows::row_scale>("ROW_SCALE"),
 };
 
 /// A product whose operands, in an order of the caller's, may be elsewhere at each call.

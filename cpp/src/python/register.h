@@ -12,6 +12,8 @@ void register_operands(pybind11::module_& module);
 void register_pack(pybind11::module_& module);
 void register_quantize(pybind11::module_& module);
 void register_decoder(pybind11::module_& module);
+void register_decoder_block(pybind11::module_& module);
+void register_moe(pybind11::module_& module);
 void register_gemm(pybind11::module_& module);
 void register_launch(pybind11::module_& module);
 void register_costs(pybind11::module_& module);

@@ -1,8 +1,9 @@
-// What a decoder block computes between its products, on the host.
+// What a decoder block computes between its products.
 #include <pybind11/stl.h>
 
 #include <tuple>
 
+#include "launch.h"
 #include "qcutlass/decoder.h"
 #include "register.h"
 
@@ -12,9 +13,17 @@ namespace qcutlass::python {
 
 namespace {
 
+constexpr int kHost = -1;
+
+/// Products that follow in the stream may start before this output is written: none may read it early.
+void note_output(int device, uintptr_t stream, void const* out, int64_t bytes) {
+  auto const begin = reinterpret_cast<uintptr_t>(out);
+  LastOutputs::of(device, stream).add({begin, begin + static_cast<uintptr_t>(bytes)});
+}
+
 void add_rms_norm(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_t x_stride, uintptr_t residual,
                   int64_t residual_stride, DType weight_type, uintptr_t weight, float eps, uintptr_t sum, uintptr_t out,
-                  int threads) {
+                  int threads, int device, uintptr_t stream) {
   NormArguments arguments;
   arguments.rows = rows;
   arguments.columns = columns;
@@ -28,12 +37,20 @@ void add_rms_norm(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_
   arguments.eps = eps;
   arguments.sum = to_pointer(sum);
   arguments.out = to_pointer(out);
+  if (device != kHost) {
+    int64_t const bytes = rows * columns * size_of(type);
+    if (arguments.residual != nullptr) note_output(device, stream, arguments.sum, bytes);
+    note_output(device, stream, arguments.out, bytes);
+  }
   py::gil_scoped_release release;
-  host::add_rms_norm(arguments, threads);
+  if (device == kHost)
+    host::add_rms_norm(arguments, threads);
+  else
+    cuda::add_rms_norm(arguments, to_pointer(stream));
 }
 
 void gate(int64_t rows, int64_t columns, DType type, Activation activation, uintptr_t gate, int64_t gate_stride,
-          uintptr_t up, int64_t up_stride, uintptr_t out, int threads) {
+          uintptr_t up, int64_t up_stride, uintptr_t out, int threads, int device, uintptr_t stream) {
   GateArguments arguments;
   arguments.rows = rows;
   arguments.columns = columns;
@@ -44,8 +61,12 @@ void gate(int64_t rows, int64_t columns, DType type, Activation activation, uint
   arguments.up = to_pointer(up);
   arguments.up_stride = up_stride;
   arguments.out = to_pointer(out);
+  if (device != kHost) note_output(device, stream, arguments.out, rows * columns * size_of(type));
   py::gil_scoped_release release;
-  host::gate(arguments, threads);
+  if (device == kHost)
+    host::gate(arguments, threads);
+  else
+    cuda::gate(arguments, to_pointer(stream));
 }
 
 /// Heads: their number, x, its strides along batch, tokens and heads, the norm's weight, out.

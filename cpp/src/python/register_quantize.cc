@@ -34,16 +34,19 @@ void quantize(int64_t rows, int64_t columns, DType a_type, uintptr_t a, int64_t 
 }
 
 void quantize_blocks(int64_t rows, int64_t columns, int64_t size, DType a_type, uintptr_t a, int64_t a_stride,
-                     uintptr_t codes, uintptr_t scales, bool square, int device, uintptr_t stream, int threads) {
+                     DType code_type, uintptr_t codes, uintptr_t scales, bool square, bool powers_of_two, bool gated,
+                     int device, uintptr_t stream, int threads) {
   QuantizeArguments arguments;
   arguments.rows = rows;
   arguments.columns = columns;
   arguments.block = size;
   arguments.square = square;
+  arguments.powers_of_two = powers_of_two;
+  arguments.gated = gated;
   arguments.a_type = a_type;
   arguments.a = to_pointer(a);
   arguments.a_stride = a_stride;
-  arguments.code_type = DType::kInt8;
+  arguments.code_type = code_type;
   arguments.codes = to_pointer(codes);
   arguments.scale = to_pointer<float>(scales);
   py::gil_scoped_release release;
@@ -56,17 +59,18 @@ BlockArguments block_arguments(int64_t rows, int64_t columns, int64_t size, uint
   arguments.rows = rows;
   arguments.columns = columns;
   arguments.size = size;
-  arguments.codes = to_pointer<int8_t>(codes);
+  arguments.codes = to_pointer(codes);
   arguments.codes_stride = codes_stride;
   arguments.scales = to_pointer<float>(scales);
   arguments.out = to_pointer(out);
   return arguments;
 }
 
-void dequantize_blocks(int64_t rows, int64_t columns, int64_t size, uintptr_t codes, int64_t codes_stride,
-                       uintptr_t scales, DType out_type, uintptr_t out, bool square, int device, uintptr_t stream,
-                       int threads) {
+void dequantize_blocks(int64_t rows, int64_t columns, int64_t size, DType code_type, uintptr_t codes,
+                       int64_t codes_stride, uintptr_t scales, DType out_type, uintptr_t out, bool square, int device,
+                       uintptr_t stream, int threads) {
   BlockArguments arguments = block_arguments(rows, columns, size, codes, codes_stride, scales, out);
+  arguments.code_type = code_type;
   arguments.square = square;
   arguments.out_type = out_type;
   py::gil_scoped_release release;
@@ -90,11 +94,11 @@ void register_quantize(py::module_& module) {
              "given_scale"_a = 0, "given_azp"_a = 0, "workspace"_a = 0, "device"_a = -1, "stream"_a = 0,
              "threads"_a = 1);
   module.def("quantize_blocks", &quantize_blocks, "rows"_a, "columns"_a, "size"_a, "a_type"_a, "a"_a, "a_stride"_a,
-             "codes"_a, "scales"_a, py::kw_only(), "square"_a = false, "device"_a = -1, "stream"_a = 0,
-             "threads"_a = 1);
-  module.def("dequantize_blocks", &dequantize_blocks, "rows"_a, "columns"_a, "size"_a, "codes"_a, "codes_stride"_a,
-             "scales"_a, "out_type"_a, "out"_a, py::kw_only(), "square"_a = false, "device"_a = -1, "stream"_a = 0,
-             "threads"_a = 1);
+             "code_type"_a, "codes"_a, "scales"_a, py::kw_only(), "square"_a = false, "powers_of_two"_a = false,
+             "gated"_a = false, "device"_a = -1, "stream"_a = 0, "threads"_a = 1);
+  module.def("dequantize_blocks", &dequantize_blocks, "rows"_a, "columns"_a, "size"_a, "code_type"_a, "codes"_a,
+             "codes_stride"_a, "scales"_a, "out_type"_a, "out"_a, py::kw_only(), "square"_a = false, "device"_a = -1,
+             "stream"_a = 0, "threads"_a = 1);
   module.def("gelu_blocks", &gelu_blocks, "rows"_a, "columns"_a, "size"_a, "codes"_a, "codes_stride"_a, "scales"_a,
              "out"_a, "out_scales"_a, py::kw_only(), "device"_a = -1, "stream"_a = 0, "threads"_a = 1);
 }

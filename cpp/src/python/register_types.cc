@@ -29,7 +29,8 @@ void register_enumerations(py::module_& module) {
       .value("INT8", DType::kInt8)
       .value("INT32", DType::kInt32)
       .value("FLOAT8_E4M3", DType::kFloat8E4M3)
-      .value("FLOAT8_E5M2", DType::kFloat8E5M2);
+      .value("FLOAT8_E5M2", DType::kFloat8E5M2)
+      .value("FLOAT8_E8M0", DType::kFloat8E8M0);
   py::enum_<Activation>(module, "Activation")
       .value("NONE", Activation::kNone)
       .value("RELU", Activation::kRelu)
@@ -39,7 +40,9 @@ void register_enumerations(py::module_& module) {
   py::enum_<Packing>(module, "Packing")
       .value("W4A16", Packing::kW4A16)
       .value("W8A16", Packing::kW8A16)
-      .value("W8A8", Packing::kW8A8);
+      .value("W8A8", Packing::kW8A8)
+      .value("E2M1A16", Packing::kE2M1A16)
+      .value("E4M3A16", Packing::kE4M3A16);
 }
 
 void register_arguments(py::module_& module) {
@@ -52,10 +55,14 @@ void register_arguments(py::module_& module) {
       .def_readwrite("scale_type", &WeightArguments::scale_type)
       .def_readwrite("scale_stride", &WeightArguments::scale_stride)
       .def_readwrite("zero_type", &WeightArguments::zero_type)
-      .def_readwrite("zero_stride", &WeightArguments::zero_stride);
+      .def_readwrite("zero_stride", &WeightArguments::zero_stride)
+      .def_readwrite("minimum_type", &WeightArguments::minimum_type)
+      .def_readwrite("minimum_stride", &WeightArguments::minimum_stride);
   def_pointer(weights, "packed", &WeightArguments::packed);
   def_pointer(weights, "scales", &WeightArguments::scales);
   def_pointer(weights, "zeros", &WeightArguments::zeros);
+  def_pointer(weights, "global_scale", &WeightArguments::global_scale);
+  def_pointer(weights, "minimums", &WeightArguments::minimums);
 
   py::class_<SumScales> sums(module, "SumScales");
   sums.def(py::init<>())
@@ -81,6 +88,12 @@ void register_arguments(py::module_& module) {
       .def_readwrite("stride", &QuantizedOutput::stride);
   def_pointer(quantized, "scales", &QuantizedOutput::scales);
 
+  py::class_<ExpertRows> experts(module, "ExpertRows");
+  experts.def(py::init<>()).def_readwrite("count", &ExpertRows::count).def_readwrite("a_rows", &ExpertRows::a_rows);
+  def_pointer(experts, "offsets", &ExpertRows::offsets);
+  def_pointer(experts, "rows", &ExpertRows::rows);
+  def_pointer(experts, "row_scale", &ExpertRows::row_scale);
+
   py::class_<GemmArguments> gemm(module, "GemmArguments");
   gemm.def(py::init<>())
       .def_readwrite("m", &GemmArguments::m)
@@ -91,6 +104,7 @@ void register_arguments(py::module_& module) {
       .def_readwrite("blocks", &GemmArguments::blocks)
       .def_readwrite("quantized", &GemmArguments::quantized)
       .def_readwrite("int8_activations", &GemmArguments::int8_activations)
+      .def_readwrite("experts", &GemmArguments::experts)
       .def_readwrite("a_stride", &GemmArguments::a_stride)
       .def_readwrite("out_stride", &GemmArguments::out_stride)
       .def_readwrite("bias_type", &GemmArguments::bias_type)

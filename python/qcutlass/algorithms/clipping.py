@@ -46,6 +46,8 @@ def checked_scheme(scheme: WeightOnly | None) -> WeightOnly:
             f"scheme: expected a qcutlass.WeightOnly or None, got {type(scheme).__name__}; "
             "activations keep their type here, only weights are quantised"
         )
+    if scheme is not None and scheme.weight_dtype is not None:
+        raise ValueError(f"scheme: expected integer codes, got {scheme.weight_dtype}: these are rounded to the nearest")
     return scheme or WeightOnly()
 
 

@@ -14,7 +14,7 @@ from qcutlass.quantized import QuantizedTensor
 _BLOCK: Final = 1 << 23  # weights worked on at a time: bounds the fp32 temporaries
 
 
-def _round_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
+def round_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest value of `dtype` that is not below the positive fp32 `scales`."""
     rounded = scales.to(dtype)
     if dtype == torch.float32:
@@ -40,7 +40,7 @@ def scales_of(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torc
     else:
         extent = high - low
         ideal = extent / (2**bits - 1)
-    scales = _round_up(ideal.clamp(min=torch.finfo(torch.float32).tiny), dtype)
+    scales = round_up(ideal.clamp(min=torch.finfo(torch.float32).tiny), dtype)
     return torch.where(extent == 0, torch.ones_like(scales), scales)
 
 

@@ -81,7 +81,7 @@ def _main(
 def quickstart(
     model: Annotated[
         Path | None,
-        typer.Argument(help="A .gguf file (Q4_0, Q4_1, Q8_0) or a .safetensors file with float weights."),
+        typer.Argument(help="A .gguf file (Q4_0, Q4_1, Q8_0, K-quants) or a .safetensors file with float weights."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="By default a GPU, where torch sees one.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,17 +21,25 @@ from qcutlass.cli.terminal import (
     say,
     steps,
 )
-from qcutlass.defaults import DAMPING, EXPORTS, METHODS, SHARD_BYTES, SKIPPED
+from qcutlass.defaults import DAMPING, EXPORTS, FLOAT_FORMATS, METHODS, SHARD_BYTES, SKIPPED
 
 if TYPE_CHECKING:
     from qcutlass.models.quantizing.methods import Method
     from qcutlass.models.quantizing.run import Quantization
 
 _PARTS: Final = {
-    **dict.fromkeys(("bits", "group_size", "symmetric"), "scheme"),
+    **dict.fromkeys(("bits", "group_size", "symmetric", "format"), "scheme"),
     **dict.fromkeys(("samples", "seqlen", "seed"), "calibration"),
 }
 """Options of the command that are part of one of a method's."""
+
+
+class Activations(str, Enum):
+    """How quantised activations get their scales."""
+
+    dynamic = "dynamic"
+    static = "static"
+
 
 _Skip = Annotated[list[str], typer.Option(help="A layer to leave alone, by name or pattern. It can be repeated.")]
 
@@ -47,7 +56,7 @@ def quantize(
     out: Annotated[Path, typer.Argument(help="The folder to make. OUT.work holds what is done until then.")],
     method: Annotated[
         str,
-        typer.Option(help=f"One of {', '.join(METHODS)}. The last two quantise activations too, to 8 bits."),
+        typer.Option(help=f"One of {', '.join(METHODS)}. The last four quantise activations too, to 8 bits."),
     ] = "gptq",
     bits: Annotated[Bits, typer.Option(help="The bits of a weight (rtn, gptq, awq).")] = Bits.four,
     group_size: Annotated[
@@ -56,8 +65,16 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="Quantise without zero points (rtn, gptq, awq).")
     ] = False,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A format of 4-bit floats, {' or '.join(FLOAT_FORMATS)}, in place of --bits, --group-size and "
+            "--symmetric (rtn)."
+        ),
+    ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="A text file in UTF-8, which gptq, awq and smoothquant need.")
+        Path | None,
+        typer.Option(help="A text file in UTF-8, which gptq, awq, smoothquant and static activations need."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="The number of windows that are taken from the text.")] = 128,
     seqlen: Annotated[int, typer.Option(min=1, help="The number of tokens in a window.")] = 512,
@@ -73,6 +90,10 @@ def quantize(
         bool,
         typer.Option(help="Give layers factors of their own where no norm or linear takes them (awq, smoothquant)."),
     ] = True,
+    activations: Annotated[
+        Activations,
+        typer.Option(help="A scale for each token as it comes, or one from calibration (smoothquant, w8a8, fp8)."),
+    ] = Activations.dynamic,
     skip: _Skip = [*SKIPPED],  # noqa: B006
     lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     device: Annotated[
@@ -97,24 +118,28 @@ def quantize(
     from qcutlass.models.quantizing.decoder import Decoder
     from qcutlass.models.quantizing.methods import Method
     from qcutlass.models.quantizing.run import calibration_windows, open_model, quantize_model
-    from qcutlass.schemes import WeightOnly
+    from qcutlass.schemes import WeightOnly, float_format
 
     if threads is not None:
         torch.set_num_threads(threads)
     _check_given(context, Method(method))
     scheme = WeightOnly(int(bits.value), group_size, symmetric)
-    chosen = Method(method, scheme, clip=clip, damping=damping, act_order=act_order, act_scale=act_scale)
+    if format is not None:
+        if scheme != WeightOnly() or not clip:
+            raise ValueError(
+                "--format: it says bits, group size and zero points; leave out their options and --no-clip"
+            )
+        scheme = float_format(format)
+    chosen = Method(method, scheme, clip, damping, act_order, act_scale, activations.value)
     where = chosen_device(device)
-    if chosen.needs_calibration and calibration is None:
-        raise ValueError(
-            f"--calibration: {chosen.name} needs a text file, some hundred kilobytes of what the model is to read"
-        )
+    text = "a text file, some hundred kilobytes of what the model is to read"
+    chosen.check_calibrated(calibration is not None, "--calibration", text)
     words = None if calibration is None else read_text("--calibration", calibration)
     model = found_model(model)
     with steps(console(stderr=True), "reading headers") as report:
         source = open_model(model, out, overwrite=overwrite, restart=restart)
         if chosen.is_weight_only:
-            note_group_size(group_size)
+            note_group_size(scheme.group_size or -1)
         ids = None
         if words is not None:
             Decoder(source, where)  # whether transformers knows the model
@@ -149,6 +174,8 @@ def _check_given(context: typer.Context, method: Method) -> None:
 
 
 def _summary(found: Quantization, method: Method, out: Path) -> str:
+    from qcutlass.models.quantizing.methods import UNREACHED
+
     lines = [
         f"{method.name}: {found.layers} layers of {found.weights / 1e6:.1f} M weights; "
         f"{found.size / 1e6:.1f} MB in {printable(out)}"
@@ -161,6 +188,12 @@ def _summary(found: Quantization, method: Method, out: Path) -> str:
         lines.append(
             f"relative squared error of the layers' outputs: {sum(errors.values()) / len(errors):.5f} on average, "
             f"{errors[worst]:.5f} at most ({printable(worst)})"
+        )
+    unreached = [name for name, notes in found.notes.items() if UNREACHED in notes]
+    if unreached:
+        lines.append(
+            f"{len(unreached)} layers of experts got no token of the calibration and were rounded to nearest: "
+            f"{printable(', '.join(unreached[:4]))}"
         )
     damped = [name for name, notes in found.notes.items() if notes.get("damping", method.damping) > method.damping]
     if damped:

@@ -24,7 +24,7 @@ from torch import Tensor
 from qcutlass import testing
 from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import CanonicalInt8, Checkpoint
+from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear
 from qcutlass.products import gemm, preprocess_weights
 from qcutlass.products.selection import weight_dtype
 from qcutlass.quantized import QuantizedTensor
@@ -158,8 +158,8 @@ class Trial:
             UnsupportedError: no kernel was built for the device, or a layer wants int8 activations.
         """
         for name, layer in self._checkpoint.items():
-            if isinstance(layer, CanonicalInt8):
-                raise UnsupportedError(f"{name}: layers with int8 activations are not run here")
+            if not isinstance(layer, CanonicalLinear | FloatLinear):
+                raise UnsupportedError(f"{name}: layers with 8-bit activations are not run here")
             yield self._layer(name, layer.weight)
 
     def _layer(self, name: str, weight: QuantizedTensor | Tensor) -> LayerResult:

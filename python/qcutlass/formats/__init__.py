@@ -12,16 +12,38 @@ from typing import Any, Final
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import awq, compressed_tensors, floats, gguf, gptq, hqq, marlin, tensorrt_llm
+from qcutlass.formats import (
+    awq,
+    compressed_tensors,
+    float4,
+    floats,
+    fp8,
+    gguf,
+    gguf_blocks,
+    gptq,
+    hqq,
+    marlin,
+    tensorrt_llm,
+)
 from qcutlass.formats.checkpoint import Checkpoint, Format
 from qcutlass.formats.config import Config, read_config
 from qcutlass.formats.files import inside
-from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats.layers import (
+    CanonicalBlockwise,
+    CanonicalFp8,
+    CanonicalInt8,
+    CanonicalLinear,
+    FloatLinear,
+    Layer,
+    QuantizedLayer,
+)
 from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
 from qcutlass.formats.tensors import FROM_FLOATS
 
 __all__ = [
     "FORMATS",
+    "CanonicalBlockwise",
+    "CanonicalFp8",
     "CanonicalInt8",
     "CanonicalLinear",
     "Checkpoint",
@@ -29,6 +51,7 @@ __all__ = [
     "Format",
     "Int8Linear",
     "Layer",
+    "QuantizedLayer",
     "detect",
     "load",
 ]
@@ -45,9 +68,14 @@ _TABLE: Final = (
     ),
     Format("awq", "AWQ gemm, 4 bits", "qweight", awq.SUFFIXES, ("awq", *_ROUNDED), awq.matches, awq.load),
     Format(
-        "compressed-tensors", "pack-quantized, 4 and 8 bits; int-quantized (W8A8)",
+        "compressed-tensors",
+        "pack-quantized, 4 and 8 bits; int-quantized (W8A8); float-quantized (fp8); nvfp4- and mxfp4-pack-quantized",
         "weight_scale", compressed_tensors.SUFFIXES, ("compressed-tensors",),
         compressed_tensors.matches, compressed_tensors.load,
+    ),
+    Format(
+        "fp8", "e4m3 with a scale a tensor or a channel, for fp8 activations; in blocks, for 16-bit ones",
+        "weight", fp8.SUFFIXES, ("fp8", "modelopt", "fp8_per_channel_per_token"), fp8.matches, fp8.load, selects=True,
     ),
     Format("marlin", "Marlin v1, 4 bits", "B", marlin.SUFFIXES, ("marlin", "gptq"), marlin.matches, marlin.load),
     Format("hqq", "HQQ axis 1, 4 and 8 bits", "W_q", hqq.SUFFIXES, ("hqq",), hqq.matches, hqq.load),
@@ -57,7 +85,11 @@ _TABLE: Final = (
         tensorrt_llm.matches, tensorrt_llm.load,
     ),
     Format(
-        "gguf", "Q4_0, Q4_1, Q8_0; F32, F16, BF16 as floats",
+        "nvfp4", "ModelOpt's NVFP4: 4-bit floats", "weight_scale_2", float4.SUFFIXES, ("modelopt", "modelopt_fp4"),
+        float4.matches, float4.load,
+    ),
+    Format(
+        "gguf", f"{', '.join(sorted(gguf_blocks.QUANTIZED))}; F32, F16, BF16 as floats",
         "weight", gguf.SUFFIXES, (), gguf.matches, gguf.load, selects=True, obstacle=gguf.obstacle,
     ),
     Format(
@@ -93,7 +125,7 @@ def load(
 
     Returns:
         A mapping from the names of linear layers to `CanonicalLinear` (the weights in canonical form, act-order, bias),
-        `CanonicalInt8` (W8A8) or `FloatLinear`.
+        `CanonicalInt8` (W8A8), `CanonicalFp8` or `FloatLinear`.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -190,7 +222,7 @@ def _detect(source: TensorSource, config: Config) -> Format:
         return FORMATS[source.format]
     label = config.text("quant_method", "quant_algo")
     labelled = [row for row in _TABLE if label in row.labels]
-    quantised = [row for row in _TABLE if not row.selects]
+    quantised = [row for row in _TABLE if row.labels]
     found = [row for row in quantised if any(map(row.matches, row.candidates(source, config)))]
     if len(found) > 1:
         found = [row for row in found if row in labelled] or found
@@ -198,7 +230,7 @@ def _detect(source: TensorSource, config: Config) -> Format:
         names = ", ".join(row.name for row in found)
         raise CheckpointError(f"{config.where}: tensors of several formats ({names}); pass format=")
     if not found:  # damaged throughout: the loader of the label says how
-        found = [row for row in labelled if any(row.candidates(source, config))][:1]
+        found = [row for row in labelled if not row.selects and any(row.candidates(source, config))][:1]
     if not found and label is not None and not labelled:
         known = ", ".join(row.name for row in _TABLE if row.labels)
         raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {known}; {FROM_FLOATS}")

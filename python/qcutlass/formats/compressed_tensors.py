@@ -1,10 +1,13 @@
-"""compressed-tensors (llm-compressor): "pack-quantized" weights of 4 and 8 bits, and "int-quantized" ones.
+"""compressed-tensors (llm-compressor): pack-quantized, int-quantized and float-quantized weights, 4-bit floats.
 
 pack-quantized: `weight_packed` int32 `[N, ceil(K * bits / 32)]`, fields from low to high bits with 2**(bits - 1) added
 to their signed value, `weight_scale` `[N, G]`, `weight_zero_point` int32 `[ceil(N * bits / 32), G]` packed alike along
 N (or int8 `[N, G]`), `weight_shape` int64 (N, K), `weight_g_idx` int32 `[K]`.
 int-quantized: `weight` int8 `[N, K]`, `weight_scale` `[N, 1]`, for int8 activations; their scale is computed token by
 token, or it is `input_scale`, one number. Where no activations are quantised, only the storage is int8.
+float-quantized: `weight` float8_e4m3fn `[N, K]`, which `qcutlass.formats.fp8` reads; `weight_scale` of the strategies
+"tensor" `[1]`, "channel" `[N, 1]`, "block" `[ceil(N / rows), ceil(K / columns)]` and "group" `[N, G]`.
+nvfp4-pack-quantized and mxfp4-pack-quantized: `weight_packed` uint8 `[N, K / 2]`; see `float4`.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ import torch
 from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
+from qcutlass.formats import float4, fp8
 from qcutlass.formats.config import Config
-from qcutlass.formats.layers import CanonicalInt8, CanonicalLinear, Layer
+from qcutlass.formats.layers import CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.formats.tensors import (
     FLOATS,
     FROM_FLOATS,
     INT32,
     LayerTensors,
+    check_no_minimums,
+    integers,
     pack,
     permuted,
     scales_16,
@@ -35,23 +41,30 @@ from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
-    "weight", "input_scale", "input_zero_point", "bias",
+    "weight_global_scale", "input_global_scale", "weight", "input_scale", "input_zero_point", "bias",
 )  # fmt: skip
 _INT8: Final = ("I8",)
 
 
 def matches(layer: LayerTensors) -> bool:
-    """Whether there are packed or int8 weights."""
-    return "weight_packed" in layer or ("weight" in layer and layer.info("weight").dtype == "I8")
+    """Whether there are packed or int8 weights, or those of fp8 that the label says are of this format."""
+    if "weight_packed" in layer:
+        return True
+    labelled = layer.config.text("quant_method") == "compressed-tensors"
+    return "weight" in layer and (layer.info("weight").dtype == "I8" or (labelled and fp8.matches(layer)))
 
 
-def load(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
+def load(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8 | CanonicalFp8:
     """See `qcutlass.formats.load`."""
     for key, reason in {"transform_config": "weights behind a transform", "sparsity_config": "sparse weights"}.items():
         section = layer.config.section(key)
         if section and section.text("format") != "dense":
             raise UnsupportedError(f"{section.where}: {reason} are not read")
-    return _load_packed(layer) if "weight_packed" in layer else _load_int8(layer)
+    if "weight_packed" in layer:
+        return _load_packed(layer)
+    if layer.info("weight").dtype in fp8.FLOAT8:
+        return fp8.load_described(layer, _described(layer.config))
+    return _load_int8(layer)
 
 
 def _arguments(config: Config) -> tuple[Config, bool | None]:
@@ -63,13 +76,39 @@ def _arguments(config: Config) -> tuple[Config, bool | None]:
     return group.section("weights"), bool(group.section("input_activations"))
 
 
+def _described(config: Config) -> fp8.Description:
+    """The description of fp8 weights."""
+    weights, quantizes_activations = _arguments(config)
+    strategy = weights.text("strategy")
+    if strategy not in (None, "tensor", "channel", "block", "group"):
+        raise UnsupportedError(
+            f"{weights.where}: strategy {strategy!r} of fp8 weights is not read, only tensor, channel, block and "
+            f"group; {FROM_FLOATS}"
+        )
+    block = group_size = activations = None
+    if strategy == "block":
+        block = fp8.block_of(weights, "block_structure") or fp8.BLOCK
+    if strategy == "group":
+        size = weights.integer("group_size")
+        group_size = size if size is not None and size > 0 else None  # -1: one group, a channel
+    if quantizes_activations is not None:
+        activations = "none"
+    if quantizes_activations:
+        groups = config.section("config_groups")
+        is_static = groups.section(next(iter(groups.values)), "input_activations").values.get("dynamic") is False
+        activations = "static" if is_static else "dynamic"
+    return fp8.Description(weights.where, block, activations, group_size)
+
+
 def _load_packed(layer: LayerTensors) -> CanonicalLinear:
+    weights, quantizes_activations = _arguments(layer.config)
+    if layer.info("weight_packed").dtype == "U8":
+        return float4.load_packed(layer.with_config(weights))
     if layer.info("weight_packed").dtype != "I32":
         raise UnsupportedError(
-            f"{layer.full_name('weight_packed')}: floats of 4 bits (NVFP4, MXFP4) are not read, only integers; "
-            f"{FROM_FLOATS}"
+            f"{layer.full_name('weight_packed')}: expected words of integers or bytes of 4-bit floats, got "
+            f"{layer.info('weight_packed').dtype}; {FROM_FLOATS}"
         )
-    weights, quantizes_activations = _arguments(layer.config)
     if quantizes_activations:
         raise UnsupportedError(f"{layer.config.where}: packed weights with quantised activations are not read")
     layer = layer.with_config(weights)
@@ -99,7 +138,8 @@ def _load_int8(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
     weights, quantizes_activations = _arguments(layer.config)
     if layer.info("weight").dtype not in _INT8:
         raise UnsupportedError(
-            f"{layer.full_name('weight')}: {layer.info('weight').dtype} weights are not read, only I8; {FROM_FLOATS}"
+            f"{layer.full_name('weight')}: {layer.info('weight').dtype} weights are not read, only I8 and F8_E4M3; "
+            f"{FROM_FLOATS}"
         )
     layer = layer.with_config(weights)
     n, k = layer.matrix("weight", _INT8)
@@ -118,9 +158,7 @@ def _load_int8(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
     scales = _scales(layer, n).view(n).float()
     input_scale = None
     if "input_scale" in layer:
-        shape = layer.info("input_scale").shape
-        layer.check("input_scale", FLOATS, shape if shape in ((), (1, 1)) else (1,))
-        input_scale = layer.finite("input_scale").reshape(1).float()
+        input_scale = layer.one_scale("input_scale")
     return CanonicalInt8(layer.read("weight"), scales, input_scale, bias)
 
 
@@ -136,8 +174,8 @@ def store(layer: Layer) -> dict[str, Tensor]:
     return tensors if layer.bias is None else {**tensors, "bias": layer.bias}
 
 
-def _store_int8(layer: CanonicalInt8) -> dict[str, Tensor]:
-    """The tensors of int-quantized weights."""
+def _store_eight_bit(layer: CanonicalInt8 | CanonicalFp8) -> dict[str, Tensor]:
+    """The tensors of int-quantized and float-quantized weights."""
     if layer.smooth is not None:
         raise UnsupportedError("compressed-tensors holds no smoothing factors of a layer's own")
     tensors = {"weight": layer.codes, "weight_scale": layer.scales[:, None].contiguous()}
@@ -150,7 +188,8 @@ def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
         raise UnsupportedError(_HOLDS)
     if layer.perm is not None:
         raise UnsupportedError("compressed-tensors has given up act-order with groups of its own; export to gptq")
-    weight, (n, k) = layer.weight, layer.shape
+    weight, (n, k) = integers(layer.weight), layer.shape
+    check_no_minimums(weight)
     tensors = {
         "weight_packed": pack(weight.codes, weight.bits),
         "weight_scale": scales_16(weight.scales).T.contiguous(),
@@ -164,7 +203,8 @@ def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
 _HOLDS: Final = "compressed-tensors holds quantised weights without activation scales alone"
 _STORES: Final[dict[str, Callable[[Any], dict[str, Tensor]]]] = {
     CanonicalLinear.kind: _store_packed,
-    CanonicalInt8.kind: _store_int8,
+    CanonicalInt8.kind: _store_eight_bit,
+    CanonicalFp8.kind: _store_eight_bit,
 }
 
 

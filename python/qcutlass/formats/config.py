@@ -16,6 +16,7 @@ _SECTIONS: Final = {  # file: where in it the quantisation is described; "": eve
     "config.json": ("quantization_config", "compression_config", "quantization"),
     "quantize_config.json": ("",),
     "quant_config.json": ("",),
+    "hf_quant_config.json": ("quantization",),
 }
 
 

@@ -23,6 +23,7 @@ from qcutlass.formats.tensors import (
     LayerTensors,
     group_index,
     in_order,
+    integers,
     pack,
     permuted,
     scales_16,
@@ -67,7 +68,7 @@ def store(layer: Layer, version: int) -> dict[str, Tensor]:
     """
     if not isinstance(layer, CanonicalLinear) or layer.act_scale is not None:
         raise UnsupportedError("gptq holds weights without activation scales alone")
-    weight, (n, k) = layer.weight, layer.shape
+    weight, (n, k) = integers(layer.weight), layer.shape
     fields = 32 // weight.bits
     if n % fields or k % fields:
         raise UnsupportedError(f"gptq packs {fields} codes in a word: N and K must be multiples, got {[n, k]}")

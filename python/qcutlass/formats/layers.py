@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class CanonicalLinear:
     The members are arguments of `qcutlass.gemm`, once `weight.codes` are packed.
 
     Attributes:
-        weight: codes `[N, K]`, scales and zeros `[G, N]`.
+        weight: codes `[N, K]`, scales and zeros or minimums `[G, N]`.
         bias: float16, bfloat16 or float32 `[N]`, or None.
         perm: int32 `[K]`, or None: column k of the codes meets activation column `perm[k]` (act-order).
         act_scale: floating `[K]`, or None: multiplies the activations, in their own column order.
@@ -44,7 +44,8 @@ class CanonicalLinear:
     def spec(self) -> LayerSpec:
         """The description that a converted folder has of it."""
         held = {**vars(self), **vars(self.weight)}
-        return LayerSpec.of(self.kind, self.weight.bits, self.weight.group_size, self.shape[1], held)
+        weight = self.weight
+        return LayerSpec.of(self.kind, weight.bits, weight.group_size, self.shape[1], held, weight.weight_dtype)
 
     @property
     def words(self) -> str:
@@ -58,21 +59,26 @@ class CanonicalLinear:
         return self.weight.bits_per_weight * n * k / 8
 
     @property
-    def options(self) -> dict[str, int]:
-        """The numbers beside the tensors, for `of`."""
-        return {"bits": self.weight.bits, "group_size": self.weight.group_size}
+    def options(self) -> dict[str, Any]:
+        """The numbers beside the tensors, and the type of floating codes, for `of`."""
+        codes = {} if self.weight.weight_dtype is None else {"weight_dtype": self.weight.weight_dtype}
+        return {"bits": self.weight.bits, "group_size": self.weight.group_size, **codes}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that it has, by name, for `of`."""
         held = {**vars(self), **vars(self.weight)}
-        return _present(held, "codes", "scales", "zeros", "bias", "perm", "act_scale")
+        return _present(held, "codes", "scales", "zeros", "global_scale", "minimums", "bias", "perm", "act_scale")
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], bits: int, group_size: int) -> CanonicalLinear:
+    def of(
+        cls, tensors: Mapping[str, Tensor], bits: int, group_size: int, weight_dtype: str | None = None
+    ) -> CanonicalLinear:
         """The layer with these `tensors` and `options`."""
         others = dict(tensors)
-        weight = QuantizedTensor(others.pop("codes"), others.pop("scales"), others.pop("zeros", None), bits, group_size)
+        codes, scales = others.pop("codes"), others.pop("scales")
+        optional = {name: others.pop(name, None) for name in ("zeros", "global_scale", "minimums")}
+        weight = QuantizedTensor(codes, scales, bits=bits, group_size=group_size, weight_dtype=weight_dtype, **optional)
         return cls(weight, **others)
 
     def rows(self, index: Tensor) -> CanonicalLinear:
@@ -81,9 +87,9 @@ class CanonicalLinear:
         return replace(self, weight=self.weight.rows(index), bias=bias)
 
     def with_zeros(self) -> CanonicalLinear:
-        """The layer with its zero points written out where they are all in the middle."""
+        """The layer with its zero points written out where they are all in the middle; else as it is."""
         weight = self.weight
-        if weight.zeros is not None:
+        if weight.zeros is not None or weight.minimums is not None or weight.weight_dtype is not None:
             return self
         zeros = torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.uint8)
         return replace(self, weight=replace(weight, zeros=zeros))
@@ -106,20 +112,15 @@ class CanonicalLinear:
         return ordered
 
 
+_AnyEightBit = TypeVar("_AnyEightBit", bound="_EightBit")
+
+
 @dataclass(frozen=True, eq=False)
-class CanonicalInt8:
-    """A linear layer with int8 weights for int8 activations (W8A8).
+class _EightBit:
+    """What linear layers with 8-bit weights for 8-bit activations share; each subclass is a kind."""
 
-    Attributes:
-        codes: int8 `[N, K]`; `w[n, k] = codes[n, k] * scales[n]`.
-        scales: float32 `[N]`.
-        input_scale: float32 `[1]`, of all activations; None: each token's is computed when it comes.
-        bias: float16, bfloat16 or float32 `[N]`, or None.
-        smooth: float32 `[K]`, or None: the activations are divided by it first.
-    """
-
-    kind: ClassVar = "int8"
-    quantises_activations: ClassVar = LAYER_KINDS[kind].quantises_activations
+    kind: ClassVar[str]
+    quantises_activations: ClassVar = True
     options: ClassVar[dict[str, int]] = {}
 
     codes: Tensor
@@ -156,18 +157,14 @@ class CanonicalInt8:
         return _present(vars(self), "codes", "scales", "bias", "smooth", "input_scale")
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> CanonicalInt8:
+    def of(cls: type[_AnyEightBit], tensors: Mapping[str, Tensor]) -> _AnyEightBit:
         """The layer with these `tensors`."""
         return cls(**tensors)
 
-    def rows(self, index: Tensor) -> CanonicalInt8:
+    def rows(self: _AnyEightBit, index: Tensor) -> _AnyEightBit:
         """The layer with its output channels in another order, or some of them."""
         bias = None if self.bias is None else self.bias[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], bias=bias)
-
-    def with_zeros(self) -> CanonicalInt8:
-        """The layer as it is: it has no zero points."""
-        return self
 
     def effective_weight(self) -> Tensor:
         """float32 `[N, K]`: the weights that activations are multiplied by, `smooth` included."""
@@ -177,6 +174,95 @@ class CanonicalInt8:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""
         return (self.codes.float() * self.scales[:, None]).to(dtype)
+
+
+class CanonicalInt8(_EightBit):
+    """A linear layer with int8 weights for int8 activations (W8A8).
+
+    Attributes:
+        codes: int8 `[N, K]`; `w[n, k] = codes[n, k] * scales[n]`.
+        scales: float32 `[N]`.
+        input_scale: float32 `[1]`, of all activations; None: each token's is computed when it comes.
+        bias: float16, bfloat16 or float32 `[N]`, or None.
+        smooth: float32 `[K]`, or None: the activations are divided by it first.
+    """
+
+    kind: ClassVar = "int8"
+
+
+class CanonicalFp8(_EightBit):
+    """A linear layer with e4m3 weights for e4m3 activations.
+
+    Attributes:
+        codes: float8_e4m3fn `[N, K]`; `w[n, k] = codes[n, k] * scales[n]`.
+        scales, input_scale, bias, smooth: as those of `CanonicalInt8`.
+    """
+
+    kind: ClassVar = "fp8"
+
+
+@dataclass(frozen=True, eq=False)
+class CanonicalBlockwise:
+    """A linear layer with int8 weights in square blocks, for int8 activations in blocks of as many columns.
+
+    Attributes:
+        codes: int8 `[N, K]`; `w[n, k] = codes[n, k] * scales[n // block_size, k // block_size]`.
+        scales: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
+        block_size: 32, 64 or 128.
+        bias: float16, bfloat16 or float32 `[N]`, or None.
+    """
+
+    kind: ClassVar = "blockwise"
+    quantises_activations: ClassVar = True
+
+    codes: Tensor
+    scales: Tensor
+    block_size: int
+    bias: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.codes.shape
+        return n, k
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of it."""
+        return LayerSpec.of(self.kind, 8, self.block_size, self.shape[1], vars(self))
+
+    @property
+    def words(self) -> str:
+        """The scheme in words."""
+        return self.spec.words
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of weights and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The numbers beside the tensors, for `of`."""
+        return {"block_size": self.block_size}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that it has, by name, for `of`."""
+        return _present(vars(self), "codes", "scales", "bias")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], block_size: int) -> CanonicalBlockwise:
+        """The layer with these `tensors` and `options`."""
+        return cls(**tensors, block_size=block_size)
+
+    def effective_weight(self) -> Tensor:
+        """float32 `[N, K]`: the weights."""
+        return self.dequantize()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""
+        return (self.codes.float() * each_weights_scale(self.scales, self.shape, self.block_size)).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,8 +320,17 @@ class FloatLinear:
         return self.weight.to(dtype or self.weight.dtype)
 
 
-Layer: TypeAlias = CanonicalLinear | CanonicalInt8 | FloatLinear
-LAYERS: Final[dict[str, type[Layer]]] = {layer.kind: layer for layer in (CanonicalLinear, CanonicalInt8, FloatLinear)}
+QuantizedLayer: TypeAlias = CanonicalLinear | CanonicalInt8 | CanonicalFp8 | CanonicalBlockwise
+Layer: TypeAlias = QuantizedLayer | FloatLinear
+LAYERS: Final[dict[str, type[Layer]]] = {
+    layer.kind: layer for layer in (CanonicalLinear, CanonicalInt8, CanonicalFp8, CanonicalBlockwise, FloatLinear)
+}
+
+
+def each_weights_scale(scales: Tensor, shape: tuple[int, int], block_size: int) -> Tensor:
+    """`[N, K]`: the scales of square blocks, each where its weights are."""
+    rows, columns = (torch.arange(extent, device=scales.device) // block_size for extent in shape)
+    return scales[rows[:, None], columns]
 
 
 def _present(held: Mapping[str, Any], *names: str) -> dict[str, Tensor]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError
-from qcutlass.products.checks import ceil_div, short
-from qcutlass.products.packing import PACKINGS
+from qcutlass.products.block_operators import BLOCK_SIZES
+from qcutlass.products.checks import E8M0, FLOATING, ceil_div, short
+from qcutlass.products.packing import CODE_TYPES, PACKINGS
 from qcutlass.version import LAYOUT_VERSION
 
 METHOD: Final = "qcutlass"
@@ -25,9 +26,7 @@ GUARD: Final = "weight"
 Without it transformers, where qcutlass is not imported, would take random numbers for the weights, with a warning.
 """
 
-_DTYPES: Final = {
-    short(kind): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int32)
-}
+_DTYPES: Final = {short(kind): kind for kind in (*FLOATING, torch.uint8, torch.int32, torch.float8_e4m3fn, *E8M0)}
 
 
 def guard() -> torch.Tensor:
@@ -42,8 +41,9 @@ class LayerSpec:
     Attributes:
         kind: a key of `LAYER_KINDS`.
         bits: of a weight.
-        group_size: columns that share a scale; -1: one scale a channel.
+        group_size: columns that share a scale, or the size of square blocks; -1: one scale a channel.
         buffers: types of the tensors that not every layer has, or not in one type.
+        weight_dtype: of codes that are floating numbers, as for `gemm`; None: integers.
 
     Example:
         >>> import torch, qcutlass
@@ -56,13 +56,23 @@ class LayerSpec:
     bits: int
     group_size: int
     buffers: tuple[tuple[str, str], ...]
+    weight_dtype: str | None = None
 
     @staticmethod
-    def of(kind: str, bits: int, group_size: int, k: int, tensors: Mapping[str, Tensor | None]) -> LayerSpec:
+    def of(
+        kind: str,
+        bits: int,
+        group_size: int,
+        k: int,
+        tensors: Mapping[str, Tensor | None],
+        weight_dtype: str | None = None,
+    ) -> LayerSpec:
         """The description of a layer of K columns with these tensors, of which it takes those in `LAYER_KINDS`."""
-        held = {name: tensors.get(name) for name in LAYER_KINDS[kind].buffers}
+        found = LAYER_KINDS[kind]
+        held = {name: tensors.get(name) for name in found.buffers}
         present = tuple((name, short(part.dtype)) for name, part in held.items() if part is not None)
-        return LayerSpec(kind, bits, -1 if group_size >= k else group_size, present)
+        is_size = group_size in (found.sizes or ()) or group_size < k
+        return LayerSpec(kind, bits, group_size if is_size else -1, present, weight_dtype)
 
     @property
     def words(self) -> str:
@@ -85,8 +95,12 @@ class LayerSpec:
             or not (group_size == -1 or group_size > 0)
         ):
             raise CheckpointError(f"{where}: expected bits 4 or 8 and a group_size, got {bits!r} and {group_size!r}")
+        if kind.sizes is not None and group_size not in kind.sizes:
+            sizes = " or ".join(map(str, kind.sizes))
+            raise CheckpointError(f"{where}: expected group_size {sizes} of kind {values['kind']}, got {group_size}")
+        weight_dtype = _weight_dtype(values, where)
         for name, dtype in values.items():
-            if name not in ("kind", "bits", "group_size") and dtype not in kind.buffers.get(name, ()):
+            if name not in ("kind", "bits", "group_size", "weight_dtype") and dtype not in kind.buffers.get(name, ()):
                 raise CheckpointError(
                     f"{where}: {name}: expected one of {kind.buffers.get(name, ())}, got {dtype!r:.40}"
                 )
@@ -95,12 +109,15 @@ class LayerSpec:
                 raise CheckpointError(f"{where}: expected the type of {name}")
         if "zeros" in values and "minima" in values:
             raise CheckpointError(f"{where}: expected zeros or minima, which they follow from, got both")
+        if "minimums" in values and ("zeros" in values or "minima" in values):
+            raise CheckpointError(f"{where}: expected zeros or minimums, got both")
         present = tuple((name, values[name]) for name in kind.buffers if name in values)
-        return LayerSpec(values["kind"], bits, group_size, present)
+        return LayerSpec(values["kind"], bits, group_size, present, weight_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """As in `config.json`."""
-        return {"kind": self.kind, "bits": self.bits, "group_size": self.group_size, **dict(self.buffers)}
+        codes = {} if self.weight_dtype is None else {"weight_dtype": self.weight_dtype}
+        return {"kind": self.kind, "bits": self.bits, **codes, "group_size": self.group_size, **dict(self.buffers)}
 
     def columns(self, k: int) -> int:
         """Columns that share a scale in a layer of K columns."""
@@ -109,22 +126,58 @@ class LayerSpec:
     def tensors(self, n: int, k: int) -> dict[str, Tensor]:
         """The tensors of `buffers` without values, on the meta device, for a layer `[N, K]`."""
         groups = (ceil_div(k, self.columns(k)), n)
-        shapes = {"scales": groups, "zeros": groups, "minima": groups, "bias": (n,), "a_scale": (1,)}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("scales", "zeros", "minima", "minimums"), groups)
+        shapes |= {"bias": (n,), "a_scale": (1,), "global_scale": (1,)}
         return {
             name: torch.empty(shapes.get(name, (k,)), dtype=_DTYPES[dtype], device="meta")
             for name, dtype in self.buffers
         }
 
 
+def _weight_dtype(values: Mapping[str, Any], where: str) -> str | None:
+    """That of a checked kind and bits; CheckpointError for what no such layer has."""
+    weight_dtype = values.get("weight_dtype")
+    if weight_dtype is None:
+        return None
+    if not isinstance(weight_dtype, str) or weight_dtype not in CODE_TYPES or values["kind"] != "weight_only":
+        raise CheckpointError(f"{where}: weight_dtype: expected e2m1 or e4m3 codes alone, got {weight_dtype!r:.40}")
+    if values["bits"] != CODE_TYPES[weight_dtype].bits or "zeros" in values or "minima" in values:
+        raise CheckpointError(
+            f"{where}: {weight_dtype} codes have {CODE_TYPES[weight_dtype].bits} bits and no zeros, got {values!r:.200}"
+        )
+    return weight_dtype
+
+
 def _weight_only_words(spec: LayerSpec) -> str:
     types = dict(spec.buffers)
     groups = "channel" if spec.group_size == -1 else f"g{spec.group_size}"
+    if spec.weight_dtype is not None:
+        scales = {"float8_e8m0fnu": " e8m0 scales", "float8_e4m3fn": " e4m3 scales"}.get(types["scales"], "")
+        return f"{spec.weight_dtype} {groups}{scales}" + _input_words(types)
     zeros = {None: "sym", "uint8": "int zeros"}.get(types.get("zeros", types.get("minima")), "real zeros")
-    return f"w{spec.bits} {groups} {zeros}{' act-scale' * ('act_scale' in types)}{' act-order' * ('perm' in types)}"
+    if "minimums" in types:
+        zeros = "minimums"
+    return f"w{spec.bits} {groups} {zeros}" + _input_words(types)
+
+
+def _input_words(types: Mapping[str, str]) -> str:
+    return f"{' act-scale' * ('act_scale' in types)}{' act-order' * ('perm' in types)}"
 
 
 def _int8_words(spec: LayerSpec) -> str:
-    return f"w8a8 channel {'static' if 'a_scale' in dict(spec.buffers) else 'dynamic'}"
+    return f"w8a8 channel {_activations(spec)}"
+
+
+def _fp8_words(spec: LayerSpec) -> str:
+    return f"fp8 channel {_activations(spec)}"
+
+
+def _activations(spec: LayerSpec) -> str:
+    return "static" if "a_scale" in dict(spec.buffers) else "dynamic"
+
+
+def _blockwise_words(spec: LayerSpec) -> str:
+    return f"w8a8 blocks of {spec.group_size}"
 
 
 class LayerKind(NamedTuple):
@@ -135,24 +188,29 @@ class LayerKind(NamedTuple):
         required: those that each layer has.
         words: its scheme in words.
         quantises_activations: whether the product takes activations of 8 bits.
+        sizes: the group sizes that its layers may have, whatever K is; None: any.
     """
 
     buffers: Mapping[str, tuple[str, ...]]
     required: tuple[str, ...]
     words: Callable[[LayerSpec], str]
     quantises_activations: bool
+    sizes: tuple[int, ...] | None = None
 
 
 _FLOATS: Final = ("float16", "bfloat16", "float32")
 _WEIGHT_ONLY: Final = {
-    "scales": _FLOATS, "zeros": (*_FLOATS, "uint8"), "minima": ("float16", "bfloat16"), "bias": _FLOATS,
-    "act_scale": _FLOATS, "perm": ("int32",),
+    "scales": (*_FLOATS, "float8_e8m0fnu", "float8_e4m3fn"), "zeros": (*_FLOATS, "uint8"),
+    "minima": ("float16", "bfloat16"), "global_scale": ("float32",), "bias": _FLOATS,
+    "act_scale": _FLOATS, "perm": ("int32",), "minimums": _FLOATS,
 }  # fmt: skip
-_INT8: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
+_EIGHT_BIT: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
 
 LAYER_KINDS: Final = {
     "weight_only": LayerKind(_WEIGHT_ONLY, ("scales",), _weight_only_words, False),
-    "int8": LayerKind(_INT8, (), _int8_words, True),
+    "int8": LayerKind(_EIGHT_BIT, (), _int8_words, True, (-1,)),
+    "fp8": LayerKind(_EIGHT_BIT, (), _fp8_words, True, (-1,)),
+    "blockwise": LayerKind({"bias": _FLOATS}, (), _blockwise_words, True, BLOCK_SIZES),
 }
 """The kinds of layers in converted folders; layers in `qcutlass.layers` and `qcutlass.formats` name theirs."""
 PARTS: Final = frozenset({"layout", "w_packed", "w_scale", GUARD}.union(*(k.buffers for k in LAYER_KINDS.values())))

@@ -99,6 +99,15 @@ class LayerTensors:
             raise self.error(suffix, f"expected one integer, got {info.dtype} {list(info.shape)}")
         return int(self.read(suffix).item())
 
+    def one_scale(self, suffix: str) -> Tensor:
+        """A scale of everything, one number above 0, as float32 `[1]`."""
+        shape = self.info(suffix).shape
+        self.check(suffix, FLOATS, shape if shape in ((), (1, 1)) else (1,))
+        scale = self.finite(suffix).reshape(1).float()
+        if float(scale) <= 0:
+            raise self.error(suffix, f"expected a scale above 0, got {float(scale):g}")
+        return scale
+
     def bias(self, n: int) -> Tensor | None:
         """The tensor `bias` `[N]`; None if it is absent."""
         if "bias" not in self:
@@ -201,6 +210,13 @@ def narrowed(values: Tensor) -> Tensor:
     return values
 
 
+def integers(weight: QuantizedTensor) -> QuantizedTensor:
+    """Weights of integer codes; UnsupportedError for others."""
+    if weight.weight_dtype is not None:
+        raise UnsupportedError(f"expected integer codes, got {weight.weight_dtype} ones; quantise to integers instead")
+    return weight
+
+
 def scales_16(scales: Tensor) -> Tensor:
     """Scales in a type of 16 bits; UnsupportedError if that would lose something."""
     found = narrowed(scales)
@@ -209,8 +225,18 @@ def scales_16(scales: Tensor) -> Tensor:
     raise UnsupportedError("expected scales of 16 bits, got float32 ones; quantise with float16 scales")
 
 
+def check_no_minimums(weight: QuantizedTensor) -> None:
+    """Raises UnsupportedError if there are minimums."""
+    if weight.minimums is not None:
+        raise UnsupportedError(
+            "expected zero points, got minimums, which this format does not hold; quantise the model anew: qcutlass "
+            "quantize makes whole zero points"
+        )
+
+
 def whole_zeros(weight: QuantizedTensor) -> Tensor:
-    """Zero points uint8 `[G, N]` in [0, 2**bits); UnsupportedError for others."""
+    """Zero points uint8 `[G, N]` in [0, 2**bits); UnsupportedError for others, and for minimums."""
+    check_no_minimums(weight)
     if weight.zeros is None:
         return torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.uint8)
     if weight.zeros.is_floating_point():

@@ -1,9 +1,10 @@
-"""Quantised linear layers, and how a model gets them."""
+"""Quantised linear layers and experts, and how a model gets them."""
 
 from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
 from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
+from qcutlass.layers.experts import QuantExperts
 from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
 from qcutlass.layers.sharding import shard
@@ -20,6 +21,7 @@ __all__ = [
     "Fusion",
     "Int8Linear",
     "QuantEmbedding",
+    "QuantExperts",
     "QuantLinear",
     "Scheme",
     "TiedLinear",

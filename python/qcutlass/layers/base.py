@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any, ClassVar, Final, Literal
 
@@ -12,18 +11,15 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import CanonicalInt8, CanonicalLinear, Checkpoint, Layer
+from qcutlass.formats import Checkpoint, Layer, QuantizedLayer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.loading import stored_layer
+from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.products import unpack_weights
 from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import Scheme, WeightOnly
-from qcutlass.version import LAYOUT_VERSION
-
-Parts = Mapping[str, Tensor | None]
-
 
 _KINDS: Final[dict[type[Scheme], type[QuantLinear]]] = {}
 """The layers of each scheme."""
@@ -31,7 +27,7 @@ _STORED: Final[dict[str, type[QuantLinear]]] = {}
 """The layers of each kind in `qcutlass.formats.specs.LAYER_KINDS`."""
 
 
-class QuantLinear(nn.Module, ABC):
+class QuantLinear(PackedModule):
     """A linear layer with quantised weights: `activation(x @ w.T + bias)`, for inference.
 
     `from_linear`, `from_quantized` and `from_checkpoint` make them; the kinds are `qcutlass.layers.WeightOnlyLinear`,
@@ -61,11 +57,8 @@ class QuantLinear(nn.Module, ABC):
         torch.Size([2, 3, 48])
     """
 
-    OPTIONAL: ClassVar[tuple[str, ...]] = ()
-    """Buffers that may be None."""
     _stored: ClassVar[str | None] = None
 
-    layout: Tensor
     bias: Tensor | None
 
     def __init_subclass__(cls, scheme: type[Scheme] | None = None, stored: str | None = None, **keywords: Any) -> None:
@@ -81,9 +74,16 @@ class QuantLinear(nn.Module, ABC):
             cls._stored = stored
 
     def __init__(
-        self, in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
+        self,
+        in_features: int,
+        out_features: int,
+        bits: int,
+        group_size: int,
+        activation: str | None,
+        parts: Parts,
+        weight_dtype: str | None = None,
     ) -> None:
-        """`parts`: every buffer by its name, checked by the kind."""
+        """`parts`: every buffer by its name, checked by the kind. `weight_dtype`: of codes, as for `gemm`."""
         super().__init__()
         check_integer("in_features", in_features, minimum=1)
         check_integer("out_features", out_features, minimum=1)
@@ -91,11 +91,8 @@ class QuantLinear(nn.Module, ABC):
         self.in_features, self.out_features = in_features, out_features
         self.bits, self.group_size = bits, group_size
         self.activation = activation
-        self._check(parts)
-        for name, part in parts.items():
-            self.register_buffer(name, None if part is None else part.detach().contiguous())
-        device = next(part.device for part in parts.values() if part is not None)
-        self.register_buffer("layout", torch.tensor(self._layout, device=device))
+        self.weight_dtype = weight_dtype
+        self._register(parts)
 
     @staticmethod
     def from_linear(
@@ -191,7 +188,7 @@ class QuantLinear(nn.Module, ABC):
             activation: to be fused, as for `from_linear`.
 
         Returns:
-            The layer, on the CPU: a `WeightOnlyLinear`, or an `Int8Linear` for W8A8.
+            The layer, on the CPU: a `WeightOnlyLinear`; for W8A8 an `Int8Linear`, for fp8 activations an `Fp8Linear`.
 
         Raises:
             ValueError: no layer has this name, or its weights are not quantised.
@@ -210,21 +207,6 @@ class QuantLinear(nn.Module, ABC):
         check_activation(activation)
         return from_layer(stored_layer(checkpoint, name, format, config), name, activation)
 
-    def check(self) -> None:
-        """Raises TypeError or ValueError unless the buffers are those of such a layer, in this layout, and finite.
-
-        For code that sets buffers itself or does not trust them; `load_state_dict` checks all but NaN and infinity.
-
-        Example:
-            >>> import torch, qcutlass
-            >>> qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 16)).check()
-        """
-        self._check_layout(self.layout)
-        self._check({name: part for name, part in self._buffers.items() if name != "layout"})
-        for name, part in self._buffers.items():
-            if part is not None and part.dtype in FLOATING and not part.is_meta and not bool(part.isfinite().all()):
-                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
-
     @classmethod
     def _of_linear(
         cls, linear: nn.Linear, scheme: Any, statistics: ActivationStatistics | None, activation: str | None
@@ -234,10 +216,6 @@ class QuantLinear(nn.Module, ABC):
         `scheme` is of the type that the class was registered with.
         """
         raise NotImplementedError
-
-    @abstractmethod
-    def _check(self, parts: Parts) -> None:
-        """Raises TypeError or ValueError unless these are the buffers of such a layer."""
 
     @classmethod
     def _of_stored(cls, layer: Any, activation: str | None) -> QuantLinear:
@@ -256,22 +234,16 @@ class QuantLinear(nn.Module, ABC):
             raise self._unsupported("converted folders hold no")
         return LayerSpec.of(self._stored, self.bits, self.group_size, self.in_features, self._buffers)
 
-    def canonical(self) -> CanonicalLinear | CanonicalInt8:
+    def canonical(self) -> QuantizedLayer:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
         raise self._unsupported("there is no canonical form of a")
 
     def narrow(self) -> None:
         """Holds scales and zeros, and has its state hold them, in the smallest form that says the same to the bit."""
 
-    def begin_loading(self) -> None:
-        """Makes the buffers those of the state, for loaders that set one after the other; `end_loading` follows."""
-
-    def end_loading(self) -> None:
-        """Makes the buffers those of the layer again."""
-
     def weights(self) -> Tensor:
         """The weights float32 `[N, K]`, dequantised from the packed ones; see `qcutlass.models.weights_of`."""
-        raise TypeError(f"layer: expected a WeightOnlyLinear or an Int8Linear, got {type(self).__name__}")
+        raise TypeError(f"layer: expected a layer of qcutlass.layers, got {type(self).__name__}")
 
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> QuantLinear:
         """The part of the layer with these output channels or input columns; see `qcutlass.layers.shard`."""
@@ -286,82 +258,10 @@ class QuantLinear(nn.Module, ABC):
     def _unsupported(self, why: str) -> UnsupportedError:
         return UnsupportedError(f"layer: {why} {type(self).__name__}")
 
-    def _missing(self, parts: Parts) -> dict[str, Tensor]:
-        """Optional tensors that checked buffers lack and the layer needs, computed from the others."""
-        return {}
-
     def _check_input(self, a: Tensor) -> None:
         """Raises ValueError unless the last dimension is K; the product checks the rest."""
         if isinstance(a, Tensor) and (a.dim() == 0 or a.shape[-1] != self.in_features):
             raise ValueError(f"a: expected shape [..., in_features] = [..., {self.in_features}], got {shape_of(a)}")
-
-    @property
-    def _layout(self) -> list[int]:
-        return [LAYOUT_VERSION, self.bits, self.out_features, self.in_features, self.group_size]
-
-    def _check_layout(self, layout: Tensor) -> None:
-        """Raises TypeError or ValueError unless `layout` describes this layer."""
-        check_tensor("layout", layout, (torch.int64,))
-        if layout.is_meta:
-            return
-        found = layout.tolist()
-        if not isinstance(found, list) or len(found) != len(self._layout):
-            raise ValueError(f"layout: expected [version, bits, N, K, group_size], got {found}")
-        if found[0] != LAYOUT_VERSION:
-            raise ValueError(
-                f"the weights were packed in layout version {found[0]}, this build reads version {LAYOUT_VERSION}: "
-                "quantise or convert the model again"
-            )
-        if found != self._layout:
-            (_, *theirs), (_, *ours) = found, self._layout
-            names = ("bits", "N", "K", "group_size")
-            differing = [f"{name} = {a}, not {b}" for name, a, b in zip(names, theirs, ours, strict=True) if a != b]
-            raise ValueError(f"the weights to load have {'; '.join(differing)}: build the layer with the same scheme")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Moves the buffers; leaves their types alone."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(move, recurse)  # type: ignore[no-any-return,no-untyped-call]
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        parts = {name: state_dict.get(prefix + name) for name in self._buffers}
-        if any(part is not None for part in parts.values()):
-            layout = parts.pop("layout")
-            try:
-                if layout is None:
-                    raise ValueError("no `layout` beside the buffers: not the state of a QuantLinear")
-                self._check_layout(layout)
-                self._check(parts)
-                for name, computed in self._missing(parts).items():
-                    parts[name] = state_dict[prefix + name] = computed
-            except (TypeError, ValueError) as error:
-                error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
-                return
-            device = self.layout.device
-            for name, part in parts.items():
-                own = self._buffers[name]
-                if part is None or own is None or own.dtype != part.dtype or own.shape != part.shape:
-                    self._buffers[name] = None if part is None else torch.empty_like(part, device=device)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._check_layout(self.layout)
 
     def extra_repr(self) -> str:
         described = [f"in_features={self.in_features}, out_features={self.out_features}", *self._description()]

@@ -7,19 +7,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from qcutlass.algorithms.blocks import act_quant, weight_quant
+from qcutlass.algorithms.blocks import act_quant, weight_dequant, weight_quant
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.blockwise import int8_addmm
-from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
+from qcutlass.formats import CanonicalBlockwise
+from qcutlass.formats.specs import LayerSpec
+from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
+from qcutlass.layers.packed import Parts
 from qcutlass.products import preprocess_weights
 from qcutlass.products.block_operators import check_block_size, check_weight_scales
 from qcutlass.products.blockwise import BlockwiseCall
-from qcutlass.products.checks import check_matrix, check_operand, check_tensor
+from qcutlass.products.checks import ceil_div, check_matrix, check_operand, check_tensor
 from qcutlass.products.packing import check_packed_form
 from qcutlass.schemes import Blockwise
 
 
-class BlockwiseLinear(QuantLinear, scheme=Blockwise):
+class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
     """A linear layer on `qcutlass.blockwise`: `act_quant`, then `int8_addmm`. See also `QuantLinear`.
 
     Buffers: `w_packed` int8; `w_scale` float32 `[ceil(N / block_size), ceil(K / block_size)]`; `bias` `[N]` or None.
@@ -72,6 +75,24 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise):
         """Statistics are not used: scales of blocks follow the activations."""
         w_q, w_s = weight_quant(linear.weight.detach(), scheme.block_size)
         return BlockwiseLinear(w_q, w_s, scheme.block_size, bias=copy_of_bias(linear), activation=activation)
+
+    @classmethod
+    def _of_stored(cls, layer: CanonicalBlockwise, activation: str | None) -> BlockwiseLinear:
+        return BlockwiseLinear(layer.codes, layer.scales, layer.block_size, bias=layer.bias, activation=activation)
+
+    @classmethod
+    def _empty(cls, spec: LayerSpec, n: int, k: int) -> BlockwiseLinear:
+        size, codes = spec.group_size, torch.empty((n, k), dtype=torch.int8, device="meta")
+        scales = torch.empty((ceil_div(n, size), ceil_div(k, size)), dtype=torch.float32, device="meta")
+        return BlockwiseLinear(codes, scales, size, bias=spec.tensors(n, k).get("bias"))
+
+    def canonical(self) -> CanonicalBlockwise:
+        """The layer with its codes unpacked, as converted folders describe it."""
+        return CanonicalBlockwise(self._codes(), self.w_scale, self.block_size, self.bias)
+
+    def weights(self) -> Tensor:
+        """The weights float32 `[N, K]`, dequantised from the packed ones."""
+        return weight_dequant(self._codes(), self.w_scale, self.block_size, torch.float32)
 
     @property
     def block_size(self) -> int:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import CanonicalInt8
+from qcutlass.formats import CanonicalFp8, CanonicalInt8
 from qcutlass.formats.specs import LayerSpec
-from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
+from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
+from qcutlass.layers.packed import Parts
 from qcutlass.products import gemm_fp8, gemm_w8a8, preprocess_weights, weight_sums
 from qcutlass.products.checks import check_flag, check_matrix, check_tensor
 from qcutlass.products.float8 import Float8Call
@@ -50,7 +51,41 @@ def _static_range(
     return scale, azp[0] if azp else None
 
 
-class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
+class _EightBitLinear(QuantLinear):
+    """What layers with 8-bit weights and activations share: their canonical forms."""
+
+    _form: ClassVar[type[CanonicalInt8] | type[CanonicalFp8]]
+    _codes_dtype: ClassVar[torch.dtype]
+
+    w_packed: Tensor
+    w_scale: Tensor
+    a_scale: Tensor | None
+    smooth: Tensor | None
+
+    @classmethod
+    def _of_stored(cls, layer: CanonicalInt8 | CanonicalFp8, activation: str | None) -> QuantLinear:
+        make: Any = cls
+        options = {"bias": layer.bias, "a_scale": layer.input_scale, "smooth": layer.smooth, "activation": activation}
+        found: QuantLinear = make(layer.codes, layer.scales, **options)
+        return found
+
+    @classmethod
+    def _empty(cls, spec: LayerSpec, n: int, k: int) -> QuantLinear:
+        make: Any = cls
+        codes = torch.empty((n, k), dtype=cls._codes_dtype, device="meta")
+        found: QuantLinear = make(codes, torch.empty(n, dtype=torch.float32, device="meta"), **spec.tensors(n, k))
+        return found
+
+    def canonical(self) -> CanonicalInt8 | CanonicalFp8:
+        """The layer with its codes unpacked, as loaders of checkpoints yield it."""
+        return self._form(self._codes(), self.w_scale, self.a_scale, self.bias, self.smooth)
+
+    def weights(self) -> Tensor:
+        """The weights float32 `[N, K]`, dequantised from the packed ones."""
+        return self._codes().float() * self.w_scale[:, None]
+
+
+class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
     """A linear layer on `qcutlass.gemm_w8a8`: `quantize_activations`, then one product. See also `QuantLinear`.
 
     Buffers: `w_packed` int8; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
@@ -76,13 +111,11 @@ class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
     """
 
     OPTIONAL: ClassVar = ("bias", "a_scale", "azp", "w_sums", "smooth")
+    _form: ClassVar = CanonicalInt8
+    _codes_dtype: ClassVar = torch.int8
 
-    w_packed: Tensor
-    w_scale: Tensor
-    a_scale: Tensor | None
     azp: Tensor | None
     w_sums: Tensor | None
-    smooth: Tensor | None
 
     def __init__(
         self,
@@ -165,37 +198,16 @@ class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
             w_sums=self.w_sums if azp else None,
         )
 
-    @classmethod
-    def _of_stored(cls, layer: CanonicalInt8, activation: str | None) -> Int8Linear:
-        return Int8Linear(
-            layer.codes,
-            layer.scales,
-            bias=layer.bias,
-            a_scale=layer.input_scale,
-            smooth=layer.smooth,
-            activation=activation,
-        )
-
-    @classmethod
-    def _empty(cls, spec: LayerSpec, n: int, k: int) -> Int8Linear:
-        codes = torch.empty((n, k), dtype=torch.int8, device="meta")
-        buffers: dict[str, Any] = spec.tensors(n, k)
-        return Int8Linear(codes, torch.empty(n, device="meta"), **buffers)
-
     @property
     def spec(self) -> LayerSpec:
         """The description that a converted folder has of the layer; UnsupportedError for zero points of activations."""
         self._check_symmetric("converted folders hold no")
         return super().spec
 
-    def canonical(self) -> CanonicalInt8:
+    def canonical(self) -> CanonicalInt8 | CanonicalFp8:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
         self._check_symmetric("there is no canonical form of an")
-        return CanonicalInt8(self._codes(), self.w_scale, self.a_scale, self.bias, self.smooth)
-
-    def weights(self) -> Tensor:
-        """The weights float32 `[N, K]`, dequantised from the packed ones."""
-        return self._codes().float() * self.w_scale[:, None]
+        return super().canonical()
 
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> Int8Linear:
         codes, w_scale, options = _part(self, part, axis)
@@ -213,7 +225,7 @@ class Int8Linear(QuantLinear, scheme=W8A8, stored="int8"):
         return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={self._is_symmetric}"]
 
 
-class Fp8Linear(QuantLinear, scheme=FP8):
+class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
     """A linear layer on `qcutlass.gemm_fp8`: `quantize_activations`, then one product. See also `QuantLinear`.
 
     Buffers: `w_packed` float8_e4m3fn; `w_scale` float32 `[N]`; `bias` `[N]` or None; `a_scale` float32 `[1]` for static
@@ -236,11 +248,8 @@ class Fp8Linear(QuantLinear, scheme=FP8):
     """
 
     OPTIONAL: ClassVar = ("bias", "a_scale", "smooth")
-
-    w_packed: Tensor
-    w_scale: Tensor
-    a_scale: Tensor | None
-    smooth: Tensor | None
+    _form: ClassVar = CanonicalFp8
+    _codes_dtype: ClassVar = torch.float8_e4m3fn
 
     def __init__(
         self,

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.base import Parts, QuantLinear
+from qcutlass.errors import UnsupportedError
+from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import FLOATING, names_of
 from qcutlass.products.rows import dequantize_rows
@@ -26,6 +28,7 @@ class QuantEmbedding(WeightOnlyLinear):
     Raises:
         TypeError: `layer` is no `WeightOnlyLinear`, or `dtype` no floating type.
         ValueError: the layer has a bias, act_scale, perm or an activation.
+        UnsupportedError: its codes are floating numbers.
 
     Example:
         >>> import torch, qcutlass
@@ -40,6 +43,8 @@ class QuantEmbedding(WeightOnlyLinear):
             raise TypeError(f"layer: expected a WeightOnlyLinear, got {type(layer).__name__}")
         if dtype not in FLOATING:
             raise TypeError(f"dtype: expected one of {names_of(FLOATING)}, got {dtype}")
+        if layer.weight_dtype is not None:
+            raise UnsupportedError(f"layer: embeddings look up integer codes, got {layer.weight_dtype} ones")
         parts = {name: part for name, part in layer._buffers.items() if name != "layout"}
         QuantLinear.__init__(
             self, layer.in_features, layer.out_features, layer.bits, layer.group_size, layer.activation, parts
@@ -68,6 +73,7 @@ class QuantEmbedding(WeightOnlyLinear):
             group_size=self.group_size,
             bits=self.bits,
             dtype=self.dtype,
+            minimums=self.minimums,
         )
         return rows.view(*ids.shape, self.in_features)
 
@@ -76,14 +82,14 @@ class QuantEmbedding(WeightOnlyLinear):
         return super().forward(a)
 
     def _check(self, parts: Parts) -> None:
-        for name in ("bias", "act_scale", "perm"):
+        for name in ("global_scale", "bias", "act_scale", "perm"):
             if parts[name] is not None:
                 raise ValueError(f"{name}: an embedding has none; got a tensor")
         if self.activation is not None:
             raise ValueError(f"activation: an embedding has none; got {self.activation!r}")
         super()._check(parts)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.w_packed.device)).dtype
         return super()._apply(fn, recurse)
 

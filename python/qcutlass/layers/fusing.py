@@ -17,7 +17,7 @@ GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, in Llama-like models, of the layers of attention, and of a gated MLP, that read the same input."""
 
 _STRIP: Final = 16  # channels of a tile of packed weights
-_SHARED: Final = ("act_scale", "perm")  # belong to the input
+_SHARED: Final = ("act_scale", "perm", "global_scale")  # belong to the input, or to all channels
 _Pending = tuple[Tensor, int | None, tuple[Tensor | None, ...]]
 
 
@@ -125,9 +125,8 @@ class FusedProjection(nn.Module):
         """
         product, parts = self.product, self.product.views(self._index)
         copies = {name: None if part is None else part.clone() for name, part in parts.items()}
-        layer = WeightOnlyLinear.of_parts(
-            self.in_features, self.out_features, product.bits, product.group_size, product.activation, copies
-        )
+        options = product.bits, product.group_size, product.activation
+        layer = WeightOnlyLinear.of_parts(self.in_features, self.out_features, *options, copies, product.weight_dtype)
         layer.as_minima = product.stored_as_minima[self._index]
         layer.activations = product.activations
         return layer.train(self.training)
@@ -169,7 +168,8 @@ class _FusedLinear(WeightOnlyLinear):
         names = [name for name in first._buffers if name != "layout"]
         parts = {name: _joined(name, [member._buffers[name] for member in members]) for name in names}
         sizes = [member.out_features for member in members]
-        QuantLinear.__init__(self, first.in_features, sum(sizes), first.bits, first.group_size, first.activation, parts)
+        options = first.bits, first.group_size, first.activation
+        QuantLinear.__init__(self, first.in_features, sum(sizes), *options, parts, first.weight_dtype)
         self.activations = first.activations
         self.sizes = sizes
         self.stored_as_minima = [member.as_minima for member in members]
@@ -197,7 +197,7 @@ class _FusedLinear(WeightOnlyLinear):
         strips = slice(begin // _STRIP, ceil_div(end, _STRIP))
         cuts = {"w_packed": self.w_packed[strips]}
         for name, part in self._buffers.items():
-            if part is not None and name in ("scales", "zeros", "bias"):
+            if part is not None and name in ("scales", "zeros", "minimums", "bias"):
                 cuts[name] = part[..., begin:end]
         return {name: cuts.get(name, part) for name, part in self._buffers.items() if name != "layout"}
 
@@ -269,7 +269,7 @@ def _obstacle(names: Sequence[str], members: Sequence[nn.Module]) -> str | None:
         if member.w_packed.is_meta:
             return f"{name} is on the meta device; load its state first"
         layers.append(member)
-    for attribute in ("in_features", "bits", "group_size", "activation", "activations"):
+    for attribute in ("in_features", "bits", "weight_dtype", "group_size", "activation", "activations"):
         found = [getattr(layer, attribute) for layer in layers]
         if any(value != found[0] for value in found):
             return f"{attribute} differs: {', '.join(map(str, found))}"

@@ -12,6 +12,7 @@ from qcutlass.defaults import ROUTERS as ROUTERS
 from qcutlass.defaults import SKIPPED as SKIPPED
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear, check_plain, kind_of
+from qcutlass.layers.experts import activation_of, is_replaced, quantized_experts
 from qcutlass.schemes import Scheme
 
 
@@ -22,13 +23,15 @@ def replace_linear(
     *,
     statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> list[str]:
-    """Replaces the Linear layers of a model, in place, by quantised ones.
+    """Replaces the Linear layers of a model, and the experts of a mixture, in place, by quantised ones.
 
     Layers of exactly the type `torch.nn.Linear` are replaced, not those of derived types, whose owners may look into
     them, nor those directly in a `torch.nn.TransformerEncoderLayer`, which reads their weights itself in inference; its
     attention's output projection is of a derived type, as parametrized Linears are. A layer with several names is
-    quantised once. The new layers are made before the first is put in, so that an error changes nothing; old and new
-    weights are in memory together until then.
+    quantised once. Modules with all experts of a block, as Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3
+    have in transformers 5, become `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes leave them as they
+    are, and other models' experts stay. The new layers are made before the first is put in, so that an error changes
+    nothing; old and new weights are in memory together until then.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
@@ -40,7 +43,7 @@ def replace_linear(
         statistics: from `calibrate` or `smooth_model`; needed by static schemes for every layer.
 
     Returns:
-        Names of the replaced layers.
+        Names of the replaced layers, and of the experts' modules.
 
     Raises:
         TypeError: an argument is of another type.
@@ -65,27 +68,35 @@ def replace_linear(
     skipped = _skipped(modules, SKIPPED if skip is None else skip, must_match=skip is not None)
     skipped |= _read_by_others(modules.values())
     names = [name for name, module in modules.items() if type(module) is nn.Linear and module not in skipped]
+    mixtures = [name for name, module in modules.items() if is_replaced(module, scheme) and module not in skipped]
     if "" in names:
         raise ValueError("model: is itself a Linear; use qcutlass.QuantLinear.from_linear(model, scheme)")
-    if not names:
+    if "" in mixtures:
+        raise ValueError("model: is itself the experts of a mixture; use qcutlass.layers.QuantExperts.from_weights")
+    if not names and not mixtures:
         raise ValueError("model: it has no torch.nn.Linear to replace (without skip and TransformerEncoderLayers)")
 
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     for name in names:
         check_plain(name, linears[name], ", or list it in skip")
-    layers: dict[nn.Module, QuantLinear] = {}
-    for name in names:
-        linear = linears[name]
-        if linear in layers:
+    layers: dict[nn.Module, nn.Module] = {}
+    for name in (*names, *mixtures):
+        module = modules[name]
+        if module in layers:
             continue
         try:
-            layers[linear] = QuantLinear.from_linear(linear, scheme, statistics=(statistics or {}).get(name))
+            if name in linears:
+                found = (statistics or {}).get(name)
+                layers[module] = QuantLinear.from_linear(linears[name], scheme, statistics=found)
+            else:
+                layers[module] = quantized_experts(module, scheme)
         except (TypeError, ValueError, UnsupportedError) as error:
             raise type(error)(f"{name}: {error}") from error
-    for name in names:
+    replaced = [name for name, module in modules.items() if module in layers]
+    for name in replaced:
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, layers[modules[name]])
-    return names
+    return replaced
 
 
 def check_skip(skip: object) -> None:
@@ -112,9 +123,15 @@ def _skipped(modules: Mapping[str, nn.Module], skip: Sequence[str], must_match: 
         matches = [
             module
             for name, module in modules.items()
-            if name and (fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern))
+            if name and any(fnmatchcase(each, pattern) for each in _names(name, module))
         ]
         if must_match and not matches:
             raise ValueError(f"skip: {pattern!r} matches no module; model.named_modules() lists them")
         found.update(inner for module in matches for inner in module.modules())
     return found
+
+
+def _names(name: str, module: nn.Module) -> list[str]:
+    """The names by which a module is skipped: experts by those of their weights, too, as `"*.experts.*"` means them."""
+    weights = [f"{name}.{weight}" for weight in module._parameters] if activation_of(module) else []
+    return [name, name.rpartition(".")[2], *weights]

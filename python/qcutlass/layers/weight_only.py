@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
-from qcutlass.algorithms.nearest import quantize
+from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.affine import are_minima, minima_of, zeros_of
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.formats.tensors import narrowed
-from qcutlass.layers.base import Parts, QuantLinear, copied, copy_of_bias
+from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
+from qcutlass.layers.packed import Parts
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, shape_of, short
 from qcutlass.products.multiplying import compute
@@ -31,12 +33,14 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         activations: None: as they are; "int8": quantised on the CPU, as by `gemm(..., activations="int8")`, where the
             groups allow it; `use_activations` sets it throughout a model. No part of the state.
 
-    Buffers: `w_packed`, `scales`, `zeros`, `bias`, `act_scale`, `perm`, as `gemm` takes them; all but the first two may
-    be None. In converted folders, and in the state of layers that come from there, `minima` of 16 bits may stand for
-    float32 `zeros`: `zeros = -minima / scales`.
+        weight_dtype: of the codes, as for `gemm`.
+
+    Buffers: `w_packed`, `scales`, `zeros`, `global_scale`, `bias`, `act_scale`, `perm`, `minimums`, as `gemm` takes
+    them; all but the first two may be None. In converted folders, and in the state of layers that come from there,
+    `minima` of 16 bits may stand for float32 `zeros`: `zeros = -minima / scales`.
 
     Args:
-        quantized: codes, scales and zeros of an `[N, K]` matrix.
+        quantized: codes, scales, and zeros or minimums of an `[N, K]` matrix.
         bias, activation, act_scale, perm: as for `gemm`.
 
     Raises:
@@ -51,7 +55,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         torch.Size([3, 48])
     """
 
-    OPTIONAL: ClassVar = ("zeros", "bias", "act_scale", "perm")
+    OPTIONAL: ClassVar = ("zeros", "global_scale", "bias", "act_scale", "perm", "minimums")
 
     activations: str | None = None
     w_packed: Tensor
@@ -59,8 +63,10 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     zeros: Tensor | None
     as_minima: bool = False
     """Whether the state has `minima` in place of `zeros`."""
+    global_scale: Tensor | None
     act_scale: Tensor | None
     perm: Tensor | None
+    minimums: Tensor | None
 
     def __init__(
         self,
@@ -78,19 +84,29 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             "w_packed": preprocess_weights(quantized.codes, quantized.bits),
             "scales": quantized.scales,
             "zeros": quantized.zeros,
+            "global_scale": quantized.global_scale,
             "bias": bias,
             "act_scale": act_scale,
             "perm": perm,
+            "minimums": quantized.minimums,
         }
-        super().__init__(k, n, quantized.bits, min(quantized.group_size, k), activation, parts)
+        group_size = min(quantized.group_size, k)
+        super().__init__(k, n, quantized.bits, group_size, activation, parts, quantized.weight_dtype)
 
     @classmethod
     def _of_linear(
         cls, linear: nn.Linear, scheme: WeightOnly, statistics: ActivationStatistics | None, activation: str | None
     ) -> WeightOnlyLinear:
         """Statistics are not used: nothing is lost of the activations, however large."""
-        quantized = (_empty if linear.weight.is_meta else _quantized)(linear.weight, scheme)
-        return WeightOnlyLinear(quantized, bias=copy_of_bias(linear), activation=activation)
+        return cls.of_weight(linear.weight, scheme, copy_of_bias(linear), activation)
+
+    @staticmethod
+    def of_weight(
+        weight: Tensor, scheme: WeightOnly, bias: Tensor | None = None, activation: str | None = None
+    ) -> WeightOnlyLinear:
+        """Quantises weights `[N, K]` to the nearest; on the meta device a layer without values."""
+        quantized = (_empty if weight.is_meta else _quantized)(weight, scheme)
+        return WeightOnlyLinear(quantized, bias=bias, activation=activation)
 
     @classmethod
     def _of_stored(cls, layer: CanonicalLinear, activation: str | None) -> WeightOnlyLinear:
@@ -104,17 +120,28 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         codes = torch.empty((n, k), dtype=torch.uint8, device="meta")
         scales, minima = buffers.pop("scales"), buffers.pop("minima", None)
         zeros = buffers.pop("zeros", None) if minima is None else zeros_of(scales, minima, spec.bits)
-        layer = WeightOnlyLinear(QuantizedTensor(codes, scales, zeros, spec.bits, spec.columns(k)), **buffers)
+        options = {name: buffers.pop(name, None) for name in ("global_scale", "minimums")}
+        weight = QuantizedTensor(
+            codes, scales, zeros, spec.bits, spec.columns(k), weight_dtype=spec.weight_dtype, **options
+        )
+        layer = WeightOnlyLinear(weight, **buffers)
         layer.as_minima = minima is not None
         return layer
 
     @staticmethod
     def of_parts(
-        in_features: int, out_features: int, bits: int, group_size: int, activation: str | None, parts: Parts
+        in_features: int,
+        out_features: int,
+        bits: int,
+        group_size: int,
+        activation: str | None,
+        parts: Parts,
+        weight_dtype: str | None = None,
     ) -> WeightOnlyLinear:
-        """A layer of weights that are packed already: `parts` holds every buffer by its name but `layout`."""
+        """A layer of weights that are packed already: `parts` holds its buffers by name, but `layout`."""
         layer = WeightOnlyLinear.__new__(WeightOnlyLinear)
-        QuantLinear.__init__(layer, in_features, out_features, bits, group_size, activation, parts)
+        whole = dict(parts) | {name: None for name in WeightOnlyLinear.OPTIONAL if name not in parts}
+        QuantLinear.__init__(layer, in_features, out_features, bits, group_size, activation, whole, weight_dtype)
         return layer
 
     def _check(self, parts: Parts) -> None:
@@ -123,7 +150,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             raise TypeError("w_packed: expected a torch.Tensor, got None")
         a = torch.empty((1, self.in_features), dtype=_PROBE, device=w_packed.device)
         operands: dict[str, Any] = {**parts}
-        call = GemmCall(a, activation=self.activation, bits=self.bits, group_size=self.group_size, **operands)
+        options: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "weight_dtype": self.weight_dtype}
+        call = GemmCall(a, activation=self.activation, **options, **operands)
         shape = call.check(None)
         if shape.n != self.out_features:
             raise ValueError(f"scales: expected N = {self.out_features} channels, got {shape.n}")
@@ -134,8 +162,12 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         self._check_input(a)
+        return compute(WEIGHT_ONLY, self.call(a), None)
+
+    def call(self, a: Tensor) -> GemmCall:
+        """The product that the layer computes of `a`."""
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
-        call = GemmCall(
+        return GemmCall(
             a,
             parts["w_packed"],
             parts["scales"],
@@ -147,8 +179,10 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             self.group_size,
             self.bits,
             activations=self.activations,
+            weight_dtype=self.weight_dtype,
+            global_scale=parts["global_scale"],
+            minimums=parts["minimums"],
         )
-        return compute(WEIGHT_ONLY, call, None)
 
     @property
     def spec(self) -> LayerSpec:
@@ -156,13 +190,15 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         held: dict[str, Tensor | None] = dict(self._buffers)
         if self.as_minima:
             held |= {"zeros": None, "minima": self.scales}
-        return LayerSpec.of("weight_only", self.bits, self.group_size, self.in_features, held)
+        return LayerSpec.of("weight_only", self.bits, self.group_size, self.in_features, held, self.weight_dtype)
 
     def narrow(self) -> None:
         self.scales = narrowed(self.scales)
         self.as_minima = are_minima(self.scales, self.zeros, self.bits)
         if self.zeros is not None and not self.as_minima:
             self.zeros = narrowed(self.zeros)
+        if self.minimums is not None:
+            self.minimums = narrowed(self.minimums)
 
     def begin_loading(self) -> None:
         if self.as_minima:
@@ -209,8 +245,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
     @property
     def quantizes_activations(self) -> bool:
-        """Whether its groups allow `activations="int8"`."""
-        return has_whole_steps(self.group_size, self.in_features)
+        """Whether its codes and groups, and the lack of minimums, allow `activations="int8"`."""
+        plain = self.weight_dtype is None and self.minimums is None
+        return plain and has_whole_steps(self.group_size, self.in_features)
 
     def canonical(self) -> CanonicalLinear:
         """The layer with its codes unpacked, as loaders of checkpoints yield it."""
@@ -226,6 +263,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             group_size=self.group_size,
             bits=self.bits,
             dtype=torch.float32,
+            weight_dtype=self.weight_dtype,
+            global_scale=self.global_scale,
+            minimums=self.minimums,
         )
         if self.perm is None:
             return weight
@@ -234,10 +274,12 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         return ordered
 
     def _weight(self, codes: Tensor) -> QuantizedTensor:
-        """The weights in canonical form; scales and zeros `[G, N]` even where one group is stored as `[N]`."""
-        scales, zeros = (part if part is None or part.ndim == 2 else part[None] for part in (self.scales, self.zeros))
+        """The weights in canonical form; scales and so on `[G, N]` even where one group is stored as `[N]`."""
+        stored = self.scales, self.zeros, self.minimums
+        scales, zeros, minimums = (part if part is None or part.ndim == 2 else part[None] for part in stored)
         assert scales is not None
-        return QuantizedTensor(codes, scales, zeros, self.bits, self.group_size)
+        numbers = self.weight_dtype, self.global_scale
+        return QuantizedTensor(codes, scales, zeros, self.bits, self.group_size, *numbers, minimums)
 
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> WeightOnlyLinear:
         whole = self._weight(self._codes())
@@ -263,8 +305,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
     def _description(self) -> list[str]:
         zeros = None if self.zeros is None else short(self.zeros.dtype)
-        described = [f"bits={self.bits}", f"group_size={self.group_size}", f"zeros={zeros}"]
-        described += [f"{name}=True" for name in ("act_scale", "perm") if self._buffers[name] is not None]
+        described = [f"bits={self.bits}", f"group_size={self.group_size}"]
+        described.append(f"zeros={zeros}" if self.weight_dtype is None else f"weight_dtype={self.weight_dtype!r}")
+        described += [f"{name}=True" for name in ("act_scale", "perm", "minimums") if self._buffers[name] is not None]
         return described + ([] if self.activations is None else [f"activations={self.activations!r}"])
 
 
@@ -276,7 +319,8 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
         activations: None: as they are; "int8": quantised, as `gemm` describes it, by layers on the CPU.
 
     Returns:
-        Names of the layers. Those with groups that are no multiple of 16 columns, and so cannot, are left as they are.
+        Names of the layers. Those with groups that are no multiple of 16 columns, or with minimums, and so cannot, are
+        left as they are.
 
     Raises:
         TypeError: `model` is no module, or `activations` neither a name nor None.
@@ -299,7 +343,8 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
     if not able:
         raise ValueError(
-            "model: expected layers of quantised weights whose groups are a multiple of 16 columns, or one"
+            "model: expected layers of quantised weights without minimums whose groups are a multiple of 16 columns, "
+            "or one"
         )
     for layer in able.values():
         layer.activations = activations
@@ -307,24 +352,33 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
 
 
 def _quantized(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
-    return quantize(weight, scheme.bits, scheme.group_size, scheme.symmetric, scale_dtype=scheme.scale_dtype)
+    return quantize_nearest(weight, scheme)
 
 
 def _empty(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
     n, k = weight.shape
     step = k if scheme.group_size in (None, -1) else min(scheme.group_size or k, k)
     scales = weight.new_empty((ceil_div(k, step), n), dtype=scheme.scale_dtype)
-    zeros = None if scheme.symmetric else torch.empty_like(scales, dtype=torch.uint8)
-    return QuantizedTensor(weight.new_empty((n, k), dtype=torch.uint8), scales, zeros, scheme.bits, step)
+    has_zeros = not scheme.symmetric and scheme.weight_dtype is None
+    zeros = torch.empty_like(scales, dtype=torch.uint8) if has_zeros else None
+    global_scale = weight.new_empty(1, dtype=torch.float32) if scales.dtype == torch.float8_e4m3fn else None
+    codes = weight.new_empty((n, k), dtype=torch.uint8)
+    return QuantizedTensor(codes, scales, zeros, scheme.bits, step, scheme.weight_dtype, global_scale)
 
 
 def _copy(
     weight: QuantizedTensor, bias: Tensor | None, activation: str | None, act_scale: Tensor | None, perm: Tensor | None
 ) -> WeightOnlyLinear:
     """A layer that shares no memory with the one it is cut from."""
-    scales, zeros = weight.scales.clone(memory_format=torch.contiguous_format), copied(weight.zeros)
+    scales = weight.scales.clone(memory_format=torch.contiguous_format)
     return WeightOnlyLinear(
-        QuantizedTensor(weight.codes, scales, zeros, weight.bits, weight.group_size),
+        replace(
+            weight,
+            scales=scales,
+            zeros=copied(weight.zeros),
+            global_scale=copied(weight.global_scale),
+            minimums=copied(weight.minimums),
+        ),
         bias=copied(bias),
         activation=activation,
         act_scale=copied(act_scale),

@@ -39,8 +39,8 @@ def fuse_block(model: nn.Module) -> BlockFusion:
 
     Modules keep their names and children, `state_dict` has the keys and values it had, and caches of every kind serve.
     Each operator computes in fp32 and rounds once, where the model rounded after each of its steps: results differ by
-    rounding alone. On a GPU the operators are compositions of torch's, and code that is compiled for one is left to the
-    compiler. In training mode attention is the model's own.
+    rounding alone. On a GPU norms and gates let the product behind them start early, and the rotary embedding is left
+    to torch. In training mode attention is the model's own.
 
     Args:
         model: changed in place. Its linear layers may be of any kind.

@@ -19,12 +19,10 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from qcutlass.layers.fusing import shared_product, version_of
+from qcutlass.models.block_steps import GATES, BlockStep, cache_layer, step_of
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary
 
 Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
-
-GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
-"""The operator of a gated MLP, by the class of its activation."""
 
 _PLAIN: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments of a block that attention on the CPU need not look at."""
@@ -48,18 +46,17 @@ class FusedNorm(nn.Module):
             self._pending = None
             if pending[0] is hidden_states and pending[1] == version_of(hidden_states):
                 return pending[2]
-        if _is_traced_on_gpu(hidden_states):
-            plain: Tensor = super().forward(hidden_states)
-            return plain
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`x + residual`, whose norm the next call hands out."""
-        if _is_traced_on_gpu(x):
-            return x + residual
         total, normed = add_rms_norm(x, residual, self.weight, self.variance_epsilon)
-        self._pending = total, version_of(total), normed
+        self.hand_out(total, normed)
         return total
+
+    def hand_out(self, x: Tensor, normed: Tensor) -> None:
+        """Has the next call with `x` return its norm, `normed`."""
+        self._pending = x, version_of(x), normed
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pending": None}
@@ -173,6 +170,7 @@ class FusedBlock(nn.Module):
     post_attention_layernorm: FusedNorm
     mlp: FusedMLP
     following: tuple[FusedNorm]
+    _step: BlockStep | None = None
 
     def forward(
         self,
@@ -184,6 +182,14 @@ class FusedBlock(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
+        layer = cache_layer(self, hidden_states, past_key_values)
+        if layer is not None and position_embeddings is not None and attention_mask is None:
+            step = step_of(self, hidden_states, *position_embeddings)
+            if step is not None and options.keys() <= _PLAIN and self.self_attn.config._attn_implementation == "sdpa":
+                normed = self.input_layernorm.forward(hidden_states)
+                total, normed = step.run(normed, hidden_states, *position_embeddings, layer)
+                self.following[0].hand_out(total, normed)
+                return total
         attended, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
@@ -197,6 +203,9 @@ class FusedBlock(nn.Module):
         hidden_states = norm.add(attended, hidden_states)
         out = self.mlp(norm(hidden_states))
         return self.following[0].add(out, hidden_states)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_step"}
 
 
 FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcutlass.algorithms.nearest import quantize
+from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.defaults import SHARD_BYTES as SHARD_BYTES
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
@@ -23,6 +23,7 @@ from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import ConvertedFolder
+from qcutlass.models.experts import ExpertBlocks, is_router
 from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
@@ -57,8 +58,10 @@ class Conversion:
 
 
 def is_kept(name: str, skip: Sequence[str]) -> bool:
-    """Whether a layer's name, or its last part, is one of these or matches one."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern) for pattern in skip)
+    """Whether a layer is to stay as it is: its name, or its last part, matches one of these, or it is a router."""
+    return is_router(name) or any(
+        fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern) for pattern in skip
+    )
 
 
 def check_matches(skip: Sequence[str], names: Collection[str]) -> None:
@@ -84,11 +87,8 @@ class _Plan:
         layer = self.source.layer(name)
         if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats" or is_kept(name, self.skip):
             return layer
-        scheme = self.scheme
         try:
-            quantized = quantize(
-                layer.weight, scheme.bits, scheme.group_size, scheme.symmetric, scale_dtype=scheme.scale_dtype
-            )
+            quantized = quantize_nearest(layer.weight, self.scheme)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
         return CanonicalLinear(quantized, layer.bias)
@@ -122,7 +122,7 @@ def convert(
         format, config: of the source, as for `qcutlass.formats.load`.
         scheme: for float layers; None: `WeightOnly()`.
         skip: float layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and
-            routers.
+            routers. Routers of mixtures always are.
         lm_head: bits of the output head, 8 (groups of 128) or 4 (groups of 32), symmetric: it is quantised to the
             nearest, whatever it is in the source, and with it an embedding that is tied to it. None: as it is.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
@@ -141,7 +141,7 @@ def convert(
             4 nor 8.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read; the model is a mixture of
-            experts.
+            experts of a form that is not taken: see the manual's page on models.
         OSError: the disk is full.
         MemoryError: the memory does not suffice for a layer, and for what making it takes.
 
@@ -198,14 +198,17 @@ def write_folder(
     specs: dict[str, LayerSpec] = {}
     kept: list[str] = []
     weights = size = 0
+    experts = ExpertBlocks()
     with ShardedWriter(folder, shard_bytes) as writer:
         for count, name in enumerate(source.names):
             layer = layer_of(name)
             if layer.kind not in LAYER_KINDS:
                 tensors = layer.tensors
                 kept.append(name)
+                experts.add(name, None, layer.shape)
             else:
                 packed = _packed(layer, name)
+                experts.add(name, packed.spec, layer.shape)
                 tensors = {**packed.state_dict(), GUARD: guard()}
                 specs[name] = packed.spec
                 weights += packed.in_features * packed.out_features
@@ -218,8 +221,10 @@ def write_folder(
             module, _, suffix = name.rpartition(".")
             if suffix == "weight" and tensor.ndim == 2:
                 kept.append(module)
+                experts.add(module, None, (tensor.shape[0], tensor.shape[1]))
             writer.add({name: tensor})
             size += tensor.nbytes
+        experts.finish()
         progress("writing the tokenizer", 0, 0)
         source.write_files(folder)
         progress("writing the index", 0, 0)

@@ -1,13 +1,17 @@
-"""Mixtures of experts, which converted folders do not hold: how they are told, and what their users can do."""
+"""Mixtures of experts in files: names of their layers, which of them converted folders hold, what is refused."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
-from qcutlass.errors import UnsupportedError
+from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
+from qcutlass.layers.experts import Expert
 
+TAKEN: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+"""The models (`model_type`) whose experts converted folders hold, a layer for each part of each expert."""
 _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
     "num_experts",
     "num_local_experts",
@@ -16,18 +20,93 @@ _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
     "moe_num_experts",
 )
 _NAME: Final = re.compile(r"(^|\.)(experts|block_sparse_moe)(\.|$)")
+_LAYER: Final = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d{1,6})\.(?P<part>\w+)")
+_ROUTER: Final = re.compile(r"(.*\.)?(mlp|block_sparse_moe)\.gate")
+_WORDS: Final = {"mixtral": ("w1", "w3", "w2")}
+"""The names of gate, up and down in the files of a model that calls them otherwise."""
+_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
+_PARTS: Final = {
+    word: part for words in (_USUAL, *_WORDS.values()) for word, part in zip(words, Expert._fields, strict=True)
+}
+_FOLDERS: Final = {".mlp.": ".block_sparse_moe."}
+"""Parts of a module's name, as transformers calls it, that files may have otherwise."""
+
+
+class ExpertLayer(NamedTuple):
+    """The layer of one expert in a file.
+
+    Attributes:
+        block: the name of the experts' module.
+        expert: its number.
+        part: "gate", "up" or "down".
+    """
+
+    block: str
+    expert: int
+    part: str
+
+
+def expert_layer(name: str) -> ExpertLayer | None:
+    """The place in a mixture that a layer's name tells; None for other layers.
+
+    Example:
+        >>> from qcutlass.models.experts import expert_layer
+        >>> expert_layer("model.layers.0.block_sparse_moe.experts.7.w2")
+        ExpertLayer(block='model.layers.0.block_sparse_moe.experts', expert=7, part='down')
+    """
+    found = _LAYER.fullmatch(name)
+    part = None if found is None else _PARTS.get(found["part"])
+    return None if found is None or part is None else ExpertLayer(found["block"], int(found["expert"]), part)
+
+
+def is_router(name: str) -> bool:
+    """Whether this layer chooses the experts of a mixture: it stays a float one."""
+    return _ROUTER.fullmatch(name) is not None
+
+
+def part_names(model_type: str) -> tuple[str, ...]:
+    """The names of gate, up and down in the files of a model."""
+    return _WORDS.get(model_type, _USUAL)
+
+
+def stored_forms(name: str) -> Iterator[str]:
+    """The names that files may have for what transformers calls `name`, this one first."""
+    yield name
+    for ours, theirs in _FOLDERS.items():
+        if ours in name:
+            renamed = name.replace(ours, theirs)
+            yield renamed
+            for words in _WORDS.values():
+                for usual, word in zip(_USUAL, words, strict=True):
+                    yield renamed.replace(f".{usual}", f".{word}")
+
+
+def module_forms(block: str) -> Iterator[str]:
+    """The names that transformers may have for the experts that a file calls `block`, this one first."""
+    yield block
+    for ours, theirs in _FOLDERS.items():
+        if theirs in block:
+            yield block.replace(theirs, ours)
 
 
 def check_configuration(values: Any, where: object) -> None:
-    """Raises UnsupportedError if this is the configuration of a mixture of experts."""
+    """Raises UnsupportedError if this is the configuration of a mixture of experts that is not taken."""
+    if isinstance(values, dict) and values.get("model_type") in TAKEN:
+        return
     for name, count in _counts(values):
         raise _refused(where, f"{name} is {count}")
 
 
-def check_names(names: Iterable[str], where: object) -> None:
-    """Raises UnsupportedError if layers or tensors of such names belong to a mixture of experts."""
-    for name in names:
-        if _NAME.search(name):
+def check_names(layers: Iterable[str], rest: Iterable[str], config: Mapping[str, Any] | None, where: object) -> None:
+    """Raises UnsupportedError if layers or other tensors belong to a mixture of experts that is not taken.
+
+    Args:
+        config: that of the model; None where there is none.
+    """
+    taken = config is not None and config.get("model_type") in TAKEN
+    modules = {**{name: name for name in layers}, **{name: name.rpartition(".")[0] for name in rest}}
+    for name, module in modules.items():
+        if _NAME.search(name) and not (taken and (expert_layer(module) or is_router(module))):
             raise _refused(where, name)
 
 
@@ -44,7 +123,72 @@ def _counts(values: Any) -> Iterator[tuple[str, Any]]:
 
 def _refused(where: object, reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{where}: a mixture of experts ({reason}); converted folders hold dense models. Load this one with "
-        "transformers and call qcutlass.replace_linear(model, scheme), which packs the dense layers and leaves routers "
-        "and experts as they are"
+        f"{where}: a mixture of experts ({reason}) of a form that converted folders do not hold; they hold those of "
+        f"{', '.join(TAKEN)}, a layer for each expert. Load this one with transformers and call "
+        "qcutlass.replace_linear(model, scheme), which packs its dense layers"
     )
+
+
+class ExpertBlocks:
+    """The experts of a folder in the making: those of a block must be of one scheme, as one product takes them."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], tuple[str, tuple[Any, ...]]] = {}
+        self._found: dict[str, set[tuple[int, str]]] = {}
+
+    def add(self, name: str, spec: LayerSpec | None, shape: tuple[int, int]) -> None:
+        """Checks a layer, of whatever kind.
+
+        Args:
+            spec: None for floats.
+
+        Raises:
+            UnsupportedError: a router is quantised; experts differ from others of their block, or have what their
+                product does not; it says what.
+        """
+        if is_router(name) and spec is not None:
+            raise UnsupportedError(f"{name}: a router is quantised, which is to be in floats")
+        layer = expert_layer(name)
+        if layer is None:
+            return
+        if spec is not None:
+            _check_spec(name, spec)
+        described = ("floats",) if spec is None else (f"{spec.bits} bits", f"group_size {spec.group_size}")
+        # gate and up are one matrix, and all are floats or none
+        for key, facts in (
+            (layer.part.replace("up", "gate"), (*described, f"shape {[*shape]}")),
+            ("", (spec is None,)),
+        ):
+            other, expected = self._first.setdefault((layer.block, key), (name, facts))
+            if facts != expected:
+                words = [", ".join(each) if key else "floats" * each[0] or "quantised" for each in (facts, expected)]
+                raise UnsupportedError(
+                    f"{name}: {words[0]}, but {other}: {words[1]}; the experts of a block need one shape and one scheme"
+                )
+        self._found.setdefault(layer.block, set()).add((layer.expert, layer.part))
+
+    def finish(self) -> None:
+        """Raises CheckpointError if an expert, or a part of one, is absent."""
+        for block, found in self._found.items():
+            count = 1 + max(expert for expert, _ in found)
+            absent = [(i, part) for i in range(count) for part in Expert._fields if (i, part) not in found]
+            if absent:
+                expert, part = absent[0]
+                raise CheckpointError(f"{block}: expert {expert} of {count} has no {part} projection")
+
+
+def _check_spec(name: str, spec: LayerSpec) -> None:
+    if LAYER_KINDS[spec.kind].quantises_activations:
+        raise UnsupportedError(
+            f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
+            "quantise the model's float original instead: qcutlass quantize --method gptq, awq or rtn"
+        )
+    words = {"perm": "act-order", "act_scale": "scales of their own activations", "minimums": "minimums"}
+    found = [words[buffer] for buffer, _ in spec.buffers if buffer in words]
+    if spec.weight_dtype is not None:
+        found.append(f"{spec.weight_dtype} codes")
+    if found:
+        raise UnsupportedError(
+            f"{name}: experts with {' and '.join(found)} are not taken, as one product multiplies all of a block; "
+            "quantise the model's float original without"
+        )

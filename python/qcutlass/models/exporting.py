@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qcutlass.defaults import EXPORTS as EXPORTS
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import Layer, compressed_tensors, gptq
+from qcutlass.formats import CanonicalLinear, Layer, compressed_tensors, gptq
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION
 from qcutlass.formats.specs import LAYER_KINDS
@@ -33,7 +33,7 @@ _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be ov
 class _Common:
     """The scheme that all layers of an exported folder share."""
 
-    int8: bool
+    kind: str
     bits: int
     group_size: int
     symmetric: bool
@@ -55,8 +55,8 @@ def export_model(
     small).
 
     "gptq": 4 and 8 bits; version 1 where there are no zero points, else version 2, which alone holds a zero point of 0.
-    "compressed-tensors": pack-quantized, or int-quantized for W8A8; group sizes that divide K. `export_note` says what
-    other programs make of it.
+    "compressed-tensors": pack-quantized, int-quantized for W8A8, float-quantized for fp8; group sizes that divide K.
+    `export_note` says what other programs make of it.
 
     Args:
         folder: that `convert` or `quantize_model` wrote.
@@ -73,8 +73,8 @@ def export_model(
         ValueError: no such format; a folder to overwrite is none of these; `destination` lies in `folder`, or around
             it.
         UnsupportedError: the format cannot say it: activation scales (`act_scale`, `smooth`), act-order (gptq can),
-            real-valued zeros, layers that differ in bits or group size, scales that are not of 16 bits, shapes that
-            fill no words.
+            blocks, real-valued zeros, minimums, layers that differ in bits or group size, scales that are not of 16
+            bits, shapes that fill no words.
         CheckpointError: the folder is damaged, or has a link out of it beside the weights.
         OSError, MemoryError: as for `convert`.
 
@@ -105,8 +105,8 @@ def export_model(
         described = _gptq_config(common, source, layers)
         store = lambda layer: gptq.store(layer, 1 if common.symmetric else 2)  # noqa: E731
     else:
-        _check_groups(common, source, layers)
         described, store = _compressed_config(common, source, layers), compressed_tensors.store
+        _check_groups(common, source, layers)
     with (
         memory_told(old),
         new_folder(new, overwrite, lambda: _check_destination(old, new, overwrite)) as written,
@@ -187,6 +187,13 @@ def _common(source: ConvertedFolder, layers: Sequence[str]) -> _Common:
         fits = spec.group_size == group_size or (spec.group_size == -1 and source.shape(name)[1] <= group_size)
         if (spec.kind, spec.bits) != (first.kind, first.bits) or not fits:
             raise UnsupportedError(f"{name}: expected bits and groups as in the other layers; export needs one scheme")
+        if spec.weight_dtype is not None:
+            raise UnsupportedError(f"{name}: {spec.weight_dtype} weights for 16-bit activations are not exported")
+        if "minimums" in held:
+            raise UnsupportedError(
+                f"{name}: it has minimums, which other formats do not hold; quantise the model anew: qcutlass quantize "
+                "makes whole zero points"
+            )
         for buffer in ("act_scale", "smooth"):
             if buffer in held:
                 raise UnsupportedError(
@@ -195,7 +202,7 @@ def _common(source: ConvertedFolder, layers: Sequence[str]) -> _Common:
                 )
     symmetric = not any("zeros" in held or "minima" in held for held in buffers)
     act_order = any("perm" in held for held in buffers)
-    return _Common(LAYER_KINDS[first.kind].quantises_activations, first.bits, group_size, symmetric, act_order)
+    return _Common(first.kind, first.bits, group_size, symmetric, act_order)
 
 
 def _check_groups(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> None:
@@ -211,11 +218,11 @@ def _check_groups(common: _Common, source: ConvertedFolder, layers: Sequence[str
 def _stored(layer: QuantLinear, common: _Common) -> Layer:
     """A layer with its codes unpacked, and with zeros if any layer has them."""
     found = layer.canonical()
-    return found if common.symmetric else found.with_zeros()
+    return found.with_zeros() if isinstance(found, CanonicalLinear) and not common.symmetric else found
 
 
 def _gptq_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> dict[str, Any]:
-    if common.int8:
+    if LAYER_KINDS[common.kind].quantises_activations:
         raise UnsupportedError("gptq: quantised activations have no place in it; export to compressed-tensors")
     kept = [name for name in source.spec.modules_to_not_convert if name != HEAD]
     dynamic: dict[str, dict[str, str]] = {
@@ -233,20 +240,30 @@ def _gptq_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]
     }
 
 
+_COMPRESSED: Final = {
+    "weight_only": ("pack-quantized", "int"),
+    "int8": ("int-quantized", "int"),
+    "fp8": ("float-quantized", "float"),
+}
+"""The words of compressed-tensors for kinds of layers: of the layout, and of the type of numbers."""
+
+
 def _compressed_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> dict[str, Any]:
-    weights: dict[str, Any] = {"num_bits": common.bits, "type": "int", "symmetric": common.symmetric, "dynamic": False}
+    if common.kind not in _COMPRESSED:
+        raise UnsupportedError(f"compressed-tensors holds no layers of kind {common.kind}")
+    layout, type_ = _COMPRESSED[common.kind]
+    weights: dict[str, Any] = {"num_bits": common.bits, "type": type_, "symmetric": common.symmetric, "dynamic": False}
     if common.group_size == -1:
         weights["strategy"] = "channel"
     else:
         weights |= {"strategy": "group", "group_size": common.group_size}
     activations = None
-    if common.int8:
+    if LAYER_KINDS[common.kind].quantises_activations:
         static = "a_scale" in dict(source.spec[layers[0]].buffers)
-        activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not static}
+        activations = {"num_bits": 8, "type": type_, "symmetric": True, "dynamic": not static}
         activations["strategy"] = "tensor" if static else "token"
     listed = source.spec.modules_to_not_convert
     kept = [HEAD] if HEAD not in layers else []
-    layout = "int-quantized" if common.int8 else "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from transformers import TextStreamer
+from transformers import DynamicCache, TextStreamer
 
 from qcutlass.models import stepping
-from qcutlass.models.growing_cache import cache_for
+from qcutlass.models.block_modules import FusedBlock
+from qcutlass.models.growing_cache import growing_cache
 from qcutlass.models.sampling import Sampling
 from qcutlass.products.checks import check_integer
 
@@ -163,6 +164,13 @@ def _run(
             max_new_tokens=max_new_tokens,
             **sampling.keywords,
             streamer=stream,
-            past_key_values=cache_for(model),
+            past_key_values=_cache_for(model),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
+
+
+def _cache_for(model: Any) -> DynamicCache | None:
+    """The cache with which a model on the CPU whose blocks are fused decodes; None: its own kind serves better."""
+    if model.device.type != "cpu" or not any(isinstance(module, FusedBlock) for module in model.modules()):
+        return None
+    return growing_cache(model.config)

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import Checkpoint, Layer
-from qcutlass.formats.gguf import QUANTIZED
+from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
+from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.source import TensorInfo
 from qcutlass.models.extras import SAFE, import_transformers, reading
 from qcutlass.models.sources import ModelSource
@@ -129,6 +129,7 @@ class GGUFModel(ModelSource):
         if n % (2 * heads):
             raise CheckpointError(f"{self._path}: {name}: expected {heads} heads of even size, got {n} rows")
         rows = torch.arange(n).view(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
+        assert isinstance(layer, CanonicalLinear | FloatLinear)  # all that GGUF files hold
         return layer.rows(rows)
 
     def tokenizer(self) -> Any:

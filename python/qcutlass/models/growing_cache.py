@@ -9,13 +9,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from qcutlass.models.block_modules import FusedBlock
-
 _STEP: Final = 256  # tokens that there is room for at least; then half as many again as there are
 
 
 @dataclass
-class _Room:
+class Room:
     """Memory for keys and values, `[B, heads, capacity, size]`; `used`: tokens that are in it."""
 
     keys: Tensor
@@ -38,7 +36,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     keys: Any
     values: Any
-    _room: _Room | None = None
+    _room: Room | None = None
     _shown: Tensor | None = None
 
     def update(
@@ -47,22 +45,41 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Appends `[B, heads, tokens, size]`; all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        length, count = self.get_seq_length(), key_states.shape[-2]
+        room = self._room_for(key_states, value_states)
+        room.append(key_states, value_states)
+        return self._show(room)
+
+    def room_for_one(self) -> Room:
+        """Memory with a place for one more token of each sequence, behind those that are there, which are some."""
         room = self._room
+        if room is None or self.keys is not self._shown or not room.used < room.keys.shape[-2]:
+            room = self._room_for(self.keys[:, :, :1], self.values[:, :, :1])
+        return room
+
+    def append_written(self, room: Room) -> None:
+        """Counts one more token, whose keys and values were written behind the others of the room."""
+        room.used += 1
+        self._show(room)
+
+    def _room_for(self, key_states: Tensor, value_states: Tensor) -> Room:
+        """Memory with the tokens that there are, and places for these."""
+        room, length, count = self._room, self.get_seq_length(), key_states.shape[-2]
         if room is None or self.keys is not self._shown or room.used != length or length + count > room.keys.shape[-2]:
             room = self._room = _new_room(key_states, value_states, length + count)
             if length:
                 room.append(self.keys, self.values)
-        room.append(key_states, value_states)
+        return room
+
+    def _show(self, room: Room) -> tuple[Tensor, Tensor]:
         self.keys = self._shown = room.keys.narrow(-2, 0, room.used)
         self.values = room.values.narrow(-2, 0, room.used)
         return self.keys, self.values
 
 
-def _new_room(keys: Tensor, values: Tensor, length: int) -> _Room:
+def _new_room(keys: Tensor, values: Tensor, length: int) -> Room:
     capacity = max(_STEP, length + length // 2)
     first, second = (part.new_empty((*part.shape[:-2], capacity, part.shape[-1])) for part in (keys, values))
-    return _Room(first, second)
+    return Room(first, second)
 
 
 def growing_cache(config: Any) -> DynamicCache:
@@ -77,10 +94,3 @@ def growing_cache(config: Any) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
-
-
-def cache_for(model: Any) -> DynamicCache | None:
-    """The cache with which a model on the CPU whose blocks are fused decodes; None: its own kind serves better."""
-    if model.device.type != "cpu" or not any(isinstance(module, FusedBlock) for module in model.modules()):
-        return None
-    return growing_cache(model.config)

@@ -102,7 +102,7 @@ def _converted_rows(folder: PackedFolder) -> Iterator[_Row]:
 def _grouped(rows: Iterator[_Row]) -> list[LayerGroup]:
     groups: dict[tuple[Any, ...], list[_Row]] = defaultdict(list)
     for row in rows:
-        groups[re.sub(r"\d+", "*", row.name), row.shape, row.scheme].append(row)
+        groups[re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name), row.shape, row.scheme].append(row)
     summaries = []
     for (name, shape, scheme), members in groups.items():
         size = sum(member.size for member in members)

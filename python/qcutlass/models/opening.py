@@ -16,14 +16,18 @@ from qcutlass.models.sources import ModelSource, files_beside
 
 
 def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
-    """A folder or a file, as `qcutlass.formats.load` reads them; UnsupportedError for a mixture of experts."""
+    """A folder or a file, as `qcutlass.formats.load` reads them.
+
+    Raises:
+        UnsupportedError: a mixture of experts that converted folders do not hold.
+    """
     if path.is_dir() and is_converted(path):
         raise ValueError(f"source: {path} is converted already")
     described = (path if path.is_dir() else path.parent) / CONFIG
-    if path.suffix != ".gguf" and described.is_file():
-        check_configuration(read_json(described), path)
+    values = read_json(described) if path.suffix != ".gguf" and described.is_file() else None
+    check_configuration(values, path)
     checkpoint = formats.load(path, format, config)
-    check_names([*checkpoint, *checkpoint.rest], path)
+    check_names(checkpoint, checkpoint.rest, None if checkpoint.format == "gguf" else values, path)
     source = _model_source(path, checkpoint)
     check_rest(source.rest, source.names, path)  # refused before anything is written, as links are
     return source

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -30,9 +30,12 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
-from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
+from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.base import from_layer
+from qcutlass.layers.packed import PackedModule
 from qcutlass.models.converted import ConvertedFolder
+from qcutlass.models.expert_modules import Block, expert_modules, find_blocks, split
+from qcutlass.models.experts import expert_layer, module_forms
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, load_tokenizer, reading
 from qcutlass.products.weight_only import check_quantized_activations
 
@@ -89,12 +92,15 @@ class QcutlassQuantizer(HfQuantizer):
     each to the device of its neighbours. Either way the model can be saved, as a converted folder.
     """
 
+    quantization_config: QcutlassConfig
     requires_calibration = True  # floats are not quantised here
 
     def __init__(self, quantization_config: QcutlassConfig, **keywords: Any) -> None:
         super().__init__(quantization_config, **keywords)
-        self._awaited: dict[str, str] = {}
-        self._checkpoint: formats.Checkpoint | None = None
+        self._awaited: dict[str, Callable[[], QuantLinear | QuantExperts]] = {}
+        self._blocks: list[Block] = []
+        self._specs: dict[str, LayerSpec] = {}
+        self._source: str | None = None
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
@@ -109,8 +115,11 @@ class QcutlassQuantizer(HfQuantizer):
             converted = ConvertedFolder(folder)
             _check_files(checkpoint_files, converted.files)
             self._check_complete(model, converted)
+            blocks, others = find_blocks(converted, model)
+            self._specs = {name: converted.spec[name] for name in converted}
+            self._await_experts(model, blocks, converted, converted.__getitem__)
             _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in converted))
-            for place, (name, module) in _places(converted, model).items():
+            for place, (name, module) in _places(others, model).items():
                 layer = converted.empty(name)
                 if (layer.out_features, layer.in_features) != tuple(module.weight.shape):
                     raise CheckpointError(f"{name}: {layer} is in the place of {module}")
@@ -127,24 +136,42 @@ class QcutlassQuantizer(HfQuantizer):
     def _check_complete(self, model: PreTrainedModel, converted: ConvertedFolder) -> None:
         """transformers fills in random numbers, with a warning, where weights are absent."""
         prefix = f"{model.base_model_prefix}."
-        known = {name.removeprefix(prefix) for name in (*converted, *converted.spec.modules_to_not_convert)}
-        for name in _linears(model.base_model):
+        listed = (*converted, *converted.spec.modules_to_not_convert)
+        known = {name.removeprefix(prefix) for name in listed}
+        for listed_name in listed:
+            layer = expert_layer(listed_name)
+            known |= set() if layer is None else {form.removeprefix(prefix) for form in module_forms(layer.block)}
+        for name in (*_linears(model.base_model), *expert_modules(model.base_model)):
             if name not in known:
                 raise CheckpointError(f"{name}: expected it among the layers of the converted folder; it is absent")
 
     def _await(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._awaited = {place: name for place, (name, _) in _places(checkpoint, model).items()}
-        for place, name in self._awaited.items():
+        def read(name: str) -> QuantLinear:
+            return from_layer(checkpoint[name], name)
+
+        blocks, others = find_blocks(checkpoint, model)
+        self._source = checkpoint.format
+        self._await_experts(model, blocks, checkpoint, read)
+        for place, (name, _) in _places(others, model).items():
+            self._awaited[place] = partial(read, name)
             model.set_submodule(place, _Awaited(sum(info.nbytes for info in checkpoint.tensors_of(name))))
-        names = {name for pair in self._awaited.items() for name in pair}
-        _ignore(model, (rf"^{re.escape(name)}\." for name in names))
+            _ignore(model, (rf"^{re.escape(each)}\." for each in (place, name)))
+
+    def _await_experts(
+        self, model: PreTrainedModel, blocks: list[Block], source: Any, read: Callable[[str], QuantLinear]
+    ) -> None:
+        """`source` knows the tensors of a layer."""
+        self._blocks = blocks
+        for block in blocks:
+            self._awaited[block.place] = partial(block.read, read)
+            size = sum(info.nbytes for name in block.names for info in source.tensors_of(name))
+            model.set_submodule(block.place, _Awaited(size))
+            _ignore(model, [rf"^{re.escape(block.place)}\."])
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        if self._checkpoint is not None:
-            self._fill(model, self._checkpoint)
+        self._fill(model)
         for name, module in model.named_modules():
-            if isinstance(module, QuantLinear):
+            if isinstance(module, PackedModule):
                 module.end_loading()
                 try:
                     module.check()
@@ -154,15 +181,21 @@ class QcutlassQuantizer(HfQuantizer):
             _cast_parameters(model, model.config.dtype)
         return model
 
-    def _fill(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
-        specs: dict[str, LayerSpec] = {}
-        for place, name in self._awaited.items():
-            layer, device = from_layer(checkpoint[name], name), model.get_submodule(place).place.device
-            specs[place] = layer.spec
+    def _fill(self, model: PreTrainedModel) -> None:
+        """Reads what transformers has not; describes it as it will be saved."""
+        for place, read in self._awaited.items():
+            layer, device = read(), model.get_submodule(place).place.device
+            if isinstance(layer, QuantLinear):
+                self._specs[place] = layer.spec
             model.set_submodule(place, layer.to("cpu" if device.type == "meta" else device).eval())
-        self._checkpoint = None
-        spec = ModelSpec.of(specs, list(_linears(model)), checkpoint.format)
-        self.quantization_config = model.config.quantization_config = QcutlassConfig(**spec.to_dict())
+        for block in self._blocks:  # joined experts have types in common
+            self._specs |= block.specs(model.get_submodule(block.place))
+        if self._awaited:
+            values: dict[str, Any] = self.quantization_config.to_dict()
+            kept = values.get("modules_to_not_convert", [*_linears(model), *expert_modules(model)])
+            spec = ModelSpec.of(self._specs, kept, self._source or values.get("source", ""))
+            self.quantization_config = model.config.quantization_config = QcutlassConfig(**spec.to_dict())
+        self._awaited = {}
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Bytes of an element, by which devices are filled."""
@@ -171,7 +204,7 @@ class QcutlassQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors that `save_pretrained` writes: the model's and a guard for each layer."""
-        state = model.state_dict()
+        state = split(model, model.state_dict())
         layers = [name.removesuffix(".w_packed") for name in state if name.endswith(".w_packed")]
         return {**state, **{f"{name}.{GUARD}": guard() for name in layers}}, {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +20,14 @@ from qcutlass.products.checks import (
     shape_of,
 )
 from qcutlass.products.extension import DTYPES, backend, current_device
+from qcutlass.products.kind import schema_of
 from qcutlass.products.library import register
 from qcutlass.products.memory import as_rows
 
 BLOCK_SIZES: Final = (32, 64, 128)
-_CODES: Final = (torch.int8,)
+_CODES: Final = {torch.int8: _C.DType.INT8, torch.float8_e4m3fn: _C.DType.FLOAT8_E4M3}
+"""Types of codes that have scales of blocks."""
+_SCALE_FORMATS: Final = (None, "ue8m0")
 _SCALES: Final = (torch.float32,)
 
 QuantizedBlocks: TypeAlias = tuple[Tensor, Tensor]
@@ -44,22 +47,46 @@ def check_weight_scales(name: str, scales: Tensor, n: int, k: int, size: int) ->
         )
 
 
-def _check_columns(x: Tensor, size: int) -> None:
+def check_scale_format(scale_fmt: object) -> None:
+    if scale_fmt not in _SCALE_FORMATS:
+        raise ValueError(f"scale_fmt: expected None or 'ue8m0', powers of two, got {scale_fmt!r}")
+
+
+def _check_columns(x: Tensor, size: int, name: str = "x") -> None:
     if x.dim() == 0:
-        raise ValueError("x: expected shape [..., K], got a tensor without dimensions")
+        raise ValueError(f"{name}: expected shape [..., K], got a tensor without dimensions")
     if x.shape[-1] < 1:
-        raise ValueError(f"x: K must be at least 1, got shape {shape_of(x)}")
+        raise ValueError(f"{name}: K must be at least 1, got shape {shape_of(x)}")
     check_block_size("block_size", size)
 
 
-def check_quantize_blocks(x: Tensor, size: int, square: bool) -> tuple[int, ...]:
-    """Checks the arguments of `act_quant`, or if `square` of `weight_quant`; returns the shape of the scales."""
-    if square:
-        check_matrix("x", x, FLOATING)
-    check_tensor("x", x, FLOATING)
-    check_device("x", x)
-    _check_columns(x, size)
-    return scales_shape(x, size, square)
+class BlocksCall(NamedTuple):
+    """The arguments of one quantisation in blocks, in the order of the schema; `qcutlass.blockwise` describes them.
+
+    `square`: blocks have as many rows as columns, else one. `gated`: halves of `x` meet in SwiGLU first.
+    """
+
+    x: Tensor
+    size: int
+    square: bool = False
+    dtype: torch.dtype = torch.int8
+    scale_fmt: str | None = None
+    gated: bool = False
+
+    def check(self) -> QuantizedBlocks:
+        """Checks the arguments; returns memory for codes and scales."""
+        x, name = self.x, "gate_up" if self.gated else "x"
+        if self.square:
+            check_matrix(name, x, FLOATING)
+        check_tensor(name, x, FLOATING)
+        check_device(name, x)
+        _check_columns(x, self.size, name)
+        if self.gated and x.shape[-1] % 2:
+            raise ValueError(f"{name}: expected shape [..., 2 I], gate beside up, got {shape_of(x)}")
+        check_scale_format(self.scale_fmt)
+        shape = (*x.shape[:-1], x.shape[-1] // 2) if self.gated else x.shape
+        codes = x.new_empty(shape, dtype=self.dtype)
+        return codes, x.new_empty(scales_shape(codes, self.size, self.square), dtype=torch.float32)
 
 
 def scales_shape(x: Tensor, size: int, square: bool) -> tuple[int, ...]:
@@ -68,11 +95,13 @@ def scales_shape(x: Tensor, size: int, square: bool) -> tuple[int, ...]:
     return (ceil_div(x.shape[0], size), blocks) if square else (*x.shape[:-1], blocks)
 
 
-def check_codes(x: Tensor, s: Tensor, size: int, square: bool, name: str = "s") -> None:
+def check_codes(
+    x: Tensor, s: Tensor, size: int, square: bool, name: str = "s", dtypes: tuple[torch.dtype, ...] = tuple(_CODES)
+) -> None:
     """Checks codes with the scales of their blocks; `name` is that of the scales."""
     if square:
-        check_matrix("x", x, _CODES)
-    check_tensor("x", x, _CODES)
+        check_matrix("x", x, dtypes)
+    check_tensor("x", x, dtypes)
     check_device("x", x)
     check_operand(name, s, _SCALES, x.device, "x")
     _check_columns(x, size)
@@ -89,23 +118,26 @@ def check_output_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"output_dtype: expected float16, bfloat16 or float32, got {dtype}")
 
 
-def quantize_blocks(x: Tensor, size: int, square: bool) -> QuantizedBlocks:
+def quantize_blocks(call: BlocksCall) -> QuantizedBlocks:
     """The codes of `x`, in blocks of `size` columns, and of as many rows if `square`."""
-    codes, scales = _quantize_fake(x, size, square)
-    check_memory({"x": x})
+    codes, scales = call.check()
+    check_memory({"x": call.x})
     if codes.numel():
         with current_device(codes):
-            rows = as_rows(x)
+            rows = as_rows(call.x)
             _C.quantize_blocks(
                 rows.shape[0],
-                rows.shape[1],
-                size,
+                codes.shape[-1],
+                call.size,
                 DTYPES[rows.dtype],
                 rows.data_ptr(),
                 rows.stride(0),
+                _CODES[call.dtype],
                 codes.data_ptr(),
                 scales.data_ptr(),
-                square=square,
+                square=call.square,
+                powers_of_two=call.scale_fmt is not None,
+                gated=call.gated,
                 **backend(codes),
             )
     return codes, scales
@@ -122,6 +154,7 @@ def dequantize_blocks(x: Tensor, s: Tensor, size: int, square: bool, dtype: torc
                 rows.shape[0],
                 rows.shape[1],
                 size,
+                _CODES[rows.dtype],
                 rows.data_ptr(),
                 rows.stride(0),
                 scales.data_ptr(),
@@ -154,11 +187,6 @@ def gelu_blocks(x: Tensor, s: Tensor, size: int) -> QuantizedBlocks:
     return codes, scales
 
 
-def _quantize_fake(x: Tensor, size: int, square: bool) -> QuantizedBlocks:
-    shape = check_quantize_blocks(x, size, square)
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
-
-
 def _dequantize_fake(x: Tensor, s: Tensor, size: int, square: bool, dtype: torch.dtype) -> Tensor:
     check_codes(x, s, size, square)
     check_output_dtype(dtype)
@@ -166,11 +194,19 @@ def _dequantize_fake(x: Tensor, s: Tensor, size: int, square: bool, dtype: torch
 
 
 def _gelu_fake(x: Tensor, s: Tensor, size: int) -> QuantizedBlocks:
-    check_codes(x, s, size, False, "s_x")
+    check_codes(x, s, size, False, "s_x", (torch.int8,))
     return x.new_empty(x.shape), s.new_empty(scales_shape(x, size, False))
 
 
-register("quantize_blocks(Tensor x, int size, bool square) -> (Tensor, Tensor)", quantize_blocks, _quantize_fake)
+def _quantize(*arguments: Any) -> QuantizedBlocks:
+    return quantize_blocks(BlocksCall(*arguments))
+
+
+def _quantize_fake(*arguments: Any) -> QuantizedBlocks:
+    return BlocksCall(*arguments).check()
+
+
+register(f"quantize_blocks({schema_of(BlocksCall)}) -> (Tensor, Tensor)", _quantize, _quantize_fake)
 register(
     "dequantize_blocks(Tensor x, Tensor s, int size, bool square, ScalarType dtype) -> Tensor",
     dequantize_blocks,

@@ -15,6 +15,9 @@ from qcutlass import _C
 from qcutlass.errors import UnsupportedError
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32)
+E8M0: Final[tuple[torch.dtype, ...]] = (
+    (torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()  # torch has it since 2.7
+)
 DEVICES: Final = ("cpu", "meta", "cuda")
 _MOST_SPLITS: Final = 2**16  # blocks that a grid has in this direction
 
@@ -36,6 +39,13 @@ class Arguments(Protocol):
 def tensors_of(call: Arguments) -> dict[str, Tensor]:
     """The tensors among the arguments of a call, by name."""
     return {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
+
+
+def are_finite(tensor: Tensor) -> bool:
+    """Whether floating numbers, those of float8_e4m3fn included, hold neither NaN nor infinity."""
+    if tensor.dtype == torch.float8_e4m3fn:  # torch.isfinite does not take it; its NaN are the codes of all ones
+        return bool(((tensor.view(torch.uint8) & 0x7F) != 0x7F).all())
+    return bool(tensor.isfinite().all())
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -141,11 +151,17 @@ def check_options(activation: object, tactic: object, split_k: int) -> None:
             raise ValueError(f"split_k: expected at most {_MOST_SPLITS}, got {split_k}")
 
 
-def check_out(name: str, a: Tensor, out: Tensor, n: int, dtype: torch.dtype, where: str = "") -> None:
-    """Raises unless `out` can hold a product of the activations `a`, called `name`, by `n` channels."""
+def check_out(
+    name: str, a: Tensor, out: Tensor, n: int, dtype: torch.dtype, where: str = "", rows: int | None = None
+) -> None:
+    """Raises unless `out` can hold a product of the activations `a`, called `name`, by `n` channels.
+
+    `rows`: those of the output, where they are not those of `a`.
+    """
     check_operand("out", out, (dtype,), a.device, name, where)
-    if out.shape != (*a.shape[:-1], n):
-        raise ValueError(f"out: expected shape {[*a.shape[:-1], n]}, got {shape_of(out)}")
+    expected = (*(a.shape[:-1] if rows is None else (rows,)), n)
+    if out.shape != expected:
+        raise ValueError(f"out: expected shape {list(expected)}, got {shape_of(out)}")
 
 
 def check_inference(**tensors: Tensor | None) -> None:

@@ -1,8 +1,9 @@
 """What a decoder block computes between its products: `torch.ops.qcutlass.add_rms_norm`, `rms_norm`, `silu_mul`,
 `gelu_tanh_mul` and `rotary`.
 
-On the CPU each is one pass of the extension, computed in fp32 and rounded once; on a GPU, for now, a composition of
-torch's operations. The functions here call it directly where nothing traces.
+Each is one pass of the extension, computed in fp32 and rounded once; but on a GPU the rotation is a composition of
+torch's operations. On a GPU of sm_90 a pass lets the kernel behind it start early: a product then loads its first
+weights meanwhile. The functions here call the extension directly where nothing traces.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from qcutlass.products.checks import (
     check_vector,
     shape_of,
 )
-from qcutlass.products.extension import DTYPES
+from qcutlass.products.extension import DTYPES, current_device, device_traits
 from qcutlass.products.library import is_eager, register
 from qcutlass.products.memory import as_rows
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
-_GATES: Final = {"silu_mul": _C.Activation.SILU, "gelu_tanh_mul": _C.Activation.GELU_TANH}
+ACTIVATION_OF_GATE: Final = {"silu_mul": _C.Activation.SILU, "gelu_tanh_mul": _C.Activation.GELU_TANH}
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Pair:
@@ -210,6 +211,15 @@ def _ready(**tensors: Tensor | None) -> None:
         check_inference(**tensors)
 
 
+def _backend(tensor: Tensor) -> tuple[int, int, int]:
+    """Threads on the CPU, device and stream on a GPU: the last three arguments of the extension's functions."""
+    if not tensor.is_cuda:
+        return torch.get_num_threads(), -1, 0
+    index = tensor.get_device()
+    device_traits(index)
+    return 1, index, torch._C._cuda_getCurrentRawStream(index)
+
+
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
     _check_norm(x, weight, eps, residual)
     _ready(x=x, residual=residual, weight=weight)
@@ -220,73 +230,64 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         x, stride = _rows(x)
         added, added_stride = (None, 0) if residual is None else _rows(residual)
         weight = weight.contiguous()
-        _C.add_rms_norm(
-            out.numel() // columns,
-            columns,
-            DTYPES[out.dtype],
-            x.data_ptr(),
-            stride,
-            0 if added is None else added.data_ptr(),
-            added_stride,
-            DTYPES[weight.dtype],
-            weight.data_ptr(),
-            eps,
-            0 if total is None else total.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        with current_device(x):
+            _C.add_rms_norm(
+                out.numel() // columns,
+                columns,
+                DTYPES[out.dtype],
+                x.data_ptr(),
+                stride,
+                0 if added is None else added.data_ptr(),
+                added_stride,
+                DTYPES[weight.dtype],
+                weight.data_ptr(),
+                eps,
+                0 if total is None else total.data_ptr(),
+                out.data_ptr(),
+                *_backend(x),
+            )
     return total, out
 
 
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Pair:
-    if x.is_cuda:
-        _check_norm(x, weight, eps, residual)
-        total = x + residual
-        return total, _composed_norm(total, weight, eps)
-    total, out = _launch_norm(x, residual, weight, eps)  # type: ignore[assignment]
+    total, out = _launch_norm(x, residual, weight, eps)
+    assert total is not None
     return total, out
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.is_cuda:
-        _check_norm(x, weight, eps, None)
-        return _composed_norm(x, weight, eps)
     return _launch_norm(x, None, weight, eps)[1]
+
+
+def _gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    activation = ACTIVATION_OF_GATE[name]
+    _check_gate(gate, up)
+    _ready(gate=gate, up=up)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        columns = gate.shape[-1]
+        gate, gate_stride = _rows(gate)
+        up, up_stride = _rows(up)
+        with current_device(gate):
+            _C.gate(
+                out.numel() // columns,
+                columns,
+                DTYPES[out.dtype],
+                activation,
+                gate.data_ptr(),
+                gate_stride,
+                up.data_ptr(),
+                up_stride,
+                out.data_ptr(),
+                *_backend(gate),
+            )
+    return out
 
 
 def _composed_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     numbers = x.float()
     factor = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
     return (numbers * factor * weight.float()).to(x.dtype)
-
-
-def _gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    activation = _GATES[name]
-    _check_gate(gate, up)
-    if gate.is_cuda:
-        numbers = gate.float()
-        if activation == _C.Activation.SILU:
-            return (torch.nn.functional.silu(numbers) * up).to(gate.dtype)
-        return (torch.nn.functional.gelu(numbers, approximate="tanh") * up).to(gate.dtype)
-    _ready(gate=gate, up=up)
-    out = torch.empty(gate.shape, dtype=gate.dtype)
-    if out.numel():
-        columns = gate.shape[-1]
-        gate, gate_stride = _rows(gate)
-        up, up_stride = _rows(up)
-        _C.gate(
-            out.numel() // columns,
-            columns,
-            DTYPES[out.dtype],
-            activation,
-            gate.data_ptr(),
-            gate_stride,
-            up.data_ptr(),
-            up_stride,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-    return out
 
 
 def _rotary(
@@ -378,7 +379,7 @@ def _register() -> None:
         _add_rms_norm_fake,
     )
     register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _rms_norm_fake)
-    for name in _GATES:
+    for name in ACTIVATION_OF_GATE:
 
         def implementation(gate: Tensor, up: Tensor, name: str = name) -> Tensor:
             return _gate(name, gate, up)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
+from qcutlass.products.checks import E8M0
 
 DTYPES: Final[dict[torch.dtype, _C.DType]] = {
     torch.float16: _C.DType.FLOAT16,
@@ -19,6 +20,7 @@ DTYPES: Final[dict[torch.dtype, _C.DType]] = {
     torch.int32: _C.DType.INT32,
     torch.float8_e4m3fn: _C.DType.FLOAT8_E4M3,
     torch.float8_e5m2: _C.DType.FLOAT8_E5M2,
+    **dict.fromkeys(E8M0, _C.DType.FLOAT8_E8M0),
 }
 
 _devices: dict[int, _C.DeviceTraits] = {}

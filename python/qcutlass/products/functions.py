@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.products.float8 import FLOAT8, Float8Call
+from qcutlass.products.grouped import GROUPED, GroupedCall
 from qcutlass.products.int8 import INT8, Int8Call, check_weight_sums, sums_call
 from qcutlass.products.kind import computes
 from qcutlass.products.multiplying import compute
@@ -29,13 +30,20 @@ def gemm(
     tactic: str | None = None,
     split_k: int = 0,
     activations: str | None = None,
+    weight_dtype: str | None = None,
+    global_scale: Tensor | None = None,
+    minimums: Tensor | None = None,
 ) -> Tensor:
     """Multiplies activations by quantised weights: `activation(a' @ w.T + bias)`, sums in fp32, rounded once.
 
-    `w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n]` with g = k // group_size, and
+    `w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n]` with g = k // group_size, or, with minimums,
+    `code[n, k] * scale[g, n] - minimum[g, n]`; and
     `a'[m, k] = round_to_dtype_of_a(a[m, p] * act_scale[p])` with p = perm[k], or k without `perm`.
     On CUDA, `w` is rounded to the type of `a`, except by the kernels for few rows where a group has 64 columns or more:
     those scale sums of exact products (`plan(...).rounds_weights` tells). The CPU keeps `w` in fp32.
+
+    With `weight_dtype` the codes are floating numbers, without zeros: `w[n, k] = code[n, k] * scale[g, n]`, with
+    `scale * global_scale`, rounded to float32, in place of the scale where there is one. NaN codes give NaN.
 
     With `activations="int8"`, on the CPU, `a'` is quantised first, in blocks of 32 columns of the codes' order, as
     `blockwise.act_quant(a', 32)` does it: int8 codes, and a float32 scale for each row and block, its largest magnitude
@@ -50,9 +58,10 @@ def gemm(
         w_packed: uint8 `[ceil(N/16), ceil(K/kt), 32, 16]` from `preprocess_weights`, kt = 64 (4 bits) or 32 (8 bits).
             It does not store K: one packed from a matrix with another K, but as many tiles, is multiplied as it is, and
             4-bit weights of 2 K columns pass for 8-bit ones of K unless `bits` is passed.
-        scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
+        scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel. Of "e2m1" codes also float8_e8m0fnu
+            (MXFP4, with groups of 32) and float8_e4m3fn (NVFP4, with groups of 16).
         zeros: shaped as `scales`; uint8, int8 or int32: exact zero points, uint8 ones in [0, 2**bits]; floating:
-            real-valued zeros; None: 2**(bits - 1) everywhere.
+            real-valued zeros; None: 2**(bits - 1) everywhere. None with `weight_dtype`.
         bias: float16, bfloat16 or float32 `[N]`.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         act_scale: float16, bfloat16 or float32 `[K]`, in the order of the columns of `a` (AWQ's pre-quant scale).
@@ -65,7 +74,13 @@ def gemm(
         tactic: name of a kernel configuration to use (see `tactics`); CUDA only.
         split_k: number of blocks that share the K extent of an output tile; of several waves of wgmma tiles only the
             last one's are shared. 0: chosen. CUDA only.
-        activations: None: as they are; "int8": quantised. CPU only, for groups of a multiple of 16 columns, or one.
+        activations: None: as they are; "int8": quantised. CPU only, for integer codes in groups of a multiple of 16
+            columns, or one; not with minimums.
+        weight_dtype: None: codes are integers; "e2m1": 4-bit floats, a sign in bit 3 and 0, 0.5, 1, 1.5, 2, 3, 4 or 6;
+            "e4m3": the bytes of float8_e4m3fn.
+        global_scale: float32 `[1]`, beside scales of float8_e4m3fn; None: 1.
+        minimums: float16, bfloat16 or float32, shaped as `scales`: what is taken off scaled codes, instead of zeros;
+            scales may be negative or 0 then as without. GGUF's K-quants are stored so.
 
     Returns:
         `[..., N]` with the type of `a`; `out` if it was given. Bitwise repeatable.
@@ -85,7 +100,8 @@ def gemm(
         torch.Size([2, 3, 48])
     """
     operands = a, w_packed, scales, zeros, bias, activation, act_scale, perm
-    return compute(WEIGHT_ONLY, GemmCall(*operands, group_size, bits, tactic, split_k, activations), out)
+    options = group_size, bits, tactic, split_k, activations, weight_dtype
+    return compute(WEIGHT_ONLY, GemmCall(*operands, *options, global_scale, minimums), out)
 
 
 @computes(INT8)
@@ -196,6 +212,69 @@ def gemm_fp8(
     """
     call = Float8Call(a, w, a_scale, w_scale, bias, activation, out_dtype, n, tactic, split_k)
     return compute(FLOAT8, call, out)
+
+
+@computes(GROUPED)
+def gemm_grouped(
+    a: Tensor,
+    w_packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    offsets: Tensor,
+    rows: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    group_size: int | None = None,
+    bits: int | None = None,
+    out: Tensor | None = None,
+    tactic: str | None = None,
+) -> Tensor:
+    """Multiplies each row by the quantised weights of its expert: the product of a mixture of experts.
+
+    Result row r belongs to the expert e with `offsets[e] <= r < offsets[e + 1]`, and is
+    `activation(a[rows[r]] @ w[e].T + bias[e]) * row_scale[r]`, sums in fp32, rounded once; `w` as in `gemm`. Rows of
+    nobody, before `offsets[0]` and from `offsets[E]` on, are zeros. A row's bits depend on no other row: neither on
+    their number and order nor on their experts; on CUDA as long as the tactic is the same.
+
+    No host code reads `offsets` and `rows` of CUDA tensors: nothing waits for the GPU, and a captured graph multiplies
+    what they say when it runs. There, offsets are clamped to [0, R] and rows to those of `a`, so that wrong ones give
+    wrong results, but touch no other memory; on the CPU they are errors.
+
+    Args:
+        a: `[T, K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.
+        w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
+        scales: float16, bfloat16 or float32 `[E, G, N]`, or `[E, N]`: one a channel.
+        zeros: shaped as `scales`, of types and meaning as for `gemm`.
+        offsets: int32 `[E + 1]`, not decreasing, in [0, R].
+        rows: int32 `[R]`, in [0, T): the row of `a` that each result row multiplies, gathered by the kernel. None: r,
+            and R = T.
+        row_scale: float32 `[R]`: multiplies finished rows, in fp32 before they are rounded (the router's weights).
+        bias: float16, bfloat16 or float32 `[E, N]`.
+        activation, group_size, bits, tactic: as for `gemm`.
+        out: `[R, N]` with the type of `a`, to be written; must not share memory with an operand.
+
+    Returns:
+        `[R, N]` with the type of `a`; `out` if it was given. Bitwise repeatable.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset
+            or a row out of range.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> experts = [qcutlass.quantize(torch.randn(48, 256), bits=4, group_size=64) for _ in range(3)]
+        >>> w_packed = qcutlass.preprocess_weights(torch.stack([q.codes for q in experts]), bits=4)
+        >>> scales, zeros = (torch.stack([getattr(q, name) for q in experts]) for name in ("scales", "zeros"))
+        >>> a = torch.randn(2, 256)  # both tokens go to expert 0, one to expert 2 besides
+        >>> offsets = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+        >>> rows = torch.tensor([0, 1, 1], dtype=torch.int32)
+        >>> qcutlass.gemm_grouped(a, w_packed, scales, zeros, offsets=offsets, rows=rows).shape
+        torch.Size([3, 48])
+    """
+    operands = a, w_packed, scales, offsets, zeros, rows, row_scale, bias
+    return compute(GROUPED, GroupedCall(*operands, activation, group_size, bits, tactic), out)
 
 
 def weight_sums(w: Tensor, n: int | None = None) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -22,7 +23,15 @@ Size: TypeAlias = Annotated[int, _SYMBOLIC]
 """An extent of a tensor, which torch.compile may keep as a symbol."""
 
 SETTLING: Final = frozenset(
-    {Operand.WEIGHTS, Operand.SCALES, Operand.ZEROS, Operand.W_SCALE, Operand.W_SUMS, Operand.BLOCK_W}
+    {
+        Operand.WEIGHTS,
+        Operand.SCALES,
+        Operand.ZEROS,
+        Operand.MINIMUMS,
+        Operand.W_SCALE,
+        Operand.W_SUMS,
+        Operand.BLOCK_W,
+    }
 )
 """The weights and what belongs to them: what kernels may read while the kernel before them in the stream ends."""
 
@@ -32,7 +41,7 @@ _OUTPUTS: Final = frozenset({Operand.OUT_SCALES})
 MOST_LAUNCHES: Final = 4096
 """Calls of a kind that are remembered, some 2 KB each."""
 
-_TYPES: Final = {Tensor: "Tensor", str: "str", int: "int", bool: "bool", torch.dtype: "ScalarType"}
+_TYPES: Final = {Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 """Types of arguments as schemas write them."""
 
 
@@ -151,6 +160,11 @@ def schema_of(call: Callable[..., Any]) -> str:
     return _schema(_arguments_of(call))
 
 
+def _leading_of_activations(call: Call) -> Sequence[int]:
+    """Those of an output with a row for each row of the activations."""
+    return call.a.shape[:-1]
+
+
 class Kind:
     """A kind of product.
 
@@ -159,6 +173,7 @@ class Kind:
         call: makes a call of its arguments.
         activations: types of activations that it takes.
         dequantises: its weights can be dequantised for a dense product; plans for it are tuned.
+        leading: the extents of the output before N, of a call.
         schema: its operator's arguments.
         roles: which operand each tensor of a call is, in the call's order.
         operands: the tensors of a call, in the same order.
@@ -169,12 +184,18 @@ class Kind:
     """
 
     def __init__(
-        self, name: str, call: Callable[..., Call], activations: tuple[torch.dtype, ...], dequantises: bool = False
+        self,
+        name: str,
+        call: Callable[..., Call],
+        activations: tuple[torch.dtype, ...],
+        dequantises: bool = False,
+        leading: Callable[[Any], Sequence[int]] = _leading_of_activations,
     ) -> None:
         self.name: Final = name
         self.call: Final = call
         self.activations: Final = activations
         self.dequantises: Final = dequantises
+        self.leading: Final = leading
         fields = _arguments_of(call)
         unnamed = [field.name for field in fields if field.type.startswith("Tensor") and field.operand is None]
         if unnamed:
@@ -196,6 +217,10 @@ class Kind:
     def arguments(self, call: Call) -> tuple[Any, ...]:
         """Those of the operator, from a call."""
         return tuple(call)[: self._most_arguments]
+
+    def rows(self, call: Call) -> int:
+        """Rows of the output, M."""
+        return math.prod(self.leading(call))
 
 
 _Item = TypeVar("_Item")

@@ -25,7 +25,7 @@ _CPU_MIN_ROWS: Final = 16
 def launch_of(product: Product) -> _C.Launch:
     """A checked product, planned."""
     kind, a, out = product.kind, product.call.a, product.out
-    new_out = a.new_empty((*a.shape[:-1], out.shape[1]), device="meta")
+    new_out = a.new_empty((*kind.leading(product.call), out.shape[1]), device="meta")
     device = a.get_device()
     plan = product.plan(device) if a.is_cuda else None
     extents = [0 if operand is None else extent(operand) for operand in kind.operands(product.call)]

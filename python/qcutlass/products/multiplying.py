@@ -36,13 +36,12 @@ def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
 
 def multiply(kind: Kind, call: Call) -> Tensor:
     """The product in a new tensor."""
-    shape, a = call.check(None), call.a
+    shape, leading = call.check(None), kind.leading(call)
     check_memory(tensors_of(call))
-    rows = a.shape[0] if a.dim() == 2 else a.shape[:-1].numel()
-    out = a.new_empty((rows, shape.n), dtype=call.out_dtype)
+    out = call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype)
     if out.numel():
         launching.run(Product(kind, call.prepared(shape), shape, out), None)
-    return out if a.dim() == 2 else out.view(*a.shape[:-1], shape.n)
+    return out if len(leading) == 1 else out.view(*leading, shape.n)
 
 
 def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:

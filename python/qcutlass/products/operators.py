@@ -8,18 +8,21 @@ from torch import Tensor
 
 from qcutlass.products.kind import Kind
 from qcutlass.products.kinds import KINDS
+from qcutlass.products.launching import repeat
 from qcutlass.products.library import register
 from qcutlass.products.multiplying import multiply, multiply_out
 
 
 def _register_product(kind: Kind) -> None:
     def new(*arguments: Any) -> Tensor:
-        return multiply(kind, kind.call(*arguments))
+        call = kind.call(*arguments)
+        repeated = repeat(kind, call, None)  # as compiled graphs and engines call operators again and again
+        return multiply(kind, call) if repeated is None else repeated
 
     def new_fake(*arguments: Any) -> Tensor:
         call = kind.call(*arguments)
         n = call.check(None).n
-        return call.a.new_empty((*call.a.shape[:-1], n), dtype=call.out_dtype)
+        return call.a.new_empty((*kind.leading(call), n), dtype=call.out_dtype)
 
     def into(*arguments: Any, out: Tensor) -> None:
         multiply_out(kind, kind.call(*arguments), out)

@@ -11,12 +11,33 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
-from qcutlass.products.checks import FLOATING, ceil_div, check_integer, check_operand, shape_of
+from qcutlass.products.checks import E8M0, FLOATING, ceil_div, check_integer, check_operand, names_of, shape_of
 from qcutlass.products.extension import DTYPES
 from qcutlass.products.memory import aligned, as_separate_rows
 
 PACKINGS: Final = {4: _C.Packing.W4A16, 8: _C.Packing.W8A16}
-"""Packing for 16-bit activations, by bits of a weight."""
+"""Packing of integers for 16-bit activations, by bits of a weight."""
+
+
+class CodeType(NamedTuple):
+    """A type of codes that are floating numbers.
+
+    Attributes:
+        bits: of a code.
+        packing: for 16-bit activations; the order of the codes is that of integers of so many bits.
+        scales: types of scales.
+    """
+
+    bits: int
+    packing: _C.Packing
+    scales: tuple[torch.dtype, ...]
+
+
+CODE_TYPES: Final = {
+    "e2m1": CodeType(4, _C.Packing.E2M1A16, (*FLOATING, *E8M0, torch.float8_e4m3fn)),
+    "e4m3": CodeType(8, _C.Packing.E4M3A16, FLOATING),
+}
+"""The types of weights besides integers, by the name that `weight_dtype` has for them."""
 
 TILE_N: Final = 16
 TILE: Final = (32, 16)  # lanes (or halves of rows), bytes of each
@@ -33,6 +54,25 @@ class WeightShape(NamedTuple):
     k: int
     bits: int
     group_size: int  # k: one group
+    weight_dtype: str | None = None  # None: integers
+
+    @property
+    def packing(self) -> _C.Packing:
+        return PACKINGS[self.bits] if self.weight_dtype is None else CODE_TYPES[self.weight_dtype].packing
+
+
+def check_weight_dtype(weight_dtype: object, bits: object = None) -> None:
+    """Raises unless `weight_dtype` names a type of codes that have so many `bits` (None: whatever they have)."""
+    if weight_dtype is None:
+        return
+    if not isinstance(weight_dtype, str):
+        raise TypeError(f"weight_dtype: expected a name or None, got {type(weight_dtype).__name__}")
+    if weight_dtype not in CODE_TYPES:
+        expected = ", ".join(map(repr, CODE_TYPES))
+        raise ValueError(f"weight_dtype: expected {expected} or None for integers, got {weight_dtype!r}")
+    expected_bits = CODE_TYPES[weight_dtype].bits
+    if bits is not None and bits != expected_bits:
+        raise ValueError(f"bits: {weight_dtype} codes have {expected_bits} bits, got {bits}")
 
 
 def check_packed_form(name: str, w_packed: Tensor) -> None:
@@ -122,15 +162,20 @@ def check_weights(
     bits: int | None,
     device: torch.device,
     first: str,
+    weight_dtype: str | None = None,
+    global_scale: Tensor | None = None,
+    minimums: Tensor | None = None,
 ) -> WeightShape:
-    """Checks a packed weight of K = `k` columns with its scales and zeros; `first` names the operand on `device`."""
+    """Checks a packed weight of K = `k` columns with what belongs to it; `first` names the operand on `device`."""
+    check_weight_dtype(weight_dtype, bits)
     if isinstance(w_packed, Tensor) and w_packed.dtype == torch.int8:
         raise ValueError(
             "w_packed was packed for int8 activations (activations='int8', dtype int8), but this product takes weights "
             "packed for 16-bit activations (dtype uint8): pack the codes with preprocess_weights(codes, bits=8)"
         )
     check_operand("w_packed", w_packed, _CODES, device, first)
-    check_operand("scales", scales, FLOATING, device, first)
+    allowed = FLOATING if weight_dtype is None else CODE_TYPES[weight_dtype].scales
+    check_operand("scales", scales, allowed, device, first)
     check_packed_form("w_packed", w_packed)
     if scales.dim() not in (1, 2):
         raise ValueError(f"scales: expected shape [G, N] or [N], got {shape_of(scales)}")
@@ -139,11 +184,35 @@ def check_weights(
     n = scales.shape[-1]
     check_channels(f"scales: N = {n} from shape {shape_of(scales)}", n, "w_packed", w_packed)
     if zeros is not None:
+        if weight_dtype is not None:
+            raise ValueError(f"zeros: {weight_dtype} codes have signs and no zero points; pass None")
         check_operand("zeros", zeros, _ZEROS, device, first)
         if zeros.shape != scales.shape:
             raise ValueError(f"zeros: expected the shape of scales, {shape_of(scales)}, got {shape_of(zeros)}")
+    if global_scale is not None:
+        _check_global_scale(global_scale, scales, device, first)
+    if minimums is not None:
+        check_operand("minimums", minimums, FLOATING, device, first)
+        if minimums.shape != scales.shape:
+            raise ValueError(f"minimums: expected the shape of scales, {shape_of(scales)}, got {shape_of(minimums)}")
+        if zeros is not None:
+            raise ValueError("minimums: expected zeros or minimums, got both; with minimums leave zeros out")
+        if weight_dtype is not None:
+            raise ValueError(f"minimums: {weight_dtype} codes have none; pass None")
     groups = scales.shape[0] if scales.dim() == 2 else 1
-    return WeightShape(n, k, _bits(w_packed, k, bits), _group_size(groups, k, group_size))
+    bits = bits if weight_dtype is None else CODE_TYPES[weight_dtype].bits
+    return WeightShape(n, k, _bits(w_packed, k, bits), _group_size(groups, k, group_size), weight_dtype)
+
+
+def _check_global_scale(global_scale: Tensor, scales: Tensor, device: torch.device, first: str) -> None:
+    if scales.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"global_scale: stands beside scales of float8_e4m3fn, got scales of {names_of([scales.dtype])}; multiply "
+            "these by it"
+        )
+    check_operand("global_scale", global_scale, (torch.float32,), device, first)
+    if global_scale.shape != (1,):
+        raise ValueError(f"global_scale: expected shape [1], got {shape_of(global_scale)}")
 
 
 def packed_shape(n: int, k: int, packing: _C.Packing) -> tuple[int, int, int, int]:
@@ -152,12 +221,17 @@ def packed_shape(n: int, k: int, packing: _C.Packing) -> tuple[int, int, int, in
 
 
 def weight_arguments(
-    shape: WeightShape, w_packed: Tensor, scales: Tensor, zeros: Tensor | None
+    shape: WeightShape,
+    w_packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    global_scale: Tensor | None = None,
+    minimums: Tensor | None = None,
 ) -> tuple[_C.WeightArguments, list[Tensor]]:
     """The arguments, and the tensors that they point into: they must outlive the call."""
     w_packed, scales = aligned(w_packed), as_separate_rows(scales)
     arguments = _C.WeightArguments()
-    arguments.packing = PACKINGS[shape.bits]
+    arguments.packing = shape.packing
     arguments.n, arguments.k, arguments.group_size = shape.n, shape.k, shape.group_size
     arguments.packed = w_packed.data_ptr()
     arguments.scale_type = DTYPES[scales.dtype]
@@ -170,4 +244,13 @@ def weight_arguments(
         arguments.zeros = zeros.data_ptr()
         arguments.zero_stride = zeros.stride(0)
         operands.append(zeros)
+    if global_scale is not None:
+        arguments.global_scale = global_scale.data_ptr()
+        operands.append(global_scale)
+    if minimums is not None:
+        minimums = as_separate_rows(minimums)
+        arguments.minimum_type = DTYPES[minimums.dtype]
+        arguments.minimums = minimums.data_ptr()
+        arguments.minimum_stride = minimums.stride(0)
+        operands.append(minimums)
     return arguments, operands

@@ -24,6 +24,7 @@ def dequantize_rows(
     group_size: int,
     bits: int,
     dtype: torch.dtype,
+    minimums: Tensor | None = None,
 ) -> Tensor:
     """Some rows of the matrix that packed weights stand for, the same bits that `qcutlass.dequantize` gives.
 
@@ -34,7 +35,7 @@ def dequantize_rows(
     Args:
         w_packed, scales, zeros: of `[N, K]`, as `qcutlass.dequantize` takes them.
         rows: integers `[T]` in [0, N), on the same device.
-        k, group_size, bits, dtype: as for `qcutlass.dequantize`.
+        k, group_size, bits, dtype, minimums: as for `qcutlass.dequantize`.
 
     Returns:
         `[T, K]`.
@@ -57,6 +58,8 @@ def dequantize_rows(
         raise IndexError(f"rows: expected integers in [0, {n}), got {int(rows.min())} to {int(rows.max())}")
     codes = (_codes_4 if bits == 4 else _codes_8)(w_packed, rows.long())[:, :k].float()
     scale = _spread(scales, rows, k, group_size)
+    if minimums is not None:
+        return (codes.double() * scale - _spread(minimums, rows, k, group_size)).float().to(dtype)
     zero = 2.0 ** (bits - 1) if zeros is None else _spread(zeros, rows, k, group_size)
     return ((codes - zero) * scale).to(dtype)
 
@@ -80,7 +83,7 @@ def _codes_8(w_packed: Tensor, rows: Tensor) -> Tensor:
 
 
 def _spread(parameters: Tensor, rows: Tensor, k: int, group_size: int) -> Tensor:
-    """Scales or zeros of these rows, float32: `[T, K]`, or `[T, 1]` where one group holds all columns."""
+    """Scales, zeros or minimums of these rows, float32: `[T, K]`, or `[T, 1]` where one group holds all columns."""
     found = parameters.view(-1, parameters.shape[-1])[:, rows].T.float()
     if found.shape[1] == 1:
         return found

@@ -146,7 +146,7 @@ def explain(
     """
     kind, call = _call(product, operands, options)
     shape, a = call.check(None), call.a
-    rows = a.shape[:-1].numel()
+    rows = kind.rows(call)
     if rows == 0 or shape.n == 0:
         raise ValueError(f"a: a product of M = {rows}, N = {shape.n} is empty, and no kernel runs")
     index, traits, name = _target(a, device)
@@ -167,7 +167,7 @@ def explain(
         candidates.sort(key=lambda candidate: candidate.cost.total)
     capability = divmod(traits.compute_capability, 10)
     where = f"{name} (compute capability {capability[0]}.{capability[1]}, {traits.sm_count} SMs)"
-    return Explanation(_describe(call, shape), where, source, plan, tuple(candidates))
+    return Explanation(_describe(kind, call, shape), where, source, plan, tuple(candidates))
 
 
 def arguments_of(product: Callable[..., Any], *operands: Any, **options: Any) -> _C.GemmArguments:
@@ -212,10 +212,10 @@ def _target(a: Tensor, device: object) -> tuple[int | None, _C.DeviceTraits, str
     return index, device_traits(index), torch.cuda.get_device_name(index)
 
 
-def _describe(call: Call, shape: WeightShape) -> str:
-    rows, activations = call.a.shape[:-1].numel(), names_of([call.a.dtype])
+def _describe(kind: Kind, call: Call, shape: WeightShape) -> str:
+    activations = names_of([call.a.dtype])
     weights, parts = call.describe(shape)
-    sizes = f"{rows} x {shape.k} {activations} activations by {shape.n} x {shape.k} {weights}"
+    sizes = f"{kind.rows(call)} x {shape.k} {activations} activations by {shape.n} x {shape.k} {weights}"
     return ", ".join([sizes, *parts, *([] if call.activation is None else [call.activation])])
 
 
@@ -314,5 +314,4 @@ def _check_is_of_gemm(a: Tensor) -> None:
 
 def _query(kind: Kind, call: Call, shape: WeightShape) -> Product:
     """The product as selection sees it."""
-    a = call.a
-    return Product(kind, call, shape, a.new_empty((a.shape[:-1].numel(), shape.n), dtype=call.out_dtype))
+    return Product(kind, call, shape, call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype))

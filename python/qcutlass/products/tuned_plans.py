@@ -92,7 +92,10 @@ def product_key(arguments: _C.GemmArguments, rows: int) -> str:
     group = "channel" if w.group_size >= w.k else w.group_size
     names = (value.name.lower() for value in (w.packing, arguments.a_type, w.scale_type, w.zero_type))
     packing, a_type, scale_type, zero_type = names
-    return f"{packing}/{a_type}/scales={scale_type}/zeros={zero_type}/group={group}/{w.n}x{w.k}/m={rows}"
+    offsets = f"zeros={zero_type}"
+    if w.minimum_type != _C.DType.NONE:
+        offsets = f"minimums={w.minimum_type.name.lower()}"
+    return f"{packing}/{a_type}/scales={scale_type}/{offsets}/group={group}/{w.n}x{w.k}/m={rows}"
 
 
 class _NotOurs(ValueError):

@@ -24,7 +24,7 @@ from qcutlass.products.kind import Description, Kind
 from qcutlass.products.packing import WeightShape, check_weights, weight_arguments
 
 _PERM: Final = (torch.int32,)
-_ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
+ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
 _GROUP_STEP: Final = 16  # of the kernels for CUDA, and of those for int8 activations
 
 
@@ -48,6 +48,24 @@ def check_quantized_activations(activations: object, device: torch.device) -> No
         )
 
 
+def check_groups(shape: WeightShape, device: torch.device) -> None:
+    """Raises unless `device` multiplies by weights with groups of this size."""
+    if device.type == "cuda" and not has_whole_steps(shape.group_size, shape.k):
+        raise UnsupportedError(
+            f"group_size: on CUDA groups are multiples of {_GROUP_STEP} columns, or one a channel; "
+            f"got {shape.group_size}. Quantise with another group size, or use CPU tensors"
+        )
+
+
+def describe_scales(shape: WeightShape, scales: Tensor, zeros: Tensor | None, has_zeros: bool = True) -> list[str]:
+    """Groups, scales and, for codes that may have them, zeros in words, for `explain`."""
+    found = [
+        "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
+        f"{names_of([scales.dtype])} scales",
+    ]
+    return [*found, "symmetric" if zeros is None else f"{names_of([zeros.dtype])} zeros"] if has_zeros else found
+
+
 class GemmCall(NamedTuple):
     """The arguments of one product, in the order of the operator's schema; `qcutlass.gemm` describes them."""
 
@@ -64,6 +82,9 @@ class GemmCall(NamedTuple):
     tactic: str | None = None
     split_k: int = 0
     activations: str | None = None
+    weight_dtype: str | None = None
+    global_scale: Annotated[Tensor | None, Operand.GLOBAL_SCALE] = None
+    minimums: Annotated[Tensor | None, Operand.MINIMUMS] = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -72,9 +93,10 @@ class GemmCall(NamedTuple):
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""
         a, bias, act_scale, perm = self.a, self.bias, self.act_scale, self.perm
-        device = check_activations("a", a, _ACTIVATIONS_ON)
+        device = check_activations("a", a, ACTIVATIONS_ON)
         weights = self.w_packed, self.scales, self.zeros
-        shape = check_weights(*weights, a.shape[-1], self.group_size, self.bits, device, "a")
+        numbers = self.weight_dtype, self.global_scale, self.minimums
+        shape = check_weights(*weights, a.shape[-1], self.group_size, self.bits, device, "a", *numbers)
         n, k = shape.n, shape.k
         if bias is not None:
             check_operand("bias", bias, FLOATING, device, "a")
@@ -89,12 +111,17 @@ class GemmCall(NamedTuple):
         if out is not None:
             check_out("a", a, out, n, a.dtype)
         check_quantized_activations(self.activations, device)
-        irregular = not has_whole_steps(shape.group_size, k)
-        if irregular and device.type == "cuda":
+        check_groups(shape, device)
+        if self.activations is not None and self.minimums is not None:
             raise UnsupportedError(
-                f"group_size: on CUDA groups are multiples of {_GROUP_STEP} columns, or one a channel; "
-                f"got {shape.group_size}. Quantise with another group size, or use CPU tensors"
+                f"minimums: activations={self.activations!r} takes weights with zeros only; leave activations out"
             )
+        if self.weight_dtype is not None and self.activations is not None:
+            raise UnsupportedError(
+                f"activations: {self.activations!r} is for integer codes, got weight_dtype={self.weight_dtype!r}; "
+                "leave it out"
+            )
+        irregular = not has_whole_steps(shape.group_size, k)
         if irregular and self.activations is not None:
             raise UnsupportedError(
                 f"group_size: for activations={self.activations!r} groups are multiples of {_GROUP_STEP} columns, or "
@@ -107,7 +134,8 @@ class GemmCall(NamedTuple):
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         arguments.int8_activations = self.activations is not None
-        arguments.weights, operands = weight_arguments(shape, self.w_packed, self.scales, self.zeros)
+        offsets = self.global_scale, self.minimums
+        arguments.weights, operands = weight_arguments(shape, self.w_packed, self.scales, self.zeros, *offsets)
         if self.act_scale is not None:
             act_scale = self.act_scale.contiguous()
             arguments.act_scale, arguments.act_scale_type = act_scale.data_ptr(), DTYPES[act_scale.dtype]
@@ -119,16 +147,20 @@ class GemmCall(NamedTuple):
         return operands
 
     def describe(self, shape: WeightShape) -> Description:
-        parts = [
-            "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
-            f"{names_of([self.scales.dtype])} scales",
-            "symmetric" if self.zeros is None else f"{names_of([self.zeros.dtype])} zeros",
-        ]
-        optional = {"bias": self.bias, "act_scale": self.act_scale, "perm": self.perm}
+        has_zeros = self.weight_dtype is None and self.minimums is None
+        parts = describe_scales(shape, self.scales, self.zeros, has_zeros)
+        if self.minimums is not None:
+            parts.append(f"{names_of([self.minimums.dtype])} minimums")
+        optional = {
+            "global_scale": self.global_scale,
+            "bias": self.bias,
+            "act_scale": self.act_scale,
+            "perm": self.perm,
+        }
         parts += [name for name, operand in optional.items() if operand is not None]
         if self.activations is not None:
             parts.append(f"activations quantised to {self.activations}")
-        return Description(f"{shape.bits}-bit weights", parts)
+        return Description(f"{self.weight_dtype or f'{shape.bits}-bit'} weights", parts)
 
 
 WEIGHT_ONLY: Final = Kind("gemm", GemmCall, activations=FLOATING, dequantises=True)

@@ -12,7 +12,6 @@ from qcutlass.products.checks import (
     FLOATING,
     check_device,
     check_integer,
-    check_matrix,
     check_tensor,
     names_of,
     shape_of,
@@ -47,6 +46,9 @@ class DequantizeCall(NamedTuple):
     dtype: torch.dtype | None = None
     row_begin: Size = 0
     row_end: Size | None = None
+    weight_dtype: str | None = None
+    global_scale: Tensor | None = None
+    minimums: Tensor | None = None
 
 
 def _packing(bits: int, activations: str) -> _C.Packing:
@@ -65,8 +67,17 @@ def _packing(bits: int, activations: str) -> _C.Packing:
 def check_pack(codes: Tensor, bits: int, activations: str) -> _C.Packing:
     """Checks the arguments of `qcutlass.preprocess_weights`."""
     packing = _packing(bits, activations)
-    check_matrix("codes", codes, (_EIGHT_BIT.get(activations, torch.uint8),), f" for activations={activations!r}")
+    expected = (_EIGHT_BIT[activations],) if activations in _EIGHT_BIT else _codes_of(bits)
+    check_tensor("codes", codes, expected, f" for activations={activations!r}")
+    check_device("codes", codes)
+    if codes.dim() not in (2, 3):
+        raise ValueError(f"codes: expected shape [N, K] or [E, N, K], got {shape_of(codes)}")
     return packing
+
+
+def _codes_of(bits: int) -> tuple[torch.dtype, ...]:
+    """Types of codes for 16-bit activations."""
+    return (torch.uint8, torch.float8_e4m3fn) if bits == 8 else (torch.uint8,)
 
 
 def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
@@ -78,9 +89,10 @@ def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
     check_integer("shape[0]", n, minimum=0)
     check_integer("shape[1]", k, minimum=0)
     expected = packed_shape(n, k, packing)
-    if w_packed.shape != expected:
+    if w_packed.dim() not in (4, 5) or w_packed.shape[-4:] != expected:
         raise ValueError(
-            f"w_packed: {bits}-bit weights of shape {[n, k]} are packed as {list(expected)}, got {shape_of(w_packed)}"
+            f"w_packed: {bits}-bit weights of shape {[n, k]} are packed as {list(expected)}, those of experts with "
+            f"their number before it, got {shape_of(w_packed)}"
         )
     check_contiguous("w_packed", w_packed)
     return packing
@@ -88,12 +100,14 @@ def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
 
 def check_dequantize(call: DequantizeCall) -> tuple[WeightShape, torch.dtype, int]:
     """Checks the arguments of `qcutlass.dequantize`; returns the shape, the type of the result and its last row."""
-    w_packed, scales, zeros, k, group_size, bits, dtype, begin, end = call
+    w_packed, scales, zeros, k, group_size, bits, dtype, begin, end, weight_dtype, global_scale, minimums = call
+    numbers = weight_dtype, global_scale, minimums
     check_tensor("w_packed", w_packed, (torch.uint8, torch.int8))
     check_device("w_packed", w_packed)
     check_integer("k", k, minimum=1)
-    shape = check_weights(w_packed, scales, zeros, k, group_size, bits, w_packed.device, "w_packed")
-    dtype = scales.dtype if dtype is None else dtype
+    shape = check_weights(w_packed, scales, zeros, k, group_size, bits, w_packed.device, "w_packed", *numbers)
+    if dtype is None:
+        dtype = scales.dtype if scales.dtype in FLOATING else torch.float32
     if dtype not in FLOATING:
         raise TypeError(f"dtype: expected one of {names_of(FLOATING)}, got {dtype}")
     end = shape.n if end is None else end
@@ -103,15 +117,21 @@ def check_dequantize(call: DequantizeCall) -> tuple[WeightShape, torch.dtype, in
 
 
 def pack(codes: Tensor, bits: int, activations: str) -> Tensor:
-    """The packed weights of codes `[N, K]`."""
+    """The packed weights of codes `[N, K]`, or `[E, N, K]`."""
     packing = check_pack(codes, bits, activations)
-    n, k = codes.shape
-    packed = codes.new_empty(packed_shape(n, k, packing))
+    *experts, n, k = codes.shape
+    packed = _new_packed(codes, (*experts, *packed_shape(n, k, packing)), activations)
     if packed.numel():
         with current_device(codes):
-            codes = as_separate_rows(codes)
-            _C.pack(packing, n, k, codes.data_ptr(), codes.stride(0), packed.data_ptr(), **backend(codes))
+            for matrix, to in zip(codes, packed, strict=True) if experts else ((codes, packed),):
+                matrix = as_separate_rows(matrix)
+                _C.pack(packing, n, k, matrix.data_ptr(), matrix.stride(0), to.data_ptr(), **backend(matrix))
     return packed
+
+
+def _new_packed(codes: Tensor, shape: tuple[int, ...], activations: str) -> Tensor:
+    """An empty packed weight. Its type says which activations it is for, so that of floats for 16-bit ones is uint8."""
+    return codes.new_empty(shape, dtype=codes.dtype if activations in _EIGHT_BIT else torch.uint8)
 
 
 def _check_padding(name: str, w_packed: Tensor, packing: _C.Packing, k: int) -> None:
@@ -123,7 +143,7 @@ def _check_padding(name: str, w_packed: Tensor, packing: _C.Packing, k: int) -> 
     used = k % tile_k
     if not w_packed.is_cpu or used == 0:
         return
-    last = w_packed[:, -1:].contiguous()
+    last = w_packed[..., -1:, :, :].flatten(0, -4).contiguous()
     n = last.shape[0] * TILE_N
     codes = last.new_empty((n, tile_k))
     _C.unpack(packing, n, tile_k, codes.data_ptr(), tile_k, last.data_ptr(), **backend(last))
@@ -137,14 +157,16 @@ def _check_padding(name: str, w_packed: Tensor, packing: _C.Packing, k: int) -> 
 
 
 def unpack(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
-    """The codes `[n, k]` of packed weights."""
+    """The codes `[n, k]` of packed weights, or `[E, n, k]`."""
     packing = check_unpack(w_packed, bits, n, k)
-    codes = w_packed.new_empty((n, k))
+    experts = w_packed.shape[:-4]
+    codes = w_packed.new_empty((*experts, n, k))
     if codes.numel():
         _check_padding("shape[1]", w_packed, packing, k)
         with current_device(codes):
             w_packed = aligned(w_packed)
-            _C.unpack(packing, n, k, codes.data_ptr(), k, w_packed.data_ptr(), **backend(codes))
+            for matrix, packed in zip(codes, w_packed, strict=True) if experts else ((codes, w_packed),):
+                _C.unpack(packing, n, k, matrix.data_ptr(), k, packed.data_ptr(), **backend(codes))
     return codes
 
 
@@ -155,7 +177,8 @@ def dequantize(call: DequantizeCall) -> Tensor:
     if out.numel():
         _check_padding("k", call.w_packed, PACKINGS[shape.bits], shape.k)
         with current_device(out):
-            weights, operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros)
+            others = call.global_scale, call.minimums
+            weights, operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros, *others)
             _C.dequantize(weights, call.row_begin, end, DTYPES[dtype], out.data_ptr(), shape.k, **backend(out))
             del operands  # alive until the kernel is enqueued
     return out
@@ -166,12 +189,13 @@ def dequantize(call: DequantizeCall) -> Tensor:
 
 def _pack_fake(codes: Tensor, bits: int, activations: str) -> Tensor:
     packing = check_pack(codes, bits, activations)
-    return codes.new_empty(packed_shape(codes.shape[0], codes.shape[1], packing))
+    *experts, n, k = codes.shape
+    return _new_packed(codes, (*experts, *packed_shape(n, k, packing)), activations)
 
 
 def _unpack_fake(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
     check_unpack(w_packed, bits, n, k)
-    return w_packed.new_empty((n, k))
+    return w_packed.new_empty((*w_packed.shape[:-4], n, k))
 
 
 def _dequantize(*arguments: Any) -> Tensor:

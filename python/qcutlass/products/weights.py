@@ -20,20 +20,22 @@ def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> 
     look.
 
     Args:
-        codes: `[N, K]`, on the CPU or a GPU. uint8 with values in [0, 2**bits) for activations="16bit" (larger 4-bit
-            codes are refused on the CPU; CUDA takes their low four bits); int8 for activations="int8"; float8_e4m3fn
-            for activations="fp8".
+        codes: `[N, K]`, or `[E, N, K]` of E experts, on the CPU or a GPU. uint8 with values in [0, 2**bits) for
+            activations="16bit" (larger 4-bit codes are refused on the CPU; CUDA takes their low four bits); with bits=8
+            also float8_e4m3fn, as its bytes, for products with `weight_dtype="e4m3"`; int8 for activations="int8";
+            float8_e4m3fn for activations="fp8".
         bits: 4 or 8.
         activations: type of the activations the weights will meet: "16bit" (float16, bfloat16; also float32 on the
             CPU), "int8" or "fp8" (bits=8 only). The last two have an order of their own; the type of the result tells
             all three apart.
 
     Returns:
-        `[ceil(N/16), ceil(K/kt), 32, 16]` of the type of `codes`, kt = 64 for 4 bits and 32 for 8.
+        `[ceil(N/16), ceil(K/kt), 32, 16]`, kt = 64 for 4 bits and 32 for 8; `[E, ...]` of experts: uint8 for
+        activations="16bit", else of the type of `codes`.
 
     Raises:
         TypeError: `codes` is not a tensor of the type named above.
-        ValueError: `codes` is not a matrix, holds a code out of range, or an option has no such value.
+        ValueError: `codes` is no matrix or several, holds a code out of range, or an option has no such value.
 
     Example:
         >>> import torch, qcutlass
@@ -50,12 +52,12 @@ def unpack_weights(w_packed: Tensor, bits: int, shape: tuple[int, int]) -> Tenso
     """The exact inverse of `preprocess_weights`.
 
     Args:
-        w_packed: uint8, int8 or float8_e4m3fn `[ceil(N/16), ceil(K/kt), 32, 16]`.
+        w_packed: uint8, int8 or float8_e4m3fn `[ceil(N/16), ceil(K/kt), 32, 16]`, or `[E, ...]`.
         bits: 4 or 8.
         shape: (N, K), those of the matrix that was packed.
 
     Returns:
-        Codes `[N, K]` with the type of `w_packed`.
+        Codes `[N, K]`, or `[E, N, K]`, with the type of `w_packed`.
 
     Raises:
         TypeError: `w_packed` is not a tensor of such a type.
@@ -85,19 +87,26 @@ def dequantize(
     bits: int | None = None,
     dtype: torch.dtype | None = None,
     rows: tuple[int, int] | None = None,
+    weight_dtype: str | None = None,
+    global_scale: Tensor | None = None,
+    minimums: Tensor | None = None,
 ) -> Tensor:
     """The weights that packed codes stand for, computed as the products compute them.
 
-    `w[n, k] = RN(RN32(RN32(code - zero) * scale))`: in fp32, then rounded once to `dtype`.
+    `w[n, k] = RN(RN32(RN32(code - zero) * scale))`: in fp32, then rounded once to `dtype`; with minimums
+    `RN(RN32(code * scale - minimum))`, of the exact difference; for floating codes, `weight_dtype`, without zero, and
+    the scale is `RN32(scale * global_scale)`.
 
     Args:
         w_packed: uint8 `[ceil(N/16), ceil(K/kt), 32, 16]`, packed for 16-bit activations.
-        scales: float16, bfloat16 or float32 `[G, N]` or `[N]`.
+        scales: `[G, N]` or `[N]`, of a type as for `gemm`.
         zeros: shaped as `scales`, integer or floating; None: 2**(bits - 1) everywhere.
         k: number of columns K of the matrix that was packed.
         group_size, bits: as for `gemm`; needed only where shapes do not tell.
-        dtype: float16, bfloat16 or float32; None: the type of `scales`.
+        dtype: float16, bfloat16 or float32; None: the type of `scales`, or float32 where they have 8 bits.
         rows: (begin, end): only these rows.
+        weight_dtype, global_scale: as for `gemm`.
+        minimums: float16, bfloat16 or float32, shaped as `scales`, instead of zeros.
 
     Returns:
         `[N, K]`, or `[end - begin, K]`.
@@ -113,7 +122,8 @@ def dequantize(
         True
     """
     begin, end = (0, None) if rows is None else check_pair("rows", rows, "(begin, end)")
-    call = DequantizeCall(w_packed, scales, zeros, k, group_size, bits, dtype, begin, end)
+    numbers = weight_dtype, global_scale, minimums
+    call = DequantizeCall(w_packed, scales, zeros, k, group_size, bits, dtype, begin, end, *numbers)
     if is_eager(*call):
         return weight_operators.dequantize(call)
     weight: Tensor = torch.ops.qcutlass.dequantize(*call)

@@ -44,6 +44,7 @@ from qcutlass.testing.bounds import (
     scaled_activations,
 )
 from qcutlass.testing.eight_bit import EightBitCase, EightBitProblem, EightBitReference, Scope
+from qcutlass.testing.grouped import GroupedCase, GroupedProblem
 from qcutlass.testing.int8_activations import (
     Int8ActivationsReference,
     int8_activations,
@@ -62,6 +63,8 @@ __all__ = [
     "EightBitCase",
     "EightBitProblem",
     "EightBitReference",
+    "GroupedCase",
+    "GroupedProblem",
     "Int8ActivationsReference",
     "Poisoned",
     "Problem",

@@ -40,9 +40,18 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
 
 
 def dequantized_weight(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int, dtype: torch.dtype | None = None
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group_size: int,
+    bits: int,
+    dtype: torch.dtype | None = None,
+    minimums: Tensor | None = None,
 ) -> Tensor:
     """The weights that codes stand for: RN(RN32(RN32(code - zero) * scale)), RN to `dtype`.
+
+    With minimums RN(RN32(code * scale - minimum)): the product has 32 digits, fp64 holds it; its difference to the
+    minimum would be rounded there only where they are 2^20 times apart.
 
     Args:
         codes: uint8 `[N, K]`.
@@ -51,12 +60,19 @@ def dequantized_weight(
         group_size: columns that share a scale; the last group may be short.
         bits: 4 or 8.
         dtype: type of the result; None: float32, which holds the products as they are.
+        minimums: shaped as `scales`, floating; or None.
 
     Returns:
         `[N, K]`.
     """
     n, k = codes.shape
     scales = scales.reshape(-1, n).float()
+    if minimums is not None:
+        scale, minimum = (
+            part.reshape(-1, n).double().T.repeat_interleave(min(group_size, k), dim=1)[:, :k]
+            for part in (scales, minimums)
+        )
+        return (codes.double() * scale - minimum).float().to(dtype or torch.float32)
     shift = torch.full_like(scales, 2.0 ** (bits - 1)) if zeros is None else zeros.reshape(-1, n).float()
     weight = torch.empty(n, k, dtype=dtype or torch.float32, device=codes.device)
     for group in range(scales.shape[0]):
@@ -163,7 +179,17 @@ def bound(ref: Reference, *, splits: int = 1) -> Tensor:
     Returns:
         float64 `[M, N]`.
     """
-    value, argument = ref.value, ref.argument
+    return rounding_error(ref.value, ref.dtype) + evaluation_error(ref, splits=splits) + ref.underflow
+
+
+def rounding_error(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The part of the bound that is the last rounding, to the type of the output."""
+    return UNIT_ROUNDOFF[dtype] * _ROUNDING_SLACK * value.abs()
+
+
+def evaluation_error(ref: Reference, *, splits: int = 1) -> Tensor:
+    """The part of the bound that comes before it: how far from `ref.value` the fp32 result may be."""
+    argument = ref.argument
     error = ref.sum_error(splits)
     if ref.bias is not None:
         error = error + _STEP / 2 * argument.abs()
@@ -171,7 +197,7 @@ def bound(ref: Reference, *, splits: int = 1) -> Tensor:
         error = SLOPE[ref.activation] * error
     if ref.activation not in (None, "relu"):
         error = error + _EVALUATION * argument.abs()
-    return UNIT_ROUNDOFF[ref.dtype] * _ROUNDING_SLACK * value.abs() + error + ref.underflow
+    return error
 
 
 def error_ratios(out: Tensor, ref: Reference, *, splits: int = 1) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcutlass.testing.bounds import EXACT_LIMIT, Reference, dequantized_weight, reference
 
-Zeros: TypeAlias = Literal["none", "int", "real"]
+Zeros: TypeAlias = Literal["none", "int", "real", "minimum"]
 
 _EPILOGUE: Final = ("bias", "activation", "act_scale", "perm")  # what Problem, reference and gemm share
 
@@ -31,6 +31,7 @@ class Problem:
     act_scale: Tensor | None = None
     perm: Tensor | None = None
     seed: int = 0
+    minimums: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -40,7 +41,8 @@ class Problem:
     @property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `qcutlass.gemm`; group_size and bits only where the shapes do not tell them."""
-        return {name: getattr(self, name) for name in _EPILOGUE if getattr(self, name) is not None} | self.ambiguous
+        names = (*_EPILOGUE, "minimums")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | self.ambiguous
 
     @property
     def ambiguous(self) -> dict[str, int]:
@@ -51,7 +53,8 @@ class Problem:
 
     def weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """`[N, K]` in `dtype` (None: float32), columns in the order of the codes."""
-        return dequantized_weight(self.codes, self.scales, self.zeros, self.group_size, self.bits, dtype)
+        given = self.codes, self.scales, self.zeros, self.group_size, self.bits
+        return dequantized_weight(*given, dtype, self.minimums)
 
     def reference(self, weight_dtype: torch.dtype | None = None) -> Reference:
         """The float64 answer for weights rounded to `weight_dtype` (None: kept in fp32)."""
@@ -59,11 +62,12 @@ class Problem:
 
     def __repr__(self) -> str:
         m, n, k = self.shape
-        zeros = "none" if self.zeros is None else str(self.zeros.dtype).removeprefix("torch.")
+        offsets = {"zeros": self.zeros, "minimums": self.minimums}
+        named = [f"{name}={part.dtype}" for name, part in offsets.items() if part is not None]
         epilogue = [name for name in ("bias", "act_scale", "perm") if getattr(self, name) is not None]
         return (
             f"M={m} N={n} K={k} w{self.bits} g{self.group_size} a={self.a.dtype} scales={self.scales.dtype} "
-            f"zeros={zeros} activation={self.activation} {' '.join(epilogue)} seed={self.seed}"
+            f"{' '.join(named) or 'zeros=none'} activation={self.activation} {' '.join(epilogue)} seed={self.seed}"
         )
 
 
@@ -75,10 +79,10 @@ class Case:
         m, n, k: sizes.
         bits: 4 or 8.
         group_size: columns that share a scale.
-        zeros: "none" (symmetric), "int" or "real".
+        zeros: "none" (symmetric), "int" or "real"; "minimum": minimums instead.
         dtype: of the activations, the bias, `act_scale` and the output.
         scale_dtype: of the scales; None: `dtype`.
-        zero_dtype: of the zeros; None: uint8 for zeros="int", the scales' type for zeros="real".
+        zero_dtype: of the zeros or minimums; None: uint8 for zeros="int", the scales' type otherwise.
         bias, act_scale, perm: whether there is one.
         activation: name or None.
     """
@@ -106,13 +110,17 @@ class Case:
         scale_dtype = self.scale_dtype or self.dtype
         zero_dtype = self.zero_dtype or (torch.uint8 if self.zeros == "int" else scale_dtype)
         types = {"codes": torch.uint8, "scales": scale_dtype, "zeros": zero_dtype, "perm": torch.int32}
+        types["minimums"] = zero_dtype
         cast: dict[str, Any] = {
             name: t if t is None else t.to(types.get(name, self.dtype)) for name, t in tensors.items()
         }
         return Problem(bits=self.bits, group_size=self.group_size, activation=self.activation, seed=seed, **cast)
 
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
-        """Data as a layer has it: normal activations with outlier columns, every code, scales within a factor of 4."""
+        """Data as a layer has it: normal activations with outlier columns, every code, scales within a factor of 4.
+
+        With minimums some scales are negative, and some 0, as in K-quants.
+        """
         g = torch.Generator(device).manual_seed(seed)
         n, k, groups, span = self.n, self.k, -(-self.k // self.group_size), 2**self.bits
 
@@ -125,13 +133,19 @@ class Case:
         a = torch.randn(self.m, k, generator=g, device=device)
         a[:, integers(k, 1 + k // 256)] *= 16
         whole, real = integers(self._zero_span, groups, n), (0.25 + uniform(groups, n) / 2) * span
-        zeros = {"none": None, "int": whole, "real": real}
+        scales = (2 + 6 * uniform(groups, n)) / (span * math.sqrt(k))  # outputs of a few units
+        zeros = {"none": None, "int": whole, "real": real, "minimum": None}
+        minimums = None
+        if self.zeros == "minimum":
+            minimums = real * scales
+            scales = scales * (integers(8, groups, n) - 1).sign()
         return self._problem(
             seed,
             a=a,
             codes=torch.randint(0, span, (n, k), generator=g, device=device, dtype=torch.uint8),
-            scales=(2 + 6 * uniform(groups, n)) / (span * math.sqrt(k)),  # outputs of a few units
+            scales=scales,
             zeros=zeros[self.zeros],
+            minimums=minimums,
             bias=torch.randn(n, generator=g, device=device) if self.bias else None,
             act_scale=0.5 + 1.5 * uniform(k) if self.act_scale else None,
             perm=torch.randperm(k, generator=g, device=device) if self.perm else None,
@@ -141,8 +155,9 @@ class Case:
         """Oracle E: a problem whose sums are exact in fp32 in any order, and the output it must give, `[m, n]`.
 
         Activations and code - zero are integers (half integers for 4-bit codes with real zeros), scales are powers of
-        two, and the sum of |a * w| stays under 2^24 units of the smallest term. Every third row and every second
-        channel is non-negative, so that sums grow past what 16 bits hold: a 16-bit accumulator shows.
+        two, minimums zeros times them, and the sum of |a * w| stays under 2^24 units of the smallest term. Every third
+        row and every second channel is non-negative, so that sums grow past what 16 bits hold: a 16-bit accumulator
+        shows.
         ValueError if `activation` is neither None nor "relu": the others are not exact.
         """
         if self.activation not in (None, "relu"):
@@ -174,8 +189,10 @@ class Case:
         perm = torch.randperm(k, generator=g, device=device) if self.perm else None
 
         def problem(shrink: float) -> Problem:
-            shrunk = {"scales": scales * shrink, "bias": None if bias is None else bias * shrink}
-            return self._problem(seed, a=a, codes=codes, zeros=zeros, act_scale=act_scale, perm=perm, **shrunk)
+            shrunk = {"scales": scales * shrink, "bias": None if bias is None else bias * shrink, "zeros": zeros}
+            if self.zeros == "minimum":
+                shrunk |= {"zeros": None, "minimums": some * scales * shrink}
+            return self._problem(seed, a=a, codes=codes, act_scale=act_scale, perm=perm, **shrunk)
 
         result = problem(1.0)
         total = reference(result.a.abs(), result.weight().abs(), act_scale=result.act_scale, perm=result.perm).sum + 64

@@ -27,7 +27,8 @@ class Layer:
         group_size: columns that share a scale; k: one group.
         dtype: of the activations.
         scale_dtype: of the scales.
-        zero_dtype: of the zeros; None: symmetric.
+        zero_dtype: of the zeros; None: symmetric, or there are minimums.
+        minimum_dtype: of the minimums; None: there are none.
     """
 
     n: int
@@ -37,6 +38,7 @@ class Layer:
     dtype: torch.dtype = torch.float16
     scale_dtype: torch.dtype = torch.float16
     zero_dtype: torch.dtype | None = None
+    minimum_dtype: torch.dtype | None = None
 
     def arguments(self, m: int) -> _C.GemmArguments:
         """A product of m rows as selection sees it: every operand aligned, no epilogue."""
@@ -46,6 +48,8 @@ class Layer:
         weights.scale_type, weights.scale_stride = DTYPES[self.scale_dtype], self.n
         if self.zero_dtype is not None:
             weights.zero_type, weights.zero_stride = DTYPES[self.zero_dtype], self.n
+        if self.minimum_dtype is not None:
+            weights.minimum_type, weights.minimum_stride = DTYPES[self.minimum_dtype], self.n
         arguments = _C.GemmArguments()
         arguments.m, arguments.weights = m, weights
         arguments.a_type, arguments.a_stride, arguments.out_stride = DTYPES[self.dtype], self.k, self.n
@@ -63,17 +67,21 @@ def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
         part: Any = module
         if not all(hasattr(part, attribute) for attribute in ("w_packed", "scales", "zeros", "in_features")):
             continue
+        if getattr(part, "weight_dtype", None) is not None:  # there are too few configurations to choose from
+            continue
         options = getattr(part, "group_size", None), getattr(part, "bits", None)
+        minimums = getattr(part, "minimums", None)
+        device = part.w_packed.device
         try:
             shape = check_weights(
-                part.w_packed, part.scales, part.zeros, part.in_features, *options, part.w_packed.device, "w_packed"
+                part.w_packed, part.scales, part.zeros, part.in_features, *options, device, "w_packed", minimums
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name or 'the module'}: {error}") from error
         scale_dtype = part.scales.dtype
         activations = dtype or (scale_dtype if scale_dtype in _ACTIVATIONS else torch.float16)
-        zero_dtype = None if part.zeros is None else part.zeros.dtype
-        found.append(Layer(shape.n, shape.k, shape.bits, shape.group_size, activations, scale_dtype, zero_dtype))
+        types = [None if values is None else values.dtype for values in (part.zeros, minimums)]
+        found.append(Layer(shape.n, shape.k, shape.bits, shape.group_size, activations, scale_dtype, *types))
     if not found:
         raise ValueError(
             "model_or_shapes: the module has no submodule with w_packed, scales, zeros and in_features; "

@@ -26,7 +26,7 @@ _BANDWIDTH: Final = 4e12
 _LAUNCH_SECONDS: Final = 2e-6
 _ROUNDS: Final = 7
 
-Operands = tuple[Tensor, Tensor, Tensor | None]
+Operands = dict[str, Tensor]
 
 
 class GraphTimer:
@@ -48,7 +48,7 @@ class GraphTimer:
                 self._copies, self._layer = _copies(layer, self._device), layer
             a = torch.randn(m, layer.k, dtype=layer.dtype, device=self._device)
             out = torch.empty(m, layer.n, dtype=layer.dtype, device=self._device)
-            arithmetic, loads = 2 * m * layer.n * layer.k / _FLOPS, self._copies[0][0].nbytes / _BANDWIDTH
+            arithmetic, loads = 2 * m * layer.n * layer.k / _FLOPS, self._copies[0]["w_packed"].nbytes / _BANDWIDTH
             least = max(arithmetic, loads, _LAUNCH_SECONDS)
             launches = max(_FEWEST_LAUNCHES, math.ceil(_GRAPH_SECONDS / least))
             graphs = [self._capture(layer, plan, a, out, launches) for plan in plans]
@@ -64,9 +64,13 @@ class GraphTimer:
         self, layer: Layer, plan: _C.Plan, a: Tensor, out: Tensor, launches: int
     ) -> torch.cuda.CUDAGraph | None:
         def launch(index: int) -> None:
+            operands = self._copies[index % len(self._copies)]
             gemm(
                 a,
-                *self._copies[index % len(self._copies)],
+                operands["w_packed"],
+                operands["scales"],
+                operands.get("zeros"),
+                minimums=operands.get("minimums"),
                 group_size=layer.group_size,
                 bits=layer.bits,
                 out=out,
@@ -106,7 +110,9 @@ def _copies(layer: Layer, device: torch.device) -> list[Operands]:
     count = min(_MOST_COPIES, math.ceil(_ROTATION_BYTES / math.prod(shape)) + 1)
     packed = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
     scales = torch.rand(groups, device=device).add_(0.5).div_(layer.k).to(layer.scale_dtype)
-    zeros = None
+    operands = {"w_packed": packed, "scales": scales}
     if layer.zero_dtype is not None:
-        zeros = torch.randint(0, 16, groups, device=device).to(layer.zero_dtype)
-    return [(packed.clone(), scales.clone(), None if zeros is None else zeros.clone()) for _ in range(count)]
+        operands["zeros"] = torch.randint(0, 16, groups, device=device).to(layer.zero_dtype)
+    if layer.minimum_dtype is not None:
+        operands["minimums"] = (8 * scales).to(layer.minimum_dtype)
+    return [{name: operand.clone() for name, operand in operands.items()} for _ in range(count)]

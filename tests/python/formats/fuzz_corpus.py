@@ -17,6 +17,7 @@ from tests.python.formats.stored import (
     Tensors,
     as_awq,
     as_compressed,
+    as_fp8,
     as_gptq,
     as_hqq,
     as_marlin,
@@ -25,7 +26,9 @@ from tests.python.formats.stored import (
     stored,
 )
 
-from qcutlass import models
+from qcutlass import Blockwise, QuantLinear, models
+from qcutlass.formats.gguf_blocks import QUANTIZED
+from qcutlass.formats.specs import GUARD, ModelSpec, guard
 
 Files: TypeAlias = dict[str, "bytes | str"]
 """By name: what a file holds, or the word for something that is no file: "fifo", "folder", "device"."""
@@ -43,6 +46,8 @@ def subjects() -> dict[str, Files]:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     packed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    float_weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    floats = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": float_weights}}}
     int8 = {
         "weight": torch.ones(16, 32, dtype=torch.int8),
         "weight_scale": torch.ones(16, 1),
@@ -53,20 +58,40 @@ def subjects() -> dict[str, Files]:
     offsets = np.full(layer.scales.shape, 0.125)
     hqq = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}}
     bias = {"bias": torch.ones(64)}
+    channels, _ = as_fp8(layer.weight)
+    blocks, _ = as_fp8(layer.weight, (48, 32), "weight_scale_inv")
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static"}
+    floating = {
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+        "input_activations": {"dynamic": True},
+    }
     return {
         "gptq": folder(as_gptq(layer) | bias, GPTQ),
         "gptq act-order": folder(as_gptq(eight, 2), act_order),
         "awq": folder(as_awq(layer) | bias, awq),
         "compressed-tensors": folder(as_compressed(layer), packed),
         "compressed-tensors int8": folder(int8, {"quant_method": "compressed-tensors", "config_groups": {"g": group}}),
+        "compressed-tensors fp8": folder(
+            channels, {"quant_method": "compressed-tensors", "config_groups": {"g": floating}}
+        ),
+        "fp8": folder(channels | bias | {"input_scale": torch.ones(1)}, fp8),
+        "fp8 blocks": folder(blocks | bias, fp8 | {"activation_scheme": "dynamic", "weight_block_size": [48, 32]}),
         "marlin": folder(as_marlin(even), GPTQ | {"checkpoint_format": "marlin", "sym": True}),
         "hqq": folder(as_hqq(layer), hqq),
         "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
+        "nvfp4": folder(float4("weight") | {"weight_scale_2": torch.tensor(0.5)}, {"quant_method": "modelopt"}),
+        "compressed-tensors nvfp4": folder(float4("weight_packed") | {"weight_global_scale": torch.ones(1)}, floats),
         "floats": folder({"weight": torch.randn(8, 16).bfloat16(), "bias": torch.ones(8)}, None),
         "shards": sharded(as_gptq(layer), GPTQ),
         "gguf": {"model.gguf": gguf_bytes(gguf_parts())},
         **converted_folders(),
     }
+
+
+def float4(name: str) -> Tensors:
+    """Weights of NVFP4 but for the scale of all."""
+    codes = torch.randint(0, 256, (16, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    return {name: codes, "weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn), "bias": torch.ones(16)}
 
 
 def folder(tensors: Tensors, config: dict[str, Any] | None) -> Files:
@@ -109,6 +134,16 @@ def converted_folders() -> dict[str, Files]:
             {"quant_method": "compressed-tensors", "config_groups": {"g": group}},
             {},
         ),
+        "converted fp8": (
+            named(as_fp8(eight.weight)[0] | {"bias": torch.ones(16)}, "up"),
+            {"quant_method": "fp8"},
+            {},
+        ),
+        "converted e4m3": (
+            named(as_fp8(eight.weight, (8, 32))[0], "up"),
+            {"quant_method": "fp8", "weight_block_size": [8, 32]},
+            {},
+        ),
         "converted shards": (floats | others, {}, {"shard_bytes": 300}),
     }
     found: dict[str, Files] = {}
@@ -120,18 +155,28 @@ def converted_folders() -> dict[str, Files]:
             (source / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
             models.convert(source, destination, **options)
             found[name] = {path.name: path.read_bytes() for path in sorted(destination.iterdir())}
+        blocks = QuantLinear.from_linear(torch.nn.Linear(64, 32), Blockwise(32))
+        found["converted blocks"] = packed_folder("up", blocks)
     return found
+
+
+def packed_folder(name: str, layer: QuantLinear) -> Files:
+    """The folder of a layer whose kind no other format has."""
+    config = {"quantization_config": ModelSpec.of({name: layer.spec}, [], "floats").to_dict()}
+    tensors = named({**layer.state_dict(), GUARD: guard()}, name)
+    return {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
 
 
 def gguf_parts() -> dict[str, Any]:
     """What a GGUF file says, in the words of the format's description, and the bytes of its tensors."""
     infos, data = [], b""
-    for name in ("Q4_0", "Q4_1", "Q8_0", "F16", "F32", "an embedding"):
+    for name in (*QUANTIZED, "F16", "F32", "an embedding"):
         kind = gguf.GGMLQuantizationType["Q4_0" if name == "an embedding" else name]
         tensor = "token_embd.weight" if name == "an embedding" else f"blk.{int(kind)}.ffn_up.weight"
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        infos.append({"name": tensor, "dims": [64, 3], "kind": int(kind), "offset": len(data)})
-        data += bytes(range(60, 60 + size)) * (64 * 3 // block)
+        columns = max(64, block)
+        infos.append({"name": tensor, "dims": [columns, 3], "kind": int(kind), "offset": len(data)})
+        data += bytes(60 + i % 60 for i in range(size)) * (columns * 3 // block)
         data += bytes(-len(data) % 32)
     pairs = [
         {"key": "tokens", "kind": 9, "element": 8, "count": 3, "value": text("a") + text("bc") + text("")},

@@ -28,8 +28,9 @@ from safetensors.torch import load, save
 from tests.python.formats.fuzz_corpus import Files, gguf_bytes, gguf_parts, subjects
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
-from qcutlass.formats import CanonicalLinear, Int8Linear, Layer
+from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.layers import QuantLinear
+from qcutlass.products.checks import are_finite
 
 Mutation: TypeAlias = Callable[[random.Random, Files], None]
 
@@ -45,11 +46,14 @@ VALUES: list[Any] = [
     "../x", "a.safetensors", "model.safetensors", "gptq_v2", "awq", "hqq", "weight_only", "int8", "float16", "uint8",
 ]  # fmt: skip
 DTYPES = ["F16", "BF16", "F32", "F64", "I8", "U8", "I16", "I32", "I64", "BOOL", "F8_E4M3", "F8_E5M2", "F4", "U16", "?"]
-KEYS = ["bits", "sym", "dynamic", "group_size", "quant_method", "kind", "zeros", "perm", "transformers_weights", "up"]
+KEYS = [
+    "bits", "sym", "dynamic", "group_size", "quant_method", "kind", "zeros", "perm", "transformers_weights", "up",
+    "weight_block_size", "activation_scheme", "strategy",
+]  # fmt: skip
 NAMES = [
     "up.g_idx", "up.bias", "weight", ".weight", "up.weight", "é.qweight", "up.zeros", "up.perm", "up.act_scale",
     "layout", "w_packed", ".w_packed", "up.layout", "up.w_packed", "up.scales", "up.a_scale", "up.smooth", "b.layout",
-    "a.scales",
+    "a.scales", "up.weight_scale", "up.weight_scale_inv", "up.input_scale",
 ]  # fmt: skip
 SHAPES = [(), (0,), (1,), (5,), (3, 2), (0, 4), (64, 0), (1, 64), (1, 2, 3), (1, 1, 1, 1), (2, 1, 8, 16)]
 TENSOR_DTYPES = [
@@ -271,13 +275,14 @@ def check_layer(layer: Layer) -> None:
         assert layer.perm is None or layer.perm.sort().values.tolist() == list(range(k))
         assert layer.act_scale is None or layer.act_scale.shape == (k,)
         tensors += [weight.scales, weight.zeros, layer.act_scale]
-    elif isinstance(layer, Int8Linear):
+    elif isinstance(layer, CanonicalInt8 | CanonicalFp8):
         assert layer.scales.shape == (n,)
+        assert are_finite(layer.codes)
         tensors += [layer.scales, layer.input_scale]
     else:
         tensors += [layer.weight]
     assert layer.bias is None or layer.bias.shape == (n,)
-    assert all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
+    assert all(bool(tensor.float().isfinite().all()) for tensor in tensors if tensor is not None)
 
 
 def check_converted(layer: QuantLinear) -> None:

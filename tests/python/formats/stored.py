@@ -159,6 +159,26 @@ def as_tensorrt_llm(layer: Stored, offsets: Array | None, *, channels_first: boo
     return tensors if channels_first else {name: tensor.T.contiguous() for name, tensor in tensors.items()}
 
 
+def as_fp8(
+    weight: Tensor,
+    block: tuple[int, int] | None = None,
+    name: str = "weight_scale",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensors, Tensor]:
+    """e4m3 weights with a scale of `dtype` for each block (None: each channel, [N, 1]), and what they stand for."""
+    n, k = weight.shape
+    rows, columns = block or (1, k)
+    scales = torch.empty(-(-n // rows), -(-k // columns), dtype=dtype)
+    codes, exact = torch.empty(n, k, dtype=torch.float8_e4m3fn), torch.empty(n, k)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = weight[at].abs().max() / 448
+            codes[at] = (weight[at] / scales[i, j].float()).to(codes.dtype)
+            exact[at] = codes[at].float() * scales[i, j].float()
+    return {"weight": codes, name: scales}, exact
+
+
 def named(tensors: Tensors, layer: str = "model.layers.0.mlp.up_proj") -> Tensors:
     return {f"{layer}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
@@ -197,7 +217,11 @@ def dequantized(layer: CanonicalLinear) -> Tensor:
     """float32 `[N, K]`, by the library: packed, unpacked, multiplied."""
     weight, (n, k) = layer.weight, layer.shape
     packed = qcutlass.preprocess_weights(weight.codes, bits=weight.bits)
-    keywords: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits}
+    keywords: dict[str, Any] = {
+        "group_size": weight.group_size, "bits": weight.bits, "minimums": weight.minimums
+    }  # fmt: skip
+    if weight.weight_dtype is not None:
+        keywords["weight_dtype"] = weight.weight_dtype
     ordered = qcutlass.dequantize(packed, weight.scales, weight.zeros, k=k, dtype=torch.float32, **keywords)
     result = torch.empty(n, k)
     result[:, slice(None) if layer.perm is None else layer.perm.long()] = ordered

@@ -19,6 +19,7 @@ from tests.python.formats.stored import (
     Tensors,
     as_awq,
     as_compressed,
+    as_fp8,
     as_gptq,
     as_hqq,
     as_marlin,
@@ -32,6 +33,7 @@ from tests.python.formats.stored import (
 
 from qcutlass import CheckpointError, UnsupportedError, defaults, formats
 from qcutlass.formats import FORMATS, FloatLinear
+from qcutlass.formats.safetensors_header import dtype_name
 
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": 32, "sym": False}
 
@@ -46,13 +48,17 @@ def every_format() -> dict[str, Tensors]:
         "gptq": as_gptq(layer),
         "awq": as_awq(layer),
         "compressed-tensors": as_compressed(layer),
+        "fp8": as_fp8(layer.weight)[0],
         "marlin": as_marlin(layer),
         "hqq": as_hqq(layer),
         "tensorrt-llm": as_tensorrt_llm(layer, None, channels_first=True),
     }
 
 
-LABELS = {"gptq": "gptq", "awq": "awq", "compressed-tensors": "compressed-tensors", "marlin": "gptq", "hqq": "hqq"}
+LABELS = {
+    "gptq": "gptq", "awq": "awq", "compressed-tensors": "compressed-tensors", "fp8": "fp8", "marlin": "gptq",
+    "hqq": "hqq",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", every_format())
@@ -70,8 +76,11 @@ def test_the_format_is_told_by_the_tensors(name: str, tmp_path: Path) -> None:
     assert list(checkpoint) == ["model.layers.0.mlp.up_proj"]
     assert sorted(checkpoint.rest) == sorted(others)
     assert torch.equal(checkpoint.tensor("lm_head.weight"), others["lm_head.weight"])
-    weight = dequantized(canonical(checkpoint["model.layers.0.mlp.up_proj"]))
-    assert torch.equal(weight, layer_of().weight)
+    found = checkpoint["model.layers.0.mlp.up_proj"]
+    if name == "fp8":
+        assert torch.equal(found.dequantize(torch.float32), as_fp8(layer_of().weight)[1])
+    else:
+        assert torch.equal(dequantized(canonical(found)), layer_of().weight)
 
 
 @pytest.mark.parametrize("name", every_format())
@@ -403,9 +412,7 @@ def test_empty_tensors_of_any_extent_are_refused_before_anything_is_made_of_them
     """Shapes with a zero need no bytes, so that the file's size does not bound the other extent."""
     header = {
         f"up.{suffix}": {
-            "dtype": {torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8", torch.int8: "I8"}.get(
-                tensor.dtype, "I32"
-            ),
+            "dtype": dtype_name(tensor),
             "shape": [2**40 if extent > 1 else 1 for extent in tensor.shape[:-1]] + [0],
             "data_offsets": [0, 0],
         }
@@ -417,7 +424,7 @@ def test_empty_tensors_of_any_extent_are_refused_before_anything_is_made_of_them
 
 
 def test_the_table_is_complete() -> None:
-    assert list(FORMATS) == [*every_format(), "gguf", "floats"] == list(defaults.FORMAT_NAMES)
+    assert list(FORMATS) == [*every_format(), "nvfp4", "gguf", "floats"] == list(defaults.FORMAT_NAMES)
     for name, row in FORMATS.items():
         assert row.name == name
         assert row.key in row.suffixes

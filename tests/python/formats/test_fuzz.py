@@ -13,9 +13,11 @@ import pytest
 from tests.python.formats.fuzz_corpus import subjects
 from tests.python.formats.fuzzing import attempt, little_time_and_memory, load_all, write_files
 
+from qcutlass.formats.gguf_blocks import QUANTIZED
+
 INPUTS = int(os.environ.get("QCUTLASS_FUZZ_INPUTS", "6000"))
 SEED = int(os.environ.get("QCUTLASS_FUZZ_SEED", "1"))
-LAYERS = {"gguf": 5, "converted shards": 2}
+LAYERS = {"gguf": len(QUANTIZED) + 2, "converted shards": 2}
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc, to know how much memory is in use")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.python.formats.gguf_files import KINDS, random_blocks
 from tests.python.formats.stored import canonical, dequantized
 from torch import Tensor
 
@@ -19,8 +20,7 @@ import qcutlass
 from qcutlass import CheckpointError, UnsupportedError, formats, testing
 from qcutlass.formats import FloatLinear
 
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0")}
-Q5_0 = gguf.GGMLQuantizationType.Q5_0
+TQ2_0 = gguf.GGMLQuantizationType.TQ2_0
 
 
 def write(path: Path, tensors: dict[str, Any], **types: gguf.GGMLQuantizationType) -> Path:
@@ -62,15 +62,49 @@ def test_blocks_worked_out_by_hand(tmp_path: Path) -> None:
         assert dequantized(layer).tolist() == [expected[kind]]
 
 
-@settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def by_hand(size: int, parts: dict[int, bytes]) -> bytes:
+    """A block of zeros but for some bytes."""
+    block = bytearray(size)
+    for begin, data in parts.items():
+        block[begin : begin + len(data)] = data
+    return bytes(block)
+
+
+def test_blocks_of_256_worked_out_by_hand(tmp_path: Path) -> None:
+    """Bits of scales that lie apart, negative scales, and sub-blocks with a scale of 0 and a minimum."""
+    rising = list(range(16))
+    blocks, expected = {}, {}
+    # Q4_K: scales 3, 18 and minimums 1, 3 of sub-blocks 0 and 5; a minimum of 5 alone of sub-block 2; d 1, dmin 2.
+    blocks["Q4_K"] = by_hand(
+        144,
+        {0: b"\x00\x3c\x00\x40", 4: bytes([3, 0x40, 0, 0, 1, 0, 5, 0, 0, 0x32, 0, 0]), 16: bytes(rising * 2),
+         16 + 64: bytes(q << 4 for q in rising * 2)},
+    )  # fmt: skip
+    expected["Q4_K"] = [0.0] * 256
+    expected["Q4_K"][:32] = [3.0 * q - 2 for q in rising * 2]
+    expected["Q4_K"][64:96] = [-10.0] * 32
+    expected["Q4_K"][160:192] = [18.0 * q - 6 for q in rising * 2]
+    # Q6_K: scales -1 and 2 of sub-blocks 0 and 9; d 0.5; codes 16 to 31 (high bits 1) and 0 to 15.
+    blocks["Q6_K"] = by_hand(
+        210,
+        {0: bytes(rising), 64 + 16: bytes(rising), 128: bytes([1] * 16), 192: b"\xff", 192 + 9: b"\x02",
+         208: b"\x00\x38"},
+    )  # fmt: skip
+    expected["Q6_K"] = [0.0] * 256
+    expected["Q6_K"][:16] = [-0.5 * (16 + q - 32) for q in rising]
+    expected["Q6_K"][144:160] = [float(q - 32) for q in rising]
+    for kind, data in blocks.items():
+        rows = np.frombuffer(data, dtype=np.uint8).reshape(1, -1)
+        path = write(tmp_path / f"{kind}.gguf", {"blk.0.ffn_up.weight": rows}, ffn_up=KINDS[kind])
+        found = dequantized(canonical(formats.load(path)["blk.0.ffn_up"]))
+        assert torch.equal(found, torch.tensor([expected[kind]])), kind
+
+
+@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(n=st.integers(1, 40), groups=st.integers(1, 5), kind=st.sampled_from(list(KINDS)), seed=st.integers(0, 2**16))
 def test_blocks_of_any_bytes(n: int, groups: int, kind: str, seed: int, tmp_path: Path) -> None:
-    """Random nibbles, scales and minima, a group without scale among them."""
-    random = np.random.default_rng(seed)
-    heads = random.normal(0, 0.1, (n, groups, 2 if kind == "Q4_1" else 1)).astype(np.float16)
-    heads[0, 0, 0] = 0
-    codes = random.integers(0, 256, (n, groups, 32 if kind == "Q8_0" else 16), dtype=np.uint8)
-    blocks = np.concatenate([heads.view(np.uint8), codes], axis=2).reshape(n, -1)
+    """Random codes, scales and minima, a group without scale among them; sub-blocks have every scale, negative ones."""
+    blocks = random_blocks(np.random.default_rng(seed), n, groups, kind)
     path = write(tmp_path / f"{seed}.gguf", {"blk.0.ffn_up.weight": blocks}, ffn_up=KINDS[kind])
     weight, expected = dequantized(canonical(formats.load(path)["blk.0.ffn_up"])), reference(blocks, kind)
     path.unlink()
@@ -94,9 +128,9 @@ def model(tmp_path: Path) -> Path:
             "blk.0.attn_q.bias": weight[:, 0].copy(),
             "blk.0.ffn_up.weight": gguf.quants.quantize(weight, KINDS["Q4_0"]),
             "blk.0.ffn_up.bias": weight[:, 1].copy(),
-            "blk.0.ffn_down.weight": gguf.quants.quantize(weight, Q5_0),
+            "blk.0.ffn_down.weight": gguf.quants.quantize(np.tile(weight[:, :64], 4), TQ2_0),
         },
-        token_embd=KINDS["Q8_0"], ffn_up=KINDS["Q4_0"], ffn_down=Q5_0,
+        token_embd=KINDS["Q8_0"], ffn_up=KINDS["Q4_0"], ffn_down=TQ2_0,
     )  # fmt: skip
 
 
@@ -113,7 +147,7 @@ def test_layers_biases_and_the_rest(model: Path) -> None:
     assert checkpoint.format == "gguf"
     assert list(checkpoint) == ["blk.0.attn_q", "blk.0.ffn_up"]
     assert list(checkpoint.skipped) == ["blk.0.ffn_down"]
-    assert checkpoint.skipped["blk.0.ffn_down"].startswith("Q5_0 blocks are not read")
+    assert checkpoint.skipped["blk.0.ffn_down"].startswith("TQ2_0 blocks are not read")
     assert checkpoint.rest == ["token_embd.weight", "blk.0.attn_norm.weight", "blk.0.ffn_down.weight"]
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(model).tensors}
     dense, layer = checkpoint["blk.0.attn_q"], canonical(checkpoint["blk.0.ffn_up"])
@@ -126,7 +160,7 @@ def test_layers_biases_and_the_rest(model: Path) -> None:
     assert torch.equal(checkpoint.tensor("token_embd.weight"), embedding)
     norm = torch.from_numpy(tensors["blk.0.attn_norm.weight"].copy())
     assert torch.equal(checkpoint.tensor("blk.0.attn_norm.weight"), norm)
-    with pytest.raises(UnsupportedError, match="Q5_0"):
+    with pytest.raises(UnsupportedError, match="TQ2_0"):
         checkpoint.tensor("blk.0.ffn_down.weight")
 
 

@@ -142,6 +142,7 @@ class Description(ABC):
         schema: the arguments of the operator.
         settling: the weights and what belongs to them, by name: what kernels may read before the last one ends.
         outputs: operands of its calls that are written.
+        excluded: operands that no product takes beside the others.
         finely: options of cases with more scales.
         may_refuse: tactics do not take every shape of blocks and number of shares of K.
         settled: n, k and repetitions of the test that operands are read after they are written.
@@ -179,6 +180,7 @@ class Description(ABC):
     settling: tuple[str, ...]
     place_of_weights = 1
     outputs = 0
+    excluded: tuple[str, ...] = ()
     finely: Mapping[str, Any] = MappingProxyType({})
     may_refuse = False
     settled = (2048, 2048, 50)
@@ -213,6 +215,11 @@ class Description(ABC):
     @cached_property
     def kind(self) -> Kind:
         return FUNCTIONS[self.function].kind
+
+    @property
+    def most_operands(self) -> int:
+        """Of one product."""
+        return len(self.kind.roles) - self.outputs - len(self.excluded)
 
     operator_suffix = ""
 

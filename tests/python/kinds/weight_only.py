@@ -29,7 +29,7 @@ from qcutlass.testing import Case, Problem
 M, N, K = 3, 48, 128  # 4-bit: three by two tiles
 GROUPS = 4
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm")
+OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm", "minimums")
 INTEGER_TYPES = {torch.uint8: _C.DType.UINT8, torch.int8: _C.DType.INT8, torch.int32: _C.DType.INT32}
 ONE = 10**6  # one group a channel
 
@@ -298,7 +298,7 @@ class Scheme:
 
     def options(self, choose: random.Random) -> dict[str, Any]:
         zeros = choose.choice(self.zeros)
-        dtypes = [d for d in self.zero_dtypes if d is None or d.is_floating_point == (zeros == "real")]
+        dtypes = [d for d in self.zero_dtypes if d is None or d.is_floating_point == (zeros != "int")]
         return {
             "group_size": choose.choice(self.groups),
             "zeros": zeros,
@@ -316,6 +316,9 @@ SCHEMES = [
     Scheme("mixed types", (32, 64, 128, ONE), ("int", "real"), (None, *INTEGERS, *FLOATS), FLOATS),
 ]
 
+OF_MINIMUMS = Scheme("minimums", (16, 32, 48, 64, 128, ONE), ("minimum",), FLOATS, FLOATS)
+"""Of the description in `minimums`."""
+
 
 def draw(scheme: Scheme, dtype: torch.dtype, bits: int) -> Any:
     def case(m: int, n: int, k: int, choose: random.Random) -> Case:
@@ -331,9 +334,11 @@ class WeightOnly(Description):
     schema = (
         "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
         "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, "
-        "int split_k=0, str? activations=None"
+        "int split_k=0, str? activations=None, str? weight_dtype=None, Tensor? global_scale=None, "
+        "Tensor? minimums=None"
     )
-    settling = ("w_packed", "scales", "zeros")
+    settling = ("w_packed", "scales", "zeros", "minimums")
+    excluded = ("minimums", "global_scale")
     scale = "scales"
     boxed = ("a", "scales", "zeros", "bias", "act_scale")
     not_finite = ("a",)
@@ -418,9 +423,10 @@ class WeightOnly(Description):
         weights.packing = _C.Packing.W4A16 if case.bits == 4 else _C.Packing.W8A16
         weights.n, weights.k, weights.group_size = case.n, case.k, case.group_size
         weights.scale_type = types[case.scale_dtype or case.dtype]
-        weights.zero_type = _C.DType.NONE
-        if case.zeros != "none":
-            default = torch.uint8 if case.zeros == "int" else case.scale_dtype or case.dtype
+        default = torch.uint8 if case.zeros == "int" else case.scale_dtype or case.dtype
+        if case.zeros == "minimum":
+            weights.minimum_type = types[case.zero_dtype or default]
+        elif case.zeros != "none":
             weights.zero_type = types[case.zero_dtype or default]
         result = _C.GemmArguments()
         result.m, result.weights, result.a_type = case.m, weights, types[case.dtype]

@@ -74,19 +74,33 @@ def random_model(
     return folder
 
 
-def requantized(weight: Tensor, seed: int, *, act_order: bool) -> Stored:
+def requantized(weight: Tensor, seed: int, *, act_order: bool, bits: int = 4) -> Stored:
     """Groups of 64 columns, neighbours or, as act-order has it, from anywhere."""
     k = weight.shape[1]
     order = np.random.default_rng(seed).permutation(k) if act_order else np.arange(k)
-    q = qcutlass.quantize(weight[:, torch.from_numpy(order)].half(), bits=4, group_size=64)
+    q = qcutlass.quantize(weight[:, torch.from_numpy(order)].half(), bits=bits, group_size=64)
     assert q.zeros is not None
     codes, group_of = np.empty(weight.shape, dtype=np.int64), np.empty(k, dtype=np.int64)
     codes[:, order], group_of[order] = q.codes.numpy(), np.arange(k) // 64
-    return Stored(codes, q.zeros.numpy().astype(np.int64), q.scales.numpy(), group_of, 4, 64)
+    return Stored(codes, q.zeros.numpy().astype(np.int64), q.scales.numpy(), group_of, bits, 64)
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """A tokenizer of the numbers below `size`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(size)}, unk_token="0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="1").save_pretrained(folder)
 
 
 @dataclass
-class _Cut:
+class Cut:
+    """A folder, and the weights that its layers stand for, by name."""
+
     folder: Path
     weights: dict[str, Tensor]
 
@@ -106,28 +120,28 @@ class Cuts(ABC):
         self.config, self.names, self.rest = config, names, rest
         self._tokenizer = folder / "tokenizer"
         self._tokenizer.mkdir()
-        self._written: dict[str, _Cut] = {}
+        self._written: dict[str, Cut] = {}
 
     @abstractmethod
     def weight(self, name: str) -> Tensor:
         """float32 `[N, K]`, of a layer."""
 
-    def gptq(self) -> _Cut:
+    def gptq(self) -> Cut:
         """With act-order."""
         return self._stored("gptq", lambda layer: as_gptq(layer), GPTQ, act_order=True)
 
-    def awq(self) -> _Cut:
+    def awq(self) -> Cut:
         return self._stored("awq", as_awq, AWQ)
 
-    def compressed(self) -> _Cut:
+    def compressed(self) -> Cut:
         return self._stored("compressed", as_compressed, COMPRESSED)
 
-    def floats(self) -> _Cut:
+    def floats(self) -> Cut:
         weights = {name: self.weight(name).half() for name in self.names}
         tensors = {**self.rest, **{f"{name}.weight": weight for name, weight in weights.items()}}
         return self._write("floats", tensors, None, weights)
 
-    def w8a8(self) -> _Cut:
+    def w8a8(self) -> Cut:
         tensors, weights = dict(self.rest), {}
         for name in self.names:
             codes, scales = qcutlass.quantize_weights_int8(self.weight(name))
@@ -136,26 +150,31 @@ class Cuts(ABC):
         return self._write("w8a8", tensors, W8A8, weights)
 
     def _stored(
-        self, kind: str, pack: Callable[[Stored], Tensors], config: dict[str, Any], act_order: bool = False
-    ) -> _Cut:
+        self,
+        kind: str,
+        pack: Callable[[Stored], Tensors],
+        config: dict[str, Any],
+        act_order: bool = False,
+        bits: int = 4,
+    ) -> Cut:
         if kind in self._written:
             return self._written[kind]
         tensors, weights = dict(self.rest), {}
         for seed, name in enumerate(self.names):
             weight = self.weight(name)
-            layer = requantized(weight, seed, act_order=act_order)
+            layer = requantized(weight, seed, act_order=act_order, bits=bits)
             tensors |= named(pack(layer), name)
             weights[name] = layer.weight
         return self._write(kind, tensors, config, weights)
 
-    def _write(self, kind: str, tensors: Tensors, config: dict[str, Any] | None, weights: dict[str, Tensor]) -> _Cut:
+    def _write(self, kind: str, tensors: Tensors, config: dict[str, Any] | None, weights: dict[str, Tensor]) -> Cut:
         folder = write_model(self.root / kind, tensors, self.config, config)
         for path in self._tokenizer.iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
-        self._written[kind] = _Cut(folder, weights)
+        self._written[kind] = Cut(folder, weights)
         return self._written[kind]
 
-    def dense(self, cut: _Cut, dtype: torch.dtype) -> Any:
+    def dense(self, cut: Cut, dtype: torch.dtype) -> Any:
         """The model with the dequantised weights of a cut, in transformers' own layers."""
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -201,10 +220,7 @@ class RandomCut(Cuts):
     VOCABULARY = 128
 
     def __init__(self, folder: Path, seed: int) -> None:
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from tokenizers.pre_tokenizers import Whitespace
-        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
             vocab_size=self.VOCABULARY,
@@ -228,9 +244,7 @@ class RandomCut(Cuts):
         rest = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
         rest = {name: (tensor / 8 + (tensor.ndim == 1)).half() for name, tensor in rest.items()}  # norms around 1
         super().__init__(folder, config.to_dict(), list(layers), rest)
-        tokenizer = Tokenizer(WordLevel({str(i): i for i in range(self.VOCABULARY)}, unk_token="0"))
-        tokenizer.pre_tokenizer = Whitespace()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="1").save_pretrained(self._tokenizer)
+        write_tokenizer(self._tokenizer, self.VOCABULARY)
 
     def weight(self, name: str) -> Tensor:
         return self._weights[name]

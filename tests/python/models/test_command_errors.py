@@ -9,7 +9,6 @@ import inspect
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -337,7 +336,7 @@ def test_names_are_escaped_wherever_they_are_shown(odd: Path, tmp_path: Path, mo
         assert result.exit_code == status, (words, result.output)
         for character in ("\x1b", "\x07", "\x9b", "\u202e"):
             assert character not in result.output, (words, result.output)
-    assert printable(re.sub(r"\d+", "*", ODD)) in invoke(["inspect", str(odd)]).stdout
+    assert printable(ODD) in invoke(["inspect", str(odd)]).stdout
     assert SHOWN.replace("/", "") in invoke(["inspect", str(absent)]).stderr
     assert "warning: " in invoke(["inspect", str(odd)]).stderr  # the label lies
 

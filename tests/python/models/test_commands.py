@@ -342,6 +342,18 @@ def test_from_floats_to_text_in_the_format_of_others(smol: SmolCut, tmp_path: Pa
             ("quantize", "{source}", "{other}", "--method", "w8a8", "--no-act-scale"),
             "only awq, smoothquant; leave it out",
         ),
+        (
+            ("quantize", "{source}", "{other}", "--method", "blockwise", "--activations", "dynamic"),
+            "--activations: blockwise does not read it, only smoothquant, w8a8, fp8; leave it out",
+        ),
+        (
+            ("quantize", "{source}", "{other}", "--method", "fp8", "--activations", "static"),
+            "--calibration: fp8 with static activations needs a text file",
+        ),
+        (
+            ("quantize", "{source}", "{other}", "--method", "fp8", "--calibration", "{source}/config.json"),
+            "--calibration: fp8 reads it for static activations alone; leave it out",
+        ),
         (("quantize", "{source}", "{other}", "--calibration", "{absent}"), "--calibration"),
         (
             ("quantize", "{source}", "{other}", "--calibration", "{source}/model.safetensors"),

@@ -1,56 +1,35 @@
-"""Mixtures of experts are refused before anything is written; their routers are left alone everywhere."""
+"""Mixtures of experts that are refused, before anything is written; routers are left alone everywhere."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.python.formats.stored import as_gptq, named, stored
+from tests.python.formats.stored import Tensors, as_gptq, named, stored
 from tests.python.models.folders import GPTQ, random_model, write_model
+from tests.python.models.mixtures import EXPERTS, KINDS, MixtureCut, model_of
+from torch import Tensor
 from typer.testing import CliRunner
 
 import qcutlass
-from qcutlass import UnsupportedError, models
+from qcutlass import CheckpointError, UnsupportedError, models
 from qcutlass.cli import app
-from qcutlass.layers import QuantLinear
+from qcutlass.layers import QuantExperts, QuantLinear
 from qcutlass.layers.replace import ROUTERS, SKIPPED
+from qcutlass.models.transformers import load_model
 
 pytest.importorskip("transformers", reason="needs transformers")
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32},
-    "olmoe": {"num_experts": 4},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 64,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+REFUSED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "head_dim": 32},
     "granitemoe": {"num_local_experts": 4},
 }
-
-
-def model_of(kind: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **KINDS[kind]))
 
 
 def without_counts(folder: Path) -> None:
@@ -72,10 +51,10 @@ def as_gptq_folder(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("stored_as", ["floats", "gptq"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REFUSED)
 def test_they_are_refused_before_anything_is_written(kind: str, stored_as: str, tmp_path: Path, seed: int) -> None:
     folder = tmp_path / "model"
-    model_of(kind).save_pretrained(folder)
+    model_of(kind, **REFUSED[kind]).save_pretrained(folder)
     if stored_as == "gptq":
         as_gptq_folder(folder, seed)
     for prepare in (lambda folder: None, without_counts):
@@ -117,17 +96,125 @@ def test_parts_of_a_configuration(values: dict[str, Any], tmp_path: Path, seed: 
         models.convert(folder, tmp_path / "new")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replacing_in_memory_is_the_way_out(kind: str) -> None:
-    model = model_of(kind).eval()
+@pytest.mark.parametrize("kind", [*KINDS, *REFUSED])
+def test_replacing_in_memory_takes_all(kind: str) -> None:
+    model = model_of(kind, **REFUSED.get(kind, {}))
     names = qcutlass.replace_linear(model, qcutlass.WeightOnly(group_size=32))
     assert any(name.endswith(("o_proj", "q_proj")) for name in names)
+    assert any(name.endswith(".experts") for name in names) == (kind in KINDS)
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if last in ROUTERS or ".router." in name:
             assert not isinstance(module, QuantLinear), name
+        assert isinstance(module, QuantExperts) == (name in names and name.endswith(".experts"))
     with torch.inference_mode():
         assert bool(model(torch.arange(8)[None]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "skip"), [(qcutlass.W8A8(), None), (qcutlass.WeightOnly(group_size=32), ["lm_head", "*.experts.*"])]
+)
+def test_experts_that_stay_floats_in_memory(scheme: Any, skip: Any) -> None:
+    """Those of other schemes than weights alone; those that are skipped."""
+    model = model_of("olmoe")
+    names = qcutlass.replace_linear(model, scheme, skip)
+    assert names
+    assert not any(isinstance(module, QuantExperts) for module in model.modules())
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> MixtureCut:
+    return MixtureCut(tmp_path_factory.mktemp("cut"), "qwen3_moe")
+
+
+def written(folder: Path, cut: MixtureCut, form: str, change: Callable[[Tensors], Tensors]) -> Path:
+    """A folder of a form with some tensors changed."""
+    source = getattr(cut, form)().folder
+    config = json.loads((source / "config.json").read_text())
+    tensors = change(load_file(source / "model.safetensors"))
+    return write_model(folder, tensors, config, config.get("quantization_config"))
+
+
+def without(word: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if word not in name}
+
+
+def replaced(layer: str, **tensors: Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda found: {**without(f"{layer}.")(found), **named(tensors, layer)}
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """As a state of transformers has them."""
+    name = "model.layers.0.mlp.experts"
+    down = torch.stack([tensors[f"{name}.{i}.down_proj.weight"] for i in range(EXPERTS)])
+    return {**without(f"{name}.")(tensors), f"{name}.down_proj": down}
+
+
+EXPERT = "model.layers.1.mlp.experts.2"
+GATE = "model.layers.0.mlp.gate"
+WRONG: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
+    "stacked": ("floats", stacked, r"a mixture of experts \(model\.layers\.0\.mlp\.experts\.down_proj\)"),
+    "an expert is absent": ("gptq", without(f"{EXPERT}."), r"expert 2 of 4 has no gate projection"),
+    "a part is absent": ("gptq", without(f"{EXPERT}.up_proj"), r"expert 2 of 4 has no up projection"),
+    "floats": (
+        "gptq",
+        replaced(f"{EXPERT}.up_proj", weight=torch.ones(40, 64).half()),
+        r"2\.up_proj: floats, shape \[40, 64\], but .*0\.gate_proj: 4 bits.*need one shape and one scheme",
+    ),
+    "bits": (
+        "gptq",
+        replaced(f"{EXPERT}.up_proj", **as_gptq(stored(40, 64, 64, bits=8, seed=0, symmetric=True))),
+        r"experts\.2\.up_proj: 8 bits, group_size -1, shape \[40, 64\], but .*experts\.0\.gate_proj: 4 bits",
+    ),
+    "act-order": (
+        "gptq",
+        replaced(f"{EXPERT}.gate_proj", **as_gptq(stored(40, 64, 32, seed=0, act_order=True))),
+        r"2\.gate_proj: experts with act-order are not taken",
+    ),
+    "a quantised router": (
+        "gptq",
+        replaced(GATE, **as_gptq(stored(8, 64, 64, seed=0))),
+        r"layers\.0\.mlp\.gate: a router is quantised, which is to be in floats",
+    ),
+    "int8 activations": ("w8a8", lambda tensors: tensors, r"experts of quantised activations \(w8a8 .*--method gptq"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_experts_that_no_product_takes_are_refused(what: str, cut: MixtureCut, tmp_path: Path) -> None:
+    form, change, message = WRONG[what]
+    source = written(tmp_path / "source", cut, form, change)
+    keywords: dict[str, Any] = {"config": {"bits": None, "group_size": None}} if what in ("bits", "act-order") else {}
+    with pytest.raises((UnsupportedError, CheckpointError), match=message):
+        models.convert(source, tmp_path / "new", **keywords)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("what", ["an expert is absent", "floats", "int8 activations"])
+def test_and_not_loaded_either(what: str, cut: MixtureCut, tmp_path: Path) -> None:
+    form, change, _ = WRONG[what]
+    source = written(tmp_path / "source", cut, form, change)
+    with pytest.raises((UnsupportedError, CheckpointError), match=r"layers\.[01]\.mlp\.experts"):
+        load_model(source)
+
+
+@pytest.mark.parametrize("word", ["experts.2.down_proj.w_packed", "experts.2.", ".experts."])
+def test_converted_mixtures_without_an_expert_are_refused(word: str, cut: MixtureCut, tmp_path: Path) -> None:
+    models.convert(cut.gptq().folder, tmp_path / "new")
+    path = tmp_path / "new/model.safetensors"
+    save_file(without(word)(load_file(path)), path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(cut.gptq().folder / name, tmp_path / "new" / name)
+    with pytest.raises((UnsupportedError, CheckpointError), match=r"layers\.[01]\.mlp\.experts"):
+        load_model(tmp_path / "new")
+
+
+def test_expert_of_another_shape(cut: MixtureCut, tmp_path: Path) -> None:
+    models.convert(cut.gptq().folder, tmp_path / "new")
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    (tmp_path / "new/config.json").write_text(json.dumps({**config, "moe_intermediate_size": 48}))
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj: expected weights \[48, 64\] for .*experts, got"):
+        load_model(tmp_path / "new")
 
 
 class Block(torch.nn.Module):

@@ -27,8 +27,14 @@ METHODS = {
     "act-order": models.Method("gptq", WeightOnly(4, 32), act_order=True),
     "channels": models.Method("awq", WeightOnly(8, None), act_scale=False),
     "int8": models.Method("smoothquant", act_scale=False),
+    "fp8": models.Method("fp8"),
+    "fp8 static": models.Method("fp8", activations="static"),
 }
-UNSUPPORTED = [("int8", "gptq"), ("act-order", "compressed-tensors"), ("ragged", "compressed-tensors")]
+UNSUPPORTED = [
+    *((name, "gptq") for name in ("int8", "fp8", "fp8 static")),
+    ("act-order", "compressed-tensors"),
+    ("ragged", "compressed-tensors"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +163,16 @@ def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> 
         assert not (tmp_path / "out").exists()
 
     refused("gptq: quantised activations have no place in it", quantized("int8"), "gptq")
+    refused("gptq: quantised activations have no place in it", quantized("fp8"), "gptq")
     refused("has given up act-order", quantized("act-order"), "compressed-tensors")
     refused("takes group sizes that divide K = 128, got 48", quantized("ragged"), "compressed-tensors")
     root = quantized("symmetric").parent
     wide = models.Method("rtn", WeightOnly(4, 32, scale_dtype=torch.float32))
     models.quantize_model(root / "source", tmp_path / "wide", wide)
     refused("expected scales of 16 bits, got float32 ones", tmp_path / "wide", "gptq")
+
+    models.quantize_model(root / "source", tmp_path / "blocks", "blockwise")
+    refused("compressed-tensors holds no layers of kind blockwise", tmp_path / "blocks", "compressed-tensors")
 
     make("llama", 0).save_pretrained(tmp_path / "grouped")  # of whose heads several share keys and values
     models.quantize_model(tmp_path / "grouped", tmp_path / "scaled", "awq", calibration=calibration(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tests.python.formats.gguf_files import random_weights
 
 from qcutlass import CheckpointError, UnsupportedError, formats
 from qcutlass.models.gguf import GGUFModel
@@ -16,20 +18,42 @@ from qcutlass.models.gguf import GGUFModel
 pytest.importorskip("transformers", reason="needs transformers")
 
 HIDDEN, HEADS, KV_HEADS, WIDE, VOCABULARY, BLOCKS = 128, 4, 2, 160, 64, 2
+LARGE = 256  # columns, where blocks have so many
 SIZES = {"qwen3": 128}  # of a head, where it is not HIDDEN // HEADS
+MIXES: dict[str, dict[str, str]] = {
+    "Q8_0": {},
+    "Q4_K_M": {
+        **dict.fromkeys(("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up", "token_embd"), "Q4_K"),
+        **dict.fromkeys(("attn_v", "ffn_down", "output"), "Q6_K"),
+    },
+    "others": {
+        "attn_q": "Q5_K", "attn_k": "Q3_K", "attn_v": "Q5_1", "attn_output": "IQ4_XS", "ffn_gate": "Q2_K",
+        "ffn_up": "Q5_0", "ffn_down": "IQ4_NL", "token_embd": "Q6_K", "output": "Q5_K",
+    },
+}  # fmt: skip
+"""Types by the last part of a tensor's name; of the others Q8_0."""
 
 
 def write_gguf(
-    path: Path, architecture: str, seed: int, extra: str | None = None, *, embeddings: str = "F32", tied: bool = False
+    path: Path,
+    architecture: str,
+    seed: int,
+    extra: str | None = None,
+    *,
+    embeddings: str = "F32",
+    tied: bool = False,
+    mix: str = "Q8_0",
 ) -> Path:
-    """Linear layers in Q8_0, embeddings in a type of GGUF, all else in F32."""
+    """Linear layers in a mix of types, embeddings in a type of GGUF where the mix has none, all else in F32."""
     random = np.random.default_rng(seed)
-    size = SIZES.get(architecture, HIDDEN // HEADS)
+    kinds: Mapping[str, str] = {"token_embd": embeddings} | MIXES[mix]
+    hidden, wide = (LARGE, LARGE) if MIXES[mix] else (HIDDEN, WIDE)
+    size = SIZES.get(architecture, hidden // HEADS)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(BLOCKS)
     writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(WIDE)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(wide)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_key_length(size)
@@ -45,27 +69,30 @@ def write_gguf(
 
     def add(name: str, *shape: int) -> None:
         data = random.normal(0, 0.1, shape).astype(np.float32)
-        kind = gguf.GGMLQuantizationType[embeddings if name == "token_embd.weight" else "Q8_0"]
-        if len(shape) == 2:
-            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
-        else:
+        label = kinds.get(name.split(".")[-2], "Q8_0")
+        kind = gguf.GGMLQuantizationType[label]
+        if len(shape) == 1:
             writer.add_tensor(name, data)
+        elif MIXES[mix]:
+            writer.add_tensor(name, random_weights(random, *shape, label, 0.1), raw_dtype=kind)  # type: ignore[call-arg]
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
 
-    add("token_embd.weight", VOCABULARY, HIDDEN)
-    add("output_norm.weight", HIDDEN)
+    add("token_embd.weight", VOCABULARY, hidden)
+    add("output_norm.weight", hidden)
     if not tied:
-        add("output.weight", VOCABULARY, HIDDEN)
+        add("output.weight", VOCABULARY, hidden)
     for i in range(BLOCKS):
         for name, rows, columns in (
-            ("attn_q", HEADS * size, HIDDEN), ("attn_k", KV_HEADS * size, HIDDEN), ("attn_v", KV_HEADS * size, HIDDEN),
-            ("attn_output", HIDDEN, HEADS * size), ("ffn_gate", WIDE, HIDDEN), ("ffn_up", WIDE, HIDDEN),
-            ("ffn_down", HIDDEN, WIDE),
+            ("attn_q", HEADS * size, hidden), ("attn_k", KV_HEADS * size, hidden), ("attn_v", KV_HEADS * size, hidden),
+            ("attn_output", hidden, HEADS * size), ("ffn_gate", wide, hidden), ("ffn_up", wide, hidden),
+            ("ffn_down", hidden, wide),
         ):  # fmt: skip
             add(f"blk.{i}.{name}.weight", rows, columns)
             if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
                 add(f"blk.{i}.{name}.bias", rows)
         for name in ("attn_norm", "ffn_norm"):
-            add(f"blk.{i}.{name}.weight", HIDDEN)
+            add(f"blk.{i}.{name}.weight", hidden)
         if architecture == "qwen3":
             for name in ("attn_q_norm", "attn_k_norm"):
                 add(f"blk.{i}.{name}.weight", size)
@@ -78,12 +105,13 @@ def write_gguf(
     return path
 
 
+@pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_names_and_rows_are_those_of_transformers(architecture: str, tmp_path: Path, seed: int) -> None:
+def test_names_and_rows_are_those_of_transformers(architecture: str, mix: str, tmp_path: Path, seed: int) -> None:
     pytest.importorskip("accelerate", reason="transformers needs it to dequantise GGUF files")
     from transformers import AutoModelForCausalLM
 
-    path = write_gguf(tmp_path / "tiny.gguf", architecture, seed)
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, seed, mix=mix)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     expected = model.state_dict()
     source = GGUFModel(formats.load(path), path)
@@ -96,7 +124,7 @@ def test_names_and_rows_are_those_of_transformers(architecture: str, tmp_path: P
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert source.config["architectures"] == [type(model).__name__]
-    assert source.config["head_dim"] == SIZES.get(architecture, HIDDEN // HEADS)
+    assert source.config["head_dim"] == SIZES.get(architecture, (LARGE if MIXES[mix] else HIDDEN) // HEADS)
     assert ("model.layers.0.self_attn.q_proj.bias" in found) == (architecture == "qwen2")
 
 

@@ -44,12 +44,16 @@ def prompts(device: str, padding: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def assert_steps_follow_the_sequence(device: str, padding: int, bound: float, **options: Any) -> None:
+def assert_steps_follow_the_sequence(
+    device: str, padding: int, bound: float, fused: bool = False, **options: Any
+) -> None:
     model = model_of(device)
     ids, mask = prompts(device, padding)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.inference_mode():
         expected = model(ids, attention_mask=mask, position_ids=positions).logits.float()
+    if fused:
+        qcutlass.fuse_block(model)
     decoder = Decoder(model, 2, PROMPT + STEPS, **options)
     for _ in range(2):  # from a used state too
         found = [decoder.prefill(ids[:, :PROMPT], mask[:, :PROMPT] if padding else None).float()]
@@ -70,8 +74,9 @@ def test_steps_follow_the_sequence(padding: int) -> None:
 @pytest.mark.parametrize("padding", [0, 40])
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-def test_steps_follow_the_sequence_on_a_gpu(padding: int, graph: bool, compiled: bool) -> None:
-    assert_steps_follow_the_sequence("cuda", padding, 3e-2, compiled=compiled, graph=graph)
+@pytest.mark.parametrize("fused", [False, True], ids=["as it is", "fused"])
+def test_steps_follow_the_sequence_on_a_gpu(padding: int, graph: bool, compiled: bool, fused: bool) -> None:
+    assert_steps_follow_the_sequence("cuda", padding, 3e-2, fused, compiled=compiled, graph=graph)
 
 
 def generated(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> list[list[int]]:

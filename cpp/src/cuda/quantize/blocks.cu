@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kBlockThreads, kGeluBlocksPerSm) gelu(__grid_c
     if (block >= blocks) return;
     scale = task.scales[block];
     locate(block, [&](int64_t row, int64_t column, int64_t left) {
-      int8_t const* const data = task.codes + row * task.codes_stride + column;
+      int8_t const* const data = static_cast<int8_t const*>(task.codes) + row * task.codes_stride + column;
 #pragma unroll
       for (int v = 0; v < kGeluVectors; ++v) codes[v] = Codes16::load(data + v * kStep, left - v * kStep, aligned);
     });
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kBlockThreads) dequantize(__grid_constant__ Bl
   int64_t const blocks = layout::ceil_div(task.columns, kSize), step = int64_t(gridDim.x) * blockDim.x * kCount;
   for (int64_t row = blockIdx.y * int64_t(blockDim.y) + threadIdx.y; row < task.rows;
        row += int64_t(gridDim.y) * blockDim.y) {
-    int8_t const* const codes = task.codes + row * task.codes_stride;
+    int8_t const* const codes = static_cast<int8_t const*>(task.codes) + row * task.codes_stride;
     float const* const scales = task.scales + (kSquare ? row / kSize : row) * blocks;
     Out* const out = static_cast<Out*>(task.out) + row * task.columns;
     for (int64_t first = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) * kCount; first < task.columns;
@@ -253,6 +253,8 @@ void dequantize_to(BlockArguments const& arguments, cudaStream_t stream) {
 
 void dequantize_blocks(BlockArguments const& arguments, void* stream) {
   if (arguments.rows == 0) return;
+  if (arguments.code_type != DType::kInt8)
+    throw Unsupported("fp8 in blocks is dequantised on the CPU alone; weights on a GPU: qcutlass.dequantize");
   auto const cuda_stream = static_cast<cudaStream_t>(stream);
   switch (arguments.out_type) {
     case DType::kFloat16: return dequantize_to<__half>(arguments, cuda_stream);

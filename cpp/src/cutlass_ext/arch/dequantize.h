@@ -135,12 +135,19 @@ template <class Element, int Bits>
 struct FloatConverter {
   struct Operands {
     float scale[2];  // rows g, g + 8
-    float zero[2];
+    float zero[2];   // or minimum
   };
 
   template <int I>
   static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
-    // The codes as exact fp16 integers, whatever Element is: fp16 (unlike bf16) holds 1024 + 255.
+    float2 const q = codes<I>(words);
+    float const s = op.scale[I % 2], z = op.zero[I % 2];
+    return PairMath<Element>::round(__fmul_rn(__fsub_rn(q.x, z), s), __fmul_rn(__fsub_rn(q.y, z), s));
+  }
+
+  /// The codes as exact fp16 integers on their way, whatever Element is: fp16 (unlike bf16) holds 1024 + 255.
+  template <int I>
+  static CUTLASS_DEVICE float2 codes(uint32_t const* words) {
     uint32_t codes;
     if constexpr (Bits == 4) {
       uint32_t const shifted = shift_right<I * 4>(words[0]);
@@ -148,9 +155,20 @@ struct FloatConverter {
     } else {
       codes = PairMath<half_t>::sub(interleave_bytes<I % 2>(words[I / 2], 0x64), kHalf1024);
     }
-    float2 const q = __half22float2(reinterpret_cast<__half2 const&>(codes));
-    float const s = op.scale[I % 2], z = op.zero[I % 2];
-    return PairMath<Element>::round(__fmul_rn(__fsub_rn(q.x, z), s), __fmul_rn(__fsub_rn(q.y, z), s));
+    return __half22float2(reinterpret_cast<__half2 const&>(codes));
+  }
+};
+
+/// The same with minimums, RN(code * scale - minimum): the exact value, rounded once to fp32.
+template <class Element, int Bits>
+struct MinimumConverter : FloatConverter<Element, Bits> {
+  using Base = FloatConverter<Element, Bits>;
+
+  template <int I>
+  static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, typename Base::Operands const& op) {
+    float2 const q = Base::template codes<I>(words);
+    float const s = op.scale[I % 2], m = op.zero[I % 2];
+    return PairMath<Element>::round(__fmaf_rn(q.x, s, -m), __fmaf_rn(q.y, s, -m));
   }
 };
 

@@ -182,12 +182,21 @@ class BiasActivation {
 
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
+    finish(sum);
+    write(token, sum);
+  }
+
+ protected:
+  CUTLASS_DEVICE void finish(float (&sum)[kVector]) const {
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
     }
     activate(sum, params_.activation);
-    store_channels(params_.output + token * params_.stride + channel_, sum, params_.channels - channel_,
+  }
+
+  CUTLASS_DEVICE void write(int token, float const (&values)[kVector]) const {
+    store_channels(params_.output + token * params_.stride + channel_, values, params_.channels - channel_,
                    params_.vectors);
   }
 

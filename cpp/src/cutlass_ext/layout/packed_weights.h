@@ -55,6 +55,8 @@ struct PackedWeights {
 
 static_assert(PackedWeights<qcutlass::Packing::kW4A16>::agrees_with_layout());
 static_assert(PackedWeights<qcutlass::Packing::kW8A16>::agrees_with_layout());
+static_assert(PackedWeights<qcutlass::Packing::kE2M1A16>::agrees_with_layout());
+static_assert(PackedWeights<qcutlass::Packing::kE4M3A16>::agrees_with_layout());
 static_assert(PackedWeights<qcutlass::Packing::kW8A8>::agrees_with_layout());
 
 }  // namespace cutlass::layout

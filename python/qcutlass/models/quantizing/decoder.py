@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.errors import UnsupportedError
+from qcutlass.models.experts import stored_forms
 from qcutlass.models.extras import import_transformers
+from qcutlass.models.quantizing.unrolling import unroll
 from qcutlass.models.sources import ModelSource
 
 
@@ -34,7 +36,7 @@ class Decoder:
 
     Attributes:
         model: the module of transformers.
-        blocks: its decoder blocks.
+        blocks: its decoder blocks, in which each expert of a mixture has linear layers of its own.
         prefix: their name, "model.layers".
 
     Raises:
@@ -54,6 +56,8 @@ class Decoder:
             raise UnsupportedError(
                 f"model_type {kind!r}: transformers makes no causal model of it ({error})"
             ) from error
+        with _parameters_on_meta():
+            unroll(self.model)
         self.prefix, self.blocks = _blocks(self.model)
         self._base = f"{self.model.base_model_prefix}."
 
@@ -83,11 +87,15 @@ class Decoder:
     def _resolve(self, name: str) -> str:
         known = (self._source.names, self._source.rest)
         suffix = name.rpartition(".")[2]
-        for candidate in (name, name.removeprefix(self._base)):
+        for candidate in self._forms(name):
             stem = candidate.rpartition(".")[0]
             if any(candidate in names for names in known) or (suffix in ("weight", "bias") and stem in known[0]):
                 return candidate
         raise UnsupportedError(f"{name}: expected it in the checkpoint, as {type(self.model).__name__} has it")
+
+    def _forms(self, name: str) -> list[str]:
+        """The names that the source may have for that of a module or a tensor."""
+        return [form for each in (name, name.removeprefix(self._base)) for form in stored_forms(each)]
 
     def _value(self, name: str) -> Tensor:
         stored = self._resolve(name)
@@ -104,8 +112,7 @@ class Decoder:
     def _buffer(self, module: nn.Module, prefix: str, name: str, made: Tensor) -> Tensor:
         """The checkpoint's value, where it keeps one; else that which the model was made with."""
         path, _, last = name.rpartition(".")
-        stored = (prefix + name, (prefix + name).removeprefix(self._base))
-        found = next((candidate for candidate in stored if candidate in self._source.rest), None)
+        found = next((form for form in self._forms(prefix + name) if form in self._source.rest), None)
         if found is None or last in module.get_submodule(path)._non_persistent_buffers_set:
             return made.to(self._device)
         return self._source.tensor(found).to(self._device, torch.float32 if made.is_floating_point() else made.dtype)

@@ -19,14 +19,16 @@ from qcutlass.algorithms import (
     round_to_nearest,
     search_smoothing,
 )
-from qcutlass.algorithms.eight_bit import quantize_weights_int8
+from qcutlass.algorithms.blocks import weight_quant
+from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
+from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.algorithms.gptq import DAMPING, check_damping
 from qcutlass.defaults import METHODS as METHODS
-from qcutlass.formats import CanonicalInt8, CanonicalLinear, Layer
+from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.layers.base import from_layer
 from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
 from qcutlass.products.checks import check_flag
-from qcutlass.schemes import WeightOnly
+from qcutlass.schemes import Blockwise, WeightOnly, check_kind_of_activations
 
 READERS: Final = {
     "scheme": ("rtn", "gptq", "awq"),
@@ -34,9 +36,13 @@ READERS: Final = {
     "damping": ("gptq",),
     "act_order": ("gptq",),
     "act_scale": ("awq", "smoothquant"),
-    "calibration": ("gptq", "awq", "smoothquant"),
+    "activations": ("smoothquant", "w8a8", "fp8"),
+    "calibration": ("gptq", "awq", "smoothquant", "w8a8", "fp8"),
 }
 """The methods that an option means something to; the others refuse it."""
+_CALIBRATED: Final = ("gptq", "awq", "smoothquant")  # whatever their options are
+UNREACHED: Final = "unreached"
+"""The note on an expert's layer that got no token in calibration, and was rounded to nearest."""
 _ROWS: Final = 512  # of inputs that SmoothQuant looks at
 
 
@@ -46,12 +52,14 @@ class Method:
 
     Attributes:
         name: "rtn", "gptq", "awq": weights alone; "smoothquant": int8 weights and activations, smoothed; "w8a8": the
-            same, not smoothed.
+            same, not smoothed; "fp8": e4m3 weights and activations; "blockwise": int8 ones in blocks of 128.
         scheme: of weight-only methods; scales are float16 if it does not say.
         clip: whether rtn and gptq search for clipped ranges.
         damping, act_order: of gptq.
         act_scale: whether layers that nothing can take factors for get an `act_scale` (awq) or `smooth` (smoothquant)
             of their own; other formats have no place for them.
+        activations: of smoothquant, w8a8 and fp8: "dynamic": each token gets its scale when it comes; "static": a layer
+            has one scale, of the largest activation of the calibration.
 
     Raises:
         TypeError, ValueError: an option has another type or value; one that this method does not read was chosen.
@@ -69,6 +77,7 @@ class Method:
     damping: float = DAMPING
     act_order: bool = False
     act_scale: bool = True
+    activations: str = "dynamic"
 
     def __post_init__(self) -> None:
         if self.name not in METHODS:
@@ -78,10 +87,16 @@ class Method:
         for flag in ("clip", "act_order", "act_scale"):
             check_flag(flag, getattr(self, flag))
         check_damping(self.damping)
+        check_kind_of_activations(self.activations)
         for option in fields(self)[1:]:
             default = WeightOnly() if option.name == "scheme" else option.default
             if getattr(self, option.name) != default:
                 self.check_read(option.name, option.name)
+        if self.scheme.weight_dtype is not None and self.name != "rtn":
+            raise ValueError(
+                f"scheme: {self.scheme.weight_dtype} codes are rounded to the nearest, by rtn; {self.name} makes "
+                "integers"
+            )
         if self.is_weight_only and self.scheme.scale_dtype is None:
             object.__setattr__(self, "scheme", replace(self.scheme, scale_dtype=torch.float16))
 
@@ -91,9 +106,18 @@ class Method:
         if self.name not in readers:
             raise ValueError(f"{name}: {self.name} does not read it, only {', '.join(readers)}; leave it out")
 
+    def check_calibrated(self, given: bool, name: str, what: str) -> None:
+        """Raises ValueError if calibration, which the caller calls `name`, is missing or of no use."""
+        if self.needs_calibration and not given:
+            static = "" if self.name in _CALIBRATED else " with static activations"
+            raise ValueError(f"{name}: {self.name}{static} needs {what}")
+        if given and not self.needs_calibration:
+            self.check_read("calibration", name)
+            raise ValueError(f"{name}: {self.name} reads it for static activations alone; leave it out")
+
     @property
     def needs_calibration(self) -> bool:
-        return self.name in READERS["calibration"]
+        return self.name in _CALIBRATED or self.activations == "static"
 
     @property
     def is_weight_only(self) -> bool:
@@ -152,7 +176,8 @@ def quantize_block(
     Args:
         block: with fp32 weights; what takes factors is changed.
         groups: whose layers are quantised.
-        statistics: of `record`; not needed by rtn and w8a8.
+        statistics: of `record`; empty where the method needs no calibration. Layers of which there are some, of no
+            token, are rounded to nearest.
         progress: called with the name of each finished layer.
 
     Raises:
@@ -161,10 +186,14 @@ def quantize_block(
     result = BlockResult()
     factors: dict[InputGroup, tuple[Tensor | None, Tensor | None]] = {}
     for group in groups if method.name in _FACTORS else ():
+        if _is_unreached(group, statistics):
+            continue
         with _named(group.linears):
             factors[group] = _fold(block, group, statistics, method, result)
     for group in groups:
-        found = statistics.get(group.linears[0])
+        found, chosen = statistics.get(group.linears[0]), method
+        if _is_unreached(group, statistics):
+            found, chosen = None, Method("rtn", method.scheme, clip=method.clip)
         own, folded = factors.get(group, (None, None))
         if found is not None and folded is not None:
             found = found.divided(folded)
@@ -172,7 +201,9 @@ def quantize_block(
             linear: Any = block.get_submodule(name)
             bias = None if linear.bias is None else linear.bias.detach().clone()
             with _named((name,)):
-                layer, notes = _quantize(linear.weight.detach(), bias, own, found, method)
+                layer, notes = _quantize(linear.weight.detach(), bias, own, found, chosen)
+            if chosen is not method:
+                notes[UNREACHED] = 1.0
             result.layers[name] = layer
             result.notes[name] = {**result.notes.get(name, {}), **notes}
             progress(name)
@@ -180,6 +211,17 @@ def quantize_block(
 
 
 _FACTORS: Final = ("awq", "smoothquant")
+_EIGHT_BIT: Final[dict[str, tuple[type[CanonicalInt8] | type[CanonicalFp8], Callable[[Tensor], Any]]]] = {
+    "int8": (CanonicalInt8, quantize_weights_int8),
+    "fp8": (CanonicalFp8, quantize_weights_fp8),
+}
+_BLOCK: Final = Blockwise().block_size
+
+
+def _is_unreached(group: InputGroup, statistics: Mapping[str, InputStatistics]) -> bool:
+    """Whether calibration sent no token there, as it may leave out experts."""
+    found = statistics.get(group.linears[0])
+    return found is not None and found.count == 0
 
 
 @contextmanager
@@ -199,7 +241,7 @@ def _fold(
     result: BlockResult,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Multiplies a group's columns by factors that are searched; (the layers' own part, all) of them."""
-    if group.previous is None and not method.act_scale:
+    if group.previous is None and not (method.act_scale and group.has_scales):
         return None, None
     linears: list[Any] = [block.get_submodule(name) for name in group.linears]
     weights = [linear.weight.detach() for linear in linears]
@@ -230,13 +272,23 @@ def _quantize(
 ) -> tuple[Layer, dict[str, float]]:
     """One layer, whose weights have been multiplied by the factors; `own`: those that it divides its input by."""
     notes: dict[str, float] = {}
-    if not method.is_weight_only:
-        w_q, w_scale = quantize_weights_int8(weight)
+    if method.name == "blockwise":
+        w_q, w_s = weight_quant(weight, _BLOCK)
+        return CanonicalBlockwise(w_q, w_s, _BLOCK, bias), notes
+    if method.name in READERS["activations"]:
+        make, quantize = _EIGHT_BIT["fp8" if method.name == "fp8" else "int8"]
+        w_q, w_scale = quantize(weight)
         own = None if own is None else own.clone()  # the group's layers have theirs each
-        return CanonicalInt8(w_q, w_scale, bias=bias, smooth=own), notes
+        input_scale = None
+        if method.activations == "static":
+            assert statistics is not None
+            input_scale = quantize_activations(statistics.absmax[None], dtype=w_q.dtype, per_tensor=True)[1]
+        return make(w_q, w_scale, input_scale, bias, own), notes
     perm = None
     if method.name == "rtn":
-        quantized = round_to_nearest(weight, method.scheme, clip=method.clip)
+        scheme = method.scheme
+        integers = scheme.weight_dtype is None
+        quantized = round_to_nearest(weight, scheme, clip=method.clip) if integers else quantize_nearest(weight, scheme)
     else:
         assert statistics is not None
         moment = statistics.second_moment

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qcutlass.errors import CheckpointError
+from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.conversion import (
@@ -24,12 +24,14 @@ from qcutlass.models.conversion import (
     write_folder,
 )
 from qcutlass.models.converted import ConvertedFolder
+from qcutlass.models.experts import expert_layer
 from qcutlass.models.extras import import_transformers
 from qcutlass.models.heads import check_head, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
 from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
+from qcutlass.models.quantizing.unrolling import expert_groups
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, file_stats, is_made, work_folder
 from qcutlass.models.replacing import check_new, new_folder, remove_leftovers
@@ -37,7 +39,7 @@ from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer, check_tensor
 from qcutlass.version import __version__
 
-_VERSION = 3  # of the work folder
+_VERSION = 4  # of the work folder
 _Value = TypeVar("_Value")
 
 
@@ -52,7 +54,8 @@ class Quantization:
         files: names of the files with tensors, and of their index.
         resumed: how many blocks an earlier run had finished.
         notes: by layer: `error`, of its outputs over their size (both squared); `exponent` of AWQ or SmoothQuant;
-            `damping` of GPTQ.
+            `damping` of GPTQ; `unreached` of an expert that no token of the calibration came to, so that it was rounded
+            to nearest.
     """
 
     layers: int
@@ -153,7 +156,8 @@ def quantize_model(
         source: a folder with `config.json` and safetensors files, or a GGUF file, of a decoder that transformers knows.
         destination: a folder that is made.
         method: a `Method`, or the name of one.
-        calibration: int64 `[samples, tokens]`, see `calibration_windows`; needed by gptq, awq and smoothquant.
+        calibration: int64 `[samples, tokens]`, see `calibration_windows`; needed by gptq, awq, smoothquant and static
+            activations.
         skip: layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and routers.
         lm_head: bits of the output head, 4 or 8, as for `qcutlass.models.convert`; None: as it is.
         device: where blocks run and are quantised, in fp32.
@@ -167,7 +171,8 @@ def quantize_model(
         FileExistsError: `destination` is there and not to be overwritten; the folder of the work is that of a run with
             another source, calibration, method or version of a package, being worked in, or holds files of others.
         UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise; the model is
-            a mixture of experts.
+            a mixture of experts of a form that is not taken, or the method not one for experts: smoothquant, w8a8, gptq
+            with act-order.
         TypeError, ValueError: options; calibration is missing, not of this model's tokens, or not looked at by the
             method; a pattern of `skip` matches no layer; or as for `convert`.
         CheckpointError, OSError, MemoryError: as for `convert`.
@@ -217,11 +222,9 @@ def quantize_model(
 
 
 def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor | None:
+    method.check_calibrated(calibration is not None, "calibration", "tokens [samples, tokens]; see calibration_windows")
     if calibration is None:
-        if method.needs_calibration:
-            raise ValueError(f"calibration: {method.name} needs tokens [samples, tokens]; see calibration_windows")
         return None
-    method.check_read("calibration", "calibration")
     check_tensor("calibration", calibration, (torch.int64,))
     if calibration.dim() != 2 or not calibration.numel():
         raise ValueError(f"calibration: expected [samples, tokens], got {list(calibration.shape)}")
@@ -261,6 +264,23 @@ def _description(
     }
 
 
+def _check_experts(method: Method, names: Sequence[str]) -> None:
+    """Raises UnsupportedError if experts are among the layers and the method does not give what their product takes."""
+    name = next((name for name in names if expert_layer(name)), None)
+    if name is None:
+        return
+    if not method.is_weight_only:
+        raise UnsupportedError(
+            f"{name}: experts take methods that quantise weights alone, not {method.name}; take rtn, gptq or awq, or "
+            "leave experts as they are: skip with '*.experts.*' (--skip)"
+        )
+    if method.act_order:
+        raise UnsupportedError(
+            f"{name}: all experts have one order of columns; leave out act_order (--act-order), or skip experts: "
+            "'*.experts.*' (--skip)"
+        )
+
+
 class _Run:
     """One run through the blocks."""
 
@@ -289,6 +309,7 @@ class _Run:
         ]
         if not any(self._names):
             raise ValueError("skip: no linear layer of the blocks is left to quantise")
+        _check_experts(method, [name for names in self._names for name in names])
         passes = 0 if ids is None else 2 * len(ids)
         self._steps = [passes + len(names) for names in self._names]
         self.blocks = len(self._names)
@@ -357,7 +378,9 @@ class _Run:
         kinds = tuple((name, type(module), tuple(module._parameters)) for name, module in block.named_modules())
         key = (*kinds, *self._names[index])
         if key not in self._groups:
-            groups = find_groups(block, self._names[index], hidden, lambda x: run(block, x, call))
+            names = self._names[index]
+            dense = [name for name in names if expert_layer(name) is None]
+            groups = find_groups(block, dense, hidden, lambda x: run(block, x, call)) + expert_groups(names)
             if not all(group.is_telling for group in groups):
                 return groups
             self._groups[key] = groups

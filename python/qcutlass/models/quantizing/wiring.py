@@ -26,11 +26,13 @@ class InputGroup:
         previous: the norm or linear whose output can be divided instead, by its weight; None: there is none.
         is_telling: factors in these layers alone change what the block gives. Where they do not, as in a block of
             zeros, nothing can be found out, for this block or another.
+        has_scales: whether they may divide their own input where there is no `previous`; experts may not.
     """
 
     linears: tuple[str, ...]
     previous: str | None
     is_telling: bool = True
+    has_scales: bool = True
 
 
 def input_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:

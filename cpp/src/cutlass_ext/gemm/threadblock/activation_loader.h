@@ -23,16 +23,17 @@ class ActivationLoader {
   /// Where chunk `chunk` of row `row` lies within the row.
   static CUTLASS_DEVICE int swizzled(int row, int chunk) { return (chunk ^ row % 8) * 16; }
 
-  /// Rows from first_row on of a matrix of `rows` rows, columns from first_k to end_k.
-  CUTLASS_DEVICE
-  ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k, int end_k) {
+  /// Rows from first_row on of a matrix of `rows` rows, columns from first_k to end_k. `source`: where a row lies.
+  template <class Source>
+  CUTLASS_DEVICE ActivationLoader(Element const* activations, int stride, int rows, int first_row, int first_k,
+                                  int end_k, Source const& source) {
     int const thread_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks, column = first_k + chunk * kChunkK;
     place_ = thread_row * kRowBytes + swizzled(thread_row, chunk);
     left_ = end_k - column;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsAThread; ++i) {
       int const row = first_row + thread_row + i * kRowStep;
-      pointer_[i] = activations + int64_t(unsigned(row) % unsigned(rows)) * stride + column;
+      pointer_[i] = activations + int64_t(source(unsigned(row) % unsigned(rows))) * stride + column;
       exists_[i] = kRepeatRows || row < rows;
     }
   }

@@ -7,10 +7,10 @@
 namespace cutlass::gemm::threadblock {
 
 template <class Shape, class WarpShape, int Stages, class Element, qcutlass::Packing kPacking,
-          qcutlass::ScaleMode kMode>
-class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Element, kPacking, kMode> {
+          qcutlass::ScaleMode kMode, bool kGathers = false>
+class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Element, kPacking, kMode, kGathers> {
  public:
-  using Ring = MultistageRing<Shape, WarpShape, Stages, Element, kPacking, kMode>;
+  using Ring = MultistageRing<Shape, WarpShape, Stages, Element, kPacking, kMode, kGathers>;
   using Ring::kColumns, Ring::kSliceRows, Ring::kSlices, Ring::kStages, Ring::kSteps, Ring::kStrips;
   using typename Ring::Arguments, typename Ring::ArchMma, typename Ring::FragmentC, typename Ring::SharedStorage;
   using LayoutA = typename Ring::LayoutA;
@@ -39,6 +39,7 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
     accumulators.clear();
     this->for_each_stage([&](int place) { stage(accumulators, place); });
     this->drain();
+    this->args_.apply(accumulators);
   }
 
  private:

@@ -14,10 +14,10 @@ namespace cutlass::gemm::threadblock {
 
 /// Shape: channels x tokens x (slices * 128). WarpShape: channels x tokens x 128.
 template <class Shape, class WarpShape, int Stages, class Element, qcutlass::Packing kPacking,
-          qcutlass::ScaleMode kMode>
-class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode> {
+          qcutlass::ScaleMode kMode, bool kGathers = false>
+class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode, kGathers> {
  public:
-  using Base = PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode>;
+  using Base = PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode, kGathers>;
   using Base::kColumns, Base::kStages, Base::kSteps, Base::kStrips;
   using typename Base::Arguments, typename Base::ArchMma, typename Base::FragmentC, typename Base::LayoutA,
       typename Base::Traits;
@@ -69,6 +69,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
       read = read == places_[kStages - 1] ? places_[0] : read + places_.bytes;
     }
     ring_.drain();
+    args_.apply(accumulators);
   }
 
  private:

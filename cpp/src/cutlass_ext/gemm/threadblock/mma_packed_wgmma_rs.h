@@ -54,7 +54,7 @@ class MmaPackedWgmmaRs {
   using FragmentC = typename Wgmma::Sums;
   using Epilogue = epilogue::threadblock::WgmmaEpilogue<MmaPackedWgmmaRs>;
 
-  struct Arguments {
+  struct Arguments : Traits::GlobalScale {
     TokenBoxes<Shape::kN> activations;  // [tokens][k]
     CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
     CUtensorMap scales;                 // [groups][channels]
@@ -160,6 +160,7 @@ class MmaPackedWgmmaRs {
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1);
       prepare(0, 0, 0);
       this->accumulate(sums, stages);
+      args_.apply(sums);
     }
 
    private:
@@ -251,7 +252,7 @@ class MmaPackedWgmmaRs {
 
     /// The operands of a batch that begins with `step`.
     CUTLASS_DEVICE void load_operands(Operands (&operands)[kBatchRows], int place, int step) {
-      constexpr bool kAnyType = kMode == qcutlass::ScaleMode::kFloat;
+      constexpr bool kAnyType = qcutlass::takes_any_type(kMode) || kPacking_ == qcutlass::Packing::kE2M1A16;
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
       auto const at = [&](int row) {

@@ -16,10 +16,10 @@ namespace cutlass::gemm::threadblock {
 
 /// A slice of k is 128 bytes of a token's row.
 template <class Shape, class WarpShape, int Stages, class Element, qcutlass::Packing kPacking,
-          qcutlass::ScaleMode kMode>
-class MultistageRing : public PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode> {
+          qcutlass::ScaleMode kMode, bool kGathers = false>
+class MultistageRing : public PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode, kGathers> {
  public:
-  using Base = PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode>;
+  using Base = PackedMmaBase<Shape, WarpShape, Stages, Element, kPacking, kMode, kGathers>;
   using Base::kColumns, Base::kSlices, Base::kStages, Base::kSteps, Base::kStrips, Base::kThreads, Base::kWarpsM,
       Base::kWarpsN;
   using typename Base::Arguments, typename Base::LayoutA, typename Base::Traits;
@@ -64,7 +64,7 @@ class MultistageRing : public PackedMmaBase<Shape, WarpShape, Stages, Element, k
         stages_((end_k - first_k + Shape::kK - 1) / Shape::kK),
         weights_(args.weights, args.tiles_n, args.tiles_k, channel / 16, first_k / LayoutA::kTileK,
                  (end_k + LayoutA::kTileK - 1) / LayoutA::kTileK),
-        tokens_(args.activations, args.activation_stride, args.tokens, token, first_k, end_k),
+        tokens_(args.activations, args.activation_stride, args.tokens, token, first_k, end_k, args.source),
         groups_(args.scales, args.zeros, args.group_size, channel),
         blocks_(args.blocks, channel, args.channels, token, args.tokens, threadIdx.x) {
     // ldmatrix of 16 tokens x a step: lanes 0-7 and 8-15 name the rows of the two k halves of 8 tokens, 16-31 of the

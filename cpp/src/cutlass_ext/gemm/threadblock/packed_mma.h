@@ -7,18 +7,21 @@
 #include "cutlass/arch/mma.h"
 #include "cutlass_ext/arch/mma_float8.h"
 #include "cutlass_ext/gemm/threadblock/block_scale_loader.h"
+#include "cutlass_ext/gemm/threadblock/row_source.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
-#include "cutlass_ext/gemm/warp/group_scales.h"
+#include "cutlass_ext/gemm/warp/float_code_scales.h"
 #include "cutlass_ext/layout/packed_weights.h"
 
 namespace cutlass::gemm::threadblock {
 
-/// Packed weights (operand A) times activations of type Element (operand B, k x tokens).
-template <class Element_, qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_>
+/// Packed weights (operand A) times activations of type Element (operand B, k x tokens). kGathers: tokens may be any
+/// rows of the activations.
+template <class Element_, qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_, bool kGathers_ = false>
 struct PackedMma {
   using Element = Element_;
   static constexpr qcutlass::Packing kPacking = kPacking_;
   static constexpr qcutlass::ScaleMode kMode = kMode_;
+  static constexpr bool kGathers = kGathers_;
   using LayoutA = layout::PackedWeights<kPacking>;
   static constexpr int kStepK = LayoutA::kStepK;
   static_assert(kStepK == qcutlass::step_k(kPacking) && sizeof(Element) == qcutlass::activation_bytes(kPacking));
@@ -58,9 +61,10 @@ struct PackedMma {
     codes[0] = words.x, codes[1] = words.y, codes[2] = words.z, codes[3] = words.w;
   }
 
-  using Scales = warp::GroupScales<Element, LayoutA::kBits, kMode>;
+  using Scales = warp::ScalesOf<Element, kPacking, kMode>;
+  using GlobalScale = warp::GlobalScale<kPacking == qcutlass::Packing::kE2M1A16>;
 
-  struct Arguments {
+  struct Arguments : GlobalScale {
     uint8_t const* weights;
     Element const* activations;
     int activation_stride;
@@ -69,6 +73,7 @@ struct PackedMma {
     GroupSize group_size;
     GroupMatrix scales, zeros;
     BlockScaleMatrices blocks;
+    std::conditional_t<kGathers, GatheredRows, OwnRows> source;  // of a token
   };
 };
 

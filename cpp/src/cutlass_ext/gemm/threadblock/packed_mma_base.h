@@ -9,7 +9,7 @@ namespace cutlass::gemm::threadblock {
 /// Shape: channels x tokens x k of a stage. WarpShape: channels x tokens x a slice of k; Shape::kK / WarpShape::kK
 /// warps share a warp tile, one slice of each stage a warp. The epilogue adds their partial sums.
 template <class Shape_, class WarpShape_, int Stages_, class Element_, qcutlass::Packing kPacking_,
-          qcutlass::ScaleMode kMode_>
+          qcutlass::ScaleMode kMode_, bool kGathers = false>
 class PackedMmaBase {
  public:
   using Shape = Shape_;
@@ -17,7 +17,7 @@ class PackedMmaBase {
   using Element = Element_;
   static constexpr int kStages = Stages_;
   static constexpr qcutlass::ScaleMode kMode = kMode_;
-  using Traits = PackedMma<Element, kPacking_, kMode>;
+  using Traits = PackedMma<Element, kPacking_, kMode, kGathers>;
   using Arguments = typename Traits::Arguments;
   using Accumulator = typename Traits::Accumulator;
   using LayoutA = typename Traits::LayoutA;

@@ -75,7 +75,16 @@ class StreamActivationLoader {
   CUTLASS_DEVICE
   StreamActivationLoader(Arguments const& args, int token, int tokens, int k, int thread)
       : args_(args), thread_(thread), tokens_(tokens), k_(k) {
-    activations_ = args.activations + int64_t(token + thread_ / kChunks) * args.activation_stride + k_;
+    if constexpr (Traits::kGathers) {
+      activations_ = args.activations + k_;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCopies; ++i) {
+        int const row = thread_ / kChunks + i * kRowStep;
+        source_[i] = row < tokens_ ? args.source(token + row) : 0;
+      }
+    } else {
+      activations_ = args.activations + int64_t(token + thread_ / kChunks) * args.activation_stride + k_;
+    }
   }
 
   /// The next stage, from byte kOffset of `place` on; zeros beyond the end of k.
@@ -104,13 +113,20 @@ class StreamActivationLoader {
     if (row < tokens_)
       arch::cp_async_zfill<16, arch::CacheOperation::Global>(
           place + kOffset + row * kRowBytes + swizzled(row, thread_ % kChunks) * 16,
-          activations_ + int64_t(i * kRowStep) * args_.activation_stride, k_ < args_.k);
+          activations_ + int64_t(offset_of(i)) * args_.activation_stride, k_ < args_.k);
+  }
+
+  /// Rows from where activations_ points to the thread's row i.
+  CUTLASS_DEVICE int offset_of(int i) const {
+    if constexpr (Traits::kGathers) return source_[i];
+    return i * kRowStep;
   }
 
   Arguments const& args_;
   int const thread_, tokens_;
   int k_;  // of this thread's chunk in the next stage
   Element const* activations_;
+  int source_[Traits::kGathers ? kCopies : 1];  // rows
 };
 
 /// Copies the rows of scales and zeros of a stage, kRows each: row r serves k = r * kStageK / kRows and what follows.

@@ -1,4 +1,5 @@
-// Shared memory -> register operands of the converters: the scales and zeros of a lane's two rows of each strip.
+// Shared memory -> register operands of the converters: the scales, and zeros or minimums, of a lane's two rows of each
+// strip.
 #pragma once
 
 #include "cutlass/arch/memory_sm75.h"
@@ -116,6 +117,13 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
   }
 
   static CUTLASS_DEVICE Operands symmetric() { return {}; }
+};
+
+/// Minimums are read as real-valued zeros are.
+template <class Element, int Bits>
+struct GroupScales<Element, Bits, qcutlass::ScaleMode::kMinimum>
+    : GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
+  using Converter = arch::MinimumConverter<Element, Bits>;
 };
 
 /// Weights that are operands as they are.

@@ -1,0 +1,1 @@
+"""The block of a mixture of experts on a GPU beside others' grouped products, in one run."""

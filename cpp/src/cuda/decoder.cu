@@ -1,0 +1,214 @@
+// Norms and gates between products on a GPU. A kernel of each lets the one behind it start early, so that a product's
+// first weights are on their way while it runs.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "cuda/cuda_check.h"
+#include "cuda/device.h"
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
+#include "cutlass_ext/arch/grid_dependency.h"
+#include "cutlass_ext/epilogue/bias_activation.h"
+#include "qcutlass/decoder.h"
+#include "qcutlass/error.h"
+
+namespace qcutlass::cuda {
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kNormThreads = 512;
+constexpr int kGateThreads = 256;
+constexpr int kHeld = 2;  // vectors of a row that a thread keeps between the sum of squares and the norm
+constexpr int kMostBlocksAcross = 1 << 16;
+
+/// Elements of 16 bytes, or one where rows are not aligned to that.
+template <class Element, bool kWhole>
+inline constexpr int kVector = kWhole ? 16 / int(sizeof(Element)) : 1;
+
+template <class Element, int kCount>
+struct alignas(sizeof(Element) * kCount) Vector {
+  Element values[kCount];
+};
+
+template <int kCount, class Element>
+__device__ void load(float (&numbers)[kCount], Element const* data) {
+  auto const vector = *reinterpret_cast<Vector<Element, kCount> const*>(data);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) numbers[i] = float(vector.values[i]);
+}
+
+template <int kCount, class Element>
+__device__ void store(Element* data, float const (&numbers)[kCount]) {
+  Vector<Element, kCount> vector;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) vector.values[i] = Element(numbers[i]);
+  *reinterpret_cast<Vector<Element, kCount>*>(data) = vector;
+}
+
+/// The sum over all threads of the block, in an order that depends on nothing else.
+__device__ float block_sum(float value) {
+  constexpr int kParts = kNormThreads / kWarp;
+  static_assert(kParts <= kWarp && (kParts & (kParts - 1)) == 0);
+  __shared__ float parts[kParts];
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = parts[threadIdx.x % kParts];  // every lane adds up all of them
+#pragma unroll
+  for (int distance = kParts / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  __syncthreads();  // the parts are free for the next row
+  return value;
+}
+
+/// x + residual of a vector, rounded to Element, which is what the stream holds.
+template <int kCount, class Element>
+__device__ void add_residual(NormArguments const& task, int64_t row, int column, float (&x)[kCount]) {
+  load(x, static_cast<Element const*>(task.x) + row * task.x_stride + column);
+  if (task.residual == nullptr) return;
+  float residual[kCount];
+  load(residual, static_cast<Element const*>(task.residual) + row * task.residual_stride + column);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = float(Element(x[i] + residual[i]));
+}
+
+template <int kCount, class Element>
+__device__ void store_norm(NormArguments const& task, int64_t row, int column, float factor, float const (&x)[kCount]) {
+  int64_t const place = row * task.columns + column;
+  if (task.residual != nullptr) store(static_cast<Element*>(task.sum) + place, x);
+  float out[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    out[i] = x[i] * factor * cutlass::epilogue::thread::load_bias(task.weight, task.weight_type, column + i);
+  store(static_cast<Element*>(task.out) + place, out);
+}
+
+/// A block has whole rows, in turn.
+template <class Element, bool kWhole>
+__global__ void __launch_bounds__(kNormThreads) add_rms_norm(__grid_constant__ NormArguments const task) {
+  constexpr int kCount = kVector<Element, kWhole>, kStep = kNormThreads * kCount;
+  cutlass::arch::allow_next_grid();  // its blocks take places that this grid's leave: all of these have theirs
+  cutlass::arch::wait_for_prior_grids();
+  int const first = threadIdx.x * kCount, columns = int(task.columns);
+  for (int64_t row = blockIdx.x; row < task.rows; row += gridDim.x) {
+    float held[kHeld][kCount];
+    float squares = 0.f;
+    auto const count = [&](float const(&x)[kCount]) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) squares += x[i] * x[i];
+    };
+#pragma unroll
+    for (int v = 0; v < kHeld; ++v) {
+      if (first + v * kStep >= columns) break;
+      add_residual<kCount, Element>(task, row, first + v * kStep, held[v]);
+      count(held[v]);
+    }
+    for (int column = first + kHeld * kStep; column < columns; column += kStep) {
+      float x[kCount];
+      add_residual<kCount, Element>(task, row, column, x);
+      count(x);
+    }
+    float const factor = rsqrtf(block_sum(squares) / float(columns) + task.eps);
+#pragma unroll
+    for (int v = 0; v < kHeld; ++v) {
+      if (first + v * kStep >= columns) break;
+      store_norm<kCount, Element>(task, row, first + v * kStep, factor, held[v]);
+    }
+    for (int column = first + kHeld * kStep; column < columns; column += kStep) {
+      float x[kCount];
+      add_residual<kCount, Element>(task, row, column, x);
+      store_norm<kCount, Element>(task, row, column, factor, x);
+    }
+  }
+}
+
+/// The grid has [rows, vectors of columns] of threads.
+template <class Element, bool kWhole>
+__global__ void __launch_bounds__(kGateThreads) gate_rows(__grid_constant__ GateArguments const task) {
+  constexpr int kCount = kVector<Element, kWhole>;
+  cutlass::arch::allow_next_grid();
+  cutlass::arch::wait_for_prior_grids();
+  for (int64_t row = blockIdx.y; row < task.rows; row += gridDim.y) {
+    for (int64_t column = (blockIdx.x * int64_t(kGateThreads) + threadIdx.x) * kCount; column < task.columns;
+         column += int64_t(gridDim.x) * kGateThreads * kCount) {
+      float gate[kCount], up[kCount];
+      load(gate, static_cast<Element const*>(task.gate) + row * task.gate_stride + column);
+      load(up, static_cast<Element const*>(task.up) + row * task.up_stride + column);
+      cutlass::epilogue::thread::activate(gate, task.activation);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) gate[i] *= up[i];
+      store(static_cast<Element*>(task.out) + row * task.columns + column, gate);
+    }
+  }
+}
+
+/// Whether rows of `columns` elements can be read and written in vectors of 16 bytes.
+bool is_aligned(void const* data, int64_t stride, int64_t columns, DType type) {
+  auto const whole = [](uint64_t bytes) { return bytes % 16 == 0; };
+  return data == nullptr || (whole(reinterpret_cast<uintptr_t>(data)) && whole(uint64_t(stride) * size_of(type)) &&
+                             whole(uint64_t(columns) * size_of(type)));
+}
+
+template <class Task>
+void launch(void (*kernel)(Task), Task const& task, dim3 grid, int threads, cudaStream_t stream) {
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(unsigned(threads));
+  config.stream = stream;
+  config.attrs = &early;
+  // Older code has no instruction that waits.
+  config.numAttrs = device_traits(current_device()).code_capability >= 90 ? 1 : 0;
+  QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, task));
+}
+
+/// Calls run(an element of the type).
+template <class Run>
+void with_element(DType type, Run const& run) {
+  switch (type) {
+    case DType::kFloat16: return run(cutlass::half_t{});
+    case DType::kBFloat16: return run(cutlass::bfloat16_t{});
+    case DType::kFloat32: return run(float{});
+    default: throw InvalidArgument("type must be float16, bfloat16 or float32");
+  }
+}
+
+}  // namespace
+
+void add_rms_norm(NormArguments const& arguments, void* stream) {
+  if (arguments.rows == 0) return;
+  int64_t const columns = arguments.columns;
+  if (columns > (int64_t(1) << 30)) throw Unsupported("x: norms on a GPU take up to 2^30 columns");
+  bool const whole = is_aligned(arguments.x, arguments.x_stride, columns, arguments.type) &&
+                     is_aligned(arguments.residual, arguments.residual_stride, columns, arguments.type) &&
+                     is_aligned(arguments.sum, columns, columns, arguments.type) &&
+                     is_aligned(arguments.out, columns, columns, arguments.type);
+  auto const blocks = unsigned(std::min<int64_t>(arguments.rows, kMostBlocksAcross));
+  with_element(arguments.type, [&](auto element) {
+    using Element = decltype(element);
+    launch(whole ? add_rms_norm<Element, true> : add_rms_norm<Element, false>, arguments, dim3(blocks), kNormThreads,
+           static_cast<cudaStream_t>(stream));
+  });
+}
+
+void gate(GateArguments const& arguments, void* stream) {
+  if (arguments.rows == 0 || arguments.columns == 0) return;
+  int64_t const columns = arguments.columns;
+  bool const whole = is_aligned(arguments.gate, arguments.gate_stride, columns, arguments.type) &&
+                     is_aligned(arguments.up, arguments.up_stride, columns, arguments.type) &&
+                     is_aligned(arguments.out, columns, columns, arguments.type);
+  with_element(arguments.type, [&](auto element) {
+    using Element = decltype(element);
+    int64_t const of_block = int64_t(kGateThreads) * (whole ? kVector<Element, true> : 1);
+    dim3 const grid(unsigned(std::min<int64_t>((columns + of_block - 1) / of_block, kMostBlocksAcross)),
+                    unsigned(std::min<int64_t>(arguments.rows, kMostBlocksAcross - 1)));
+    launch(whole ? gate_rows<Element, true> : gate_rows<Element, false>, arguments, grid, kGateThreads,
+           static_cast<cudaStream_t>(stream));
+  });
+}
+
+}  // namespace qcutlass::cuda

@@ -1,0 +1,158 @@
+// The steps of a decoder block in the order of transformers' Llama, each the one that stands alone in decoder.h or
+// gemm.h.
+#include "qcutlass/decoder_block.h"
+
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "host/check.h"
+#include "host/token_attention.h"
+#include "qcutlass/decoder.h"
+
+namespace qcutlass::host {
+
+namespace {
+
+/// Memory for rows of activations between two steps.
+class Rows {
+ public:
+  Rows(DecoderBlock const& block, int64_t rows, int64_t columns)
+      : columns_(columns), memory_(new char[size_t(rows * columns * size_of(block.type))]) {}
+
+  void* get() const { return memory_.get(); }
+  int64_t columns() const { return columns_; }
+
+ private:
+  int64_t columns_;
+  std::unique_ptr<char[]> memory_;  // not initialised
+};
+
+void check_product(char const* name, DecoderBlock const& block, GemmArguments const& product, int64_t n, int64_t k) {
+  check(product.weights.n == n && product.weights.k == k,
+        std::string(name) + ": expected " + std::to_string(n) + " channels of " + std::to_string(k) + " columns, got " +
+            std::to_string(product.weights.n) + " of " + std::to_string(product.weights.k));
+  check(product.a_type == block.type, std::string(name) + ": expected activations of the block's type");
+}
+
+void multiply(GemmArguments product, void const* a, int64_t rows, Rows const& out, int threads) {
+  product.m = rows;
+  product.a = a;
+  product.a_stride = product.weights.k;
+  product.out = out.get();
+  product.out_stride = out.columns();
+  gemm(product, threads);
+}
+
+void add_norm(DecoderBlock const& block, Norm const& norm, Rows const& x, void const* residual, int64_t rows, void* sum,
+              void* out, int threads) {
+  NormArguments arguments;
+  arguments.rows = rows;
+  arguments.columns = x.columns();
+  arguments.type = block.type;
+  arguments.x = x.get();
+  arguments.x_stride = x.columns();
+  arguments.residual = residual;
+  arguments.residual_stride = x.columns();
+  arguments.weight_type = norm.type;
+  arguments.weight = norm.weight;
+  arguments.eps = norm.eps;
+  arguments.sum = sum;
+  arguments.out = out;
+  add_rms_norm(arguments, threads);
+}
+
+/// Appends heads [rows, kv_heads, size], whose rows are `stride` elements apart, to the others.
+void append(DecoderBlock const& block, BlockToken const& token, char const* from, int64_t stride,
+            CachedHeads const& to) {
+  int64_t const element = size_of(block.type), bytes = block.size * element;
+  for (int64_t row = 0; row < token.rows; ++row) {
+    for (int64_t head = 0; head < block.kv_heads; ++head) {
+      int64_t const place = row * to.row_stride + head * to.head_stride + (token.length - 1) * to.token_stride;
+      std::memcpy(static_cast<char*>(to.data) + place * element, from + row * stride * element + head * bytes,
+                  size_t(bytes));
+    }
+  }
+}
+
+/// Queries, rotated, into `queries`; keys and values to the others.
+void project(DecoderBlock const& block, BlockToken const& token, Rows const& queries, int threads) {
+  int64_t const rows = token.rows, channels = block.qkv.weights.n, element = size_of(block.type);
+  Rows const qkv(block, rows, channels), keys(block, rows, block.kv_heads * block.size);
+  multiply(block.qkv, token.x, rows, qkv, threads);
+  auto const* const first = static_cast<char const*>(qkv.get());
+  char const* const own_keys = first + block.heads * block.size * element;
+  RotaryArguments rotary;
+  rotary.batch = rows;
+  rotary.tokens = 1;
+  rotary.size = block.size;
+  rotary.type = block.type;
+  rotary.queries = {block.heads, first, channels, channels, block.size, block.query_norm.weight, queries.get()};
+  rotary.keys = {block.kv_heads, own_keys, channels, channels, block.size, block.key_norm.weight, keys.get()};
+  rotary.cos = token.cos;
+  rotary.sin = token.sin;
+  rotary.angle_batch_stride = token.shared_angles ? 0 : block.size;
+  rotary.norm_type = block.query_norm.type;
+  rotary.eps = block.query_norm.eps;
+  rotate(rotary, threads);
+  append(block, token, static_cast<char const*>(keys.get()), keys.columns(), token.keys);
+  append(block, token, own_keys + block.kv_heads * block.size * element, channels, token.values);
+}
+
+/// The gated MLP of `x`, into `out`.
+void multiply_mlp(DecoderBlock const& block, void const* x, int64_t rows, Rows const& out, int threads) {
+  int64_t const inner = block.down.weights.k;
+  Rows const both(block, rows, 2 * inner), gated(block, rows, inner);
+  multiply(block.gate_up, x, rows, both, threads);
+  GateArguments arguments;
+  arguments.rows = rows;
+  arguments.columns = inner;
+  arguments.type = block.type;
+  arguments.activation = block.activation;
+  arguments.gate = both.get();
+  arguments.gate_stride = both.columns();
+  arguments.up = static_cast<char const*>(both.get()) + inner * size_of(block.type);
+  arguments.up_stride = both.columns();
+  arguments.out = gated.get();
+  gate(arguments, threads);
+  multiply(block.down, gated.get(), rows, out, threads);
+}
+
+}  // namespace
+
+void check_block(DecoderBlock const& block) {
+  check_floating("type", block.type);
+  check_at_least("heads", block.heads, 1);
+  check_at_least("kv_heads", block.kv_heads, 1);
+  check_at_least("size", block.size, 2);
+  check(block.heads % block.kv_heads == 0, "heads: expected a multiple of kv_heads, " + std::to_string(block.kv_heads) +
+                                               ", got " + std::to_string(block.heads));
+  check(block.size % 2 == 0, "size must be even, got " + std::to_string(block.size));
+  int64_t const columns = block.output.weights.n, inner = block.down.weights.k;
+  check_product("qkv", block, block.qkv, (block.heads + 2 * block.kv_heads) * block.size, columns);
+  check_product("output", block, block.output, columns, block.heads * block.size);
+  check_product("gate_up", block, block.gate_up, 2 * inner, columns);
+  check_product("down", block, block.down, columns, inner);
+  check((block.query_norm.weight == nullptr) == (block.key_norm.weight == nullptr),
+        "query_norm, key_norm: expected both or neither");
+  check(block.query_norm.type == block.key_norm.type && block.query_norm.eps == block.key_norm.eps,
+        "query_norm, key_norm: expected one type and one eps");
+  check_not_null("mlp_norm", block.mlp_norm.weight);
+  check_not_null("next_norm", block.next_norm.weight);
+}
+
+void run_block(DecoderBlock const& block, BlockToken const& token, int threads) {
+  check_threads(threads);
+  check_at_least("length", token.length, 1);
+  int64_t const rows = token.rows, columns = block.output.weights.n;
+  Rows const queries(block, rows, block.heads * block.size), attended(block, rows, block.heads * block.size);
+  Rows const product(block, rows, columns), stream(block, rows, columns), normed(block, rows, columns);
+  project(block, token, queries, threads);
+  attend_to_all(block, token, queries.get(), attended.get(), threads);
+  multiply(block.output, attended.get(), rows, product, threads);
+  add_norm(block, block.mlp_norm, product, token.residual, rows, stream.get(), normed.get(), threads);
+  multiply_mlp(block, normed.get(), rows, product, threads);
+  add_norm(block, block.next_norm, product, stream.get(), rows, token.sum, token.out, threads);
+}
+
+}  // namespace qcutlass::host

@@ -1,0 +1,190 @@
+#include "host/gemm_grouped.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "host/channel_parameters.h"
+#include "host/check.h"
+#include "host/few_rows.h"
+#include "host/numeric.h"
+#include "host/parallel.h"
+#include "host/strips.h"
+
+namespace qcutlass::host {
+
+namespace {
+
+/// Weights times rows that one range of the parallel loop should at least hold: about 10 microseconds.
+constexpr int64_t kGrainOperations = int64_t{1} << 17;
+
+/// fp32 activations that are held at a time: they stay in cache while the weights pass by.
+constexpr int64_t kHeldActivations = int64_t{1} << 20;
+constexpr int64_t kLeastHeldRows = 16;
+
+void check_offsets(GemmArguments const& arguments) {
+  ExpertRows const& experts = arguments.experts;
+  int64_t last = 0;
+  for (int64_t e = 0; e <= experts.count; ++e) {
+    int64_t const offset = experts.offsets[e];
+    check(last <= offset && offset <= arguments.m,
+          "offsets[" + std::to_string(e) + "] must be in [" + std::to_string(last) + ", " +
+              std::to_string(arguments.m) + "], at least the one before it and at most the number of rows, got " +
+              std::to_string(offset));
+    last = offset;
+  }
+}
+
+void check_grouped(GemmArguments const& arguments, int threads) {
+  ExpertRows const& experts = arguments.experts;
+  WeightArguments const& weights = arguments.weights;
+  check_threads(threads);
+  check_weights(weights);
+  check_at_least("m", arguments.m, 0);
+  check_at_least("experts", experts.count, 1);
+  check_at_least("a_rows", experts.a_rows, 0);
+  check_floating("a_type", arguments.a_type);
+  check(arguments.bias_type == DType::kNone || is_floating(arguments.bias_type),
+        "bias_type must be float16, bfloat16, float32 or none");
+  check(arguments.perm == nullptr && arguments.act_scale_type == DType::kNone && !arguments.int8_activations,
+        "perm, act_scale, int8_activations: products of experts take activations as they are");
+  if (arguments.m == 0 || weights.n == 0) return;
+  check_not_null("a", arguments.a);
+  check_not_null("out", arguments.out);
+  check_not_null("offsets", experts.offsets);
+  if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
+  if (arguments.m > 1) check_at_least("out_stride", arguments.out_stride, weights.n);
+  check_offsets(arguments);
+  for (int64_t r = experts.offsets[0]; r < experts.offsets[experts.count]; ++r) {
+    int64_t const row = experts.rows == nullptr ? r : experts.rows[r];
+    check(0 <= row && row < experts.a_rows, "rows[" + std::to_string(r) + "] must be in [0, " +
+                                                std::to_string(experts.a_rows) + "), got " + std::to_string(row));
+  }
+}
+
+char* at(void const* data, int64_t bytes) { return const_cast<char*>(static_cast<char const*>(data)) + bytes; }
+
+/// The product of rows [begin, end), all those of one expert: weights, bias, outputs and row scales are its own.
+GemmArguments of_expert(GemmArguments const& arguments, int64_t expert, int64_t begin, int64_t end) {
+  GemmArguments own = arguments;
+  WeightArguments& w = own.weights;
+  int64_t const parameters = expert * w.groups() * w.n;
+  w.packed = at(w.packed, expert * layout::packed_bytes(w.packing, w.n, w.k));
+  w.scales = at(w.scales, parameters * size_of(w.scale_type));
+  if (w.zero_type != DType::kNone) w.zeros = at(w.zeros, parameters * size_of(w.zero_type));
+  if (own.bias_type != DType::kNone) own.bias = at(own.bias, expert * w.n * size_of(own.bias_type));
+  own.m = end - begin;
+  own.out = at(own.out, begin * own.out_stride * size_of(own.a_type));
+  if (own.experts.rows != nullptr)
+    own.experts.rows += begin;
+  else
+    own.a = at(own.a, begin * own.a_stride * size_of(own.a_type));
+  if (own.experts.row_scale != nullptr) own.experts.row_scale += begin;
+  return own;
+}
+
+/// A few rows of one expert: as many as are multiplied at once.
+class Rows {
+ public:
+  /// Rows of a product that multiply at once.
+  static int64_t most(WeightArguments const& weights) {
+    return FewRows::serves(weights, 1) ? FewRows::most() : kPadded;
+  }
+
+  explicit Rows(GemmArguments const& product) : product_(product) {}
+
+  /// Loads the activations.
+  void load() {
+    WeightArguments const& weights = product_.weights;
+    int64_t const k = weights.k;
+    bool const few = FewRows::serves(weights, 1);
+    std::vector<float> activations((few ? product_.m : kPadded) * k);
+    for (int64_t m = 0; m < product_.m; ++m) {
+      int64_t const row = product_.experts.rows == nullptr ? m : product_.experts.rows[m];
+      load_floats(product_.a_type, product_.a, row * product_.a_stride, k, activations.data() + m * k);
+    }
+    if (few)
+      few_.emplace(weights, activations.data(), product_.m, true);
+    else
+      padded_ = std::move(activations);
+  }
+
+  /// Writes a strip of the output.
+  void run(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const {
+    sums.assign((few_ ? few_->rows() : kPadded) * layout::kTileN, 0.0f);
+    if (few_)
+      few_->multiply(strip, sums.data());
+    else
+      multiply(product_.weights, padded_.data(), kPadded, strip, sums.data());
+    store_strip(product_, strip, sums.data());
+  }
+
+ private:
+  /// Where groups are not whole steps, rows of zeros make up this number: sums then are the same bits for any other.
+  static constexpr int64_t kPadded = 4;
+
+  GemmArguments product_;
+  std::optional<FewRows> few_;
+  std::vector<float> padded_;
+};
+
+/// Rows of an expert among those that are held.
+struct Run {
+  size_t first, last;  ///< of the held Rows
+};
+
+/// Multiplies rows [begin, end), all of which belong to experts.
+void multiply_rows(GemmArguments const& arguments, int64_t begin, int64_t end, int threads) {
+  WeightArguments const& weights = arguments.weights;
+  int32_t const* const offsets = arguments.experts.offsets;
+  int64_t const most = Rows::most(weights);
+  std::deque<Rows> held;  // does not move its elements
+  std::vector<Run> runs;
+  int64_t expert = std::upper_bound(offsets, offsets + arguments.experts.count + 1, begin) - offsets - 1;
+  for (int64_t row = begin; row < end; ++expert) {
+    int64_t const last = std::min<int64_t>(end, offsets[expert + 1]);
+    if (last <= row) continue;
+    size_t const first = held.size();
+    for (; row < last; row += most) held.emplace_back(of_expert(arguments, expert, row, std::min(row + most, last)));
+    row = last;
+    runs.push_back({first, held.size()});
+  }
+  int64_t const count = static_cast<int64_t>(held.size()), strips = layout::tiles_n(weights.n);
+  parallel_for(count, kGrainOperations / (most * weights.k), threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) held[i].load();
+  });
+  int64_t const operations = layout::kTileN * weights.k * (1 + count / static_cast<int64_t>(runs.size()));
+  MultiplyStrip const multiply = multiply_strip(weights);
+  parallel_for(static_cast<int64_t>(runs.size()) * strips, kGrainOperations / operations, threads,
+               [&](int64_t first, int64_t last) {
+                 std::vector<float> sums;
+                 for (int64_t i = first; i < last; ++i) {
+                   Run const& run = runs[i / strips];
+                   for (size_t rows = run.first; rows < run.last; ++rows) held[rows].run(multiply, i % strips, sums);
+                 }
+               });
+}
+
+void clear_rows(GemmArguments const& arguments, int64_t begin, int64_t end) {
+  int64_t const size = size_of(arguments.a_type);
+  for (int64_t row = begin; row < end; ++row)
+    std::memset(at(arguments.out, row * arguments.out_stride * size), 0, arguments.weights.n * size);
+}
+
+}  // namespace
+
+void gemm_grouped(GemmArguments const& arguments, int threads) {
+  check_grouped(arguments, threads);
+  if (arguments.m == 0 || arguments.weights.n == 0) return;
+  int32_t const* const offsets = arguments.experts.offsets;
+  int64_t const begin = offsets[0], end = offsets[arguments.experts.count];
+  int64_t const step = std::max(kLeastHeldRows, kHeldActivations / arguments.weights.k);
+  for (int64_t row = begin; row < end; row += step) multiply_rows(arguments, row, std::min(row + step, end), threads);
+  clear_rows(arguments, 0, begin);
+  clear_rows(arguments, end, arguments.m);
+}
+
+}  // namespace qcutlass::host

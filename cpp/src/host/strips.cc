@@ -1,0 +1,107 @@
+#include "host/strips.h"
+
+#include <algorithm>
+
+#include "host/channel_parameters.h"
+#include "host/epilogue.h"
+#include "host/multiversion.h"
+#include "host/numeric.h"
+#include "host/tile_math.h"
+
+namespace qcutlass::host {
+
+namespace {
+
+/// Up to so many rows weights go from registers into the product.
+constexpr int64_t kFewRows = 4;
+
+/// Adds the products of one strip of 16 channels to sums [m][16]. kMinimums: what the offsets are.
+template <Packing kPacking, int kLanes, bool kMinimums>
+QCUTLASS_INLINE void multiply_lanes(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
+                                    float* sums) {
+  constexpr int kTileK = layout::tile_k(kPacking);
+  int64_t const tiles_k = layout::tiles_k(kPacking, weights.k);
+  uint8_t const* const packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles_k * layout::kTileBytes;
+  ChannelParameters parameters;
+  int64_t group = -1, group_end = 0;
+
+  for (int64_t tile = 0; tile < tiles_k; ++tile) {
+    TileMath<kPacking, kLanes> math;
+    math.decode(packed + tile * layout::kTileBytes);
+    int64_t const begin = tile * kTileK;
+    int64_t const end = std::min(begin + kTileK, weights.k);
+    for (int64_t k = begin; k < end;) {
+      if (k == group_end) {
+        parameters.load(weights, strip, ++group);
+        group_end = group == weights.groups() - 1 ? weights.k : group_end + weights.group_size;
+      }
+      int64_t const run_end = std::min(end, group_end);
+      auto const run_first = static_cast<int>(k - begin), run_last = static_cast<int>(run_end - begin);
+      if (m <= kFewRows) {
+        math.template dequantize_multiply<kMinimums>(run_first, run_last, parameters, activations + begin, weights.k, m,
+                                                     sums);
+      } else {
+        math.template dequantize<kMinimums>(run_first, run_last, parameters);
+      }
+      k = run_end;
+    }
+    if (m > kFewRows) math.multiply(activations + begin, weights.k, m, static_cast<int>(end - begin), sums);
+  }
+}
+
+// Eight lanes are an AVX register; other instruction sets than AVX-512 split them.
+template <Packing kPacking, bool kMinimums>
+QCUTLASS_AVX2 void multiply_avx2(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
+                                 float* sums) {
+  multiply_lanes<kPacking, 8, kMinimums>(weights, activations, m, strip, sums);
+}
+template <Packing kPacking, bool kMinimums>
+QCUTLASS_AVX512 void multiply_avx512(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
+                                     float* sums) {
+  multiply_lanes<kPacking, 16, kMinimums>(weights, activations, m, strip, sums);
+}
+template <Packing kPacking, bool kMinimums>
+void multiply_baseline(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
+                       float* sums) {
+  multiply_lanes<kPacking, 8, kMinimums>(weights, activations, m, strip, sums);
+}
+
+template <Packing kPacking, bool kMinimums = false>
+MultiplyStrip for_this_machine() {
+  switch (vector_level()) {
+    case VectorLevel::kAvx512: return multiply_avx512<kPacking, kMinimums>;
+    case VectorLevel::kAvx2: return multiply_avx2<kPacking, kMinimums>;
+    default: return multiply_baseline<kPacking, kMinimums>;
+  }
+}
+
+}  // namespace
+
+MultiplyStrip multiply_strip(WeightArguments const& weights) {
+  bool const minimums = weights.has_minimums();
+  switch (weights.packing) {
+    case Packing::kW4A16:
+      return minimums ? for_this_machine<Packing::kW4A16, true>() : for_this_machine<Packing::kW4A16>();
+    case Packing::kE2M1A16: return for_this_machine<Packing::kE2M1A16>();
+    case Packing::kE4M3A16: return for_this_machine<Packing::kE4M3A16>();
+    default: return minimums ? for_this_machine<Packing::kW8A16, true>() : for_this_machine<Packing::kW8A16>();
+  }
+}
+
+QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t strip, float* sums) {
+  int64_t const n = strip * layout::kTileN;
+  int64_t const count = std::min<int64_t>(layout::kTileN, arguments.weights.n - n);
+  float bias[layout::kTileN] = {};
+  load_floats(arguments.bias_type, arguments.bias, n, count, bias);
+  for (int64_t m = 0; m < arguments.m; ++m) {
+    float* const row = sums + m * layout::kTileN;
+    for (int i = 0; i < layout::kTileN; ++i) row[i] += bias[i];
+    activate(arguments.activation, count, row);
+    if (arguments.experts.row_scale != nullptr) {
+      for (int i = 0; i < layout::kTileN; ++i) row[i] *= arguments.experts.row_scale[m];
+    }
+    store_floats(arguments.a_type, row, count, arguments.out, m * arguments.out_stride + n);
+  }
+}
+
+}  // namespace qcutlass::host

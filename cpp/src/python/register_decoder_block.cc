@@ -1,0 +1,80 @@
+// A decoder block for one token of each sequence, on the host.
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "qcutlass/decoder_block.h"
+#include "register.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace qcutlass::python {
+
+namespace {
+
+using NormTuple = std::tuple<uintptr_t, DType, float>;                // weight, its type, eps
+using HeadsTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t>;  // address, strides of rows, heads, tokens
+
+Norm norm_of(NormTuple const& given) {
+  auto const [weight, type, eps] = given;
+  return {to_pointer(weight), type, eps};
+}
+
+CachedHeads heads_of(HeadsTuple const& given) {
+  auto const [data, row_stride, head_stride, token_stride] = given;
+  return {to_pointer(data), row_stride, head_stride, token_stride};
+}
+
+DecoderBlock block_of(DType type, int64_t heads, int64_t kv_heads, int64_t size, Activation activation,
+                      GemmArguments const& qkv, GemmArguments const& output, GemmArguments const& gate_up,
+                      GemmArguments const& down, NormTuple const& query_norm, NormTuple const& key_norm,
+                      NormTuple const& mlp_norm, NormTuple const& next_norm) {
+  DecoderBlock block{type,
+                     heads,
+                     kv_heads,
+                     size,
+                     activation,
+                     qkv,
+                     output,
+                     gate_up,
+                     down,
+                     norm_of(query_norm),
+                     norm_of(key_norm),
+                     norm_of(mlp_norm),
+                     norm_of(next_norm)};
+  host::check_block(block);
+  return block;
+}
+
+void run(DecoderBlock const& block, int64_t rows, uintptr_t x, uintptr_t residual, uintptr_t cos, uintptr_t sin,
+         bool shared_angles, HeadsTuple const& keys, HeadsTuple const& values, int64_t length, float scaling,
+         uintptr_t sum, uintptr_t out, int threads) {
+  BlockToken token;
+  token.rows = rows;
+  token.x = to_pointer(x);
+  token.residual = to_pointer(residual);
+  token.cos = to_pointer(cos);
+  token.sin = to_pointer(sin);
+  token.shared_angles = shared_angles;
+  token.keys = heads_of(keys);
+  token.values = heads_of(values);
+  token.length = length;
+  token.scaling = scaling;
+  token.sum = to_pointer(sum);
+  token.out = to_pointer(out);
+  py::gil_scoped_release release;
+  host::run_block(block, token, threads);
+}
+
+}  // namespace
+
+void register_decoder_block(py::module_& module) {
+  py::class_<DecoderBlock>(module, "DecoderBlock")
+      .def(py::init(&block_of), py::kw_only(), "type"_a, "heads"_a, "kv_heads"_a, "size"_a, "activation"_a, "qkv"_a,
+           "output"_a, "gate_up"_a, "down"_a, "query_norm"_a, "key_norm"_a, "mlp_norm"_a, "next_norm"_a)
+      // Positional arguments alone: names would take longer than a small call.
+      .def("run", &run);
+}
+
+}  // namespace qcutlass::python

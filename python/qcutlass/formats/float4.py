@@ -1,0 +1,115 @@
+"""Weights of 4-bit floats, e2m1: those of compressed-tensors (NVFP4, MXFP4), and ModelOpt's NVFP4.
+
+Two codes a byte, the first one in the low four bits: uint8 `[N, K / 2]`. NVFP4 has float8_e4m3fn scales `[N, K / 16]`
+and a float32 number for the whole tensor, by which ModelOpt (`weight_scale_2`) multiplies and compressed-tensors
+(`weight_global_scale`) divides; MXFP4 has exponents uint8 `[N, K / 32]`: scales of 2**(exponent - 127).
+
+Activations stay as they are: what a file says of quantising them (`input_scale`, `input_global_scale`) is not read.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qcutlass.errors import UnsupportedError
+from qcutlass.formats.layers import CanonicalLinear
+from qcutlass.formats.tensors import FROM_FLOATS, LayerTensors
+from qcutlass.products.checks import E8M0
+from qcutlass.quantized import QuantizedTensor
+
+SUFFIXES: Final = ("weight", "weight_scale", "weight_scale_2", "input_scale", "bias")
+_BYTES: Final = ("U8",)
+_POWERS: Final = ("U8", "F8_E8M0")
+_SCALES: Final = ("F8_E4M3",)
+_NUMBER: Final = ("F32",)
+
+
+def matches(layer: LayerTensors) -> bool:
+    """Whether the weights are ModelOpt's NVFP4."""
+    return "weight_scale_2" in layer and "weight" in layer and layer.info("weight").dtype == "U8"
+
+
+def load(layer: LayerTensors) -> CanonicalLinear:
+    """See `qcutlass.formats.load`."""
+    n, k = _shape(layer, "weight")
+    scales = _small_scales(layer, n, k)
+    weight = QuantizedTensor(_codes(layer, "weight"), scales, None, 4, 16, "e2m1", _number(layer, "weight_scale_2"))
+    return CanonicalLinear(weight, layer.bias(n))
+
+
+def load_packed(layer: LayerTensors) -> CanonicalLinear:
+    """Those of compressed-tensors, from `weight_packed`."""
+    n, k = _shape(layer, "weight_packed")
+    if "weight_global_scale" not in layer:
+        return CanonicalLinear(_mxfp4(layer, n, k), layer.bias(n))
+    scales, divisor = _small_scales(layer, n, k), _number(layer, "weight_global_scale")
+    codes, factor = _codes(layer, "weight_packed"), reciprocal(divisor, scales)
+    if factor is None:
+        return CanonicalLinear(QuantizedTensor(codes, scales.float() / divisor, None, 4, 16, "e2m1"), layer.bias(n))
+    return CanonicalLinear(QuantizedTensor(codes, scales, None, 4, 16, "e2m1", factor), layer.bias(n))
+
+
+def reciprocal(divisor: Tensor, scales: Tensor) -> Tensor | None:
+    """A number float32 `[1]` that scales may be multiplied by, rather than divided by `divisor`.
+
+    With it every weight of 16 bits is the same to the bit; None where there is no such number.
+    """
+    used = torch.unique(scales.view(torch.uint8)).view(torch.float8_e4m3fn).float()
+    numbers = torch.tensor([1.0, 3.0])[:, None]  # times powers of two: all of e2m1
+    right, nearest = numbers * (used / divisor), 1 / divisor
+    for factor in (nearest, nearest.nextafter(torch.zeros(1)), nearest.nextafter(torch.full((1,), torch.inf))):
+        found = numbers * (used * factor)
+        if all(torch.equal(found.to(dtype), right.to(dtype)) for dtype in (torch.float16, torch.bfloat16)):
+            return factor
+    return None
+
+
+def _mxfp4(layer: LayerTensors, n: int, k: int) -> QuantizedTensor:
+    if not E8M0:
+        raise UnsupportedError(
+            f"{layer.full_name('weight_packed')}: scales of MXFP4 need torch 2.7 or newer; update it"
+        )
+    if k % 32:
+        raise layer.error("weight_packed", f"expected whole groups of 32 columns, got K = {k}")
+    layer.check("weight_scale", _POWERS, (n, k // 32))
+    exponents = layer.read("weight_scale").view(torch.uint8)
+    if bool((exponents == 0xFF).any()):
+        raise layer.error("weight_scale", "expected powers of two, got NaN; download it again")
+    return QuantizedTensor(_codes(layer, "weight_packed"), exponents.T.contiguous().view(E8M0[0]), None, 4, 32, "e2m1")
+
+
+def _shape(layer: LayerTensors, suffix: str) -> tuple[int, int]:
+    """(N, K)."""
+    n, width = layer.matrix(suffix, _BYTES)
+    said = layer.config.text("type") if layer.config else None
+    if said not in (None, "float"):
+        raise UnsupportedError(f"{layer.full_name(suffix)}: bytes of {said} weights are not read; {FROM_FLOATS}")
+    return n, 2 * width
+
+
+def _codes(layer: LayerTensors, suffix: str) -> Tensor:
+    packed = layer.read(suffix)
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def _small_scales(layer: LayerTensors, n: int, k: int) -> Tensor:
+    """float8_e4m3fn `[G, N]` of groups of 16."""
+    if k % 16:
+        raise layer.error("weight_scale", f"expected whole groups of 16 columns, got K = {k}")
+    layer.check("weight_scale", _SCALES, (n, k // 16))
+    stored = layer.read("weight_scale")
+    if bool(stored.float().isnan().any()):
+        raise layer.error("weight_scale", "expected finite numbers, got NaN; download it again")
+    return stored.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
+
+
+def _number(layer: LayerTensors, suffix: str) -> Tensor:
+    """float32 `[1]`, positive."""
+    layer.check(suffix, _NUMBER, () if layer.info(suffix).shape == () else (1,))
+    number = layer.finite(suffix).reshape(1)
+    if float(number) <= 0:
+        raise layer.error(suffix, f"expected a positive number, got {float(number)}")
+    return number

@@ -1,0 +1,150 @@
+"""Modules of packed weights: the check of their buffers, their state, moving them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass.products.checks import FLOATING, are_finite, check_tensor
+from qcutlass.version import LAYOUT_VERSION
+
+Parts = Mapping[str, Tensor | None]
+
+_NUMBERS: Final = (*FLOATING, torch.float8_e4m3fn)
+
+
+class PackedModule(nn.Module, ABC):
+    """Weights `[N, K]`, or one such matrix for each expert, whose tensors are buffers.
+
+    Casts (`.half()`) convert none of them, `.to(device)` moves them; a state of another layout, shape or kind is
+    refused before anything is changed.
+
+    Attributes:
+        in_features, out_features: K, N.
+        bits: of a weight.
+        group_size: columns that share a scale; K: one group.
+        weight_dtype: of codes that are floats, as for `gemm`; None: integers.
+    """
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    """Buffers that may be None."""
+    _LAYOUT: ClassVar[tuple[str, ...]] = ("version", "bits", "N", "K", "group_size")
+    """The numbers of `layout`, which each state holds."""
+
+    in_features: int
+    out_features: int
+    bits: int
+    group_size: int
+    weight_dtype: str | None = None
+    layout: Tensor
+
+    def _register(self, parts: Parts) -> None:
+        """Checks the buffers, and takes them with their layout."""
+        self._check(parts)
+        for name, part in parts.items():
+            self.register_buffer(name, None if part is None else part.detach().contiguous())
+        device = next(part.device for part in parts.values() if part is not None)
+        self.register_buffer("layout", torch.tensor(self._layout, device=device))
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless the buffers are those of such a layer, in this layout, and finite.
+
+        For code that sets buffers itself or does not trust them; `load_state_dict` checks all but NaN and infinity.
+
+        Example:
+            >>> import torch, qcutlass
+            >>> qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 16)).check()
+        """
+        self._check_layout(self.layout)
+        self._check({name: part for name, part in self._buffers.items() if name != "layout"})
+        for name, part in self._buffers.items():
+            if part is not None and part.dtype in _NUMBERS and not part.is_meta and not are_finite(part):
+                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+
+    def begin_loading(self) -> None:
+        """Makes the buffers those of the state, for loaders that set one after the other; `end_loading` follows."""
+
+    def end_loading(self) -> None:
+        """Makes the buffers those of the module again."""
+
+    @abstractmethod
+    def _check(self, parts: Parts) -> None:
+        """Raises TypeError or ValueError unless these are the buffers of such a module."""
+
+    def _missing(self, parts: Parts) -> dict[str, Tensor]:
+        """Optional tensors that checked buffers lack and the layer needs, computed from the others."""
+        return {}
+
+    @property
+    def _layout(self) -> list[int]:
+        # Those of floating codes are negative: nobody shall take them for integers.
+        bits = self.bits if self.weight_dtype is None else -self.bits
+        return [LAYOUT_VERSION, bits, self.out_features, self.in_features, self.group_size]
+
+    def _check_layout(self, layout: Tensor) -> None:
+        """Raises TypeError or ValueError unless `layout` describes this layer."""
+        check_tensor("layout", layout, (torch.int64,))
+        if layout.is_meta:
+            return
+        found = layout.tolist()
+        if not isinstance(found, list) or len(found) != len(self._layout):
+            raise ValueError(f"layout: expected [{', '.join(self._LAYOUT)}], got {found}")
+        if found[0] != LAYOUT_VERSION:
+            raise ValueError(
+                f"the weights were packed in layout version {found[0]}, this build reads version {LAYOUT_VERSION}: "
+                "quantise or convert the model again"
+            )
+        if found != self._layout:
+            (_, *theirs), (_, *ours) = found, self._layout
+            named = zip(self._LAYOUT[1:], theirs, ours, strict=True)
+            differing = [f"{name} = {a}, not {b}" for name, a, b in named if a != b]
+            raise ValueError(f"the weights to load have {'; '.join(differing)}: build the layer with the same scheme")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
+        """Moves the buffers; leaves their types alone."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        parts = {name: state_dict.get(prefix + name) for name in self._buffers}
+        if any(part is not None for part in parts.values()):
+            layout = parts.pop("layout")
+            try:
+                if layout is None:
+                    raise ValueError("no `layout` beside the buffers: not the state of packed weights")
+                self._check_layout(layout)
+                self._check(parts)
+                for name, computed in self._missing(parts).items():
+                    parts[name] = state_dict[prefix + name] = computed
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+                return
+            device = self.layout.device
+            for name, part in parts.items():
+                own = self._buffers[name]
+                if part is None or own is None or own.dtype != part.dtype or own.shape != part.shape:
+                    self._buffers[name] = None if part is None else torch.empty_like(part, device=device)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._check_layout(self.layout)

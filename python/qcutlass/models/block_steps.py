@@ -1,0 +1,158 @@
+"""Single tokens through a fused decoder block on the CPU, in one call of the extension."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass.layers.fusing import shared_product
+from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.models.growing_cache import GrowingLayer
+from qcutlass.products.decoder_block import DecoderBlock, Norm
+from qcutlass.products.library import is_eager
+
+GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
+"""The operator of a gated MLP, by the class of its activation."""
+
+
+class BlockStep:
+    """A block as it was when it was prepared for one token of each sequence. It keeps alive what it points into."""
+
+    def __init__(self, block: Any, dtype: torch.dtype) -> None:
+        attention, layers = block.self_attn, _layers(block)
+        q_norm, k_norm, mlp_norm, next_norm = map(_described, (*_head_norms(attention), *_norms(block)))
+        self._dtype, self._size, self._scaling = dtype, attention.head_dim, attention.scaling
+        self._held = _Held(block)
+        self._block = DecoderBlock(
+            [layer.call(torch.empty((1, layer.in_features), dtype=dtype)) for layer in layers],
+            sizes=layers[0].sizes,
+            head_size=attention.head_dim,
+            gate=GATES[type(block.mlp.act_fn).__name__],
+            head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+            mlp_norm=mlp_norm,
+            next_norm=next_norm,
+        )
+
+    def fits(self, residual: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Whether the block is as it was, and these tensors are what it was prepared for."""
+        dtype = self._dtype
+        return (
+            residual.dtype == dtype
+            and cos.dtype == dtype
+            and sin.dtype == dtype
+            and cos.shape[-1] == self._size
+            and residual.is_contiguous()
+            and self._held.is_unchanged()
+        )
+
+    def run(
+        self, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: GrowingLayer
+    ) -> tuple[Tensor, ...]:
+        """The residual stream behind the block, and the norm of what follows; `layer` gets the keys and values.
+
+        Args:
+            normed, residual: `[B, 1, K]`, the stream before the block and its norm.
+            cos, sin: `[B or 1, 1, size]`.
+        """
+        room = layer.room_for_one()
+        found = self._block.run(normed, residual, (cos, sin), (room.keys, room.values), room.used, self._scaling)
+        layer.append_written(room)
+        return found
+
+
+def cache_layer(block: Any, hidden_states: Tensor, cache: Any) -> GrowingLayer | None:
+    """The layer of the cache, where one token of each sequence comes to a block in an ordinary call on the CPU."""
+    if cache is None or hidden_states.shape[1] != 1 or not is_eager(hidden_states):
+        return None
+    if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
+        return None
+    index, layers = block.self_attn.layer_idx, cache.layers
+    layer = layers[index] if index < len(layers) else None
+    return layer if type(layer) is GrowingLayer and layer.is_initialized and hidden_states.is_cpu else None
+
+
+def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep | None:
+    """The step of a block as it is now; None where a step would not do what its modules do."""
+    step: BlockStep | None = block._step
+    if step is not None and step.fits(residual, cos, sin):
+        return step
+    if not _is_plain(block):
+        return None
+    block._step = step = BlockStep(block, residual.dtype)
+    return step if step.fits(residual, cos, sin) else None
+
+
+class _Held:
+    """What a block has where: children, tensors, hooks, options."""
+
+    def __init__(self, block: Any) -> None:
+        attention, mlp = block.self_attn, block.mlp
+        owners = block, attention, mlp, *attention.children(), *mlp.children()
+        called = _stands_for(block)
+        places = [owner._modules for owner in owners] + [module._buffers for module in called]
+        self._entries: list[tuple[Any, str, object]] = [
+            (place, name, value) for place in places for name, value in place.items()
+        ]
+        weights = [weight for module in called for weight in module._parameters.values() if weight is not None]
+        self._weights = [(weight, weight.data_ptr()) for weight in weights]
+        self._hooks = [hooks for module in called for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._options = [(layer, layer.activations) for layer in _layers(block)]
+        self._block, self._following = block, block.following
+
+    def is_unchanged(self) -> bool:
+        """Whether all of it is as it was."""
+        for place, name, value in self._entries:
+            if place.get(name) is not value:
+                return False
+        for weight, address in self._weights:  # which moves keep as they are, with other memory
+            if weight.data_ptr() != address:
+                return False
+        for layer, activations in self._options:
+            if layer.activations is not activations:
+                return False
+        block = self._block
+        return not (any(self._hooks) or block.training) and block.following is self._following
+
+
+def _layers(block: Any) -> tuple[Any, Any, Any, Any]:
+    """The block's products; None in place of one that is not fused, or has hooks."""
+    attention, mlp = block.self_attn, block.mlp
+    return (
+        shared_product(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention.o_proj,
+        shared_product(mlp.gate_proj, mlp.up_proj),
+        mlp.down_proj,
+    )
+
+
+def _head_norms(attention: Any) -> tuple[Any, Any]:
+    return attention._modules.get("q_norm"), attention._modules.get("k_norm")
+
+
+def _norms(block: Any) -> tuple[Any, Any]:
+    """Those behind attention, and behind the block."""
+    return block.post_attention_layernorm, block.following[0]
+
+
+def _stands_for(block: Any) -> list[nn.Module]:
+    """The modules that are not called where a step is taken."""
+    attention, mlp = block.self_attn, block.mlp
+    called = attention, *attention.children(), mlp, *mlp.children(), *_layers(block)
+    return [module for module in (block.input_layernorm, *called, *_norms(block)) if module is not None]
+
+
+def _is_plain(block: Any) -> bool:
+    """Whether the block's modules do what a step does in their place."""
+    norms = [norm for norm in _head_norms(block.self_attn) if norm is not None]
+    kinds = {(norm.weight.dtype, norm.variance_epsilon) for norm in norms}
+    if block.training or len(kinds) > 1 or len(norms) == 1:
+        return False
+    if not all(isinstance(layer, WeightOnlyLinear) for layer in _layers(block)):
+        return False
+    return not any(module._forward_hooks or module._forward_pre_hooks for module in _stands_for(block))
+
+
+def _described(norm: Any) -> Norm | None:
+    return None if norm is None else Norm(norm.weight, norm.variance_epsilon)

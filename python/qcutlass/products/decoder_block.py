@@ -1,0 +1,126 @@
+"""A decoder block of Llama's kind on the CPU, for one token of each sequence: one call of the extension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass.products.decoder_operators import ACTIVATION_OF_GATE
+from qcutlass.products.extension import DTYPES
+from qcutlass.products.product import Product
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
+
+_NO_NORM: Final = 0, _C.DType.NONE, 0.0
+
+
+class Norm(NamedTuple):
+    """An RMS norm: its weight, a vector without gaps, and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+class DecoderBlock:
+    """The block, prepared. It keeps alive what it points into.
+
+    Args:
+        calls: the products of one row each: queries, keys and values; attention's output; gate and up; down.
+        sizes: channels of queries, keys and values.
+        head_size: of a head.
+        gate: a key of `ACTIVATION_OF_GATE`.
+        head_norms: of queries and of keys, before they are rotated; None: there are none.
+        mlp_norm: between attention and MLP.
+        next_norm: of what reads the block's output.
+
+    Raises:
+        TypeError, ValueError: a product is wrong as `gemm` says it, or they do not fit each other.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[GemmCall],
+        *,
+        sizes: Sequence[int],
+        head_size: int,
+        gate: str,
+        head_norms: tuple[Norm, Norm] | None,
+        mlp_norm: Norm | None,
+        next_norm: Norm | None,
+    ) -> None:
+        products = [_product(call) for call in calls]
+        norms = [*(head_norms or (None, None)), mlp_norm, next_norm]
+        # `.data`: the memory stays, whatever is assigned to a parameter's data.
+        self._alive: Final = products, [norm.weight.data for norm in norms if norm is not None]
+        query_norm, key_norm, mlp, following = (_NO_NORM if norm is None else _described(norm) for norm in norms)
+        self._block: Final = _C.DecoderBlock(
+            type=DTYPES[calls[0].a.dtype],
+            heads=sizes[0] // head_size,
+            kv_heads=sizes[1] // head_size,
+            size=head_size,
+            activation=ACTIVATION_OF_GATE[gate],
+            qkv=products[0].arguments,
+            output=products[1].arguments,
+            gate_up=products[2].arguments,
+            down=products[3].arguments,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            mlp_norm=mlp,
+            next_norm=following,
+        )
+
+    def run(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        used: int,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream behind the block, and the norm of what follows, `[B, 1, K]`. Nothing is checked.
+
+        Args:
+            normed, residual: `[B, 1, K]` without gaps, of the type of the products: the stream's norm, and the stream.
+            angles: cosines and sines, `[B or 1, 1, size]`, of that type.
+            cache: keys and values, `[B, heads, tokens, size]`, with room for one token behind `used` others; written.
+            scaling: of the products of queries and keys.
+        """
+        total, out = torch.empty_like(residual), torch.empty_like(residual)
+        cos, sin = (each.contiguous() for each in angles)
+        keys, values = map(_heads, cache)
+        self._block.run(
+            len(residual),
+            normed.data_ptr(),
+            residual.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(cos) == 1,
+            keys,
+            values,
+            used + 1,
+            scaling,
+            total.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return total, out
+
+
+def _product(call: GemmCall) -> Product:
+    shape = call.check(None)
+    out = torch.empty((1, shape.n), dtype=call.out_dtype)
+    return Product(WEIGHT_ONLY, call.prepared(shape), shape, out)
+
+
+def _described(norm: Norm) -> tuple[int, _C.DType, float]:
+    return norm.weight.data_ptr(), DTYPES[norm.weight.dtype], norm.eps
+
+
+def _heads(memory: Tensor) -> tuple[int, int, int, int]:
+    """Where `[B, heads, tokens, size]` lies, and the distances of rows, heads and tokens."""
+    row, head, token, _ = memory.stride()
+    return memory.data_ptr(), row, head, token

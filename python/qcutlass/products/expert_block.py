@@ -1,0 +1,240 @@
+"""The block of a mixture of experts, `torch.ops.qcutlass.moe_experts`: routing, two grouped products, gate and sum."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcutlass.errors import UnsupportedError
+from qcutlass.products.checks import (
+    ceil_div,
+    check_inference,
+    check_memory,
+    check_operand,
+    check_out,
+    shape_of,
+    tensors_of,
+)
+from qcutlass.products.functions import gemm_grouped
+from qcutlass.products.grouped import GroupedCall
+from qcutlass.products.kind import schema_of
+from qcutlass.products.library import is_eager, register
+from qcutlass.products.memory import check_out_memory
+from qcutlass.products.moe_operators import (
+    IDS,
+    check_gate,
+    check_routing,
+    check_rows,
+    gate_rows,
+    route,
+    sum_slots_into,
+)
+from qcutlass.products.packing import WeightShape
+
+MOST_BYTES: Final = 1 << 30
+"""Of the intermediate results of the tokens that are computed at once: hundreds of rows an expert, which cost more
+arithmetic than bytes of weights, so that reading these once more for the next tokens costs little."""
+
+
+class ExpertWeights(NamedTuple):
+    """The quantised weights `[E, N, K]` of one linear layer of all experts.
+
+    Attributes:
+        w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
+        scales: `[E, G, N]`, or `[E, N]`: one a channel.
+        zeros: shaped as `scales`, or None; types and meaning are those of `gemm`.
+        bias: floating `[E, N]`, or None.
+        group_size, bits: needed only where `gemm` needs them.
+        interleaved: of gate and up: their channels take turns, as in gpt-oss; if not, all of gate comes first.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> each = [qcutlass.quantize(torch.randn(64, 256), bits=4, group_size=64) for _ in range(3)]
+        >>> w_packed = qcutlass.preprocess_weights(torch.stack([q.codes for q in each]), bits=4)
+        >>> weights = qcutlass.moe.ExpertWeights(w_packed, torch.stack([q.scales for q in each]))
+        >>> weights.scales.shape
+        torch.Size([3, 4, 64])
+    """
+
+    w_packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    bias: Tensor | None = None
+    group_size: int | None = None
+    bits: int | None = None
+    interleaved: bool = False
+
+
+class ExpertsCall(NamedTuple):
+    """The arguments of one block, in the order of the operator's schema; `qcutlass.moe.experts` describes them."""
+
+    x: Tensor
+    gate_up_packed: Tensor
+    gate_up_scales: Tensor
+    gate_up_zeros: Tensor | None
+    gate_up_bias: Tensor | None
+    gate_up_group_size: int | None
+    gate_up_bits: int | None
+    interleaved: bool
+    down_packed: Tensor
+    down_scales: Tensor
+    down_zeros: Tensor | None
+    down_bias: Tensor | None
+    down_group_size: int | None
+    down_bits: int | None
+    topk_ids: Tensor
+    topk_weights: Tensor
+    activation: str
+    limit: float | None
+    alpha: float | None
+
+    @property
+    def gate_up(self) -> ExpertWeights:
+        return ExpertWeights(*self[1:8])
+
+    @property
+    def down(self) -> ExpertWeights:
+        return ExpertWeights(*self[8:14])
+
+    @property
+    def experts(self) -> int:
+        return self.gate_up_packed.shape[0]
+
+    def check(self, out: Tensor | None) -> None:
+        """Checks every argument but what needs memory addresses."""
+        check_rows("x", self.x)
+        check_gate(self.activation, self.limit, self.alpha, self.interleaved)
+        tokens, hidden = self.x.shape
+        check_operand("topk_ids", self.topk_ids, IDS, self.x.device, "x")
+        both = _check_product("gate_up", self.x, self.gate_up)
+        if both.n % 2:
+            raise ValueError(f"gate_up: expected N = 2 I channels, of gate and up, got N = {both.n}")
+        down = _check_product("down", self.x.new_empty((0, both.n // 2)), self.down)
+        if self.down_packed.shape[0] != self.experts:
+            raise ValueError(f"down: expected E = {self.experts} experts as gate_up has, got {len(self.down_packed)}")
+        if down.n != hidden:
+            raise ValueError(f"down: expected N = H = {hidden} channels, as x has columns, got N = {down.n}")
+        check_routing(self.topk_ids, self.experts, self.topk_weights)
+        if self.topk_ids.shape[0] != tokens:
+            raise ValueError(f"topk_ids: expected shape [T, k] with T = {tokens}, got {shape_of(self.topk_ids)}")
+        if out is not None:
+            check_out("x", self.x, out, hidden, self.x.dtype)
+
+
+def _check_product(name: str, a: Tensor, weights: ExpertWeights) -> WeightShape:
+    """The sizes of the weights called `name`, for activations like `a`; raises unless they fit."""
+    if not isinstance(weights.w_packed, Tensor) or weights.w_packed.dim() == 0:
+        raise TypeError(f"{name}: expected packed weights of experts, got {type(weights.w_packed).__name__}")
+    offsets = a.new_empty(weights.w_packed.shape[0] + 1, dtype=torch.int32)
+    try:
+        return _grouped(a, weights, offsets).check(None)
+    except (TypeError, ValueError, UnsupportedError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _grouped(a: Tensor, weights: ExpertWeights, offsets: Tensor) -> GroupedCall:
+    return GroupedCall(
+        a=a,
+        w_packed=weights.w_packed,
+        scales=weights.scales,
+        offsets=offsets,
+        zeros=weights.zeros,
+        bias=weights.bias,
+        group_size=weights.group_size,
+        bits=weights.bits,
+    )
+
+
+def _multiply(
+    a: Tensor, weights: ExpertWeights, offsets: Tensor, rows: Tensor | None = None, row_scale: Tensor | None = None
+) -> Tensor:
+    return gemm_grouped(
+        a,
+        weights.w_packed,
+        weights.scales,
+        weights.zeros,
+        offsets=offsets,
+        rows=rows,
+        row_scale=row_scale,
+        bias=weights.bias,
+        group_size=weights.group_size,
+        bits=weights.bits,
+    )
+
+
+def tokens_at_once(call: ExpertsCall) -> int:
+    """Equal shares of the tokens whose intermediate results fit into `MOST_BYTES`, or one."""
+    both = call.gate_up_scales.shape[-1]
+    row = call.x.element_size() * (both // 2 + max(both, call.x.shape[1]))
+    most = max(1, MOST_BYTES // (row * call.topk_ids.shape[1]))
+    return ceil_div(call.x.shape[0], ceil_div(call.x.shape[0], most)) if call.x.shape[0] else 1
+
+
+def _run(call: ExpertsCall, out: Tensor) -> None:
+    """The block of checked arguments in `out`, which has unit stride along H."""
+    step = tokens_at_once(call)
+    gate_up, down = call.gate_up, call.down
+    for begin in range(0, call.x.shape[0], step):
+        part = slice(begin, begin + step)
+        rows, offsets, order, row_scale = route(call.topk_ids[part], call.experts, call.topk_weights[part])
+        both = _multiply(call.x[part], gate_up, offsets, rows=rows)
+        gated = gate_rows(both, call.activation, call.limit, call.alpha, call.interleaved, offsets)
+        del both  # its memory is the next product's
+        y = _multiply(gated, down, offsets, row_scale=row_scale)
+        del gated
+        sum_slots_into(y, order, out[part])
+
+
+def compute(call: ExpertsCall, out: Tensor | None) -> Tensor:
+    """Runs a block at once, or through torch's dispatcher where something traces."""
+    if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
+        check_inference(**tensors_of(call), out=out)
+    if out is None:
+        if is_eager(*call):
+            return _experts(*call)
+        result: Tensor = torch.ops.qcutlass.moe_experts(*call)
+        return result
+    if is_eager(*call, out):
+        _experts_out(*call, out=out)
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+    else:
+        torch.ops.qcutlass.moe_experts_out(*call, out=out)
+    return out
+
+
+def _experts(*arguments: Any) -> Tensor:
+    call = ExpertsCall(*arguments)
+    call.check(None)
+    check_memory(tensors_of(call))
+    out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    _run(call, out)
+    return out
+
+
+def _experts_fake(*arguments: Any) -> Tensor:
+    call = ExpertsCall(*arguments)
+    call.check(None)
+    return call.x.new_empty(call.x.shape)
+
+
+def _experts_out(*arguments: Any, out: Tensor) -> None:
+    call = ExpertsCall(*arguments)
+    call.check(out)
+    check_memory(tensors_of(call) | {"out": out})
+    check_out_memory(out, call)
+    target = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    _run(call, target)
+    if target is not out:
+        out.copy_(target)
+
+
+def _experts_out_fake(*arguments: Any, out: Tensor) -> None:
+    ExpertsCall(*arguments).check(out)
+
+
+_SCHEMA: Final = schema_of(ExpertsCall)
+register(f"moe_experts({_SCHEMA}) -> Tensor", _experts, _experts_fake)
+register(f"moe_experts_out({_SCHEMA}, *, Tensor(a!) out) -> ()", _experts_out, _experts_out_fake)

@@ -1,0 +1,151 @@
+"""Products of a mixture of experts, rows by the packed codes of their experts: `qcutlass.gemm_grouped`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from qcutlass import _C
+from qcutlass._C import Operand
+from qcutlass.products.checks import (
+    FLOATING,
+    check_activations,
+    check_operand,
+    check_options,
+    check_out,
+    check_vector,
+    shape_of,
+)
+from qcutlass.products.kind import Description, Kind
+from qcutlass.products.packing import WeightShape, check_contiguous, check_weights, weight_arguments
+from qcutlass.products.weight_only import ACTIVATIONS_ON, check_groups, describe_scales
+
+_INDICES: Final = (torch.int32,)
+
+
+def _first(name: str, value: Any, dimensions: tuple[int, ...], form: str) -> Tensor:
+    """The first expert's part; what is no tensor as it is, to be refused by its type."""
+    if not isinstance(value, Tensor):
+        return cast(Tensor, value)
+    if value.dim() not in dimensions or not value.shape[0]:
+        raise ValueError(f"{name}: expected shape {form}, of at least one expert, got {shape_of(value)}")
+    return value[0]
+
+
+class GroupedCall(NamedTuple):
+    """The arguments of one product, in the order of the operator's schema; `qcutlass.gemm_grouped` describes them."""
+
+    a: Annotated[Tensor, Operand.A]
+    w_packed: Annotated[Tensor, Operand.WEIGHTS]
+    scales: Annotated[Tensor, Operand.SCALES]
+    offsets: Annotated[Tensor, Operand.EXPERT_OFFSETS]
+    zeros: Annotated[Tensor | None, Operand.ZEROS] = None
+    rows: Annotated[Tensor | None, Operand.EXPERT_ROWS] = None
+    row_scale: Annotated[Tensor | None, Operand.ROW_SCALE] = None
+    bias: Annotated[Tensor | None, Operand.BIAS] = None
+    activation: str | None = None
+    group_size: int | None = None
+    bits: int | None = None
+    tactic: str | None = None
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.a.dtype
+
+    @property
+    def split_k(self) -> int:
+        """Chosen: experts are blocks enough."""
+        return 0
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of the output, R."""
+        return self.a.shape[0] if self.rows is None else self.rows.shape[0]
+
+    def check(self, out: Tensor | None) -> WeightShape:
+        """Checks every argument but what needs memory addresses."""
+        device = check_activations("a", self.a, ACTIVATIONS_ON)
+        if self.a.dim() != 2:
+            raise ValueError(f"a: expected shape [T, K], got {shape_of(self.a)}")
+        shape = self._check_weights(device)
+        self._check_rows(device)
+        check_options(self.activation, self.tactic, self.split_k)
+        if self.bias is not None:
+            check_operand("bias", self.bias, FLOATING, device, "a")
+            if self.bias.shape != (self.experts, shape.n):
+                raise ValueError(f"bias: expected shape [E, N] = {[self.experts, shape.n]}, got {shape_of(self.bias)}")
+        if out is not None:
+            check_out("a", self.a, out, shape.n, self.a.dtype, rows=self.out_rows)
+        check_groups(shape, device)
+        return shape
+
+    @property
+    def experts(self) -> int:
+        return self.w_packed.shape[0]
+
+    def _check_weights(self, device: torch.device) -> WeightShape:
+        """Checks the weights: the first expert's are like those of `gemm`, and the others' like them."""
+        w_packed = _first("w_packed", self.w_packed, (5,), "[E, ceil(N/16), tiles along K, 32, 16]")
+        scales = _first("scales", self.scales, (2, 3), "[E, G, N] or [E, N]")
+        zeros = None if self.zeros is None else _first("zeros", self.zeros, (2, 3), "[E, G, N] or [E, N]")
+        shape = check_weights(w_packed, scales, zeros, self.a.shape[-1], self.group_size, self.bits, device, "a")
+        check_contiguous("w_packed", self.w_packed)
+        for name, value in (("scales", self.scales), ("zeros", self.zeros)):
+            if value is not None and value.shape[0] != self.experts:
+                raise ValueError(
+                    f"{name}: expected those of E = {self.experts} experts, as many as w_packed has, "
+                    f"got {shape_of(value)}"
+                )
+        return shape
+
+    def _check_rows(self, device: torch.device) -> None:
+        check_operand("offsets", self.offsets, _INDICES, device, "a")
+        check_vector("offsets", self.offsets, self.experts + 1, "E + 1")
+        if self.rows is not None:
+            check_operand("rows", self.rows, _INDICES, device, "a")
+            if self.rows.dim() != 1:
+                raise ValueError(f"rows: expected shape [R], got {shape_of(self.rows)}")
+        if self.row_scale is not None:
+            check_operand("row_scale", self.row_scale, (torch.float32,), device, "a")
+            check_vector("row_scale", self.row_scale, self.out_rows, "R")
+
+    def prepared(self, shape: WeightShape) -> GroupedCall:
+        return self
+
+    def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
+        scales, zeros = self.scales.contiguous(), None if self.zeros is None else self.zeros.contiguous()
+        weights, operands = weight_arguments(
+            shape, self.w_packed, scales.flatten(0, -2), None if zeros is None else zeros.flatten(0, -2)
+        )
+        weights.scale_stride = weights.zero_stride = shape.n
+        arguments.weights = weights
+        experts = _C.ExpertRows()
+        experts.count, experts.a_rows = self.experts, self.a.shape[0]
+        offsets = self.offsets.contiguous()
+        experts.offsets = offsets.data_ptr()
+        operands.append(offsets)
+        if self.rows is not None:
+            rows = self.rows.contiguous()
+            experts.rows = rows.data_ptr()
+            operands.append(rows)
+        if self.row_scale is not None:
+            row_scale = self.row_scale.contiguous()
+            experts.row_scale = row_scale.data_ptr()
+            operands.append(row_scale)
+        arguments.experts = experts
+        return operands
+
+    def describe(self, shape: WeightShape) -> Description:
+        parts = [f"grouped, {self.experts} experts", *describe_scales(shape, self.scales, self.zeros)]
+        optional = {"rows gathered": self.rows, "bias": self.bias, "rows scaled": self.row_scale}
+        parts += [name for name, operand in optional.items() if operand is not None]
+        return Description(f"{shape.bits}-bit weights", parts)
+
+
+def _leading(call: GroupedCall) -> tuple[int]:
+    return (call.out_rows,)
+
+
+GROUPED: Final = Kind("gemm_grouped", GroupedCall, activations=FLOATING, leading=_leading)

@@ -1,0 +1,125 @@
+"""Checkpoints of 4-bit floats, against the package that writes them, and bytes worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.python.formats.stored import canonical, named
+from torch import Tensor
+
+import qcutlass
+from qcutlass import CheckpointError, UnsupportedError, formats
+from qcutlass.algorithms import quantize_floats
+from qcutlass.formats import CanonicalLinear, compressed_tensors, gptq
+from qcutlass.formats.float4 import reciprocal
+from qcutlass.products.checks import E8M0
+
+pytestmark = pytest.mark.skipif(not E8M0, reason="this torch has no float8_e8m0fnu")
+
+GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "group_size": GROUPS[name]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+def loaded(tensors: dict[str, Tensor], config: dict[str, Any]) -> CanonicalLinear:
+    return canonical(formats.load(named(tensors, "up"), config=config)["up"])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_the_package_compresses(name: str, seed: int) -> None:
+    """Its dequantised weights, which are bfloat16, bit for bit; and a layer multiplies by these."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    size = GROUPS[name]
+    strategy = "tensor_group" if size == 16 else "group"
+    arguments = QuantizationArgs(num_bits=4, type="float", strategy=strategy, group_size=size, symmetric=True)
+    whole = QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor = BaseCompressor.get_value_from_registry(name)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(8):
+        weight = torch.randn(24, 128, generator=generator)
+        amax = weight.view(24, -1, size).abs().amax(dim=2)
+        state = {"weight": weight, "weight_scale": torch.exp2(amax.log2().floor() - 2)}
+        if size == 16:
+            divisor = (448 * 6 / weight.abs().max()).reshape(1)
+            scales = (amax / 6 * divisor).clamp(max=448).to(torch.float8_e4m3fn).float()
+            state |= {"weight_scale": scales, "weight_global_scale": divisor}
+        tensors = compressor.compress(state, whole)
+        expected = compressor.decompress(tensors, whole)["weight"]
+        layer = loaded(tensors, config_of(name))
+        assert torch.equal(layer.dequantize(torch.bfloat16), expected)
+        assert layer.weight.scales.dtype == (torch.float8_e4m3fn if size == 16 else E8M0[0])
+        linear = qcutlass.QuantLinear.from_checkpoint(named(tensors, "up"), "up", config=config_of(name))
+        assert torch.equal(linear(torch.eye(128)).T.bfloat16(), expected)
+
+
+def test_bytes_of_modelopt_worked_out_by_hand() -> None:
+    packed = torch.zeros(2, 16, dtype=torch.uint8)
+    packed[0, 0], packed[1, 9] = 0x9F, 0x21  # -6 and -0.5; 0.5 and 1
+    tensors = {
+        "weight": packed,
+        "weight_scale": torch.tensor([[1.0, 2.0], [0.5, 448.0]]).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.25),
+        "input_scale": torch.tensor(1.0),
+    }
+    checkpoint = formats.load(named(tensors, "up"), config={"quant_method": "modelopt"})
+    assert (checkpoint.format, checkpoint.rest) == ("nvfp4", [])
+    expected = torch.zeros(2, 32)
+    expected[0, 0], expected[0, 1], expected[1, 18], expected[1, 19] = -1.5, -0.125, 56, 112
+    assert torch.equal(canonical(checkpoint["up"]).dequantize(torch.float32), expected)
+
+
+def test_scales_that_no_reciprocal_serves_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    factor = reciprocal(torch.tensor([3.0]), scales)
+    assert factor is not None
+    for dtype in (torch.float16, torch.bfloat16):
+        assert torch.equal((scales.float() * factor).to(dtype), (scales.float() / 3).to(dtype))
+    monkeypatch.setattr("qcutlass.formats.float4.reciprocal", lambda divisor, scales: None)
+    tensors = {
+        "weight_packed": torch.full((1, 8), 0x77, dtype=torch.uint8),
+        "weight_scale": torch.tensor([[5.0]]).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([3.0]),
+    }
+    layer = loaded(tensors, config_of("nvfp4-pack-quantized"))
+    assert layer.weight.global_scale is None
+    assert torch.equal(layer.dequantize(torch.float32), 6 * (torch.tensor(5.0) / 3).expand(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight_global_scale": torch.zeros(1)}, "weight_global_scale: expected a positive number, got 0"),
+        (
+            {"weight_scale": torch.ones(2, 3).to(torch.float8_e4m3fn)},
+            r"expected F8_E4M3 \[2, 2\], got F8_E4M3 \[2, 3\]",
+        ),
+        ({"weight_packed": torch.zeros(2, 12, dtype=torch.uint8)}, "whole groups of 16 columns, got K = 24"),
+        ({"weight_scale": torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn)}, "expected finite numbers, got NaN"),
+    ],
+)
+def test_damaged_files(changed: dict[str, Tensor], message: str) -> None:
+    tensors = {
+        "weight_packed": torch.zeros(2, 16, dtype=torch.uint8),
+        "weight_scale": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.ones(1),
+    }
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tensors | changed, config_of("nvfp4-pack-quantized"))
+
+
+def test_exports_hold_integers_alone() -> None:
+    layer = CanonicalLinear(quantize_floats(torch.randn(32, 64), "e2m1", 32))
+    for store in (compressed_tensors.store, lambda one: gptq.store(one, 2)):
+        with pytest.raises(UnsupportedError, match="expected integer codes, got e2m1 ones"):
+            store(layer)

@@ -1,0 +1,224 @@
+"""Single tokens through fused blocks in one call of the extension: logits, changes of the model, what is left."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.python.models.test_block_fusing import FAMILIES, dense, fused, logits, tiny
+from torch import Tensor
+
+import qcutlass
+from qcutlass import _C
+from qcutlass.testing.models import NOISE, noise_ratio
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+STEPS = 4
+
+
+class Counter:
+    """How often blocks ran as one call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from qcutlass.models.block_steps import BlockStep
+
+        self.count = 0
+        run = BlockStep.run
+
+        def counted(*arguments: Any) -> tuple[Tensor, Tensor]:
+            self.count += 1
+            return run(*arguments)
+
+        monkeypatch.setattr(BlockStep, "run", counted)
+
+    def during(self, call: Callable[[], object]) -> int:
+        before = self.count
+        call()
+        return self.count - before
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    return Counter(monkeypatch)
+
+
+def made(model: Any, seed: int, batch: int = 1, steps: int = STEPS) -> Tensor:
+    from qcutlass.models.growing_cache import growing_cache
+
+    with torch.inference_mode():
+        return logits(model, batch, seed, growing_cache(model.config), steps, mask=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Mistral"])
+def test_logits_are_those_of_the_model_but_for_rounding(
+    family: str, batch: int, dtype: torch.dtype, seed: int, counter: Counter
+) -> None:
+    model = tiny(family, seed).to(dtype)
+    exact, rounded = (made(dense(model, kind), seed, batch) for kind in (torch.float64, dtype))
+    together = fused(model)
+    assert noise_ratio(made(together, seed, batch), rounded, exact) <= NOISE
+    assert counter.count == STEPS * len(model.model.layers)
+
+
+def test_a_window_keeps_the_way_of_modules(seed: int, counter: Counter) -> None:
+    model = tiny("Mistral", seed)
+    expected, exact = (made(each, seed) for each in (model, dense(model, torch.float64)))
+    assert noise_ratio(made(fused(model), seed), expected, exact) <= NOISE
+    assert counter.count == 0
+
+
+def test_long_sequences_and_many_threads(seed: int, counter: Counter) -> None:
+    model = tiny("Qwen3", seed)
+    exact, rounded = (made(dense(model, kind), seed, 2, 300) for kind in (torch.float64, torch.float32))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert noise_ratio(made(fused(model), seed, 2, 300), rounded, exact) <= NOISE
+    finally:
+        torch.set_num_threads(before)
+    assert counter.count == 300 * len(model.model.layers)
+
+
+def test_padded_sequences_keep_the_way_of_modules(seed: int, counter: Counter) -> None:
+    from qcutlass.models.growing_cache import growing_cache
+
+    model = tiny("Llama", seed)
+    together = fused(model)
+    exact, rounded = (
+        logits(dense(model, kind), 3, seed, transformers.DynamicCache(config=model.config))
+        for kind in (torch.float64, torch.float32)
+    )
+    with torch.inference_mode():
+        found = logits(together, 3, seed, growing_cache(model.config))
+    assert noise_ratio(found, rounded, exact) <= NOISE
+    assert counter.count == 0
+
+
+def _other_down(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    weight = torch.randn(layer.out_features, layer.in_features)
+    model.model.layers[1].mlp.down_proj = qcutlass.layers.QuantLinear.from_quantized(qcutlass.quantize(weight))
+
+
+def _other_scales(model: Any) -> None:
+    layer = model.model.layers[1].self_attn.o_proj
+    layer.scales = 2 * layer.scales
+
+
+def _scales_in_place(model: Any) -> None:
+    model.model.layers[1].self_attn.o_proj.scales.mul_(2)
+
+
+def _other_norm(model: Any) -> None:
+    model.model.layers[2].input_layernorm.weight.data = torch.full((64,), 2.0)
+
+
+def _quantized_activations(model: Any) -> None:
+    qcutlass.layers.use_activations(model, "int8")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_other_down, _other_scales, _scales_in_place, _other_norm, _quantized_activations],
+    ids=lambda f: f.__name__,
+)
+def test_changes_of_the_model_count(change: Callable[[Any], None], seed: int, counter: Counter) -> None:
+    together = fused(tiny("Llama", seed))
+    before = made(together, seed)
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        change(together)
+    fresh = fused(tiny("Llama", seed))
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        change(fresh)
+    after = made(together, seed)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, made(fresh, seed))
+    assert counter.count == 3 * STEPS * 3
+
+
+def test_another_type_counts(seed: int, counter: Counter) -> None:
+    together = fused(tiny("Llama", seed))
+    made(together, seed)
+    expected = made(fused(tiny("Llama", seed)).to(torch.bfloat16), seed)
+    assert torch.equal(made(together.to(torch.bfloat16), seed), expected)
+    assert counter.count == 3 * STEPS * 3
+
+
+@pytest.mark.parametrize("name", ["self_attn", "self_attn.k_proj", "mlp", "mlp.down_proj", "input_layernorm"])
+def test_hooks_run_wherever_they_are(name: str, seed: int, counter: Counter) -> None:
+    together = fused(tiny("Llama", seed))
+    expected = made(together, seed)
+    called: list[str] = []
+    handle = together.model.layers[1].get_submodule(name).register_forward_hook(lambda *_: called.append(name))
+    steps = counter.during(lambda: made(together, seed))
+    assert len(called) == STEPS + 1
+    assert steps in (STEPS * 2, STEPS * 1)  # a norm is also the end of the block before
+    handle.remove()
+    assert counter.during(lambda: made(together, seed)) == STEPS * 3
+    assert torch.equal(made(together, seed), expected)
+
+
+def test_gradients_tracing_and_training_keep_the_way_of_modules(seed: int, counter: Counter) -> None:
+    from qcutlass.models.growing_cache import growing_cache
+
+    together = fused(tiny("Llama", seed))
+    cache = growing_cache(together.config)
+    token = torch.tensor([[3]])
+    with torch.no_grad():
+        together(token, past_key_values=cache)
+        compiled = torch.compile(together.model.layers[0].mlp, backend="eager")
+        compiled(torch.randn(1, 1, 64))
+        assert counter.during(lambda: together(token, past_key_values=cache)) == 3
+        together.train()
+        assert counter.during(lambda: together(token, past_key_values=cache)) == 0
+        together.eval()
+    assert counter.during(lambda: together(token, past_key_values=cache)) == 0
+
+
+def test_copies_have_steps_of_their_own(seed: int, counter: Counter) -> None:
+    together = fused(tiny("Qwen2", seed))
+    expected = made(together, seed)
+    for twin in (copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
+        assert all("_step" not in vars(block) for block in twin.model.layers)
+        assert torch.equal(made(twin, seed), expected)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    def product(n: int, k: int) -> _C.GemmArguments:
+        arguments = _C.GemmArguments()
+        weights = _C.WeightArguments()
+        weights.n, weights.k = n, k
+        arguments.weights = weights
+        arguments.a_type = _C.DType.FLOAT32
+        return arguments
+
+    def block(**changes: Any) -> _C.DecoderBlock:
+        norm, none = (4096, _C.DType.FLOAT32, 1e-5), (0, _C.DType.NONE, 0.0)
+        parts: dict[str, Any] = {
+            "type": _C.DType.FLOAT32, "heads": 4, "kv_heads": 2, "size": 16, "activation": _C.Activation.SILU,
+            "qkv": product(128, 64), "output": product(64, 64), "gate_up": product(320, 64), "down": product(64, 160),
+            "query_norm": none, "key_norm": none, "mlp_norm": norm, "next_norm": norm,
+        }  # fmt: skip
+        return _C.DecoderBlock(**{**parts, **changes})
+
+    block()
+    for changes, message in (
+        ({"qkv": product(96, 64)}, "qkv: expected 128 channels of 64 columns, got 96 of 64"),
+        ({"gate_up": product(160, 64)}, "gate_up: expected 320 channels"),
+        ({"heads": 5}, "heads: expected a multiple of kv_heads, 2, got 5"),
+        ({"size": 15}, "size must be even, got 15"),
+        ({"query_norm": (4096, _C.DType.FLOAT32, 1e-5)}, "query_norm, key_norm: expected both or neither"),
+        ({"next_norm": (0, _C.DType.NONE, 0.0)}, "next_norm is a null pointer"),
+        ({"type": _C.DType.BFLOAT16}, "expected activations of the block's type"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block(**changes)

@@ -1,0 +1,189 @@
+"""Models with layers of 8 by 8 bits: what the methods make, fp8 folders of others, types of activations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.python.formats.stored import Tensors, as_fp8, named
+from tests.python.models.folders import RandomCut, write_model
+from tests.python.models.test_commands import command
+from tests.python.modules import assert_same_state
+from torch import Tensor
+
+import qcutlass
+from qcutlass import FP8, W8A8, Blockwise, QuantLinear, models
+from qcutlass.layers import Fp8Linear, WeightOnlyLinear
+from qcutlass.schemes import Scheme
+from qcutlass.testing.models import NOISE, noise_ratio
+
+pytest.importorskip("transformers", reason="needs transformers")
+from tests.python.models.quantizations import calibration, make
+from tests.python.models.test_transformers import load, logits
+
+SCHEMES: dict[str, Scheme] = {"w8a8": W8A8(), "fp8": FP8(), "blockwise": Blockwise()}
+CHANNEL = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FLOAT = {"num_bits": 8, "type": "float"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**FLOAT, "strategy": "channel"},
+            "input_activations": {**FLOAT, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_layers_are_those_of_their_scheme(name: str, seed: int, tmp_path: Path) -> None:
+    model = make("llama", seed)
+    model.save_pretrained(tmp_path / "source")
+    models.quantize_model(tmp_path / "source", tmp_path / "new", name)
+    folder = models.ConvertedFolder(tmp_path / "new")
+    assert len(folder) == 21
+    for layer in folder:
+        expected = QuantLinear.from_linear(model.get_submodule(layer), SCHEMES[name])
+        assert_same_state(folder[layer], expected.state_dict())
+    kinds = {"w8a8": "int8"}
+    assert folder.spec.default is not None
+    assert folder.spec.default.kind == kinds.get(name, name)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+def test_static_scales_are_of_the_largest_activation(name: str, seed: int, tmp_path: Path) -> None:
+    """In the first block, whose input no quantised layer has changed; q, k and v read the same."""
+    model, ids = make("llama", seed), calibration(seed)
+    model.save_pretrained(tmp_path / "source")
+    method = models.Method(name, activations="static")
+    models.quantize_model(tmp_path / "source", tmp_path / "new", method, calibration=ids)
+    with torch.no_grad(), qcutlass.calibrate(model) as statistics:
+        for row in ids:
+            model(row[None])
+    folder = models.ConvertedFolder(tmp_path / "new")
+    dtype = torch.int8 if name == "w8a8" else torch.float8_e4m3fn
+    for layer in ("q_proj", "k_proj", "v_proj"):
+        full = f"model.layers.0.self_attn.{layer}"
+        found: Any = folder[full]
+        expected = qcutlass.quantize_activations(statistics[full].absmax[None], dtype=dtype, per_tensor=True)[1]
+        assert torch.equal(found.a_scale, expected)
+    assert all(getattr(folder[each], "a_scale") is not None for each in folder)  # noqa: B009
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_models_of_every_type_of_activations(name: str, dtype: torch.dtype, seed: int, tmp_path: Path) -> None:
+    """Scales stay float32, weights what they are; a saved model is the same."""
+    make("llama", seed).save_pretrained(tmp_path / "source")
+    models.quantize_model(tmp_path / "source", tmp_path / "new", name)
+    model, ids = load(tmp_path / "new", dtype), calibration(seed)
+    layer = model.model.layers[1].mlp.up_proj
+    assert_same_state(layer, models.ConvertedFolder(tmp_path / "new")["model.layers.1.mlp.up_proj"].state_dict())
+    out = logits(model, ids)
+    assert out.dtype == dtype
+    assert bool(out.isfinite().all())
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved", dtype), ids), out)
+
+
+def fp8_folder(cut: RandomCut, folder: Path, config: dict[str, Any], **options: Any) -> tuple[Path, dict[str, Tensor]]:
+    """A small model with fp8 weights, and what they stand for."""
+    tensors: Tensors = dict(cut.rest)
+    weights = {}
+    for name in cut.names:
+        stored, weights[name] = as_fp8(cut.weight(name), **options)
+        tensors |= named(stored, name)
+    write_model(folder, tensors, cut.config, config)
+    for path in (cut.root / "tokenizer").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder, weights
+
+
+@pytest.mark.parametrize("config", [CHANNEL, COMPRESSED], ids=["fp8", "compressed-tensors"])
+def test_fp8_folders_run_as_they_are_and_converted(
+    config: dict[str, Any], random_cut: RandomCut, seed: int, tmp_path: Path
+) -> None:
+    folder, weights = fp8_folder(random_cut, tmp_path / "source", config)
+    found = models.convert(folder, tmp_path / "new", verify=True)
+    assert (found.source, found.layers, found.verified) == (config["quant_method"], len(weights), len(weights))
+    converted = models.ConvertedFolder(tmp_path / "new")
+    assert all(torch.equal(models.weights_of(converted[name]), weight) for name, weight in weights.items())
+    ids = torch.randint(0, random_cut.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(seed))
+    direct, again = load(folder, direct=True), load(tmp_path / "new")
+    assert isinstance(direct.model.layers[0].mlp.up_proj, Fp8Linear)
+    assert torch.equal(logits(direct, ids), logits(again, ids))
+    direct.save_pretrained(tmp_path / "saved")
+    assert_same_state(load(tmp_path / "saved"), again.state_dict())
+
+
+BLOCKS = {**CHANNEL, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+def test_fp8_in_blocks_multiplies_16_bit_activations(
+    scales: torch.dtype, random_cut: RandomCut, seed: int, tmp_path: Path
+) -> None:
+    """As transformers' own layers do with the dequantised weights; scales keep their type in the converted folder."""
+    options = {"block": (128, 128), "name": "weight_scale_inv", "dtype": scales}
+    folder, weights = fp8_folder(random_cut, tmp_path / "source", BLOCKS, **options)
+    assert models.convert(folder, tmp_path / "new", verify=True).source == "fp8"
+    converted = models.ConvertedFolder(tmp_path / "new")
+    for name, weight in weights.items():
+        layer: Any = converted[name]
+        assert (type(layer), layer.weight_dtype, layer.scales.dtype) == (WeightOnlyLinear, "e4m3", scales)
+        assert torch.equal(models.weights_of(layer), weight)
+    assert "e4m3 g128" in {group.scheme for group in models.inspect(tmp_path / "new").groups}
+    ids = torch.randint(0, random_cut.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(seed))
+    direct, again = load(folder, direct=True), load(tmp_path / "new")
+    assert torch.equal(logits(direct, ids), logits(again, ids))
+    cut = SimpleNamespace(weights=weights)
+    dense, exact = (logits(random_cut.dense(cut, dtype), ids) for dtype in (torch.float32, torch.float64))  # type: ignore[arg-type]
+    assert noise_ratio(logits(direct, ids), dense, exact) <= NOISE
+    direct.save_pretrained(tmp_path / "saved")
+    assert_same_state(load(tmp_path / "saved"), again.state_dict())
+    with pytest.raises(qcutlass.UnsupportedError, match="e4m3 weights for 16-bit activations are not exported"):
+        models.export_model(tmp_path / "new", tmp_path / "exported", "compressed-tensors")
+
+
+def test_commands_of_an_fp8_folder(random_cut: RandomCut, tmp_path: Path) -> None:
+    folder, _ = fp8_folder(random_cut, tmp_path / "source", CHANNEL)
+    for place in (folder, tmp_path / "new"):
+        if place != folder:
+            assert command("convert", folder, place, "--verify").exit_code == 0
+        shown = command("inspect", place)
+        assert shown.exit_code == 0
+        assert "fp8 channel dynamic" in shown.stdout
+        text = tmp_path / "text"
+        text.write_text(" ".join(str(i % 100) for i in range(200)))
+        result = command("eval", place, "--text", text, "--tokens", 64, "--window", 32)
+        assert result.exit_code == 0, result.output
+        result = command("generate", place, "--prompt", "1 2 3", "--max-new-tokens", 4)
+        assert result.exit_code == 0, result.output
+
+
+def test_fp8_weights_are_quantised_anew(random_cut: RandomCut, tmp_path: Path) -> None:
+    folder, weights = fp8_folder(random_cut, tmp_path / "source", CHANNEL)
+    method = models.Method("rtn", qcutlass.WeightOnly(4, 32, True), clip=False)
+    models.quantize_model(folder, tmp_path / "w4", method)
+    converted = models.ConvertedFolder(tmp_path / "w4")
+    for name, weight in weights.items():
+        expected = qcutlass.quantize(weight, 4, 32, True, scale_dtype=torch.float16)
+        assert torch.equal(models.weights_of(converted[name]), expected.dequantize(torch.float32)), name
+
+
+def test_nan_in_packed_weights_is_told(random_cut: RandomCut, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    models.convert(fp8_folder(random_cut, tmp_path / "source", CHANNEL)[0], tmp_path / "new")
+    path, name = tmp_path / "new" / "model.safetensors", random_cut.names[0]
+    tensors = load_file(path)
+    tensors[f"{name}.w_packed"].view(torch.uint8).view(-1)[5] = 0xFF
+    save_file(tensors, path)
+    with pytest.raises(qcutlass.CheckpointError, match="w_packed: expected finite numbers"):
+        models.ConvertedFolder(tmp_path / "new")[name]

@@ -1,0 +1,167 @@
+"""Whole GGUF files of K-quants: converted, loaded, saved, fused, cut, run by the commands; what minimums rule out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import qcutlass
+from qcutlass import CheckpointError, UnsupportedError, formats, models
+from qcutlass.cli import app
+from qcutlass.formats.specs import LayerSpec
+from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear, shard, use_activations
+
+pytest.importorskip("transformers", reason="needs transformers")
+from tests.python.models.test_gguf_models import write_gguf
+from tests.python.models.test_heads import check, dense, load, logits
+
+from qcutlass.models.evaluation import perplexity
+from qcutlass.models.gguf import GGUFModel
+
+EMBEDDINGS = "model.embed_tokens"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """tiny(mix, architecture, tied): a GGUF file of a model and the folder that it is converted to."""
+    monkeypatch.setattr(GGUFModel, "write_files", lambda self, folder: None)  # its tokenizer is none
+
+    def convert(mix: str = "Q4_K_M", architecture: str = "llama", tied: bool = False) -> tuple[Path, Path]:
+        (tmp_path / "gguf").mkdir(exist_ok=True)
+        path = write_gguf(tmp_path / "gguf" / "tiny.gguf", architecture, seed, mix=mix, tied=tied)
+        models.convert(path, tmp_path / "new", verify=True, overwrite=True)
+        return path, tmp_path / "new"
+
+    return convert
+
+
+@pytest.fixture
+def ids(seed: int) -> Tensor:
+    return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "others"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_converted_file_computes_what_its_numbers_do(architecture: str, mix: str, tiny: Any, ids: Tensor) -> None:
+    path, folder = tiny(mix, architecture)
+    converted, checkpoint = models.ConvertedFolder(folder), formats.load(path)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for ours, theirs in (("lm_head", "output"), ("model.layers.1.mlp.down_proj", "blk.1.ffn_down")):
+        blocks = tensors[f"{theirs}.weight"]
+        expected = torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type))
+        assert torch.equal(models.weights_of(converted[ours]), expected)
+    stored = checkpoint.tensor("token_embd.weight")
+    model = load(folder)
+    embedding = model.get_input_embeddings()
+    assert type(embedding) is QuantEmbedding
+    assert torch.equal(embedding(ids), stored[ids])
+    found = {layer.spec.words for layer in model.modules() if isinstance(layer, QuantLinear)}
+    assert {"w4 g32 minimums", "w8 g16 sym"} <= found if mix == "Q4_K_M" else len(found) > 4
+    check(model, ids)
+
+
+def test_tied_heads_share_embeddings_with_minimums(tiny: Any, ids: Tensor) -> None:
+    _, folder = tiny(tied=True)
+    model = load(folder)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, QuantEmbedding)
+    assert isinstance(head, TiedLinear)
+    assert embedding.minimums is not None
+    check(model, ids)
+
+
+def test_states_folders_and_fused_models_keep_minimums(tiny: Any, ids: Tensor, tmp_path: Path) -> None:
+    _, folder = tiny()
+    model = load(folder)
+    expected = logits(model, ids)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved"), ids), expected)
+    other = load(folder)
+    for module in other.modules():
+        if isinstance(module, WeightOnlyLinear) and module.minimums is not None:
+            module.minimums.zero_()
+    assert not torch.equal(logits(other, ids), expected)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits(other, ids), expected)
+    assert qcutlass.fuse_projections(model).fused
+    assert sum("minimums" in name for name in model.state_dict()) == sum("minimums" in n for n in other.state_dict())
+    assert torch.equal(logits(model, ids), expected)  # strip by strip the same products
+    model.save_pretrained(tmp_path / "fused")
+    assert torch.equal(logits(load(tmp_path / "fused"), ids), expected)
+
+
+@pytest.mark.parametrize("axis", ["out", "in"])
+def test_parts_of_layers_have_their_minimums(axis: Any, tiny: Any, seed: int) -> None:
+    _, folder = tiny()
+    layer = models.ConvertedFolder(folder)["model.layers.0.mlp.up_proj"]
+    assert layer.minimums is not None
+    whole, parts = layer.weights(), [shard(layer, rank, 2, axis).weights() for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 0 if axis == "out" else 1), whole)
+    assert torch.equal(layer.canonical().dequantize(torch.float32), whole)
+
+
+def test_what_minimums_rule_out(tiny: Any, tmp_path: Path) -> None:
+    _, folder = tiny()
+    for kind in ("gptq", "compressed-tensors"):
+        with pytest.raises(UnsupportedError, match="minimums"):
+            models.export_model(folder, tmp_path / kind, kind)
+        assert not (tmp_path / kind).exists()
+    model = load(folder)
+    able = use_activations(model, "int8")
+    assert able
+    kept = {name for name, layer in model.named_modules() if getattr(layer, "minimums", None) is not None}
+    assert kept
+    assert not kept & set(able)
+    layer: Any = model.get_submodule(min(kept - {EMBEDDINGS}))
+    layer.activations = "int8"
+    with pytest.raises(UnsupportedError, match="minimums: activations='int8' takes weights with zeros only"):
+        layer(torch.ones(1, layer.in_features))
+
+
+def test_zeros_and_minimums_exclude_each_other() -> None:
+    values = {"kind": "weight_only", "bits": 4, "group_size": 32, "scales": "float32", "minimums": "float32"}
+    assert LayerSpec.from_dict(values, "layer").words == "w4 g32 minimums"
+    for offset in ({"zeros": "uint8"}, {"minima": "float16"}):
+        with pytest.raises(CheckpointError, match="layer: expected zeros or minimums, got both"):
+            LayerSpec.from_dict(values | offset, "layer")
+    codes, ones = torch.zeros(16, 32, dtype=torch.uint8), torch.ones(1, 16)
+    with pytest.raises(ValueError, match="minimums: expected zeros or minimums, got both"):
+        qcutlass.QuantizedTensor(codes, ones, ones, 4, 32, minimums=ones)
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [str(word) for word in arguments])
+
+
+def test_the_commands_run_files_of_k_quants(tmp_path: Path, seed: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed, mix="Q4_K_M")
+    folder, text = tmp_path / "packed", tmp_path / "text.txt"
+    text.write_text("ab" * 40)
+    for words, shown in (
+        (("convert", path, folder), "gguf: 16 layers"),
+        (("inspect", folder), "w4 g32 minimums"),
+        (("generate", folder, "--prompt", "ab", "--max-new-tokens", 2), ""),
+        (("eval", folder, "--text", text, "--window", 8), "perplexity"),
+    ):
+        result = command(*words)
+        assert result.exit_code == 0, result.output
+        assert shown in result.stdout, result.stdout
+
+
+def test_the_perplexity_is_that_of_the_numbers(tiny: Any, seed: int) -> None:
+    """A token's loss changes by twice the largest change of its logits at most; those of the same numbers are close."""
+    _, folder = tiny()
+    model = load(folder)
+    numbers = dense(model, torch.float32)
+    tokens = torch.randint(0, 64, (64,), generator=torch.Generator().manual_seed(seed))
+    check(model, tokens.view(8, 8))
+    change = float((logits(model, tokens.view(8, 8)) - logits(numbers, tokens.view(8, 8))).abs().max())
+    found, expected = (perplexity(each, tokens, window=8).perplexity for each in (model, numbers))
+    assert abs(math.log(found / expected)) <= 2 * change

@@ -1,0 +1,146 @@
+"""The quantisers of fp8 in blocks: activations, weights, SwiGLU, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.python.blockwise import FLOATS, SIZES
+from tests.python.quantizer_model import Quantized, activations, assert_same, reference
+from torch import Tensor
+
+from qcutlass import UnsupportedError, testing
+from qcutlass.blockwise import fp8_act_quant, fp8_silu_mul_quant, fp8_weight_dequant, fp8_weight_quant
+
+FP8 = {"dtype": torch.float8_e4m3fn}
+LENGTHS = [1, 7, 31, 32, 33, 64, 100, 127, 128, 129, 255, 257, 512, 1000]
+of_sizes = pytest.mark.parametrize("size", SIZES)
+
+
+def of_rows(x: Tensor, size: int) -> Quantized:
+    """Codes and scales of blocks of columns, each quantised by the model of a row."""
+    parts = [reference(part.contiguous(), FP8) for part in x.split(size, -1)]
+    return Quantized(
+        torch.cat([p.codes.view(torch.uint8) for p in parts], -1).view(torch.float8_e4m3fn),
+        torch.stack([p.scale for p in parts], -1),
+    )
+
+
+@of_sizes
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_activations_agree_with_the_stated_arithmetic(dtype: torch.dtype, size: int, seeds: Iterator[int]) -> None:
+    for k in LENGTHS:
+        x = activations(9, k, dtype, seed := next(seeds), "cpu")
+        assert_same(Quantized(*fp8_act_quant(x, size)), of_rows(x, size), f"K={k} seed={seed}")
+
+
+@of_sizes
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_weights_agree_with_the_stated_arithmetic(dtype: torch.dtype, size: int, seeds: Iterator[int]) -> None:
+    for n, k in [(1, 1), (1, 300), (300, 1), (31, 33), (129, 257), (200, 100)]:
+        w = activations(n, k, dtype, seed := next(seeds))
+        codes, scales = fp8_weight_quant(w, size)
+        assert scales.shape == (-(-n // size), -(-k // size))
+        for i, rows in enumerate(w.split(size)):
+            for j, block in enumerate(rows.split(size, 1)):
+                part = reference(block.reshape(1, -1), FP8)
+                got = codes[i * size : (i + 1) * size, j * size : (j + 1) * size].reshape(1, -1)
+                assert_same(Quantized(got, scales[i, j, None]), part, f"{n} x {k} at {i}, {j} seed={seed}")
+
+
+def test_scales_that_are_powers_of_two(seed: int) -> None:
+    """The least ones that are not below those of the plain form; codes are quotients by them."""
+    x = torch.randn(50, 300, generator=torch.Generator().manual_seed(seed)) * 10.0 ** torch.arange(-25, 25)[:, None]
+    x[3, :128] = 0
+    x[4, :128] = 448
+    x[5, 0] = torch.inf
+    (_, plain), (codes, scales) = fp8_act_quant(x), fp8_act_quant(x, scale_fmt="ue8m0")
+    finite = plain.isfinite()
+    exponents = torch.frexp(scales[finite])
+    assert bool((exponents.mantissa == 0.5).all())
+    assert bool((scales[finite] >= plain[finite]).all())
+    assert bool((scales[finite] / 2 < plain[finite]).all())
+    assert scales[3, 0] == scales[4, 0] == 1
+    assert scales[5, 0] == torch.inf
+    wide = scales.repeat_interleave(128, 1)[:, :300]
+    expected = (x / wide).to(torch.float8_e4m3fn)
+    rows = finite.all(1)
+    assert torch.equal(codes[rows].float(), expected[rows].float())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [1, 100, 256, 300])
+def test_swiglu_is_quantised_unrounded(width: int, dtype: torch.dtype, seed: int) -> None:
+    """As fp8_act_quant does the fp32 product, up to the error of the two exponentials, which may change a code by one
+    step, 1/8 of its size or a subnormal one, and its block's scale by as little as they differ."""
+    gate_up = torch.randn(2, 3, 2 * width, generator=torch.Generator().manual_seed(seed)).to(dtype) * 3
+    codes, scales = fp8_silu_mul_quant(gate_up)
+    assert (codes.shape, scales.shape) == ((2, 3, width), (2, 3, -(-width // 128)))
+    gate, up = gate_up.double().split(width, -1)
+    exact = gate * torch.sigmoid(gate) * up
+    wide = scales.repeat_interleave(128, -1)[..., :width].double()
+    error = (codes.double() * wide - exact).abs()
+    half_a_step = torch.maximum(exact.abs() * 2.0**-4, wide * 2.0**-10)
+    assert bool((error <= half_a_step * (1 + 2.0**-10)).all())
+    largest = torch.stack([part.abs().amax(-1) for part in exact.split(128, -1)], -1)
+    assert bool(((scales.double() * 448 - largest).abs() <= largest * 2.0**-18).all())
+
+
+@of_sizes
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_weights_come_back(dtype: torch.dtype, size: int, seed: int) -> None:
+    w = torch.randn(200, 300, generator=torch.Generator().manual_seed(seed))
+    codes, scales = fp8_weight_quant(w, size)
+    wide = scales.repeat_interleave(size, 0)[:200].repeat_interleave(size, 1)[:, :300]
+    testing.assert_equal(fp8_weight_dequant(codes, scales, size, dtype), (codes.float() * wide).to(dtype))
+
+
+def test_zeros_and_numbers_that_are_not_finite() -> None:
+    for quantize in (fp8_act_quant, fp8_weight_quant):
+        codes, scales = quantize(torch.zeros(200, 300))
+        assert not bool(codes.float().any())
+        assert bool((scales == 1).all())
+        x = torch.ones(3, 300)
+        x[1, 150] = torch.nan
+        _, scales = quantize(x)
+        assert (~scales.isfinite()).nonzero().tolist() == [[1 if quantize is fp8_act_quant else 0, 1]]
+
+
+def test_under_torch_compile(seed: int) -> None:
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(seed))
+    compiled = torch.compile(lambda x: fp8_act_quant(x, scale_fmt="ue8m0"), fullgraph=True, backend="eager")
+    for got, expected in zip(compiled(x), fp8_act_quant(x, scale_fmt="ue8m0"), strict=True):
+        assert torch.equal(got.float(), expected.float())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fp8_act_quant(torch.ones(3, 64), 100), ValueError, "block_size: expected one of 32, 64"),
+        (lambda: fp8_act_quant(torch.ones(3, 64), scale_fmt="e4m3"), ValueError, "scale_fmt: expected None or 'ue8m0'"),
+        (lambda: fp8_act_quant(torch.ones(3, 64).int()), TypeError, "x: expected a tensor of float16"),
+        (lambda: fp8_act_quant(torch.tensor(1.0)), ValueError, "x: expected shape"),
+        (lambda: fp8_weight_quant(torch.ones(64)), ValueError, "x: expected shape .N, K."),
+        (lambda: fp8_silu_mul_quant(torch.ones(3, 65)), ValueError, r"gate_up: expected shape \[..., 2 I\]"),
+        (lambda: fp8_silu_mul_quant(torch.ones(3, 64).double()), TypeError, "gate_up: expected a tensor of"),
+        (lambda: fp8_weight_dequant(torch.ones(4, 4), torch.ones(1, 1)), TypeError, "w: expected a tensor of float8"),
+        (
+            lambda: fp8_weight_dequant(torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(2, 1)),
+            ValueError,
+            r"s: expected shape .* = \[1, 1\], got \[2, 1\]",
+        ),
+    ],
+)
+def test_wrong_arguments(call: object, error: type[Exception], message: str) -> None:
+    assert callable(call)
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.gpu
+def test_gpus_are_refused() -> None:
+    x = torch.ones(3, 256, device="cuda", dtype=torch.float16)
+    for quantize in (fp8_act_quant, fp8_weight_quant, fp8_silu_mul_quant):
+        with pytest.raises(UnsupportedError, match="fp8 in blocks is quantised on the CPU alone"):
+            quantize(x)

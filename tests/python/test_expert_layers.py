@@ -1,0 +1,259 @@
+"""`QuantExperts`: what it computes, parts of it, states, copies, moves, compilation; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.python.modules import assert_same_state, randn, snapshot
+from torch import Tensor, nn
+
+import qcutlass
+from qcutlass import WeightOnly, testing
+from qcutlass.layers import QuantExperts, WeightOnlyLinear, shard
+from qcutlass.layers.experts import Expert
+from qcutlass.testing.models import NOISE, noise_ratio
+
+E, H = 6, 64
+SCHEMES = {
+    "w4": WeightOnly(4, 32),
+    "w8": WeightOnly(8, 16),
+    "symmetric": WeightOnly(4, 32, symmetric=True),
+    "channel": WeightOnly(8, None, scale_dtype=torch.float16),
+}
+
+
+def weights(seed: int, i: int = 64) -> tuple[Tensor, Tensor]:
+    return randn(E, 2 * i, H, seed=seed) / H**0.5, randn(E, H, i, seed=seed + 1) / i**0.5
+
+
+def inputs(seed: int, tokens: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(E, generator=g)[:3] for _ in range(tokens)])
+    return torch.randn(tokens, H, generator=g), ids, torch.rand(tokens, 3, generator=g)
+
+
+def made(seed: int, scheme: str = "w4", i: int = 64, activation: str = "silu") -> QuantExperts:
+    return QuantExperts.from_weights(*weights(seed, i), SCHEMES[scheme], activation)
+
+
+def computed(experts: QuantExperts, x: Tensor, ids: Tensor, scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """By dense layers with the dequantised weights, expert by expert."""
+    out = torch.zeros(x.shape, dtype=dtype)
+    for index in range(experts.gate_up.experts):
+        gate, up, down = (layer.weights().to(dtype) for layer in experts.expert(index))
+        tokens, slots = torch.where(ids == index + experts.gate_up.first)
+        a = x[tokens].to(dtype)
+        gated = testing.activate(a @ gate.T, experts.activation) * (a @ up.T)
+        out.index_add_(0, tokens, (gated @ down.T) * scores[tokens, slots, None].to(dtype))
+    return out
+
+
+@pytest.mark.parametrize("i", [64, 48, 40, 20])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_token_gets_its_experts(scheme: str, i: int, seed: int) -> None:
+    """Strips of 16 channels end at the last of gate, or do not; the last group of down is whole, or is not."""
+    experts, given = made(seed, scheme, i), inputs(seed)
+    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
+    assert noise_ratio(experts(*given), dense, exact) <= NOISE
+    wrong = given[1].roll(1, dims=1)
+    assert noise_ratio(experts(given[0], wrong, given[2]), dense, exact) > 10 * NOISE
+
+
+def test_weights_are_those_of_the_quantiser(seed: int) -> None:
+    experts, (gate_up, down) = made(seed, i=40), weights(seed, 40)
+    for index in range(E):
+        found = experts.expert(index)
+        for layer, weight in zip(found, (*gate_up[index].chunk(2), down[index]), strict=True):
+            expected = qcutlass.quantize(weight, bits=4, group_size=32)
+            testing.assert_equal(layer.weights(), expected.dequantize(torch.float32))
+
+
+def test_the_activation_and_types_of_inputs(seed: int) -> None:
+    x, ids, scores = inputs(seed)
+    experts = made(seed, activation="gelu_tanh")
+    exact, dense = (computed(experts, x, ids, scores, dtype) for dtype in (torch.float64, torch.float32))
+    assert noise_ratio(experts(x, ids, scores), dense, exact) <= NOISE
+    out = experts(x.view(3, 3, H).bfloat16(), ids, scores.bfloat16())
+    assert (out.shape, out.dtype) == ((3, 3, H), torch.bfloat16)
+    with pytest.raises(ValueError, match="activation: expected silu or gelu_tanh, got 'relu'"):
+        QuantExperts(experts.gate_up, experts.down, "relu")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parts_along_experts_add_up(world_size: int, seed: int) -> None:
+    experts, given = made(seed), inputs(seed)
+    parts = [shard(experts, rank, world_size, "experts") for rank in range(world_size)]
+    assert [part.gate_up.first for part in parts] == [rank * E // world_size for rank in range(world_size)]
+    assert all(part.num_experts == E for part in parts)
+    for part in parts:  # each is alone with the tokens of its experts
+        exact, dense = (computed(part, *given, dtype) for dtype in (torch.float64, torch.float32))
+        assert noise_ratio(part(*given), dense, exact) <= NOISE
+    total = sum(part(*given).double() for part in parts)
+    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
+    assert noise_ratio(total, dense, exact) <= world_size * NOISE  # each part rounds
+    again = shard(parts[0], 1, 2, "experts") if world_size == 3 else parts[0]
+    assert again.gate_up.first == (1 if world_size == 3 else 0)
+
+
+@pytest.mark.parametrize("scheme", ["w8", "channel"])
+def test_parts_along_intermediate_channels_add_up(scheme: str, seed: int) -> None:
+    experts, given = made(seed, scheme), inputs(seed)
+    parts = [shard(experts, rank, 4, "intermediate") for rank in range(4)]
+    for index in range(E):
+        found = [part.expert(index) for part in parts]
+        whole = experts.expert(index)
+        for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
+            joined = torch.cat([getattr(part, name).weights() for part in found], dim=dim)
+            testing.assert_equal(joined, getattr(whole, name).weights())
+    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
+    assert noise_ratio(sum(part(*given).double() for part in parts), dense, exact) <= 4 * NOISE
+
+
+@pytest.mark.parametrize(
+    ("world_size", "axis", "message"),
+    [
+        (4, "experts", "expected a divisor of E = 6, got 4"),
+        (3, "intermediate", "expected a divisor of I = 64, got 3"),
+        (4, "intermediate", "parts of 16 columns cut through groups of 32"),
+        (2, "out", "axis: expected 'intermediate' or 'experts', got 'out'"),
+    ],
+)
+def test_parts_that_there_are_not(world_size: int, axis: Any, message: str, seed: int) -> None:
+    with pytest.raises(ValueError, match=message):
+        shard(made(seed), 0, world_size, axis)
+
+
+def test_states_copies_and_casts(seed: int) -> None:
+    experts, given = made(seed), inputs(seed)
+    state, out = snapshot(experts), experts(*given)
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), copy.deepcopy(experts).half()):
+        assert_same_state(other, state)
+        testing.assert_equal(other(*given), out)
+    other = made(seed + 7)
+    other.load_state_dict(state)
+    testing.assert_equal(other(*given), out)
+    with torch.device("meta"):
+        empty = QuantExperts.from_weights(*(torch.empty_like(each) for each in weights(seed)), SCHEMES["w4"])
+    assert empty.gate_up.w_packed.is_meta
+    empty.load_state_dict(state, assign=True)
+    testing.assert_equal(empty(*given), out)
+    empty.check()
+    assert "num_experts=6, activation='silu'" in repr(empty)
+    assert "experts=3..5" in repr(shard(empty, 1, 2, "experts"))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("w8", r"bits = 8, not 4; group_size = 16, not 32"),
+        ("shape", r"N = 96, not 128"),
+        ("count", r"experts = 3, not 6"),
+        ("rank", r"first = 3, not 0"),
+        ("version", r"packed in layout version 1"),
+    ],
+)
+def test_states_of_others_change_nothing(other: str, message: str, seed: int) -> None:
+    experts = made(seed)
+    before = snapshot(experts)
+    if other == "version":
+        state = snapshot(made(seed + 1))
+        state["gate_up.layout"][0] = state["down.layout"][0] = 1
+    elif other in ("count", "rank"):
+        state = snapshot(shard(made(seed + 1), 1 if other == "rank" else 0, 2, "experts"))
+        if other == "rank":
+            experts = shard(experts, 0, 2, "experts")
+            before = snapshot(experts)
+    else:
+        state = snapshot(made(seed + 1, "w8") if other == "w8" else made(seed + 1, i=48))
+    with pytest.raises(RuntimeError, match=message):
+        experts.load_state_dict(state)
+    assert_same_state(experts, before)
+
+
+def test_compiled_whole(seed: int) -> None:
+    experts, given = made(seed), inputs(seed)
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.inference_mode():
+        testing.assert_equal(compiled(*given), experts(*given))
+
+
+def expert(seed: int, **options: Any) -> Expert:
+    """Of H = 64 and I = 32."""
+    quantized = [qcutlass.quantize(randn(*shape, seed=seed), **{"bits": 4, "group_size": 32, **options})
+                 for shape in ((32, H), (32, H), (H, 32))]  # fmt: skip
+    return Expert(*(WeightOnlyLinear(each) for each in quantized))
+
+
+def test_joined_layers_agree_in_types(seed: int) -> None:
+    """One expert has no zeros and one real-valued ones, scales are of several types, one has biases."""
+    experts = [expert(seed, symmetric=True), expert(seed + 1), expert(seed + 2, scale_dtype=torch.float16)]
+    real = experts[2].gate
+    assert real.zeros is not None
+    real.zeros = real.zeros.half() + 0.25
+    experts[1].down.bias = randn(H, seed=seed).half()
+    joined = QuantExperts.from_layers(experts, 3)
+    joined.check()
+    assert (joined.gate_up.scales.dtype, joined.down.scales.dtype) == (torch.float32, torch.float32)
+    for index, given in enumerate(experts):
+        for layer, expected in zip(joined.expert(index), given, strict=True):
+            testing.assert_equal(layer.weights(), expected.weights())
+    assert joined.down.bias is not None
+    testing.assert_equal(joined.down.bias[1], experts[1].down.bias.float())
+    assert not bool(joined.down.bias[0].any())
+
+
+def test_layers_that_cannot_be_joined(seed: int) -> None:
+    def joined(*experts: Expert) -> None:
+        QuantExperts.from_layers(experts, len(experts))
+
+    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 8, 32\], not \[32, 64, 4, 32\]"):
+        joined(expert(seed), expert(seed, bits=8))
+    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 4, 16\], not \[32, 64, 4, 32\]"):
+        joined(expert(seed), expert(seed, group_size=16))
+    ordered = expert(seed)
+    ordered.up.perm = torch.randperm(H).int()
+    with pytest.raises(ValueError, match=r"expert 0: up reorders its input \(perm\)"):
+        joined(ordered)
+    scaled = expert(seed)
+    scaled.down.act_scale = torch.ones(32)
+    with pytest.raises(ValueError, match=r"expert 0: down scales its input \(act_scale\)"):
+        joined(scaled)
+
+
+def test_float_experts_that_cannot_be_quantised(seed: int) -> None:
+    gate_up, down = weights(seed)
+    with pytest.raises(TypeError, match=r"scheme: expected qcutlass\.WeightOnly for experts, got W8A8"):
+        QuantExperts.from_weights(gate_up, down, qcutlass.W8A8())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"gate_up, down: expected \[E, 2 I, H\] and \[E, H, I\], got"):
+        QuantExperts.from_weights(gate_up, down.transpose(1, 2)[:, :32], SCHEMES["w4"])
+    with pytest.raises(ValueError, match="gate_up: expected finite values"):
+        QuantExperts.from_weights(gate_up.where(gate_up < 0.5, torch.inf), down, SCHEMES["w4"])
+
+
+class MixtralExperts(nn.Module):
+    """As a model of transformers has it."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+        self.act_fn = act_fn
+
+
+def test_experts_are_replaced_by_the_class_and_the_activation(seed: int) -> None:
+    layers = {"known": nn.SiLU(), "other": nn.ReLU(), "hurt": nn.SiLU()}
+    model = nn.ModuleDict({name: MixtralExperts(*weights(seed), act) for name, act in layers.items()})
+    with torch.no_grad():
+        model["hurt"].get_parameter("down_proj")[0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="hurt: down: expected finite values"):
+        qcutlass.replace_linear(model, SCHEMES["w4"])
+    assert isinstance(model["known"], MixtralExperts)
+    del model["hurt"]
+    assert qcutlass.replace_linear(model, SCHEMES["w4"]) == ["known"]
+    assert isinstance(model["other"], MixtralExperts)
+    assert_same_state(model["known"], snapshot(made(seed)))
+    with pytest.raises(ValueError, match="is itself the experts of a mixture"):
+        qcutlass.replace_linear(MixtralExperts(*weights(seed), nn.SiLU()), SCHEMES["w4"])

@@ -1,0 +1,323 @@
+"""gemm_grouped: rows by the weights of their experts, on the CPU and by every tactic on CUDA."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcutlass
+from qcutlass import testing
+from qcutlass.testing import Case, GroupedCase, GroupedProblem
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ONE = 10**6  # one group a channel
+MODES: dict[str, dict[str, Any]] = {
+    "native": {"group_size": 64, "zeros": "int"},
+    "native, symmetric": {"group_size": 128, "zeros": "none"},
+    "native, one group": {"group_size": ONE, "zeros": "int"},
+    "fine": {"group_size": 32, "zeros": "int"},
+    "float": {"group_size": 64, "zeros": "real", "scale_dtype": torch.float32},
+}
+TYPES = {
+    f"w{bits} {dtype}".replace("torch.", ""): (bits, dtype)
+    for bits in (4, 8)
+    for dtype in (torch.float16, torch.bfloat16)
+}
+COUNTS: dict[str, tuple[int, ...]] = {
+    "empty experts": (0, 3, 0, 1, 17, 0),
+    "one expert has all": (0, 0, 70, 0),
+    "one expert": (5,),
+    "a row each": (1,) * 40,
+    "many rows": (130, 0, 64, 65, 257),
+}
+modes = pytest.mark.parametrize("mode", MODES)
+types = pytest.mark.parametrize("name", TYPES)
+
+
+def case_of(mode: str, name: str, n: int, k: int, tokens: int = 9, **options: Any) -> Case:
+    bits, dtype = TYPES[name]
+    return Case(tokens, n, k, bits, dtype=dtype, **MODES[mode], **options)
+
+
+def arguments(problem: GroupedProblem) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    first = problem.experts[0]
+    codes = problem.stacked("codes")
+    assert codes is not None
+    operands = (
+        problem.a,
+        qcutlass.preprocess_weights(codes, first.bits),
+        problem.stacked("scales"),
+        problem.stacked("zeros"),
+    )
+    options = {name: getattr(problem, name) for name in ("offsets", "rows", "row_scale")}
+    return operands, options | {"bias": problem.stacked("bias"), "activation": first.activation} | first.ambiguous
+
+
+def product(problem: GroupedProblem, **changes: Any) -> Tensor:
+    operands, options = arguments(problem)
+    return qcutlass.gemm_grouped(*operands, **options | changes)
+
+
+def tactics(problem: GroupedProblem) -> list[str | None]:
+    """All that may run on the problem's device."""
+    operands, options = arguments(problem)
+    return [None] if problem.a.is_cpu else [None, *qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options)]
+
+
+def weight_dtype(problem: GroupedProblem, tactic: str | None) -> torch.dtype | None:
+    """What the weights are rounded to."""
+    if problem.a.is_cpu:
+        return None
+    operands, options = arguments(problem)
+    plan = qcutlass.plan(qcutlass.gemm_grouped, *operands, **options, tactic=tactic)
+    return problem.a.dtype if plan.rounds_weights else None
+
+
+def assert_right(case: GroupedCase, device: str, seed: int) -> None:
+    """Both oracles, by every tactic."""
+    exact, expected = replace(case, case=replace(case.case, activation="relu")).exact(device=device, seed=seed)
+    for tactic in tactics(exact):
+        testing.assert_equal(product(exact, tactic=tactic), expected, label=f"{tactic}: {exact}")
+    problem = case.random(device=device, seed=seed)
+    for tactic in tactics(problem):
+        out = product(problem, tactic=tactic)
+        ratio = problem.error_ratio(out, weight_dtype(problem, tactic))
+        assert ratio <= 1, f"{tactic}: {problem}: {ratio}"
+
+
+@devices
+@types
+@modes
+def test_both_oracles(mode: str, name: str, device: str, seed: int) -> None:
+    choose = random.Random(seed)
+    for counts in COUNTS.values() if device == "cuda" else [COUNTS["empty experts"], (9, 1)]:
+        n, k = choose.choice([(72, 256), (40, 200), (200, 136), (129, 520)])
+        case = case_of(
+            mode, name, n, k, tokens=choose.choice([1, 9, 40]), bias=choose.random() < 0.5, activation="silu"
+        )
+        before, after = choose.choice([(0, 0), (3, 0), (0, 70), (2, 5)])
+        assert_right(
+            GroupedCase(case, counts, before, after, choose.random() < 0.7, choose.random() < 0.7), device, seed
+        )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [40, 24, 100, ONE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_that_only_the_cpu_has(bits: int, group_size: int, dtype: torch.dtype, seed: int) -> None:
+    case = Case(7, 40, 200, bits, group_size, "int", dtype, bias=True)
+    assert_right(GroupedCase(case, (2, 0, 11), 1, 1, scaled=True), "cpu", seed)
+
+
+@devices
+@types
+@modes
+def test_a_row_does_not_depend_on_the_others(mode: str, name: str, device: str, seed: int) -> None:
+    """Bit for bit: tokens permuted, and each row alone."""
+    case = GroupedCase(case_of(mode, name, 72, 520, bias=True), (3, 0, 9, 40), scaled=True)
+    problem = case.random(device=device, seed=seed)
+    assert problem.rows is not None
+    assert problem.row_scale is not None
+    for tactic in tactics(problem):
+        whole = product(problem, tactic=tactic)
+        new = torch.cat([torch.randperm(end - begin) + begin for begin, end in ((0, 3), (3, 12), (12, 52))]).to(device)
+        permuted = replace(problem, rows=problem.rows[new], row_scale=problem.row_scale[new])
+        testing.assert_equal(product(permuted, tactic=tactic), whole[new], label=f"{tactic}: {problem}")
+        for row in (0, 2, 3, 11, 12, 51):
+            alone = replace(
+                problem,
+                offsets=(problem.offsets.clamp(row, row + 1) - row).int(),
+                rows=problem.rows[row : row + 1],
+                row_scale=problem.row_scale[row : row + 1],
+                m=1,
+            )
+            testing.assert_equal(product(alone, tactic=tactic)[0], whole[row], label=f"{tactic}: row {row}: {problem}")
+
+
+@devices
+def test_nothing_else_is_written(device: str, seed: int) -> None:
+    problem, expected = GroupedCase(case_of("native", "w4 float16", 70, 256), (5, 0, 20), 3, 9).exact(
+        device=device, seed=seed
+    )
+    for tactic in tactics(problem):
+        box = testing.Poisoned(tuple(expected.shape), expected.dtype, torch.device(device), padding=3)
+        product(problem, out=box.tensor, tactic=tactic)
+        box.check(f"{tactic}: {problem}")
+        testing.assert_equal(box.tensor, expected)
+
+
+def wrong_expert(p: GroupedProblem) -> GroupedProblem:
+    return replace(p, experts=(*p.experts[1:], p.experts[0]))
+
+
+def stale_offset(p: GroupedProblem) -> GroupedProblem:
+    offsets = p.offsets.clone()
+    offsets[1] += 1
+    return replace(p, offsets=offsets)
+
+
+def dropped_row(p: GroupedProblem) -> GroupedProblem:
+    offsets = p.offsets.clone()
+    offsets[-1] -= 1
+    return replace(p, offsets=offsets)
+
+
+def scale_of_another_row(p: GroupedProblem) -> GroupedProblem:
+    assert p.row_scale is not None
+    return replace(p, row_scale=p.row_scale.roll(1))
+
+
+def row_of_another_token(p: GroupedProblem) -> GroupedProblem:
+    assert p.rows is not None
+    rows = p.rows.clone()
+    rows[0] = (rows[0] + 1) % p.a.shape[0]
+    return replace(p, rows=rows)
+
+
+FAULTS = (wrong_expert, stale_offset, dropped_row, scale_of_another_row, row_of_another_token)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_rejected(fault: Callable[[GroupedProblem], GroupedProblem], seed: int) -> None:
+    case = GroupedCase(case_of("native", "w4 float16", 72, 256), (4, 3, 6), scaled=True)
+    exact, expected = case.exact(seed=seed)
+    assert torch.equal(product(exact), expected)
+    assert not torch.equal(product(fault(exact)), expected)
+    problem = case.random(seed=seed)
+    assert problem.error_ratio(product(problem)) <= 1
+    assert problem.error_ratio(product(fault(problem))) > 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(3, 40, 200), (1, 16, 64), (2, 48, 70)])
+def test_codes_of_experts_are_packed_one_after_the_other(bits: int, shape: tuple[int, int, int]) -> None:
+    codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8)
+    packed = qcutlass.preprocess_weights(codes, bits)
+    for expert, matrix in zip(packed, codes, strict=True):
+        assert torch.equal(expert, qcutlass.preprocess_weights(matrix, bits))
+    assert torch.equal(qcutlass.unpack_weights(packed, bits, shape[1:]), codes)
+    assert qcutlass.preprocess_weights(codes.to("meta"), bits).shape == packed.shape
+    assert qcutlass.unpack_weights(packed.to("meta"), bits, shape[1:]).shape == codes.shape
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    ("offsets", lambda v: int32(0, 5, 4, 6), ValueError, r"offsets\[2\] must be in \[5, 6\]"),
+    ("offsets", lambda v: int32(0, 1, 2, 7), ValueError, r"offsets\[3\] must be in \[2, 6\].* got 7"),
+    ("offsets", lambda v: int32(-1, 1, 2, 3), ValueError, r"offsets\[0\] must be .* got -1"),
+    ("offsets", lambda v: int32(0, 1, 6), ValueError, r"offsets: expected shape \[E \+ 1\] = \[4\], got \[3\]"),
+    ("offsets", lambda v: v["offsets"].long(), TypeError, "offsets: expected a tensor of int32"),
+    ("rows", lambda v: v["rows"] * 0 + 4, ValueError, r"rows\[0\] must be in \[0, 4\), got 4"),
+    ("rows", lambda v: v["rows"] * 0 - 1, ValueError, r"rows\[0\] must be in \[0, 4\), got -1"),
+    ("rows", lambda v: v["rows"][None], ValueError, r"rows: expected shape \[R\]"),
+    ("row_scale", lambda v: v["row_scale"].half(), TypeError, "row_scale: expected a tensor of float32"),
+    ("row_scale", lambda v: v["row_scale"][1:], ValueError, r"row_scale: expected shape \[R\] = \[6\]"),
+    ("bias", lambda v: v["bias"][0], ValueError, r"bias: expected shape \[E, N\] = \[3, 48\], got \[48\]"),
+    ("w_packed", lambda v: v["w_packed"][0], ValueError, r"w_packed: expected shape \[E, "),
+    ("w_packed", lambda v: v["w_packed"].view(torch.int8), ValueError, "w_packed was packed for int8 activations"),
+    ("w_packed", lambda v: [1], TypeError, "w_packed: expected a torch.Tensor"),
+    ("scales", lambda v: v["scales"][:2], ValueError, "scales: expected those of E = 3 experts"),
+    ("zeros", lambda v: v["zeros"][:2], ValueError, "zeros: expected those of E = 3 experts"),
+    ("a", lambda v: v["a"][None], ValueError, r"a: expected shape \[T, K\]"),
+    ("out", lambda v: torch.zeros(5, 48).half(), ValueError, r"out: expected shape \[6, 48\], got \[5, 48\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), WRONG)
+def test_wrong_arguments_are_refused(
+    name: str, change: Callable[[dict[str, Any]], Any], error: type[Exception], message: str
+) -> None:
+    problem = GroupedCase(
+        case_of("native", "w4 float16", 48, 128, tokens=4, bias=True), (1, 2, 3), scaled=True
+    ).random()
+    operands, options = arguments(problem)
+    values = dict(zip(("a", "w_packed", "scales", "zeros"), operands, strict=True)) | options
+    box = testing.Poisoned((6, 48), torch.float16)
+    values["out"] = box.tensor
+    qcutlass.gemm_grouped(**values | {"out": None})
+    values[name] = change(values)
+    with pytest.raises(error, match=message):
+        qcutlass.gemm_grouped(**values)
+    assert box.is_untouched()
+
+
+@devices
+def test_the_operator_is_checked_and_compiles(device: str, seed: int) -> None:
+    problem = GroupedCase(case_of("native", "w4 float16", 48, 128, bias=True), (2, 0, 3), 1, 1, scaled=True).random(
+        device=device
+    )
+    operands, options = arguments(problem)
+    call = qcutlass.products.kind.FUNCTIONS[qcutlass.gemm_grouped].call(*operands, **options)
+    torch.library.opcheck(torch.ops.qcutlass.gemm_grouped.default, tuple(call))
+
+    def experts(a: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+        return qcutlass.gemm_grouped(a, *operands[1:], **options | {"rows": rows, "row_scale": scale}) + 1
+
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert problem.rows is not None
+    assert problem.row_scale is not None
+    for extra in (0, 3, 8):  # rows of nobody
+        rows, scale = (torch.cat([t, t.new_zeros(extra)]) for t in (problem.rows, problem.row_scale))
+        a = torch.cat([problem.a, problem.a[:extra]])
+        testing.assert_equal(compiled(a, rows, scale), experts(a, rows, scale))
+
+
+def test_choices_are_explained() -> None:
+    problem = GroupedCase(Case(16, 512, 1024, dtype=torch.bfloat16), (2,) * 16).random(seed=1)
+    operands, options = arguments(problem)
+    why = qcutlass.explain(qcutlass.gemm_grouped, *operands, **options, device="h200")
+    assert why.problem == (
+        "32 x 1024 bfloat16 activations by 512 x 1024 4-bit weights, grouped, 16 experts, groups of 128, bfloat16 "
+        "scales, uint8 zeros, rows gathered"
+    )
+    names = qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options)
+    assert {candidate.plan.tactic for candidate in why.candidates} == set(names)
+    assert {candidate.plan.split_k for candidate in why.candidates} == {1}
+    many = GroupedCase(Case(16, 512, 1024, dtype=torch.bfloat16), (400,) * 16).random(seed=1)
+    operands, options = arguments(many)
+    assert "stream" in why.plan.tactic
+    assert "stream" not in qcutlass.explain(qcutlass.gemm_grouped, *operands, **options, device="h200").plan.tactic
+    with pytest.raises(ValueError, match="tactic: 'no_such'"):
+        qcutlass.explain(qcutlass.gemm_grouped, *operands, **options, device="h200", tactic="no_such")
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_multiplies_what_offsets_say_when_it_runs(seed: int) -> None:
+    case = GroupedCase(case_of("native", "w4 float16", 256, 512), (4, 3, 6, 0), 0, 7)
+    first, second = (
+        replace(case, counts=counts).exact(device="cuda", seed=seed)[0] for counts in (case.counts, (0, 11, 0, 2))
+    )
+    operands, options = arguments(first)
+    out = torch.empty(first.m, 256, dtype=torch.float16, device="cuda")
+    qcutlass.gemm_grouped(*operands, **options, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        qcutlass.gemm_grouped(*operands, **options, out=out)
+    options["offsets"].copy_(second.offsets)
+    options["rows"].copy_(second.rows)
+    graph.replay()
+    testing.assert_equal(out, replace(first, offsets=second.offsets, rows=second.rows).expected())
+
+
+@pytest.mark.gpu
+def test_wrong_indices_touch_no_other_memory(seed: int) -> None:
+    """Rows and offsets out of range are clamped: what is written stays within the output."""
+    problem = GroupedCase(case_of("native", "w4 float16", 72, 256), (4, 3, 6)).random(device="cuda", seed=seed)
+    wild = torch.tensor([2**31 - 1, -(2**31), 9, 100], device="cuda", dtype=torch.int32)
+    for tactic in tactics(problem):
+        box = testing.Poisoned((13, 72), torch.float16, torch.device("cuda"), padding=3)
+        box.tensor.zero_()
+        product(problem, out=box.tensor, rows=wild.repeat(4)[:13], tactic=tactic)
+        for offsets in (wild, wild.flip(0), wild.roll(1)):
+            product(problem, out=box.tensor, offsets=offsets, tactic=tactic)
+        torch.cuda.synchronize()
+        box.check(f"{tactic}: {problem}")
