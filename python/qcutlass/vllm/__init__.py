@@ -1,0 +1,33 @@
+"""A plug-in for vLLM: its models multiply by qcutlass. `docs/serving.md` says how to use it.
+
+vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`. Modules of this package
+that import vLLM are `interface`, which alone knows the differences of its versions, `method` and `kernel`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Makes the quantisation method "qcutlass", and a linear kernel, known to vLLM; calling it again changes nothing.
+
+    Raises:
+        ImportError: vLLM is absent, or of a version whose interface is another one.
+
+    Example:
+        >>> from qcutlass.vllm import register
+        >>> try:
+        ...     register()
+        ... except ImportError as error:
+        ...     assert "vllm" in str(error)
+    """
+    try:
+        from qcutlass.vllm import kernel, method
+    except ImportError as error:
+        raise ImportError(
+            "qcutlass.vllm: expected vllm 0.26 or a version with the same interface, which "
+            f'`pip install "qcutlass[vllm]"` installs; got: {error}'
+        ) from error
+    method.register_method()
+    kernel.register_kernel()

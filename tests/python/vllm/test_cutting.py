@@ -1,0 +1,154 @@
+"""Shares of layers for tensor parallelism: dequantised and joined, those of all ranks are the layer, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcutlass
+from qcutlass.formats import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.quantized import QuantizedTensor
+from qcutlass.vllm.cutting import STEP, Share, cut_columns, cut_rows, joined, place
+
+
+def weight_only(n: int, k: int, group_size: int, *, bits: int = 4, zeros: str = "uint8", order: bool = False) -> Layer:
+    groups = -(-k // group_size)
+    drawn: Tensor | None = torch.randint(0, 2**bits, (groups, n), dtype=torch.uint8)
+    if zeros != "uint8":
+        drawn = None if zeros == "none" else torch.rand(groups, n) * 2**bits
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
+    perm = torch.randperm(k).to(torch.int32) if order else None
+    if perm is not None:  # as loaders yield it: sorted by group, in the order of the activations within each
+        perm = torch.cat([part.sort().values for part in perm.split(group_size)])
+    scales = torch.rand(groups, n).half() + 0.5
+    return CanonicalLinear(QuantizedTensor(codes, scales, drawn, bits, group_size), None, perm, torch.rand(k) + 0.5)
+
+
+def effective(share: Share, size: int) -> Tensor:
+    """float64 `[N, size]`: what each of the rank's activations is multiplied by, in all."""
+    layer = share.layer
+    if share.columns is None:
+        return layer.effective_weight().double()
+    summed = torch.zeros(layer.shape[0], size, dtype=torch.float64)
+    return summed.index_add_(1, share.columns, layer.effective_weight().double())
+
+
+LAYERS = {
+    "groups": lambda: weight_only(24, 256, 32),
+    "one group": lambda: weight_only(24, 256, 256),
+    "8 bits": lambda: weight_only(24, 256, 64, bits=8),
+    "middle": lambda: weight_only(24, 256, 64, zeros="none"),
+    "straddling": lambda: weight_only(24, 352, 64),
+    "straddling, real zeros": lambda: weight_only(24, 384, 128, zeros="real"),
+    "straddling at no multiple of 16": lambda: weight_only(24, 4 * 72, 32),
+    "act-order": lambda: weight_only(24, 256, 64, order=True),
+    "act-order, one group": lambda: weight_only(24, 256, 256, order=True),
+    "act-order, short last group": lambda: weight_only(24, 352, 128, order=True),
+    "act-order, middle": lambda: weight_only(24, 256, 64, order=True, zeros="none"),
+    "int8": lambda: CanonicalInt8(
+        torch.randint(-127, 128, (24, 256), dtype=torch.int8), torch.rand(24), smooth=torch.rand(256) + 0.5
+    ),
+    "floats": lambda: FloatLinear(torch.randn(24, 256)),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_columns_of_all_ranks_are_the_layer(name: str, world_size: int) -> None:
+    layer = LAYERS[name]()
+    size = layer.shape[1] // world_size
+    shares = [cut_columns(layer, rank * size, size) for rank in range(world_size)]
+    parts = torch.cat([effective(share, size) for share in shares], dim=1)
+    assert torch.equal(parts, layer.effective_weight().double())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_of_all_ranks_are_the_layer(name: str) -> None:
+    layer = LAYERS[name]()
+    parts = [cut_rows(layer, begin, 12).effective_weight() for begin in (0, 12)]
+    assert torch.equal(torch.cat(parts), layer.effective_weight())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_past_the_last_have_no_weight(name: str) -> None:
+    layer = LAYERS[name]()
+    padded = cut_rows(layer, 16, 16).effective_weight()
+    assert torch.equal(padded[:8], layer.effective_weight()[16:])
+    assert not padded[8:].any()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_shares_are_packed_and_multiplied(name: str) -> None:
+    """The kernels' own limits: groups of multiples of 16 columns, or one."""
+    layer, size = LAYERS[name](), LAYERS[name]().shape[1] // 2
+    for rank in range(2):
+        share = cut_columns(layer, rank * size, size)
+        if not isinstance(share.layer, CanonicalLinear):
+            continue
+        weight = share.layer.weight
+        assert weight.group_size >= weight.shape[1] or weight.group_size % STEP == 0
+        made = qcutlass.QuantLinear.from_quantized(weight, perm=share.layer.perm)
+        assert torch.equal(made.weights(), share.layer.dequantize(torch.float32))
+
+
+def test_groups_without_cuts_keep_their_size() -> None:
+    share = cut_columns(weight_only(8, 256, 64), 64, 128)
+    assert isinstance(share.layer, CanonicalLinear)
+    assert share.layer.weight.group_size == 64
+    assert share.columns is None
+
+
+def test_few_columns_are_added_to_groups_of_several_ranks() -> None:
+    share = cut_columns(weight_only(8, 1024, 128, order=True), 512, 512)
+    assert share.columns is not None
+    assert 512 <= len(share.columns) < 512 + 8 * STEP
+    assert len(share.columns) % STEP == 0
+
+
+@pytest.mark.parametrize("zeros", [torch.rand(4, 8), torch.full((4, 8), 16, dtype=torch.uint8)])
+def test_zeros_that_are_no_codes_are_refused_where_columns_are_added(zeros: Tensor) -> None:
+    layer = weight_only(8, 256, 64, order=True)
+    assert isinstance(layer, CanonicalLinear)
+    weight = QuantizedTensor(layer.weight.codes, layer.weight.scales, zeros, 4, 64)
+    with pytest.raises(qcutlass.UnsupportedError, match="tensor parallel size"):
+        cut_columns(CanonicalLinear(weight, None, layer.perm), 0, 128)
+
+
+def test_heads_of_keys_repeat_where_there_are_more_ranks() -> None:
+    assert [place(rank, 2, 128, 64) for rank in range(2)] == [0, 64]
+    assert [place(rank, 4, 128, 64) for rank in range(4)] == [0, 0, 64, 64]
+    assert [place(rank, 4, 64, 64) for rank in range(4)] == [0] * 4
+    with pytest.raises(ValueError, match="equal parts"):
+        place(0, 2, 100, 64)
+
+
+class TestJoining:
+    @pytest.mark.parametrize("name", LAYERS)
+    def test_parts_are_one_product(self, name: str) -> None:
+        layer = LAYERS[name]()
+        parts = [Share(cut_rows(layer, begin, 8)) for begin in (0, 8, 16)]
+        (whole,) = joined(parts)
+        assert torch.equal(whole.layer.effective_weight(), layer.effective_weight())
+
+    def test_zeros_in_the_middle_are_written_out(self) -> None:
+        one, other = weight_only(8, 64, 32, zeros="none"), weight_only(8, 64, 32)
+        assert isinstance(one, CanonicalLinear)
+        same = CanonicalLinear(one.weight, act_scale=other.tensors["act_scale"])
+        (whole,) = joined([Share(same), Share(other)])
+        expected = torch.cat([same.effective_weight(), other.effective_weight()])
+        assert torch.equal(whole.layer.effective_weight(), expected)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            weight_only(8, 64, 32, bits=8),
+            weight_only(8, 64, 16),
+            weight_only(8, 64, 32, zeros="real"),
+            weight_only(8, 64, 32, order=True),
+            FloatLinear(torch.randn(8, 64)),
+        ],
+    )
+    def test_different_layers_stay_apart(self, other: Layer) -> None:
+        one = weight_only(8, 64, 32)
+        assert [share.layer for share in joined([Share(one), Share(other)])] == [one, other]

@@ -1,0 +1,219 @@
+"""Layers of tensors that an engine hands over, and their products: what can be shown without the engine."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tests.python.formats.stored import as_awq, as_compressed, as_gptq, stored
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import qcutlass
+from qcutlass.formats import CanonicalInt8, CanonicalLinear, FloatLinear
+from qcutlass.vllm import register
+from qcutlass.vllm.cutting import Share
+from qcutlass.vllm.products import Products
+from qcutlass.vllm.stored import SUFFIXES, layer_of, obstacle, with_scales
+from qcutlass.vllm.waiting import Waiting
+
+CPU = torch.device("cpu")
+GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+
+
+SCHEMES = [qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8()]
+
+
+class TestLayers:
+    @pytest.mark.parametrize("act_order", [False, True])
+    def test_gptq(self, act_order: bool) -> None:
+        layer = stored(32, 128, 32, seed=0, act_order=act_order)
+        assert torch.equal(layer_of(as_gptq(layer), GPTQ, "up", CPU).effective_weight(), layer.weight)
+
+    def test_awq(self) -> None:
+        layer = stored(32, 128, 32, seed=0)
+        assert torch.equal(layer_of(as_awq(layer), {"quant_method": "awq"}, "up", CPU).effective_weight(), layer.weight)
+
+    def test_compressed_tensors(self) -> None:
+        layer = stored(32, 128, 32, seed=0)
+        weights = {"num_bits": 4, "type": "int", "group_size": 32}
+        config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+        assert torch.equal(layer_of(as_compressed(layer), config, "up", CPU).effective_weight(), layer.weight)
+
+    @pytest.mark.parametrize(
+        "scheme", [qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8()]
+    )
+    def test_converted(self, scheme: Any) -> None:
+        made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 48), scheme)
+        tensors = {**made.state_dict(), "weight": torch.zeros(1, dtype=torch.uint8)}
+        del tensors["bias"]
+        found = layer_of(tensors, {"quant_method": "qcutlass"}, "up", CPU)
+        assert torch.equal(found.effective_weight(), made.weights())
+
+    def test_converted_with_minima(self) -> None:
+        made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 48, bias=False), qcutlass.WeightOnly(group_size=32))
+        scales, minima = made._buffers["scales"], torch.randn(2, 48).half()
+        assert scales is not None
+        tensors = {**made.state_dict(), "scales": scales.half(), "minima": minima}
+        del tensors["zeros"]
+        found = layer_of(tensors, {"quant_method": "qcutlass"}, "up", CPU)
+        assert isinstance(found, CanonicalLinear)
+        made.load_state_dict(tensors)
+        assert torch.equal(found.effective_weight(), made.weights())
+
+    def test_floats(self) -> None:
+        weight = torch.randn(48, 64).half()
+        assert torch.equal(layer_of({"weight": weight}, GPTQ, "up", CPU).dequantize(), weight)
+
+    def test_errors_name_the_layer(self) -> None:
+        tensors = as_gptq(stored(32, 128, 32, seed=0))
+        with pytest.raises(qcutlass.CheckpointError, match=r"model\.up.*qzeros"):
+            layer_of({**tensors, "qzeros": torch.zeros(3, 4, dtype=torch.int32)}, GPTQ, "model.up", CPU)
+        with pytest.raises(qcutlass.CheckpointError, match=r"model\.up.*no tensors"):
+            layer_of({}, GPTQ, "model.up", CPU)
+        with pytest.raises(qcutlass.CheckpointError, match=r"model\.up.*layout"):
+            layer_of({"w_packed": torch.zeros(1)}, GPTQ, "model.up", CPU)
+
+    def test_biases_are_the_engines(self) -> None:
+        assert "bias" not in SUFFIXES
+        assert {"qweight", "g_idx", "weight_packed", "weight", "w_packed", "layout", "minima"} <= set(SUFFIXES)
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "reason"),
+    [
+        (INT4, None, None),
+        (INT8, None, None),
+        (INT8, {**INT8, "dynamic": True}, None),
+        (INT4, INT8, "activations"),
+        (INT8, {**INT8, "symmetric": False}, "activations"),
+        ({"num_bits": 8, "type": "float"}, None, "float"),
+        ({"num_bits": 2, "type": "int"}, None, "2 bits"),
+    ],
+)
+def test_what_is_read_of_compressed_tensors(weights: Any, activations: Any, reason: str | None) -> None:
+    groups = {"group_0": {"weights": weights, "input_activations": activations}}
+    found = obstacle({"quant_method": "compressed-tensors", "config_groups": groups})
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quant_method": "gptq", "bits": 8}, None),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "awq", "w_bit": 4, "version": "GEMM"}, None),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 8}, "8 bits"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4}}, "kv_cache_scheme": {"a": 1}},
+         "kv_cache"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({}, "not read"),
+    ],
+)  # fmt: skip
+def test_what_is_read(config: dict[str, Any], reason: str | None) -> None:
+    found = obstacle(config)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in str(found)
+    assert obstacle(config, experts=True) is not None
+
+
+class TestScales:
+    def layer(self, scales: Tensor) -> CanonicalLinear:
+        return CanonicalLinear(qcutlass.QuantizedTensor(torch.zeros(8, 32, dtype=torch.uint8), scales, None, 4, 32))
+
+    def test_they_become_the_activations_type(self) -> None:
+        found = with_scales(self.layer(torch.rand(1, 8) + 0.5), torch.bfloat16)
+        assert found.tensors["scales"].dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("scale", [1e-7, 1e5])
+    def test_those_that_float16_cannot_hold_stay(self, scale: float) -> None:
+        found = with_scales(self.layer(torch.full((1, 8), scale)), torch.float16)
+        assert found.tensors["scales"].dtype == torch.float32
+
+    def test_other_layers_stay(self) -> None:
+        layer = FloatLinear(torch.randn(8, 32))
+        assert with_scales(layer, torch.float16) is layer
+
+
+class TestProducts:
+    def shares(self) -> list[Share]:
+        q = CanonicalLinear(qcutlass.quantize(torch.randn(48, 64), bits=4, group_size=32))
+        k = CanonicalInt8(*qcutlass.quantize_weights_int8(torch.randn(16, 64)))
+        return [Share(q), Share(k), Share(FloatLinear(torch.randn(8, 64)))]
+
+    def test_kinds_side_by_side(self) -> None:
+        shares, a, bias = self.shares(), torch.randn(5, 64), torch.randn(72)
+        products = Products(shares, torch.float32)
+        layers = [product.layer for product in products.products]
+        expected = torch.cat([layer(a) for layer in layers], dim=1)
+        assert torch.equal(products(a, None), expected)
+        q, _, v = bias.split([48, 16, 8])
+        parts = [
+            qcutlass.gemm(a, layers[0].w_packed, layers[0].scales, layers[0].zeros, bias=q, group_size=32, bits=4),
+            torch.nn.functional.linear(a, layers[2].weight, v),
+        ]
+        found = products(a, bias)
+        assert torch.equal(found[:, :48], parts[0])
+        assert torch.equal(found[:, 64:], parts[1])
+
+    def test_columns_are_gathered(self) -> None:
+        (share, *_), columns = self.shares(), torch.randint(0, 24, (64,))
+        a = torch.randn(5, 24)
+        found = Products([Share(share.layer, columns)], torch.float32)(a, None)
+        assert torch.equal(found, Products([share], torch.float32)(a[:, columns], None))
+
+    def test_one_graph_for_any_number_of_rows(self) -> None:
+        """As vLLM compiles: the whole graph, rows dynamic, and nothing compiled again."""
+        products = Products(self.shares(), torch.float32)
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(products, fullgraph=True, backend=counter)
+        with torch.inference_mode():
+            for rows in (2, 5, 33, 300):
+                a = torch.randn(rows, 64)
+                torch._dynamo.mark_dynamic(a, 0)
+                assert torch.equal(compiled(a, None), products(a, None))
+        assert counter.frame_count == 1
+
+
+def test_parts_wait_until_they_are_taken() -> None:
+    waiting = Waiting()
+    for shard in ("q", 1, (0, 1), None):
+        waiting.loader("scales")(None, torch.ones(1), shard)
+    assert list(waiting.take()) == [(0,), (1,), (0, 1), None]
+    with pytest.raises(qcutlass.UnsupportedError, match="after loading"):
+        waiting.loader("scales")(None, torch.ones(1))
+
+
+def test_without_vllm_nothing_is_imported_and_registering_says_so() -> None:
+    code = (
+        "import sys\nsys.modules['vllm'] = None\nimport qcutlass, qcutlass.vllm, qcutlass.vllm.cutting\n"
+        "try:\n    qcutlass.vllm.register()\nexcept ImportError as error:\n    print(error)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 'pip install "qcutlass[vllm]"' in found.stdout
+
+
+def test_the_entry_point_is_the_plug_in(repository: Any) -> None:
+    text = (repository / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\nqcutlass = "qcutlass.vllm:register"' in text
+    assert register.__module__ == "qcutlass.vllm"
+
+
+@pytest.mark.parametrize("name", ["cutting", "stored", "products", "waiting"])
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"qcutlass.vllm.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
