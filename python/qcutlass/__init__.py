@@ -59,7 +59,8 @@ _PARTS = ("algorithms", "formats", "layers", "models", "products", "quantized", 
 
 def _load() -> None:
     public = importlib.import_module("qcutlass._public")
-    importlib.import_module("qcutlass.moe")  # which makes it an attribute of this package
+    for name in ("blockwise", "moe"):
+        importlib.import_module(f"qcutlass.{name}")  # which makes it an attribute of this package
     globals().update({name: value for name, value in vars(public).items() if name in __all__ and name[:2] != "__"})
 
 

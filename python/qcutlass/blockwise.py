@@ -1,4 +1,4 @@
-"""Blockwise int8: a scale for each 1 x 128 block of activations and each 128 x 128 block of weights.
+"""Blockwise int8 and fp8: a scale for each 1 x 128 block of activations and each 128 x 128 block of weights.
 
 Where one scale a token is too coarse, a scale for each block keeps accuracy: Xi et al., "Jetfire: Efficient and
 Accurate Transformer Pretraining with INT8 Data Flow and Per-Block Quantization" (2024) trains with int8 in blocks of
@@ -25,11 +25,17 @@ Differences from the Triton kernels of the same names and shapes, on purpose:
 
 A block with NaN or infinity gets a scale of NaN or infinity and codes of 0, so that a product with it shows it.
 
-`fp8_act_quant`, `fp8_weight_quant`, `fp8_weight_dequant` and `fp8_silu_mul_quant` have float8_e4m3fn codes in the same
-blocks, on the CPU alone.
+The same in float8_e4m3fn, on the CPU alone:
+
+    x_q, x_s = fp8_act_quant(x)         # float8_e4m3fn [..., K], float32 [..., ceil(K / 128)]
+    w_q, w_s = fp8_weight_quant(w)      # float8_e4m3fn [N, K],   float32 [ceil(N / 128), ceil(K / 128)]
+    y = fp8_gemm(x_q, x_s, w_q, w_s)    # [..., N]
+    z_q, z_s = fp8_silu_mul_quant(y)    # float8_e4m3fn [..., N / 2], float32 [..., ceil(N / 256)]
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -56,6 +62,7 @@ __all__ = [
     "act_dequant",
     "act_quant",
     "fp8_act_quant",
+    "fp8_gemm",
     "fp8_silu_mul_quant",
     "fp8_weight_dequant",
     "fp8_weight_quant",
@@ -68,8 +75,11 @@ __all__ = [
     "weight_quant",
 ]
 
+_INT8: Final = torch.int8
+_FP8: Final = torch.float8_e4m3fn
 
-@computes(BLOCKWISE)
+
+@computes(BLOCKWISE, dtype=_INT8)
 def int8_gemm(
     a: Tensor,
     a_s: Tensor,
@@ -100,11 +110,11 @@ def int8_gemm(
         >>> int8_gemm(*act_quant(torch.randn(2, 3, 256)), *weight_quant(torch.randn(48, 256))).shape
         torch.Size([2, 3, 48])
     """
-    call = BlockwiseCall(a, a_s, b, b_s, None, None, out_dtype, n, block_size, None, tactic, split_k)
+    call = BlockwiseCall(a, a_s, b, b_s, None, None, out_dtype, _INT8, n, block_size, None, tactic, split_k)
     return compute(BLOCKWISE, call, out)
 
 
-@computes(BLOCKWISE)
+@computes(BLOCKWISE, dtype=_INT8)
 def int8_addmm(
     a: Tensor,
     a_s: Tensor,
@@ -151,11 +161,61 @@ def int8_addmm(
         >>> int8_addmm(*act_quant(torch.randn(3, 256)), w_packed, w_s, torch.zeros(48), torch.bfloat16).dtype
         torch.bfloat16
     """
-    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, n, block_size, None, tactic, split_k)
+    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, _INT8, n, block_size, None, tactic, split_k)
     return compute(BLOCKWISE, call, out)
 
 
-@computes(BLOCKWISE, out_dtype=torch.int8)
+@computes(BLOCKWISE, dtype=_FP8)
+def fp8_gemm(
+    a: Tensor,
+    a_s: Tensor,
+    b: Tensor,
+    b_s: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    n: int | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    block_size: int = 128,
+    out: Tensor | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+) -> Tensor:
+    """Multiplies e4m3 activations by e4m3 weights whose blocks have scales of their own: fp8 as DeepSeek-V3 has it.
+
+    The product of `int8_addmm`, whose inner sums, of the products of a block of columns, are here in fp32: products of
+    two e4m3 numbers are exact there, and each block's sum is scaled and added to that of the blocks before it. On the
+    CPU a block's sum is that of its runs of 32 columns in turn; the order inside a run depends on the number of rows.
+
+    Args:
+        a: float8_e4m3fn `[..., K]`, M rows in all, from `fp8_act_quant`. Unit stride along K avoids a copy.
+        a_s: float32 `[..., ceil(K / block_size)]`, or with one leading dimension of M.
+        b: float8_e4m3fn `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
+            `preprocess_weights(b, 8, activations="fp8")`.
+        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`: `weight_scale_inv` of checkpoints, as float32.
+        out_dtype: float16, bfloat16 or float32.
+        n, bias, activation, block_size, out, tactic, split_k: as for `int8_addmm`.
+
+    Returns:
+        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `int8_addmm`.
+        UnsupportedError: the tensors are on a GPU, for which there is no kernel yet: there `gemm` with
+            `weight_dtype="e4m3"` multiplies the same weights by 16-bit activations.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.blockwise import fp8_act_quant, fp8_gemm, fp8_weight_quant
+        >>> w, s = fp8_weight_quant(torch.randn(576, 256))
+        >>> fp8_gemm(*fp8_act_quant(torch.randn(2, 3, 256)), w, s, bias=torch.zeros(576)).shape
+        torch.Size([2, 3, 576])
+    """
+    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, _FP8, n, block_size, None, tactic, split_k)
+    return compute(BLOCKWISE, call, out)
+
+
+@computes(BLOCKWISE, out_dtype=_INT8, dtype=_INT8)
 def int8_gemm_quant(
     a: Tensor,
     a_s: Tensor,
@@ -191,7 +251,7 @@ def int8_gemm_quant(
     )
 
 
-@computes(BLOCKWISE, out_dtype=torch.int8)
+@computes(BLOCKWISE, out_dtype=_INT8, dtype=_INT8)
 def int8_addmm_quant(
     a: Tensor,
     a_s: Tensor,
@@ -229,7 +289,9 @@ def int8_addmm_quant(
         >>> q.dtype, s.shape
         (torch.int8, torch.Size([3, 2]))
     """
-    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, torch.int8, n, block_size, out_block_size, tactic, split_k)
+    call = BlockwiseCall(
+        a, a_s, b, b_s, bias, activation, torch.int8, _INT8, n, block_size, out_block_size, tactic, split_k
+    )
     check_inference(**tensors_of(call))
     if is_eager(*call):
         return multiply_quantized(call)

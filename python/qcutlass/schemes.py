@@ -9,7 +9,7 @@ import torch
 
 from qcutlass.defaults import FLOAT_FORMATS
 from qcutlass.errors import UnsupportedError
-from qcutlass.products.block_operators import check_block_size
+from qcutlass.products.block_operators import check_block_size, check_type
 from qcutlass.products.checks import E8M0, FLOATING, check_flag, check_integer, names_of
 from qcutlass.products.packing import CODE_TYPES, PACKINGS, check_weight_dtype
 
@@ -115,21 +115,24 @@ class FP8(Scheme):
 
 @dataclass(frozen=True)
 class Blockwise(Scheme):
-    """int8 weights with a scale for each block of rows and columns, int8 activations with one for each of columns.
+    """Weights with a scale for each block of rows and columns, such activations with one for each of columns.
 
     Attributes:
         block_size: 32, 64 or 128.
+        type: "int8", or "fp8": both are e4m3, as in DeepSeek-V3; its products are for the CPU alone.
 
     Example:
         >>> import qcutlass
-        >>> qcutlass.Blockwise()
-        Blockwise(block_size=128)
+        >>> qcutlass.Blockwise(type="fp8")
+        Blockwise(block_size=128, type='fp8')
     """
 
     block_size: int = 128
+    type: Literal["int8", "fp8"] = "int8"
 
     def __post_init__(self) -> None:
         check_block_size("block_size", self.block_size)
+        check_type("type", self.type)
 
 
 def check_kind_of_activations(activations: object) -> None:

@@ -20,7 +20,8 @@ struct BlockCase {
   DType out_type = DType::kFloat32;
   DType bias_type = DType::kNone;
   Activation activation = Activation::kNone;
-  int64_t out_size = 0;  ///< of a quantised output
+  int64_t out_size = 0;       ///< of a quantised output
+  DType type = DType::kInt8;  ///< of both operands
 };
 
 /// A product with random contents, its rows of activations, scales and outputs apart, with canaries between the latter.
@@ -30,8 +31,10 @@ class Product {
       : case_(c), blocks_k_(ceil_div(c.k, c.size)), codes_(c.n * c.k), a_(c.m * (c.k + 3)) {
     std::mt19937 random(42);
     auto const number = [&] { return std::ldexp(1.0f + random() % 1000 / 1000.0f, -4 - int(random() % 4)); };
-    for (int8_t& code : codes_) code = static_cast<int8_t>(random());
-    for (int8_t& code : a_) code = static_cast<int8_t>(random());
+    // Any byte; of fp8 those without the middle bits of the exponent: subnormals, numbers up to 3.75, no NaN.
+    auto const byte = [&] { return static_cast<int8_t>(random() & (c.type == DType::kInt8 ? 0xff : 0xcf)); };
+    for (int8_t& code : codes_) code = byte();
+    for (int8_t& code : a_) code = byte();
     std::vector<uint8_t> bytes(codes_.begin(), codes_.end());
     packed_.resize(layout::packed_bytes(Packing::kW8A8, c.n, c.k));
     host::pack({Packing::kW8A8, c.n, c.k, bytes.data(), c.k, packed_.data()}, 1);
@@ -48,7 +51,7 @@ class Product {
     arguments_.weights.n = c.n;
     arguments_.weights.k = arguments_.weights.group_size = c.k;
     arguments_.weights.packed = packed_.data();
-    arguments_.a_type = DType::kInt8;
+    arguments_.a_type = c.type;
     arguments_.out_type = c.out_type;
     arguments_.a = a_.data();
     arguments_.a_stride = c.k + 3;
@@ -76,23 +79,30 @@ class Product {
   }
 
   /// The exact answer, and the error that fp32 sums of G rounded terms may have: G + 1 roundings of each, one of the
-  /// bias.
+  /// bias. Sums of int8 are exact; in those of fp8 each product takes part in fewer additions than there are products.
   struct Answer {
     double value, error;
   };
   Answer answer(int64_t m, int64_t n) const {
-    double total = 0, magnitude = 0;
+    double total = 0, magnitude = 0, inner = 0;
     for (int64_t block = 0; block < blocks_k_; ++block) {
-      double sum = 0;
-      for (int64_t k = block * case_.size; k < std::min(case_.k, (block + 1) * case_.size); ++k)
-        sum += double{1} * a_[m * (case_.k + 3) + k] * codes_[n * case_.k + k];
-      double const term =
-          sum * a_scale_[m * (blocks_k_ + 2) + block] * double{w_scale_[n / case_.size * (blocks_k_ + 1) + block]};
-      total += term;
-      magnitude += std::fabs(term);
+      double sum = 0, sizes = 0;
+      int64_t const begin = block * case_.size, end = std::min(case_.k, begin + case_.size);
+      for (int64_t k = begin; k < end; ++k) {
+        double const product = test::get(case_.type, a_.data(), m * (case_.k + 3) + k) *
+                               test::get(case_.type, codes_.data(), n * case_.k + k);
+        sum += product;
+        sizes += std::fabs(product);
+      }
+      double const scale =
+          a_scale_[m * (blocks_k_ + 2) + block] * double{w_scale_[n / case_.size * (blocks_k_ + 1) + block]};
+      total += sum * scale;
+      magnitude += std::fabs(sum) * scale;
+      if (case_.type != DType::kInt8) inner += std::ldexp((end - begin) * sizes * scale, -24);
     }
     double const argument = total + (case_.bias_type == DType::kNone ? 0.0 : bias_[n]);
-    double const error = std::ldexp((blocks_k_ + 1) * magnitude + std::fabs(argument), -24) + std::ldexp(1.0, -40);
+    double const error =
+        std::ldexp((blocks_k_ + 1) * magnitude + std::fabs(argument), -24) + inner + std::ldexp(1.0, -40);
     return {case_.activation == Activation::kRelu ? std::max(argument, 0.0) : argument, error};
   }
 
@@ -181,6 +191,13 @@ std::vector<BlockCase> cases() {
       result.push_back({4, 300, 260, size, i8, bf16, Activation::kRelu, out_size});
     }
   }
+  DType const e4m3 = DType::kFloat8E4M3;
+  for (int64_t size : {32, 64, 128}) {
+    for (int64_t m : {1, 2, 4, 7, 33}) result.push_back({m, 150, 300, size, f32, f16, Activation::kNone, 0, e4m3});
+    for (int64_t k : {1, 31, 33, 128, 129, 1025})
+      result.push_back({3, 40, k, size, bf16, f32, Activation::kRelu, 0, e4m3});
+  }
+  result.push_back({70, 17, 4500, 128, f16, f32, Activation::kNone, 0, e4m3});
   result.push_back({70, 17, 4500, 128, f16});  // several blocks of rows
   result.push_back({70, 150, 4500, 128, i8, f32, Activation::kNone, 128});
   return result;
@@ -189,8 +206,8 @@ std::vector<BlockCase> cases() {
 INSTANTIATE_TEST_SUITE_P(Cases, GemmBlockwiseTest, testing::ValuesIn(cases()), [](auto const& info) {
   BlockCase const& c = info.param;
   return std::to_string(info.index) + "_m" + std::to_string(c.m) + "_n" + std::to_string(c.n) + "_k" +
-         std::to_string(c.k) + "_b" + std::to_string(c.size) + "_" + test::name_of(c.out_type) +
-         std::to_string(c.out_size);
+         std::to_string(c.k) + "_b" + std::to_string(c.size) + "_" + test::name_of(c.type) + "_" +
+         test::name_of(c.out_type) + std::to_string(c.out_size);
 });
 
 TEST(GemmBlockwise, NothingToDo) {
@@ -214,7 +231,8 @@ TEST(GemmBlockwise, ChecksArgumentsBeforeWriting) {
   };
   Change const changes[] = {
       {floating, [](GemmArguments& a) { a.m = -1; }},
-      {floating, [](GemmArguments& a) { a.a_type = DType::kFloat8E4M3; }},
+      {floating, [](GemmArguments& a) { a.a_type = DType::kFloat8E5M2; }},
+      {quantized, [](GemmArguments& a) { a.a_type = DType::kFloat8E4M3; }},
       {floating, [](GemmArguments& a) { a.weights.packing = Packing::kW8A16; }},
       {floating, [](GemmArguments& a) { a.out_type = DType::kInt32; }},
       {floating, [](GemmArguments& a) { a.out_type = DType::kInt8; }},  // without quantized

@@ -1,4 +1,4 @@
-"""Calls and checks for tests of blockwise int8."""
+"""Calls and checks for tests of blockwise int8 and fp8."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ MOST_SPLITS = 16  # that selection chooses by itself
 
 
 def pack(p: BlockwiseProblem) -> Tensor:
-    return qcutlass.preprocess_weights(p.b, 8, activations="int8")
+    return qcutlass.preprocess_weights(p.b, 8, activations="int8" if p.b.dtype == torch.int8 else "fp8")
 
 
 def multiply(p: BlockwiseProblem, b: Tensor | None = None, **keywords: Any) -> Tensor:
     """The problem through the package; `b`: other weights than packed ones."""
     options = options_of(p) | {"n": p.shape[1]} | keywords
-    return blockwise.int8_addmm(p.a, p.a_s, pack(p) if b is None else b, p.b_s, **options)
+    product = blockwise.int8_addmm if p.b.dtype == torch.int8 else blockwise.fp8_gemm
+    return product(p.a, p.a_s, pack(p) if b is None else b, p.b_s, **options)
 
 
 def multiply_quantized(

@@ -1,17 +1,27 @@
-"""The quantisers of fp8 in blocks: activations, weights, SwiGLU, and back."""
+"""fp8 in blocks: the quantisers of activations, weights and SwiGLU, and the product."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from tests.python.blockwise import FLOATS, SIZES
+from tests.python.blockwise import FLOATS, SIZES, assert_correct, multiply
 from tests.python.quantizer_model import Quantized, activations, assert_same, reference
 from torch import Tensor
 
 from qcutlass import UnsupportedError, testing
-from qcutlass.blockwise import fp8_act_quant, fp8_silu_mul_quant, fp8_weight_dequant, fp8_weight_quant
+from qcutlass.blockwise import (
+    fp8_act_quant,
+    fp8_gemm,
+    fp8_silu_mul_quant,
+    fp8_weight_dequant,
+    fp8_weight_quant,
+    int8_addmm,
+)
+from qcutlass.testing import BlockwiseCase
 
 FP8 = {"dtype": torch.float8_e4m3fn}
 LENGTHS = [1, 7, 31, 32, 33, 64, 100, 127, 128, 129, 255, 257, 512, 1000]
@@ -144,3 +154,88 @@ def test_gpus_are_refused() -> None:
     for quantize in (fp8_act_quant, fp8_weight_quant, fp8_silu_mul_quant):
         with pytest.raises(UnsupportedError, match="fp8 in blocks is quantised on the CPU alone"):
             quantize(x)
+
+
+def assert_both_oracles(case: BlockwiseCase, seed: int) -> None:
+    case = replace(case, dtype=torch.float8_e4m3fn)
+    problem, expected = case.exact(seed=seed)
+    testing.assert_equal(multiply(problem), expected, label=problem)
+    assert_correct(multiply(p := case.random(seed=seed)), p)
+
+
+@of_sizes
+def test_products_of_every_shape(size: int, seeds: Iterator[int]) -> None:
+    """Rows in blocks of every size, channels and columns that are ragged as those of models are."""
+    choose = random.Random(next(seeds))
+    for m in (1, 2, 3, 4, 5, 8, 9, 33):
+        assert_both_oracles(BlockwiseCase(m, 200, 333, size, choose.choice(FLOATS), bias=m % 2 == 0), next(seeds))
+    for n in (1, 15, 17, 127, 129, 576):
+        assert_both_oracles(BlockwiseCase(choose.randrange(1, 20), n, 260, size), next(seeds))
+    for k in (1, 31, 32, 33, 127, 129, 1000):
+        assert_both_oracles(BlockwiseCase(choose.randrange(1, 20), 40, k, size), next(seeds))
+
+
+def test_products_of_large_layers(seed: int) -> None:
+    """Several blocks of rows, and the ragged layer of DeepSeek-V3."""
+    for m, n, k in [(70, 40, 4500), (3, 2112, 1536)]:
+        assert_both_oracles(BlockwiseCase(m, n, k, out_dtype=torch.bfloat16, bias=True), seed)
+
+
+def test_every_number_is_multiplied_exactly() -> None:
+    """Of both operands: 1 times it, subnormals and NaN too."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
+    one, scale = torch.eye(256)[:, :32].to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+    row = torch.zeros(256, 32)
+    row[:, 0] = codes.float()
+    numbers = row.to(torch.float8_e4m3fn)
+    ones = torch.ones(1, 32).to(torch.float8_e4m3fn)
+    weights = fp8_gemm(ones, torch.ones(1, 1), numbers, scale.expand(2, 1).contiguous(), torch.float32)
+    testing.assert_equal(weights, codes.float()[None] / 2)
+    activations = fp8_gemm(numbers, scale.expand(256, 1), one[:1], torch.ones(1, 1), torch.float32)
+    testing.assert_equal(activations, codes.float()[:, None] / 2)
+
+
+def test_plain_weights_are_packed_ones(seed: int) -> None:
+    p = BlockwiseCase(5, 200, 300, 64, torch.float32, True, dtype=torch.float8_e4m3fn).random(seed=seed)
+    expected = multiply(p)
+    testing.assert_equal(multiply(p, p.b), expected)
+    testing.assert_equal(multiply(p, p.b, n=None), expected)
+    testing.assert_equal(multiply(p, torch.cat([p.b, p.b], 1)[:, :300]), expected)  # rows apart
+
+
+def test_the_number_of_threads_changes_nothing(seed: int) -> None:
+    p = BlockwiseCase(7, 600, 700, bias=True, dtype=torch.float8_e4m3fn).random(seed=seed)
+    expected, threads = multiply(p), torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            testing.assert_equal(multiply(p), expected, label=p)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_layer_of_quantised_floats(seed: int) -> None:
+    """The product of what the quantisers give is within their errors, each 1/16 of a number at most, of the floats'."""
+    g = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(9, 700, generator=g), torch.randn(300, 700, generator=g)
+    y = fp8_gemm(*fp8_act_quant(x), *fp8_weight_quant(w), torch.float32).double()
+    least = 2.0**-9 / 448  # half a subnormal, of the largest number
+    x_error = x.abs().double() / 16 + least * x.abs().amax()
+    w_error = w.abs().double() / 16 + least * w.abs().amax()
+    allowed = x.abs().double() @ w_error.T + x_error @ w.abs().double().T + x_error @ w_error.T
+    assert bool(((y - x.double() @ w.double().T).abs() <= 1.001 * allowed).all())
+
+
+def test_types_are_those_of_the_function() -> None:
+    codes, scales = fp8_act_quant(torch.ones(2, 64))
+    with pytest.raises(TypeError, match="a: expected a tensor of int8 on cpu, got float8_e4m3fn"):
+        int8_addmm(codes, scales, codes, torch.ones(1, 1))
+    with pytest.raises(TypeError, match="a: expected a tensor of float8_e4m3fn on cpu, got int8"):
+        fp8_gemm(codes.view(torch.int8), scales, codes, torch.ones(1, 1))
+
+
+@pytest.mark.gpu
+def test_gpus_have_no_product() -> None:
+    codes, scales = (t.cuda() for t in fp8_act_quant(torch.ones(2, 64)))
+    with pytest.raises(UnsupportedError, match=r"a: no CUDA kernel .*; use the weights with 16-bit"):
+        fp8_gemm(codes, scales, codes, torch.ones(1, 1, device="cuda"))

@@ -23,6 +23,7 @@ HELD = [
     qcutlass.FP8(),
     qcutlass.Blockwise(),
     qcutlass.Blockwise(32),
+    qcutlass.Blockwise(64, "fp8"),
 ]
 
 

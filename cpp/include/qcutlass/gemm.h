@@ -17,11 +17,11 @@
 // fp8 in fp32 from sums of 128 k, of which their MMAs keep some 14 bits. int32 outputs are the sums
 // themselves.
 //
-// Blockwise int8 (the same weights; BlockScales): out[m, n] = activation(sum + bias[n]), fp32 accumulation, with
+// Blockwise (the same weights; BlockScales): out[m, n] = activation(sum + bias[n]), fp32 accumulation, with
 //
 //   sum = sum_kb (sum_{k in block kb} a[m, k] * w[n, k]) * a_scale[m, kb] * w_scale[n / size, kb]
 //
-// whose inner sums are exact in int32. The output may be quantised in turn (QuantizedOutput).
+// whose inner sums are exact in int32, of e4m3 (host alone) in fp32. Outputs of int8 may be quantised, QuantizedOutput.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +45,8 @@ struct SumScales {
   int32_t const* channel_sums = nullptr;  ///< sum_k w[n, k], [n]; with azp
 };
 
-/// Scales of blockwise int8: of `size` columns of a token, and of `size` channels by `size` columns of the weights. The
-/// last block of either extent may be short.
+/// Scales of blockwise products: of `size` columns of a token, and of `size` channels by `size` columns of the weights.
+/// The last block of either extent may be short.
 struct BlockScales {
   int64_t size = 0;          ///< 32, 64 or 128; 0: the product is not blockwise
   float const* a = nullptr;  ///< [m, blocks of k]
@@ -92,7 +92,7 @@ struct GemmArguments {
   /// fp16, bf16, on the host also fp32; with Packing::kW8A8 int8, fp8 e4m3, fp8 e5m2 (the weights then are e4m3).
   DType a_type = DType::kNone;
   /// kNone: a_type. With Packing::kW8A8 fp16, bf16, fp32 or, from int8, int32: then scales, bias and activation are
-  /// none. Blockwise fp16, bf16, fp32 or int8.
+  /// none. Blockwise fp16, bf16, fp32 or, from int8, int8.
   DType out_type = DType::kNone;
   void const* a = nullptr;  ///< [m, k]
   int64_t a_stride = 0;
@@ -105,7 +105,7 @@ struct GemmArguments {
   int32_t const* perm = nullptr;    ///< [k]
   Activation activation = Activation::kNone;
   SumScales sums;      ///< of Packing::kW8A8, whose weights have no scales and zeros of their own
-  BlockScales blocks;  ///< of blockwise int8, instead of sums
+  BlockScales blocks;  ///< of blockwise products, instead of sums
   QuantizedOutput quantized;
   /// Not even the kernel that precedes the launch in its stream writes the weights, scales or zeros: they may be read
   /// while it ends.

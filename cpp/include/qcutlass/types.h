@@ -65,7 +65,7 @@ constexpr bool is_floating(DType type) {
 
 constexpr bool is_float8(DType type) { return type == DType::kFloat8E4M3 || type == DType::kFloat8E5M2; }
 
-/// Columns, or rows and columns, that share a scale in blockwise int8.
+/// Columns, or rows and columns, that share a scale in blockwise products.
 constexpr bool is_block_size(int64_t size) { return size == 32 || size == 64 || size == 128; }
 
 constexpr int bits_of(Packing packing) { return packing == Packing::kW4A16 || packing == Packing::kE2M1A16 ? 4 : 8; }

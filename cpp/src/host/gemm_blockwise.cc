@@ -1,4 +1,5 @@
-// Blockwise int8 on the CPU: the exact sums of one block of columns at a time, scaled and added in fp32.
+// Blockwise products on the CPU: the sums of one block of columns at a time, scaled and added in fp32. Sums of int8 are
+// exact. Those of fp8, whose products are, are fp32 sums of every 32 columns, each added to its block's in order.
 #include "host/gemm_blockwise.h"
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include "host/check.h"
 #include "host/eight_bit_rows.h"
 #include "host/epilogue.h"
+#include "host/float8_tile.h"
 #include "host/int8_codes.h"
 #include "host/int8_tiles.h"
 #include "host/multiversion.h"
@@ -21,10 +23,11 @@ namespace {
 constexpr int kTileK = layout::tile_k(Packing::kW8A8);
 
 void check_types(GemmArguments const& arguments) {
-  check(!kind_of(arguments).dequantises() && arguments.a_type == DType::kInt8,
-        "blockwise products take int8 activations and W8A8 weights");
-  check(is_floating(arguments.out_type) || arguments.out_type == DType::kInt8,
-        "out_type must be float16, bfloat16, float32 or int8 for blockwise products");
+  bool const is_int8 = arguments.a_type == DType::kInt8;
+  check(!kind_of(arguments).dequantises() && (is_int8 || arguments.a_type == DType::kFloat8E4M3),
+        "blockwise products take int8 or float8_e4m3 activations and W8A8 weights");
+  check(is_floating(arguments.out_type) || (is_int8 && arguments.out_type == DType::kInt8),
+        "out_type must be float16, bfloat16, float32 or, from int8, int8 for blockwise products");
   check(arguments.bias_type == DType::kNone || is_floating(arguments.bias_type),
         "bias_type must be float16, bfloat16, float32 or none");
   check(arguments.act_scale_type == DType::kNone && arguments.perm == nullptr,
@@ -67,27 +70,51 @@ void check_gemm(GemmArguments const& arguments, int threads) {
     check_at_least("quantized.stride", quantized.stride, layout::ceil_div(weights.n, quantized.size));
 }
 
-/// Adds the products of one strip of 16 channels to `out`, a row of which has `width` elements.
-template <class Bytes>
-QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip, int64_t width,
-                              int32_t* __restrict sums, float* __restrict out) {
+/// Adds the products of one strip of 16 channels to `out`, a row of which has `width` elements: calls sum(first tile,
+/// tiles, block) for each block of columns, which leaves its sums [rows][16] in `sums`, and scales these.
+template <class Rows, class Number, class Sum>
+QCUTLASS_INLINE void add_blocks(GemmArguments const& arguments, Rows const& rows, int64_t strip, int64_t width,
+                                Number const* __restrict sums, float* __restrict out, Sum const& sum) {
   BlockScales const& blocks = arguments.blocks;
-  uint8_t const* const packed = strip_of(arguments.weights, strip);
   float const* const w_scale = blocks.w + strip * layout::kTileN / blocks.size * blocks.w_stride;
   int64_t const tiles = rows.stride / kTileK, tiles_of_block = blocks.size / kTileK;
-  Int8Tiles<Bytes> weights;
   for (int64_t tile = 0, block = 0; tile < tiles; tile += tiles_of_block, ++block) {
-    int64_t const count = std::min(tiles_of_block, tiles - tile);
-    weights.decode(packed + tile * layout::kTileBytes, count);
-    rows.start(block, sums);
-    weights.multiply(rows, tile * kTileK, count * kTileK, sums);
+    sum(tile, std::min(tiles_of_block, tiles - tile), block);
     for (int64_t row = 0; row < rows.count; ++row) {
       float const scale = blocks.a[(rows.begin + row) * blocks.a_stride + block] * w_scale[block];
-      int32_t const* const from = sums + row * layout::kTileN;
+      Number const* const from = sums + row * layout::kTileN;
       float* const to = out + row * width;
       for (int i = 0; i < layout::kTileN; ++i) to[i] += static_cast<float>(from[i]) * scale;
     }
   }
+}
+
+template <class Bytes>
+QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip, int64_t width,
+                              int32_t* sums, float* out) {
+  uint8_t const* const packed = strip_of(arguments.weights, strip);
+  Int8Tiles<Bytes> weights;
+  add_blocks(arguments, rows, strip, width, sums, out, [&](int64_t tile, int64_t count, int64_t block) {
+    weights.decode(packed + tile * layout::kTileBytes, count);
+    rows.start(block, sums);
+    weights.multiply(rows, tile * kTileK, count * kTileK, sums);
+  });
+}
+
+template <int kLanes>
+QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Float8Rows const& rows, int64_t strip, int64_t width,
+                              float* sums, float* out) {
+  uint8_t const* const packed = strip_of(arguments.weights, strip);
+  Float8Tile<kLanes> weights;
+  add_blocks(arguments, rows, strip, width, sums, out, [&](int64_t first, int64_t count, int64_t) {
+    std::fill_n(sums, rows.count * layout::kTileN, 0.0f);
+    for (int64_t tile = first; tile < first + count; ++tile) {
+      int64_t const k = tile * kTileK;
+      weights.decode(packed + tile * layout::kTileBytes);
+      weights.multiply(rows.elements.data() + k, rows.stride, rows.count,
+                       static_cast<int>(std::min<int64_t>(kTileK, arguments.weights.k - k)), sums);
+    }
+  });
 }
 
 void multiply_strip(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip, int64_t width, int32_t* sums,
@@ -107,7 +134,22 @@ QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(GemmArguments const& argume
   multiply<Avx512VnniBytes>(arguments, rows, strip, width, sums, out);
 }
 
-auto choose_multiply_strip(ByteKernels kernels) {
+// Eight lanes are an AVX register; other instruction sets than AVX-512 split them.
+QCUTLASS_MULTIVERSION void multiply_strip(GemmArguments const& arguments, Float8Rows const& rows, int64_t strip,
+                                          int64_t width, float* sums, float* out) {
+  multiply<8>(arguments, rows, strip, width, sums, out);
+}
+QCUTLASS_AVX512 void multiply_strip_avx512(GemmArguments const& arguments, Float8Rows const& rows, int64_t strip,
+                                           int64_t width, float* sums, float* out) {
+  multiply<16>(arguments, rows, strip, width, sums, out);
+}
+
+/// Adds products to `out`, with `sums` as its scratch memory.
+template <class Rows, class Sum>
+using MultiplyStrip = void (*)(GemmArguments const& arguments, Rows const& rows, int64_t strip, int64_t width,
+                               Sum* sums, float* out);
+
+MultiplyStrip<Int8Rows, int32_t> choose_multiply_int8(ByteKernels kernels) {
   switch (kernels) {
     case ByteKernels::kAvx2: return multiply_strip_avx2;
     case ByteKernels::kAvxVnni: return multiply_strip_avx_vnni;
@@ -117,15 +159,20 @@ auto choose_multiply_strip(ByteKernels kernels) {
   return multiply_strip;
 }
 
+MultiplyStrip<Float8Rows, float> choose_multiply_float8() {
+  if (has_avx512()) return multiply_strip_avx512;
+  return multiply_strip;
+}
+
 /// Bias and activation of `width` channels from `n` on, whose sums become outputs, quantised or not.
-QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Int8Rows const& rows, int64_t n, int64_t width,
-                                 float* values) {
+QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, int64_t first_row, int64_t rows, int64_t n,
+                                 int64_t width, float* values) {
   QuantizedOutput const& quantized = arguments.quantized;
   int64_t const count = std::min(width, arguments.weights.n - n);
   float bias[128] = {};
   load_floats(arguments.bias_type, arguments.bias, n, count, bias);
-  for (int64_t row = 0; row < rows.count; ++row, values += width) {
-    int64_t const m = rows.begin + row, offset = m * arguments.out_stride + n;
+  for (int64_t row = 0; row < rows; ++row, values += width) {
+    int64_t const m = first_row + row, offset = m * arguments.out_stride + n;
     for (int64_t i = 0; i < count; ++i) values[i] += bias[i];
     activate(arguments.activation, count, values);
     if (arguments.out_type == DType::kInt8) {
@@ -137,32 +184,43 @@ QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Int8Rows const&
   }
 }
 
-}  // namespace
-
-void gemm_blockwise(GemmArguments const& arguments, int threads, ByteKernels kernels) {
-  check_gemm(arguments, threads);
+template <class Rows, class Sum, class Load>
+void run(GemmArguments const& arguments, int threads, Load const& load, MultiplyStrip<Rows, Sum> multiply) {
   int64_t const n = arguments.weights.n, k = arguments.weights.k;
-  if (arguments.m == 0 || n == 0) return;
-  auto const run = choose_multiply_strip(kernels);
   // Channels that are finished together.
   int64_t const width = arguments.out_type == DType::kInt8 ? arguments.quantized.size : layout::kTileN;
   int64_t const strips = width / layout::kTileN, block = rows_of_a_block(k);
   for (int64_t begin = 0; begin < arguments.m; begin += block) {
     int64_t const count = std::min(block, arguments.m - begin);
-    Int8Rows const rows = load_int8_rows(arguments, begin, count, arguments.blocks.size, threads);
+    Rows const rows = load(begin, count);
     int64_t const grain = strips_of_a_grain(k, count) / strips;
     parallel_for(layout::ceil_div(n, width), grain, threads, [&](int64_t first, int64_t last) {
-      std::vector<int32_t> sums(count * layout::kTileN);
+      std::vector<Sum> sums(count * layout::kTileN);
       std::vector<float> values(count * width);
       for (int64_t part = first; part < last; ++part) {
         std::fill(values.begin(), values.end(), 0.0f);
         for (int64_t i = 0; i < strips && part * width + i * layout::kTileN < n; ++i) {
-          run(arguments, rows, part * strips + i, width, sums.data(), values.data() + i * layout::kTileN);
+          multiply(arguments, rows, part * strips + i, width, sums.data(), values.data() + i * layout::kTileN);
         }
-        store(arguments, rows, part * width, width, values.data());
+        store(arguments, begin, count, part * width, width, values.data());
       }
     });
   }
+}
+
+}  // namespace
+
+void gemm_blockwise(GemmArguments const& arguments, int threads, ByteKernels kernels) {
+  check_gemm(arguments, threads);
+  if (arguments.m == 0 || arguments.weights.n == 0) return;
+  if (arguments.a_type == DType::kInt8) {
+    auto const load = [&](int64_t begin, int64_t count) {
+      return load_int8_rows(arguments, begin, count, arguments.blocks.size, threads);
+    };
+    return run(arguments, threads, load, choose_multiply_int8(kernels));
+  }
+  auto const load = [&](int64_t begin, int64_t count) { return load_float8_rows(arguments, begin, count, threads); };
+  run(arguments, threads, load, choose_multiply_float8());
 }
 
 }  // namespace qcutlass::host

@@ -1,4 +1,4 @@
-// The product of int8 activations and weights whose blocks have scales of their own.
+// The product of int8 or e4m3 activations and weights whose blocks have scales of their own.
 #pragma once
 
 #include "host/byte_dot.h"

@@ -10,6 +10,11 @@ namespace {
 
 void check_blockwise(GemmArguments const& arguments) {
   int64_t const size = arguments.blocks.size, out_size = arguments.quantized.size;
+  if (arguments.a_type == DType::kFloat8E4M3)
+    throw Unsupported(
+        "a: no CUDA kernel multiplies float8_e4m3fn activations with scales of blocks; use the weights with 16-bit "
+        "activations (gemm with weight_dtype='e4m3', as layers of fp8 folders do by default), int8 in blocks, or CPU "
+        "tensors");
   if (arguments.weights.packing != Packing::kW8A8 || arguments.a_type != DType::kInt8)
     throw Unsupported("a: blockwise products are of int8 activations and weights packed for them");
   if (!is_block_size(size)) throw InvalidArgument("block size: expected 32, 64 or 128, got " + std::to_string(size));

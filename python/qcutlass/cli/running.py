@@ -24,6 +24,7 @@ class QuantizedActivations(str, Enum):
     """Types to which layers quantise their input."""
 
     int8 = "int8"
+    fp8 = "fp8"
 
 
 Folder = Annotated[
@@ -44,7 +45,11 @@ Fuse = Annotated[
 ]
 Quantized = Annotated[
     QuantizedActivations | None,
-    typer.Option("--activations", help="On the CPU, weight-only layers quantise their input: faster, and less exact."),
+    typer.Option(
+        "--activations",
+        help="On the CPU, weight-only layers quantise their input, which is less exact: int8, which is faster; fp8, "
+        "those of e4m3 weights in blocks, as such models do on GPUs with fp8 kernels.",
+    ),
 ]
 Eager = Annotated[
     bool, typer.Option("--eager", help="On a GPU, do not compile the steps of decoding, which takes half a minute.")

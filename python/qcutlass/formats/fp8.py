@@ -4,7 +4,8 @@
 no inverse despite its name. One scale (`[]`, `[1]`, `[1, 1]`) or one a channel (`[N]`, `[N, 1]`) are for fp8
 activations; their scale is computed token by token, or it is `input_scale` (`activation_scale`), one number. With
 scales of blocks, `[ceil(N / rows), ceil(K / columns)]` with `weight_block_size` (128 x 128 where nothing says), and of
-groups, `[N, G]`, activations stay 16-bit: scales of blocks become those of groups of as many columns.
+groups, `[N, G]`, activations stay 16-bit: scales of blocks become those of groups of as many columns. `in_blocks` makes
+blocks of them again, for fp8 activations.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import floats
 from qcutlass.formats.config import Config
-from qcutlass.formats.layers import CanonicalFp8, CanonicalLinear, FloatLinear
+from qcutlass.formats.layers import CanonicalBlockwise, CanonicalFp8, CanonicalLinear, FloatLinear
 from qcutlass.formats.tensors import FLOATS, LayerTensors
+from qcutlass.products.block_operators import BLOCK_SIZES
 from qcutlass.products.checks import are_finite, ceil_div
 from qcutlass.quantized import QuantizedTensor
 
@@ -104,6 +106,20 @@ def load_described(layer: LayerTensors, described: Description) -> CanonicalFp8 
         return CanonicalLinear(QuantizedTensor(codes.view(torch.uint8), grouped, None, 8, size or k, "e4m3"), bias)
     channels = scales.float().reshape(-1).expand(n).contiguous()
     return CanonicalFp8(codes, channels, _input_scale(layer, described), bias)
+
+
+def in_blocks(layer: CanonicalLinear) -> CanonicalBlockwise | None:
+    """The same weights for fp8 activations in blocks; None where they are not e4m3 with scales of square blocks."""
+    weight, k = layer.weight, layer.shape[1]
+    size = BLOCK[1] if weight.group_size >= k and k <= BLOCK[1] else weight.group_size
+    is_plain = layer.perm is None and layer.act_scale is None and weight.global_scale is None
+    if weight.weight_dtype != "e4m3" or not is_plain or size not in BLOCK_SIZES:
+        return None
+    scales = weight.scales.float().T
+    blocks = scales[::size].contiguous()
+    if not torch.equal(blocks.repeat_interleave(size, 0)[: len(scales)], scales):
+        return None
+    return CanonicalBlockwise(weight.codes.view(torch.float8_e4m3fn), blocks, size, layer.bias)
 
 
 def _one_of(layer: LayerTensors, *suffixes: str) -> str | None:

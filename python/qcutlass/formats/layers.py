@@ -203,10 +203,10 @@ class CanonicalFp8(_EightBit):
 
 @dataclass(frozen=True, eq=False)
 class CanonicalBlockwise:
-    """A linear layer with int8 weights in square blocks, for int8 activations in blocks of as many columns.
+    """A linear layer with int8 or e4m3 weights in square blocks, for such activations in blocks of as many columns.
 
     Attributes:
-        codes: int8 `[N, K]`; `w[n, k] = codes[n, k] * scales[n // block_size, k // block_size]`.
+        codes: int8 or float8_e4m3fn `[N, K]`; `w[n, k] = codes[n, k] * scales[n // block_size, k // block_size]`.
         scales: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
         block_size: 32, 64 or 128.
         bias: float16, bfloat16 or float32 `[N]`, or None.
@@ -229,7 +229,8 @@ class CanonicalBlockwise:
     @property
     def spec(self) -> LayerSpec:
         """The description that a converted folder has of it."""
-        return LayerSpec.of(self.kind, 8, self.block_size, self.shape[1], vars(self))
+        weight_dtype = None if self.codes.dtype == torch.int8 else "e4m3"
+        return LayerSpec.of(self.kind, 8, self.block_size, self.shape[1], vars(self), weight_dtype)
 
     @property
     def words(self) -> str:

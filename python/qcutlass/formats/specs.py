@@ -139,8 +139,12 @@ def _weight_dtype(values: Mapping[str, Any], where: str) -> str | None:
     weight_dtype = values.get("weight_dtype")
     if weight_dtype is None:
         return None
-    if not isinstance(weight_dtype, str) or weight_dtype not in CODE_TYPES or values["kind"] != "weight_only":
-        raise CheckpointError(f"{where}: weight_dtype: expected e2m1 or e4m3 codes alone, got {weight_dtype!r:.40}")
+    allowed = LAYER_KINDS[values["kind"]].weight_dtypes
+    if not isinstance(weight_dtype, str) or weight_dtype not in allowed:
+        names = " or ".join(allowed) or "no such"
+        raise CheckpointError(
+            f"{where}: weight_dtype: expected {names} codes of kind {values['kind']}, got {weight_dtype!r:.40}"
+        )
     if values["bits"] != CODE_TYPES[weight_dtype].bits or "zeros" in values or "minima" in values:
         raise CheckpointError(
             f"{where}: {weight_dtype} codes have {CODE_TYPES[weight_dtype].bits} bits and no zeros, got {values!r:.200}"
@@ -177,7 +181,7 @@ def _activations(spec: LayerSpec) -> str:
 
 
 def _blockwise_words(spec: LayerSpec) -> str:
-    return f"w8a8 blocks of {spec.group_size}"
+    return f"{'w8a8' if spec.weight_dtype is None else 'fp8'} blocks of {spec.group_size}"
 
 
 class LayerKind(NamedTuple):
@@ -189,6 +193,7 @@ class LayerKind(NamedTuple):
         words: its scheme in words.
         quantises_activations: whether the product takes activations of 8 bits.
         sizes: the group sizes that its layers may have, whatever K is; None: any.
+        weight_dtypes: types of codes that its layers may say they have.
     """
 
     buffers: Mapping[str, tuple[str, ...]]
@@ -196,6 +201,7 @@ class LayerKind(NamedTuple):
     words: Callable[[LayerSpec], str]
     quantises_activations: bool
     sizes: tuple[int, ...] | None = None
+    weight_dtypes: tuple[str, ...] = ()
 
 
 _FLOATS: Final = ("float16", "bfloat16", "float32")
@@ -207,10 +213,10 @@ _WEIGHT_ONLY: Final = {
 _EIGHT_BIT: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
 
 LAYER_KINDS: Final = {
-    "weight_only": LayerKind(_WEIGHT_ONLY, ("scales",), _weight_only_words, False),
+    "weight_only": LayerKind(_WEIGHT_ONLY, ("scales",), _weight_only_words, False, None, tuple(CODE_TYPES)),
     "int8": LayerKind(_EIGHT_BIT, (), _int8_words, True, (-1,)),
     "fp8": LayerKind(_EIGHT_BIT, (), _fp8_words, True, (-1,)),
-    "blockwise": LayerKind({"bias": _FLOATS}, (), _blockwise_words, True, BLOCK_SIZES),
+    "blockwise": LayerKind({"bias": _FLOATS}, (), _blockwise_words, True, BLOCK_SIZES, ("e4m3",)),
 }
 """The kinds of layers in converted folders; layers in `qcutlass.layers` and `qcutlass.formats` name theirs."""
 PARTS: Final = frozenset({"layout", "w_packed", "w_scale", GUARD}.union(*(k.buffers for k in LAYER_KINDS.values())))

@@ -1,5 +1,6 @@
 """Quantised linear layers and experts, and how a model gets them."""
 
+from qcutlass.layers.activations import use_activations
 from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
@@ -8,7 +9,7 @@ from qcutlass.layers.experts import QuantExperts
 from qcutlass.layers.fusing import FusedProjection, Fusion, fuse_projections
 from qcutlass.layers.replace import replace_linear
 from qcutlass.layers.sharding import shard
-from qcutlass.layers.weight_only import WeightOnlyLinear, use_activations
+from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.schemes import FP8, W8A8, Blockwise, Scheme, WeightOnly
 
 __all__ = [

@@ -232,7 +232,8 @@ class QuantLinear(PackedModule):
         """The description that a converted folder has of the layer; UnsupportedError for kinds that none holds."""
         if self._stored is None:
             raise self._unsupported("converted folders hold no")
-        return LayerSpec.of(self._stored, self.bits, self.group_size, self.in_features, self._buffers)
+        options = self.group_size, self.in_features, self._buffers, self.weight_dtype
+        return LayerSpec.of(self._stored, self.bits, *options)
 
     def canonical(self) -> QuantizedLayer:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""

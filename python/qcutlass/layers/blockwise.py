@@ -1,4 +1,4 @@
-"""int8 weights and activations with a scale for each block."""
+"""int8 or e4m3 weights and activations with a scale for each block."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from qcutlass.algorithms.blocks import act_quant, weight_dequant, weight_quant
+from qcutlass.algorithms.blocks import act_quant, fp8_act_quant, fp8_weight_quant, weight_dequant, weight_quant
 from qcutlass.algorithms.calibration import ActivationStatistics
-from qcutlass.blockwise import int8_addmm
 from qcutlass.formats import CanonicalBlockwise
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
 from qcutlass.products import preprocess_weights
-from qcutlass.products.block_operators import check_block_size, check_weight_scales
-from qcutlass.products.blockwise import BlockwiseCall
+from qcutlass.products.block_operators import TYPES, check_block_size, check_weight_scales
+from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall
 from qcutlass.products.checks import ceil_div, check_matrix, check_operand, check_tensor
+from qcutlass.products.multiplying import compute
 from qcutlass.products.packing import check_packed_form
 from qcutlass.schemes import Blockwise
 
 
 class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
-    """A linear layer on `qcutlass.blockwise`: `act_quant`, then `int8_addmm`. See also `QuantLinear`.
+    """A linear layer on `qcutlass.blockwise`: `act_quant`, then `int8_addmm`; of e4m3 `fp8_act_quant`, then `fp8_gemm`.
 
-    Buffers: `w_packed` int8; `w_scale` float32 `[ceil(N / block_size), ceil(K / block_size)]`; `bias` `[N]` or None.
+    See also `QuantLinear`. Buffers: `w_packed` int8 or float8_e4m3fn; `w_scale` float32 `[ceil(N / block_size),
+    ceil(K / block_size)]`; `bias` `[N]` or None.
     The block size is the `group_size` of its state's layout.
 
     Args:
-        w_q, w_s: int8 `[N, K]` and its scales, from `weight_quant`.
+        w_q, w_s: int8 `[N, K]` and its scales, from `weight_quant`, or float8_e4m3fn ones, from `fp8_weight_quant`.
         block_size: 32, 64 or 128.
         bias: the buffer.
         activation: as for `int8_addmm`.
@@ -60,20 +61,23 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> None:
-        check_matrix("w_q", w_q, (torch.int8,))
+        check_matrix("w_q", w_q, tuple(TYPES.values()))
         check_operand("w_s", w_s, (torch.float32,), w_q.device, "w_q")
         check_block_size("block_size", block_size)
         n, k = w_q.shape
         check_weight_scales("w_s", w_s, n, k, block_size)
-        parts = {"w_packed": preprocess_weights(w_q, 8, "int8"), "w_scale": w_s, "bias": bias}
-        super().__init__(k, n, 8, block_size, activation, parts)
+        is_int8 = w_q.dtype == torch.int8
+        packed = preprocess_weights(w_q, 8, "int8" if is_int8 else "fp8")
+        parts = {"w_packed": packed, "w_scale": w_s, "bias": bias}
+        super().__init__(k, n, 8, block_size, activation, parts, None if is_int8 else "e4m3")
 
     @classmethod
     def _of_linear(
         cls, linear: nn.Linear, scheme: Blockwise, statistics: ActivationStatistics | None, activation: str | None
     ) -> BlockwiseLinear:
         """Statistics are not used: scales of blocks follow the activations."""
-        w_q, w_s = weight_quant(linear.weight.detach(), scheme.block_size)
+        quantize = weight_quant if scheme.type == "int8" else fp8_weight_quant
+        w_q, w_s = quantize(linear.weight.detach(), scheme.block_size)
         return BlockwiseLinear(w_q, w_s, scheme.block_size, bias=copy_of_bias(linear), activation=activation)
 
     @classmethod
@@ -82,7 +86,8 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
 
     @classmethod
     def _empty(cls, spec: LayerSpec, n: int, k: int) -> BlockwiseLinear:
-        size, codes = spec.group_size, torch.empty((n, k), dtype=torch.int8, device="meta")
+        size, dtype = spec.group_size, torch.int8 if spec.weight_dtype is None else torch.float8_e4m3fn
+        codes = torch.empty((n, k), dtype=dtype, device="meta")
         scales = torch.empty((ceil_div(n, size), ceil_div(k, size)), dtype=torch.float32, device="meta")
         return BlockwiseLinear(codes, scales, size, bias=spec.tensors(n, k).get("bias"))
 
@@ -99,9 +104,14 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
         """Of rows and columns that share a scale."""
         return self.group_size
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.int8 if self.weight_dtype is None else torch.float8_e4m3fn
+
     def _check(self, parts: Parts) -> None:
         w_packed, w_scale = parts["w_packed"], parts["w_scale"]
-        check_tensor("w_packed", w_packed, (torch.int8,))
+        check_tensor("w_packed", w_packed, (self.dtype,))
         assert w_packed is not None
         check_packed_form("w_packed", w_packed)
         check_operand("w_scale", w_scale, (torch.float32,), w_packed.device, "w_packed")
@@ -109,22 +119,18 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
         check_weight_scales("w_scale", w_scale, self.out_features, self.in_features, self.block_size)
         a = w_packed.new_empty((0, self.in_features))
         a_s = w_scale.new_empty((0, w_scale.shape[1]))
-        options: dict[str, Any] = {"n": self.out_features, "block_size": self.block_size}
-        BlockwiseCall(a, a_s, w_packed, w_scale, parts["bias"], self.activation, **options).check(None)
+        self._call(a, a_s, parts, torch.float16).check(None)
 
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         self._check_input(a)
-        return int8_addmm(
-            *act_quant(a, self.block_size),
-            self.w_packed,
-            self.w_scale,
-            self.bias,
-            a.dtype,
-            activation=self.activation,
-            block_size=self.block_size,
-            n=self.out_features,
-        )
+        quantize = act_quant if self.weight_dtype is None else fp8_act_quant
+        return compute(BLOCKWISE, self._call(*quantize(a, self.block_size), self._buffers, a.dtype), None)
+
+    def _call(self, a: Tensor, a_s: Tensor, parts: Any, out_dtype: torch.dtype) -> BlockwiseCall:
+        operands = a, a_s, parts["w_packed"], parts["w_scale"], parts["bias"]
+        options: dict[str, Any] = {"n": self.out_features, "block_size": self.block_size}
+        return BlockwiseCall(*operands, self.activation, out_dtype, self.dtype, **options)
 
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> BlockwiseLinear:
         size, step, codes = part.stop - part.start, self.block_size, self._codes()
@@ -139,4 +145,4 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
         return BlockwiseLinear(codes, scales, step, bias=copied(bias), activation=self.activation)
 
     def _description(self) -> list[str]:
-        return [f"block_size={self.block_size}"]
+        return [f"block_size={self.block_size}", *([] if self.weight_dtype is None else ["type='fp8'"])]

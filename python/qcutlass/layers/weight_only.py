@@ -19,7 +19,7 @@ from qcutlass.layers.packed import Parts
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, shape_of, short
 from qcutlass.products.multiplying import compute
-from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, check_quantized_activations, has_whole_steps
+from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import WeightOnly
 
@@ -309,46 +309,6 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         described.append(f"zeros={zeros}" if self.weight_dtype is None else f"weight_dtype={self.weight_dtype!r}")
         described += [f"{name}=True" for name in ("act_scale", "perm", "minimums") if self._buffers[name] is not None]
         return described + ([] if self.activations is None else [f"activations={self.activations!r}"])
-
-
-def use_activations(model: nn.Module, activations: str | None) -> list[str]:
-    """Has the weight-only layers of a model multiply activations as they are, or quantised.
-
-    Args:
-        model: with layers from `replace_linear`, `load_model` or by hand, fused ones, too; changed in place.
-        activations: None: as they are; "int8": quantised, as `gemm` describes it, by layers on the CPU.
-
-    Returns:
-        Names of the layers. Those with groups that are no multiple of 16 columns, or with minimums, and so cannot, are
-        left as they are.
-
-    Raises:
-        TypeError: `model` is no module, or `activations` neither a name nor None.
-        ValueError: `activations` is another name, or the model has no such layer.
-        UnsupportedError: a layer is on a GPU.
-
-    Example:
-        >>> import torch, qcutlass
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-        >>> _ = qcutlass.replace_linear(model, qcutlass.WeightOnly(bits=4, group_size=32))
-        >>> qcutlass.layers.use_activations(model, "int8")
-        ['0', '2']
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    check_quantized_activations(activations, torch.device("cpu"))
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, WeightOnlyLinear)}
-    for layer in layers.values():
-        check_quantized_activations(activations, layer.w_packed.device)
-    able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
-    if not able:
-        raise ValueError(
-            "model: expected layers of quantised weights without minimums whose groups are a multiple of 16 columns, "
-            "or one"
-        )
-    for layer in able.values():
-        layer.activations = activations
-    return list(able)
 
 
 def _quantized(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:

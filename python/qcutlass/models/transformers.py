@@ -31,13 +31,13 @@ from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
 from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
+from qcutlass.layers.activations import check_activations
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.packed import PackedModule
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.expert_modules import Block, expert_modules, find_blocks, split
 from qcutlass.models.experts import expert_layer, module_forms
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, load_tokenizer, reading
-from qcutlass.products.weight_only import check_quantized_activations
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
     from transformers import PreTrainedModel
@@ -342,7 +342,7 @@ def load_model(
         folder: also one with floats, which then stay floats.
         device: to which the model is moved.
         dtype: of embeddings, norms and activations; None: float32 on the CPU, on a GPU the configuration's, or float16.
-        activations: "int8": the weight-only layers quantise their input, on the CPU; see `qcutlass.gemm`.
+        activations: "int8" or "fp8": weight-only layers quantise their input, on the CPU; see `layers.use_activations`.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -371,7 +371,7 @@ def load_model(
         else:
             config.quantization_config = QcutlassConfig().to_dict()
     where = torch.device(device)
-    check_quantized_activations(activations, where)
+    check_activations(activations, where)
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     elif dtype is None:

@@ -25,6 +25,8 @@ from qcutlass.products.library import register
 from qcutlass.products.memory import as_rows
 
 BLOCK_SIZES: Final = (32, 64, 128)
+TYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Types of codes by name; weights are packed for activations of the same."""
 _CODES: Final = {torch.int8: _C.DType.INT8, torch.float8_e4m3fn: _C.DType.FLOAT8_E4M3}
 """Types of codes that have scales of blocks."""
 _SCALE_FORMATS: Final = (None, "ue8m0")
@@ -36,6 +38,11 @@ QuantizedBlocks: TypeAlias = tuple[Tensor, Tensor]
 
 def check_block_size(name: str, value: object) -> None:
     check_integer(name, value, BLOCK_SIZES)
+
+
+def check_type(name: str, value: object) -> None:
+    if not isinstance(value, str) or value not in TYPES:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, TYPES))}, got {value!r}")
 
 
 def check_weight_scales(name: str, scales: Tensor, n: int, k: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Products of int8 activations by int8 weights with scales of blocks: `qcutlass.blockwise`."""
+"""Products of int8 by int8, and of e4m3 by e4m3, with scales of blocks: `qcutlass.blockwise`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from qcutlass import _C
 from qcutlass._C import Operand
 from qcutlass.products import launching
-from qcutlass.products.block_operators import QuantizedBlocks, check_block_size, check_weight_scales
+from qcutlass.products.block_operators import TYPES, QuantizedBlocks, check_block_size, check_weight_scales
 from qcutlass.products.checks import (
     DEVICES,
     FLOATING,
@@ -34,12 +34,13 @@ from qcutlass.products.multiplying import multiply
 from qcutlass.products.packing import TILE_N, WeightShape, check_channels
 from qcutlass.products.weight_operators import pack
 
-_INT8: Final = (torch.int8,)
+_NAMES: Final = {dtype: name for name, dtype in TYPES.items()}
 
 
 class BlockwiseCall(NamedTuple):
     """The arguments of one blockwise product, in the order of the schemas; `qcutlass.blockwise` describes them.
 
+    `dtype` is that of both operands, int8 or float8_e4m3fn.
     With `out_block_size` the output is quantised, `out_dtype` is int8, and `out_s` takes the scales of the output.
     """
 
@@ -50,6 +51,7 @@ class BlockwiseCall(NamedTuple):
     bias: Annotated[Tensor | None, Operand.BIAS] = None
     activation: str | None = None
     out_dtype: torch.dtype = torch.float16
+    dtype: torch.dtype = torch.int8
     n: Size | None = None
     block_size: int = 128
     out_block_size: int | None = None
@@ -60,15 +62,16 @@ class BlockwiseCall(NamedTuple):
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""
         a, b, bias, size = self.a, self.b, self.bias, self.block_size
-        device = check_activations("a", a, dict.fromkeys(DEVICES, _INT8))
+        device = check_activations("a", a, dict.fromkeys(DEVICES, (self.dtype,)))
         check_block_size("block_size", size)
         check_operand("a_s", self.a_s, SCALES, device, "a")
         if isinstance(b, Tensor) and b.dtype == torch.uint8:
+            kind = _NAMES[self.dtype]
             raise ValueError(
-                "b was packed for 16-bit activations (dtype uint8), but this product takes int8 weights, plain [N, K] "
-                "or packed for int8 activations: preprocess_weights(b, bits=8, activations='int8')"
+                f"b was packed for 16-bit activations (dtype uint8), but this product takes {kind} weights, plain "
+                f"[N, K] or packed for {kind} activations: preprocess_weights(b, bits=8, activations={kind!r})"
             )
-        check_operand("b", b, _INT8, device, "a")
+        check_operand("b", b, (self.dtype,), device, "a")
         check_operand("b_s", self.b_s, SCALES, device, "a")
         if bias is not None:
             check_operand("bias", bias, FLOATING, device, "a")
@@ -84,13 +87,17 @@ class BlockwiseCall(NamedTuple):
             check_out_dtype(self.out_dtype, FLOATING)
         else:
             check_block_size("out_block_size", self.out_block_size)
+            if self.dtype != torch.int8:
+                raise ValueError(f"out_block_size: only products of int8 quantise their output, got {self.dtype}")
         if out is not None:
             check_out("a", a, out, n, self.out_dtype, " (out_dtype)")
         return WeightShape(n, k, 8, k)
 
     def prepared(self, shape: WeightShape) -> BlockwiseCall:
         """With packed weights."""
-        return self._replace(b=pack(self.b, 8, "int8"), n=shape.n) if self.b.dim() == 2 else self
+        if self.b.dim() != 2:
+            return self
+        return self._replace(b=pack(self.b, 8, _NAMES[self.dtype]), n=shape.n)
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         alive = fill_weights(arguments, shape, self.b)
@@ -110,7 +117,7 @@ class BlockwiseCall(NamedTuple):
         if self.out_block_size is not None:
             out += f" in blocks of {self.out_block_size}"
         parts = [f"blocks of {self.block_size}", out, *([] if self.bias is None else ["bias"])]
-        return Description("int8 weights", parts)
+        return Description(f"{names_of([self.dtype])} weights", parts)
 
     def out_scales(self, n: int) -> Tensor:
         """Memory for the scales of a quantised output."""
@@ -118,7 +125,7 @@ class BlockwiseCall(NamedTuple):
         return self.a.new_empty((*self.a.shape[:-1], ceil_div(n, self.out_block_size)), dtype=torch.float32)
 
 
-BLOCKWISE: Final = Kind("blockwise_gemm", BlockwiseCall, activations=_INT8)
+BLOCKWISE: Final = Kind("blockwise_gemm", BlockwiseCall, activations=tuple(_NAMES))
 
 
 def _check_row_scales(scales: Tensor, leading: torch.Size, blocks: int, size: int) -> None:

@@ -246,6 +246,11 @@ class Function(NamedTuple):
     signature: inspect.Signature
     fixed: dict[str, Any]
 
+    @property
+    def activations(self) -> tuple[torch.dtype, ...]:
+        """Types of activations that it takes: those of its kind, or the one that it fixes."""
+        return (self.fixed["dtype"],) if "dtype" in self.fixed else self.kind.activations
+
     def call(self, *arguments: Any, **options: Any) -> Call:
         """The call that the function makes of its arguments, `out` left out.
 

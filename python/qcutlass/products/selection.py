@@ -302,9 +302,9 @@ def _call(product: object, operands: tuple[Any, ...], options: dict[str, Any]) -
 
 def _check_is_of_gemm(a: Tensor) -> None:
     """Raises TypeError, which names the functions to pass, if only other products take such activations."""
-    if a.dtype in FUNCTIONS[gemm].kind.activations:
+    if a.dtype in FUNCTIONS[gemm].activations:
         return
-    others = [one.name for one in FUNCTIONS.values() if a.dtype in one.kind.activations]
+    others = [one.name for one in FUNCTIONS.values() if a.dtype in one.activations]
     if others:
         raise TypeError(
             f"product: a tensor as the first argument is the activations of qcutlass.gemm, which has no "

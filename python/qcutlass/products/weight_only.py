@@ -33,18 +33,24 @@ def has_whole_steps(group_size: int, k: int) -> bool:
     return group_size >= k or group_size % _GROUP_STEP == 0
 
 
-def check_quantized_activations(activations: object, device: torch.device) -> None:
+def check_quantized_activations(
+    activations: object, device: torch.device, allowed: tuple[str, ...] = ("int8",)
+) -> None:
     """Raises unless activations on `device` can be quantised so; None: they are not quantised."""
     if activations is None:
         return
+    names = f"{', '.join(map(repr, allowed))} or None"
     if not isinstance(activations, str):
-        raise TypeError(f"activations: expected 'int8' or None, got {type(activations).__name__}")
-    if activations != "int8":
-        raise ValueError(f"activations: expected 'int8' or None, got {activations!r}")
+        raise TypeError(f"activations: expected {names}, got {type(activations).__name__}")
+    if activations not in allowed:
+        raise ValueError(f"activations: expected {names}, got {activations!r}")
     if device.type == "cuda":
+        ways = {
+            "int8": "quantise the weights to int8, too, and use gemm_w8a8",
+            "fp8": "use CPU tensors: weights in blocks multiply 16-bit activations there",
+        }
         raise UnsupportedError(
-            "activations: 'int8' is for CPU tensors; on CUDA leave it out, or quantise the weights to int8, too, and "
-            "use gemm_w8a8"
+            f"activations: {activations!r} is for CPU tensors; on CUDA leave it out, or {ways[activations]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Blockwise int8 products to test, their oracles, and that of outputs quantised in blocks."""
+"""Blockwise products to test, int8 and fp8, their oracles, and that of outputs quantised in blocks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _TINY: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float3
 _LEAST_SCALE: Final = 2.0**-126
 _UNDERFLOW: Final = 2.0**-125  # of errors: no more than what sums of zeros may have
 _LARGEST: Final = 127
+_INT8: Final = torch.int8
 _GELU: Final = 2.0**-20
 """Error of `int8_gelu`'s GELU relative to its argument: 2^-21.4 of the polynomial whose exponential a GPU takes, and
 2^-21 of rounding it, the exponential and a sum."""
@@ -39,20 +40,28 @@ class BlockwiseReference(Reference):
     beside what `bound` adds for the bias, the activation and the output. (Second-order terms are paid for by the slack
     of the last rounding.)
 
+    The sum s of an fp8 block is that of exact products, and has the error of any fp32 sum of its c columns, with
+    q the root of the sum of their squares: 2^-23 * (c/8 + 16) * (|s| + 4q), which its scale multiplies. `inner` is what
+    all blocks have of it; it adds to the above.
+
     Attributes:
         magnitude: float64 `[M, N]`, sum|t|.
         blocks: G.
+        inner: float64 `[M, N]`, or None for int8.
     """
 
     magnitude: Tensor
     blocks: int
+    inner: Tensor | None = None
 
     def rows(self, begin: int, end: int) -> BlockwiseReference:
         rows = slice(begin, end)
-        return replace(self, sum=self.sum[rows], spread=self.spread[rows], magnitude=self.magnitude[rows])
+        inner = None if self.inner is None else self.inner[rows]
+        return replace(self, sum=self.sum[rows], spread=self.spread[rows], magnitude=self.magnitude[rows], inner=inner)
 
     def sum_error(self, splits: int) -> Tensor:
-        return (self.blocks + splits) * _ROUNDING * self.magnitude
+        error = (self.blocks + splits) * _ROUNDING * self.magnitude
+        return error if self.inner is None else error + self.inner
 
     @property
     def underflow(self) -> float:
@@ -61,7 +70,7 @@ class BlockwiseReference(Reference):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockwiseProblem:
-    """A blockwise product: operands as `qcutlass.blockwise.int8_addmm` takes them, weights as codes `[N, K]`."""
+    """A blockwise product: operands as `int8_addmm` and `fp8_gemm` take them, weights as codes `[N, K]`."""
 
     a: Tensor
     a_s: Tensor
@@ -80,30 +89,39 @@ class BlockwiseProblem:
 
     def terms(self) -> Iterator[Tensor]:
         """float64 `[M, N]` for each block of columns in turn: its exact sum, scaled."""
+        for a, b, scale in self._blocks():
+            yield (a @ b.T) * scale
+
+    def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each block of columns in turn float64 activations `[M, c]`, weights `[N, c]` and scales `[M, N]`."""
         n, k = self.b.shape
         a, a_s = self.a.reshape(-1, k).double(), self.a_s.reshape(-1, self.b_s.shape[1]).double()
         b, b_s = self.b.double(), self.b_s.double().repeat_interleave(self.block_size, 0)[:n]
         for block, start in enumerate(range(0, k, self.block_size)):
             columns = slice(start, start + self.block_size)
-            yield (a[:, columns] @ b[:, columns].T) * (a_s[:, block, None] * b_s[:, block])
+            yield a[:, columns], b[:, columns], a_s[:, block, None] * b_s[:, block]
 
     def reference(self, out_dtype: torch.dtype | None = None) -> BlockwiseReference:
         """The float64 answer, and what its bound needs; `out_dtype`: instead of the problem's."""
         m, n, k = self.shape
-        total, magnitude = (torch.zeros(m, n, dtype=torch.float64, device=self.a.device) for _ in range(2))
-        for term in self.terms():
+        total, magnitude, inner = (torch.zeros(m, n, dtype=torch.float64, device=self.a.device) for _ in range(3))
+        for a, b, scale in self._blocks():
+            term = (a @ b.T) * scale
             total += term
             magnitude += term.abs()
+            if self.b.dtype != _INT8:
+                spread = (a.square() @ b.square().T).sqrt() * scale.abs()
+                inner += 2 * _ROUNDING * (a.shape[1] / 8 + 16) * (term.abs() + 4 * spread)
         bias = None if self.bias is None else self.bias.double()
         dtype = self.out_dtype if out_dtype is None else out_dtype
-        blocks = ceil_div(k, self.block_size)
-        return BlockwiseReference(total, total, k, bias, self.activation, dtype, magnitude, blocks)
+        blocks, rounded = ceil_div(k, self.block_size), None if self.b.dtype == _INT8 else inner
+        return BlockwiseReference(total, total, k, bias, self.activation, dtype, magnitude, blocks, rounded)
 
     def __repr__(self) -> str:
         m, n, k = self.shape
         bias = None if self.bias is None else self.bias.dtype
         return (
-            f"M={m} N={n} K={k} blocks of {self.block_size} bias={bias} activation={self.activation} "
+            f"M={m} N={n} K={k} {self.b.dtype} blocks of {self.block_size} bias={bias} activation={self.activation} "
             f"out={self.out_dtype} seed={self.seed}"
         )
 
@@ -119,6 +137,7 @@ class BlockwiseCase:
         bias: whether there is one.
         bias_dtype: its type.
         activation: name or None.
+        dtype: of activations and weights: int8 or float8_e4m3fn.
     """
 
     m: int
@@ -129,12 +148,13 @@ class BlockwiseCase:
     bias: bool = False
     bias_dtype: torch.dtype = torch.float32
     activation: str | None = None
+    dtype: torch.dtype = _INT8
 
     def _problem(self, seed: int, a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor) -> BlockwiseProblem:
         return BlockwiseProblem(
-            a.to(torch.int8),
+            a.to(self.dtype),
             a_s.float(),
-            b.to(torch.int8),
+            b.to(self.dtype),
             b_s.float(),
             bias.to(self.bias_dtype) if self.bias else None,
             self.activation,
@@ -149,20 +169,28 @@ class BlockwiseCase:
         return (self.m, blocks), (ceil_div(self.n, self.block_size), blocks)
 
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> BlockwiseProblem:
-        """Every code, scales within a factor of 16, outputs about 1 in size."""
+        """Every int8 code, or normal fp8 numbers; scales within a factor of 16, outputs about 1 in size.
+
+        Of fp8 numbers every third row and every second channel is non-negative, so that sums of blocks grow.
+        """
         g = torch.Generator(device).manual_seed(seed)
-        a, b = (torch.randint(-128, 128, (rows, self.k), generator=g, device=device) for rows in (self.m, self.n))
+        if self.dtype == _INT8:
+            a, b = (torch.randint(-128, 128, (rows, self.k), generator=g, device=device) for rows in (self.m, self.n))
+        else:
+            a, b = (torch.randn(rows, self.k, generator=g, device=device) * 32 for rows in (self.m, self.n))
+            a[::3], b[::2] = a[::3].abs(), b[::2].abs()
         a_s, b_s = (torch.exp2(4 * torch.rand(shape, generator=g, device=device)) for shape in self._scale_shapes)
-        size = 74**2 * 36 * math.sqrt(self.k)  # of codes, of products of scales
+        size = (74 if self.dtype == _INT8 else 32) ** 2 * 36 * math.sqrt(self.k)  # of codes, of products of scales
         bias = torch.randn(self.n, generator=g, device=device)
         return self._problem(seed, a, b, a_s / 64, b_s * 64 / size, bias)
 
     def exact(self, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[BlockwiseProblem, Tensor]:
         """Oracle E: a problem whose sums are exact in fp32 in any order, and the output it must give, `[m, n]`.
 
-        Scales are powers of two, and sums of magnitudes stay under 2^24 units of the smallest. Every third row and
-        second channel is non-negative, so that sums grow past what 16 bits hold. ValueError if `activation` is neither
-        None nor "relu": the others are not exact.
+        Scales are powers of two, and sums of magnitudes stay under 2^24 units of the smallest; fp8 numbers are integers
+        up to 8, of whose products a block of 128 sums to 2^13 at most. Every third row and second channel is
+        non-negative, so that sums grow past what 16 bits hold. ValueError if `activation` is neither None nor "relu":
+        the others are not exact.
         """
         if self.activation not in (None, "relu"):
             raise ValueError(f"activation must be None or 'relu' (the others are not exact), got {self.activation!r}")
@@ -172,8 +200,9 @@ class BlockwiseCase:
             return torch.randint(low, high + 1, shape, generator=g, device=device)
 
         headroom = (EXACT_LIMIT - 2**11) / (16 * self.k)  # scales of both sides are within a factor of 4
-        a_largest = min(127, max(1, int(math.sqrt(headroom))))
-        b_largest = min(127, max(1, int(headroom / a_largest)))
+        largest_code = 127 if self.dtype == _INT8 else 8
+        a_largest = min(largest_code, max(1, int(math.sqrt(headroom))))
+        b_largest = min(largest_code, max(1, int(headroom / a_largest)))
         a, b = integers(-a_largest, a_largest, self.m, self.k), integers(-b_largest, b_largest, self.n, self.k)
         if headroom < 1:  # so many terms that only some can count
             a *= torch.rand(self.m, self.k, generator=g, device=device) < headroom
@@ -259,6 +288,6 @@ def assert_gelu(codes: Tensor, scales: Tensor, x: Tensor, x_s: Tensor, size: int
 
 
 def options_of(problem: BlockwiseProblem) -> dict[str, Any]:
-    """Keyword arguments of `int8_addmm` for a problem."""
+    """Keyword arguments of `int8_addmm` or `fp8_gemm` for a problem."""
     names = ("bias", "activation", "out_dtype", "block_size")
     return {name: getattr(problem, name) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tests.python.kinds.blockwise import BLOCKWISE
+from tests.python.kinds.blockwise_float8 import FLOAT8_BLOCKWISE
 from tests.python.kinds.blockwise_quantized import QUANTIZED_BLOCKWISE
 from tests.python.kinds.description import Description
 from tests.python.kinds.float8 import FLOAT8_PRODUCTS
@@ -13,8 +14,10 @@ from tests.python.kinds.minimums import MINIMUMS
 from tests.python.kinds.weight_only import WEIGHT_ONLY
 
 DESCRIPTIONS: dict[str, Description] = {
-    kind.name: kind for kind in (WEIGHT_ONLY, MINIMUMS, INT8, FLOAT8_PRODUCTS, BLOCKWISE, QUANTIZED_BLOCKWISE)
+    kind.name: kind
+    for kind in (WEIGHT_ONLY, MINIMUMS, INT8, FLOAT8_PRODUCTS, BLOCKWISE, QUANTIZED_BLOCKWISE, FLOAT8_BLOCKWISE)
 }
+WITH_KERNELS = {name: kind for name, kind in DESCRIPTIONS.items() if kind.has_kernels}
 
 
 class Outline(NamedTuple):

@@ -32,49 +32,60 @@ from qcutlass.testing import BlockwiseCase, BlockwiseProblem
 M, N, K = 3, 160, 200
 SIZE, BLOCKS = 128, 8  # of the products of models
 
-OF_ALL: list[Row] = [
-    ("a", lambda v: v["a"].tolist(), TypeError, ("list", "Tensor")),
-    ("a", lambda v: v["a"].half(), TypeError, ("float16", "int8")),
-    ("a", lambda v: v["a"][0, 0], ValueError, ("[..., K]", "without dimensions")),
-    ("a_s", lambda v: None, TypeError, ("NoneType", "Tensor")),
-    ("a_s", lambda v: v["a_s"].half(), TypeError, ("float16", "float32")),
-    ("a_s", lambda v: ones(M, 3), ValueError, ("[3, 3]", "[3, 2]", "ceil(K / 128)")),
-    ("a_s", lambda v: ones(M), ValueError, ("[3]", "[3, 2]")),
-    ("a_s", lambda v: ones(2, M), ValueError, ("[2, 3]", "[3, 2]")),
-    ("a_s", lambda v: v["a_s"].to("meta"), ValueError, ("meta", "cpu")),
-    ("b", lambda v: v["b"].tolist(), TypeError, ("list", "Tensor")),
-    ("b", lambda v: v["b"].view(torch.uint8), ValueError, ("uint8", "activations='int8'")),
-    (
-        "b",
-        lambda v: qcutlass.preprocess_weights(ones(N, K, dtype=torch.uint8), 8),
-        ValueError,
-        ("b was packed for 16-bit activations", "preprocess_weights"),
-    ),
-    ("b", lambda v: v["b"].float(), TypeError, ("float32", "int8")),
-    ("b", lambda v: int8(N, K + 1), ValueError, ("[160, 201]", "K = 200")),
-    ("b", lambda v: int8(N), ValueError, ("[160]", "32, 16")),
-    ("b", lambda v: v["b"][:, :6].contiguous(), ValueError, ("[10, 6, 32, 16]", "200", "must be 7")),
-    ("b", lambda v: v["b"].transpose(0, 1), ValueError, ("contiguous", "strides")),
-    ("b", lambda v: v["b"].to("meta"), ValueError, ("meta", "cpu")),
-    ("b_s", lambda v: v["b_s"].double(), TypeError, ("float64", "float32")),
-    ("b_s", lambda v: ones(2, 1), ValueError, ("[2, 1]", "[2, 2]", "ceil(N / 128)")),
-    ("b_s", lambda v: ones(1, 2), ValueError, ("[1, 2]", "[2, 2]")),
-    ("b_s", lambda v: ones(4), ValueError, ("[4]", "[2, 2]")),
-    ("b_s", lambda v: v["b_s"].to("meta"), ValueError, ("meta", "cpu")),
-    ("bias", lambda v: v["bias"].int(), TypeError, ("int32", "float16")),
-    ("bias", lambda v: ones(N - 1), ValueError, ("[159]", "160")),
-    ("bias", lambda v: ones(M, N), ValueError, ("[3, 160]", "160")),
-    ("bias", lambda v: v["bias"].to_sparse(), ValueError, ("dense", "sparse")),
-    ("activation", lambda v: "swish", ValueError, ("swish", "silu", "gelu_tanh")),
-    ("block_size", lambda v: 16, ValueError, ("16", "32, 64")),
-    ("block_size", lambda v: 128.0, TypeError, ("float", "int")),
-    ("n", lambda v: 176, ValueError, ("176", "[10, 7, 32, 16]", "11 tiles")),
-    ("n", lambda v: v.update(b=int8(N, K)) or 159, ValueError, ("159", "160")),
-    ("n", lambda v: -1, ValueError, ("-1",)),
-    ("n", lambda v: True, TypeError, ("bool", "int")),
-    ("tactic", lambda v: 3, TypeError, ("int",)),
-    ("split_k", lambda v: -1, ValueError, ("-1",)),
-]
+
+def rows_of(dtype: torch.dtype) -> list[Row]:
+    """Wrong arguments of products whose operands are of a type."""
+    name, packed = str(dtype).removeprefix("torch."), "int8" if dtype == torch.int8 else "fp8"
+
+    def codes(*shape: int) -> Tensor:
+        return ones(*shape).to(dtype)
+
+    return [
+        ("a", lambda v: v["a"].tolist(), TypeError, ("list", "Tensor")),
+        ("a", lambda v: v["a"].half(), TypeError, ("float16", name)),
+        ("a", lambda v: v["a"][0, 0], ValueError, ("[..., K]", "without dimensions")),
+        ("a_s", lambda v: None, TypeError, ("NoneType", "Tensor")),
+        ("a_s", lambda v: v["a_s"].half(), TypeError, ("float16", "float32")),
+        ("a_s", lambda v: ones(M, 3), ValueError, ("[3, 3]", "[3, 2]", "ceil(K / 128)")),
+        ("a_s", lambda v: ones(M), ValueError, ("[3]", "[3, 2]")),
+        ("a_s", lambda v: ones(2, M), ValueError, ("[2, 3]", "[3, 2]")),
+        ("a_s", lambda v: v["a_s"].to("meta"), ValueError, ("meta", "cpu")),
+        ("b", lambda v: v["b"].tolist(), TypeError, ("list", "Tensor")),
+        ("b", lambda v: v["b"].view(torch.uint8), ValueError, ("uint8", f"activations='{packed}'")),
+        (
+            "b",
+            lambda v: qcutlass.preprocess_weights(ones(N, K, dtype=torch.uint8), 8),
+            ValueError,
+            ("b was packed for 16-bit activations", "preprocess_weights"),
+        ),
+        ("b", lambda v: v["b"].float(), TypeError, ("float32", name)),
+        ("b", lambda v: codes(N, K + 1), ValueError, ("[160, 201]", "K = 200")),
+        ("b", lambda v: codes(N), ValueError, ("[160]", "32, 16")),
+        ("b", lambda v: v["b"][:, :6].contiguous(), ValueError, ("[10, 6, 32, 16]", "200", "must be 7")),
+        ("b", lambda v: v["b"].transpose(0, 1), ValueError, ("contiguous", "strides")),
+        ("b", lambda v: v["b"].to("meta"), ValueError, ("meta", "cpu")),
+        ("b_s", lambda v: v["b_s"].double(), TypeError, ("float64", "float32")),
+        ("b_s", lambda v: ones(2, 1), ValueError, ("[2, 1]", "[2, 2]", "ceil(N / 128)")),
+        ("b_s", lambda v: ones(1, 2), ValueError, ("[1, 2]", "[2, 2]")),
+        ("b_s", lambda v: ones(4), ValueError, ("[4]", "[2, 2]")),
+        ("b_s", lambda v: v["b_s"].to("meta"), ValueError, ("meta", "cpu")),
+        ("bias", lambda v: v["bias"].int(), TypeError, ("int32", "float16")),
+        ("bias", lambda v: ones(N - 1), ValueError, ("[159]", "160")),
+        ("bias", lambda v: ones(M, N), ValueError, ("[3, 160]", "160")),
+        ("bias", lambda v: v["bias"].to_sparse(), ValueError, ("dense", "sparse")),
+        ("activation", lambda v: "swish", ValueError, ("swish", "silu", "gelu_tanh")),
+        ("block_size", lambda v: 16, ValueError, ("16", "32, 64")),
+        ("block_size", lambda v: 128.0, TypeError, ("float", "int")),
+        ("n", lambda v: 176, ValueError, ("176", "[10, 7, 32, 16]", "11 tiles")),
+        ("n", lambda v: v.update(b=codes(N, K)) or 159, ValueError, ("159", "160")),
+        ("n", lambda v: -1, ValueError, ("-1",)),
+        ("n", lambda v: True, TypeError, ("bool", "int")),
+        ("tactic", lambda v: 3, TypeError, ("int",)),
+        ("split_k", lambda v: -1, ValueError, ("-1",)),
+    ]
+
+
+OF_ALL = rows_of(torch.int8)
 OF_OUT: list[Row] = [
     ("out_dtype", lambda v: torch.int8, TypeError, ("int8", "float16", "bfloat16", "float32")),
     ("out_dtype", lambda v: "float16", TypeError, ("float16", "bfloat16")),
@@ -324,8 +335,8 @@ class BlockwiseInt8(Description):
     function = staticmethod(blockwise.int8_addmm)
     schema = (
         "Tensor a, Tensor a_s, Tensor b, Tensor b_s, Tensor? bias, str? activation, "
-        "ScalarType out_dtype, SymInt? n=None, int block_size=128, int? out_block_size=None, str? tactic=None, "
-        "int split_k=0"
+        "ScalarType out_dtype, ScalarType dtype, SymInt? n=None, int block_size=128, int? out_block_size=None, "
+        "str? tactic=None, int split_k=0"
     )
     settling = ("b", "b_s")
     place_of_weights = 2

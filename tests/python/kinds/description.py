@@ -152,7 +152,7 @@ class Description(ABC):
         boxed: operands whose memory is poisoned around; the others are packed.
         not_finite: operands that may hold NaN and infinity.
         granule: channels and columns that share a scale, at most: sizes for tactics go beyond several.
-
+        has_kernels: GPUs multiply it. The others are refused there, and have nothing to choose and to bench.
         capability: the least of a GPU, for its instructions.
 
         variants: options of `case`, by name, for each type of operands that has kernels of its own.
@@ -190,6 +190,7 @@ class Description(ABC):
     boxed: tuple[str, ...]
     not_finite: tuple[str, ...]
     granule = 1
+    has_kernels = True
     capability = (8, 0)
 
     variants: Mapping[str, Values]
@@ -330,9 +331,9 @@ class Description(ABC):
         return [({}, problem), *((change, replace(problem, **change)) for change in changes)]
 
     def has_instructions(self) -> bool:
-        """Whether the current GPU has those of this kind's operands."""
-        return torch.cuda.get_device_capability() >= self.capability
+        """Whether the current GPU has those of this kind's operands, and there are kernels of them."""
+        return self.has_kernels and torch.cuda.get_device_capability() >= self.capability
 
     def skip_without_instructions(self) -> None:
         if not self.has_instructions():
-            pytest.skip(f"{self.name} needs compute capability {self.capability}")
+            pytest.skip(f"{self.name} needs kernels, and compute capability {self.capability}")
