@@ -191,11 +191,15 @@ class QcutlassQuantizer(HfQuantizer):
         for block in self._blocks:  # joined experts have types in common
             self._specs |= block.specs(model.get_submodule(block.place))
         if self._awaited:
-            values: dict[str, Any] = self.quantization_config.to_dict()
-            kept = values.get("modules_to_not_convert", [*_linears(model), *expert_modules(model)])
-            spec = ModelSpec.of(self._specs, kept, self._source or values.get("source", ""))
-            self.quantization_config = model.config.quantization_config = QcutlassConfig(**spec.to_dict())
+            self._describe(model)
         self._awaited = {}
+
+    def _describe(self, model: PreTrainedModel) -> None:
+        """Has the configuration say what the layers are."""
+        values: dict[str, Any] = self.quantization_config.to_dict()
+        kept = values.get("modules_to_not_convert", [*_linears(model), *expert_modules(model)])
+        spec = ModelSpec.of(self._specs, kept, self._source or values.get("source", ""))
+        self.quantization_config = model.config.quantization_config = QcutlassConfig(**spec.to_dict())
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Bytes of an element, by which devices are filled."""
@@ -203,7 +207,12 @@ class QcutlassQuantizer(HfQuantizer):
         return float(module.size if isinstance(module, _Awaited) else param.element_size())
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors that `save_pretrained` writes: the model's and a guard for each layer."""
+        """The tensors that `save_pretrained` writes, before its configuration: the model's and guards of layers."""
+        modules = [(name, module) for name, module in model.named_modules() if name in self._specs]
+        specs = {name: module.spec for name, module in modules if isinstance(module, QuantLinear)}
+        if specs.items() - self._specs.items():  # use_activations has put others in their place
+            self._specs |= specs
+            self._describe(model)
         state = split(model, model.state_dict())
         layers = [name.removesuffix(".w_packed") for name in state if name.endswith(".w_packed")]
         return {**state, **{f"{name}.{GUARD}": guard() for name in layers}}, {}

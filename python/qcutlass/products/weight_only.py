@@ -25,6 +25,16 @@ from qcutlass.products.packing import WeightShape, check_weights, weight_argumen
 
 _PERM: Final = (torch.int32,)
 ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
+_NOT_ON_CUDA: Final = {
+    "int8": (
+        "activations: 'int8' is for CPU tensors; on CUDA leave it out, or quantise the weights to int8, too, and use "
+        "gemm_w8a8"
+    ),
+    "fp8": (
+        "activations: 'fp8' is for CPU tensors; on CUDA leave it out: weights in blocks multiply 16-bit activations "
+        "there"
+    ),
+}
 _GROUP_STEP: Final = 16  # of the kernels for CUDA, and of those for int8 activations
 
 
@@ -45,13 +55,7 @@ def check_quantized_activations(
     if activations not in allowed:
         raise ValueError(f"activations: expected {names}, got {activations!r}")
     if device.type == "cuda":
-        ways = {
-            "int8": "quantise the weights to int8, too, and use gemm_w8a8",
-            "fp8": "use CPU tensors: weights in blocks multiply 16-bit activations there",
-        }
-        raise UnsupportedError(
-            f"activations: {activations!r} is for CPU tensors; on CUDA leave it out, or {ways[activations]}"
-        )
+        raise UnsupportedError(_NOT_ON_CUDA[activations])
 
 
 def check_groups(shape: WeightShape, device: torch.device) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import FP8, W8A8, Blockwise, QuantLinear, models
-from qcutlass.layers import Fp8Linear, WeightOnlyLinear
+from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear
+from qcutlass.models.transformers import load_model
 from qcutlass.schemes import Scheme
 from qcutlass.testing.models import NOISE, noise_ratio
 
@@ -149,6 +150,34 @@ def test_fp8_in_blocks_multiplies_16_bit_activations(
     assert_same_state(load(tmp_path / "saved"), again.state_dict())
     with pytest.raises(qcutlass.UnsupportedError, match="e4m3 weights for 16-bit activations are not exported"):
         models.export_model(tmp_path / "new", tmp_path / "exported", "compressed-tensors")
+
+
+def test_fp8_in_blocks_multiplies_fp8_activations_where_asked(random_cut: RandomCut, seed: int, tmp_path: Path) -> None:
+    """By `activations`, of the folder and of the one it is converted to; every layer has the file's weights."""
+    options = {"block": (128, 128), "name": "weight_scale_inv"}
+    folder, weights = fp8_folder(random_cut, tmp_path / "source", BLOCKS, **options)
+    models.convert(folder, tmp_path / "new")
+    ids = torch.randint(0, random_cut.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(seed))
+    found = []
+    for place in (folder, tmp_path / "new"):
+        model, _ = load_model(place, activations="fp8")
+        for name, weight in weights.items():
+            layer = model.get_submodule(name)
+            assert (type(layer), layer.weight_dtype, layer.group_size) == (BlockwiseLinear, "e4m3", 128)
+            assert torch.equal(layer.weights(), weight)
+        found.append(logits(model, ids))
+    assert torch.equal(*found)
+    assert bool(found[0].isfinite().all())
+    assert not torch.equal(found[0], logits(load(folder, direct=True), ids))
+    model.save_pretrained(tmp_path / "saved")
+    assert models.ConvertedFolder(tmp_path / "saved").spec.default == model.get_submodule(name).spec
+    assert torch.equal(logits(load(tmp_path / "saved"), ids), found[0])
+    text = tmp_path / "text"
+    text.write_text(" ".join(str(i % 100) for i in range(200)))
+    eval_text = "eval", folder, "--text", text, "--tokens", 64, "--window", 32
+    for words in (eval_text, ("generate", tmp_path / "new", "--prompt", "1 2 3", "--max-new-tokens", 4)):
+        result = command(*words, "--activations", "fp8")
+        assert result.exit_code == 0, result.output
 
 
 def test_commands_of_an_fp8_folder(random_cut: RandomCut, tmp_path: Path) -> None:
