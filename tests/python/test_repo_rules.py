@@ -110,7 +110,7 @@ PACKAGE_ROOMS = {  # file or folder of the package: those that it imports beside
     "moe": {"products"},
     "formats": {"errors", "products", "quantized", "version"},
     "layers": {
-        "algorithms", "blockwise", "defaults", "errors", "formats", "moe", "products", "quantized", "schemes",
+        "algorithms", "defaults", "errors", "formats", "moe", "products", "quantized", "schemes",
         "version",
     },
     "models": {"algorithms", "defaults", "errors", "formats", "layers", "products", "schemes", "version"},
