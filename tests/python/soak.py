@@ -13,6 +13,7 @@ of them were identities, the largest error over its bound and the failures, and 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import os
@@ -22,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,7 @@ class Memory:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@contextmanager
+@contextlib.contextmanager
 def busy_neighbour(device: str) -> Iterator[None]:
     """Another thread that multiplies in a stream of its own, packed weights, too."""
     stop, ready = threading.Event(), threading.Event()
@@ -104,7 +104,7 @@ def busy_neighbour(device: str) -> Iterator[None]:
         thread.join()
 
 
-@contextmanager
+@contextlib.contextmanager
 def threads_of_the_cpu(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -157,26 +157,27 @@ def soak(
     report: Callable[[str], object] = print,
 ) -> tuple[dict[str, Tally], list[int]]:
     """Random problems of each kind in turn while `goes_on(cases, seconds)`; tallies, and the memory after each tenth
-    of a minute."""
+    of a minute. Ctrl-C ends it, too."""
     tallies = {name: Tally() for name in kinds or KINDS}
     memory, sizes = Memory(device), list[int]()
     litter = Litter(random.Random(seed), device)
     begin, cases = time.monotonic(), 0
-    for index in itertools.count():
-        for name, tally in tallies.items():
-            choose = random.Random(f"{seed} {name} {index}")
-            for trial in KINDS[name](choose, device):
-                for wrong in judged(trial, tally, launches, device):
-                    tally.failures += 1
-                    report(f"{name}, problem {index} of seed {seed}: {wrong}: {trial.label}")
-                litter.turn()
-                cases += 1
-                if not goes_on(cases, time.monotonic() - begin):
-                    return tallies, sizes
-        if time.monotonic() - begin >= 6 * len(sizes):
-            gc.collect()
-            sizes.append(memory.now())
-    raise AssertionError("the loop above ends by itself")
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: what there is until then
+        for index in itertools.count():
+            for name, tally in tallies.items():
+                choose = random.Random(f"{seed} {name} {index}")
+                for trial in KINDS[name](choose, device):
+                    for wrong in judged(trial, tally, launches, device):
+                        tally.failures += 1
+                        report(f"{name}, problem {index} of seed {seed}: {wrong}: {trial.label}")
+                    litter.turn()
+                    cases += 1
+                    if not goes_on(cases, time.monotonic() - begin):
+                        return tallies, sizes
+            if time.monotonic() - begin >= 6 * len(sizes):
+                gc.collect()
+                sizes.append(memory.now())
+    return tallies, sizes
 
 
 def growth(sizes: list[int]) -> int:

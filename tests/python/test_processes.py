@@ -26,6 +26,7 @@ PRELUDE = """
 import multiprocessing, os, random, signal, sys, threading, time
 import torch, qcutlass
 from tests.python.random_products import KINDS
+from tests.python.soak import same
 
 def trials(seed):
     return [trial for kind in KINDS for trial in KINDS[kind](random.Random(f"{kind} {seed}"), "cpu")]
@@ -37,29 +38,38 @@ def worst(seed):
 
 def run(code: str, repository: Path, prelude: str = PRELUDE) -> str:
     process = [sys.executable, "-c", prelude + code]
-    result = subprocess.run(process, cwd=repository, capture_output=True, text=True, check=False, timeout=600)
+    result = subprocess.run(process, cwd=repository, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
 def test_every_kind_after_a_fork(seed: int, repository: Path) -> None:
-    """Children of a process that has used every kind, and their children; the parent goes on."""
+    """Children of a process that has used every kind, and their children; the parent goes on.
+
+    Oracles stay in the parent: torch's own loops on several threads wait forever in a forked child.
+    """
     code = f"""
 torch.set_num_threads(2)
-used = worst({seed})
+work = trials({seed})
+expected = [[out.clone() for out in trial.run()] for trial in work]
+print(max(trial.judge(outs) for trial, outs in zip(work, expected)) <= 1)
+
+def wrong():
+    return [str(trial.label) for trial, outs in zip(work, expected) if not same(trial.run(), outs)]
+
 for generation in range(2):
     child = os.fork()
     if child == 0:
-        signal.alarm(300)  # a child that waits for its parent's threads ends here
-        right = worst({seed} + 1) <= 1
+        signal.alarm(120)  # a child that waits for its parent's threads ends here
+        here = wrong()
         grandchild = os.fork()
         if grandchild == 0:
-            signal.alarm(300)
-            os._exit(0 if worst({seed} + 2) <= 1 else 1)
-        os._exit(0 if right and os.waitpid(grandchild, 0)[1] == 0 else 1)
-    print(os.waitpid(child, 0)[1], worst({seed} + 3) <= 1, used <= 1)
+            signal.alarm(120)
+            os._exit(len(wrong()) > 0)
+        os._exit(len(here) > 0 or os.waitpid(grandchild, 0)[1] != 0)
+    print(os.waitpid(child, 0)[1], wrong())
 """
-    assert run(code, repository).split() == ["0", "True", "True"] * 2
+    assert run(code, repository).splitlines() == ["True", "0 []", "0 []"]
 
 
 def product_of(operands: dict[str, Tensor]) -> Tensor:
@@ -144,7 +154,7 @@ finally:
 
 @on_both
 def test_tensors_come_and_go_between_calls(device: str, seed: int) -> None:
-    """Calls of one shape are remembered: new tensors at old addresses, and old tensors at new ones, are read as they are."""
+    """Calls of one shape are remembered; new tensors at old addresses, old ones at new addresses are read so."""
     expected = [product_of(operands_of(m, seed + m, device)) for m in (3, 40)]
     kept = operands_of(3, seed, device)
     for number in range(30):
