@@ -46,7 +46,8 @@ def run(code: str, repository: Path, prelude: str = PRELUDE) -> str:
 def test_every_kind_after_a_fork(seed: int, repository: Path) -> None:
     """Children of a process that has used every kind, and their children; the parent goes on.
 
-    Oracles stay in the parent: torch's own loops on several threads wait forever in a forked child.
+    The children have one thread, since torch's own loops on several wait forever in a forked child; products on several
+    threads there are in `test_threads.py`.
     """
     code = f"""
 torch.set_num_threads(2)
@@ -61,6 +62,7 @@ for generation in range(2):
     child = os.fork()
     if child == 0:
         signal.alarm(120)  # a child that waits for its parent's threads ends here
+        torch.set_num_threads(1)
         here = wrong()
         grandchild = os.fork()
         if grandchild == 0:
