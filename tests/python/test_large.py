@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +17,8 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 MANY, LONG = 66_000, 32_832
 
 
-def assert_ends(out: Tensor, first: Tensor, last: Tensor) -> None:
-    """Rows of `first` and `last` at the ends, nothing between them."""
-    testing.assert_equal(out[: len(first)], first)
-    testing.assert_equal(out[-len(last) :], last)
-    middle = out[len(first) : -len(last)]
-    assert not any(bool(part.any()) for part in middle.split(4096))
+def assert_zeros(out: Tensor) -> None:
+    assert not any(bool(part.any()) for part in out.split(4096))
 
 
 @pytest.mark.parametrize("name", ["gemm_w8a8", "gemm_fp8"])
@@ -32,15 +27,15 @@ def test_activations(name: str, device: str, seed: int) -> None:
     case = kind.case(4, 16, LONG, bias=False) if name == "gemm_fp8" else kind.case(4, 16, LONG, bias=False, azp="none")
     problem = case.random(device=device, seed=seed)
     product = kind.product(problem)
-    (expected,) = product.outs()
-    kind.assert_correct((expected,), problem)
     a = torch.zeros(MANY, LONG, dtype=torch.int8, device=device).view(problem.a.dtype)
     assert a.numel() > 2**31
     a[:4], a[-4:] = problem.a, problem.a
     scales = problem.a_scale.repeat(-(-MANY // 4))[:MANY].clone()
     scales[-4:] = problem.a_scale
     out = product(**{product.activations: a, "a_scale": scales})
-    assert_ends(out, expected, expected)
+    for ends in (out[:4], out[-4:]):
+        kind.assert_correct((ends,), problem)
+    assert_zeros(out[4:-4])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -53,13 +48,9 @@ def test_weights(bits: int, device: str, seed: int) -> None:
     del codes
     scales = torch.ones(1, MANY, dtype=problem.scales.dtype, device=device)
     scales[:, :64], scales[:, -64:] = problem.scales, problem.scales.flip(1)
-    few = qcutlass.preprocess_weights(problem.codes, bits)
-    expected = qcutlass.gemm(problem.a, few, problem.scales)
     options: dict[str, Any] = {} if device == "cpu" else {"weight_dtype": problem.a.dtype}
-    testing.assert_close(expected, problem.reference(**options), label=problem)
     out = qcutlass.gemm(problem.a, packed, scales)
-    if device == "cpu":
-        assert_ends(out.T, expected.T, expected.T.flip(0))
+    assert_zeros(out.T[64:-64])
     testing.assert_close(out[:, :64].contiguous(), problem.reference(**options), label=problem)
     testing.assert_close(out[:, -64:].flip(1), problem.reference(**options), label=problem)
     rows = qcutlass.dequantize(packed, scales, k=LONG, rows=(MANY - 64, MANY))
@@ -71,14 +62,9 @@ def test_outputs(device: str, seed: int) -> None:
     packed = qcutlass.preprocess_weights(problem.codes, 4)
     a = torch.zeros(LONG, 16, dtype=problem.a.dtype, device=device)
     a[:4], a[-4:] = problem.a, problem.a.flip(0)
-    given = packed, problem.scales, problem.zeros
-    options = problem.ambiguous
-    expected = qcutlass.gemm(problem.a, *given, **options)
-    dtype = None if device == "cpu" else problem.a.dtype
-    testing.assert_close(expected, problem.reference(dtype), label=problem)
-    out = qcutlass.gemm(a, *given, **options)
+    out = qcutlass.gemm(a, packed, problem.scales, problem.zeros, **problem.ambiguous)
     assert out.numel() > 2**31
-    if device == "cpu":
-        assert_ends(out, expected, expected.flip(0))
-    part = replace(problem, a=a[-4:])
-    testing.assert_close(out[-4:], part.reference(dtype), label=problem)
+    dtype = None if device == "cpu" else problem.a.dtype
+    testing.assert_close(out[:4], problem.reference(dtype), label=problem)
+    testing.assert_close(out[-4:].flip(0), problem.reference(dtype), label=problem)
+    assert_zeros(out[4:-4])
