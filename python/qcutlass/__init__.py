@@ -7,6 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from qcutlass import _main_interpreter as _main_interpreter  # first: torch never returns where this refuses
 from qcutlass import _registration
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.version import __version__

@@ -33,9 +33,11 @@ def pytest_report_header() -> str:
     return f"qcutlass: QCUTLASS_TEST_SEED={_SESSION_SEED}, GPU tests: {_gpu_obstacle() or torch.cuda.get_device_name()}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    obstacle = _gpu_obstacle()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    obstacle, slow = _gpu_obstacle(), "slow" in config.getoption("-m")
     for item in items:
+        if item.get_closest_marker("slow") and not slow:
+            item.add_marker(pytest.mark.skip(reason="takes half a minute or more: python -m pytest -m slow"))
         if obstacle and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {obstacle}"))
 

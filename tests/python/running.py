@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -183,3 +184,22 @@ def misaligned(tensor: Tensor, offset: int) -> Tensor:
     size = tensor.element_size()
     buffer = torch.zeros(tensor.numel() * size + offset, dtype=torch.uint8, device=tensor.device)
     return buffer[offset:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def run_poisoned(product: Product, choose: random.Random, **forced: Any) -> tuple[Tensor, ...]:
+    """The product with sentinels around everything read and in everything written, at offsets that break alignment."""
+    kind, aligned = product.description, 16 // product.a.element_size()
+
+    def around(tensor: Tensor) -> Tensor:
+        offset, padding = choose.choice([0, 0, aligned, 1, 3]), choose.choice([0, 0, aligned, 5])
+        return testing.Poisoned.around(tensor, offset=offset, padding=padding).tensor
+
+    boxed: dict[str, Any] = {name: around(product.operands[name]) for name in kind.boxed if name in product.operands}
+    if not kind.has_out:
+        return product.outs(**boxed, **forced)
+    (m, n, _), dtype = product.problem.shape, kind.out_dtype(product.problem)
+    offset, padding = choose.choice([0, 0, 8, 1]), choose.choice([0, 0, 8, 3])
+    box = testing.Poisoned((m, n), dtype, product.a.device, offset=offset, padding=padding)
+    product(**boxed, **forced, out=box.tensor)
+    box.check(f"{product.problem} {forced}")
+    return (box.tensor,)

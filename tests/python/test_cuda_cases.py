@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.python.kinds import DESCRIPTIONS, WITH_KERNELS
 from tests.python.kinds.description import ACTIVATIONS, EXACT, MANY_ROWS, Description, Draw, Product
-from tests.python.running import VIEWS, misaligned, view_of
+from tests.python.running import VIEWS, misaligned, run_poisoned, view_of
 from torch import Tensor
 
 import qcutlass
@@ -62,25 +62,6 @@ def fits(traits: _C.TacticTraits, device: str) -> bool:
     """Whether the GPU has what a configuration needs; the CPU stands for an H200."""
     there = H200 if device == "cpu" else _C.device_traits(torch.cuda.current_device())
     return traits.shared_memory <= there.shared_memory_per_block and traits.wgmma <= there.wgmma
-
-
-def run_poisoned(product: Product, choose: random.Random, **forced: Any) -> tuple[Tensor, ...]:
-    """The product with sentinels around everything read and in everything written, at offsets that break alignment."""
-    kind, aligned = product.description, 16 // product.a.element_size()
-
-    def around(tensor: Tensor) -> Tensor:
-        offset, padding = choose.choice([0, 0, aligned, 1, 3]), choose.choice([0, 0, aligned, 5])
-        return testing.Poisoned.around(tensor, offset=offset, padding=padding).tensor
-
-    boxed: dict[str, Any] = {name: around(product.operands[name]) for name in kind.boxed if name in product.operands}
-    if not kind.has_out:
-        return product.outs(**boxed, **forced)
-    (m, n, _), dtype = product.problem.shape, kind.out_dtype(product.problem)
-    offset, padding = choose.choice([0, 0, 8, 1]), choose.choice([0, 0, 8, 3])
-    box = testing.Poisoned((m, n), dtype, product.a.device, offset=offset, padding=padding)
-    product(**boxed, **forced, out=box.tensor)
-    box.check(f"{product.problem} {forced}")
-    return (box.tensor,)
 
 
 def assert_exact(

@@ -98,6 +98,7 @@ def test_rooms_of_the_core_include_those_below_them_only(repository: Path) -> No
 
 
 PACKAGE_ROOMS = {  # file or folder of the package: those that it imports beside itself
+    "_main_interpreter": set(),
     "version": {"_C"},
     "errors": {"_C"},
     "defaults": set(),
@@ -122,7 +123,7 @@ PACKAGE_ROOMS = {  # file or folder of the package: those that it imports beside
     "vllm": {"errors", "formats", "layers", "products", "quantized"},
     "_registration": {"models", "products"},
     "_public": {"algorithms", "layers", "models", "products", "quantized", "schemes", "tuning"},
-    "__init__": {"_public", "_registration", "blockwise", "errors", "moe", "version"},
+    "__init__": {"_main_interpreter", "_public", "_registration", "blockwise", "errors", "moe", "version"},
     "__main__": {"cli"},
 }  # fmt: skip
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcutlass.products.checks import check_memory
 from qcutlass.products.float8 import FLOAT8, Float8Call
 from qcutlass.products.grouped import GROUPED, GroupedCall
 from qcutlass.products.int8 import INT8, Int8Call, check_weight_sums, sums_call
 from qcutlass.products.kind import computes
+from qcutlass.products.library import is_eager
 from qcutlass.products.multiplying import compute
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
@@ -300,5 +302,7 @@ def weight_sums(w: Tensor, n: int | None = None) -> Tensor:
     """
     check_weight_sums(w, n)
     if w.dim() == 2:
+        if is_eager(w):
+            check_memory({"w": w})
         return w.sum(1, dtype=torch.int32)
     return compute(INT8, sums_call(w, n), None).view(-1)

@@ -12,9 +12,11 @@ from qcutlass.products.checks import (
     FLOATING,
     check_device,
     check_integer,
+    check_memory,
     check_tensor,
     names_of,
     shape_of,
+    tensors_of,
 )
 from qcutlass.products.extension import DTYPES, backend, current_device
 from qcutlass.products.kind import Size, schema_of
@@ -119,6 +121,7 @@ def check_dequantize(call: DequantizeCall) -> tuple[WeightShape, torch.dtype, in
 def pack(codes: Tensor, bits: int, activations: str) -> Tensor:
     """The packed weights of codes `[N, K]`, or `[E, N, K]`."""
     packing = check_pack(codes, bits, activations)
+    check_memory({"codes": codes})
     *experts, n, k = codes.shape
     packed = _new_packed(codes, (*experts, *packed_shape(n, k, packing)), activations)
     if packed.numel():
@@ -159,6 +162,7 @@ def _check_padding(name: str, w_packed: Tensor, packing: _C.Packing, k: int) -> 
 def unpack(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
     """The codes `[n, k]` of packed weights, or `[E, n, k]`."""
     packing = check_unpack(w_packed, bits, n, k)
+    check_memory({"w_packed": w_packed})
     experts = w_packed.shape[:-4]
     codes = w_packed.new_empty((*experts, n, k))
     if codes.numel():
@@ -173,6 +177,7 @@ def unpack(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:
 def dequantize(call: DequantizeCall) -> Tensor:
     """Rows of the matrix that packed weights stand for."""
     shape, dtype, end = check_dequantize(call)
+    check_memory(tensors_of(call))
     out = call.w_packed.new_empty((end - call.row_begin, shape.k), dtype=dtype)
     if out.numel():
         _check_padding("k", call.w_packed, PACKINGS[shape.bits], shape.k)

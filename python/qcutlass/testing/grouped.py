@@ -107,7 +107,7 @@ class GroupedCase:
         a = experts[0].a
         g = torch.Generator(a.device).manual_seed(seed + 1)
         offsets = torch.tensor([0, *itertools.accumulate(self.counts)], device=a.device) + self.before
-        rows = torch.randint(0, a.shape[0], (self.m,), generator=g, device=a.device, dtype=torch.int32)
+        rows = torch.randint(0, max(1, a.shape[0]), (self.m,), generator=g, device=a.device, dtype=torch.int32)
         return GroupedProblem(
             a,
             tuple(experts),

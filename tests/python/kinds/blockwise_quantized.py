@@ -108,9 +108,12 @@ class ScalesRoundedToFloat16(QuantizedModel):
 
 
 class OneCodeOff(QuantizedModel):
+    """Away from its number: towards it is right where that is as good as half way to the next code."""
+
     def quantize(self, y: Tensor) -> tuple[Tensor, Tensor]:
         codes, scales = super().quantize(y)
-        codes[41, 77] += 1 if codes[41, 77] < 127 else -1
+        number = y[41, 77] / scales[41, 77 // SIZE]
+        codes[41, 77] += 1 if codes[41, 77] < 127 and number <= codes[41, 77] else -1
         return codes, scales
 
 

@@ -127,9 +127,11 @@ class ChannelScaleOfTheOtherHalfOfATile(Model):
         return super().channel_scale().view(-1, 2, 8).flip(1).flatten()
 
 
-class RowScaleRoundedToBfloat16(Model):
+class RowScaleCutToBfloat16(Model):
+    """Not rounded to nearest: that error is as small as a bfloat16 output's own, and the bound allows it at times."""
+
     def row_scale(self) -> Tensor:
-        return super().row_scale().bfloat16().float()
+        return (super().row_scale().view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
 class BiasBeforeScale(Model):
@@ -171,7 +173,7 @@ FAULTS: list[type[Model]] = [
     RowScaleOffByOne,
     ChannelScaleOffByOne,
     ChannelScaleOfTheOtherHalfOfATile,
-    RowScaleRoundedToBfloat16,
+    RowScaleCutToBfloat16,
     BiasBeforeScale,
     BiasOfTheNextChannel,
     LastK32StepDropped,

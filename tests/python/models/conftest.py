@@ -15,13 +15,6 @@ from tests.python.models.folders import RandomCut, SmolCut
 from qcutlass.cli.quickstart import default_model
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "slow" not in config.getoption("-m"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes half a minute or more: python -m pytest -m slow"))
-
-
 @pytest.fixture(scope="session")
 def smol_file() -> Path:
     """SmolLM2's GGUF file."""
