@@ -50,10 +50,10 @@ def open_regular(path: Path) -> BufferedReader:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{path}: expected a file, got a folder, a FIFO or a device; remove it")
-        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+    return os.fdopen(descriptor, "rb")  # which closes it itself where it fails: twice could close another's
 
 
 def check_no_pointer(path: Path, begin: bytes) -> None:
@@ -65,7 +65,10 @@ def check_no_pointer(path: Path, begin: bytes) -> None:
 def read_whole(path: Path, most: int) -> bytes:
     """All bytes of a file; errors as for `open_regular`, and CheckpointError where there are more than `most`."""
     with open_regular(path) as file:
-        data = file.read(most + 1)
+        size = Stamp.of(file).size
+        data = file.read(min(size, most) + 1)  # no buffer for the longest where the file is short
+        if len(data) > size:  # it grows
+            data += file.read(most + 1 - len(data))
         if len(data) > most:
             raise CheckpointError(f"{path}: expected at most {most} bytes, got {max(Stamp.of(file).size, len(data))}")
         return data

@@ -33,7 +33,7 @@ class Tally:
         inputs: how many were tried.
         survived: how many were read in spite of their damage.
         failures, messages: how many findings, and the first of them.
-        slowest, which: seconds of the input that took longest, and its number.
+        slowest, which: CPU seconds of the input that took longest, and its number.
         megabytes: by which the resident memory of a child grew, at most.
     """
 
@@ -84,7 +84,7 @@ def in_children(chunks: list[Chunk], work: Work, processes: int, most_seconds: f
     Args:
         work: runs one; it tells the number of each input before it is tried.
         processes: at once.
-        most_seconds: for one input, where Python's own alarm does not come through.
+        most_seconds: of the clock, for one input, where Python's own alarm does not come through.
         state: keeps the tallies of finished chunks.
     """
     done = {} if state is None or not state.exists() else json.loads(state.read_text())

@@ -146,6 +146,23 @@ def test_a_file_that_is_replaced_while_it_is_open(folder: Path) -> None:
         checkpoint["a"]
 
 
+def test_an_interrupted_opening_closes_the_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time could close the file of another thread."""
+    opened: list[int] = []
+
+    def fails(descriptor: int, mode: str) -> None:  # as io.open does where memory or a signal ends it
+        os.close(descriptor)
+        opened.append(os.open("/dev/null", os.O_RDONLY))
+        assert opened == [descriptor]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fdopen", fails)
+    with pytest.raises(KeyboardInterrupt):
+        formats.load(folder)
+    os.fstat(opened[0])  # still open
+    os.close(opened[0])
+
+
 def of_every_type() -> dict[str, Tensor]:
     """By the name in safetensors: the bytes 0 to 63 in every type that torch has."""
     data = torch.arange(64, dtype=torch.uint8)
