@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mutations=${1:-100000} python=${PYTHON:-python3} build=${QCUTLASS_SANITIZE_BUILD:-build/sanitize} compiler=${CXX:-g++}
+mutations=${1:-100000} python=${PYTHON:-python3} build=$(realpath -m "${QCUTLASS_SANITIZE_BUILD:-build/sanitize}") compiler=${CXX:-g++}
 read -r -a tests <<< "${QCUTLASS_SANITIZE_PYTEST:-tests/python/formats tests/python/test_layout.py \
   tests/python/test_quantize.py tests/python/test_dequantize.py tests/python/test_gemm.py}"
 
@@ -37,14 +37,13 @@ cp "$build"/cpp/_C*.so "$package/qcutlass/"
 
 # In front of libstdc++, whose exceptions AddressSanitizer watches. A shell that ran between would be preloaded, too.
 run() {
-  env PYTHONPATH="$PWD/$package" PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
+  env PYTHONPATH="$package" PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
     LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so) \
 $("$compiler" -print-file-name=libstdc++.so)" "$python" "$@"
 }
-case $package in /*) PWD= ;; esac
 used=$(run -c "import qcutlass._C as c; print(c.__file__)")
 case $used in
-  */"${package#/}"/*) echo "sanitized: $used" ;;
+  "$package"/*) echo "sanitized: $used" ;;
   *) echo "$used is imported, not the sanitized extension: uninstall the editable package, or take another PYTHON" >&2 && exit 1 ;;
 esac
 run -m pytest -q -p no:cacheprovider "${tests[@]}"
