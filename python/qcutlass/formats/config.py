@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from qcutlass.errors import CheckpointError
-from qcutlass.formats.files import check_no_pointer, inside, read_whole
+from qcutlass.formats.files import check_no_pointer, inside, parsed_json, read_whole
 
 _MOST_BYTES: Final = 32 << 20
 _SECTIONS: Final = {  # file: where in it the quantisation is described; "": everywhere
@@ -25,8 +24,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is no regular file, or a link out of its folder, holds something else, or is larger than
-            32 MiB.
+        CheckpointError: it is no regular file, or a link out of its folder, holds something else, is larger than
+            32 MiB, or has more than 2**19 lists and objects, or more than 64 in each other.
     """
     if path.is_symlink() and path.exists():
         inside(path.parent, path.name, str(path.parent))
@@ -34,8 +33,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if len(data) >= 4:
         check_no_pointer(path, data)
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError, MemoryError) as error:
+        value = parsed_json(data)
+    except ValueError as error:
         raise CheckpointError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from io import BufferedReader
@@ -15,6 +16,8 @@ from torch import Tensor
 from qcutlass.errors import CheckpointError
 
 _POINTER: Final = b"version https://git-lfs"
+_DEEPEST: Final = 64  # lists and objects in each other: what reads them may call itself for each
+MOST_BRACKETS: Final = 1 << 19  # of a JSON file: a list costs the parser 30 times its two bytes
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO does not wait for its writer
 
 
@@ -47,10 +50,10 @@ def open_regular(path: Path) -> BufferedReader:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{path}: expected a file, got a folder, a FIFO or a device; remove it")
-        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+    return os.fdopen(descriptor, "rb")  # which closes it itself where it fails: twice could close another's
 
 
 def check_no_pointer(path: Path, begin: bytes) -> None:
@@ -62,10 +65,38 @@ def check_no_pointer(path: Path, begin: bytes) -> None:
 def read_whole(path: Path, most: int) -> bytes:
     """All bytes of a file; errors as for `open_regular`, and CheckpointError where there are more than `most`."""
     with open_regular(path) as file:
-        data = file.read(most + 1)
+        size = Stamp.of(file).size
+        data = file.read(min(size, most) + 1)  # no buffer for the longest where the file is short
+        if len(data) > size:  # it grows
+            data += file.read(most + 1 - len(data))
         if len(data) > most:
             raise CheckpointError(f"{path}: expected at most {most} bytes, got {max(Stamp.of(file).size, len(data))}")
         return data
+
+
+def parsed_json(text: bytes) -> Any:
+    """The value in JSON, whose nesting and number of lists and objects are bounded.
+
+    Raises:
+        ValueError: it is no JSON, or beyond these bounds.
+    """
+    brackets = text.count(b"[") + text.count(b"{")
+    if brackets > MOST_BRACKETS:
+        raise ValueError(f"expected at most {MOST_BRACKETS} lists and objects, got {brackets}")
+    try:
+        value = json.loads(text.decode())
+    except (RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    if brackets > _DEEPEST:
+        level = [value]
+        for _ in range(_DEEPEST):
+            parts = (part.values() if isinstance(part, dict) else part for part in level)
+            level = [part for inner in parts for part in inner if isinstance(part, dict | list)]
+            if not level:
+                break
+        else:
+            raise ValueError(f"expected at most {_DEEPEST} lists and objects in each other")
+    return value
 
 
 def read_span(path: Path, stamp: Stamp, begin: int, size: int, name: str) -> Tensor:

@@ -6,7 +6,6 @@ shape and its place in the bytes that follow, which the tensors fill without gap
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from pathlib import Path
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.files import Stamp, check_no_pointer, open_regular
+from qcutlass.formats.files import MOST_BRACKETS, Stamp, check_no_pointer, open_regular, parsed_json
 
-MOST_TENSORS: Final = 1 << 16  # in one file; models with more are sharded
+MOST_TENSORS: Final = MOST_BRACKETS // 8  # in one file; models with more are sharded. One has three lists or objects
 _MOST_BYTES: Final = 16 << 20
-_MOST_BRACKETS: Final = 8 * MOST_TENSORS  # a tensor has three, the rest is for names
 _MOST_ELEMENTS: Final = 1 << 63
 _METADATA: Final = "__metadata__"
 
@@ -112,14 +110,14 @@ def _error(path: Path, name: str, message: str) -> CheckpointError:
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     """The header's tensors, in the order of the file."""
-    if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:  # a list costs the parser 30 times its two bytes
+    if text.count(b"[") + text.count(b"{") > MOST_BRACKETS:
         raise CheckpointError(f"{path}: expected at most {MOST_TENSORS} tensors, got a header of more; split the file")
     try:
-        header = json.loads(text.decode())
+        header = parsed_json(text)
         if not isinstance(header, dict):
             raise ValueError("no JSON object")
         "".join(header).encode()  # names have no halves of surrogate pairs, which nothing can print
-    except (ValueError, RecursionError, MemoryError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: not a whole safetensors file: its header is damaged ({error})") from error
     metadata = header.pop(_METADATA, None)
     if metadata is not None and not (isinstance(metadata, dict) and all(type(v) is str for v in metadata.values())):

@@ -124,10 +124,10 @@ class GGUFModel(ModelSource):
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.rpartition(".")[2])
         return layer if heads is None or not self._permuted else self._in_order(layer, name, self.config[heads])
 
-    def _in_order(self, layer: Layer, name: str, heads: int) -> Layer:
+    def _in_order(self, layer: Layer, name: str, heads: object) -> Layer:
         n, _ = layer.shape
-        if n % (2 * heads):
-            raise CheckpointError(f"{self._path}: {name}: expected {heads} heads of even size, got {n} rows")
+        if not isinstance(heads, int) or heads < 1 or n % (2 * heads):
+            raise CheckpointError(f"{self._path}: {name}: expected {heads!r:.40} heads of even size, got {n} rows")
         rows = torch.arange(n).view(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
         assert isinstance(layer, CanonicalLinear | FloatLinear)  # all that GGUF files hold
         return layer.rows(rows)

@@ -27,8 +27,12 @@ from tests.python.formats.stored import (
 )
 
 from qcutlass import Blockwise, QuantLinear, models
+from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.specs import GUARD, ModelSpec, guard
+from qcutlass.layers.base import from_layer
+from qcutlass.products.checks import E8M0
+from qcutlass.quantized import QuantizedTensor
 
 Files: TypeAlias = dict[str, "bytes | str"]
 """By name: what a file holds, or the word for something that is no file: "fifo", "folder", "device"."""
@@ -65,6 +69,14 @@ def subjects() -> dict[str, Files]:
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
         "input_activations": {"dynamic": True},
     }
+    dynamic = fp8 | {"activation_scheme": "dynamic", "weight_block_size": [48, 32]}
+    powers = {}
+    if E8M0:  # this torch has powers of two as scales
+        of_blocks, of_groups = torch.full((2, 2), 0.5).to(E8M0[0]), torch.ones(16, 2).to(E8M0[0])
+        powers = {
+            "fp8 powers": folder(blocks | {"weight_scale_inv": of_blocks}, dynamic),
+            "mxfp4": folder(float4("weight_packed") | {"weight_scale": of_groups}, floats),
+        }
     return {
         "gptq": folder(as_gptq(layer) | bias, GPTQ),
         "gptq act-order": folder(as_gptq(eight, 2), act_order),
@@ -75,7 +87,17 @@ def subjects() -> dict[str, Files]:
             channels, {"quant_method": "compressed-tensors", "config_groups": {"g": floating}}
         ),
         "fp8": folder(channels | bias | {"input_scale": torch.ones(1)}, fp8),
-        "fp8 blocks": folder(blocks | bias, fp8 | {"activation_scheme": "dynamic", "weight_block_size": [48, 32]}),
+        "fp8 blocks": folder(blocks | bias, dynamic),
+        "compressed-tensors fp8 blocks": folder(
+            as_fp8(layer.weight, (48, 32))[0], compressed_fp8({"strategy": "block", "block_structure": [48, 32]})
+        ),
+        "compressed-tensors fp8 groups": folder(
+            as_fp8(layer.weight, (1, 32))[0], compressed_fp8({"strategy": "group", "group_size": 32})
+        ),
+        "fp8 tensor": folder(
+            as_fp8(layer.weight, (64, 64))[0] | {"activation_scale": torch.ones(1)},
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+        ),
         "marlin": folder(as_marlin(even), GPTQ | {"checkpoint_format": "marlin", "sym": True}),
         "hqq": folder(as_hqq(layer), hqq),
         "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
@@ -84,8 +106,15 @@ def subjects() -> dict[str, Files]:
         "floats": folder({"weight": torch.randn(8, 16).bfloat16(), "bias": torch.ones(8)}, None),
         "shards": sharded(as_gptq(layer), GPTQ),
         "gguf": {"model.gguf": gguf_bytes(gguf_parts())},
+        **powers,
         **converted_folders(),
     }
+
+
+def compressed_fp8(weights: dict[str, Any]) -> dict[str, Any]:
+    """The description of fp8 weights alone."""
+    group = {"weights": {"num_bits": 8, "type": "float", **weights}, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
 
 
 def float4(name: str) -> Tensors:
@@ -144,6 +173,11 @@ def converted_folders() -> dict[str, Files]:
             {"quant_method": "fp8", "weight_block_size": [8, 32]},
             {},
         ),
+        "converted e2m1": (
+            named(float4("weight") | {"weight_scale_2": torch.tensor(0.5)}, "up"),
+            {"quant_method": "modelopt"},
+            {},
+        ),
         "converted shards": (floats | others, {}, {"shard_bytes": 300}),
     }
     found: dict[str, Files] = {}
@@ -157,7 +191,15 @@ def converted_folders() -> dict[str, Files]:
             found[name] = {path.name: path.read_bytes() for path in sorted(destination.iterdir())}
         blocks = QuantLinear.from_linear(torch.nn.Linear(64, 32), Blockwise(32))
         found["converted blocks"] = packed_folder("up", blocks)
+        found["converted minimums"] = packed_folder("up", with_minimums())
     return found
+
+
+def with_minimums() -> QuantLinear:
+    """A layer as those that K-quants become."""
+    codes = torch.arange(32 * 64, dtype=torch.uint8).view(32, 64) % 16
+    weight = QuantizedTensor(codes, torch.ones(2, 32), None, 4, 32, minimums=torch.ones(2, 32))
+    return from_layer(CanonicalLinear(weight), "up")
 
 
 def packed_folder(name: str, layer: QuantLinear) -> Files:

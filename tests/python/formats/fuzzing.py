@@ -1,13 +1,18 @@
-"""Damages valid checkpoints: their structure (dimensions, types, offsets, counts, JSON, tensors) and their bytes.
+"""Damages valid checkpoints, and every other file that qcutlass reads, and looks at what readers make of them.
 
-`python -m tests.python.formats.fuzzing [INPUTS] [SEED]` tries many (200000 by default, five minutes) and prints what
-raised something else than it should; `test_fuzz.py` tries a few thousand.
+    python -m tests.python.formats.fuzzing --mutations 50_000_000 --processes 8 --state fuzz.json   # again goes on
+    python -m tests.python.formats.fuzzing --only "gguf: header" --input 1234                       # one, by its number
+
+Of a hundred inputs one is a whole folder, of which all layers are read, the others are headers, configurations,
+indexes and the like (`readers.py`). A finding is an error of another type than those that are documented, one that
+names no file, a layer that is not what layers must be, a crash, more than 10 seconds of the CPU for one input, or more
+than 192 MB of address space beyond those that the process has; the files have a few kilobytes. `test_fuzz.py` tries a
+few thousand.
 """
 
 from __future__ import annotations
 
-import copy
-import json
+import argparse
 import os
 import random
 import resource
@@ -15,250 +20,28 @@ import signal
 import struct
 import sys
 import tempfile
+import time
 import warnings
-from collections import Counter
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load, save
-from tests.python.formats.fuzz_corpus import Files, gguf_bytes, gguf_parts, subjects
+from tests.python.formats.chunks import Chunk, Tally, in_children
+from tests.python.formats.fuzz_corpus import Files, subjects
+from tests.python.formats.mutations import MUTATIONS, change_header_bytes, change_text
+from tests.python.formats.readers import Reader, readers
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.layers import QuantLinear
 from qcutlass.products.checks import are_finite
 
-Mutation: TypeAlias = Callable[[random.Random, Files], None]
-
-SECONDS = 10
+SECONDS = 10  # of the CPU: a busy machine may let a process wait for longer
+WAITING = 60
 SPARE_MEMORY = 192 << 20  # address space over what the process has: files have a few kilobytes
-
-INTEGERS = [
-    0, 1, -1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1,
-    2**31, -(2**31), 2**32 - 1, 2**32, 2**40, 2**53, 2**60, 2**63 - 1, 2**63, -(2**63), 2**64 - 1, 2**64,
-]  # fmt: skip
-VALUES: list[Any] = [
-    *INTEGERS, None, True, False, "", "x", "4", 0.5, 1e400, [], {}, [0], [1] * 9, {"a": 1},
-    "../x", "a.safetensors", "model.safetensors", "gptq_v2", "awq", "hqq", "weight_only", "int8", "float16", "uint8",
-]  # fmt: skip
-DTYPES = ["F16", "BF16", "F32", "F64", "I8", "U8", "I16", "I32", "I64", "BOOL", "F8_E4M3", "F8_E5M2", "F4", "U16", "?"]
-KEYS = [
-    "bits", "sym", "dynamic", "group_size", "quant_method", "kind", "zeros", "perm", "transformers_weights", "up",
-    "weight_block_size", "activation_scheme", "strategy",
-]  # fmt: skip
-NAMES = [
-    "up.g_idx", "up.bias", "weight", ".weight", "up.weight", "é.qweight", "up.zeros", "up.perm", "up.act_scale",
-    "layout", "w_packed", ".w_packed", "up.layout", "up.w_packed", "up.scales", "up.a_scale", "up.smooth", "b.layout",
-    "a.scales", "up.weight_scale", "up.weight_scale_inv", "up.input_scale",
-]  # fmt: skip
-SHAPES = [(), (0,), (1,), (5,), (3, 2), (0, 4), (64, 0), (1, 64), (1, 2, 3), (1, 1, 1, 1), (2, 1, 8, 16)]
-TENSOR_DTYPES = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16,
-]  # fmt: skip
-
-
-def change_bytes(chance: random.Random, files: Files) -> None:
-    name = chance.choice(list(files))
-    data = bytearray(content(files, name))
-    begin = min(len(data), 2000) if chance.random() < 0.5 else len(data)  # headers more than data
-    for _ in range(chance.choice([1, 1, 2, 8])):
-        at = chance.randrange(begin)
-        data[at] = chance.choice([0, 1, 0x7F, 0x80, 0xFF, data[at] ^ (1 << chance.randrange(8)), chance.randrange(256)])
-    files[name] = bytes(data)
-
-
-def change_number(chance: random.Random, files: Files) -> None:
-    """A number of 2, 4 or 8 bytes; in halves, NaN and infinity."""
-    name = chance.choice(list(files))
-    data = bytearray(content(files, name))
-    size = chance.choice([2, 4, 8])
-    at = chance.randrange(len(data) - size)
-    value = chance.choice([*INTEGERS, 0x7C00, 0x7E00, 0xFC00]) % 2 ** (8 * size)
-    data[at : at + size] = value.to_bytes(size, "little")
-    files[name] = bytes(data)
-
-
-def change_length(chance: random.Random, files: Files) -> None:
-    name = chance.choice(list(files))
-    data = content(files, name)
-    cut = chance.randrange(len(data))
-    files[name] = chance.choice([data[:cut], data[cut:], data + data[:cut], data[:cut] + data[cut + 1 :], b""])
-
-
-def change_header(chance: random.Random, files: Files) -> None:
-    names = [name for name in files if name.endswith(".safetensors")]
-    if not names:
-        change_gguf(chance, files)
-        return
-    name = chance.choice(names)
-    whole = content(files, name)
-    (length,) = struct.unpack("<Q", whole[:8])
-    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
-    header.pop("__metadata__", None)
-    tensor, other = chance.choice(list(header)), chance.choice(list(header))
-    entry = header[tensor]
-    how = chance.randrange(8)
-    if how == 0:
-        entry["dtype"] = chance.choice(DTYPES)
-    elif how == 1 and entry["shape"]:
-        entry["shape"][chance.randrange(len(entry["shape"]))] = chance.choice(INTEGERS)
-    elif how == 2:
-        entry["shape"] = chance.choice([entry["shape"][::-1], [*entry["shape"], 1], entry["shape"][1:], [2**40, 0], []])
-    elif how == 3:
-        entry["data_offsets"][chance.randrange(2)] = chance.choice(INTEGERS)
-    elif how == 4:
-        header[tensor], header[other] = header[other], header[tensor]
-    elif how == 5:  # away, and its bytes with it: a valid file
-        begin, end = header.pop(tensor)["data_offsets"]
-        data = data[:begin] + data[end:]
-        for rest in header.values():
-            rest["data_offsets"] = [at - (end - begin if at >= end else 0) for at in rest["data_offsets"]]
-    elif how == 6:  # another shape of as many bytes
-        count = int(np.prod(entry["shape"]))
-        half = count // 2
-        entry["shape"] = chance.choice([[count], [1, count], [count, 1], [half, 2], [2, half], [count, 1, 1]])
-    else:
-        header[chance.choice(NAMES)] = header.pop(tensor)
-    text = json.dumps(header).encode()
-    files[name] = struct.pack("<Q", len(text)) + text + data
-
-
-def change_json(chance: random.Random, files: Files) -> None:
-    names = [name for name in files if name.endswith(".json")]
-    if not names:
-        change_gguf(chance, files)
-        return
-    name = chance.choice(names)
-    whole = json.loads(content(files, name))
-    node, keys = whole, []
-    while True:
-        key = chance.choice(list(node) or ["new"])
-        keys.append(key)
-        if not isinstance(node.get(key), dict) or chance.random() < 0.15:
-            break
-        node = node[key]
-    if chance.random() < 0.2:
-        node.pop(keys[-1], None)
-    else:
-        node[keys[-1] if chance.random() < 0.8 else chance.choice(KEYS)] = chance.choice(VALUES)
-    files[name] = json.dumps(whole).encode()
-
-
-def change_tensor(chance: random.Random, files: Files) -> None:
-    """Another tensor in a file that stays whole: one more, one less, numbers, a type or a shape of its own."""
-    names = [name for name in files if name.endswith(".safetensors")]
-    if not names:
-        change_gguf(chance, files)
-        return
-    file = chance.choice(names)
-    tensors = load(content(files, file))
-    name = chance.choice(list(tensors))
-    tensor = tensors[name]
-    how = chance.randrange(6)
-    if how == 0:
-        del tensors[name]
-    elif how == 1:  # a few numbers
-        if tensor.numel():
-            value = chance.choice([*INTEGERS[:34], 0x7C00, 0x7E00, 0x7F80, float("nan"), float("inf"), -1.0])
-            flat = tensor.reshape(-1)
-            flat[chance.randrange(len(flat))] = value
-            tensors[name] = flat.view(tensor.shape)
-    elif how == 2:
-        tensors[name] = tensor.double().to(chance.choice(TENSOR_DTYPES))
-    elif how == 3:
-        shape = chance.choice(SHAPES)
-        tensors[name] = torch.ones(shape).to(tensor.dtype if chance.random() < 0.5 else chance.choice(TENSOR_DTYPES))
-    elif how == 4:
-        tensors[name] = chance.choice([tensor[:1], tensor[None], tensor.repeat(2, *[1] * (tensor.dim() - 1)), tensor.T])
-    else:
-        tensors[chance.choice(NAMES)] = tensor.clone() if chance.random() < 0.5 else torch.ones(chance.choice(SHAPES))
-    files[file] = save({key: value.contiguous() for key, value in tensors.items()})
-
-
-def change_gguf(chance: random.Random, files: Files) -> None:
-    """A number, a name or a list of a GGUF header."""
-    if "model.gguf" not in files:
-        change_index(chance, files)
-        return
-    parts = copy.deepcopy(gguf_parts())
-    info, pair = chance.choice(parts["infos"]), chance.choice(parts["pairs"])
-    how = chance.randrange(10)
-    if how == 0:
-        info["dims"][chance.randrange(2)] = chance.choice([0, 32, *INTEGERS])
-    elif how == 1:
-        dims = info["dims"]
-        info["dims"] = chance.choice(
-            [[], dims[:1], [*dims, 1], [*dims, 1, 1], [1] * 5, dims[::-1], [0, 2**63], [192, 1]]
-        )
-    elif how == 2:
-        info["kind"] = chance.choice([*range(40), *INTEGERS])
-    elif how == 3:
-        info["offset"] = chance.choice([*INTEGERS, *range(0, 4096, 32)])
-    elif how == 4:
-        info["name"] = chance.choice(
-            ["", "token_embd.weight", "output.weight", "blk.0.ffn_up.weight", ".weight", "weight"]
-        )
-    elif how == 5:
-        parts[chance.choice(["version", "tensors", "count"])] = chance.choice(INTEGERS)
-    elif how == 6:
-        chosen = parts[chance.choice(["infos", "pairs"])]
-        chosen.append(copy.deepcopy(chance.choice(chosen))) if chance.random() < 0.5 else chosen.pop()
-        parts["tensors"], parts["count"] = len(parts["infos"]), len(parts["pairs"])
-    elif how == 7:
-        pair["kind"] = chance.choice([*range(14), *INTEGERS])
-    elif how == 8 and "element" in pair:
-        pair[chance.choice(["element", "count"])] = chance.choice([*range(14), *INTEGERS])
-    else:
-        alignment = parts["pairs"][2]
-        alignment["value"] = (chance.choice(INTEGERS) % 2**32).to_bytes(4, "little")
-    files["model.gguf"] = gguf_bytes(parts)
-
-
-def change_index(chance: random.Random, files: Files) -> None:
-    """Names of files and tensors in the index; an index, a file or a kind of file more than there should be."""
-    index = "model.safetensors.index.json"
-    weights = [name for name in files if name.endswith(".safetensors")]
-    how = chance.randrange(6)
-    if index in files and how < 4:
-        weight_map = json.loads(content(files, index))["weight_map"]
-        tensor, other = chance.choice(list(weight_map)), chance.choice(list(weight_map))
-        if how == 0:
-            weight_map[tensor], weight_map[other] = weight_map[other], weight_map[tensor]
-        elif how == 1:
-            weight_map[tensor] = chance.choice([*weights, *VALUES])
-        elif how == 2:
-            weight_map[chance.choice(NAMES)] = weight_map.pop(tensor)
-        else:
-            del weight_map[tensor]
-        files[index] = json.dumps({"weight_map": weight_map}).encode()
-    elif how < 3:
-        listed = chance.choice([weights, ["x.safetensors"], [""], [7], []])
-        files[index] = json.dumps({"weight_map": {name: chance.choice(listed or [None]) for name in NAMES}}).encode()
-    elif how == 3:
-        files["model.safetensors"] = content(files, chance.choice(weights)) if weights else b""
-    elif how == 4:
-        files[chance.choice([*files, index, "config.json"])] = chance.choice(["fifo", "folder", "device"])
-    else:
-        del files[chance.choice(list(files))]
-
-
-def content(files: Files, name: str) -> bytes:
-    """What a file holds; KeyError where there is none."""
-    data = files[name]
-    if isinstance(data, str):
-        raise KeyError(name)
-    return data
-
-
-MUTATIONS: list[Mutation] = [
-    change_bytes, change_number, change_length, change_header, change_header, change_json, change_json,
-    change_tensor, change_tensor, change_gguf, change_index,
-]  # fmt: skip
 
 
 def check_layer(layer: Layer) -> None:
@@ -291,22 +74,29 @@ def check_converted(layer: QuantLinear) -> None:
     assert layer(torch.ones(1, layer.in_features)).shape == (1, layer.out_features)
 
 
+def set_alarms(seconds: float, waiting: float) -> None:
+    """Of the CPU, and of the clock; 0: none."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, waiting)
+
+
 @contextmanager
 def little_time_and_memory() -> Iterator[None]:
     """Ends what hangs, and refuses memory out of proportion to the files."""
 
     def hang(signum: int, frame: object) -> None:
-        raise AssertionError(f"no answer in {SECONDS} seconds")
+        raise AssertionError(f"no answer in {SECONDS} seconds of the CPU, or {WAITING} of the clock")
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    previous = signal.signal(signal.SIGALRM, hang)
+    previous = [(number, signal.signal(number, hang)) for number in (signal.SIGALRM, signal.SIGPROF)]
     resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_MEMORY, limits[1]))
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        set_alarms(0, 0)
+        for number, handler in previous:
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
@@ -374,7 +164,7 @@ def attempt(subject: str, seed: int, index: int, folder: Path) -> int:
     chance = random.Random(f"{seed} {subject} {index}")
     files, names = damaged(subject, chance)
     write_files(folder, files)
-    signal.alarm(SECONDS)
+    set_alarms(SECONDS, WAITING)
     try:
         return load_all(folder, (lambda: cut(chance, folder)) if chance.random() < 0.05 else lambda: None)
     except BaseException as error:
@@ -382,29 +172,130 @@ def attempt(subject: str, seed: int, index: int, folder: Path) -> int:
             raise
         raise AssertionError(f"{subject}, input {index} of seed {seed}, {names}: {error!r}") from error
     finally:
-        signal.alarm(0)
+        set_alarms(0, 0)
 
 
-def main(inputs: int = 200_000, seed: int = 1) -> None:
+def damaged_file(reader: Reader, chance: random.Random) -> bytes:
+    """What is damaged of a reader's file, in one to three places; a safetensors header keeps its length, mostly."""
+    data = reader.data
+    is_tensors = reader.file.endswith(".safetensors")
+    text = data[8:] if is_tensors else data
+    is_text = not reader.file.endswith(".gguf") and chance.random() < 0.7
+    if is_tensors and not is_text and chance.random() < 0.5:
+        return change_header_bytes(chance, data)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        text = (change_text if is_text else change_header_bytes)(chance, text)
+    return struct.pack("<Q", len(text)) + text if is_tensors else text
+
+
+def read_damaged(name: str, seed: int, index: int, folder: Path) -> bool:
+    """Whether one input is read; AssertionError, with what it takes to repeat it, for errors of other types.
+
+    The folder holds the reader's files; those that reading has removed are written again.
+    """
+    reader = readers()[name]
+    chance = random.Random(seed << 64 | zlib.crc32(name.encode()) << 32 | index)
+    data = damaged_file(reader, chance)
+    if {*os.listdir(folder)} != reader.files.keys():
+        write_files(folder, reader.files)
+    with open(folder / reader.file, "wb") as file:
+        file.write(data)
+        file.truncate(len(data) + reader.hole)
+    set_alarms(SECONDS, WAITING)
+    try:
+        reader.read(folder)
+    except reader.errors as error:
+        if reader.named and str(folder) not in str(error):
+            raise AssertionError(f"{name}, input {index} of seed {seed}: names no file: {error!r}") from error
+        return False
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise AssertionError(f"{name}, input {index} of seed {seed}: {error!r}") from error
+    finally:
+        set_alarms(0, 0)
+    return True
+
+
+def try_input(name: str, seed: int, index: int, folder: Path) -> bool:
+    """One input of a reader or of a whole folder; whether something of it was read."""
+    if name in readers():
+        return read_damaged(name, seed, index, folder)
+    return attempt(name, seed, index, folder) > 0
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """An empty folder, on a tmpfs where there is one; named as that of a quantisation is."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as root:
+        folder = Path(root) / "new.work"
+        folder.mkdir()
+        yield folder
+
+
+def try_chunk(chunk: Chunk, reached: Callable[[int], None], limit: bool) -> Tally:
+    """All inputs of a chunk, within the limits of time and memory; `reached` is told the number of each."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    failures: Counter[str] = Counter()
-    loaded = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for subject in subjects():
-            write_files(Path(folder), subjects()[subject])
-            load_all(Path(folder))
-            with little_time_and_memory():
-                for index in range(-(-inputs // len(subjects()))):
-                    try:
-                        loaded += attempt(subject, seed, index, Path(folder))
-                    except AssertionError as error:
-                        failures[repr(error.__cause__)[:60]] += 1
-                        if failures[repr(error.__cause__)[:60]] <= 3:
-                            print(error, flush=True)
-            print(f"{subject}: {index + 1} inputs", flush=True)
-    print(f"{len(subjects()) * (index + 1)} inputs of seed {seed}: {loaded} layers loaded, {failures.total()} failures")
+    tally = Tally(chunk.name)
+    with folder_in_memory() as folder, little_time_and_memory() if limit else nullcontext():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for index in range(chunk.first, chunk.first + chunk.count):
+            reached(index)
+            begin = time.process_time()
+            try:
+                tally.survived += try_input(chunk.name, chunk.seed, index, folder)
+            except AssertionError as error:
+                tally.add_failure(str(error))
+            tally.note_time(time.process_time() - begin, index)
+            tally.inputs += 1
+        tally.megabytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return tally
+
+
+def chunks(mutations: int, seed: int, only: str | None) -> list[Chunk]:
+    """As many inputs, shared out: one of a hundred is a whole folder, readers have their shares."""
+    folders = {name: 1.0 / len(subjects()) for name in subjects()}
+    total = sum(reader.share for reader in readers().values())
+    weights = folders | {name: 99.0 * reader.share / total for name, reader in readers().items()}
+    if only is not None:
+        weights = {name: weight for name, weight in weights.items() if only in name}
+    found = []
+    for name, weight in weights.items():
+        count, size = round(mutations * weight / sum(weights.values())), 10_000 if name in readers() else 500
+        firsts = range(0, count, size)
+        found += [Chunk(name, seed, first, min(size, count - first)) for first in firsts]
+    return sorted(found, key=lambda chunk: chunk.first)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutations", type=int, default=200_000, help="inputs in all")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--state", type=Path, help="file that keeps what is done: the same command goes on from there")
+    parser.add_argument("--only", metavar="NAME", help="only what has this in its name")
+    parser.add_argument("--input", type=int, help="only this one, with the traceback; --only is its whole name")
+    parser.add_argument("--no-memory-limit", action="store_true", help="for AddressSanitizer, which takes terabytes")
+    arguments = parser.parse_args()
+    if arguments.input is not None:
+        with folder_in_memory() as folder:
+            print("read" if try_input(arguments.only, arguments.seed, arguments.input, folder) else "refused")
+        return 0
+    readers()  # which children then have
+    wanted = chunks(arguments.mutations, arguments.seed, arguments.only)
+    with warnings.catch_warnings(), folder_in_memory() as folder:
+        warnings.simplefilter("ignore")
+        for name, files in subjects().items():  # what the first reading imports and allocates is in memory before
+            write_files(folder, files)
+            assert load_all(folder) > 0, name
+        for name, reader in readers().items():
+            write_files(folder, reader.files)
+            assert reader.read(folder), name
+    work = lambda chunk, reached: try_chunk(chunk, reached, not arguments.no_memory_limit)  # noqa: E731
+    return in_children(wanted, work, arguments.processes, 2 * WAITING, arguments.state)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    sys.exit(main())

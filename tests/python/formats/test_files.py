@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +146,23 @@ def test_a_file_that_is_replaced_while_it_is_open(folder: Path) -> None:
         checkpoint["a"]
 
 
+def test_an_interrupted_opening_closes_the_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time could close the file of another thread."""
+    opened: list[int] = []
+
+    def fails(descriptor: int, mode: str) -> None:  # as io.open does where memory or a signal ends it
+        os.close(descriptor)
+        opened.append(os.open("/dev/null", os.O_RDONLY))
+        assert opened == [descriptor]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fdopen", fails)
+    with pytest.raises(KeyboardInterrupt):
+        formats.load(folder)
+    os.fstat(opened[0])  # still open
+    os.close(opened[0])
+
+
 def of_every_type() -> dict[str, Tensor]:
     """By the name in safetensors: the bytes 0 to 63 in every type that torch has."""
     data = torch.arange(64, dtype=torch.uint8)
@@ -214,3 +233,36 @@ def test_a_name_that_nothing_can_print(tmp_path: Path) -> None:
     path = safetensors_file(tmp_path / "bad.safetensors", b'{"\\ud800.weight": ' + entry + b"}", bytes(4))
     with pytest.raises(CheckpointError, match="surrogates"):
         formats.load(path)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json", "a.safetensors"])
+def test_lists_without_end_take_no_memory(name: str, folder: Path) -> None:
+    """A list costs the parser 30 times the bytes that it has in a file."""
+    text = b'{"a": [' + b"[]," * (1 << 20) + b"[]]}"
+    whole = struct.pack("<Q", len(text)) + text if name.endswith("safetensors") else text
+    (folder / name).write_bytes(whole)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=rf"{name}: .*expected at most (65536 tensors|524288 lists and obj)"):
+            formats.load(folder)
+        assert tracemalloc.get_traced_memory()[1] < (32 << 20) + 3 * len(text)  # room to read the longest, and the text
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("inner", ["[%s]", '{"a": %s}'])
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_lists_in_each_other(name: str, inner: str, folder: Path) -> None:
+    for depth, message in ((63, None), (64, "at most 64 lists and objects in each other"), (10**5, "not JSON")):
+        value = "1"
+        for _ in range(depth if depth < 100 else 0):
+            value = inner % value
+        if depth > 100:
+            value = inner.partition("%")[0] * depth
+        weights = {f"{each}.weight": f"{each}.safetensors" for each in "ab"}
+        (folder / name).write_text(f'{{"weight_map": {json.dumps(weights)}, "deep": {value}}}')
+        if message is None:
+            assert len(formats.load(folder)) == 2
+        else:
+            with pytest.raises(CheckpointError, match=rf"{name}: not JSON .*{message if depth < 100 else ''}"):
+                formats.load(folder)

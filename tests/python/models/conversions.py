@@ -1,4 +1,4 @@
-"""Conversions that are killed, run out of disk, or are watched for memory: `python -m tests.python.models.conversions`.
+"""Conversions that run out of disk, or are watched for memory: `python -m tests.python.models.conversions`.
 
 A process of its own, so that what it forks has no threads. Prints what happened as JSON.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
-import shutil
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -39,40 +35,6 @@ def partial(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.endswith((".partial", ".old"))]
 
 
-def kill(root: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Kills conversions at moments that are spread over their time, every other one over an older folder."""
-    generator = random.Random(seed)
-    sources = [random_model(root / f"source-{i}", 8, (256, 512), seed=seed + 10 * i) for i in range(2)]
-    expected = []
-    for i, source in enumerate(sources):
-        begin = time.perf_counter()
-        models.convert(source, root / f"reference-{i}", verify=True)
-        seconds = time.perf_counter() - begin
-        expected.append(contents(root / f"reference-{i}"))
-    outcomes: dict[str, int] = {"absent": 0, "old": 0, "new": 0, "broken": 0}
-    interrupted = 0
-    destination = root / "new"
-    for i in range(kills):
-        old: dict[str, bytes] = {}
-        shutil.rmtree(destination, ignore_errors=True)
-        if i % 2:
-            shutil.copytree(root / "reference-0", destination)
-            old = expected[0]
-        child = os.fork()
-        if child == 0:
-            models.convert(sources[1], destination, overwrite=True, verify=True)
-            os._exit(0)
-        time.sleep(1.1 * seconds * (i + generator.random()) / kills)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        interrupted += bool(partial(root))
-        found = contents(destination)
-        outcome = "new" if found == expected[1] else "broken" if found != old else "old" if old else "absent"
-        outcomes[outcome] += 1
-    models.convert(sources[1], destination, overwrite=destination.exists())
-    return {**outcomes, "interrupted": interrupted, "left": partial(root), "last": contents(destination) == expected[1]}
-
-
 def fill_disk(root: Path, seed: int) -> dict[str, Any]:
     """Files end at 20 kB."""
     old, new = (random_model(root / name, 8, (64, 512), seed=seed + i) for i, name in enumerate(("first", "second")))
@@ -89,27 +51,37 @@ def fill_disk(root: Path, seed: int) -> dict[str, Any]:
     return {"errors": errors, "intact": same, "absent": not (root / "absent").exists(), "left": partial(root)}
 
 
+def watch_lines(modules: Sequence[ModuleType], reached: Callable[[], Any]) -> None:
+    """Has `reached` called before each line of the modules that this thread comes to from now on."""
+    files = {module.__file__ for module in modules}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            reached()
+        return trace
+
+    sys.settrace(trace)
+
+
 def killed_at_every_line(act: Callable[[], Any], modules: Sequence[ModuleType]) -> Iterator[int]:
     """Lets child processes act, each killed one line of the modules later than the one before; yields that number.
 
     Ends when one comes to its end.
     """
-    files = {module.__file__ for module in modules}
     for last in count(1):
         child = os.fork()
         if child == 0:
             left = last
 
-            def trace(frame: FrameType, event: str, _: Any) -> Any:
+            def reached() -> None:
                 nonlocal left
-                if frame.f_code.co_filename not in files:
-                    return None
-                left -= event == "line"
+                left -= 1
                 if left == 0:
                     os._exit(9)
-                return trace
 
-            sys.settrace(trace)
+            watch_lines(modules, reached)
             try:
                 act()
             except BaseException:
@@ -224,7 +196,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     action, folder, *numbers = sys.argv[1:]
     actions: dict[str, Any] = {
-        "kill": kill, "fill_disk": fill_disk, "starve": starve, "watch_memory": watch_memory,
+        "fill_disk": fill_disk, "starve": starve, "watch_memory": watch_memory,
         "watch_loading": watch_loading,
     }  # fmt: skip
     print(json.dumps(actions[action](Path(folder), *map(int, numbers))))

@@ -1,4 +1,4 @@
-"""Small random decoders; quantisations that are killed or watched: `python -m tests.python.models.quantizations`.
+"""Small random decoders; quantisations on a full disk or watched: `python -m tests.python.models.quantizations`.
 
 A process of its own, so that what it forks has no threads. Prints what happened as JSON.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -54,47 +51,6 @@ def make(kind: str, seed: int, **options: Any) -> Any:
 
 def calibration(seed: int, samples: int = 8, tokens: int = 24) -> Tensor:
     return torch.randint(0, VOCABULARY, (samples, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def kill(root: Path, count: int, seed: int) -> dict[str, Any]:
-    """Kills quantisations of one model at moments spread over their time; each begins where the last one was."""
-    generator = random.Random(seed)
-    torch.set_num_threads(1)  # a forked child has none of the OpenMP threads that its parent's runtime counts on
-    source, ids = root / "source", calibration(seed)
-    make("llama", seed).save_pretrained(source)
-
-    def quantize(name: str, **options: Any) -> models.Quantization:
-        method = models.Method("gptq", WeightOnly(4, 32, True))
-        return models.quantize_model(source, root / name, method, calibration=ids, **options)
-
-    begin = time.perf_counter()
-    quantize("reference")
-    seconds = time.perf_counter() - begin
-    expected = contents(root / "reference")
-    outcomes = {"absent": 0, "whole": 0, "broken": 0}
-    resumed = []
-    for i in range(count):
-        child = os.fork()
-        if child == 0:
-            quantize("new", overwrite=True)
-            os._exit(0)
-        time.sleep(seconds * (0.2 + 0.7 * (i + generator.random()) / count))
-        if i == count - 1:  # at least one kill comes after a block was finished, however busy the machine is
-            deadline = time.monotonic() + 60
-            while not list((root / "new.work").glob("block-*.json")) and time.monotonic() < deadline:
-                if (root / "new").exists():
-                    break
-                time.sleep(0.001)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found = contents(root / "new")
-        outcomes["absent" if not found else "whole" if found == expected else "broken"] += 1
-        if not found:
-            resumed.append(len(list((root / "new.work").glob("block-*.json"))))
-    last = quantize("new", overwrite=(root / "new").exists())
-    left = [path.name for path in root.iterdir() if path.name not in ("source", "reference", "new")]
-    same = contents(root / "new") == expected
-    return {**outcomes, "resumed": resumed, "last": last.resumed, "same": same, "left": left}
 
 
 def fill_disk(root: Path, seed: int) -> dict[str, Any]:
@@ -176,5 +132,5 @@ def billion(root: Path, gigabytes: float) -> dict[str, float]:
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     action, folder, *numbers = sys.argv[1:]
-    actions: dict[str, Any] = {"kill": kill, "fill_disk": fill_disk, "watch_memory": watch_memory, "billion": billion}
+    actions: dict[str, Any] = {"fill_disk": fill_disk, "watch_memory": watch_memory, "billion": billion}
     print(json.dumps(actions[action](Path(folder), *map(int, numbers))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tests.python.formats.gguf_files import random_weights
 
-from qcutlass import CheckpointError, UnsupportedError, formats
+from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.models.gguf import GGUFModel
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -175,3 +176,16 @@ def test_other_models_are_refused(
     path = write_gguf(tmp_path / "tiny.gguf", architecture, seed, extra)
     with pytest.raises(UnsupportedError, match=message):
         GGUFModel(formats.load(path), path)
+
+
+@pytest.mark.parametrize("key", ["llama.attention.head_count", "llama.attention.head_count_kv"])
+@pytest.mark.parametrize("heads", [0, -1, 3, 2**31 - 1])
+def test_heads_that_are_none(key: str, heads: int, tmp_path: Path) -> None:
+    from tests.python.formats.readers import gguf_model
+
+    data, path = gguf_model(), tmp_path / "model.gguf"
+    at = data.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key)
+    path.write_bytes(data[:at] + struct.pack("<Ii", 5, heads) + data[at + 8 :])
+    with pytest.raises((CheckpointError, UnsupportedError), match=r"model\.gguf"):
+        models.convert(path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -15,13 +15,38 @@ from qcutlass.models.gguf import GGUFModel
 KILLS = int(os.environ.get("QCUTLASS_KILLS", 5))
 
 
-def test_killed_at_any_moment(process: Any, seed: int) -> None:
-    found = process("conversions", "kill", KILLS, seed)
-    assert found["broken"] == 0, found
-    assert sum(found[outcome] for outcome in ("absent", "old", "new")) == KILLS
+@pytest.mark.parametrize("kind", ["convert", "quantize"])
+def test_killed_at_any_moment(kind: str, process: Any, seed: int) -> None:
+    """Run again, it ends with the bytes of a run that nothing disturbed."""
+    if kind == "quantize":
+        pytest.importorskip("transformers", reason="needs transformers")
+    found = process("interruptions", kind, KILLS, seed)
+    assert found["broken"] == [], found
+    assert sum(found[outcome] for outcome in ("absent", "old", "whole")) == KILLS
     assert found["interrupted"] > 0, "no kill came while a folder was being written"
-    assert found["left"] == []
-    assert found["last"]
+    assert kind == "convert" or found["resumed"] > 0, "no kill came after a block was finished"
+
+
+def test_two_writers(process: Any, seed: int) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    found = process("interruptions", "writers", 4, seed)
+    assert found["broken"] == [], found
+
+
+def test_a_disk_that_is_full_at_any_moment(process: Any, seed: int) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    found = process("interruptions", "full_disk", 6, seed)
+    assert found["broken"] == [], found
+    assert found["full"] > 0
+
+
+def test_a_disk_that_cannot_be_written(process: Any, seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from tests.python.models.interruptions import can_mount
+
+    if not can_mount(tmp_path):
+        pytest.skip("may not mount a file system")
+    assert process("interruptions", "read_only", 1, seed)["broken"] == []
 
 
 def test_a_full_disk(process: Any, seed: int) -> None:

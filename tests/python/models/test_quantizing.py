@@ -461,14 +461,6 @@ def test_two_runs_do_not_share_a_folder(seed: int, tmp_path: Path) -> None:
     assert (tmp_path / "next.work" / "precious").read_text() == "x"
 
 
-def test_killed_at_any_moment(process: Any, seed: int) -> None:
-    found = process("quantizations", "kill", KILLS, seed)
-    assert found["broken"] == 0, found
-    assert found["same"], found
-    assert max(found["resumed"], default=0) > 0, "no kill came after a block was finished"
-    assert found["left"] == []
-
-
 def test_memory_is_that_of_one_block(process: Any) -> None:
     found = process("quantizations", "watch_memory")
     assert found["model"] > 140

@@ -110,6 +110,41 @@ def test_a_run_that_was_killed_at_its_begin_is_begun_again(state: str, source: P
     assert names(tmp_path) == ["new", "source"]
 
 
+def test_records_that_are_not_as_they_were_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole JSON with another layer's name, another bit, a file elsewhere: such a block is done again."""
+    expected = quantize(source, "reference")
+    for change in (("mlp.up_proj", "mlp.no_proj"), ('"bits": 4', '"bits": 8'), ("block-00001.saf", "/dev/zero.saf")):
+        with monkeypatch.context() as context:
+            context.setattr(run, "write_folder", killed)
+            with pytest.raises(_Killed):
+                quantize(source)
+        record = tmp_path / "new.work" / "block-00001.json"
+        assert change[0] in record.read_text()
+        record.write_text(record.read_text().replace(*change))
+        found = quantize(source)
+        assert (found.resumed, found.files) == (1, expected.files)
+        assert contents(tmp_path / "new") == contents(tmp_path / "reference")
+        shutil.rmtree(tmp_path / "new")
+
+
+@pytest.mark.parametrize("change", [("{", ""), ('"bits": 4', '"bits": 8'), ('"run"', '"ran"'), (": {", ": [{")])
+def test_a_manifest_that_is_not_as_it_was_written(
+    change: tuple[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(run, "write_folder", killed)
+        with pytest.raises(_Killed):
+            quantize(source)
+    manifest = tmp_path / "new.work" / "manifest.json"
+    assert change[0] in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(*change))
+    with pytest.raises(FileExistsError, match=r"manifest\.json: damaged, .*pass restart=True \(--restart\)"):
+        quantize(source)
+    assert quantize(source, restart=True).resumed == 0
+
+
 def test_a_full_disk(process: Any, seed: int) -> None:
     found = process("quantizations", "fill_disk", seed)
     assert set(found["outcomes"].values()) == {"File too large"}

@@ -39,7 +39,7 @@ from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer, check_tensor
 from qcutlass.version import __version__
 
-_VERSION = 4  # of the work folder
+_VERSION = 5  # of the work folder
 _Value = TypeVar("_Value")
 
 

@@ -24,6 +24,7 @@ from qcutlass.models.shards import sync, write_json, write_tensors
 
 _MANIFEST: Final = "manifest.json"
 _STATE: Final = "state"
+_DIGEST: Final = "digest"
 _OWN: Final = re.compile(
     r"(manifest\.json|record|block-\d{5,}\.(json|safetensors)|state-\d{5,}\.safetensors)(\.partial)?"
 )
@@ -55,7 +56,7 @@ class Work:
         count = 0
         while self._is_whole(count):
             count += 1
-        states = read_json(self._record(count - 1))["files"] if count else {}
+        states = _read_whole(self._record(count - 1))["files"] if count else {}
         if any(name.startswith(_STATE) and _digest(self.folder / name) != states[name] for name in states):
             count = 0  # the way on needs them
         kept = {_MANIFEST, *(name for name in states if count)}
@@ -68,11 +69,8 @@ class Work:
 
     def _is_whole(self, index: int) -> bool:
         """Whether the layers of a block are there; states are those of the last one alone."""
-        if not self._record(index).is_file():
-            return False
-        try:
-            files = read_json(self._record(index))["files"]
-        except (CheckpointError, KeyError):
+        files = _read_whole(self._record(index)).get("files")
+        if files is None:
             return False
         return all(_digest(self.folder / name) == value for name, value in files.items() if not name.startswith(_STATE))
 
@@ -99,9 +97,8 @@ class Work:
             write_tensors(partial, values)
             digests[name] = _digest(partial)
             partial.rename(self.folder / name)
-        partial = self.folder / "record.partial"
-        write_json(partial, {"files": digests, "layers": described, "changed": list(changed), "notes": notes})
-        partial.rename(self._record(index))
+        record = {"files": digests, "layers": described, "changed": list(changed), "notes": notes}
+        _write_whole(self._record(index), "record", record)
         sync(self.folder)
         with suppress(FileNotFoundError):
             (self.folder / f"{_STATE}-{index - 1:05}.safetensors").unlink()
@@ -112,7 +109,7 @@ class Work:
 
     def open(self) -> None:
         """Makes the layers of all finished blocks readable."""
-        records = [read_json(path) for path in sorted(self.folder.glob("block-*.json"))]
+        records = [_read_whole(path) for path in sorted(self.folder.glob("block-*.json"))]
         self._layers = {name: entry for record in records for name, entry in record["layers"].items()}
         self._changed = {name for record in records for name in record["changed"]}
         self._source = SafetensorsSource(sorted(self.folder.glob("block-*.safetensors")))
@@ -122,17 +119,19 @@ class Work:
         """The notes on each layer, for the user."""
         found: dict[str, dict[str, float]] = {}
         for path in sorted(self.folder.glob("block-*.json")):
-            found |= read_json(path)["notes"]
+            found |= _read_whole(path)["notes"]
         return found
 
     def set_made(self, folder: Path, told: Mapping[str, Any]) -> None:
         """Notes that `folder` is complete and about to become the destination, and what is to be told of it."""
-        manifest = read_json(self.folder / _MANIFEST)
-        _write_manifest(self.folder, {**manifest, "made": {"files": file_stats(folder), "told": told}})
+        manifest = _read_whole(self.folder / _MANIFEST)
+        _write_whole(
+            self.folder / _MANIFEST, _MANIFEST, {**manifest, "made": {"files": file_stats(folder), "told": told}}
+        )
 
     def made(self, destination: Path) -> dict[str, Any] | None:
         """The report on `destination` if this run has made it and was killed then; None otherwise."""
-        made = read_json(self.folder / _MANIFEST).get("made")
+        made = _read_whole(self.folder / _MANIFEST).get("made")
         return made["told"] if made and made["files"] == file_stats(destination) else None
 
     def layer(self, name: str) -> Layer | None:
@@ -202,14 +201,20 @@ def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Ite
             mark(folder)
         wanted = json.loads(json.dumps(run))
         if (folder / _MANIFEST).is_file():
-            differing = list(_differences(read_json(folder / _MANIFEST).get("run"), wanted))
+            manifest = _read_whole(folder / _MANIFEST)
+            if not manifest:
+                raise FileExistsError(
+                    f"{folder / _MANIFEST}: damaged, or written by another version of qcutlass; pass restart=True "
+                    "(--restart) to begin anew"
+                )
+            differing = list(_differences(manifest.get("run"), wanted))
             if differing:
                 raise FileExistsError(
                     f"{folder}: left by a run with another {', '.join(differing)}; pass restart=True (--restart) to "
                     "remove it, or finish that run"
                 )
         else:
-            _write_manifest(folder, {"run": wanted})
+            _write_whole(folder / _MANIFEST, _MANIFEST, {"run": wanted})
         yield Work(folder)
         _remove(folder)
     finally:
@@ -257,10 +262,26 @@ def _check_own(folder: Path) -> None:
         )
 
 
-def _write_manifest(folder: Path, value: Mapping[str, Any]) -> None:
-    partial = folder / f"{_MANIFEST}.partial"
-    write_json(partial, value)
-    partial.rename(folder / _MANIFEST)
+def _write_whole(path: Path, partial_name: str, value: Mapping[str, Any]) -> None:
+    """Writes an object with the digest of itself; the file appears when it is on the disk."""
+    partial = path.with_name(f"{partial_name}.partial")
+    write_json(partial, {**value, _DIGEST: _digest_of(value)})
+    partial.rename(path)
+
+
+def _read_whole(path: Path) -> dict[str, Any]:
+    """The object as it was written; empty where the file is absent or holds anything else."""
+    try:
+        found = read_json(path)
+    except (FileNotFoundError, CheckpointError):
+        return {}
+    digest = found.pop(_DIGEST, None)
+    return found if digest == _digest_of(found) else {}
+
+
+def _digest_of(value: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
