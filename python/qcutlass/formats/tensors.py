@@ -21,6 +21,11 @@ SHORT: Final = (torch.float16, torch.bfloat16)
 _BITS: Final = (4, 8)
 FROM_FLOATS: Final = "quantise the model's float original instead: qcutlass quantize"
 """What to do about a model in a format that is not read."""
+REQUANTIZE: Final = (
+    "qcutlass convert --requantize (requantize=True) rounds them anew, with loss; qcutlass quantize --calibration TEXT "
+    "loses less"
+)
+"""What to do about weights that are read, but that no product multiplies as they are."""
 
 
 class LayerTensors:

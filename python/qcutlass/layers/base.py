@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import Checkpoint, Layer, QuantizedLayer
+from qcutlass.formats import Checkpoint, DequantizedLinear, Layer, QuantizedLayer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
+from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.products import unpack_weights
@@ -280,11 +281,14 @@ def from_layer(layer: Layer | PackedLinear, name: str, activation: str | None = 
 
     Raises:
         ValueError: they are not quantised.
+        UnsupportedError: no product multiplies what is stored.
         CheckpointError: the tensors of a converted folder are not those that it describes, or hold NaN or infinity.
     """
     if isinstance(layer, PackedLinear):
         return _from_packed(layer, activation)
     kind = _STORED.get(layer.kind)
+    if isinstance(layer, DequantizedLinear):
+        raise UnsupportedError(f"{name}: no product multiplies {layer.words} weights as they are; {REQUANTIZE}")
     if kind is None:
         raise ValueError(f"{name}: expected quantised weights, got {layer.words}; use QuantLinear.from_linear")
     return kind._of_stored(layer, activation)

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
+from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.experts import Expert
 
 TAKEN: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
@@ -163,7 +164,8 @@ class ExpertBlocks:
             if facts != expected:
                 words = [", ".join(each) if key else "floats" * each[0] or "quantised" for each in (facts, expected)]
                 raise UnsupportedError(
-                    f"{name}: {words[0]}, but {other}: {words[1]}; the experts of a block need one shape and one scheme"
+                    f"{name}: {words[0]}, but {other}: {words[1]}; the experts of a block need one shape and one "
+                    f"scheme; {REQUANTIZE}"
                 )
         self._found.setdefault(layer.block, set()).add((layer.expert, layer.part))
 
@@ -181,7 +183,7 @@ def _check_spec(name: str, spec: LayerSpec) -> None:
     if LAYER_KINDS[spec.kind].quantises_activations:
         raise UnsupportedError(
             f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
-            "quantise the model's float original instead: qcutlass quantize --method gptq, awq or rtn"
+            f"{REQUANTIZE}"
         )
     words = {"perm": "act-order", "act_scale": "scales of their own activations", "minimums": "minimums"}
     found = [words[buffer] for buffer, _ in spec.buffers if buffer in words]
@@ -190,5 +192,5 @@ def _check_spec(name: str, spec: LayerSpec) -> None:
     if found:
         raise UnsupportedError(
             f"{name}: experts with {' and '.join(found)} are not taken, as one product multiplies all of a block; "
-            "quantise the model's float original without"
+            f"{REQUANTIZE}"
         )

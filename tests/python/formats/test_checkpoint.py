@@ -96,8 +96,8 @@ def test_floats_under_the_label_of_something_quantised() -> None:
 
 
 def test_labels_that_are_not_known() -> None:
-    with pytest.raises(UnsupportedError, match="quant_method 'bitsandbytes' is not read, only gptq, awq"):
-        formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "bitsandbytes"})
+    with pytest.raises(UnsupportedError, match="quant_method 'quanto' is not read, only gptq, awq"):
+        formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "quanto"})
 
 
 def test_several_formats_at_once() -> None:
