@@ -233,7 +233,7 @@ class Requantized(NamedTuple):
         """Raises CheckpointError for what is none."""
         found = values if isinstance(values, dict) else {}
         stored, error = found.get("from"), found.get("error")
-        if not isinstance(stored, str) or type(error) not in (int, float):
+        if not isinstance(stored, str) or not isinstance(error, int | float):
             raise CheckpointError(f"{where}: expected an object with from and error, got {values!r:.80}")
         return Requantized(stored, float(error))
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import Config
+from qcutlass.formats.source import FLOATS as FLOATS
 from qcutlass.formats.source import TensorInfo, TensorSource
 from qcutlass.products.checks import ceil_div
 from qcutlass.quantized import QuantizedTensor
 
-FLOATS: Final = ("F16", "BF16", "F32")
 INT32: Final = ("I32",)
 SHORT: Final = (torch.float16, torch.bfloat16)
 """Types of 16 bits, the more exact one first."""

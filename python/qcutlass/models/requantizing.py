@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.errors import CheckpointError, UnsupportedError
@@ -93,24 +94,33 @@ class Requantizer:
 
     def _of_block(self, block: str) -> dict[tuple[str, str], Change | None]:
         """The changes after which the experts of a block are what their product takes: the least for each matrix."""
-        described: dict[tuple[str, str], list[tuple[str, LayerSpec | None, tuple[int, int], bool]]] = {}
+        told: dict[tuple[str, str], list[_Told]] = {}
         for name in self._source.names:
             place = expert_layer(name)
             if place is not None and place.block == block:
                 layer = self._source.layer(name)
-                told = name, _spec(layer), layer.shape, isinstance(layer, DequantizedLinear)
-                described.setdefault((block, place.part.replace("up", "gate")), []).append(told)
-        is_quantised = any(spec is not None or lost for told in described.values() for _, spec, _, lost in told)
-        changes: dict[tuple[str, str], Change | None] = {}
-        for key, told in described.items():
-            found: Change | None = None
-            if is_quantised and any(spec is None for _, spec, _, _ in told):
-                found = to_nearest  # floats among others, too
-            elif not _are_taken({name: (spec, shape) for name, spec, shape, _ in told}):
-                without = {name: (_without_minimums(spec), shape) for name, spec, shape, _ in told}
-                found = to_zeros if _are_taken(without) else to_nearest
-            changes[key] = found
-        return changes
+                found = _Told(name, _spec(layer), layer.shape, isinstance(layer, DequantizedLinear))
+                told.setdefault((block, place.part.replace("up", "gate")), []).append(found)
+        is_quantised = any(each.spec is not None or each.is_dequantized for found in told.values() for each in found)
+        return {key: _least_change(found) if is_quantised else None for key, found in told.items()}
+
+
+class _Told(NamedTuple):
+    """What decides about an expert's layer."""
+
+    name: str
+    spec: LayerSpec | None
+    shape: tuple[int, int]
+    is_dequantized: bool
+
+
+def _least_change(layers: list[_Told]) -> Change | None:
+    """The change that one matrix of a block with quantised experts needs; floats among them are changed, too."""
+    if any(layer.spec is None for layer in layers):
+        return to_nearest
+    if _are_taken(layers):
+        return None
+    return to_zeros if _are_taken([each._replace(spec=_without_minimums(each.spec)) for each in layers]) else to_nearest
 
 
 def _make_layers(source: ModelSource) -> None:
@@ -124,12 +134,12 @@ def _make_layers(source: ModelSource) -> None:
             source.names[name] = source.rest.pop(tensor).removesuffix(".weight")
 
 
-def _are_taken(layers: Mapping[str, tuple[LayerSpec | None, tuple[int, int]]]) -> bool:
+def _are_taken(layers: list[_Told]) -> bool:
     """Whether one product takes all of these experts' layers."""
     blocks = ExpertBlocks()
     try:
-        for name, (spec, shape) in layers.items():
-            blocks.add(name, spec, shape)
+        for layer in layers:
+            blocks.add(layer.name, layer.spec, layer.shape)
     except UnsupportedError:
         return False
     return True

@@ -144,16 +144,16 @@ def replaced(layer: str, **tensors: Tensor) -> Callable[[Tensors], Tensors]:
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """As a state of transformers has them."""
+    """As a state of transformers has them, but codes."""
     name = "model.layers.0.mlp.experts"
-    down = torch.stack([tensors[f"{name}.{i}.down_proj.weight"] for i in range(EXPERTS)])
+    down = torch.stack([tensors[f"{name}.{i}.down_proj.qweight"] for i in range(EXPERTS)])
     return {**without(f"{name}.")(tensors), f"{name}.down_proj": down}
 
 
 EXPERT = "model.layers.1.mlp.experts.2"
 GATE = "model.layers.0.mlp.gate"
 WRONG: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
-    "stacked": ("floats", stacked, r"a mixture of experts \(model\.layers\.0\.mlp\.experts\.down_proj\)"),
+    "stacked": ("gptq", stacked, r"a mixture of experts \(model\.layers\.0\.mlp\.experts\.down_proj\)"),
     "an expert is absent": ("gptq", without(f"{EXPERT}."), r"expert 2 of 4 has no gate projection"),
     "a part is absent": ("gptq", without(f"{EXPERT}.up_proj"), r"expert 2 of 4 has no up projection"),
     "floats": (
