@@ -13,9 +13,9 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError
 from qcutlass.formats.config import read_json, read_json_if_there
+from qcutlass.formats.expert_rows import rows_of
 from qcutlass.formats.files import Stamp, inside, read_span
 from qcutlass.formats.safetensors_header import BITS, Entry, as_tensor, dtype_name, read_header
-from qcutlass.formats.stacked import rows_of
 
 _INDEX: Final = ".safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
@@ -82,8 +82,8 @@ class SafetensorsSource:
     Args:
         files: whose headers are read.
         shards: the file of each tensor, where several hold the same name or an index tells.
-        model_type: of the model, in the words of transformers: floats of all its experts in one tensor (`stacked`) are
-            given as those of each.
+        model_type: of the model, in the words of transformers: floats of all its experts in one tensor are given as
+            those of each (`expert_rows`).
 
     Raises:
         FileNotFoundError: a file is absent.

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats.expert_rows import EXPERT_PARTS
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
-from qcutlass.formats.stacked import EXPERT_PARTS
 from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.experts import Expert
 

@@ -15,7 +15,7 @@ from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import SCHEME, load, logits
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
-from qcutlass.formats.stacked import rows_of
+from qcutlass.formats.expert_rows import rows_of
 from qcutlass.models.experts import TAKEN
 from qcutlass.models.inspection import inspect
 

@@ -39,7 +39,7 @@ def rows_of(name: str, shape: Sequence[int], model_type: str) -> list[Rows]:
     """The matrices in a tensor of a model; none if it is no such stack.
 
     Example:
-        >>> from qcutlass.formats.stacked import rows_of
+        >>> from qcutlass.formats.expert_rows import rows_of
         >>> rows_of("mlp.experts.down_proj", (2, 64, 32), "olmoe")[1]
         Rows(name='mlp.experts.1.down_proj.weight', begin=64, size=64)
     """
