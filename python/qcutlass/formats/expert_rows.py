@@ -12,12 +12,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
-EXPERT_PARTS: Final = {
-    "mixtral": ("w1", "w3", "w2"),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _USUAL),
-}
-"""The names of gate, up and down in files, by the models (`model_type`) whose experts are taken."""
+MODELS: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+"""The models (`model_type`) that have such tensors."""
+_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The layers of an expert that a tensor holds, as transformers calls them."""
 _NAME: Final = re.compile(r"(?P<block>.+\.experts)\.(?P<stack>gate_up_proj|down_proj)")
 
 
@@ -43,10 +41,10 @@ def rows_of(name: str, shape: Sequence[int], model_type: str) -> list[Rows]:
         >>> rows_of("mlp.experts.down_proj", (2, 64, 32), "olmoe")[1]
         Rows(name='mlp.experts.1.down_proj.weight', begin=64, size=64)
     """
-    found, words = _NAME.fullmatch(name), EXPERT_PARTS.get(model_type)
-    if found is None or words is None or len(shape) != 3 or math.prod(shape) < 1:
+    found = _NAME.fullmatch(name)
+    if found is None or model_type not in MODELS or len(shape) != 3 or math.prod(shape) < 1:
         return []
-    parts = words[:2] if found["stack"] == "gate_up_proj" else words[2:]
+    parts = _PARTS[found["stack"]]
     if shape[1] % len(parts):
         return []
     return list(_rows(found["block"], shape[0], parts, shape[1] // len(parts)))

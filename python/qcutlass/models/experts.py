@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.expert_rows import EXPERT_PARTS
+from qcutlass.formats.expert_rows import MODELS
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.experts import Expert
 
-TAKEN: Final = tuple(EXPERT_PARTS)
+TAKEN: Final = MODELS
 """The models (`model_type`) whose experts converted folders hold, a layer for each part of each expert."""
 _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
     "num_experts",
@@ -24,9 +24,11 @@ _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
 _NAME: Final = re.compile(r"(^|\.)(experts|block_sparse_moe)(\.|$)")
 _LAYER: Final = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d{1,6})\.(?P<part>\w+)")
 _ROUTER: Final = re.compile(r"(.*\.)?(mlp|block_sparse_moe)\.gate")
+_WORDS: Final = {"mixtral": ("w1", "w3", "w2")}
+"""The names of gate, up and down in the files of a model that calls them otherwise."""
 _USUAL: Final = ("gate_proj", "up_proj", "down_proj")
 _PARTS: Final = {
-    word: part for words in EXPERT_PARTS.values() for word, part in zip(words, Expert._fields, strict=True)
+    word: part for words in (_USUAL, *_WORDS.values()) for word, part in zip(words, Expert._fields, strict=True)
 }
 _FOLDERS: Final = {".mlp.": ".block_sparse_moe."}
 """Parts of a module's name, as transformers calls it, that files may have otherwise."""
@@ -66,7 +68,7 @@ def is_router(name: str) -> bool:
 
 def part_names(model_type: str) -> tuple[str, ...]:
     """The names of gate, up and down in the files of a model."""
-    return EXPERT_PARTS.get(model_type, _USUAL)
+    return _WORDS.get(model_type, _USUAL)
 
 
 def stored_forms(name: str) -> Iterator[str]:
@@ -76,7 +78,7 @@ def stored_forms(name: str) -> Iterator[str]:
         if ours in name:
             renamed = name.replace(ours, theirs)
             yield renamed
-            for words in set(EXPERT_PARTS.values()) - {_USUAL}:
+            for words in _WORDS.values():
                 for usual, word in zip(_USUAL, words, strict=True):
                     yield renamed.replace(f".{usual}", f".{word}")
 
