@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
+from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.products.checks import short
 from qcutlass.quantized import QuantizedTensor
 
@@ -346,9 +347,9 @@ class DequantizedLinear(FloatLinear):
         return self.stored_bytes
 
     @property
-    def as_floats(self) -> FloatLinear:
-        """The layer as one of floats."""
-        return FloatLinear(self.weight, self.bias)
+    def obstacle(self) -> str:
+        """The reason why it isn't a layer of packed weights, and the way out."""
+        return f"no product multiplies {self.stored} weights as they are; {REQUANTIZE}"
 
 
 QuantizedLayer: TypeAlias = CanonicalLinear | CanonicalInt8 | CanonicalFp8 | CanonicalBlockwise

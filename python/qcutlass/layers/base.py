@@ -14,7 +14,6 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, DequantizedLinear, Layer, QuantizedLayer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
-from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.products import unpack_weights
@@ -287,11 +286,15 @@ def from_layer(layer: Layer | PackedLinear, name: str, activation: str | None = 
     if isinstance(layer, PackedLinear):
         return _from_packed(layer, activation)
     kind = _STORED.get(layer.kind)
-    if isinstance(layer, DequantizedLinear):
-        raise UnsupportedError(f"{name}: no product multiplies {layer.words} weights as they are; {REQUANTIZE}")
     if kind is None:
-        raise ValueError(f"{name}: expected quantised weights, got {layer.words}; use QuantLinear.from_linear")
+        raise _refusal(layer, name)
     return kind._of_stored(layer, activation)
+
+
+def _refusal(layer: Layer, name: str) -> Exception:
+    if isinstance(layer, DequantizedLinear):
+        return UnsupportedError(f"{name}: {layer.obstacle}")
+    return ValueError(f"{name}: expected quantised weights, got {layer.words}; use QuantLinear.from_linear")
 
 
 def from_spec(spec: LayerSpec, n: int, k: int) -> QuantLinear:

@@ -27,7 +27,7 @@ from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
 from qcutlass.models.replacing import new_folder
-from qcutlass.models.requantizing import Requantizer, to_nearest
+from qcutlass.models.requantizing import Requantizer, take_float_experts, to_nearest
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
@@ -178,7 +178,10 @@ def convert(
     check_places(old, new, overwrite)
     report = progress or (lambda name, count, total: None)
     with memory_told(old):
-        opened, rounding = with_head(open_source(old, format, config), lm_head), scheme or WeightOnly()
+        opened, rounding = open_source(old, format, config), scheme or WeightOnly()
+        if requantize:
+            take_float_experts(opened)
+        opened = with_head(opened, lm_head)
         plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize))
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:

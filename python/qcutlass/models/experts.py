@@ -149,7 +149,9 @@ class ExpertBlocks:
                 product does not; it says what.
         """
         if is_router(name) and spec is not None:
-            raise UnsupportedError(f"{name}: a router is quantised, which is to be in floats")
+            raise UnsupportedError(
+                f"{name}: a router is quantised, which is to be in floats; qcutlass convert --requantize makes it so"
+            )
         layer = expert_layer(name)
         if layer is None:
             return

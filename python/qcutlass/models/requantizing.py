@@ -11,7 +11,6 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, DequantizedLinear, FloatLinear, Layer
 from qcutlass.formats.affine import from_minima
 from qcutlass.formats.specs import LayerSpec, Requantized
-from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.models.experts import ExpertBlocks, expert_layer, is_router
 from qcutlass.models.sources import ModelSource
 from qcutlass.schemes import WeightOnly
@@ -52,8 +51,6 @@ class Requantizer:
         self._source, self._scheme, self._allowed = source, scheme, allowed
         self._changes: dict[tuple[str, str], Change | None] = {}
         self.done: dict[str, Requantized] = {}
-        if allowed:
-            _make_layers(source)
 
     def layer(self, name: str, layer: Layer, keep: bool) -> Layer:
         """The layer that a converted folder gets for one of the source.
@@ -65,7 +62,7 @@ class Requantizer:
             UnsupportedError: no product multiplies it as it is, and nothing may be lost.
         """
         if isinstance(layer, DequantizedLinear) and not self._allowed:
-            raise UnsupportedError(f"{name}: no product multiplies {layer.words} weights as they are; {REQUANTIZE}")
+            raise UnsupportedError(f"{name}: {layer.obstacle}")
         if not self._allowed:
             return layer
         if is_router(name):
@@ -123,7 +120,7 @@ def _least_change(layers: list[_Told]) -> Change | None:
     return to_zeros if _are_taken([each._replace(spec=_without_minimums(each.spec)) for each in layers]) else to_nearest
 
 
-def _make_layers(source: ModelSource) -> None:
+def take_float_experts(source: ModelSource) -> None:
     """Has float weights that are experts of a block with quantised ones be layers of the source, as those are."""
     places = filter(None, map(expert_layer, source.names))
     blocks = {place.block for place in places}

@@ -34,13 +34,17 @@ def errors_of(folder: Path, weights: dict[str, torch.Tensor]) -> dict[str, float
     return {name: relative_norm(models.weights_of(found[name]), weights[name]) for name in found if name in weights}
 
 
+def is_near(found: float, expected: float) -> bool:
+    return abs(found - expected) <= OUTPUTS * expected
+
+
 def check_record(folder: Path, done: models.Conversion, weights: dict[str, torch.Tensor], stored_as: str) -> None:
     """The result, `config.json` and `inspect` say the same, and it is true."""
     errors = errors_of(folder, weights)
     assert set(done.requantized) == set(errors)
     for name, lost in done.requantized.items():
         assert lost.stored == stored_as
-        assert lost.error == pytest.approx(errors[name], rel=OUTPUTS)
+        assert is_near(lost.error, errors[name])
     described = json.loads((folder / "config.json").read_text())["quantization_config"]["requantized"]
     assert described == {name: {"from": each.stored, "error": each.error} for name, each in done.requantized.items()}
     told = {group.requantized: group.error for group in models.inspect(folder).groups if group.error is not None}
@@ -93,9 +97,9 @@ def test_the_commands(random_cut: RandomCut, tmp_path: Path) -> None:
     assert f"{count} layers were quantised anew, WITH LOSS" in made.stdout
     shown = re.search(rf"{count} of nf4 g64: (\S+) on average, (\S+) at most \((\S+)\)", made.stdout)
     assert shown is not None
-    assert float(shown[1]) == pytest.approx(sum(errors.values()) / count, rel=0.05)
-    assert float(shown[2]) == pytest.approx(max(errors.values()), rel=0.05)
-    assert errors[shown[3]] == pytest.approx(max(errors.values()), rel=OUTPUTS)
+    noted = [lost.error for lost in models.ConvertedFolder(new).spec.requantized.values()]
+    assert shown.groups()[:2] == (f"{sum(noted) / count:.2g}", f"{max(noted):.2g}")
+    assert is_near(errors[shown[3]], max(errors.values()))
     table = command("inspect", new)
     assert "w8 g64 int zeros, anew from nf4 g64 (error up to 0.00" in table.stdout
     assert command("inspect", cut.folder).stdout.count("nf4 g64") == len(models.inspect(cut.folder).groups)
