@@ -241,7 +241,7 @@ def test_pointers_of_git_lfs(name: str, floats: Path) -> None:
     assert f"{name}: a git-lfs pointer, not the file itself; run git lfs pull" in result.stderr
 
 
-@pytest.mark.parametrize("label", ["quip", "bitsandbytes"])
+@pytest.mark.parametrize("label", ["quip", "quanto"])
 def test_other_quantisers_are_refused_with_advice(label: str, floats: Path) -> None:
     (floats / "config.json").write_text(f'{{"quantization_config": {{"quant_method": "{label}"}}}}')
     result = command("inspect", floats)

@@ -274,6 +274,10 @@ def convert(
         int, typer.Option(help="The columns of float weights that share a scale. -1 is one scale a channel.")
     ] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Round float weights without zero points.")] = False,
+    requantize: Annotated[
+        bool,
+        typer.Option("--requantize", help="Round anew, with loss, what can't be kept: NF4, some layers of experts."),
+    ] = False,
     lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
@@ -297,12 +301,14 @@ def convert(
                 f"{source}: its weights are floats; qcutlass quantize --calibration TEXT loses least, convert --bits 4 "
                 "(or 8) rounds them to the nearest"
             )
-        for name in ("bits", "group_size", "symmetric") if not is_float else ():
+        if is_float and requantize:
+            raise ValueError(f"--requantize: the weights of {source} are floats, which --bits rounds; leave it out")
+        for name in ("bits", "group_size", "symmetric") if not (is_float or requantize) else ():
             given = context.get_parameter_source(name)
             if given is not None and given.name != "DEFAULT":
                 raise ValueError(
                     f"--{name.replace('_', '-')}: the weights of {source} are quantised already, and stay what they "
-                    "are; leave it out"
+                    "are; leave it out, or pass --requantize where they can't"
                 )
         scheme = WeightOnly(int((bits or Bits.four).value), group_size, symmetric)
         found = convert_model(
@@ -311,12 +317,15 @@ def convert(
             format=format,
             scheme=scheme,
             lm_head=lm_head.bits,
+            requantize=requantize,
             verify=verify,
             overwrite=overwrite,
             shard_bytes=shard_bytes,
             progress=report,
         )
     echo(_converted(found, destination))
+    if requantize:
+        echo(_requantized(found))
     if is_float:
         groups = "a scale a channel" if group_size == -1 else f"groups of {group_size}"
         say(f"note: rounded to the nearest int{scheme.bits} in {groups}; qcutlass quantize loses less")
@@ -329,6 +338,22 @@ def _converted(found: Conversion, destination: Path) -> str:
         f"{found.source}: {found.layers} layers of {found.weights / 1e6:.1f} M weights packed{verified}; "
         f"{found.size / 1e6:.1f} MB in {printable(destination)}"
     )
+
+
+def _requantized(found: Conversion) -> str:
+    """What was lost: the mean and the worst of each kind of source layers."""
+    if not found.requantized:
+        return "no layer had to be quantised anew: nothing is lost"
+    lines = [f"{len(found.requantized)} layers were quantised anew, WITH LOSS (relative error of a layer's weights):"]
+    for stored in dict.fromkeys(each.stored for each in found.requantized.values()):
+        errors = {name: each.error for name, each in found.requantized.items() if each.stored == stored}
+        worst = max(errors, key=errors.__getitem__)
+        mean = sum(errors.values()) / len(errors)
+        lines.append(
+            f"  {len(errors)} of {printable(stored)}: {mean:.2g} on average, {errors[worst]:.2g} at most "
+            f"({printable(worst)})"
+        )
+    return "\n".join([*lines, "the error of each layer is in config.json; qcutlass quantize --calibration loses less"])
 
 
 @app.command()
@@ -371,7 +396,8 @@ def _inspection_table(found: FolderSummary) -> Table:
     for group in found.groups:
         n, k = group.shape
         sizes = str(group.count), f"{group.bits_per_weight:.2f}", f"{group.size / 1e6:.1f}"
-        table.add_row(markup(group.name), f"{n} x {k}", markup(group.scheme), *sizes)
+        lost = "" if group.error is None else f", anew from {group.requantized} (error up to {group.error:.2g})"
+        table.add_row(markup(group.name), f"{n} x {k}", markup(group.scheme + lost), *sizes)
     return table
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import (
     awq,
+    bitsandbytes,
     compressed_tensors,
     float4,
     floats,
@@ -33,6 +34,7 @@ from qcutlass.formats.layers import (
     CanonicalFp8,
     CanonicalInt8,
     CanonicalLinear,
+    DequantizedLinear,
     FloatLinear,
     Layer,
     QuantizedLayer,
@@ -47,6 +49,7 @@ __all__ = [
     "CanonicalInt8",
     "CanonicalLinear",
     "Checkpoint",
+    "DequantizedLinear",
     "FloatLinear",
     "Format",
     "Int8Linear",
@@ -76,6 +79,10 @@ _TABLE: Final = (
     Format(
         "fp8", "e4m3 with a scale a tensor or a channel, for fp8 activations; in blocks, for 16-bit ones",
         "weight", fp8.SUFFIXES, ("fp8", "modelopt", "fp8_per_channel_per_token"), fp8.matches, fp8.load, selects=True,
+    ),
+    Format(
+        "bitsandbytes", "LLM.int8; NF4 and FP4, dequantised, to be quantised anew", "weight", bitsandbytes.SUFFIXES,
+        ("bitsandbytes",), bitsandbytes.matches, bitsandbytes.load, selects=True,
     ),
     Format("marlin", "Marlin v1, 4 bits", "B", marlin.SUFFIXES, ("marlin", "gptq"), marlin.matches, marlin.load),
     Format("hqq", "HQQ axis 1, 4 and 8 bits", "W_q", hqq.SUFFIXES, ("hqq",), hqq.matches, hqq.load),
@@ -125,7 +132,8 @@ def load(
 
     Returns:
         A mapping from the names of linear layers to `CanonicalLinear` (the weights in canonical form, act-order, bias),
-        `CanonicalInt8` (W8A8), `CanonicalFp8` or `FloatLinear`.
+        `CanonicalInt8` (W8A8), `CanonicalFp8` or `FloatLinear`; `DequantizedLinear` where no product multiplies what
+        is stored.
 
     Raises:
         FileNotFoundError: there is no such file or folder.

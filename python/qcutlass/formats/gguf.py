@@ -6,6 +6,7 @@ The format is described in the ggml project's docs/gguf.md; the blocks are those
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Final
@@ -13,10 +14,10 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from qcutlass.errors import UnsupportedError
+from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.files import read_span
 from qcutlass.formats.gguf_blocks import QUANTIZED
-from qcutlass.formats.gguf_header import read_header
+from qcutlass.formats.gguf_header import Stored, read_header
 from qcutlass.formats.layers import CanonicalLinear, FloatLinear
 from qcutlass.formats.source import TensorInfo
 from qcutlass.formats.tensors import FROM_FLOATS, LayerTensors
@@ -24,6 +25,7 @@ from qcutlass.formats.tensors import FROM_FLOATS, LayerTensors
 SUFFIXES: Final = ("weight", "bias")
 _NOT_LINEAR: Final = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_EXPERTS: Final = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps\.weight")
 _READABLE: Final = tuple(sorted(QUANTIZED.keys() | _FLOATS.keys()))
 
 
@@ -51,8 +53,32 @@ def load(layer: LayerTensors) -> CanonicalLinear | FloatLinear:
     return CanonicalLinear(QUANTIZED[kind].decode(blocks), bias)
 
 
+def _taken_apart(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
+    """The tensors, those of all experts of a block (`blk.0.ffn_up_exps.weight` `[E, N, K]`) as one of each.
+
+    They get the names that older files have for them, `blk.0.ffn_up.3.weight`.
+    """
+    found: dict[str, Stored] = {}
+    for name, (info, begin, size) in tensors.items():
+        stack = _EXPERTS.fullmatch(name)
+        count = info.shape[0] if stack is not None and len(info.shape) == 3 else 0
+        parts = {name: Stored(info, begin, size)} if stack is None or not count else {
+            f"{stack[1]}.{expert}.weight": Stored(
+                info._replace(shape=info.shape[1:]), begin + expert * (size // count), size // count
+            )
+            for expert in range(count)
+        }  # fmt: skip
+        twice = found.keys() & parts
+        if twice:
+            raise CheckpointError(f"{path}: the tensor {min(twice)!r} is there twice, one of them in {name!r}")
+        found |= parts
+    return found
+
+
 class GGUFSource:
     """The tensors of a GGUF file; blocks are read as uint8 `[N, blocks of a row, bytes]`.
+
+    Tensors of all experts of a block are given as those of each.
 
     Args:
         path: of the file, whose header is read as a whole.
@@ -69,7 +95,8 @@ class GGUFSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.metadata, self._stored, self._stamp = read_header(path)
+        self.metadata, stored, self._stamp = read_header(path)
+        self._stored = _taken_apart(stored, path)
         self._infos = {name: stored.info for name, stored in self._stored.items()}
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
+from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.products.checks import short
 from qcutlass.quantized import QuantizedTensor
 
@@ -310,7 +311,7 @@ class FloatLinear:
 
     def rows(self, index: Tensor) -> FloatLinear:
         """The layer with its output channels in another order, or some of them."""
-        return FloatLinear(self.weight[index], None if self.bias is None else self.bias[index])
+        return replace(self, weight=self.weight[index], bias=None if self.bias is None else self.bias[index])
 
     def effective_weight(self) -> Tensor:
         """float32 `[N, K]`: the weights."""
@@ -319,6 +320,37 @@ class FloatLinear:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[N, K]` in `dtype` (None: their own)."""
         return self.weight.to(dtype or self.weight.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class DequantizedLinear(FloatLinear):
+    """A linear layer that is stored in codes for which there are no products: dequantised, to be quantised anew.
+
+    Attributes:
+        weight, bias: as those of `FloatLinear`.
+        stored: the form in which the file holds the weights, in words.
+        stored_bytes: of weights and scales there.
+    """
+
+    kind: ClassVar = "dequantized"
+
+    stored: str = ""
+    stored_bytes: int = 0
+
+    @property
+    def words(self) -> str:
+        """The form in which the file holds the weights."""
+        return self.stored
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of weights and scales in the file."""
+        return self.stored_bytes
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why it isn't a layer of packed weights, and the way out."""
+        return f"no product multiplies {self.stored} weights as they are; {REQUANTIZE}"
 
 
 QuantizedLayer: TypeAlias = CanonicalLinear | CanonicalInt8 | CanonicalFp8 | CanonicalBlockwise

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError
 from qcutlass.formats.config import read_json, read_json_if_there
+from qcutlass.formats.expert_rows import rows_of
 from qcutlass.formats.files import Stamp, inside, read_span
 from qcutlass.formats.safetensors_header import BITS, Entry, as_tensor, dtype_name, read_header
 
 _INDEX: Final = ".safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
+FLOATS: Final = ("F16", "BF16", "F32")
 _PLAIN_NAME: Final = re.compile(r"[^/\\\0]+\.safetensors")
 
 
@@ -80,6 +82,8 @@ class SafetensorsSource:
     Args:
         files: whose headers are read.
         shards: the file of each tensor, where several hold the same name or an index tells.
+        model_type: of the model, in the words of transformers: floats of all its experts in one tensor are given as
+            those of each (`expert_rows`).
 
     Raises:
         FileNotFoundError: a file is absent.
@@ -89,7 +93,7 @@ class SafetensorsSource:
 
     format: ClassVar[str | None] = None
 
-    def __init__(self, files: Iterable[Path], shards: Mapping[str, Path] | None = None) -> None:
+    def __init__(self, files: Iterable[Path], shards: Mapping[str, Path] | None = None, model_type: str = "") -> None:
         self._stamps: dict[Path, Stamp] = {}
         self._stored: dict[str, tuple[Path, Entry]] = {}
         for file in files:
@@ -97,6 +101,7 @@ class SafetensorsSource:
         for name, file in (shards or {}).items():
             if name not in self._stored:
                 raise CheckpointError(f"{file}: expected the tensor {name!r} that the index places there; it is absent")
+        self._take_apart(model_type)
         self._infos = {
             name: TensorInfo(entry.dtype, entry.shape, str(file)) for name, (file, entry) in self._stored.items()
         }
@@ -105,6 +110,19 @@ class SafetensorsSource:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See `TensorSource`."""
         return self._infos
+
+    def _take_apart(self, model_type: str) -> None:
+        for stack in list(self._stored):
+            file, entry = self._stored[stack]
+            parts = rows_of(stack, entry.shape, model_type) if entry.dtype in FLOATS else []
+            if parts:
+                del self._stored[stack]
+            row = entry.size // math.prod(entry.shape[:-1]) if parts else 0  # bytes
+            for name, begin, size in parts:
+                if name in self._stored:
+                    raise CheckpointError(f"{file}: {stack}: the tensor {name!r} is also there; keep one of them")
+                shape = (size, entry.shape[-1])
+                self._stored[name] = file, Entry(entry.dtype, shape, entry.begin + begin * row, size * row)
 
     def _add(self, file: Path, shards: Mapping[str, Path]) -> None:
         entries, self._stamps[file] = read_header(file)
@@ -132,7 +150,7 @@ def open_folder(folder: Path) -> SafetensorsSource | None:
     Without an index: `model.safetensors`, or else all files. A folder of which transformers would read other files is
     refused: it takes what `transformers_weights` in `config.json` names, else `model.safetensors`, else the index.
     """
-    names = listed(folder)
+    names, model_type = listed(folder), _model_type(folder)
     indexes = [name for name in names if name.endswith(_INDEX)]
     if len(indexes) > 1:
         raise CheckpointError(f"{folder}: expected one index, got {', '.join(indexes)}")
@@ -145,14 +163,19 @@ def open_folder(folder: Path) -> SafetensorsSource | None:
                 "left over"
             )
         _check_named(folder, indexes[0])
-        return SafetensorsSource(files, shards)
+        return SafetensorsSource(files, shards, model_type)
     found = [name for name in names if name.endswith(".safetensors")]
     if _WHOLE in found:
         found = [_WHOLE]
     if not found:
         return None
     _check_named(folder, found[0] if len(found) == 1 else "")
-    return SafetensorsSource([inside(folder, name, str(folder)) for name in found])
+    return SafetensorsSource([inside(folder, name, str(folder)) for name in found], model_type=model_type)
+
+
+def _model_type(folder: Path) -> str:
+    """What `config.json` says; "" where it says none."""
+    return str((read_json_if_there(folder / "config.json") or {}).get("model_type", ""))
 
 
 def listed(folder: Path) -> list[str]:

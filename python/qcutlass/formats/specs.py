@@ -223,6 +223,27 @@ PARTS: Final = frozenset({"layout", "w_packed", "w_scale", GUARD}.union(*(k.buff
 """Suffixes of the tensors that a layer may have in a converted folder."""
 
 
+class Requantized(NamedTuple):
+    """A layer that could not be kept as its source has it, and was quantised anew.
+
+    Attributes:
+        stored: the form in the source, in words.
+        error: what its weights lost: the norm of the difference over the norm of the weights.
+    """
+
+    stored: str
+    error: float
+
+    @staticmethod
+    def from_dict(values: object, where: str) -> Requantized:
+        """Raises CheckpointError for what is none."""
+        found = values if isinstance(values, dict) else {}
+        stored, error = found.get("from"), found.get("error")
+        if not isinstance(stored, str) or not isinstance(error, int | float):
+            raise CheckpointError(f"{where}: expected an object with from and error, got {values!r:.80}")
+        return Requantized(stored, float(error))
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """`quantization_config` of a converted folder.
@@ -232,20 +253,27 @@ class ModelSpec:
         exceptions: of the others, by name.
         modules_to_not_convert: names of modules that keep their floats.
         source: the format that was converted.
+        requantized: the layers that were quantised anew, by name.
     """
 
     default: LayerSpec | None
     exceptions: Mapping[str, LayerSpec] = field(default_factory=dict)
     modules_to_not_convert: Sequence[str] = ()
     source: str = ""
+    requantized: Mapping[str, Requantized] = field(default_factory=dict)
 
     @staticmethod
-    def of(layers: Mapping[str, LayerSpec], modules_to_not_convert: Sequence[str], source: str) -> ModelSpec:
+    def of(
+        layers: Mapping[str, LayerSpec],
+        modules_to_not_convert: Sequence[str],
+        source: str,
+        requantized: Mapping[str, Requantized] | None = None,
+    ) -> ModelSpec:
         """With the most frequent description as the default."""
         counts = Counter(layers.values())
         default = max(counts, key=counts.__getitem__) if counts else None
         exceptions = {name: spec for name, spec in layers.items() if spec != default}
-        return ModelSpec(default, exceptions, tuple(modules_to_not_convert), source)
+        return ModelSpec(default, exceptions, tuple(modules_to_not_convert), source, dict(requantized or {}))
 
     def __getitem__(self, name: str) -> LayerSpec:
         """The description of one layer."""
@@ -265,19 +293,26 @@ class ModelSpec:
                 f"{where}: version {versions[0]!r:.20} with packed layout {versions[1]!r:.20}, this build reads "
                 f"{VERSION} with {LAYOUT_VERSION}: convert the model again"
             )
-        default, exceptions = values.get("default"), values.get("exceptions")
+        default, exceptions, lost = (values.get(key) for key in ("default", "exceptions", "requantized"))
         kept = values.get("modules_to_not_convert")
-        if not isinstance(exceptions, dict) or not isinstance(kept, list):
-            raise CheckpointError(f"{where}: expected exceptions, an object, and modules_to_not_convert, a list")
+        if not isinstance(exceptions, dict) or not isinstance(kept, list) or not isinstance(lost, dict | None):
+            raise CheckpointError(
+                f"{where}: expected exceptions and requantized, objects, and modules_to_not_convert, a list"
+            )
         return ModelSpec(
             None if default is None else LayerSpec.from_dict(default, f"{where}: default"),
             {name: LayerSpec.from_dict(spec, f"{where}: exceptions: {name}") for name, spec in exceptions.items()},
             tuple(str(name) for name in kept),
             str(values.get("source", "")),
+            {
+                name: Requantized.from_dict(found, f"{where}: requantized: {name}")
+                for name, found in (lost or {}).items()
+            },
         )
 
     def to_dict(self) -> dict[str, Any]:
         """As in `config.json`."""
+        lost = {name: {"from": found.stored, "error": found.error} for name, found in self.requantized.items()}
         return {
             "quant_method": METHOD,
             "version": VERSION,
@@ -286,4 +321,5 @@ class ModelSpec:
             "default": None if self.default is None else self.default.to_dict(),
             "exceptions": {name: spec.to_dict() for name, spec in self.exceptions.items()},
             "modules_to_not_convert": list(self.modules_to_not_convert),
+            **({"requantized": lost} if lost else {}),
         }

@@ -10,17 +10,22 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import Config
+from qcutlass.formats.source import FLOATS as FLOATS
 from qcutlass.formats.source import TensorInfo, TensorSource
 from qcutlass.products.checks import ceil_div
 from qcutlass.quantized import QuantizedTensor
 
-FLOATS: Final = ("F16", "BF16", "F32")
 INT32: Final = ("I32",)
 SHORT: Final = (torch.float16, torch.bfloat16)
 """Types of 16 bits, the more exact one first."""
 _BITS: Final = (4, 8)
 FROM_FLOATS: Final = "quantise the model's float original instead: qcutlass quantize"
 """What to do about a model in a format that is not read."""
+REQUANTIZE: Final = (
+    "qcutlass convert --requantize (requantize=True) rounds them anew, with loss; qcutlass quantize --calibration TEXT "
+    "loses less"
+)
+"""What to do about weights that are read, but that no product multiplies as they are."""
 
 
 class LayerTensors:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import Checkpoint, Layer, QuantizedLayer
+from qcutlass.formats import Checkpoint, DequantizedLinear, Layer, QuantizedLayer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.loading import stored_layer
@@ -281,14 +281,21 @@ def from_layer(layer: Layer | PackedLinear, name: str, activation: str | None = 
 
     Raises:
         ValueError: they are not quantised.
+        UnsupportedError: no product multiplies what is stored.
         CheckpointError: the tensors of a converted folder are not those that it describes, or hold NaN or infinity.
     """
     if isinstance(layer, PackedLinear):
         return _from_packed(layer, activation)
     kind = _STORED.get(layer.kind)
     if kind is None:
-        raise ValueError(f"{name}: expected quantised weights, got {layer.words}; use QuantLinear.from_linear")
+        raise _refusal(layer, name)
     return kind._of_stored(layer, activation)
+
+
+def _refusal(layer: Layer, name: str) -> Exception:
+    if isinstance(layer, DequantizedLinear):
+        return UnsupportedError(f"{name}: {layer.obstacle}")
+    return ValueError(f"{name}: expected quantised weights, got {layer.words}; use QuantLinear.from_linear")
 
 
 def from_spec(spec: LayerSpec, n: int, k: int) -> QuantLinear:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.defaults import SHARD_BYTES as SHARD_BYTES
 from qcutlass.errors import CheckpointError
-from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats import FloatLinear, Layer
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
-from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, guard
+from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, Requantized, guard
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
@@ -28,6 +27,7 @@ from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
 from qcutlass.models.replacing import new_folder
+from qcutlass.models.requantizing import Requantizer, take_float_experts, to_nearest
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
@@ -47,6 +47,7 @@ class Conversion:
         verified: how many layers were read back and compared.
         size: bytes of all tensors.
         files: names of the files with tensors, and of their index.
+        requantized: the layers that lost something, by name: what they were, and how much.
     """
 
     source: str
@@ -55,6 +56,7 @@ class Conversion:
     verified: int
     size: int
     files: list[str]
+    requantized: Mapping[str, Requantized] = field(default_factory=dict)
 
 
 def is_kept(name: str, skip: Sequence[str]) -> bool:
@@ -81,17 +83,19 @@ class _Plan:
     source: ModelSource
     scheme: WeightOnly
     skip: Sequence[str]
+    requantizer: Requantizer
 
     def layer(self, name: str) -> Layer:
         """A layer of the source; quantised, unless it is to stay as it is."""
-        layer = self.source.layer(name)
-        if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats" or is_kept(name, self.skip):
+        layer, keep = self.source.layer(name), is_kept(name, self.skip)
+        if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats":
+            return self.requantizer.layer(name, layer, keep)
+        if keep:
             return layer
         try:
-            quantized = quantize_nearest(layer.weight, self.scheme)
+            return to_nearest(layer, self.scheme)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
-        return CanonicalLinear(quantized, layer.bias)
 
 
 def convert(
@@ -103,6 +107,7 @@ def convert(
     scheme: WeightOnly | None = None,
     skip: Sequence[str] = SKIPPED,
     lm_head: int | None = None,
+    requantize: bool = False,
     verify: bool = False,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -120,11 +125,14 @@ def convert(
         source: a folder with `config.json` and safetensors files, or a GGUF file, which transformers is needed for.
         destination: a folder that is made.
         format, config: of the source, as for `qcutlass.formats.load`.
-        scheme: for float layers; None: `WeightOnly()`.
+        scheme: for float layers, and those that `requantize` means; None: `WeightOnly()`.
         skip: float layers to leave alone: names, their last parts, or patterns of either; by default `lm_head` and
             routers. Routers of mixtures always are.
         lm_head: bits of the output head, 8 (groups of 128) or 4 (groups of 32), symmetric: it is quantised to the
             nearest, whatever it is in the source, and with it an embedding that is tied to it. None: as it is.
+        requantize: quantises anew, to the nearest, what can't be kept without loss: layers in codes that no product
+            multiplies (`DequantizedLinear`), and experts of a form that their product does not take. `Conversion`, the
+            folder's `config.json` and `inspect` say which, and what they lost. False: such a layer is refused.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.
@@ -135,13 +143,15 @@ def convert(
     Raises:
         FileNotFoundError: no such source.
         FileExistsError: `destination` is there and `overwrite` is False.
-        TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `shard_bytes` no integer.
+        TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `requantize` no bool, `shard_bytes` no
+            integer.
         ValueError: source and destination are the same folder or one in the other; the source is converted already; a
             folder to overwrite is not a converted one; `skip` has a pattern that no layer matches; `lm_head` is neither
             4 nor 8.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read; the model is a mixture of
-            experts of a form that is not taken: see the manual's page on models.
+            experts of a form that is not taken: see the manual's page on models; a layer would lose something, and
+            `requantize` is False.
         OSError: the disk is full.
         MemoryError: the memory does not suffice for a layer, and for what making it takes.
 
@@ -161,18 +171,26 @@ def convert(
         raise TypeError(f"scheme: expected a qcutlass.WeightOnly or None, got {type(scheme).__name__}")
     check_skip(skip)
     check_head(lm_head)
+    if not isinstance(requantize, bool):
+        raise TypeError(f"requantize: expected True or False, got {type(requantize).__name__}")
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
     report = progress or (lambda name, count, total: None)
     with memory_told(old):
-        plan = _Plan(with_head(open_source(old, format, config), lm_head), scheme or WeightOnly(), skip)
+        opened, rounding = open_source(old, format, config), scheme or WeightOnly()
+        if requantize:
+            take_float_experts(opened)
+        opened = with_head(opened, lm_head)
+        plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize))
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
-            done = write_folder(plan.source, plan.layer, folder, shard_bytes, report)
+            lost = plan.requantizer.done
+            done = write_folder(plan.source, plan.layer, folder, shard_bytes, report, lost)
             verified = _check_written(plan, folder, verify, report)
             report("putting files in place", 0, 0)
-    return Conversion(plan.source.checkpoint.format, done.layers, done.weights, verified, done.size, done.files)
+    read = plan.source.checkpoint.format
+    return Conversion(read, done.layers, done.weights, verified, done.size, done.files, lost)
 
 
 def check_places(source: Path, destination: Path, overwrite: bool) -> None:
@@ -192,9 +210,18 @@ def check_places(source: Path, destination: Path, overwrite: bool) -> None:
 
 
 def write_folder(
-    source: ModelSource, layer_of: Callable[[str], Layer], folder: Path, shard_bytes: int, progress: Progress
+    source: ModelSource,
+    layer_of: Callable[[str], Layer],
+    folder: Path,
+    shard_bytes: int,
+    progress: Progress,
+    requantized: Mapping[str, Requantized] | None = None,
 ) -> Conversion:
-    """Writes a converted folder: the layers that `layer_of` gives for the source's names, and what else it holds."""
+    """Writes a converted folder: the layers that `layer_of` gives for the source's names, and what else it holds.
+
+    Args:
+        requantized: filled by `layer_of`; for the folder's description.
+    """
     specs: dict[str, LayerSpec] = {}
     kept: list[str] = []
     weights = size = 0
@@ -233,7 +260,7 @@ def write_folder(
         raise CheckpointError(f"{source.checkpoint.format}: no layer to convert")
     if HEAD not in specs and HEAD not in kept and not any(map(is_embedding, specs)):
         kept.append(HEAD)  # one that is tied to floats is in no file
-    spec = ModelSpec.of(specs, kept, source.checkpoint.format)
+    spec = ModelSpec.of(specs, kept, source.checkpoint.format, requantized)
     write_json(folder / CONFIG, {**source.config, QUANTIZATION: spec.to_dict()})
     return Conversion(source.checkpoint.format, len(specs), weights, 0, size, files)
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats.expert_rows import MODELS
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
+from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.experts import Expert
 
-TAKEN: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+TAKEN: Final = MODELS
 """The models (`model_type`) whose experts converted folders hold, a layer for each part of each expert."""
 _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
     "num_experts",
@@ -147,7 +149,9 @@ class ExpertBlocks:
                 product does not; it says what.
         """
         if is_router(name) and spec is not None:
-            raise UnsupportedError(f"{name}: a router is quantised, which is to be in floats")
+            raise UnsupportedError(
+                f"{name}: a router is quantised, which is to be in floats; qcutlass convert --requantize makes it so"
+            )
         layer = expert_layer(name)
         if layer is None:
             return
@@ -163,7 +167,8 @@ class ExpertBlocks:
             if facts != expected:
                 words = [", ".join(each) if key else "floats" * each[0] or "quantised" for each in (facts, expected)]
                 raise UnsupportedError(
-                    f"{name}: {words[0]}, but {other}: {words[1]}; the experts of a block need one shape and one scheme"
+                    f"{name}: {words[0]}, but {other}: {words[1]}; the experts of a block need one shape and one "
+                    f"scheme; {REQUANTIZE}"
                 )
         self._found.setdefault(layer.block, set()).add((layer.expert, layer.part))
 
@@ -181,7 +186,7 @@ def _check_spec(name: str, spec: LayerSpec) -> None:
     if LAYER_KINDS[spec.kind].quantises_activations:
         raise UnsupportedError(
             f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
-            "quantise the model's float original instead: qcutlass quantize --method gptq, awq or rtn"
+            f"{REQUANTIZE}"
         )
     words = {"perm": "act-order", "act_scale": "scales of their own activations", "minimums": "minimums"}
     found = [words[buffer] for buffer, _ in spec.buffers if buffer in words]
@@ -190,5 +195,5 @@ def _check_spec(name: str, spec: LayerSpec) -> None:
     if found:
         raise UnsupportedError(
             f"{name}: experts with {' and '.join(found)} are not taken, as one product multiplies all of a block; "
-            "quantise the model's float original without"
+            f"{REQUANTIZE}"
         )

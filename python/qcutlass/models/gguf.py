@@ -13,15 +13,25 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
 from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.source import TensorInfo
+from qcutlass.models.experts import part_names
 from qcutlass.models.extras import SAFE, import_transformers, reading
 from qcutlass.models.sources import ModelSource
 
-_PERMUTED: Final = {"llama": True, "qwen2": False, "qwen3": False}  # by architecture: the rows of q and k
+_KINDS: Final = {  # by architecture, and whether there are experts: what transformers calls it
+    ("llama", False): "llama",
+    ("llama", True): "mixtral",
+    ("qwen2", False): "qwen2",
+    ("qwen3", False): "qwen3",
+    ("qwen2moe", True): "qwen2_moe",
+    ("qwen3moe", True): "qwen3_moe",
+}
+_PERMUTED: Final = "llama"  # the architecture whose rows of q and k are
 _EMBEDDINGS: Final = "token_embd"
 _WHOLE: Final = {_EMBEDDINGS: "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK: Final = {
@@ -36,7 +46,16 @@ _IN_BLOCK: Final = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_EXPERT: Final = ("ffn_gate", "ffn_up", "ffn_down")
+_FOLDERS: Final = {"mixtral": "block_sparse_moe"}
+"""What a model's files have for "mlp"."""
+_EXPERT_COUNTS: Final = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
 _SIZES: Final = {  # keys of the header, behind the architecture's name: what transformers calls them
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -53,6 +72,7 @@ _TOKENS: Final = {  # the same, behind "tokenizer.ggml"
     "unknown_token_id": "unk_token_id",
     "padding_token_id": "pad_token_id",
 }
+_SHARED: Final = "mlp.shared_expert_gate.weight"
 _NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count")
 
 
@@ -77,11 +97,43 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
     embedding = tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
-    return {**values, "tie_word_embeddings": "output.weight" not in tensors}
+    return {**values, **_mixture_values(path, metadata, tensors), "tie_word_embeddings": "output.weight" not in tensors}
+
+
+def model_kind(metadata: Mapping[str, Any]) -> str | None:
+    """What transformers calls a model (`model_type`); None for one that is not taken."""
+    architecture = str(metadata.get("general.architecture"))
+    return _KINDS.get((architecture, bool(metadata.get(f"{architecture}.expert_count"))))
+
+
+def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Those of a mixture of experts; of other models none."""
+    kind, architecture = model_kind(metadata), metadata["general.architecture"]
+    if kind not in _EXPERT_COUNTS:
+        return {}
+    used = metadata.get(f"{architecture}.expert_used_count")
+    widths = {
+        part: info.shape[0]
+        for name, info in tensors.items()
+        for part in ("ffn_gate.0", "ffn_gate_shexp")
+        if name.endswith(f".{part}.weight")
+    }
+    if used is None or "ffn_gate.0" not in widths:
+        raise CheckpointError(
+            f"{path}: expected the key {architecture}.expert_used_count and tensors of experts; one of them is absent"
+        )
+    values = {_EXPERT_COUNTS[kind]: metadata[f"{architecture}.expert_count"], "num_experts_per_tok": used}
+    if kind == "mixtral":
+        return values
+    values |= {"moe_intermediate_size": widths["ffn_gate.0"], "norm_topk_prob": kind == "qwen3_moe"}
+    if "ffn_gate_shexp" in widths:
+        values["shared_expert_intermediate_size"] = widths["ffn_gate_shexp"]
+    dense = (re.fullmatch(r"blk\.(\d{1,6})\.ffn_gate\.weight", name) for name in tensors)
+    return {**values, "mlp_only_layers": sorted(int(found[1]) for found in dense if found is not None)}
 
 
 class GGUFModel(ModelSource):
-    """A GGUF file of a decoder with Llama's layers.
+    """A GGUF file of a decoder with Llama's layers, or a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE.
 
     Raises:
         UnsupportedError: of another architecture, or with tensors that have no place in it; or transformers is absent.
@@ -90,11 +142,14 @@ class GGUFModel(ModelSource):
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
         self._path = path
         self._metadata, self._tensors = checkpoint.metadata, checkpoint.tensors
-        architecture = str(self._metadata.get("general.architecture"))
-        if architecture not in _PERMUTED:
-            raise UnsupportedError(f"{path}: expected one of {', '.join(_PERMUTED)}, got a model of {architecture!r}")
+        architecture, kind = str(self._metadata.get("general.architecture")), model_kind(self._metadata)
+        if kind is None:
+            experts = " with experts" if self._metadata.get(f"{architecture}.expert_count") else ""
+            known = ", ".join(f"{name}{' with experts' * mixed}" for name, mixed in _KINDS)
+            raise UnsupportedError(f"{path}: expected one of {known}, got a model of {architecture!r}{experts}")
+        self._kind = kind
         super().__init__(checkpoint, path.parent)
-        self._permuted = _PERMUTED[architecture]
+        self._permuted = architecture == _PERMUTED
         self.names = {self._name(name): name for name in checkpoint}
         parts = (name.rpartition(".") for name in checkpoint.rest)
         self.rest = {f"{self._name(module)}.{suffix}": f"{module}.{suffix}" for module, _, suffix in parts}
@@ -107,17 +162,25 @@ class GGUFModel(ModelSource):
         transformers = import_transformers("reading the configuration of a GGUF file")
         values = model_values(self._path, self._metadata, self._tensors)
         with reading(self._path, "configuration"):
-            self._parsed = transformers.AutoConfig.for_model(self._metadata["general.architecture"], **values)
+            self._parsed = transformers.AutoConfig.for_model(self._kind, **values)
         architecture = transformers.AutoModelForCausalLM._model_mapping[type(self._parsed)].__name__
         return {**self._parsed.to_dict(), "architectures": [architecture], "dtype": "float32"}  # dtype: of norms
 
     def _name(self, name: str) -> str:
-        found = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
-        if found is not None and found[2] in _IN_BLOCK:
-            return f"model.layers.{found[1]}.{_IN_BLOCK[found[2]]}"
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?", name)
+        folder = _FOLDERS.get(self._kind, "mlp")
+        if found is not None and found[3] is not None and found[2] in _EXPERT:
+            part = part_names(self._kind)[_EXPERT.index(found[2])]
+            return f"model.layers.{found[1]}.{folder}.experts.{found[3]}.{part}"
+        if found is not None and found[3] is None and found[2] in _IN_BLOCK:
+            return f"model.layers.{found[1]}.{_IN_BLOCK[found[2]].replace('mlp.', f'{folder}.')}"
         if name in _WHOLE:
             return _WHOLE[name]
         raise UnsupportedError(f"{self._path}: the tensor {name!r} has no place in a model of Llama's kind")
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = super().tensor(name)
+        return tensor[None] if name.endswith(_SHARED) and tensor.dim() == 1 else tensor  # one row, as a vector
 
     def layer(self, name: str) -> Layer:
         layer = super().layer(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 from qcutlass import formats
 from qcutlass.formats.converted import PackedFolder, is_converted
+from qcutlass.formats.specs import Requantized
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class LayerGroup:
         count: how many they are.
         bits_per_weight: stored bits, scales, zeros and padding included.
         size: bytes of all of them.
+        requantized: of layers that were quantised anew: the form in which their source had them; "" of others.
+        error: the largest that one of them lost then, relative; None of layers that lost nothing.
     """
 
     name: str
@@ -32,6 +35,8 @@ class LayerGroup:
     count: int
     bits_per_weight: float
     size: int
+    requantized: str = ""
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class _Row:
     shape: tuple[int, int]
     scheme: str
     size: float
+    requantized: Requantized | None = None
 
 
 def inspect(path: str | PathLike[str]) -> FolderSummary:
@@ -77,8 +83,9 @@ def inspect(path: str | PathLike[str]) -> FolderSummary:
         >>> from qcutlass import models
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_file({"up.weight": torch.randn(32, 64)}, f"{folder}/model.safetensors")
-        ...     models.inspect(folder).groups
-        [LayerGroup(name='up', shape=(32, 64), scheme='float32', count=1, bits_per_weight=32.0, size=8192)]
+        ...     [group] = models.inspect(folder).groups
+        >>> group.name, group.shape, group.scheme, group.bits_per_weight, group.size
+        ('up', (32, 64), 'float32', 32.0, 8192)
     """
     if is_converted(path):
         folder = PackedFolder(path)
@@ -96,16 +103,18 @@ def inspect(path: str | PathLike[str]) -> FolderSummary:
 def _converted_rows(folder: PackedFolder) -> Iterator[_Row]:
     for name in folder.names:
         size = sum(info.nbytes for info in folder.tensors_of(name))
-        yield _Row(name, folder.shape(name), folder.spec[name].words, size)
+        yield _Row(name, folder.shape(name), folder.spec[name].words, size, folder.spec.requantized.get(name))
 
 
 def _grouped(rows: Iterator[_Row]) -> list[LayerGroup]:
     groups: dict[tuple[Any, ...], list[_Row]] = defaultdict(list)
     for row in rows:
-        groups[re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name), row.shape, row.scheme].append(row)
+        stored = "" if row.requantized is None else row.requantized.stored
+        groups[re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name), row.shape, row.scheme, stored].append(row)
     summaries = []
-    for (name, shape, scheme), members in groups.items():
+    for (name, shape, scheme, stored), members in groups.items():
         size = sum(member.size for member in members)
         bits = 8 * size / (len(members) * shape[0] * shape[1])
-        summaries.append(LayerGroup(name, shape, scheme, len(members), bits, round(size)))
+        error = max((member.requantized.error for member in members if member.requantized is not None), default=None)
+        summaries.append(LayerGroup(name, shape, scheme, len(members), bits, round(size), stored, error))
     return summaries

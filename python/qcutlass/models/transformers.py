@@ -198,8 +198,9 @@ class QcutlassQuantizer(HfQuantizer):
         """Has the configuration say what the layers are."""
         values: dict[str, Any] = self.quantization_config.to_dict()
         kept = values.get("modules_to_not_convert", [*_linears(model), *expert_modules(model)])
-        spec = ModelSpec.of(self._specs, kept, self._source or values.get("source", ""))
-        self.quantization_config = model.config.quantization_config = QcutlassConfig(**spec.to_dict())
+        described = ModelSpec.of(self._specs, kept, self._source or values.get("source", "")).to_dict()
+        described |= {key: values[key] for key in ("requantized",) if key in values}
+        self.quantization_config = model.config.quantization_config = QcutlassConfig(**described)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Bytes of an element, by which devices are filled."""

@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import save
+from tests.python.formats.bitsandbytes_files import CONFIG, INT8, as_four_bits, as_int8
 from tests.python.formats.stored import (
     Tensors,
     as_awq,
@@ -99,6 +100,8 @@ def subjects() -> dict[str, Files]:
             {"quant_method": "modelopt", "quant_algo": "FP8"},
         ),
         "marlin": folder(as_marlin(even), GPTQ | {"checkpoint_format": "marlin", "sym": True}),
+        "bitsandbytes": folder(as_four_bits(even.weight, nested=8)[0] | bias, CONFIG),
+        "bitsandbytes int8": folder(as_int8(even.weight)[0], INT8),
         "hqq": folder(as_hqq(layer), hqq),
         "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
         "nvfp4": folder(float4("weight") | {"weight_scale_2": torch.tensor(0.5)}, {"quant_method": "modelopt"}),

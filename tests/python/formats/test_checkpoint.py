@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.python.formats.bitsandbytes_files import as_int8
 from tests.python.formats.stored import (
     Stored,
     Tensors,
@@ -49,6 +50,7 @@ def every_format() -> dict[str, Tensors]:
         "awq": as_awq(layer),
         "compressed-tensors": as_compressed(layer),
         "fp8": as_fp8(layer.weight)[0],
+        "bitsandbytes": as_int8(layer.weight)[0],
         "marlin": as_marlin(layer),
         "hqq": as_hqq(layer),
         "tensorrt-llm": as_tensorrt_llm(layer, None, channels_first=True),
@@ -57,7 +59,7 @@ def every_format() -> dict[str, Tensors]:
 
 LABELS = {
     "gptq": "gptq", "awq": "awq", "compressed-tensors": "compressed-tensors", "fp8": "fp8", "marlin": "gptq",
-    "hqq": "hqq",
+    "hqq": "hqq", "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
 
 
@@ -79,6 +81,9 @@ def test_the_format_is_told_by_the_tensors(name: str, tmp_path: Path) -> None:
     found = checkpoint["model.layers.0.mlp.up_proj"]
     if name == "fp8":
         assert torch.equal(found.dequantize(torch.float32), as_fp8(layer_of().weight)[1])
+    elif name == "bitsandbytes":
+        stored = every_format()[name]
+        assert torch.equal(dequantized(canonical(found)), stored["weight"] * (stored["SCB"] / 127)[:, None])
     else:
         assert torch.equal(dequantized(canonical(found)), layer_of().weight)
 
@@ -96,8 +101,8 @@ def test_floats_under_the_label_of_something_quantised() -> None:
 
 
 def test_labels_that_are_not_known() -> None:
-    with pytest.raises(UnsupportedError, match="quant_method 'bitsandbytes' is not read, only gptq, awq"):
-        formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "bitsandbytes"})
+    with pytest.raises(UnsupportedError, match="quant_method 'quanto' is not read, only gptq, awq"):
+        formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "quanto"})
 
 
 def test_several_formats_at_once() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tests.python.formats.bitsandbytes_files import CONFIG, INT8, as_four_bits, as_int8
 from tests.python.formats.stored import Stored, Tensors, as_awq, as_compressed, as_gptq, named, stored
 from torch import Tensor
 
@@ -148,6 +149,15 @@ class Cuts(ABC):
             tensors |= named({"weight": codes, "weight_scale": scales[:, None]}, name)
             weights[name] = codes.float() * scales[:, None]
         return self._write("w8a8", tensors, W8A8, weights)
+
+    def bitsandbytes(self, kind: str, nested: int = 0) -> Cut:
+        """Of 4 bits, "nf4" or "fp4", or "int8"."""
+        tensors, weights = dict(self.rest), {}
+        for name in self.names:
+            weight = self.weight(name)
+            found, weights[name] = as_int8(weight) if kind == "int8" else as_four_bits(weight, kind, nested=nested)
+            tensors |= named(found, name)
+        return self._write(f"{kind}-{nested}", tensors, INT8 if kind == "int8" else CONFIG, weights)
 
     def _stored(
         self,

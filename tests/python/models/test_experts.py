@@ -144,16 +144,16 @@ def replaced(layer: str, **tensors: Tensor) -> Callable[[Tensors], Tensors]:
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """As a state of transformers has them."""
+    """As a state of transformers has them, but codes."""
     name = "model.layers.0.mlp.experts"
-    down = torch.stack([tensors[f"{name}.{i}.down_proj.weight"] for i in range(EXPERTS)])
+    down = torch.stack([tensors[f"{name}.{i}.down_proj.qweight"] for i in range(EXPERTS)])
     return {**without(f"{name}.")(tensors), f"{name}.down_proj": down}
 
 
 EXPERT = "model.layers.1.mlp.experts.2"
 GATE = "model.layers.0.mlp.gate"
 WRONG: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
-    "stacked": ("floats", stacked, r"a mixture of experts \(model\.layers\.0\.mlp\.experts\.down_proj\)"),
+    "stacked": ("gptq", stacked, r"a mixture of experts \(model\.layers\.0\.mlp\.experts\.down_proj\)"),
     "an expert is absent": ("gptq", without(f"{EXPERT}."), r"expert 2 of 4 has no gate projection"),
     "a part is absent": ("gptq", without(f"{EXPERT}.up_proj"), r"expert 2 of 4 has no up projection"),
     "floats": (
@@ -169,14 +169,14 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "act-order": (
         "gptq",
         replaced(f"{EXPERT}.gate_proj", **as_gptq(stored(40, 64, 32, seed=0, act_order=True))),
-        r"2\.gate_proj: experts with act-order are not taken",
+        r"2\.gate_proj: experts with act-order are not taken.*--requantize",
     ),
     "a quantised router": (
         "gptq",
         replaced(GATE, **as_gptq(stored(8, 64, 64, seed=0))),
         r"layers\.0\.mlp\.gate: a router is quantised, which is to be in floats",
     ),
-    "int8 activations": ("w8a8", lambda tensors: tensors, r"experts of quantised activations \(w8a8 .*--method gptq"),
+    "int8 activations": ("w8a8", lambda tensors: tensors, r"experts of quantised activations \(w8a8 .*--requantize"),
 }
 
 
