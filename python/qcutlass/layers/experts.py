@@ -15,7 +15,7 @@ from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.moe import ExpertWeights, experts
 from qcutlass.products import preprocess_weights
 from qcutlass.products.checks import FLOATING, check_tensor, shape_of
-from qcutlass.products.packing import TILE_N, check_weights
+from qcutlass.products.packing import TILE_N, PackedWeights, check_weights
 from qcutlass.quantized import check_zeros
 from qcutlass.schemes import Scheme, WeightOnly
 
@@ -89,7 +89,8 @@ class ExpertStack(PackedModule):
                 raise ValueError(f"{name}: expected {self.experts} experts, {dims} dimensions, got {shape_of(part)}")
         of_one = None if zeros is None else zeros[0]
         k, size = self.in_features, self.group_size
-        shape = check_weights(w_packed[0], scales[0], of_one, k, size, self.bits, w_packed.device, "w_packed")
+        weights = PackedWeights(w_packed[0], scales[0], of_one, size, self.bits)
+        shape = check_weights(weights, k, w_packed.device, "w_packed")
         if shape.n != self.out_features:
             raise ValueError(f"scales: expected N = {self.out_features} channels, got {shape.n}")
         if bias is not None:

@@ -19,7 +19,7 @@ from qcutlass.products.checks import (
     shape_of,
 )
 from qcutlass.products.kind import Description, Kind
-from qcutlass.products.packing import WeightShape, check_contiguous, check_weights, weight_arguments
+from qcutlass.products.packing import PackedWeights, WeightShape, check_contiguous, check_weights, weight_arguments
 from qcutlass.products.weight_only import ACTIVATIONS_ON, check_groups, describe_scales
 
 _INDICES: Final = (torch.int32,)
@@ -90,7 +90,8 @@ class GroupedCall(NamedTuple):
         w_packed = _first("w_packed", self.w_packed, (5,), "[E, ceil(N/16), tiles along K, 32, 16]")
         scales = _first("scales", self.scales, (2, 3), "[E, G, N] or [E, N]")
         zeros = None if self.zeros is None else _first("zeros", self.zeros, (2, 3), "[E, G, N] or [E, N]")
-        shape = check_weights(w_packed, scales, zeros, self.a.shape[-1], self.group_size, self.bits, device, "a")
+        weights = PackedWeights(w_packed, scales, zeros, self.group_size, self.bits)
+        shape = check_weights(weights, self.a.shape[-1], device, "a")
         check_contiguous("w_packed", self.w_packed)
         for name, value in (("scales", self.scales), ("zeros", self.zeros)):
             if value is not None and value.shape[0] != self.experts:
@@ -116,9 +117,8 @@ class GroupedCall(NamedTuple):
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         scales, zeros = self.scales.contiguous(), None if self.zeros is None else self.zeros.contiguous()
-        weights, operands = weight_arguments(
-            shape, self.w_packed, scales.flatten(0, -2), None if zeros is None else zeros.flatten(0, -2)
-        )
+        flat = PackedWeights(self.w_packed, scales.flatten(0, -2), None if zeros is None else zeros.flatten(0, -2))
+        weights, operands = weight_arguments(shape, flat)
         weights.scale_stride = weights.zero_stride = shape.n
         arguments.weights = weights
         experts = _C.ExpertRows()

@@ -21,7 +21,7 @@ from qcutlass.products.checks import (
 )
 from qcutlass.products.extension import DTYPES
 from qcutlass.products.kind import Description, Kind
-from qcutlass.products.packing import WeightShape, check_weights, weight_arguments
+from qcutlass.products.packing import PackedWeights, WeightShape, check_weights, weight_arguments
 
 _PERM: Final = (torch.int32,)
 ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
@@ -94,9 +94,7 @@ class GemmCall(NamedTuple):
         """Checks every argument but what needs memory addresses."""
         a, bias, act_scale, perm = self.a, self.bias, self.act_scale, self.perm
         device = check_activations("a", a, ACTIVATIONS_ON)
-        weights = self.w_packed, self.scales, self.zeros
-        numbers = self.weight_dtype, self.global_scale, self.minimums
-        shape = check_weights(*weights, a.shape[-1], self.group_size, self.bits, device, "a", *numbers)
+        shape = check_weights(PackedWeights.of(self), a.shape[-1], device, "a")
         n, k = shape.n, shape.k
         if bias is not None:
             check_operand("bias", bias, FLOATING, device, "a")
@@ -134,8 +132,7 @@ class GemmCall(NamedTuple):
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         arguments.int8_activations = self.activations is not None
-        offsets = self.global_scale, self.minimums
-        arguments.weights, operands = weight_arguments(shape, self.w_packed, self.scales, self.zeros, *offsets)
+        arguments.weights, operands = weight_arguments(shape, PackedWeights.of(self))
         if self.act_scale is not None:
             act_scale = self.act_scale.contiguous()
             arguments.act_scale, arguments.act_scale_type = act_scale.data_ptr(), DTYPES[act_scale.dtype]
