@@ -15,14 +15,19 @@ import qcutlass
 from qcutlass import WeightOnly, testing
 from qcutlass.layers import QuantExperts, WeightOnlyLinear, shard
 from qcutlass.layers.experts import Expert
+from qcutlass.products.checks import E8M0
 from qcutlass.testing.models import NOISE, noise_ratio
 
 E, H = 6, 64
+POWERS = E8M0[0] if E8M0 else torch.float32
 SCHEMES = {
     "w4": WeightOnly(4, 32),
     "w8": WeightOnly(8, 16),
     "symmetric": WeightOnly(4, 32, symmetric=True),
     "channel": WeightOnly(8, None, scale_dtype=torch.float16),
+    "MXFP4": WeightOnly(4, 32, weight_dtype="e2m1", scale_dtype=POWERS),
+    "NVFP4": WeightOnly(4, 16, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn),
+    "fp8": WeightOnly(8, 32, weight_dtype="e4m3"),
 }
 
 
@@ -210,9 +215,11 @@ def test_layers_that_cannot_be_joined(seed: int) -> None:
     def joined(*experts: Expert) -> None:
         QuantExperts.from_layers(experts, len(experts))
 
-    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 8, 32\], not \[32, 64, 4, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"expert 1: gate has .* = \[32, 64, 8, 32, integers\], not \[32, 64, 4, 32, integers\]"
+    ):
         joined(expert(seed), expert(seed, bits=8))
-    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 4, 16\], not \[32, 64, 4, 32\]"):
+    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 4, 16, integers\], not"):
         joined(expert(seed), expert(seed, group_size=16))
     ordered = expert(seed)
     ordered.up.perm = torch.randperm(H).int()

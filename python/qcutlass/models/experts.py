@@ -153,7 +153,7 @@ class ExpertBlocks:
             return
         if spec is not None:
             _check_spec(name, spec)
-        described = ("floats",) if spec is None else (f"{spec.bits} bits", f"group_size {spec.group_size}")
+        described = ("floats",) if spec is None else _described(spec)
         # gate and up are one matrix, and all are floats or none
         for key, facts in (
             (layer.part.replace("up", "gate"), (*described, f"shape {[*shape]}")),
@@ -177,16 +177,20 @@ class ExpertBlocks:
                 raise CheckpointError(f"{block}: expert {expert} of {count} has no {part} projection")
 
 
+def _described(spec: LayerSpec) -> tuple[Any, ...]:
+    """What the layers of a stack have in common."""
+    minimums = ("minimums",) if "minimums" in dict(spec.buffers) else ()
+    return (spec.weight_dtype or f"{spec.bits} bits", f"group_size {spec.group_size}", *minimums)
+
+
 def _check_spec(name: str, spec: LayerSpec) -> None:
     if LAYER_KINDS[spec.kind].quantises_activations:
         raise UnsupportedError(
             f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
             "quantise the model's float original instead: qcutlass quantize --method gptq, awq or rtn"
         )
-    words = {"perm": "act-order", "act_scale": "scales of their own activations", "minimums": "minimums"}
+    words = {"perm": "act-order", "act_scale": "scales of their own activations"}
     found = [words[buffer] for buffer, _ in spec.buffers if buffer in words]
-    if spec.weight_dtype is not None:
-        found.append(f"{spec.weight_dtype} codes")
     if found:
         raise UnsupportedError(
             f"{name}: experts with {' and '.join(found)} are not taken, as one product multiplies all of a block; "

@@ -31,7 +31,7 @@ from qcutlass.products.moe_operators import (
     route,
     sum_slots_into,
 )
-from qcutlass.products.packing import WeightShape
+from qcutlass.products.packing import PackedWeights, WeightShape
 
 MOST_BYTES: Final = 1 << 30
 """Of the intermediate results of the tokens that are computed at once: hundreds of rows an expert, which cost more
@@ -44,10 +44,12 @@ class ExpertWeights(NamedTuple):
     Attributes:
         w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
         scales: `[E, G, N]`, or `[E, N]`: one a channel.
-        zeros: shaped as `scales`, or None; types and meaning are those of `gemm`.
+        zeros, minimums: shaped as `scales`, or None; types and meaning are those of `gemm`.
         bias: floating `[E, N]`, or None.
         group_size, bits: needed only where `gemm` needs them.
         interleaved: of gate and up: their channels take turns, as in gpt-oss; if not, all of gate comes first.
+        weight_dtype: of codes that are floating numbers, as for `gemm`.
+        global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn, or None.
 
     Example:
         >>> import torch, qcutlass
@@ -65,6 +67,9 @@ class ExpertWeights(NamedTuple):
     group_size: int | None = None
     bits: int | None = None
     interleaved: bool = False
+    weight_dtype: str | None = None
+    global_scale: Tensor | None = None
+    minimums: Tensor | None = None
 
 
 class ExpertsCall(NamedTuple):
@@ -135,33 +140,14 @@ def _check_product(name: str, a: Tensor, weights: ExpertWeights) -> WeightShape:
 
 
 def _grouped(a: Tensor, weights: ExpertWeights, offsets: Tensor) -> GroupedCall:
-    return GroupedCall(
-        a=a,
-        w_packed=weights.w_packed,
-        scales=weights.scales,
-        offsets=offsets,
-        zeros=weights.zeros,
-        bias=weights.bias,
-        group_size=weights.group_size,
-        bits=weights.bits,
-    )
+    return GroupedCall(a=a, offsets=offsets, bias=weights.bias, **PackedWeights.of(weights)._asdict())
 
 
 def _multiply(
     a: Tensor, weights: ExpertWeights, offsets: Tensor, rows: Tensor | None = None, row_scale: Tensor | None = None
 ) -> Tensor:
-    return gemm_grouped(
-        a,
-        weights.w_packed,
-        weights.scales,
-        weights.zeros,
-        offsets=offsets,
-        rows=rows,
-        row_scale=row_scale,
-        bias=weights.bias,
-        group_size=weights.group_size,
-        bits=weights.bits,
-    )
+    parts = PackedWeights.of(weights)._asdict()
+    return gemm_grouped(a, offsets=offsets, rows=rows, row_scale=row_scale, bias=weights.bias, **parts)
 
 
 def tokens_at_once(call: ExpertsCall) -> int:

@@ -57,13 +57,21 @@ def check_groups(shape: WeightShape, device: torch.device) -> None:
         )
 
 
-def describe_scales(shape: WeightShape, scales: Tensor, zeros: Tensor | None, has_zeros: bool = True) -> list[str]:
-    """Groups, scales and, for codes that may have them, zeros in words, for `explain`."""
+def describe_codes(shape: WeightShape) -> str:
+    """The type of the weights in words, for `explain`."""
+    return f"{shape.weight_dtype or f'{shape.bits}-bit'} weights"
+
+
+def describe_scales(shape: WeightShape, weights: PackedWeights) -> list[str]:
+    """Groups, scales and what else belongs to codes in words, for `explain`."""
     found = [
         "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
-        f"{names_of([scales.dtype])} scales",
+        f"{names_of([weights.scales.dtype])} scales",
     ]
-    return [*found, "symmetric" if zeros is None else f"{names_of([zeros.dtype])} zeros"] if has_zeros else found
+    offsets = {"zeros": weights.zeros, "minimums": weights.minimums}
+    named = [f"{names_of([part.dtype])} {name}" for name, part in offsets.items() if part is not None]
+    found += named or (["symmetric"] if shape.weight_dtype is None else [])
+    return found if weights.global_scale is None else [*found, "global_scale"]
 
 
 class GemmCall(NamedTuple):
@@ -144,20 +152,12 @@ class GemmCall(NamedTuple):
         return operands
 
     def describe(self, shape: WeightShape) -> Description:
-        has_zeros = self.weight_dtype is None and self.minimums is None
-        parts = describe_scales(shape, self.scales, self.zeros, has_zeros)
-        if self.minimums is not None:
-            parts.append(f"{names_of([self.minimums.dtype])} minimums")
-        optional = {
-            "global_scale": self.global_scale,
-            "bias": self.bias,
-            "act_scale": self.act_scale,
-            "perm": self.perm,
-        }
+        parts = describe_scales(shape, PackedWeights.of(self))
+        optional = {"bias": self.bias, "act_scale": self.act_scale, "perm": self.perm}
         parts += [name for name, operand in optional.items() if operand is not None]
         if self.activations is not None:
             parts.append(f"activations quantised to {self.activations}")
-        return Description(f"{self.weight_dtype or f'{shape.bits}-bit'} weights", parts)
+        return Description(describe_codes(shape), parts)
 
 
 WEIGHT_ONLY: Final = Kind("gemm", GemmCall, activations=FLOATING, dequantises=True)
