@@ -103,15 +103,14 @@ class Rows {
     WeightArguments const& weights = product_.weights;
     int64_t const k = weights.k;
     bool const few = FewRows::serves(weights, 1);
-    std::vector<float> activations((few ? product_.m : kPadded) * k);
+    std::vector<float> activations(product_.m * k);
+    if (!few) padded_.resize(arranged_size(weights.packing, k, kPadded));
     for (int64_t m = 0; m < product_.m; ++m) {
       int64_t const row = product_.experts.rows == nullptr ? m : product_.experts.rows[m];
       load_floats(product_.a_type, product_.a, row * product_.a_stride, k, activations.data() + m * k);
+      if (!few) arrange_row(weights.packing, activations.data() + m * k, k, kPadded, m, padded_.data());
     }
-    if (few)
-      few_.emplace(weights, activations.data(), product_.m, true);
-    else
-      padded_ = std::move(activations);
+    if (few) few_.emplace(weights, activations.data(), product_.m, true);
   }
 
   /// Writes a strip of the output.
