@@ -12,7 +12,7 @@ from qcutlass.defaults import ROUTERS as ROUTERS
 from qcutlass.defaults import SKIPPED as SKIPPED
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear, check_plain, kind_of
-from qcutlass.layers.experts import activation_of, is_replaced, quantized_experts
+from qcutlass.layers.experts import gate_of, is_replaced, quantized_experts
 from qcutlass.schemes import Scheme
 
 
@@ -133,5 +133,5 @@ def _skipped(modules: Mapping[str, nn.Module], skip: Sequence[str], must_match: 
 
 def _names(name: str, module: nn.Module) -> list[str]:
     """The names by which a module is skipped: experts by those of their weights, too, as `"*.experts.*"` means them."""
-    weights = [f"{name}.{weight}" for weight in module._parameters] if activation_of(module) else []
+    weights = [f"{name}.{weight}" for weight in module._parameters] if gate_of(module) else []
     return [name, name.rpartition(".")[2], *weights]

@@ -10,8 +10,10 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.layers.experts import Expert
 
-TAKEN: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+TAKEN: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 """The models (`model_type`) whose experts converted folders hold, a layer for each part of each expert."""
+STACKED: Final = ("gpt_oss",)
+"""Those of them of which transformers reads no floats of a single expert."""
 _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
     "num_experts",
     "num_local_experts",
@@ -21,7 +23,7 @@ _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
 )
 _NAME: Final = re.compile(r"(^|\.)(experts|block_sparse_moe)(\.|$)")
 _LAYER: Final = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d{1,6})\.(?P<part>\w+)")
-_ROUTER: Final = re.compile(r"(.*\.)?(mlp|block_sparse_moe)\.gate")
+_ROUTER: Final = re.compile(r"(.*\.)?((mlp|block_sparse_moe)\.gate|mlp\.router)")
 _WORDS: Final = {"mixtral": ("w1", "w3", "w2")}
 """The names of gate, up and down in the files of a model that calls them otherwise."""
 _USUAL: Final = ("gate_proj", "up_proj", "down_proj")
@@ -130,9 +132,14 @@ def _refused(where: object, reason: str) -> UnsupportedError:
 
 
 class ExpertBlocks:
-    """The experts of a folder in the making: those of a block must be of one scheme, as one product takes them."""
+    """The experts of a folder in the making: those of a block must be of one scheme, as one product takes them.
 
-    def __init__(self) -> None:
+    Args:
+        stacked: whether the model is one of `STACKED`, whose experts can't stay floats.
+    """
+
+    def __init__(self, stacked: bool = False) -> None:
+        self._stacked = stacked
         self._first: dict[tuple[str, str], tuple[str, tuple[Any, ...]]] = {}
         self._found: dict[str, set[tuple[int, str]]] = {}
 
@@ -153,6 +160,8 @@ class ExpertBlocks:
             return
         if spec is not None:
             _check_spec(name, spec)
+        elif self._stacked:
+            raise UnsupportedError(f"{name}: stays floats, which such experts can't in a folder; skip no experts")
         described = ("floats",) if spec is None else _described(spec)
         # gate and up are one matrix, and all are floats or none
         for key, facts in (

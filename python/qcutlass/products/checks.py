@@ -42,8 +42,9 @@ def tensors_of(call: Arguments) -> dict[str, Tensor]:
     for name, value in call._asdict().items():
         if isinstance(value, Tensor):
             found[name] = value
-        elif hasattr(value, "_asdict"):
-            found |= {f"{name}_{inner}": tensor for inner, tensor in tensors_of(value).items()}
+        elif isinstance(value, tuple):
+            inner: Any = value
+            found |= {f"{name}_{part}": tensor for part, tensor in tensors_of(inner).items()}
     return found
 
 
