@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -367,6 +367,13 @@ def test_wrong_arguments_are_refused(
     assert box.is_untouched()
 
 
+def checks_of(arguments: Iterable[object]) -> tuple[str, ...]:
+    """Those of opcheck: its comparison of arguments before and after has no arithmetic for numbers of 8 bits."""
+    tensors = [value for value in arguments if isinstance(value, Tensor) and value.is_floating_point()]
+    every = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    return every[1:] if any(tensor.element_size() == 1 for tensor in tensors) else every
+
+
 @devices
 @pytest.mark.parametrize("name", ["zeros", *CODES])
 def test_the_operator_is_checked_and_compiles(name: str, device: str, seed: int) -> None:
@@ -376,8 +383,7 @@ def test_the_operator_is_checked_and_compiles(name: str, device: str, seed: int)
     problem = GroupedCase(case, (2, 0, 3), 1, 1, scaled=True).random(device=device)
     operands, options = arguments(problem)
     call = qcutlass.products.kind.FUNCTIONS[qcutlass.gemm_grouped].call(*operands, **options)
-    if name != "MXFP4":  # opcheck itself cannot compare tensors of float8_e8m0fnu
-        torch.library.opcheck(torch.ops.qcutlass.gemm_grouped.default, tuple(call))
+    torch.library.opcheck(torch.ops.qcutlass.gemm_grouped.default, tuple(call), test_utils=checks_of(call))
 
     def experts(a: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
         return qcutlass.gemm_grouped(a, *operands[1:], **options | {"rows": rows, "row_scale": scale}) + 1

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from tests.python.test_grouped import checks_of
 from torch import Tensor
 
 import qcutlass
@@ -309,12 +310,12 @@ def operator_arguments(problem: MoeProblem) -> tuple[Any, ...]:
     return x, *gate_up, *down, ids, weights, problem.case.activation, problem.case.limit, None
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", *(name for name in CODES if "MXFP4" not in name)])
+@pytest.mark.parametrize("name", ["gpt-oss", *CODES])
 def test_the_block_is_a_torch_operator(name: str, seed: int) -> None:
-    """But for float8_e8m0fnu, which opcheck itself cannot compare."""
     given = operator_arguments(CASES[name].random(seed=seed))
-    torch.library.opcheck(torch.ops.qcutlass.moe_experts.default, given)
-    torch.library.opcheck(torch.ops.qcutlass.moe_experts_out.default, given, {"out": torch.empty_like(given[0])})
+    checks, out = checks_of(given), {"out": torch.empty_like(given[0])}
+    torch.library.opcheck(torch.ops.qcutlass.moe_experts.default, given, test_utils=checks)
+    torch.library.opcheck(torch.ops.qcutlass.moe_experts_out.default, given, out, test_utils=checks)
 
 
 @on_both

@@ -57,7 +57,7 @@ def subjects() -> dict[str, Files]:
     group = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": activations}
     offsets = np.full(layer.scales.shape, 0.125)
     hqq = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}}
-    mxfp4 = {"quant_method": "mxfp4"}
+    mxfp4 = json.dumps({"quantization_config": {"quant_method": "mxfp4"}}).encode()
     bias = {"bias": torch.ones(64)}
     channels, _ = as_fp8(layer.weight)
     blocks, _ = as_fp8(layer.weight, (48, 32), "weight_scale_inv")
@@ -82,8 +82,8 @@ def subjects() -> dict[str, Files]:
         "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
         "nvfp4": folder(float4("weight") | {"weight_scale_2": torch.tensor(0.5)}, {"quant_method": "modelopt"}),
         "compressed-tensors nvfp4": folder(float4("weight_packed") | {"weight_global_scale": torch.ones(1)}, floats),
-        "mxfp4": {"model.safetensors": save(gpt_oss(True)), "config.json": json.dumps({"quantization_config": mxfp4})},
-        "stacked floats": {"model.safetensors": save(gpt_oss(False)), "config.json": "{}"},
+        "mxfp4": {"model.safetensors": save(gpt_oss(True)), "config.json": mxfp4},
+        "stacked floats": {"model.safetensors": save(gpt_oss(False))},
         "floats": folder({"weight": torch.randn(8, 16).bfloat16(), "bias": torch.ones(8)}, None),
         "shards": sharded(as_gptq(layer), GPTQ),
         "gguf": {"model.gguf": gguf_bytes(gguf_parts())},

@@ -17,7 +17,7 @@ from qcutlass.formats.gguf_blocks import QUANTIZED
 
 INPUTS = int(os.environ.get("QCUTLASS_FUZZ_INPUTS", "6000"))
 SEED = int(os.environ.get("QCUTLASS_FUZZ_SEED", "1"))
-LAYERS = {"gguf": len(QUANTIZED) + 2, "converted shards": 2}
+LAYERS = {"gguf": len(QUANTIZED) + 2, "converted shards": 2, "mxfp4": 6, "stacked floats": 6}
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc, to know how much memory is in use")
