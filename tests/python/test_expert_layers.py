@@ -85,7 +85,7 @@ def test_the_activation_and_types_of_inputs(seed: int) -> None:
     assert noise_ratio(experts(x, ids, scores), dense, exact) <= NOISE
     out = experts(x.view(3, 3, H).bfloat16(), ids, scores.bfloat16())
     assert (out.shape, out.dtype) == ((3, 3, H), torch.bfloat16)
-    with pytest.raises(ValueError, match="activation: expected silu or gelu_tanh, got 'relu'"):
+    with pytest.raises(ValueError, match="activation: expected silu, gelu_tanh or swigluoai, got 'relu'"):
         QuantExperts(experts.gate_up, experts.down, "relu")
 
 
