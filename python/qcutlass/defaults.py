@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 FORMAT_NAMES: Final = (
-    "gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "marlin", "hqq", "tensorrt-llm", "nvfp4", "gguf",
+    "gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "marlin", "hqq", "tensorrt-llm", "nvfp4", "mxfp4", "gguf",
     "floats",
 )  # fmt: skip
 """The keys of `formats.FORMATS`."""

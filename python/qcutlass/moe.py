@@ -129,6 +129,6 @@ def experts(
         >>> qcutlass.moe.experts(x, weights(2 * 128, 256), weights(256, 128), topk_ids, topk_weights).shape
         torch.Size([5, 256])
     """
-    operands = (*ExpertWeights(*gate_up), *ExpertWeights(*down)[:6])
-    call = ExpertsCall(x, *operands, topk_ids, topk_weights, activation, limit, alpha)
+    weights = ExpertWeights(*gate_up), ExpertWeights(*down)
+    call = ExpertsCall(x, *weights, topk_ids, topk_weights, activation, limit, alpha)
     return expert_block.compute(call, out)

@@ -171,6 +171,23 @@ TEST(GroupedSelection, OnlyTouchedExpertsCost) {
             candidates(of_many, selection::kH200).front().cost.total);
 }
 
+/// Enabling a kind is a value of Kind::takes_experts.
+TEST(GroupedSelection, RefusesKindsThatHaveNoKernels) {
+  auto const refuses = [](std::function<void(WeightArguments&)> const& change, std::string const& message) {
+    GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
+    change(arguments.weights);
+    try {
+      candidates(arguments, selection::kH200);
+      FAIL() << "expected Unsupported: " << message;
+    } catch (Unsupported const& error) {
+      EXPECT_NE(std::string(error.what()).find(message), std::string::npos) << error.what();
+    }
+  };
+  refuses([](WeightArguments& w) { w.packing = Packing::kE2M1A16; }, "weight_dtype: on CUDA");
+  refuses([](WeightArguments& w) { w.packing = Packing::kE4M3A16; }, "got e4m3 codes");
+  refuses([](WeightArguments& w) { w.zero_type = DType::kNone, w.minimum_type = w.scale_type; }, "minimums: on CUDA");
+}
+
 TEST(GroupedSelection, SharesNoK) {
   GemmArguments const arguments = grouped_problem(8, 8, 1536, 2048);
   for (Candidate const& candidate : candidates(arguments, selection::kH200Wgmma)) {

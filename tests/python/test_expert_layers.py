@@ -13,16 +13,22 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import WeightOnly, testing
+from qcutlass.algorithms import quantize_floats
 from qcutlass.layers import QuantExperts, WeightOnlyLinear, shard
 from qcutlass.layers.experts import Expert
+from qcutlass.products.checks import E8M0
 from qcutlass.testing.models import NOISE, noise_ratio
 
 E, H = 6, 64
+POWERS = E8M0[0] if E8M0 else torch.float32
 SCHEMES = {
     "w4": WeightOnly(4, 32),
     "w8": WeightOnly(8, 16),
     "symmetric": WeightOnly(4, 32, symmetric=True),
     "channel": WeightOnly(8, None, scale_dtype=torch.float16),
+    "MXFP4": WeightOnly(4, 32, weight_dtype="e2m1", scale_dtype=POWERS),
+    "NVFP4": WeightOnly(4, 16, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn),
+    "fp8": WeightOnly(8, 32, weight_dtype="e4m3"),
 }
 
 
@@ -79,7 +85,7 @@ def test_the_activation_and_types_of_inputs(seed: int) -> None:
     assert noise_ratio(experts(x, ids, scores), dense, exact) <= NOISE
     out = experts(x.view(3, 3, H).bfloat16(), ids, scores.bfloat16())
     assert (out.shape, out.dtype) == ((3, 3, H), torch.bfloat16)
-    with pytest.raises(ValueError, match="activation: expected silu or gelu_tanh, got 'relu'"):
+    with pytest.raises(ValueError, match="activation: expected silu, gelu_tanh or swigluoai, got 'relu'"):
         QuantExperts(experts.gate_up, experts.down, "relu")
 
 
@@ -206,14 +212,78 @@ def test_joined_layers_agree_in_types(seed: int) -> None:
     assert not bool(joined.down.bias[0].any())
 
 
+def with_minimums(seed: int, bits: int = 4) -> Expert:
+    """Of H = 64 and I = 32; scales are negative and 0 too."""
+    g = torch.Generator().manual_seed(seed)
+
+    def layer(n: int, k: int) -> WeightOnlyLinear:
+        codes = torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.uint8)
+        sign = torch.randint(-1, 2, (k // 32, n), generator=g)
+        scales = sign * torch.rand(k // 32, n, generator=g) / (2**bits * k**0.5)
+        minimums = torch.randn(k // 32, n, generator=g) / k**0.5
+        return WeightOnlyLinear(qcutlass.QuantizedTensor(codes, scales, None, bits, 32, minimums=minimums))
+
+    return Expert(layer(32, H), layer(32, H), layer(H, 32))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_with_minimums(bits: int, seed: int) -> None:
+    experts = [with_minimums(seed + index, bits) for index in range(E)]
+    stacked, given = QuantExperts.from_layers(experts, E), inputs(seed)
+    stacked.check()
+    assert stacked.gate_up.minimums is not None
+    for index, each in enumerate(experts):
+        for layer, expected in zip(stacked.expert(index), each, strict=True):
+            testing.assert_equal(layer.weights(), expected.weights())
+    exact, dense = (computed(stacked, *given, dtype) for dtype in (torch.float64, torch.float32))
+    assert noise_ratio(stacked(*given), dense, exact) <= NOISE
+    for rank in range(2):
+        part = shard(stacked, rank, 2, "experts")
+        testing.assert_equal(part.expert(1).down.weights(), experts[3 * rank + 1].down.weights())
+    other = QuantExperts.from_layers([with_minimums(seed + 50, bits)] * E, E)
+    other.load_state_dict(snapshot(stacked))
+    testing.assert_equal(other(*given), stacked(*given))
+    stacked.down.minimums = stacked.down.minimums.flip(0)  # type: ignore[union-attr]
+    assert noise_ratio(stacked(*given), dense, exact) > 10 * NOISE
+
+
+def test_joined_layers_have_global_scales_of_their_own(seed: int) -> None:
+    """Gate and up of an expert agree or not, experts need not; 8-bit scales beside floating ones become these."""
+    scheme = {"weight_dtype": "e2m1", "group_size": 16}
+    options = [{"scale_dtype": torch.float8_e4m3fn}] * 2 + [{"scale_dtype": torch.float16}]
+
+    def layers(index: int, places: int) -> Expert:
+        shapes = ((32, H), (32, H), (H, 32))
+        each = [
+            quantize_floats(randn(*shape, seed=seed + index + place % places), **scheme, **options[index])
+            for place, shape in enumerate(shapes)
+        ]
+        return Expert(*(WeightOnlyLinear(one) for one in each))
+
+    for count, places, kept in ((2, 1, True), (2, 2, False), (3, 1, False)):
+        experts = [layers(index, places) for index in range(count)]
+        stacked = QuantExperts.from_layers(experts, count)
+        stacked.check()
+        assert (stacked.gate_up.global_scale is not None) == kept
+        for index, given in enumerate(experts):
+            for layer, expected in zip(stacked.expert(index), given, strict=True):
+                testing.assert_equal(layer.weights(), expected.weights())
+
+
 def test_layers_that_cannot_be_joined(seed: int) -> None:
     def joined(*experts: Expert) -> None:
         QuantExperts.from_layers(experts, len(experts))
 
-    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 8, 32\], not \[32, 64, 4, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"expert 1: gate has .* = \[32, 64, 8, 32, integers\], not \[32, 64, 4, 32, integers\]"
+    ):
         joined(expert(seed), expert(seed, bits=8))
-    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 4, 16\], not \[32, 64, 4, 32\]"):
+    with pytest.raises(ValueError, match=r"expert 1: gate has .* = \[32, 64, 4, 16, integers\], not"):
         joined(expert(seed), expert(seed, group_size=16))
+    with pytest.raises(
+        ValueError, match=r"expert 1: gate has .* = \[.*, integers with minimums\], not \[.*, integers\]"
+    ):
+        joined(expert(seed), with_minimums(seed))
     ordered = expert(seed)
     ordered.up.perm = torch.randperm(H).int()
     with pytest.raises(ValueError, match=r"expert 0: up reorders its input \(perm\)"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass import testing
+from qcutlass import UnsupportedError, testing
+from qcutlass.products.checks import E8M0
 from qcutlass.testing import Case, GroupedCase, GroupedProblem
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -40,6 +41,21 @@ modes = pytest.mark.parametrize("mode", MODES)
 types = pytest.mark.parametrize("name", TYPES)
 
 
+POWERS = E8M0[0] if E8M0 else torch.float32
+CODES: dict[str, Case] = {
+    "minimums": Case(9, 72, 256, 4, 32, "minimum", torch.float16, bias=True),
+    "minimums, float32": Case(9, 40, 200, 4, 40, "minimum", torch.float32, torch.bfloat16, torch.float32),
+    "minimums, 8 bits": Case(9, 129, 520, 8, 16, "minimum", torch.bfloat16, torch.float32),
+    "MXFP4": Case(9, 96, 192, 4, 32, "none", torch.bfloat16, POWERS, bias=True, weight_dtype="e2m1"),
+    "NVFP4": Case(9, 72, 256, 4, 16, "none", torch.float16, torch.float8_e4m3fn, weight_dtype="e2m1"),
+    "e2m1, float scales": Case(9, 40, 100, 4, 24, "none", torch.float32, torch.float16, weight_dtype="e2m1"),
+    "fp8, a channel": Case(9, 40, 200, 8, ONE, "none", torch.float16, torch.float32, weight_dtype="e4m3"),
+    "fp8, blocks": Case(9, 192, 300, 8, 128, "none", torch.bfloat16, torch.float32, weight_dtype="e4m3", bias=True),
+}
+"""Those that the CPU alone has."""
+codes = pytest.mark.parametrize("name", CODES)
+
+
 def case_of(mode: str, name: str, n: int, k: int, tokens: int = 9, **options: Any) -> Case:
     bits, dtype = TYPES[name]
     return Case(tokens, n, k, bits, dtype=dtype, **MODES[mode], **options)
@@ -55,8 +71,9 @@ def arguments(problem: GroupedProblem) -> tuple[tuple[Any, ...], dict[str, Any]]
         problem.stacked("scales"),
         problem.stacked("zeros"),
     )
-    options = {name: getattr(problem, name) for name in ("offsets", "rows", "row_scale")}
-    return operands, options | {"bias": problem.stacked("bias"), "activation": first.activation} | first.ambiguous
+    options: dict[str, Any] = {name: getattr(problem, name) for name in ("offsets", "rows", "row_scale")}
+    options |= {name: problem.stacked(name) for name in ("bias", "minimums", "global_scale")}
+    return operands, options | {name: getattr(first, name) for name in ("activation", "weight_dtype")} | first.ambiguous
 
 
 def product(problem: GroupedProblem, **changes: Any) -> Tensor:
@@ -113,6 +130,47 @@ def test_both_oracles(mode: str, name: str, device: str, seed: int) -> None:
 def test_groups_that_only_the_cpu_has(bits: int, group_size: int, dtype: torch.dtype, seed: int) -> None:
     case = Case(7, 40, 200, bits, group_size, "int", dtype, bias=True)
     assert_right(GroupedCase(case, (2, 0, 11), 1, 1, scaled=True), "cpu", seed)
+
+
+@codes
+def test_both_oracles_of_codes_that_only_the_cpu_has(name: str, seed: int) -> None:
+    choose = random.Random(seed)
+    case = replace(CODES[name], activation="silu")
+    for counts in (COUNTS["empty experts"], (9, 1), COUNTS["a row each"]):
+        before, after = choose.choice([(0, 0), (3, 0), (2, 5)])
+        gathered, scaled = choose.random() < 0.7, choose.random() < 0.7
+        assert_right(GroupedCase(case, counts, before, after, gathered, scaled), "cpu", seed)
+
+
+@codes
+def test_a_row_of_such_codes_does_not_depend_on_the_others(name: str, seed: int) -> None:
+    """Bit for bit: each row alone, and as a dense product of many rows computes it within the bound."""
+    problem = GroupedCase(CODES[name], (3, 0, 9, 40), scaled=True).random(seed=seed)
+    assert problem.rows is not None
+    assert problem.row_scale is not None
+    whole = product(problem)
+    for row in (0, 2, 3, 11, 12, 51):
+        alone = replace(
+            problem,
+            offsets=(problem.offsets.clamp(row, row + 1) - row).int(),
+            rows=problem.rows[row : row + 1],
+            row_scale=problem.row_scale[row : row + 1],
+            m=1,
+        )
+        testing.assert_equal(product(alone)[0], whole[row], label=f"row {row}: {problem}")
+
+
+@codes
+def test_such_codes_are_refused_on_cuda(name: str, seed: int) -> None:
+    """Where tactics are selected: no kernel is looked for."""
+    case = replace(CODES[name], dtype=torch.float16, group_size=16 if CODES[name].group_size % 16 else 32)
+    operands, options = arguments(GroupedCase(case, (2, 0, 3)).random(seed=seed))
+    argument = "minimums" if case.weight_dtype is None else f"weight_dtype: .* got {case.weight_dtype} codes"
+    message = rf"{argument}.*use CPU tensors, or quantise"
+    with pytest.raises(UnsupportedError, match=message):
+        qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options)
+    with pytest.raises(UnsupportedError, match=message):
+        qcutlass.explain(qcutlass.gemm_grouped, *operands, **options, device="h200")
 
 
 @devices
@@ -183,6 +241,59 @@ def row_of_another_token(p: GroupedProblem) -> GroupedProblem:
 FAULTS = (wrong_expert, stale_offset, dropped_row, scale_of_another_row, row_of_another_token)
 
 
+def of_another_expert(name: str) -> Callable[[GroupedProblem], GroupedProblem]:
+    """One part of the weights is that of the expert before."""
+
+    def change(p: GroupedProblem) -> GroupedProblem:
+        parts = [getattr(expert, name) for expert in p.experts]
+        moved = [parts[-1], *parts[:-1]]
+        experts = [replace(expert, **{name: part}) for expert, part in zip(p.experts, moved, strict=True)]
+        return replace(p, experts=tuple(experts))
+
+    return change
+
+
+def of_integers(p: GroupedProblem) -> GroupedProblem:
+    return replace(p, experts=tuple(replace(each, weight_dtype=None, global_scale=None) for each in p.experts))
+
+
+def minimum_ignored(p: GroupedProblem) -> GroupedProblem:
+    return replace(p, experts=tuple(replace(each, minimums=torch.zeros_like(each.scales)) for each in p.experts))
+
+
+FAULTS_OF_CODES = {
+    "scales": ("MXFP4", of_another_expert("scales")),
+    "minimums": ("minimums", of_another_expert("minimums")),
+    "minimums, 8 bits": ("minimums, 8 bits", of_another_expert("minimums")),
+    "no minimums": ("minimums", minimum_ignored),
+    "integers": ("fp8, blocks", of_integers),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_CODES)
+def test_faults_of_codes_are_rejected(fault: str, seed: int) -> None:
+    name, change = FAULTS_OF_CODES[fault]
+    case = GroupedCase(CODES[name], (4, 3, 6), scaled=True)
+    exact, expected = case.exact(seed=seed)
+    assert torch.equal(product(exact), expected)
+    assert not torch.equal(product(change(exact)), expected)
+    problem = case.random(seed=seed)
+    assert problem.error_ratio(product(problem)) <= 1
+    assert problem.error_ratio(product(change(problem))) > 1
+
+
+@pytest.mark.parametrize("form", [(-1,), (-1, 1)])
+def test_each_expert_has_a_global_scale(form: tuple[int, ...], seed: int) -> None:
+    problem = GroupedCase(CODES["NVFP4"], (4, 3, 6)).random(seed=seed)
+    wholes = (1.0, 0.5, 3.0)
+    experts = zip(problem.experts, wholes, strict=True)
+    problem = replace(problem, experts=tuple(replace(p, global_scale=p.global_scale * by) for p, by in experts))
+    given = problem.stacked("global_scale")
+    assert given is not None
+    assert problem.error_ratio(product(problem, global_scale=given.reshape(form))) <= 1
+    assert problem.error_ratio(product(problem, global_scale=given.reshape(form).flip(0))) > 1
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_rejected(fault: Callable[[GroupedProblem], GroupedProblem], seed: int) -> None:
     case = GroupedCase(case_of("native", "w4 float16", 72, 256), (4, 3, 6), scaled=True)
@@ -227,6 +338,12 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] =
     ("w_packed", lambda v: [1], TypeError, "w_packed: expected a torch.Tensor"),
     ("scales", lambda v: v["scales"][:2], ValueError, "scales: expected those of E = 3 experts"),
     ("zeros", lambda v: v["zeros"][:2], ValueError, "zeros: expected those of E = 3 experts"),
+    ("minimums", lambda v: v["scales"], ValueError, "minimums: expected zeros or minimums, got both"),
+    ("minimums", lambda v: v["scales"][0, 0], ValueError, r"minimums: expected shape \[E, G, N\] or \[E, N\]"),
+    ("minimums", lambda v: 1.0, TypeError, "minimums: expected a torch.Tensor"),
+    ("weight_dtype", lambda v: "e2m1", ValueError, "zeros: e2m1 codes have signs and no zero points"),
+    ("weight_dtype", lambda v: "e5m2", ValueError, "weight_dtype: expected 'e2m1', 'e4m3' or None"),
+    ("global_scale", lambda v: torch.ones(3), ValueError, "global_scale: stands beside scales of float8_e4m3fn"),
     ("a", lambda v: v["a"][None], ValueError, r"a: expected shape \[T, K\]"),
     ("out", lambda v: torch.zeros(5, 48).half(), ValueError, r"out: expected shape \[6, 48\], got \[5, 48\]"),
 ]
@@ -250,14 +367,23 @@ def test_wrong_arguments_are_refused(
     assert box.is_untouched()
 
 
+def checks_of(arguments: Iterable[object]) -> tuple[str, ...]:
+    """Those of opcheck: its comparison of arguments before and after has no arithmetic for numbers of 8 bits."""
+    tensors = [value for value in arguments if isinstance(value, Tensor) and value.is_floating_point()]
+    every = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    return every[1:] if any(tensor.element_size() == 1 for tensor in tensors) else every
+
+
 @devices
-def test_the_operator_is_checked_and_compiles(device: str, seed: int) -> None:
-    problem = GroupedCase(case_of("native", "w4 float16", 48, 128, bias=True), (2, 0, 3), 1, 1, scaled=True).random(
-        device=device
-    )
+@pytest.mark.parametrize("name", ["zeros", *CODES])
+def test_the_operator_is_checked_and_compiles(name: str, device: str, seed: int) -> None:
+    if device == "cuda" and name in CODES:
+        pytest.skip("the CPU alone has products of experts with such codes")
+    case = CODES.get(name, case_of("native", "w4 float16", 48, 128, bias=True))
+    problem = GroupedCase(case, (2, 0, 3), 1, 1, scaled=True).random(device=device)
     operands, options = arguments(problem)
     call = qcutlass.products.kind.FUNCTIONS[qcutlass.gemm_grouped].call(*operands, **options)
-    torch.library.opcheck(torch.ops.qcutlass.gemm_grouped.default, tuple(call))
+    torch.library.opcheck(torch.ops.qcutlass.gemm_grouped.default, tuple(call), test_utils=checks_of(call))
 
     def experts(a: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
         return qcutlass.gemm_grouped(a, *operands[1:], **options | {"rows": rows, "row_scale": scale}) + 1
@@ -269,6 +395,22 @@ def test_the_operator_is_checked_and_compiles(device: str, seed: int) -> None:
         rows, scale = (torch.cat([t, t.new_zeros(extra)]) for t in (problem.rows, problem.row_scale))
         a = torch.cat([problem.a, problem.a[:extra]])
         testing.assert_equal(compiled(a, rows, scale), experts(a, rows, scale))
+
+
+def test_weights_are_described() -> None:
+    """The words of `explain`, which a GPU is needed for where kernels are."""
+    described = {}
+    for name in ("minimums", "NVFP4", "fp8, blocks"):
+        operands, options = arguments(GroupedCase(CODES[name], (2, 0, 3), gathered=False).random())
+        call = qcutlass.products.kind.FUNCTIONS[qcutlass.gemm_grouped].call(*operands, **options)
+        weights, parts = call.describe(call.check(None))
+        described[name] = [weights, *parts]
+    grouped = "grouped, 3 experts"
+    assert described == {
+        "minimums": ["4-bit weights", grouped, "groups of 32", "float16 scales", "float16 minimums", "bias"],
+        "NVFP4": ["e2m1 weights", grouped, "groups of 16", "float8_e4m3fn scales", "global_scale"],
+        "fp8, blocks": ["e4m3 weights", grouped, "groups of 128", "float32 scales", "bias"],
+    }
 
 
 def test_choices_are_explained() -> None:

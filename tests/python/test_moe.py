@@ -8,22 +8,26 @@ from typing import Any, Final
 
 import pytest
 import torch
+from tests.python.test_grouped import checks_of
 from torch import Tensor
 
 import qcutlass
 from qcutlass import moe, testing
 from qcutlass.products import expert_block, moe_operators
+from qcutlass.products.checks import E8M0
 from qcutlass.testing.decoder import answer_ratio
 from qcutlass.testing.moe import ExpertCodes, MoeCase, MoeProblem, experts_answer
 
+POWERS: Final = E8M0[0] if E8M0 else torch.float32
 CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_both = pytest.mark.parametrize("device", CPU_AND_CUDA)
 
 
 def packed(weights: ExpertCodes, interleaved: bool = False) -> moe.ExpertWeights:
     w_packed = qcutlass.preprocess_weights(weights.codes, bits=weights.bits)
-    operands = w_packed, weights.scales, weights.zeros, weights.bias
-    return moe.ExpertWeights(*operands, **weights.ambiguous, interleaved=interleaved)
+    names = "scales", "zeros", "bias", "weight_dtype", "global_scale", "minimums"
+    parts: dict[str, Any] = {name: getattr(weights, name) for name in names}
+    return moe.ExpertWeights(w_packed, **parts, **weights.ambiguous, interleaved=interleaved)
 
 
 def arguments(problem: MoeProblem) -> tuple[Any, ...]:
@@ -45,6 +49,16 @@ def assert_right(out: Tensor, problem: MoeProblem) -> None:
     assert ratio <= 1, f"{problem}: {ratio:.3g} times the bound"
 
 
+CODES: Final = {
+    "minimums": MoeCase(20, 64, 64, 4, 2, zeros="minimum", bias=True),
+    "minimums, 8 bits": MoeCase(20, 75, 37, 4, 2, bits=8, zeros="minimum", group_size=16),
+    "MXFP4, gpt-oss": MoeCase(
+        20, 96, 64, 4, 4, activation="swigluoai", interleaved=True, bias=True, weight_dtype="e2m1", scale_dtype=POWERS
+    ),
+    "NVFP4": MoeCase(20, 64, 64, 4, 2, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn, group_size=16),
+    "fp8": MoeCase(20, 192, 64, 4, 2, bits=8, weight_dtype="e4m3", scale_dtype=torch.float32, group_size=128),
+}
+"""Those that the CPU alone has."""
 CASES: Final = {
     "one token": MoeCase(1, 128, 64, 8, 2),
     "top 8 of 128": MoeCase(5, 64, 32, 128, 8),
@@ -63,12 +77,15 @@ CASES: Final = {
     "gpt-oss": MoeCase(20, 96, 64, 4, 4, activation="swigluoai", interleaved=True, bias=True),
     "a limit": MoeCase(20, 64, 64, 4, 2, limit=0.5),
     "int32": MoeCase(20, 64, 64, 4, 2, id_dtype=torch.int32),
+    **CODES,
     "many rows": MoeCase(300, 256, 128, 4, 2, group_size=64),
 }
 
 
 def case_on(name: str, device: str) -> MoeCase:
     """The kernels for CUDA have groups of multiples of 16."""
+    if device == "cuda" and name in CODES:
+        pytest.skip("the CPU alone has products of experts with such codes")
     case = CASES[name]
     return replace(case, group_size=128) if device == "cuda" and case.group_size % 16 else case
 
@@ -88,7 +105,9 @@ def test_tokens_of_nobody_are_zeros(device: str, seed: int) -> None:
 
 
 @on_both
-@pytest.mark.parametrize("name", ["top 8 of 128", "one expert gets all", "ids of others", "gpt-oss", "many rows"])
+@pytest.mark.parametrize(
+    "name", ["top 8 of 128", "one expert gets all", "ids of others", "gpt-oss", "many rows", *CODES]
+)
 def test_a_token_does_not_depend_on_the_others(name: str, device: str, seed: int) -> None:
     """Bit for bit: in any order of tokens, among other ones; on the CPU alone and in any number, too."""
     problem = case_on(name, device).random(device=device, seed=seed)
@@ -293,19 +312,22 @@ def test_the_block_reads_views(device: str, seed: int) -> None:
 
 def operator_arguments(problem: MoeProblem) -> tuple[Any, ...]:
     x, gate_up, down, ids, weights = arguments(problem)
-    return x, *gate_up, *down[:6], ids, weights, problem.case.activation, problem.case.limit, None
+    return x, *gate_up, *down, ids, weights, problem.case.activation, problem.case.limit, None
 
 
-def test_the_block_is_a_torch_operator(seed: int) -> None:
-    given = operator_arguments(CASES["gpt-oss"].random(seed=seed))
-    torch.library.opcheck(torch.ops.qcutlass.moe_experts.default, given)
-    torch.library.opcheck(torch.ops.qcutlass.moe_experts_out.default, given, {"out": torch.empty_like(given[0])})
+@pytest.mark.parametrize("name", ["gpt-oss", *CODES])
+def test_the_block_is_a_torch_operator(name: str, seed: int) -> None:
+    given = operator_arguments(CASES[name].random(seed=seed))
+    checks, out = checks_of(given), {"out": torch.empty_like(given[0])}
+    torch.library.opcheck(torch.ops.qcutlass.moe_experts.default, given, test_utils=checks)
+    torch.library.opcheck(torch.ops.qcutlass.moe_experts_out.default, given, out, test_utils=checks)
 
 
 @on_both
-def test_the_block_compiles_without_a_break(device: str, seed: int) -> None:
+@pytest.mark.parametrize("name", ["bias and zeros", "minimums", "MXFP4, gpt-oss", "NVFP4"])
+def test_the_block_compiles_without_a_break(name: str, device: str, seed: int) -> None:
     """With any number of tokens."""
-    whole = case_on("bias and zeros", device).random(device=device, seed=seed)
+    whole = case_on(name, device).random(device=device, seed=seed)
     _, gate_up, down, _, _ = arguments(whole)
 
     def block(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -339,6 +361,8 @@ def wrong(given: tuple[Any, ...]) -> dict[str, tuple[dict[str, Any], type[Except
             ValueError,
             "down: expected E = 4 experts",
         ),
+        "minimums": ({"down": down._replace(minimums=down.scales)}, ValueError, "down: minimums: expected zeros or"),
+        "weight_dtype": ({"gate_up": gate_up._replace(weight_dtype="e2m1")}, ValueError, "gate_up: zeros: e2m1 codes"),
         "ids": ({"topk_ids": ids.float()}, TypeError, "topk_ids: expected a tensor of int32, int64"),
         "ids of other tokens": (
             {"topk_ids": ids[1:], "topk_weights": weights[1:]},

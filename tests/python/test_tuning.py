@@ -102,6 +102,14 @@ class Packed(nn.Module):
         self.register_buffer("zeros", q.zeros)
 
 
+def test_layers_with_minimums_are_found() -> None:
+    minimums = torch.zeros(2, 16, dtype=torch.bfloat16)
+    codes, scales = torch.zeros(16, 64, dtype=torch.uint8), torch.ones(2, 16)
+    layer = qcutlass.layers.WeightOnlyLinear(qcutlass.QuantizedTensor(codes, scales, None, 4, 32, minimums=minimums))
+    (found,) = layers_of(nn.ModuleList([layer]), None)
+    assert (found.zero_dtype, found.minimum_dtype) == (None, torch.bfloat16)
+
+
 def test_the_layers_of_a_module_are_found_once_each() -> None:
     model = nn.Sequential(
         Packed(64, 128, 4, 64), nn.Linear(4, 4), Packed(64, 128, 4, 64), Packed(48, 256, 8, 128, False)

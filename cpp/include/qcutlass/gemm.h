@@ -68,8 +68,8 @@ struct QuantizedOutput {
 inline constexpr int64_t kMaxInt8K = (int64_t(1) << 31) / (128 * 128) - 1;
 static_assert(kMaxInt8K == 131071);
 
-/// Matrices of weights side by side, each for rows of its own: the experts of a mixture. One lies after the other,
-/// packed weights [count][packed_bytes(n, k)], scales and zeros [count][groups][n] and bias [count][n] without gaps.
+/// Matrices of weights side by side, each for rows of its own: the experts of a mixture. Those of one follow another's:
+/// packed [count][packed_bytes(n, k)], scales, zeros, minimums [count][groups][n], a global scale, bias [count][n].
 ///
 ///   out[r, n] = activation(sum_k a[rows[r], k] * w[e, n, k] + bias[e, n]) * row_scale[r],  offsets[e] <= r < offsets[e
 ///   + 1]

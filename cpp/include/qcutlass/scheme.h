@@ -48,7 +48,7 @@ struct WeightArguments {
   DType zero_type = DType::kNone;
   void const* zeros = nullptr;  ///< [groups(), n]
   int64_t zero_stride = 0;
-  float const* global_scale = nullptr;  ///< [1], of floating codes; nullptr: 1
+  float const* global_scale = nullptr;  ///< [1], of floating codes, or one an expert; nullptr: 1
   DType minimum_type = DType::kNone;    ///< floating, or kNone: there are none. Those who have them have no zeros.
   void const* minimums = nullptr;       ///< [groups(), n]
   int64_t minimum_stride = 0;

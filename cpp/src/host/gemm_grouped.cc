@@ -75,6 +75,8 @@ GemmArguments of_expert(GemmArguments const& arguments, int64_t expert, int64_t 
   w.packed = at(w.packed, expert * layout::packed_bytes(w.packing, w.n, w.k));
   w.scales = at(w.scales, parameters * size_of(w.scale_type));
   if (w.zero_type != DType::kNone) w.zeros = at(w.zeros, parameters * size_of(w.zero_type));
+  if (w.has_minimums()) w.minimums = at(w.minimums, parameters * size_of(w.minimum_type));
+  if (w.global_scale != nullptr) w.global_scale += expert;
   if (own.bias_type != DType::kNone) own.bias = at(own.bias, expert * w.n * size_of(own.bias_type));
   own.m = end - begin;
   own.out = at(own.out, begin * own.out_stride * size_of(own.a_type));

@@ -40,6 +40,7 @@ from qcutlass.formats.layers import (
     QuantizedLayer,
 )
 from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
+from qcutlass.formats.stacked import UnstackedSource, is_stacked
 from qcutlass.formats.tensors import FROM_FLOATS
 
 __all__ = [
@@ -94,6 +95,10 @@ _TABLE: Final = (
     Format(
         "nvfp4", "ModelOpt's NVFP4: 4-bit floats", "weight_scale_2", float4.SUFFIXES, ("modelopt", "modelopt_fp4"),
         float4.matches, float4.load,
+    ),
+    Format(
+        "mxfp4", "gpt-oss: experts of 4-bit floats", "blocks", float4.BLOCK_SUFFIXES, ("mxfp4",),
+        float4.are_blocks, float4.load_blocks,
     ),
     Format(
         "gguf", f"{', '.join(sorted(gguf_blocks.QUANTIZED))}; F32, F16, BF16 as floats",
@@ -156,6 +161,8 @@ def load(
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"format: expected 'auto' or one of {', '.join(FORMATS)}, got {format!r}")
     source, found = _open(checkpoint)
+    if isinstance(source, MemorySource | SafetensorsSource) and is_stacked(source.tensors):
+        source = UnstackedSource(source)
     is_gguf = source.format == "gguf"
     if format != "auto" and (format == "gguf") != is_gguf:
         raise CheckpointError(f"format: got {format!r}, but this is {'a' if is_gguf else 'no'} GGUF file; pass 'auto'")

@@ -1,8 +1,9 @@
-"""Weights of 4-bit floats, e2m1: those of compressed-tensors (NVFP4, MXFP4), and ModelOpt's NVFP4.
+"""Weights of 4-bit floats, e2m1: those of compressed-tensors (NVFP4, MXFP4), ModelOpt's NVFP4, and gpt-oss's MXFP4.
 
 Two codes a byte, the first one in the low four bits: uint8 `[N, K / 2]`. NVFP4 has float8_e4m3fn scales `[N, K / 16]`
 and a float32 number for the whole tensor, by which ModelOpt (`weight_scale_2`) multiplies and compressed-tensors
-(`weight_global_scale`) divides; MXFP4 has exponents uint8 `[N, K / 32]`: scales of 2**(exponent - 127).
+(`weight_global_scale`) divides; MXFP4 has exponents uint8 `[N, K / 32]`: scales of 2**(exponent - 127). gpt-oss calls
+its codes `blocks`, uint8 `[N, K / 32, 16]`, and the exponents `scales`; `stacked` makes layers of its experts.
 
 Activations stay as they are: what a file says of quantising them (`input_scale`, `input_global_scale`) is not read.
 """
@@ -25,6 +26,28 @@ _BYTES: Final = ("U8",)
 _POWERS: Final = ("U8", "F8_E8M0")
 _SCALES: Final = ("F8_E4M3",)
 _NUMBER: Final = ("F32",)
+
+
+BLOCK_SUFFIXES: Final = ("blocks", "scales", "bias")
+
+
+def are_blocks(layer: LayerTensors) -> bool:
+    """Whether the weights are blocks of 16 bytes, as gpt-oss has them."""
+    info = layer.info("blocks")
+    return info.dtype in _BYTES and len(info.shape) == 3 and info.shape[2] == 16
+
+
+def load_blocks(layer: LayerTensors) -> CanonicalLinear:
+    """Those of gpt-oss; see `qcutlass.formats.load`."""
+    if not are_blocks(layer):
+        info = layer.info("blocks")
+        raise layer.error("blocks", f"expected U8 [N, K / 32, 16], got {info.dtype} {list(info.shape)}")
+    n, groups, _ = layer.info("blocks").shape
+    if not n or not groups:
+        raise layer.error("blocks", f"expected at least one block, got {[n, groups, 16]}")
+    scales = _powers(layer, "blocks", "scales", n, groups)
+    codes = _nibbles(layer.read("blocks").flatten(1))
+    return CanonicalLinear(QuantizedTensor(codes, scales, None, 4, 32, "e2m1"), layer.bias(n))
 
 
 def matches(layer: LayerTensors) -> bool:
@@ -68,17 +91,21 @@ def reciprocal(divisor: Tensor, scales: Tensor) -> Tensor | None:
 
 
 def _mxfp4(layer: LayerTensors, n: int, k: int) -> QuantizedTensor:
-    if not E8M0:
-        raise UnsupportedError(
-            f"{layer.full_name('weight_packed')}: scales of MXFP4 need torch 2.7 or newer; update it"
-        )
     if k % 32:
         raise layer.error("weight_packed", f"expected whole groups of 32 columns, got K = {k}")
-    layer.check("weight_scale", _POWERS, (n, k // 32))
-    exponents = layer.read("weight_scale").view(torch.uint8)
+    scales = _powers(layer, "weight_packed", "weight_scale", n, k // 32)
+    return QuantizedTensor(_codes(layer, "weight_packed"), scales, None, 4, 32, "e2m1")
+
+
+def _powers(layer: LayerTensors, codes: str, suffix: str, n: int, groups: int) -> Tensor:
+    """float8_e8m0fnu `[G, N]`."""
+    if not E8M0:
+        raise UnsupportedError(f"{layer.full_name(codes)}: scales of MXFP4 need torch 2.7 or newer; update it")
+    layer.check(suffix, _POWERS, (n, groups))
+    exponents = layer.read(suffix).view(torch.uint8)
     if bool((exponents == 0xFF).any()):
-        raise layer.error("weight_scale", "expected powers of two, got NaN; download it again")
-    return QuantizedTensor(_codes(layer, "weight_packed"), exponents.T.contiguous().view(E8M0[0]), None, 4, 32, "e2m1")
+        raise layer.error(suffix, "expected powers of two, got NaN; download it again")
+    return exponents.T.contiguous().view(E8M0[0])
 
 
 def _shape(layer: LayerTensors, suffix: str) -> tuple[int, int]:
@@ -91,7 +118,10 @@ def _shape(layer: LayerTensors, suffix: str) -> tuple[int, int]:
 
 
 def _codes(layer: LayerTensors, suffix: str) -> Tensor:
-    packed = layer.read(suffix)
+    return _nibbles(layer.read(suffix))
+
+
+def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 

@@ -75,6 +75,10 @@ class MemorySource:
 
     plain = read
 
+    def read_entry(self, name: str, index: int) -> Tensor:
+        """One entry along the first dimension."""
+        return self._values[name][index].detach().to("cpu", copy=True)
+
 
 class SafetensorsSource:
     """One or more safetensors files. None is held open or mapped into memory.
@@ -142,6 +146,14 @@ class SafetensorsSource:
         return as_tensor(data, entry.dtype, entry.shape)
 
     plain = read
+
+    def read_entry(self, name: str, index: int) -> Tensor:
+        """One entry along the first dimension, of a tensor of whole bytes; the others are not read."""
+        file, entry = self._stored[name]
+        count, *shape = entry.shape
+        size = entry.size // count
+        data = read_span(file, self._stamps[file], entry.begin + index * size, size, name)
+        return as_tensor(data, entry.dtype, tuple(shape))
 
 
 def open_folder(folder: Path) -> SafetensorsSource | None:

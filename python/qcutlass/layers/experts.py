@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.base import copied
-from qcutlass.layers.packed import PackedModule, Parts
+from qcutlass.layers.expert_stack import ExpertStack, Stacking, joined
 from qcutlass.layers.weight_only import WeightOnlyLinear
-from qcutlass.moe import ExpertWeights, experts
-from qcutlass.products import preprocess_weights
+from qcutlass.moe import experts
 from qcutlass.products.checks import FLOATING, check_tensor, shape_of
-from qcutlass.products.packing import TILE_N, check_weights
-from qcutlass.quantized import check_zeros
 from qcutlass.schemes import Scheme, WeightOnly
 
 ACTIVATIONS: Final = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
@@ -28,8 +23,19 @@ REPLACED: Final = (
     "OlmoeExperts",
     "DeepseekV2Experts",
     "DeepseekV3Experts",
+    "GptOssExperts",
 )
-"""The classes of transformers whose place `QuantExperts` takes: all compute the same."""
+"""The classes of transformers whose place `QuantExperts` takes: all but the last compute the same."""
+_GPT_OSS: Final = "GptOssExperts"  # weights [E, in, out] with biases, channels of gate and up in turns
+_GATES: Final = (*dict.fromkeys(ACTIVATIONS.values()), "swigluoai")
+
+
+class Gate(NamedTuple):
+    """What an expert computes between its products; `qcutlass.moe.experts` describes it."""
+
+    activation: str = "silu"
+    limit: float | None = None
+    alpha: float | None = None
 
 
 class Expert(NamedTuple):
@@ -40,138 +46,21 @@ class Expert(NamedTuple):
     down: WeightOnlyLinear
 
 
-class ExpertStack(PackedModule):
-    """One linear layer of each expert: weights `[E, N, K]`.
-
-    Buffers: `w_packed` uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`, `scales` and `zeros` `[E, G, N]`, `bias` `[E, N]`;
-    the last two may be None. `layout` is that of a `QuantLinear` and the number of experts, and of the first one.
-    """
-
-    OPTIONAL: ClassVar = ("zeros", "bias")
-    _LAYOUT: ClassVar = (*PackedModule._LAYOUT, "experts", "first")
-
-    w_packed: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    bias: Tensor | None
-
-    def __init__(
-        self, in_features: int, out_features: int, bits: int, group_size: int, first: int, parts: Parts
-    ) -> None:
-        """`parts`: every buffer by its name but `layout`; `first`: the number of the first expert in the model."""
-        super().__init__()
-        packed = parts["w_packed"]
-        assert packed is not None
-        self.in_features, self.out_features = in_features, out_features
-        self.bits, self.group_size = bits, min(group_size, in_features)
-        self.experts, self.first = len(packed), first
-        self._register(parts)
-
-    @staticmethod
-    def of_layers(layers: Iterable[WeightOnlyLinear], count: int, first: int = 0) -> ExpertStack:
-        """The weights of `count` layers of one shape and scheme, each of which is in memory for a while."""
-        stacking = _Stacking(count, first)
-        for layer in layers:
-            stacking.add(layer)
-        return stacking.finish()
-
-    @property
-    def _layout(self) -> list[int]:
-        return [*super()._layout, self.experts, self.first]
-
-    def _check(self, parts: Parts) -> None:
-        w_packed, scales, zeros, bias = (parts[name] for name in ("w_packed", "scales", "zeros", "bias"))
-        if w_packed is None or scales is None:
-            raise TypeError("w_packed, scales: expected tensors, got None")
-        lengths = {"w_packed": (w_packed, 5), "scales": (scales, 3), "zeros": (zeros, 3), "bias": (bias, 2)}
-        for name, (part, dims) in lengths.items():
-            if part is not None and (part.dim() != dims or len(part) != self.experts):
-                raise ValueError(f"{name}: expected {self.experts} experts, {dims} dimensions, got {shape_of(part)}")
-        of_one = None if zeros is None else zeros[0]
-        k, size = self.in_features, self.group_size
-        shape = check_weights(w_packed[0], scales[0], of_one, k, size, self.bits, w_packed.device, "w_packed")
-        if shape.n != self.out_features:
-            raise ValueError(f"scales: expected N = {self.out_features} channels, got {shape.n}")
-        if bias is not None:
-            check_tensor("bias", bias, FLOATING)
-            if bias.shape[1] != shape.n:
-                raise ValueError(
-                    f"bias: expected shape [experts, N] = [{self.experts}, {shape.n}], got {shape_of(bias)}"
-                )
-        check_zeros(zeros, self.bits)
-
-    @property
-    def weights(self) -> ExpertWeights:
-        """The operand of `qcutlass.moe.experts`."""
-        held: dict[str, Any] = self._buffers
-        return ExpertWeights(
-            held["w_packed"], held["scales"], held["zeros"], held["bias"], group_size=self.group_size, bits=self.bits
-        )
-
-    def layer(self, expert: int) -> WeightOnlyLinear:
-        """One expert's layer, which shares memory with the stack."""
-        parts = {
-            name: part if part is None else part[expert] for name, part in self._buffers.items() if name != "layout"
-        }
-        return WeightOnlyLinear.of_parts(self.in_features, self.out_features, self.bits, self.group_size, None, parts)
-
-    def changed(self, part: slice, change: Callable[[WeightOnlyLinear], WeightOnlyLinear] | None = None) -> ExpertStack:
-        """Some of the experts, each with another layer; they share no memory with these."""
-        chosen = range(self.experts)[part]
-        layers = (self.layer(expert) if change is None else change(self.layer(expert)) for expert in chosen)
-        return ExpertStack.of_layers(layers, len(chosen), self.first + part.start)
-
-    def extra_repr(self) -> str:
-        zeros = None if self.zeros is None else str(self.zeros.dtype).removeprefix("torch.")
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
-            f"group_size={self.group_size}, zeros={zeros}, bias={self.bias is not None}"
-        )
-
-
-class _Stacking:
-    """Makes a stack, layer by layer."""
-
-    def __init__(self, count: int, first: int = 0) -> None:
-        self._count, self._first = count, first
-        self._scales: list[Tensor | None] = []
-        self._zeros: list[Tensor | None] = []
-        self._bias: list[Tensor | None] = []
-
-    def add(self, layer: WeightOnlyLinear) -> None:
-        if not self._scales:
-            self._model = layer
-            self._packed = layer.w_packed.new_empty((self._count, *layer.w_packed.shape))
-        self._packed[len(self._scales)] = layer.w_packed
-        weight = layer._weight(layer.w_packed)
-        self._scales.append(copied(weight.scales))
-        self._zeros.append(copied(weight.zeros))
-        self._bias.append(copied(layer.bias))
-
-    def finish(self) -> ExpertStack:
-        model = self._model
-        parts = {
-            "w_packed": self._packed,
-            "scales": _stacked(self._scales),
-            "zeros": _stacked(self._zeros, _middle(model)),
-            "bias": _stacked(self._bias, _no_bias(model)),
-        }
-        return ExpertStack(model.in_features, model.out_features, model.bits, model.group_size, self._first, parts)
-
-
 class QuantExperts(nn.Module):
     """The experts of a mixture, `down(activation(gate(x)) * up(x))`, with quantised weights; for inference.
 
     It takes the place of the experts' module in Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 of
-    transformers 5, which holds float weights `[E, 2 I, H]` and `[E, H, I]`. Routers are not part of it.
+    transformers 5, which holds float weights `[E, 2 I, H]` and `[E, H, I]`, and of gpt-oss's, whose gate and up take
+    turns there. Routers are not part of it.
     `replace_linear` puts it in; so does `from_pretrained` of converted folders.
 
     Tensors are buffers, as those of a `QuantLinear`: those of `gate_up` (2 I channels: gate, then up) and of `down`.
 
     Args:
         gate_up, down: the weights.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu_tanh" or "swigluoai".
         num_experts: of the model; None: as many as there are here, which are all.
+        limit, alpha: of the activation, as for `qcutlass.moe.experts`.
 
     Attributes:
         num_experts: of the model, the range of expert numbers; those that are not here add nothing.
@@ -190,11 +79,17 @@ class QuantExperts(nn.Module):
     down: ExpertStack
 
     def __init__(
-        self, gate_up: ExpertStack, down: ExpertStack, activation: str = "silu", num_experts: int | None = None
+        self,
+        gate_up: ExpertStack,
+        down: ExpertStack,
+        activation: str = "silu",
+        num_experts: int | None = None,
+        limit: float | None = None,
+        alpha: float | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS.values():
-            raise ValueError(f"activation: expected silu or gelu_tanh, got {activation!r}")
+        if activation not in _GATES:
+            raise ValueError(f"activation: expected {', '.join(_GATES[:-1])} or {_GATES[-1]}, got {activation!r}")
         shapes = [(stack.experts, stack.first, *sizes) for stack, sizes in (
             (gate_up, (gate_up.out_features, gate_up.in_features)), (down, (2 * down.in_features, down.out_features))
         )]  # fmt: skip
@@ -203,18 +98,30 @@ class QuantExperts(nn.Module):
                 f"gate_up, down: expected [2 I, H] and [H, I] of the same experts, got {gate_up} and {down}"
             )
         self.gate_up, self.down = gate_up, down
-        self.activation = activation
+        self.activation, self.limit, self.alpha = activation, limit, alpha
         self.num_experts = gate_up.experts if num_experts is None else num_experts
 
     @staticmethod
-    def from_weights(gate_up: Tensor, down: Tensor, scheme: WeightOnly, activation: str = "silu") -> QuantExperts:
+    def from_weights(
+        gate_up: Tensor,
+        down: Tensor,
+        scheme: WeightOnly,
+        activation: str = "silu",
+        limit: float | None = None,
+        alpha: float | None = None,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> QuantExperts:
         """Quantises float experts to the nearest.
 
         Args:
             gate_up: floating `[E, 2 I, H]`: I channels of gate, then I of up.
             down: floating `[E, H, I]`.
             scheme: `WeightOnly(...)`.
-            activation: "silu" or "gelu_tanh".
+            activation, limit, alpha: as for `qcutlass.moe.experts`.
+            gate_up_bias: floating `[E, 2 I]`, or None.
+            down_bias: floating `[E, H]`, or None.
 
         Raises:
             TypeError: `scheme` is another one, or weights are not floating.
@@ -232,31 +139,31 @@ class QuantExperts(nn.Module):
             if not weight.is_meta and not bool(weight.isfinite().all()):
                 raise ValueError(f"{name}: expected finite values, got NaN or infinity")
         with torch.no_grad():
-            stacks = [_quantized(weight, scheme) for weight in (gate_up, down)]
-        return QuantExperts(stacks[0], stacks[1], activation)
+            both, last = _quantized(gate_up, scheme, gate_up_bias), _quantized(down, scheme, down_bias)
+        return QuantExperts(both, last, activation, None, limit, alpha)
 
     @staticmethod
-    def from_layers(layers: Iterable[Expert], count: int, activation: str = "silu") -> QuantExperts:
+    def from_layers(layers: Iterable[Expert], count: int, gate: Gate = Gate()) -> QuantExperts:  # noqa: B008
         """Joins the layers of `count` experts, which are read one expert at a time.
 
         Raises:
             ValueError: an expert differs from the first one in shape, bits or group size, or its layers scale or
                 reorder their input; it names the expert and what differs.
         """
-        gate_up, down = _Stacking(count), _Stacking(count)
-        first: list[tuple[int, ...]] = []
+        gate_up, down = Stacking(count), Stacking(count)
+        first: list[tuple[object, ...]] = []
         for index, expert in enumerate(layers):
             numbers = [_numbers(expert, name, index) for name in Expert._fields]
             first = first or [numbers[0], numbers[0], numbers[2]]
             for name, found, expected in zip(Expert._fields, numbers, first, strict=True):
                 if found != expected:
                     raise ValueError(
-                        f"expert {index}: {name} has [N, K, bits, group_size] = {[*found]}, not {[*expected]}; the "
-                        "experts of a block need one shape and one scheme"
+                        f"expert {index}: {name} has [N, K, bits, group_size, codes] = {_listed(found)}, not "
+                        f"{_listed(expected)}; the experts of a block need one shape and one scheme"
                     )
-            gate_up.add(_both(expert.gate, expert.up))
+            gate_up.add(joined(expert.gate, expert.up))
             down.add(expert.down)
-        return QuantExperts(gate_up.finish(), down.finish(), activation)
+        return QuantExperts(gate_up.finish(), down.finish(), gate.activation, None, gate.limit, gate.alpha)
 
     def expert(self, index: int) -> Expert:
         """The layers of one of the experts here, counted from 0; gate and up share no memory with these."""
@@ -283,6 +190,8 @@ class QuantExperts(nn.Module):
             ids.reshape(len(x), -1),
             top_k_weights.reshape(len(x), -1).float(),
             activation=self.activation,
+            limit=self.limit,
+            alpha=self.alpha,
         )
         return out.view(hidden_states.shape)
 
@@ -300,13 +209,13 @@ class QuantExperts(nn.Module):
 
             def channels(layer: WeightOnlyLinear) -> WeightOnlyLinear:
                 halves = [layer._shard(slice(begin + part.start, begin + part.stop), "out") for begin in (0, size)]
-                return _both(halves[0], halves[1])
+                return joined(halves[0], halves[1])
 
             stacks = [
                 self.gate_up.changed(whole, channels),
                 self.down.changed(whole, lambda layer: layer._shard(part, "in")),
             ]
-        return QuantExperts(stacks[0], stacks[1], self.activation, self.num_experts)
+        return QuantExperts(stacks[0], stacks[1], self.activation, self.num_experts, self.limit, self.alpha)
 
     def extra_repr(self) -> str:
         here = range(self.gate_up.first, self.gate_up.first + self.gate_up.experts)
@@ -314,74 +223,65 @@ class QuantExperts(nn.Module):
         return f"num_experts={self.num_experts}{numbers}, activation={self.activation!r}"
 
 
-def activation_of(module: nn.Module) -> str | None:
-    """The activation of a float module of experts, as `QuantExperts` calls it; None: it has no such module."""
-    if type(module).__name__ not in REPLACED:
-        return None
-    return ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+def gate_of(module: nn.Module) -> Gate | None:
+    """What a float module of experts computes between its products; None: there are no such quantised ones."""
+    held: Any = module
+    if type(module).__name__ == _GPT_OSS:
+        return Gate("swigluoai", float(held.limit), float(held.alpha))
+    activation = ACTIVATIONS.get(type(getattr(held, "act_fn", None)).__name__)
+    return None if type(module).__name__ not in REPLACED or activation is None else Gate(activation)
+
+
+def sizes_of(module: Any) -> tuple[int, int, int]:
+    """(E, H, I) of a float module of experts."""
+    count, hidden, intermediate = module.down_proj.shape
+    return (count, intermediate, hidden) if type(module).__name__ == _GPT_OSS else (count, hidden, intermediate)
 
 
 def is_replaced(module: nn.Module, scheme: Scheme) -> bool:
-    """Whether there are quantised experts of this scheme for a module."""
-    return isinstance(scheme, WeightOnly) and scheme.weight_dtype is None and activation_of(module) is not None
+    """Whether there are quantised experts of this scheme for a module; on CUDA no products take floating codes."""
+    if not isinstance(scheme, WeightOnly) or gate_of(module) is None:
+        return False
+    return scheme.weight_dtype is None or not any(parameter.is_cuda for parameter in module.parameters())
 
 
 def quantized_experts(module: nn.Module, scheme: Any) -> QuantExperts:
     """The quantised experts for a module that `is_replaced`; ValueError for weights that can't be quantised."""
-    weights = [module.get_parameter(name) for name in ("gate_up_proj", "down_proj")]
-    return QuantExperts.from_weights(weights[0], weights[1], scheme, activation_of(module) or "")
+    gate = gate_of(module)
+    assert gate is not None
+    gate_up, down = (module.get_parameter(name) for name in ("gate_up_proj", "down_proj"))
+    if type(module).__name__ != _GPT_OSS:
+        return QuantExperts.from_weights(gate_up, down, scheme, *gate)
+    biases = [module.get_parameter(name) for name in ("gate_up_proj_bias", "down_proj_bias")]
+    return QuantExperts.from_weights(
+        _apart(gate_up.transpose(1, 2)),
+        down.transpose(1, 2).contiguous(),
+        scheme,
+        *gate,
+        gate_up_bias=_apart(biases[0]),
+        down_bias=biases[1].clone(),
+    )
 
 
-def _quantized(weights: Tensor, scheme: WeightOnly) -> ExpertStack:
-    return ExpertStack.of_layers((WeightOnlyLinear.of_weight(weight, scheme) for weight in weights), len(weights))
+def _apart(both: Tensor) -> Tensor:
+    """Channels of gate and up, the second dimension, in turns: those of gate, then those of up."""
+    return torch.cat([both[:, ::2], both[:, 1::2]], dim=1)
 
 
-def _stacked(parts: Sequence[Tensor | None], default: Tensor | None = None) -> Tensor | None:
-    """Tensors of one shape in one type that holds the numbers of all; `default` where one lacks what others have."""
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    filled = [default if part is None else part for part in parts]
-    dtype = reduce(torch.promote_types, (part.dtype for part in filled if part is not None))
-    return torch.stack([part.to(dtype) for part in filled if part is not None])
+def _quantized(weights: Tensor, scheme: WeightOnly, bias: Tensor | None) -> ExpertStack:
+    biases = [None] * len(weights) if bias is None else bias
+    layers = (WeightOnlyLinear.of_weight(weight, scheme, own) for weight, own in zip(weights, biases, strict=True))
+    return ExpertStack.of_layers(layers, len(weights))
 
 
-def _middle(layer: WeightOnlyLinear) -> Tensor:
-    """The zeros of a layer that has none."""
-    scales = layer.scales if layer.scales.dim() == 2 else layer.scales[None]
-    return torch.full_like(scales, 2 ** (layer.bits - 1), dtype=torch.uint8)
+def _listed(numbers: tuple[object, ...]) -> str:
+    return f"[{', '.join(map(str, numbers))}]"
 
 
-def _no_bias(layer: WeightOnlyLinear) -> Tensor:
-    return layer.scales.new_zeros(layer.out_features)
-
-
-def _numbers(expert: Expert, name: str, index: int) -> tuple[int, int, int, int]:
+def _numbers(expert: Expert, name: str, index: int) -> tuple[object, ...]:
     layer: WeightOnlyLinear = getattr(expert, name)
     for buffer, words in {"perm": "reorders", "act_scale": "scales"}.items():
         if layer._buffers[buffer] is not None:
             raise ValueError(f"expert {index}: {name} {words} its input ({buffer}), which no product of experts does")
-    if layer.minimums is not None or layer.weight_dtype is not None:
-        found = "minimums" if layer.weight_dtype is None else f"{layer.weight_dtype} codes"
-        raise ValueError(f"expert {index}: {name} has {found}; products of experts take integer codes with zeros")
-    return layer.out_features, layer.in_features, layer.bits, layer.group_size
-
-
-def _both(gate: WeightOnlyLinear, up: WeightOnlyLinear) -> WeightOnlyLinear:
-    """One layer with the channels of both."""
-    weights = [gate._weight(gate.w_packed), up._weight(up.w_packed)]
-    scales = _stacked([weight.scales for weight in weights])
-    zeros = _stacked([weight.zeros for weight in weights], _middle(gate))
-    bias = _stacked([gate.bias, up.bias], _no_bias(gate))
-    n = gate.out_features
-    if n % TILE_N == 0:
-        packed = torch.cat([gate.w_packed, up.w_packed])
-    else:
-        packed = preprocess_weights(torch.cat([gate._codes(), up._codes()]), gate.bits)
-    parts = {
-        "w_packed": packed,
-        "scales": None if scales is None else scales.transpose(0, 1).flatten(1),
-        "zeros": None if zeros is None else zeros.transpose(0, 1).flatten(1),
-        "bias": None if bias is None else bias.flatten(),
-    }
-    return WeightOnlyLinear.of_parts(gate.in_features, 2 * n, gate.bits, gate.group_size, None, parts)
+    codes = layer.weight_dtype or ("integers" if layer.minimums is None else "integers with minimums")
+    return layer.out_features, layer.in_features, layer.bits, layer.group_size, codes

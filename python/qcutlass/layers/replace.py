@@ -12,7 +12,7 @@ from qcutlass.defaults import ROUTERS as ROUTERS
 from qcutlass.defaults import SKIPPED as SKIPPED
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear, check_plain, kind_of
-from qcutlass.layers.experts import activation_of, is_replaced, quantized_experts
+from qcutlass.layers.experts import gate_of, is_replaced, quantized_experts
 from qcutlass.schemes import Scheme
 
 
@@ -29,9 +29,10 @@ def replace_linear(
     them, nor those directly in a `torch.nn.TransformerEncoderLayer`, which reads their weights itself in inference; its
     attention's output projection is of a derived type, as parametrized Linears are. A layer with several names is
     quantised once. Modules with all experts of a block, as Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3
-    have in transformers 5, become `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes leave them as they
-    are, and other models' experts stay. The new layers are made before the first is put in, so that an error changes
-    nothing; old and new weights are in memory together until then.
+    and gpt-oss have in transformers 5, become `qcutlass.layers.QuantExperts` with `WeightOnly` (on CUDA of integer
+    codes); other schemes leave them as they are, and other models' experts stay. The new layers are
+    made before the first is put in, so that an error changes nothing; old and new weights are in memory together until
+    then.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
@@ -133,5 +134,5 @@ def _skipped(modules: Mapping[str, nn.Module], skip: Sequence[str], must_match: 
 
 def _names(name: str, module: nn.Module) -> list[str]:
     """The names by which a module is skipped: experts by those of their weights, too, as `"*.experts.*"` means them."""
-    weights = [f"{name}.{weight}" for weight in module._parameters] if activation_of(module) else []
+    weights = [f"{name}.{weight}" for weight in module._parameters] if gate_of(module) else []
     return [name, name.rpartition(".")[2], *weights]

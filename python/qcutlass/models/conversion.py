@@ -22,7 +22,7 @@ from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import ConvertedFolder
-from qcutlass.models.experts import ExpertBlocks, is_router
+from qcutlass.models.experts import STACKED, ExpertBlocks, is_router
 from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
@@ -225,7 +225,7 @@ def write_folder(
     specs: dict[str, LayerSpec] = {}
     kept: list[str] = []
     weights = size = 0
-    experts = ExpertBlocks()
+    experts = ExpertBlocks(stacked=source.config.get("model_type") in STACKED)
     with ShardedWriter(folder, shard_bytes) as writer:
         for count, name in enumerate(source.names):
             layer = layer_of(name)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers import QuantExperts, QuantLinear, WeightOnlyLinear
-from qcutlass.layers.experts import REPLACED, Expert, activation_of
+from qcutlass.layers.experts import REPLACED, Expert, Gate, gate_of, sizes_of
 from qcutlass.models.experts import expert_layer, module_forms, part_names
 
 
@@ -22,13 +22,13 @@ class Block:
     Attributes:
         place: the name of the module.
         layers: the names of each expert's gate, up and down in the files.
-        activation: of the module.
+        gate: what the module computes between the products.
         shape: (H, I).
     """
 
     place: str
     layers: list[tuple[str, ...]]
-    activation: str
+    gate: Gate
     shape: tuple[int, int]
 
     @property
@@ -52,7 +52,7 @@ class Block:
                 yield Expert(*found)
 
         try:
-            return QuantExperts.from_layers(experts(), len(self.layers), self.activation)
+            return QuantExperts.from_layers(experts(), len(self.layers), self.gate)
         except (CheckpointError, UnsupportedError):  # which are ValueErrors, too
             raise
         except ValueError as error:
@@ -101,9 +101,9 @@ def find_blocks(names: Iterable[str], model: Any) -> tuple[list[Block], list[str
 
 
 def _block(place: str, layers: dict[tuple[int, str], str], module: Any) -> Block:
-    count, hidden, intermediate = module.down_proj.shape
-    activation = activation_of(module)
-    if activation is None:
+    count, hidden, intermediate = sizes_of(module)
+    gate = gate_of(module)
+    if gate is None:
         raise UnsupportedError(f"{place}: experts with {type(module.act_fn).__name__} are not taken")
     wanted = [[(expert, part) for part in Expert._fields] for expert in range(count)]
     absent = [key for keys in wanted for key in keys if key not in layers]
@@ -115,7 +115,7 @@ def _block(place: str, layers: dict[tuple[int, str], str], module: Any) -> Block
         )
     if len(layers) > 3 * count:
         raise CheckpointError(f"{place}: expected {count} experts, got {len(layers) // 3}")
-    return Block(place, [tuple(layers[key] for key in keys) for keys in wanted], activation, (hidden, intermediate))
+    return Block(place, [tuple(layers[key] for key in keys) for keys in wanted], gate, (hidden, intermediate))
 
 
 def split(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,8 +12,10 @@ from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.experts import Expert
 
-TAKEN: Final = MODELS
+TAKEN: Final = (*MODELS, "gpt_oss")
 """The models (`model_type`) whose experts converted folders hold, a layer for each part of each expert."""
+STACKED: Final = ("gpt_oss",)
+"""Those of them of which transformers reads no floats of a single expert."""
 _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
     "num_experts",
     "num_local_experts",
@@ -23,7 +25,7 @@ _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
 )
 _NAME: Final = re.compile(r"(^|\.)(experts|block_sparse_moe)(\.|$)")
 _LAYER: Final = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d{1,6})\.(?P<part>\w+)")
-_ROUTER: Final = re.compile(r"(.*\.)?(mlp|block_sparse_moe)\.gate")
+_ROUTER: Final = re.compile(r"(.*\.)?((mlp|block_sparse_moe)\.gate|mlp\.router)")
 _WORDS: Final = {"mixtral": ("w1", "w3", "w2")}
 """The names of gate, up and down in the files of a model that calls them otherwise."""
 _USUAL: Final = ("gate_proj", "up_proj", "down_proj")
@@ -132,9 +134,14 @@ def _refused(where: object, reason: str) -> UnsupportedError:
 
 
 class ExpertBlocks:
-    """The experts of a folder in the making: those of a block must be of one scheme, as one product takes them."""
+    """The experts of a folder in the making: those of a block must be of one scheme, as one product takes them.
 
-    def __init__(self) -> None:
+    Args:
+        stacked: whether the model is one of `STACKED`, whose experts can't stay floats.
+    """
+
+    def __init__(self, stacked: bool = False) -> None:
+        self._stacked = stacked
         self._first: dict[tuple[str, str], tuple[str, tuple[Any, ...]]] = {}
         self._found: dict[str, set[tuple[int, str]]] = {}
 
@@ -157,7 +164,9 @@ class ExpertBlocks:
             return
         if spec is not None:
             _check_spec(name, spec)
-        described = ("floats",) if spec is None else (f"{spec.bits} bits", f"group_size {spec.group_size}")
+        elif self._stacked:
+            raise UnsupportedError(f"{name}: stays floats, which such experts can't in a folder; skip no experts")
+        described = ("floats",) if spec is None else _described(spec)
         # gate and up are one matrix, and all are floats or none
         for key, facts in (
             (layer.part.replace("up", "gate"), (*described, f"shape {[*shape]}")),
@@ -182,16 +191,20 @@ class ExpertBlocks:
                 raise CheckpointError(f"{block}: expert {expert} of {count} has no {part} projection")
 
 
+def _described(spec: LayerSpec) -> tuple[Any, ...]:
+    """What the layers of a stack have in common."""
+    minimums = ("minimums",) if "minimums" in dict(spec.buffers) else ()
+    return (spec.weight_dtype or f"{spec.bits} bits", f"group_size {spec.group_size}", *minimums)
+
+
 def _check_spec(name: str, spec: LayerSpec) -> None:
     if LAYER_KINDS[spec.kind].quantises_activations:
         raise UnsupportedError(
             f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
             f"{REQUANTIZE}"
         )
-    words = {"perm": "act-order", "act_scale": "scales of their own activations", "minimums": "minimums"}
+    words = {"perm": "act-order", "act_scale": "scales of their own activations"}
     found = [words[buffer] for buffer, _ in spec.buffers if buffer in words]
-    if spec.weight_dtype is not None:
-        found.append(f"{spec.weight_dtype} codes")
     if found:
         raise UnsupportedError(
             f"{name}: experts with {' and '.join(found)} are not taken, as one product multiplies all of a block; "

@@ -1,4 +1,5 @@
-"""Layers of a source that converted folders can't hold as they are: which they are, and what they become, with loss."""
+"""Layers of a source that converted folders can't hold as they are, or no GPU multiplies: which they are, and what they
+become, with loss."""
 
 from __future__ import annotations
 
@@ -132,7 +133,9 @@ def take_float_experts(source: ModelSource) -> None:
 
 
 def _are_taken(layers: list[_Told]) -> bool:
-    """Whether one product takes all of these experts' layers."""
+    """Whether one product takes all of these experts' layers, on GPUs too: there of integers without minimums."""
+    if any(layer.spec is not None and _is_for_cpus_alone(layer.spec) for layer in layers):
+        return False
     blocks = ExpertBlocks()
     try:
         for layer in layers:
@@ -140,6 +143,10 @@ def _are_taken(layers: list[_Told]) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def _is_for_cpus_alone(spec: LayerSpec) -> bool:
+    return spec.weight_dtype is not None or "minimums" in dict(spec.buffers)
 
 
 def _spec(layer: Layer) -> LayerSpec | None:

@@ -37,8 +37,15 @@ class Arguments(Protocol):
 
 
 def tensors_of(call: Arguments) -> dict[str, Tensor]:
-    """The tensors among the arguments of a call, by name."""
-    return {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
+    """The tensors among the arguments of a call, by name; those of arguments that are NamedTuples among them."""
+    found: dict[str, Tensor] = {}
+    for name, value in call._asdict().items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, tuple):
+            inner: Any = value
+            found |= {f"{name}_{part}": tensor for part, tensor in tensors_of(inner).items()}
+    return found
 
 
 def are_finite(tensor: Tensor) -> bool:

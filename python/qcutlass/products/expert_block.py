@@ -31,7 +31,7 @@ from qcutlass.products.moe_operators import (
     route,
     sum_slots_into,
 )
-from qcutlass.products.packing import WeightShape
+from qcutlass.products.packing import PackedWeights, WeightShape
 
 MOST_BYTES: Final = 1 << 30
 """Of the intermediate results of the tokens that are computed at once: hundreds of rows an expert, which cost more
@@ -44,10 +44,12 @@ class ExpertWeights(NamedTuple):
     Attributes:
         w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
         scales: `[E, G, N]`, or `[E, N]`: one a channel.
-        zeros: shaped as `scales`, or None; types and meaning are those of `gemm`.
+        zeros, minimums: shaped as `scales`, or None; types and meaning are those of `gemm`.
         bias: floating `[E, N]`, or None.
         group_size, bits: needed only where `gemm` needs them.
         interleaved: of gate and up: their channels take turns, as in gpt-oss; if not, all of gate comes first.
+        weight_dtype: of codes that are floating numbers, as for `gemm`.
+        global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn, or None.
 
     Example:
         >>> import torch, qcutlass
@@ -65,55 +67,58 @@ class ExpertWeights(NamedTuple):
     group_size: int | None = None
     bits: int | None = None
     interleaved: bool = False
+    weight_dtype: str | None = None
+    global_scale: Tensor | None = None
+    minimums: Tensor | None = None
 
 
 class ExpertsCall(NamedTuple):
     """The arguments of one block, in the order of the operator's schema; `qcutlass.moe.experts` describes them."""
 
     x: Tensor
-    gate_up_packed: Tensor
-    gate_up_scales: Tensor
-    gate_up_zeros: Tensor | None
-    gate_up_bias: Tensor | None
-    gate_up_group_size: int | None
-    gate_up_bits: int | None
-    interleaved: bool
-    down_packed: Tensor
-    down_scales: Tensor
-    down_zeros: Tensor | None
-    down_bias: Tensor | None
-    down_group_size: int | None
-    down_bits: int | None
+    gate_up: ExpertWeights
+    down: ExpertWeights
     topk_ids: Tensor
     topk_weights: Tensor
     activation: str
     limit: float | None
     alpha: float | None
 
-    @property
-    def gate_up(self) -> ExpertWeights:
-        return ExpertWeights(*self[1:8])
+    @staticmethod
+    def of(*arguments: Any) -> ExpertsCall:
+        """From the operator's arguments."""
+        count = len(ExpertWeights._fields)
+        x, gate_up, down, others = (
+            arguments[0],
+            arguments[1:][:count],
+            arguments[1 + count :][:count],
+            arguments[1 + 2 * count :],
+        )
+        return ExpertsCall(x, ExpertWeights(*gate_up), ExpertWeights(*down), *others)
 
     @property
-    def down(self) -> ExpertWeights:
-        return ExpertWeights(*self[8:14])
+    def arguments(self) -> tuple[Any, ...]:
+        """Those of the operator."""
+        x, gate_up, down, *others = self
+        return x, *gate_up, *down, *others
 
     @property
     def experts(self) -> int:
-        return self.gate_up_packed.shape[0]
+        return self.gate_up.w_packed.shape[0]
 
     def check(self, out: Tensor | None) -> None:
         """Checks every argument but what needs memory addresses."""
         check_rows("x", self.x)
-        check_gate(self.activation, self.limit, self.alpha, self.interleaved)
+        check_gate(self.activation, self.limit, self.alpha, self.gate_up.interleaved)
         tokens, hidden = self.x.shape
         check_operand("topk_ids", self.topk_ids, IDS, self.x.device, "x")
         both = _check_product("gate_up", self.x, self.gate_up)
         if both.n % 2:
             raise ValueError(f"gate_up: expected N = 2 I channels, of gate and up, got N = {both.n}")
         down = _check_product("down", self.x.new_empty((0, both.n // 2)), self.down)
-        if self.down_packed.shape[0] != self.experts:
-            raise ValueError(f"down: expected E = {self.experts} experts as gate_up has, got {len(self.down_packed)}")
+        found = self.down.w_packed.shape[0]
+        if found != self.experts:
+            raise ValueError(f"down: expected E = {self.experts} experts as gate_up has, got {found}")
         if down.n != hidden:
             raise ValueError(f"down: expected N = H = {hidden} channels, as x has columns, got N = {down.n}")
         check_routing(self.topk_ids, self.experts, self.topk_weights)
@@ -135,38 +140,19 @@ def _check_product(name: str, a: Tensor, weights: ExpertWeights) -> WeightShape:
 
 
 def _grouped(a: Tensor, weights: ExpertWeights, offsets: Tensor) -> GroupedCall:
-    return GroupedCall(
-        a=a,
-        w_packed=weights.w_packed,
-        scales=weights.scales,
-        offsets=offsets,
-        zeros=weights.zeros,
-        bias=weights.bias,
-        group_size=weights.group_size,
-        bits=weights.bits,
-    )
+    return GroupedCall(a=a, offsets=offsets, bias=weights.bias, **PackedWeights.of(weights)._asdict())
 
 
 def _multiply(
     a: Tensor, weights: ExpertWeights, offsets: Tensor, rows: Tensor | None = None, row_scale: Tensor | None = None
 ) -> Tensor:
-    return gemm_grouped(
-        a,
-        weights.w_packed,
-        weights.scales,
-        weights.zeros,
-        offsets=offsets,
-        rows=rows,
-        row_scale=row_scale,
-        bias=weights.bias,
-        group_size=weights.group_size,
-        bits=weights.bits,
-    )
+    parts = PackedWeights.of(weights)._asdict()
+    return gemm_grouped(a, offsets=offsets, rows=rows, row_scale=row_scale, bias=weights.bias, **parts)
 
 
 def tokens_at_once(call: ExpertsCall) -> int:
     """Equal shares of the tokens whose intermediate results fit into `MOST_BYTES`, or one."""
-    both = call.gate_up_scales.shape[-1]
+    both = call.gate_up.scales.shape[-1]
     row = call.x.element_size() * (both // 2 + max(both, call.x.shape[1]))
     most = max(1, MOST_BYTES // (row * call.topk_ids.shape[1]))
     return ceil_div(call.x.shape[0], ceil_div(call.x.shape[0], most)) if call.x.shape[0] else 1
@@ -180,7 +166,7 @@ def _run(call: ExpertsCall, out: Tensor) -> None:
         part = slice(begin, begin + step)
         rows, offsets, order, row_scale = route(call.topk_ids[part], call.experts, call.topk_weights[part])
         both = _multiply(call.x[part], gate_up, offsets, rows=rows)
-        gated = gate_rows(both, call.activation, call.limit, call.alpha, call.interleaved, offsets)
+        gated = gate_rows(both, call.activation, call.limit, call.alpha, gate_up.interleaved, offsets)
         del both  # its memory is the next product's
         y = _multiply(gated, down, offsets, row_scale=row_scale)
         del gated
@@ -192,21 +178,21 @@ def compute(call: ExpertsCall, out: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
         check_inference(**tensors_of(call), out=out)
     if out is None:
-        if is_eager(*call):
-            return _experts(*call)
-        result: Tensor = torch.ops.qcutlass.moe_experts(*call)
+        if is_eager(*call.arguments):
+            return _experts(*call.arguments)
+        result: Tensor = torch.ops.qcutlass.moe_experts(*call.arguments)
         return result
-    if is_eager(*call, out):
-        _experts_out(*call, out=out)
+    if is_eager(*call.arguments, out):
+        _experts_out(*call.arguments, out=out)
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
     else:
-        torch.ops.qcutlass.moe_experts_out(*call, out=out)
+        torch.ops.qcutlass.moe_experts_out(*call.arguments, out=out)
     return out
 
 
 def _experts(*arguments: Any) -> Tensor:
-    call = ExpertsCall(*arguments)
+    call = ExpertsCall.of(*arguments)
     call.check(None)
     check_memory(tensors_of(call))
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
@@ -215,13 +201,13 @@ def _experts(*arguments: Any) -> Tensor:
 
 
 def _experts_fake(*arguments: Any) -> Tensor:
-    call = ExpertsCall(*arguments)
+    call = ExpertsCall.of(*arguments)
     call.check(None)
     return call.x.new_empty(call.x.shape)
 
 
 def _experts_out(*arguments: Any, out: Tensor) -> None:
-    call = ExpertsCall(*arguments)
+    call = ExpertsCall.of(*arguments)
     call.check(out)
     check_memory(tensors_of(call) | {"out": out})
     check_out_memory(out, call)
@@ -232,7 +218,7 @@ def _experts_out(*arguments: Any, out: Tensor) -> None:
 
 
 def _experts_out_fake(*arguments: Any, out: Tensor) -> None:
-    ExpertsCall(*arguments).check(out)
+    ExpertsCall.of(*arguments).check(out)
 
 
 _SCHEMA: Final = schema_of(ExpertsCall)

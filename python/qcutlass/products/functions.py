@@ -232,6 +232,9 @@ def gemm_grouped(
     bits: int | None = None,
     out: Tensor | None = None,
     tactic: str | None = None,
+    weight_dtype: str | None = None,
+    global_scale: Tensor | None = None,
+    minimums: Tensor | None = None,
 ) -> Tensor:
     """Multiplies each row by the quantised weights of its expert: the product of a mixture of experts.
 
@@ -247,14 +250,15 @@ def gemm_grouped(
     Args:
         a: `[T, K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.
         w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
-        scales: float16, bfloat16 or float32 `[E, G, N]`, or `[E, N]`: one a channel.
-        zeros: shaped as `scales`, of types and meaning as for `gemm`.
+        scales: `[E, G, N]`, or `[E, N]`: one a channel; of types as for `gemm`.
+        zeros, minimums: shaped as `scales`, of types and meaning as for `gemm`.
         offsets: int32 `[E + 1]`, not decreasing, in [0, R].
         rows: int32 `[R]`, in [0, T): the row of `a` that each result row multiplies, gathered by the kernel. None: r,
             and R = T.
         row_scale: float32 `[R]`: multiplies finished rows, in fp32 before they are rounded (the router's weights).
         bias: float16, bfloat16 or float32 `[E, N]`.
-        activation, group_size, bits, tactic: as for `gemm`.
+        activation, group_size, bits, tactic, weight_dtype: as for `gemm`.
+        global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn; None: 1.
         out: `[R, N]` with the type of `a`, to be written; must not share memory with an operand.
 
     Returns:
@@ -262,7 +266,7 @@ def gemm_grouped(
 
     Raises:
         TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset
-            or a row out of range.
+            or a row out of range; on CUDA UnsupportedError for `weight_dtype` and `minimums`.
 
     Example:
         >>> import torch, qcutlass
@@ -276,7 +280,8 @@ def gemm_grouped(
         torch.Size([3, 48])
     """
     operands = a, w_packed, scales, offsets, zeros, rows, row_scale, bias
-    return compute(GROUPED, GroupedCall(*operands, activation, group_size, bits, tactic), out)
+    numbers = weight_dtype, global_scale, minimums
+    return compute(GROUPED, GroupedCall(*operands, activation, group_size, bits, tactic, *numbers), out)
 
 
 def weight_sums(w: Tensor, n: int | None = None) -> Tensor:

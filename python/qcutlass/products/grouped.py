@@ -19,19 +19,36 @@ from qcutlass.products.checks import (
     shape_of,
 )
 from qcutlass.products.kind import Description, Kind
-from qcutlass.products.packing import WeightShape, check_contiguous, check_weights, weight_arguments
-from qcutlass.products.weight_only import ACTIVATIONS_ON, check_groups, describe_scales
+from qcutlass.products.packing import PackedWeights, WeightShape, check_contiguous, check_weights, weight_arguments
+from qcutlass.products.weight_only import ACTIVATIONS_ON, check_groups, describe_codes, describe_scales
 
 _INDICES: Final = (torch.int32,)
 
 
-def _first(name: str, value: Any, dimensions: tuple[int, ...], form: str) -> Tensor:
+_PARAMETERS: Final = (2, 3), "[E, G, N] or [E, N]"
+_STACKED: Final = {
+    "w_packed": ((5,), "[E, ceil(N/16), tiles along K, 32, 16]"),
+    "scales": _PARAMETERS,
+    "zeros": _PARAMETERS,
+    "minimums": _PARAMETERS,
+    "global_scale": ((1, 2), "[E] or [E, 1]"),
+}
+"""The parts of packed weights that each expert has one of: numbers of dimensions, and shapes."""
+
+
+def _first(name: str, value: Any) -> Tensor | None:
     """The first expert's part; what is no tensor as it is, to be refused by its type."""
     if not isinstance(value, Tensor):
-        return cast(Tensor, value)
+        return cast(None, value)
+    dimensions, form = _STACKED[name]
     if value.dim() not in dimensions or not value.shape[0]:
         raise ValueError(f"{name}: expected shape {form}, of at least one expert, got {shape_of(value)}")
-    return value[0]
+    return value[:1].flatten() if name == "global_scale" else value[0]
+
+
+def _flat(part: Tensor | None) -> Tensor | None:
+    """The rows of all experts, one after the other."""
+    return None if part is None else part.contiguous().flatten(0, -2)
 
 
 class GroupedCall(NamedTuple):
@@ -49,6 +66,9 @@ class GroupedCall(NamedTuple):
     group_size: int | None = None
     bits: int | None = None
     tactic: str | None = None
+    weight_dtype: str | None = None
+    global_scale: Annotated[Tensor | None, Operand.GLOBAL_SCALE] = None
+    minimums: Annotated[Tensor | None, Operand.MINIMUMS] = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -87,16 +107,15 @@ class GroupedCall(NamedTuple):
 
     def _check_weights(self, device: torch.device) -> WeightShape:
         """Checks the weights: the first expert's are like those of `gemm`, and the others' like them."""
-        w_packed = _first("w_packed", self.w_packed, (5,), "[E, ceil(N/16), tiles along K, 32, 16]")
-        scales = _first("scales", self.scales, (2, 3), "[E, G, N] or [E, N]")
-        zeros = None if self.zeros is None else _first("zeros", self.zeros, (2, 3), "[E, G, N] or [E, N]")
-        shape = check_weights(w_packed, scales, zeros, self.a.shape[-1], self.group_size, self.bits, device, "a")
+        stacked = {name: getattr(self, name) for name in _STACKED}
+        first: dict[str, Any] = {name: _first(name, part) for name, part in stacked.items()}
+        shape = check_weights(PackedWeights.of(self)._replace(**first), self.a.shape[-1], device, "a")
         check_contiguous("w_packed", self.w_packed)
-        for name, value in (("scales", self.scales), ("zeros", self.zeros)):
-            if value is not None and value.shape[0] != self.experts:
+        for name, part in stacked.items():
+            if part is not None and part.shape[0] != self.experts:
                 raise ValueError(
                     f"{name}: expected those of E = {self.experts} experts, as many as w_packed has, "
-                    f"got {shape_of(value)}"
+                    f"got {shape_of(part)}"
                 )
         return shape
 
@@ -115,11 +134,11 @@ class GroupedCall(NamedTuple):
         return self
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
-        scales, zeros = self.scales.contiguous(), None if self.zeros is None else self.zeros.contiguous()
-        weights, operands = weight_arguments(
-            shape, self.w_packed, scales.flatten(0, -2), None if zeros is None else zeros.flatten(0, -2)
-        )
-        weights.scale_stride = weights.zero_stride = shape.n
+        flat: dict[str, Any] = {name: _flat(getattr(self, name)) for name in ("scales", "zeros", "minimums")}
+        whole = None if self.global_scale is None else self.global_scale.contiguous()
+        stacked = PackedWeights.of(self)._replace(**flat, global_scale=whole)
+        weights, operands = weight_arguments(shape, stacked)
+        weights.scale_stride = weights.zero_stride = weights.minimum_stride = shape.n
         arguments.weights = weights
         experts = _C.ExpertRows()
         experts.count, experts.a_rows = self.experts, self.a.shape[0]
@@ -138,10 +157,10 @@ class GroupedCall(NamedTuple):
         return operands
 
     def describe(self, shape: WeightShape) -> Description:
-        parts = [f"grouped, {self.experts} experts", *describe_scales(shape, self.scales, self.zeros)]
+        parts = [f"grouped, {self.experts} experts", *describe_scales(shape, PackedWeights.of(self))]
         optional = {"rows gathered": self.rows, "bias": self.bias, "rows scaled": self.row_scale}
         parts += [name for name, operand in optional.items() if operand is not None]
-        return Description(f"{shape.bits}-bit weights", parts)
+        return Description(describe_codes(shape), parts)
 
 
 def _leading(call: GroupedCall) -> tuple[int]:

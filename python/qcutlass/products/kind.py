@@ -139,9 +139,16 @@ def _argument(name: str, hint: Any, default: Any) -> _Argument:
 
 
 def _arguments_of(call: Callable[..., Any]) -> list[_Argument]:
+    """Those of a NamedTuple; what is one itself is as many arguments, whose names begin with its own."""
     hints = typing.get_type_hints(call, include_extras=True)
-    parameters = inspect.signature(call).parameters
-    return [_argument(name, hints[name], parameter.default) for name, parameter in parameters.items()]
+    found: list[_Argument] = []
+    for name, parameter in inspect.signature(call).parameters.items():
+        hint = hints[name]
+        if isinstance(hint, type) and issubclass(hint, tuple):
+            found += [inner._replace(name=f"{name}_{inner.name}") for inner in _arguments_of(hint)]
+        else:
+            found.append(_argument(name, hint, parameter.default))
+    return found
 
 
 def _schema(arguments: list[_Argument]) -> str:

@@ -5,7 +5,8 @@ Packed weights do not store K: the number of tiles bounds it, and callers say wh
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,30 @@ _TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()
 _AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
 _CODES: Final = (torch.uint8,)
 _ZEROS: Final = (torch.uint8, torch.int8, torch.int32, *FLOATING)
+
+
+class PackedWeights(NamedTuple):
+    """Packed codes and all that says which numbers they are; `qcutlass.gemm` describes each part.
+
+    Whatever has weights calls these parts so: calls of products, weights of experts, layers.
+    """
+
+    w_packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    group_size: int | None = None
+    bits: int | None = None
+    weight_dtype: str | None = None
+    global_scale: Tensor | None = None
+    minimums: Tensor | None = None
+
+    @staticmethod
+    def of(holder: Any) -> PackedWeights:
+        """Those of anything that has these attributes."""
+        return PackedWeights(*_PARTS(holder))
+
+
+_PARTS: Final = attrgetter(*PackedWeights._fields)
 
 
 class WeightShape(NamedTuple):
@@ -153,20 +178,9 @@ def check_channels(source: str, n: int, name: str, w_packed: Tensor) -> None:
         )
 
 
-def check_weights(
-    w_packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    k: int,
-    group_size: int | None,
-    bits: int | None,
-    device: torch.device,
-    first: str,
-    weight_dtype: str | None = None,
-    global_scale: Tensor | None = None,
-    minimums: Tensor | None = None,
-) -> WeightShape:
+def check_weights(weights: PackedWeights, k: int, device: torch.device, first: str) -> WeightShape:
     """Checks a packed weight of K = `k` columns with what belongs to it; `first` names the operand on `device`."""
+    w_packed, scales, zeros, group_size, bits, weight_dtype, global_scale, minimums = weights
     check_weight_dtype(weight_dtype, bits)
     if isinstance(w_packed, Tensor) and w_packed.dtype == torch.int8:
         raise ValueError(
@@ -220,16 +234,10 @@ def packed_shape(n: int, k: int, packing: _C.Packing) -> tuple[int, int, int, in
     return (ceil_div(n, TILE_N), ceil_div(k, _C.tile_k(packing)), *TILE)
 
 
-def weight_arguments(
-    shape: WeightShape,
-    w_packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    global_scale: Tensor | None = None,
-    minimums: Tensor | None = None,
-) -> tuple[_C.WeightArguments, list[Tensor]]:
+def weight_arguments(shape: WeightShape, weights: PackedWeights) -> tuple[_C.WeightArguments, list[Tensor]]:
     """The arguments, and the tensors that they point into: they must outlive the call."""
-    w_packed, scales = aligned(w_packed), as_separate_rows(scales)
+    w_packed, scales = aligned(weights.w_packed), as_separate_rows(weights.scales)
+    zeros, global_scale, minimums = weights.zeros, weights.global_scale, weights.minimums
     arguments = _C.WeightArguments()
     arguments.packing = shape.packing
     arguments.n, arguments.k, arguments.group_size = shape.n, shape.k, shape.group_size

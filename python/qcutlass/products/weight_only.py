@@ -21,7 +21,7 @@ from qcutlass.products.checks import (
 )
 from qcutlass.products.extension import DTYPES
 from qcutlass.products.kind import Description, Kind
-from qcutlass.products.packing import WeightShape, check_weights, weight_arguments
+from qcutlass.products.packing import PackedWeights, WeightShape, check_weights, weight_arguments
 
 _PERM: Final = (torch.int32,)
 ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
@@ -67,13 +67,21 @@ def check_groups(shape: WeightShape, device: torch.device) -> None:
         )
 
 
-def describe_scales(shape: WeightShape, scales: Tensor, zeros: Tensor | None, has_zeros: bool = True) -> list[str]:
-    """Groups, scales and, for codes that may have them, zeros in words, for `explain`."""
+def describe_codes(shape: WeightShape) -> str:
+    """The type of the weights in words, for `explain`."""
+    return f"{shape.weight_dtype or f'{shape.bits}-bit'} weights"
+
+
+def describe_scales(shape: WeightShape, weights: PackedWeights) -> list[str]:
+    """Groups, scales and what else belongs to codes in words, for `explain`."""
     found = [
         "per channel" if shape.group_size >= shape.k else f"groups of {shape.group_size}",
-        f"{names_of([scales.dtype])} scales",
+        f"{names_of([weights.scales.dtype])} scales",
     ]
-    return [*found, "symmetric" if zeros is None else f"{names_of([zeros.dtype])} zeros"] if has_zeros else found
+    offsets = {"zeros": weights.zeros, "minimums": weights.minimums}
+    named = [f"{names_of([part.dtype])} {name}" for name, part in offsets.items() if part is not None]
+    found += named or (["symmetric"] if shape.weight_dtype is None else [])
+    return found if weights.global_scale is None else [*found, "global_scale"]
 
 
 class GemmCall(NamedTuple):
@@ -104,9 +112,7 @@ class GemmCall(NamedTuple):
         """Checks every argument but what needs memory addresses."""
         a, bias, act_scale, perm = self.a, self.bias, self.act_scale, self.perm
         device = check_activations("a", a, ACTIVATIONS_ON)
-        weights = self.w_packed, self.scales, self.zeros
-        numbers = self.weight_dtype, self.global_scale, self.minimums
-        shape = check_weights(*weights, a.shape[-1], self.group_size, self.bits, device, "a", *numbers)
+        shape = check_weights(PackedWeights.of(self), a.shape[-1], device, "a")
         n, k = shape.n, shape.k
         if bias is not None:
             check_operand("bias", bias, FLOATING, device, "a")
@@ -144,8 +150,7 @@ class GemmCall(NamedTuple):
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         arguments.int8_activations = self.activations is not None
-        offsets = self.global_scale, self.minimums
-        arguments.weights, operands = weight_arguments(shape, self.w_packed, self.scales, self.zeros, *offsets)
+        arguments.weights, operands = weight_arguments(shape, PackedWeights.of(self))
         if self.act_scale is not None:
             act_scale = self.act_scale.contiguous()
             arguments.act_scale, arguments.act_scale_type = act_scale.data_ptr(), DTYPES[act_scale.dtype]
@@ -157,20 +162,12 @@ class GemmCall(NamedTuple):
         return operands
 
     def describe(self, shape: WeightShape) -> Description:
-        has_zeros = self.weight_dtype is None and self.minimums is None
-        parts = describe_scales(shape, self.scales, self.zeros, has_zeros)
-        if self.minimums is not None:
-            parts.append(f"{names_of([self.minimums.dtype])} minimums")
-        optional = {
-            "global_scale": self.global_scale,
-            "bias": self.bias,
-            "act_scale": self.act_scale,
-            "perm": self.perm,
-        }
+        parts = describe_scales(shape, PackedWeights.of(self))
+        optional = {"bias": self.bias, "act_scale": self.act_scale, "perm": self.perm}
         parts += [name for name, operand in optional.items() if operand is not None]
         if self.activations is not None:
             parts.append(f"activations quantised to {self.activations}")
-        return Description(f"{self.weight_dtype or f'{shape.bits}-bit'} weights", parts)
+        return Description(describe_codes(shape), parts)
 
 
 WEIGHT_ONLY: Final = Kind("gemm", GemmCall, activations=FLOATING, dequantises=True)

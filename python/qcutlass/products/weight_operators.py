@@ -25,6 +25,7 @@ from qcutlass.products.memory import aligned, as_separate_rows
 from qcutlass.products.packing import (
     PACKINGS,
     TILE_N,
+    PackedWeights,
     WeightShape,
     check_contiguous,
     check_weights,
@@ -102,14 +103,13 @@ def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
 
 def check_dequantize(call: DequantizeCall) -> tuple[WeightShape, torch.dtype, int]:
     """Checks the arguments of `qcutlass.dequantize`; returns the shape, the type of the result and its last row."""
-    w_packed, scales, zeros, k, group_size, bits, dtype, begin, end, weight_dtype, global_scale, minimums = call
-    numbers = weight_dtype, global_scale, minimums
+    w_packed, dtype, begin, end = call.w_packed, call.dtype, call.row_begin, call.row_end
     check_tensor("w_packed", w_packed, (torch.uint8, torch.int8))
     check_device("w_packed", w_packed)
-    check_integer("k", k, minimum=1)
-    shape = check_weights(w_packed, scales, zeros, k, group_size, bits, w_packed.device, "w_packed", *numbers)
+    check_integer("k", call.k, minimum=1)
+    shape = check_weights(PackedWeights.of(call), call.k, w_packed.device, "w_packed")
     if dtype is None:
-        dtype = scales.dtype if scales.dtype in FLOATING else torch.float32
+        dtype = call.scales.dtype if call.scales.dtype in FLOATING else torch.float32
     if dtype not in FLOATING:
         raise TypeError(f"dtype: expected one of {names_of(FLOATING)}, got {dtype}")
     end = shape.n if end is None else end
@@ -182,8 +182,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
     if out.numel():
         _check_padding("k", call.w_packed, PACKINGS[shape.bits], shape.k)
         with current_device(out):
-            others = call.global_scale, call.minimums
-            weights, operands = weight_arguments(shape, call.w_packed, call.scales, call.zeros, *others)
+            weights, operands = weight_arguments(shape, PackedWeights.of(call))
             _C.dequantize(weights, call.row_begin, end, DTYPES[dtype], out.data_ptr(), shape.k, **backend(out))
             del operands  # alive until the kernel is enqueued
     return out

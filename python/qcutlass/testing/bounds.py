@@ -39,6 +39,18 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
     raise ValueError(f"activation must be one of {', '.join(map(repr, SLOPE))}, got {activation!r}")
 
 
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of e2m1, by the three bits below the sign."""
+
+
+def numbers_of_codes(codes: Tensor, weight_dtype: str) -> Tensor:
+    """The floating numbers that codes of "e2m1" or "e4m3" are, float32."""
+    if weight_dtype == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    magnitudes = torch.tensor(_MAGNITUDES, device=codes.device)[(codes & 7).long()]
+    return torch.where(codes < 8, magnitudes, -magnitudes)
+
+
 def dequantized_weight(
     codes: Tensor,
     scales: Tensor,
@@ -47,11 +59,14 @@ def dequantized_weight(
     bits: int,
     dtype: torch.dtype | None = None,
     minimums: Tensor | None = None,
+    weight_dtype: str | None = None,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     """The weights that codes stand for: RN(RN32(RN32(code - zero) * scale)), RN to `dtype`.
 
     With minimums RN(RN32(code * scale - minimum)): the product has 32 digits, fp64 holds it; its difference to the
-    minimum would be rounded there only where they are 2^20 times apart.
+    minimum would be rounded there only where they are 2^20 times apart. Floating codes have no zero, and the scale
+    RN32(scale * global_scale).
 
     Args:
         codes: uint8 `[N, K]`.
@@ -61,6 +76,8 @@ def dequantized_weight(
         bits: 4 or 8.
         dtype: type of the result; None: float32, which holds the products as they are.
         minimums: shaped as `scales`, floating; or None.
+        weight_dtype: of floating codes, "e2m1" or "e4m3"; None: integers.
+        global_scale: float32 `[1]`, or None.
 
     Returns:
         `[N, K]`.
@@ -73,11 +90,14 @@ def dequantized_weight(
             for part in (scales, minimums)
         )
         return (codes.double() * scale - minimum).float().to(dtype or torch.float32)
-    shift = torch.full_like(scales, 2.0 ** (bits - 1)) if zeros is None else zeros.reshape(-1, n).float()
+    scales = scales if global_scale is None else scales * global_scale
+    numbers = codes if weight_dtype is None else numbers_of_codes(codes, weight_dtype)
+    middle = 2.0 ** (bits - 1) if weight_dtype is None else 0.0
+    shift = torch.full_like(scales, middle) if zeros is None else zeros.reshape(-1, n).float()
     weight = torch.empty(n, k, dtype=dtype or torch.float32, device=codes.device)
     for group in range(scales.shape[0]):
         columns = slice(group * group_size, min(k, (group + 1) * group_size))
-        difference = codes[:, columns].float() - shift[group, :, None]
+        difference = numbers[:, columns].float() - shift[group, :, None]
         weight[:, columns] = difference * scales[group, :, None]
     return weight
 

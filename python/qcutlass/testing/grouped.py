@@ -33,7 +33,7 @@ class GroupedProblem:
     seed: int = 0
 
     def stacked(self, name: str) -> Tensor | None:
-        """Codes, scales, zeros or biases of all experts."""
+        """Codes, scales, biases or other parts of all experts."""
         tensors = [getattr(expert, name) for expert in self.experts]
         return None if tensors[0] is None else torch.stack(tensors)
 

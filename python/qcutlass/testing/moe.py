@@ -33,7 +33,10 @@ _GATES: Final = {"silu": ("silu", 1.0, math.inf, 0.0), "gelu_tanh": ("gelu_tanh"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExpertCodes:
-    """The weights of experts in canonical form: codes `[E, N, K]`, scales and zeros `[E, G, N]`, bias `[E, N]`."""
+    """The weights of experts in canonical form: codes `[E, N, K]`, scales and zeros `[E, G, N]`, bias `[E, N]`.
+
+    The others as in `Problem`, with the experts' dimension before theirs.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -41,11 +44,17 @@ class ExpertCodes:
     bias: Tensor | None
     bits: int
     group_size: int
+    weight_dtype: str | None = None
+    global_scale: Tensor | None = None
+    minimums: Tensor | None = None
 
     def weight(self, expert: int) -> Tensor:
         """float32 `[N, K]`."""
-        zeros = None if self.zeros is None else self.zeros[expert]
-        return dequantized_weight(self.codes[expert], self.scales[expert], zeros, self.group_size, self.bits)
+        zeros, minimums, whole = (
+            part if part is None else part[expert] for part in (self.zeros, self.minimums, self.global_scale)
+        )
+        given = self.codes[expert], self.scales[expert], zeros, self.group_size, self.bits
+        return dequantized_weight(*given, None, minimums, self.weight_dtype, whole)
 
     @property
     def ambiguous(self) -> dict[str, int]:
@@ -82,7 +91,7 @@ class MoeCase:
 
     Attributes:
         tokens, hidden, intermediate, experts, slots: T, H, I, E and k.
-        bits, group_size, zeros, dtype, bias: as for `Case`, of both products.
+        bits, group_size, zeros, dtype, bias, weight_dtype, scale_dtype: as for `Case`, of both products.
         activation, interleaved, limit: as for `qcutlass.moe.experts`.
         invalid: share of the slots whose ids are outside [0, E).
         used: experts that get tokens; None: all may.
@@ -104,6 +113,8 @@ class MoeCase:
     invalid: float = 0.0
     used: tuple[int, ...] | None = None
     id_dtype: torch.dtype = field(default=torch.int64, repr=False)
+    weight_dtype: str | None = None
+    scale_dtype: torch.dtype | None = None
 
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> MoeProblem:
         """Normal activations, weights as `Case.random` makes them, ids without repetition where experts suffice."""
@@ -129,15 +140,16 @@ class MoeCase:
         )
 
     def _codes(self, n: int, k: int, device: torch.device | str, seed: int) -> ExpertCodes:
-        case = Case(1, n, k, self.bits, self.group_size, self.zeros, self.dtype, bias=self.bias)
+        given = 1, n, k, self.bits, self.group_size, self.zeros, self.dtype, self.scale_dtype
+        case = Case(*given, bias=self.bias, weight_dtype=self.weight_dtype)
         each = [case.random(device=device, seed=seed * 1009 + expert) for expert in range(self.experts)]
 
         def stacked(name: str) -> Any:
             tensors = [getattr(one, name) for one in each]
             return None if tensors[0] is None else torch.stack(tensors)
 
-        codes, scales, zeros, bias = (stacked(name) for name in ("codes", "scales", "zeros", "bias"))
-        return ExpertCodes(codes, scales, zeros, bias, self.bits, self.group_size)
+        parts = {name: stacked(name) for name in ("codes", "scales", "zeros", "bias", "global_scale", "minimums")}
+        return ExpertCodes(**parts, bits=self.bits, group_size=self.group_size, weight_dtype=self.weight_dtype)
 
 
 def routing_answer(topk_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,9 +9,13 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, Reference, dequantized_weight, reference
+from qcutlass.testing.bounds import EXACT_LIMIT, Reference, dequantized_weight, numbers_of_codes, reference
 
 Zeros: TypeAlias = Literal["none", "int", "real", "minimum"]
+
+_SPANS: Final = {"e2m1": 12, "e4m3": 512}  # of numbers as large as most codes of these types
+_MOST_EXACT: Final = {"e2m1": 6, "e4m3": 16}  # of the numbers in exact problems, which are multiples of 1/2
+_NAN: Final = 0x7F  # of e4m3, but for the sign
 
 _EPILOGUE: Final = ("bias", "activation", "act_scale", "perm")  # what Problem, reference and gemm share
 
@@ -32,6 +36,8 @@ class Problem:
     perm: Tensor | None = None
     seed: int = 0
     minimums: Tensor | None = None
+    weight_dtype: str | None = None
+    global_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,7 +47,7 @@ class Problem:
     @property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `qcutlass.gemm`; group_size and bits only where the shapes do not tell them."""
-        names = (*_EPILOGUE, "minimums")
+        names = (*_EPILOGUE, "minimums", "weight_dtype", "global_scale")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | self.ambiguous
 
     @property
@@ -54,7 +60,7 @@ class Problem:
     def weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """`[N, K]` in `dtype` (None: float32), columns in the order of the codes."""
         given = self.codes, self.scales, self.zeros, self.group_size, self.bits
-        return dequantized_weight(*given, dtype, self.minimums)
+        return dequantized_weight(*given, dtype, self.minimums, self.weight_dtype, self.global_scale)
 
     def reference(self, weight_dtype: torch.dtype | None = None) -> Reference:
         """The float64 answer for weights rounded to `weight_dtype` (None: kept in fp32)."""
@@ -62,11 +68,12 @@ class Problem:
 
     def __repr__(self) -> str:
         m, n, k = self.shape
-        offsets = {"zeros": self.zeros, "minimums": self.minimums}
+        offsets = {"zeros": self.zeros, "minimums": self.minimums, "global": self.global_scale}
         named = [f"{name}={part.dtype}" for name, part in offsets.items() if part is not None]
         epilogue = [name for name in ("bias", "act_scale", "perm") if getattr(self, name) is not None]
+        codes = self.weight_dtype or f"w{self.bits}"
         return (
-            f"M={m} N={n} K={k} w{self.bits} g{self.group_size} a={self.a.dtype} scales={self.scales.dtype} "
+            f"M={m} N={n} K={k} {codes} g{self.group_size} a={self.a.dtype} scales={self.scales.dtype} "
             f"{' '.join(named) or 'zeros=none'} activation={self.activation} {' '.join(epilogue)} seed={self.seed}"
         )
 
@@ -81,10 +88,11 @@ class Case:
         group_size: columns that share a scale.
         zeros: "none" (symmetric), "int" or "real"; "minimum": minimums instead.
         dtype: of the activations, the bias, `act_scale` and the output.
-        scale_dtype: of the scales; None: `dtype`.
+        scale_dtype: of the scales; None: `dtype`. Those of float8_e4m3fn have a global scale.
         zero_dtype: of the zeros or minimums; None: uint8 for zeros="int", the scales' type otherwise.
         bias, act_scale, perm: whether there is one.
         activation: name or None.
+        weight_dtype: of floating codes, "e2m1" or "e4m3", with zeros="none"; None: integers.
     """
 
     m: int
@@ -100,6 +108,7 @@ class Case:
     activation: str | None = None
     act_scale: bool = False
     perm: bool = False
+    weight_dtype: str | None = None
 
     @property
     def _zero_span(self) -> int:  # int8 holds half of what 8-bit codes need
@@ -110,11 +119,26 @@ class Case:
         scale_dtype = self.scale_dtype or self.dtype
         zero_dtype = self.zero_dtype or (torch.uint8 if self.zeros == "int" else scale_dtype)
         types = {"codes": torch.uint8, "scales": scale_dtype, "zeros": zero_dtype, "perm": torch.int32}
-        types["minimums"] = zero_dtype
+        types |= {"minimums": zero_dtype, "global_scale": torch.float32}
         cast: dict[str, Any] = {
             name: t if t is None else t.to(types.get(name, self.dtype)) for name, t in tensors.items()
         }
-        return Problem(bits=self.bits, group_size=self.group_size, activation=self.activation, seed=seed, **cast)
+        numbers: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "weight_dtype": self.weight_dtype}
+        return Problem(**numbers, activation=self.activation, seed=seed, **cast)
+
+    @property
+    def _has_global_scale(self) -> bool:
+        return self.scale_dtype == torch.float8_e4m3fn
+
+    def _exact_codes(self, codes: Tensor) -> Tensor:
+        """Floating codes of multiples of 1/2 in place of others; those of every second channel are not negative."""
+        assert self.weight_dtype is not None
+        every = torch.arange(2**self.bits, dtype=torch.uint8, device=codes.device)
+        numbers = numbers_of_codes(every, self.weight_dtype)
+        chosen = every[(2 * numbers == (2 * numbers).round()) & (numbers.abs() <= _MOST_EXACT[self.weight_dtype])]
+        found = chosen[codes.long() % len(chosen)]
+        found[::2] &= 2 ** (self.bits - 1) - 1
+        return found
 
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
         """Data as a layer has it: normal activations with outlier columns, every code, scales within a factor of 4.
@@ -133,16 +157,21 @@ class Case:
         a = torch.randn(self.m, k, generator=g, device=device)
         a[:, integers(k, 1 + k // 256)] *= 16
         whole, real = integers(self._zero_span, groups, n), (0.25 + uniform(groups, n) / 2) * span
-        scales = (2 + 6 * uniform(groups, n)) / (span * math.sqrt(k))  # outputs of a few units
+        unit = 1 / (_SPANS.get(self.weight_dtype or "", span) * math.sqrt(k))  # for outputs of a few units
+        scales = (2 + 6 * uniform(groups, n)) * (1 if self._has_global_scale else unit)
         zeros = {"none": None, "int": whole, "real": real, "minimum": None}
         minimums = None
         if self.zeros == "minimum":
             minimums = real * scales
             scales = scales * (integers(8, groups, n) - 1).sign()
+        codes = torch.randint(0, span, (n, k), generator=g, device=device, dtype=torch.uint8)
+        if self.weight_dtype == "e4m3":
+            codes[codes & _NAN == _NAN] = 0x31
         return self._problem(
             seed,
             a=a,
-            codes=torch.randint(0, span, (n, k), generator=g, device=device, dtype=torch.uint8),
+            codes=codes,
+            global_scale=torch.full((1,), unit, device=device) if self._has_global_scale else None,
             scales=scales,
             zeros=zeros[self.zeros],
             minimums=minimums,
@@ -169,7 +198,10 @@ class Case:
         def integers(low: int, high: int, *shape: int) -> Tensor:  # both ends included
             return torch.randint(low, high + 1, shape, generator=g, device=device)
 
-        unit = 2.0 ** -(2 + halves + self.act_scale)
+        floats = self.weight_dtype is not None
+        whole = torch.full((1,), 0.5, device=device) if self._has_global_scale else None
+        unit = 2.0 ** -(2 + (halves or floats) + self.act_scale + self._has_global_scale)
+        span = 2 * _MOST_EXACT.get(self.weight_dtype or "", span // 2)
         headroom = (EXACT_LIMIT * unit - 64) / (k * span * (2 if self.act_scale else 1))
         largest = min(128, max(1, int(headroom)))
         a = integers(-largest, largest, self.m, k).double()
@@ -179,10 +211,11 @@ class Case:
 
         some = integers(0, self._zero_span - 1, groups, n).double() / (2 if halves else 1)
         zeros = None if self.zeros == "none" else some
-        codes = integers(0, span - 1, n, k).to(torch.uint8)
+        codes = integers(0, 2**self.bits - 1, n, k).to(torch.uint8)
         floor = torch.full((groups, n), span // 2, device=device) if zeros is None else zeros.ceil()
         floor = floor.to(torch.uint8).T.repeat_interleave(min(self.group_size, k), dim=1)[:, :k]
         codes[::2] = codes[::2].maximum(floor[::2])
+        codes = self._exact_codes(codes) if floats else codes
         scales = torch.exp2(-integers(0, 2, groups, n).double())
         bias = integers(-64, 64, n).double() if self.bias else None
         act_scale = torch.exp2(integers(-1, 1, k).double()) if self.act_scale else None
@@ -192,7 +225,7 @@ class Case:
             shrunk = {"scales": scales * shrink, "bias": None if bias is None else bias * shrink, "zeros": zeros}
             if self.zeros == "minimum":
                 shrunk |= {"zeros": None, "minimums": some * scales * shrink}
-            return self._problem(seed, a=a, codes=codes, act_scale=act_scale, perm=perm, **shrunk)
+            return self._problem(seed, a=a, codes=codes, act_scale=act_scale, perm=perm, global_scale=whole, **shrunk)
 
         result = problem(1.0)
         total = reference(result.a.abs(), result.weight().abs(), act_scale=result.act_scale, perm=result.perm).sum + 64

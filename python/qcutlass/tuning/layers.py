@@ -12,7 +12,7 @@ from torch import nn
 from qcutlass import _C
 from qcutlass.products.checks import check_integer
 from qcutlass.products.extension import DTYPES
-from qcutlass.products.packing import PACKINGS, check_weights
+from qcutlass.products.packing import PACKINGS, PackedWeights, check_weights
 
 _ACTIVATIONS: Final = (torch.float16, torch.bfloat16)
 
@@ -69,16 +69,13 @@ def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
             continue
         if getattr(part, "weight_dtype", None) is not None:  # there are too few configurations to choose from
             continue
-        options = getattr(part, "group_size", None), getattr(part, "bits", None)
-        minimums = getattr(part, "minimums", None)
-        device = part.w_packed.device
+        parts: dict[str, Any] = {name: getattr(part, name, None) for name in PackedWeights._fields}
+        weights = PackedWeights(**parts)
         try:
-            shape = check_weights(
-                part.w_packed, part.scales, part.zeros, part.in_features, *options, device, "w_packed", minimums
-            )
+            shape = check_weights(weights, part.in_features, part.w_packed.device, "w_packed")
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name or 'the module'}: {error}") from error
-        scale_dtype = part.scales.dtype
+        scale_dtype, minimums = part.scales.dtype, weights.minimums
         activations = dtype or (scale_dtype if scale_dtype in _ACTIVATIONS else torch.float16)
         types = [None if values is None else values.dtype for values in (part.zeros, minimums)]
         found.append(Layer(shape.n, shape.k, shape.bits, shape.group_size, activations, scale_dtype, *types))

@@ -62,6 +62,7 @@ def subjects() -> dict[str, Files]:
     group = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": activations}
     offsets = np.full(layer.scales.shape, 0.125)
     hqq = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}}
+    mxfp4 = json.dumps({"quantization_config": {"quant_method": "mxfp4"}}).encode()
     bias = {"bias": torch.ones(64)}
     channels, _ = as_fp8(layer.weight)
     blocks, _ = as_fp8(layer.weight, (48, 32), "weight_scale_inv")
@@ -106,6 +107,8 @@ def subjects() -> dict[str, Files]:
         "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
         "nvfp4": folder(float4("weight") | {"weight_scale_2": torch.tensor(0.5)}, {"quant_method": "modelopt"}),
         "compressed-tensors nvfp4": folder(float4("weight_packed") | {"weight_global_scale": torch.ones(1)}, floats),
+        "mxfp4": {"model.safetensors": save(gpt_oss(True)), "config.json": mxfp4},
+        "stacked floats": {"model.safetensors": save(gpt_oss(False))},
         "floats": folder({"weight": torch.randn(8, 16).bfloat16(), "bias": torch.ones(8)}, None),
         "shards": sharded(as_gptq(layer), GPTQ),
         "gguf": {"model.gguf": gguf_bytes(gguf_parts())},
@@ -118,6 +121,19 @@ def compressed_fp8(weights: dict[str, Any]) -> dict[str, Any]:
     """The description of fp8 weights alone."""
     group = {"weights": {"num_bits": 8, "type": "float", **weights}, "input_activations": None}
     return {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+
+
+def gpt_oss(is_packed: bool) -> Tensors:
+    """A block of two experts with H = 64 and I = 32."""
+    both, down = {"_blocks": (2, 64, 2, 16), "_scales": (2, 64, 2)}, {"_blocks": (2, 64, 1, 16), "_scales": (2, 64, 1)}
+    found: Tensors = {"gate_up_proj_bias": torch.ones(2, 64), "down_proj_bias": torch.ones(2, 64)}
+    if is_packed:
+        shapes = {"gate_up_proj": both, "down_proj": down}
+        for name, parts in shapes.items():
+            found |= {name + key: torch.full(shape, 0x7B, dtype=torch.uint8) for key, shape in parts.items()}
+    else:
+        found |= {"gate_up_proj": torch.ones(2, 64, 64), "down_proj": torch.ones(2, 32, 64)}
+    return {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in found.items()}
 
 
 def float4(name: str) -> Tensors:

@@ -65,8 +65,14 @@ def check_structure(model: nn.Module, kind: str) -> None:
         assert type(module) is not nn.Linear or name == "lm_head" or "shared_expert_gate" in name
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+FLOATING = [
+    *(pytest.param(kind, "fp8", id=f"fp8-{kind}") for kind in ("qwen3_moe", "deepseek_v3")),
+    *(pytest.param(kind, "nvfp4", id=f"nvfp4-{kind}") for kind in ("mixtral", "deepseek_v3")),
+]
+"""Kinds and forms of experts that are floats of 8 and 4 bits."""
+
+
+@pytest.mark.parametrize(("kind", "form"), [*((kind, form) for kind in KINDS for form in FORMS), *FLOATING])
 def test_logits_are_those_of_the_dequantised_model(
     kind: str, form: str, cuts: dict[str, MixtureCut], tmp_path: Path
 ) -> None:
@@ -187,6 +193,25 @@ def test_devices_are_filled_by_the_size_of_the_experts(cuts: dict[str, MixtureCu
     stored = load_file(folder / "model.safetensors")
     expected = sum(tensor.nbytes for name, tensor in stored.items() if "layers.1.block_sparse_moe.experts" in name)
     assert sizes["model.layers.1.mlp.experts"] == expected
+
+
+@pytest.mark.parametrize(("kind", "form"), FLOATING)
+def test_commands_of_floating_codes(kind: str, form: str, cuts: dict[str, MixtureCut], tmp_path: Path) -> None:
+    """As they are, and converted."""
+    (tmp_path / "text.txt").write_text(" ".join(str(token) for token in IDS[0].repeat(4).tolist()))
+    source = getattr(cuts[kind], form)().folder
+    words = {"fp8": r"e4m3 g32", "nvfp4": r"e2m1 g16 e4m3 scales"}[form]
+    assert re.search(rf"experts\.\*\.\w+ .*{words}", command("inspect", source).stdout)
+    made = command("convert", source, tmp_path / "new", "--verify")
+    assert made.exit_code == 0, made.output
+    texts = []
+    for folder in (source, tmp_path / "new"):
+        text = command("generate", folder, "--prompt", "5 6 7", "--max-new-tokens", 4)
+        assert text.exit_code == 0, text.output
+        texts.append(text.stdout)
+    assert texts[0] == texts[1]
+    score = command("eval", tmp_path / "new", "--text", tmp_path / "text.txt", "--window", 32)
+    assert score.exit_code == 0, score.output
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,8 +15,7 @@ from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import SCHEME, load, logits
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
-from qcutlass.formats.expert_rows import rows_of
-from qcutlass.models.experts import TAKEN
+from qcutlass.formats.expert_rows import MODELS, rows_of
 from qcutlass.models.inspection import inspect
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -82,8 +81,8 @@ def test_matrices_worked_out_by_hand(tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_the_models_that_are_taken() -> None:
-    for kind in (*TAKEN, "gpt_oss", "llama4"):
-        assert len(rows_of("model.layers.3.mlp.experts.gate_up_proj", (4, 6, 2), kind)) == 8 * (kind in TAKEN)
+    for kind in (*MODELS, "gpt_oss", "llama4"):
+        assert len(rows_of("model.layers.3.mlp.experts.gate_up_proj", (4, 6, 2), kind)) == 8 * (kind in MODELS)
     for name, shape in (
         ("experts.gate_up_proj", (4, 5, 2)), ("a.experts.gate_up_proj", (4, 6)), ("a.experts.up_proj", (4, 6, 2)),
         ("a.experts.down_proj", (4, 0, 2)), ("a.experts.gate_up_proj", (4, 5, 2)),

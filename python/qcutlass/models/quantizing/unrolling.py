@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.layers.experts import activation_of
+from qcutlass.layers.experts import ACTIVATIONS, gate_of
 from qcutlass.models.expert_modules import expert_modules
 from qcutlass.models.experts import expert_layer
 from qcutlass.models.quantizing.wiring import InputGroup
@@ -55,7 +55,8 @@ class UnrolledExperts(nn.Module):
 def unroll(model: nn.Module) -> None:
     """Puts `UnrolledExperts`, with random weights, in the place of all experts; UnsupportedError for what is none."""
     for name, module in expert_modules(model).items():
-        if activation_of(module) is None:
+        gate = gate_of(module)
+        if gate is None or gate.activation not in ACTIVATIONS.values():
             raise UnsupportedError(f"{name}: experts with another activation than SiLU and GELU (tanh) are not taken")
         model.set_submodule(name, UnrolledExperts(module))
 

@@ -1,0 +1,236 @@
+"""One layer of every expert, stacked, and how it is made of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from qcutlass.layers.base import copied
+from qcutlass.layers.packed import PackedModule, Parts
+from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.moe import ExpertWeights
+from qcutlass.products import preprocess_weights
+from qcutlass.products.checks import FLOATING, check_tensor, shape_of
+from qcutlass.products.packing import TILE_N, PackedWeights, check_weights
+from qcutlass.quantized import QuantizedTensor, check_zeros
+
+_DIMENSIONS: Final = {
+    "w_packed": 5, "scales": 3, "zeros": 3, "minimums": 3, "global_scale": 2, "bias": 2
+}  # fmt: skip
+
+
+class ExpertStack(PackedModule):
+    """One linear layer of each expert: weights `[E, N, K]`.
+
+    Buffers: `w_packed` uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`, `scales`, `zeros` and `minimums` `[E, G, N]`,
+    `global_scale` `[E, 1]`, `bias` `[E, N]`; all but the first two may be None. `layout` is that of a `QuantLinear` and
+    the number of experts, and of the first one.
+    """
+
+    OPTIONAL: ClassVar = ("zeros", "bias", "global_scale", "minimums")
+    _LAYOUT: ClassVar = (*PackedModule._LAYOUT, "experts", "first")
+
+    w_packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+    global_scale: Tensor | None
+    minimums: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bits: int,
+        group_size: int,
+        first: int,
+        parts: Parts,
+        weight_dtype: str | None = None,
+    ) -> None:
+        """`parts`: the buffers by their names but `layout`; `first`: the number of the first expert in the model."""
+        super().__init__()
+        packed = parts["w_packed"]
+        assert packed is not None
+        self.in_features, self.out_features = in_features, out_features
+        self.bits, self.group_size = bits, min(group_size, in_features)
+        self.experts, self.first = len(packed), first
+        self.weight_dtype = weight_dtype
+        absent = [name for name in self.OPTIONAL if name not in parts]
+        self._register({**parts, **dict.fromkeys(absent)})
+
+    @staticmethod
+    def of_layers(layers: Iterable[WeightOnlyLinear], count: int, first: int = 0) -> ExpertStack:
+        """The weights of `count` layers of one shape and scheme, each of which is in memory for a while."""
+        stacking = Stacking(count, first)
+        for layer in layers:
+            stacking.add(layer)
+        return stacking.finish()
+
+    @property
+    def _layout(self) -> list[int]:
+        return [*super()._layout, self.experts, self.first]
+
+    def _check(self, parts: Parts) -> None:
+        w_packed, bias = parts["w_packed"], parts["bias"]
+        if w_packed is None or parts["scales"] is None:
+            raise TypeError("w_packed, scales: expected tensors, got None")
+        for name, part in parts.items():
+            dims = _DIMENSIONS[name]
+            if part is not None and (part.dim() != dims or len(part) != self.experts):
+                raise ValueError(f"{name}: expected {self.experts} experts, {dims} dimensions, got {shape_of(part)}")
+        one: dict[str, Any] = {name: part if part is None else part[0] for name, part in parts.items()}
+        del one["bias"]
+        weights = PackedWeights(**one, group_size=self.group_size, bits=self.bits, weight_dtype=self.weight_dtype)
+        shape = check_weights(weights, self.in_features, w_packed.device, "w_packed")
+        if shape.n != self.out_features:
+            raise ValueError(f"scales: expected N = {self.out_features} channels, got {shape.n}")
+        if bias is not None:
+            check_tensor("bias", bias, FLOATING)
+            if bias.shape[1] != shape.n:
+                raise ValueError(
+                    f"bias: expected shape [experts, N] = [{self.experts}, {shape.n}], got {shape_of(bias)}"
+                )
+        check_zeros(parts["zeros"], self.bits)
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        """What belongs to the weights besides tensors."""
+        return {"group_size": self.group_size, "bits": self.bits, "weight_dtype": self.weight_dtype}
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {name: part for name, part in self._buffers.items() if name != "layout"}
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The operand of `qcutlass.moe.experts`."""
+        return ExpertWeights(**self._parts, **self._numbers)
+
+    def layer(self, expert: int) -> WeightOnlyLinear:
+        """One expert's layer, which shares memory with the stack."""
+        parts = {name: part if part is None else part[expert] for name, part in self._parts.items()}
+        sizes = self.in_features, self.out_features
+        return WeightOnlyLinear.of_parts(*sizes, activation=None, parts=parts, **self._numbers)
+
+    def changed(self, part: slice, change: Callable[[WeightOnlyLinear], WeightOnlyLinear] | None = None) -> ExpertStack:
+        """Some of the experts, each with another layer; they share no memory with these."""
+        chosen = range(self.experts)[part]
+        layers = (self.layer(expert) if change is None else change(self.layer(expert)) for expert in chosen)
+        return ExpertStack.of_layers(layers, len(chosen), self.first + part.start)
+
+    def extra_repr(self) -> str:
+        zeros = None if self.zeros is None else str(self.zeros.dtype).removeprefix("torch.")
+        codes = f"zeros={zeros}" if self.weight_dtype is None else f"weight_dtype={self.weight_dtype!r}"
+        minimums = "" if self.minimums is None else ", minimums=True"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
+            f"group_size={self.group_size}, {codes}{minimums}, bias={self.bias is not None}"
+        )
+
+
+class Stacking:
+    """Makes a stack, layer by layer."""
+
+    def __init__(self, count: int, first: int = 0) -> None:
+        self._count, self._first = count, first
+        self._weights: list[QuantizedTensor] = []  # without their codes
+        self._bias: list[Tensor | None] = []
+
+    def add(self, layer: WeightOnlyLinear) -> None:
+        if not self._weights:
+            self._model = layer
+            self._packed = layer.w_packed.new_empty((self._count, *layer.w_packed.shape))
+        self._packed[len(self._weights)] = layer.w_packed
+        weight = layer._weight(layer.w_packed[:0])
+        names = "scales", "zeros", "global_scale", "minimums"
+        own: dict[str, Any] = {name: copied(getattr(weight, name)) for name in names}
+        self._weights.append(replace(weight, **own))
+        self._bias.append(copied(layer.bias))
+
+    def finish(self) -> ExpertStack:
+        model = self._model
+        parts = {"w_packed": self._packed, "bias": _stacked(self._bias, _no_bias(model)), **_parts_of(self._weights)}
+        sizes = model.in_features, model.out_features, model.bits, model.group_size
+        return ExpertStack(*sizes, self._first, parts, model.weight_dtype)
+
+
+def _parts_of(weights: Sequence[QuantizedTensor]) -> dict[str, Tensor | None]:
+    """Scales and all that belongs to them of several matrices, one after the other."""
+    types = {(weight.scales.dtype, weight.global_scale is None) for weight in weights}
+    if len(types) > 1:
+        weights = [_with_floating_scales(weight) for weight in weights]
+    zeros = None if weights[0].minimums is not None else _middle(weights[0])
+    return {
+        "scales": _stacked([weight.scales for weight in weights]),
+        "zeros": _stacked([weight.zeros for weight in weights], zeros),
+        "global_scale": _stacked([weight.global_scale for weight in weights]),
+        "minimums": _stacked([weight.minimums for weight in weights]),
+    }
+
+
+def _with_floating_scales(weight: QuantizedTensor) -> QuantizedTensor:
+    """The same numbers with scales that need no global one, float32 where they have 8 bits."""
+    if weight.scales.dtype in FLOATING:
+        return weight
+    scales = weight.scales.float() if weight.global_scale is None else weight.scales.float() * weight.global_scale
+    return replace(weight, scales=scales, global_scale=None)
+
+
+def _stacked(parts: Sequence[Tensor | None], default: Tensor | None = None) -> Tensor | None:
+    """Tensors of one shape in one type that holds the numbers of all; `default` where one lacks what others have."""
+    if all(part is None for part in parts):
+        return None
+    filled = [part for part in (default if part is None else part for part in parts) if part is not None]
+    dtype = filled[0].dtype
+    if all(part.dtype == dtype for part in filled):
+        return (
+            torch.stack([part.view(torch.uint8) for part in filled]).view(dtype)
+            if dtype.itemsize == 1
+            else (torch.stack(filled))
+        )
+    dtype = reduce(torch.promote_types, (part.dtype for part in filled))
+    return torch.stack([part.to(dtype) for part in filled])
+
+
+def _middle(weight: QuantizedTensor) -> Tensor:
+    """The zeros of weights that have none."""
+    return torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.uint8)
+
+
+def _no_bias(layer: WeightOnlyLinear) -> Tensor:
+    return layer.scales.new_zeros(layer.out_features)
+
+
+def joined(gate: WeightOnlyLinear, up: WeightOnlyLinear) -> WeightOnlyLinear:
+    """One layer with the channels of both."""
+    weights = [gate._weight(gate.w_packed[:0]), up._weight(up.w_packed[:0])]
+    wholes = [weight.global_scale for weight in weights]
+    if wholes[0] is not None and wholes[1] is not None and not torch.equal(wholes[0], wholes[1]):
+        weights = [_with_floating_scales(weight) for weight in weights]
+    bias = _stacked([gate.bias, up.bias], _no_bias(gate))
+    n = gate.out_features
+    if n % TILE_N == 0:
+        packed = torch.cat([gate.w_packed, up.w_packed])
+    else:
+        packed = preprocess_weights(torch.cat([gate._codes(), up._codes()]), gate.bits)
+    found = _parts_of(weights)
+    whole = found.pop("global_scale")
+    parts: dict[str, Tensor | None] = {
+        "w_packed": packed,
+        "global_scale": None if whole is None else whole[0],
+        "bias": None if bias is None else bias.flatten(),
+        **{name: None if part is None else _side_by_side(part) for name, part in found.items()},
+    }
+    return WeightOnlyLinear.of_parts(
+        gate.in_features, 2 * n, gate.bits, gate.group_size, None, parts, gate.weight_dtype
+    )
+
+
+def _side_by_side(part: Tensor) -> Tensor:
+    """`[2, G, N]` as `[G, 2 N]`."""
+    return part.transpose(0, 1).flatten(1)
