@@ -207,6 +207,7 @@ Problem make_problem(GemmArguments const& arguments) {
   problem.output = output_of(arguments);
   problem.kind = kind_of(arguments);
   problem.gathers = arguments.perm != nullptr || arguments.act_scale != nullptr;
+  problem.activation = arguments.activation;
   problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone;
   return problem;
 }

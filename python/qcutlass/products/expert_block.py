@@ -89,6 +89,7 @@ class ExpertsCall(NamedTuple):
     activation: str
     limit: float | None
     alpha: float | None
+    batch_invariant: bool = False
 
     @property
     def gate_up(self) -> ExpertWeights:
@@ -148,7 +149,12 @@ def _grouped(a: Tensor, weights: ExpertWeights, offsets: Tensor) -> GroupedCall:
 
 
 def _multiply(
-    a: Tensor, weights: ExpertWeights, offsets: Tensor, rows: Tensor | None = None, row_scale: Tensor | None = None
+    a: Tensor,
+    weights: ExpertWeights,
+    offsets: Tensor,
+    batch_invariant: bool,
+    rows: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     return gemm_grouped(
         a,
@@ -161,6 +167,7 @@ def _multiply(
         bias=weights.bias,
         group_size=weights.group_size,
         bits=weights.bits,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -179,10 +186,10 @@ def _run(call: ExpertsCall, out: Tensor) -> None:
     for begin in range(0, call.x.shape[0], step):
         part = slice(begin, begin + step)
         rows, offsets, order, row_scale = route(call.topk_ids[part], call.experts, call.topk_weights[part])
-        both = _multiply(call.x[part], gate_up, offsets, rows=rows)
+        both = _multiply(call.x[part], gate_up, offsets, call.batch_invariant, rows=rows)
         gated = gate_rows(both, call.activation, call.limit, call.alpha, call.interleaved, offsets)
         del both  # its memory is the next product's
-        y = _multiply(gated, down, offsets, row_scale=row_scale)
+        y = _multiply(gated, down, offsets, call.batch_invariant, row_scale=row_scale)
         del gated
         sum_slots_into(y, order, out[part])
 

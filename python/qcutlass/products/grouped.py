@@ -49,6 +49,7 @@ class GroupedCall(NamedTuple):
     group_size: int | None = None
     bits: int | None = None
     tactic: str | None = None
+    batch_invariant: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -71,7 +72,7 @@ class GroupedCall(NamedTuple):
             raise ValueError(f"a: expected shape [T, K], got {shape_of(self.a)}")
         shape = self._check_weights(device)
         self._check_rows(device)
-        check_options(self.activation, self.tactic, self.split_k)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
         if self.bias is not None:
             check_operand("bias", self.bias, FLOATING, device, "a")
             if self.bias.shape != (self.experts, shape.n):
