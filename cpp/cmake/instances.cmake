@@ -31,14 +31,16 @@ function(qcutlass_family instance name parameters)
   set(${parameters} "DType::${CMAKE_MATCH_4}, Packing::${CMAKE_MATCH_2}, ScaleMode::${CMAKE_MATCH_6}" PARENT_SCOPE)
 endfunction()
 
-# Sets `unit` to the name of a family's translation unit. The front end takes 5 to 9 seconds of a unit, as long as some
-# families' kernels: those share one, while none takes longer than the longest family does.
+# Sets `unit` to the name of a family's translation unit. The front end takes 7 seconds of a unit, 10 with the headers of
+# wgmma, as long as some families' kernels: those share one, while none takes longer than the longest family does.
 function(qcutlass_unit family suffix unit)
   string(REGEX REPLACE "_(native|fine)$" "_native_fine" name "${family}")
+  string(REGEX REPLACE "^(e2m1a16|e4m3a16)_.*" "\\1" name "${name}")
   string(REGEX REPLACE "_(f16|bf16)_minimum$" "_minimum" name "${name}")
   string(REGEX REPLACE "_block[0-9]*$" "_blocks" name "${name}")
-  if(suffix)
+  if(suffix STREQUAL "_sm90a")
     string(REGEX REPLACE "^w8a8_.*" "w8a8" name "${name}")
+    string(REGEX REPLACE "_(f16|bf16)_float$" "_float" name "${name}")
   endif()
   if(suffix STREQUAL "_grouped")
     string(REGEX REPLACE "_(native_fine|float)$" "" name "${name}")

@@ -68,19 +68,22 @@ QCUTLASS_MULTIVERSION void load_activations(GemmArguments const& arguments, int6
   for (int64_t k = 0; k < k_extent; ++k) out[k] = row[arguments.perm[k]];
 }
 
-std::vector<float> load_activations(GemmArguments const& arguments, int threads) {
+/// All rows, one behind the other, or arranged for a product of strips.
+std::vector<float> load_activations(GemmArguments const& arguments, bool arranged, int threads) {
   int64_t const k = arguments.weights.k;
+  Packing const packing = arguments.weights.packing;
   std::vector<float> act_scale;
   if (arguments.act_scale_type != DType::kNone) {
     act_scale.resize(k);
     load_floats(arguments.act_scale_type, arguments.act_scale, 0, k, act_scale.data());
   }
-  std::vector<float> result(arguments.m * k);
+  std::vector<float> result(arranged ? arranged_size(packing, k, arguments.m) : arguments.m * k);
   parallel_for(arguments.m, kGrainOperations / k, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch(arguments.perm == nullptr ? 0 : k);
+    std::vector<float> scratch(arguments.perm == nullptr ? 0 : k), row(arranged ? k : 0);
     for (int64_t m = begin; m < end; ++m) {
-      load_activations(arguments, m, act_scale.empty() ? nullptr : act_scale.data(), scratch.data(),
-                       result.data() + m * k);
+      float* const out = arranged ? row.data() : result.data() + m * k;
+      load_activations(arguments, m, act_scale.empty() ? nullptr : act_scale.data(), scratch.data(), out);
+      if (arranged) arrange_row(packing, out, k, arguments.m, m, result.data());
     }
   });
   return result;
@@ -124,11 +127,13 @@ void gemm(GemmArguments const& arguments, int threads) {
   check_gemm(arguments, threads);
   WeightArguments const& weights = arguments.weights;
   if (arguments.m == 0 || weights.n == 0) return;
-  std::vector<float> const activations = load_activations(arguments, threads);
+  bool const few = FewRows::serves(weights, arguments.m);
+  bool const arranged = !few && !arguments.int8_activations && !arguments.batch_invariant;
+  std::vector<float> const activations = load_activations(arguments, arranged, threads);
   if (arguments.int8_activations) return gemm_int8_activations(arguments, activations.data(), threads, store_strip);
   if (arguments.batch_invariant) return multiply_steadily(arguments, activations.data(), threads);
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 4 + 1);
-  if (FewRows::serves(weights, arguments.m)) {
+  if (few) {
     FewRows const rows(weights, activations.data(), arguments.m);
     parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(rows.rows() * layout::kTileN);

@@ -1,7 +1,5 @@
 #include "host/steady_rows.h"
 
-#include <algorithm>
-
 #include "qcutlass/layout.h"
 
 namespace qcutlass::host {
@@ -11,8 +9,9 @@ SteadyRows::SteadyRows(WeightArguments const& weights, float const* activations,
     few_.emplace(weights_, activations, m, true);
     return;
   }
-  padded_.resize(kPadded * weights.k);
-  std::copy_n(activations, m * weights.k, padded_.begin());
+  padded_.resize(arranged_size(weights.packing, weights.k, kPadded));
+  for (int64_t row = 0; row < m; ++row)
+    arrange_row(weights.packing, activations + row * weights.k, weights.k, kPadded, row, padded_.data());
 }
 
 void SteadyRows::multiply(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const {

@@ -38,14 +38,14 @@ QCUTLASS_INLINE void multiply_lanes(WeightArguments const& weights, float const*
       int64_t const run_end = std::min(end, group_end);
       auto const run_first = static_cast<int>(k - begin), run_last = static_cast<int>(run_end - begin);
       if (m <= kFewRows) {
-        math.template dequantize_multiply<kMinimums>(run_first, run_last, parameters, activations + begin, weights.k, m,
-                                                     sums);
+        math.template dequantize_multiply<kMinimums>(run_first, run_last, parameters, activations, kTileK, m, sums);
       } else {
         math.template dequantize<kMinimums>(run_first, run_last, parameters);
       }
       k = run_end;
     }
-    if (m > kFewRows) math.multiply(activations + begin, weights.k, m, static_cast<int>(end - begin), sums);
+    if (m > kFewRows) math.multiply(activations, kTileK, m, static_cast<int>(end - begin), sums);
+    activations += m * kTileK;
   }
 }
 
@@ -76,6 +76,18 @@ MultiplyStrip for_this_machine() {
 }
 
 }  // namespace
+
+void arrange_row(Packing packing, float const* activations, int64_t k, int64_t m, int64_t row, float* out) {
+  int64_t const tile_k = layout::tile_k(packing);
+  out += row * tile_k;
+  for (int64_t begin = 0; begin < k; begin += tile_k, out += m * tile_k) {
+    std::copy_n(activations + begin, std::min(tile_k, k - begin), out);
+  }
+}
+
+int64_t arranged_size(Packing packing, int64_t k, int64_t m) {
+  return layout::tiles_k(packing, k) * layout::tile_k(packing) * m;
+}
 
 MultiplyStrip multiply_strip(WeightArguments const& weights) {
   bool const minimums = weights.has_minimums();

@@ -7,7 +7,14 @@
 
 namespace qcutlass::host {
 
-/// Adds the products of a strip with m rows of activations to sums [m][16].
+/// Writes row `row` of m rows of activations into [tile of k][m][column of the tile], what a product of strips reads:
+/// rows of a tile that lie in one piece have places of their own in a cache, rows of a matrix may all have the same.
+void arrange_row(Packing packing, float const* activations, int64_t k, int64_t m, int64_t row, float* out);
+
+/// Floats that m arranged rows take.
+int64_t arranged_size(Packing packing, int64_t k, int64_t m);
+
+/// Adds the products of a strip with m arranged rows of activations to sums [m][16].
 using MultiplyStrip = void (*)(WeightArguments const& weights, float const* activations, int64_t m, int64_t strip,
                                float* sums);
 
