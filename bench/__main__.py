@@ -139,13 +139,16 @@ def gpu_command(
     in_situ: Annotated[
         bool, typer.Option("--in-situ", help="Also measure with an ordinary kernel before each product.")
     ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Also time the kernel of the batch-invariant product.")
+    ] = False,
 ) -> None:
     """GPU kernels against their peers in the same run; stops at the first wrong result."""
     layers, kinds = _parsed(lambda: shapes.parse(shape)), _parsed(lambda: [schemes.parse(name) for name in scheme])
     others = _parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
-    options = gpu.Options(tactics="" if tactics == "all" else tactics, splits=split_k, eager=eager, in_situ=in_situ)
+    options = gpu.Options("" if tactics == "all" else tactics, split_k, eager, in_situ, batch_invariant)
     bench = gpu.Bench(others if use_peers else [], options)
 
     def save(rows: list[Row]) -> None:

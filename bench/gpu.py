@@ -41,6 +41,8 @@ class Options:
         tactics: None: the selected tactic alone; otherwise also every one whose name contains this.
         splits: split-K of each of these; 0 leaves it to selection.
         eager: whether to measure the host time of an eager call.
+        batch_invariant: whether to measure also the kernel of the batch-invariant product: a row of its own, whose time
+            relative to the selected one's is what that costs.
         in_situ: whether to measure also with an ordinary kernel before each product, its own time taken off.
     """
 
@@ -48,6 +50,7 @@ class Options:
     splits: Sequence[int] = (0,)
     eager: bool = False
     in_situ: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ class Bench:
 
         selected = layer.plan(m)
         wanted = [] if options.tactics is None else layer.forced(m, options.tactics, options.splits)
+        wanted = [*wanted, layer.invariant(m)] if options.batch_invariant else wanted
         everyone = {selected.name: selected} | {one.name: one for one in wanted if one.name != selected.name}
         entries = {"": [ours(contestant) for contestant in everyone.values()]}
         for key, product in products.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -117,6 +118,13 @@ class Layer(ABC):
             for split in splits if wanted in tactic else ():
                 with contextlib.suppress(qcutlass.UnsupportedError):
                     yield self.plan(m, tactic, split)
+
+    def invariant(self, m: int) -> Contestant:
+        """The kernel of the batch-invariant product."""
+        function, operands, options = self.call(m)
+        plan = qcutlass.plan(function, *operands, **options, batch_invariant=True)
+        forced = self.plan(m, plan.tactic, plan.split_k)
+        return replace(forced, name=f"{forced.name} batch-invariant")
 
     def operations(self, m: int) -> int:
         return 2 * m * self.n * self.k

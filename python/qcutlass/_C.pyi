@@ -133,6 +133,7 @@ class GemmArguments(metaclass=_pybind11_type):
     blocks: BlockScales
     quantized: QuantizedOutput
     int8_activations: bool
+    batch_invariant: bool
     experts: ExpertRows
     a: int
     a_stride: int

@@ -92,11 +92,12 @@ def int8_gemm(
     out: Tensor | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`int8_addmm` without a bias: `sum over k blocks kb of (a . b^T)[kb] * a_s[m, kb] * b_s[n // block_size, kb]`.
 
     Args:
-        a, a_s, b, b_s, out_dtype, block_size, n, out, tactic, split_k: as for `int8_addmm`.
+        a, a_s, b, b_s, out_dtype, block_size, n, out, tactic, split_k, batch_invariant: as for `int8_addmm`.
 
     Returns:
         `[..., N]` of type `out_dtype`; `out` if it was given.
@@ -110,7 +111,8 @@ def int8_gemm(
         >>> int8_gemm(*act_quant(torch.randn(2, 3, 256)), *weight_quant(torch.randn(48, 256))).shape
         torch.Size([2, 3, 48])
     """
-    call = BlockwiseCall(a, a_s, b, b_s, None, None, out_dtype, _INT8, n, block_size, None, tactic, split_k)
+    options = _INT8, n, block_size, None, tactic, split_k, batch_invariant
+    call = BlockwiseCall(a, a_s, b, b_s, None, None, out_dtype, *options)
     return compute(BLOCKWISE, call, out)
 
 
@@ -129,6 +131,7 @@ def int8_addmm(
     out: Tensor | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies int8 activations by int8 weights whose blocks have scales of their own, and adds a bias.
 
@@ -141,7 +144,7 @@ def int8_addmm(
         b: int8 `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
             `preprocess_weights(b, 8, activations="int8")`: the faster way by far for weights that are used again.
         b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
-        bias, activation, tactic, split_k: as for `qcutlass.gemm`.
+        bias, activation, tactic, split_k, batch_invariant: as for `qcutlass.gemm`.
         out_dtype: float16, bfloat16 or float32.
         block_size: 32, 64 or 128, of both operands.
         n: N of packed weights. None: that of `bias`, else every channel that was packed, a multiple of 16.
@@ -161,7 +164,8 @@ def int8_addmm(
         >>> int8_addmm(*act_quant(torch.randn(3, 256)), w_packed, w_s, torch.zeros(48), torch.bfloat16).dtype
         torch.bfloat16
     """
-    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, _INT8, n, block_size, None, tactic, split_k)
+    options = _INT8, n, block_size, None, tactic, split_k, batch_invariant
+    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, *options)
     return compute(BLOCKWISE, call, out)
 
 
@@ -180,6 +184,7 @@ def fp8_gemm(
     out: Tensor | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies e4m3 activations by e4m3 weights whose blocks have scales of their own: fp8 as DeepSeek-V3 has it.
 
@@ -194,7 +199,7 @@ def fp8_gemm(
             `preprocess_weights(b, 8, activations="fp8")`.
         b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`: `weight_scale_inv` of checkpoints, as float32.
         out_dtype: float16, bfloat16 or float32.
-        n, bias, activation, block_size, out, tactic, split_k: as for `int8_addmm`.
+        n, bias, activation, block_size, out, tactic, split_k, batch_invariant: as for `int8_addmm`.
 
     Returns:
         `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
@@ -211,7 +216,8 @@ def fp8_gemm(
         >>> fp8_gemm(*fp8_act_quant(torch.randn(2, 3, 256)), w, s, bias=torch.zeros(576)).shape
         torch.Size([2, 3, 576])
     """
-    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, _FP8, n, block_size, None, tactic, split_k)
+    options = _FP8, n, block_size, None, tactic, split_k, batch_invariant
+    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, *options)
     return compute(BLOCKWISE, call, out)
 
 
@@ -227,11 +233,12 @@ def int8_gemm_quant(
     n: int | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`int8_addmm_quant` without a bias.
 
     Args:
-        a, a_s, b, b_s, out_block_size, block_size, n, tactic, split_k: as for `int8_addmm_quant`.
+        a, a_s, b, b_s, out_block_size, block_size, n, tactic, split_k, batch_invariant: as for `int8_addmm_quant`.
 
     Returns:
         int8 `[..., N]` and float32 `[..., ceil(N / out_block_size)]`.
@@ -247,7 +254,17 @@ def int8_gemm_quant(
         (torch.Size([3, 300]), torch.Size([3, 3]))
     """
     return int8_addmm_quant(
-        a, a_s, b, b_s, None, out_block_size, block_size=block_size, n=n, tactic=tactic, split_k=split_k
+        a,
+        a_s,
+        b,
+        b_s,
+        None,
+        out_block_size,
+        block_size=block_size,
+        n=n,
+        tactic=tactic,
+        split_k=split_k,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -265,6 +282,7 @@ def int8_addmm_quant(
     n: int | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`int8_addmm` whose output is quantised where it is computed, and never written in floating point.
 
@@ -272,7 +290,7 @@ def int8_addmm_quant(
     neighbours up to the error of the fp32 sums.
 
     Args:
-        a, a_s, b, b_s, bias, activation, block_size, n, tactic, split_k: as for `int8_addmm`.
+        a, a_s, b, b_s, bias, activation, block_size, n, tactic, split_k, batch_invariant: as for `int8_addmm`.
         out_block_size: 32, 64 or 128 channels that share a scale in each row of the output.
 
     Returns:
@@ -289,9 +307,8 @@ def int8_addmm_quant(
         >>> q.dtype, s.shape
         (torch.int8, torch.Size([3, 2]))
     """
-    call = BlockwiseCall(
-        a, a_s, b, b_s, bias, activation, torch.int8, _INT8, n, block_size, out_block_size, tactic, split_k
-    )
+    options = _INT8, n, block_size, out_block_size, tactic, split_k, batch_invariant
+    call = BlockwiseCall(a, a_s, b, b_s, bias, activation, torch.int8, *options)
     check_inference(**tensors_of(call))
     if is_eager(*call):
         return multiply_quantized(call)

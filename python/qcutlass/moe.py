@@ -79,6 +79,7 @@ def experts(
     activation: str = "silu",
     limit: float | None = None,
     alpha: float | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """The block behind the router: for each token the weighted sum of its experts' gated MLPs.
@@ -93,7 +94,7 @@ def experts(
 
     Activations and sums are computed in fp32 and rounded once; the k results of a token are added in the order of its
     slots. A token's result depends neither on other tokens nor on how often it is computed, on CUDA as long as the
-    products' tactics are the same (they are chosen by T).
+    products' tactics are the same (they are chosen by T), or where they are `batch_invariant`.
 
     Memory beside the output is at most 1 GiB, or that of one token where this takes more: `R * (I + max(2 I, H))`
     elements of the type of `x` with R = k * tokens, and 12 bytes a row; more tokens are computed in equal parts, one
@@ -108,6 +109,7 @@ def experts(
         activation: "silu", "gelu_tanh" or "swigluoai".
         limit: bounds gate and up as above. None: 7 for "swigluoai", none for the others.
         alpha: as above, for "silu", too, whose own is 1. None: 1.702 for "swigluoai".
+        batch_invariant: of both products, as for `gemm`.
         out: `[T, H]` with the type of `x`, to be written; must not share memory with an operand.
 
     Returns:
@@ -130,5 +132,5 @@ def experts(
         torch.Size([5, 256])
     """
     weights = ExpertWeights(*gate_up), ExpertWeights(*down)
-    call = ExpertsCall(x, *weights, topk_ids, topk_weights, activation, limit, alpha)
+    call = ExpertsCall(x, *weights, topk_ids, topk_weights, activation, limit, alpha, batch_invariant)
     return expert_block.compute(call, out)

@@ -339,13 +339,15 @@ def test_a_run_on_a_gpu_survives_its_peers() -> None:
     from bench import gpu, schemes
 
     failing = [_Failing("cutlass", "raises"), _Failing("int4pack", "skips"), _Failing("gemlite", "wrong")]
-    bench = gpu.Bench([*peers.select(["cublas"]), *failing], gpu.Options(tactics="", eager=True, in_situ=True))
+    options = gpu.Options(tactics="", eager=True, in_situ=True, batch_invariant=True)
+    bench = gpu.Bench([*peers.select(["cublas"]), *failing], options)
     cells = list(bench.rows([schemes.parse("w4a16_g64_int")], [(256, 512)], [1, 16]))
     assert [(cell[0]["shape"], cell[0]["m"]) for cell in cells] == [("256x512", 1), ("256x512", 16)]
     for selected, *forced in cells:
         assert selected["selected"]
         assert forced
         assert not any(row["selected"] for row in forced)
+        assert [row["to_chosen"] > 0 for row in forced if row["tactic"].endswith(" batch-invariant")] == [True]
         assert selected["best_peer"] == "cublas"
         assert selected["ratio"] == selected["cublas_us"] / selected["qcutlass_us"] > 0
         assert 0 <= selected["error"] <= 1

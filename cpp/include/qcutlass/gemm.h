@@ -114,6 +114,9 @@ struct GemmArguments {
   size_t workspace_bytes = 0;
   /// On the host, of weight-only products: activations are quantised to int8 first, in blocks of 32 columns.
   bool int8_activations = false;
+  /// A row of the output is the same bits whatever m is, and whatever the other rows are: for numbers of rows that
+  /// change from call to call, on one machine and GPU model.
+  bool batch_invariant = false;
   ExpertRows experts;
 };
 
@@ -185,7 +188,8 @@ std::string dense_tactic(GemmArguments const& arguments);
 
 /// The plans for the problem on the device, the least predicted time first; a pure function of its arguments. `tactic`
 /// forces a configuration by name (empty: any) and `split_k` its split (0: any); `dense` says that the caller runs
-/// dense plans. Throws Unsupported if nothing fits, InvalidArgument for an unknown name.
+/// dense plans. Of batch-invariant products they are those whose sums have one order, which does not depend on m.
+/// Throws Unsupported if nothing fits, InvalidArgument for an unknown name.
 std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device,
                                   std::string const& tactic = {}, int split_k = 0, bool dense = false);
 

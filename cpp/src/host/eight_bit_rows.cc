@@ -42,7 +42,8 @@ void load_rows(int64_t count, int64_t k, int threads, Load const& load) {
 
 Float8Rows load_float8_rows(GemmArguments const& arguments, int64_t begin, int64_t count, int threads) {
   int64_t const k = arguments.weights.k, stride = layout::tiles_k(Packing::kW8A8, k) * kTileK;
-  Float8Rows rows{begin, count, stride, std::vector<float>(count * stride)};
+  int64_t const padded = arguments.batch_invariant ? layout::ceil_div(count, kMostRows) * kMostRows : count;
+  Float8Rows rows{begin, count, stride, std::vector<float>(padded * stride)};
   load_rows(count, k, threads,
             [&](int64_t row) { load_row(arguments, begin + row, rows.elements.data() + row * stride); });
   return rows;

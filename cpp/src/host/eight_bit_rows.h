@@ -24,10 +24,13 @@ inline int64_t strips_of_a_grain(int64_t k, int64_t rows) {
   return kGrainOperations / (layout::kTileN * k) / (rows / 4 + 1);
 }
 
-/// Consecutive rows of fp8 activations as fp32, padded with zeros to whole tiles.
+/// Consecutive rows of fp8 activations as fp32, padded with zeros to whole tiles. Rows of zeros follow where products
+/// are batch-invariant: sums are cut into parts by how many rows are multiplied together, which then is one number.
 struct Float8Rows {
   int64_t begin, count, stride;
   std::vector<float> elements;
+
+  int64_t padded() const { return static_cast<int64_t>(elements.size()) / stride; }
 };
 
 Float8Rows load_float8_rows(GemmArguments const& arguments, int64_t begin, int64_t count, int threads);
@@ -38,6 +41,8 @@ struct Int8Rows {
   int64_t runs;                  ///< of `run` columns
   std::vector<int8_t> codes;     ///< of each block [stride / 4][rows][4]
   std::vector<int32_t> offsets;  ///< [count][runs]: -128 times the sum of a run, where sums begin (int8_tiles.h)
+
+  int64_t padded() const { return count; }
 
   /// sums [count][16] as they are before the products of a run.
   void start(int64_t run, int32_t* sums) const {

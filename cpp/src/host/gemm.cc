@@ -4,6 +4,7 @@
 #include "qcutlass/gemm.h"
 
 #include <algorithm>
+#include <deque>
 #include <vector>
 
 #include "host/channel_parameters.h"
@@ -16,6 +17,7 @@
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
+#include "host/steady_rows.h"
 #include "host/strips.h"
 #include "plan/problem.h"
 
@@ -87,6 +89,34 @@ std::vector<float> load_activations(GemmArguments const& arguments, bool arrange
   return result;
 }
 
+/// The product of rows [begin, begin + count).
+GemmArguments of_rows(GemmArguments const& arguments, int64_t begin, int64_t count) {
+  GemmArguments own = arguments;
+  own.m = count;
+  own.out = static_cast<char*>(own.out) + begin * own.out_stride * size_of(own.a_type);
+  return own;
+}
+
+/// Multiplies a few rows at a time, so that a row's sums are the same bits whatever m is.
+void multiply_steadily(GemmArguments const& arguments, float const* activations, int threads) {
+  WeightArguments const& weights = arguments.weights;
+  int64_t const m = arguments.m, k = weights.k, most = SteadyRows::most(weights);
+  std::deque<SteadyRows> parts;  // does not move its elements
+  for (int64_t begin = 0; begin < m; begin += most)
+    parts.emplace_back(weights, activations + begin * k, std::min(most, m - begin));
+  MultiplyStrip const multiply = multiply_strip(weights);
+  int64_t const grain = kGrainOperations / (layout::kTileN * k) / static_cast<int64_t>(parts.size());
+  parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t first, int64_t last) {
+    std::vector<float> sums;
+    for (int64_t strip = first; strip < last; ++strip) {
+      for (int64_t part = 0; part < static_cast<int64_t>(parts.size()); ++part) {
+        parts[part].multiply(multiply, strip, sums);
+        store_strip(of_rows(arguments, part * most, std::min(most, m - part * most)), strip, sums.data());
+      }
+    }
+  });
+}
+
 }  // namespace
 
 void gemm(GemmArguments const& arguments, int threads) {
@@ -98,9 +128,10 @@ void gemm(GemmArguments const& arguments, int threads) {
   WeightArguments const& weights = arguments.weights;
   if (arguments.m == 0 || weights.n == 0) return;
   bool const few = FewRows::serves(weights, arguments.m);
-  bool const arranged = !few && !arguments.int8_activations;
+  bool const arranged = !few && !arguments.int8_activations && !arguments.batch_invariant;
   std::vector<float> const activations = load_activations(arguments, arranged, threads);
   if (arguments.int8_activations) return gemm_int8_activations(arguments, activations.data(), threads, store_strip);
+  if (arguments.batch_invariant) return multiply_steadily(arguments, activations.data(), threads);
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 4 + 1);
   if (few) {
     FewRows const rows(weights, activations.data(), arguments.m);

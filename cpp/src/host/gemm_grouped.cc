@@ -9,9 +9,9 @@
 
 #include "host/channel_parameters.h"
 #include "host/check.h"
-#include "host/few_rows.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
+#include "host/steady_rows.h"
 #include "host/strips.h"
 
 namespace qcutlass::host {
@@ -91,45 +91,28 @@ GemmArguments of_expert(GemmArguments const& arguments, int64_t expert, int64_t 
 /// A few rows of one expert: as many as are multiplied at once.
 class Rows {
  public:
-  /// Rows of a product that multiply at once.
-  static int64_t most(WeightArguments const& weights) {
-    return FewRows::serves(weights, 1) ? FewRows::most() : kPadded;
-  }
-
   explicit Rows(GemmArguments const& product) : product_(product) {}
 
   /// Loads the activations.
   void load() {
-    WeightArguments const& weights = product_.weights;
-    int64_t const k = weights.k;
-    bool const few = FewRows::serves(weights, 1);
+    int64_t const k = product_.weights.k;
     std::vector<float> activations(product_.m * k);
-    if (!few) padded_.resize(arranged_size(weights.packing, k, kPadded));
     for (int64_t m = 0; m < product_.m; ++m) {
       int64_t const row = product_.experts.rows == nullptr ? m : product_.experts.rows[m];
       load_floats(product_.a_type, product_.a, row * product_.a_stride, k, activations.data() + m * k);
-      if (!few) arrange_row(weights.packing, activations.data() + m * k, k, kPadded, m, padded_.data());
     }
-    if (few) few_.emplace(weights, activations.data(), product_.m, true);
+    rows_.emplace(product_.weights, activations.data(), product_.m);
   }
 
   /// Writes a strip of the output.
   void run(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const {
-    sums.assign((few_ ? few_->rows() : kPadded) * layout::kTileN, 0.0f);
-    if (few_)
-      few_->multiply(strip, sums.data());
-    else
-      multiply(product_.weights, padded_.data(), kPadded, strip, sums.data());
+    rows_->multiply(multiply, strip, sums);
     store_strip(product_, strip, sums.data());
   }
 
  private:
-  /// Where groups are not whole steps, rows of zeros make up this number: sums then are the same bits for any other.
-  static constexpr int64_t kPadded = 4;
-
   GemmArguments product_;
-  std::optional<FewRows> few_;
-  std::vector<float> padded_;
+  std::optional<SteadyRows> rows_;
 };
 
 /// Rows of an expert among those that are held.
@@ -141,7 +124,7 @@ struct Run {
 void multiply_rows(GemmArguments const& arguments, int64_t begin, int64_t end, int threads) {
   WeightArguments const& weights = arguments.weights;
   int32_t const* const offsets = arguments.experts.offsets;
-  int64_t const most = Rows::most(weights);
+  int64_t const most = SteadyRows::most(weights);
   std::deque<Rows> held;  // does not move its elements
   std::vector<Run> runs;
   int64_t expert = std::upper_bound(offsets, offsets + arguments.experts.count + 1, begin) - offsets - 1;

@@ -87,11 +87,11 @@ QCUTLASS_INLINE void multiply_int8(uint8_t const* packed, Int8Rows const& rows, 
 
 template <int kLanes>
 QCUTLASS_INLINE void multiply_float8(uint8_t const* packed, Float8Rows const& rows, int64_t k_extent, float* sums) {
-  std::fill_n(sums, rows.count * layout::kTileN, 0.0f);
+  std::fill_n(sums, rows.padded() * layout::kTileN, 0.0f);
   Float8Tile<kLanes> weights;
   for (int64_t k = 0; k < k_extent; k += kTileK, packed += layout::kTileBytes) {
     weights.decode(packed);
-    weights.multiply(rows.elements.data() + k, rows.stride, rows.count,
+    weights.multiply(rows.elements.data() + k, rows.stride, rows.padded(),
                      static_cast<int>(std::min<int64_t>(kTileK, k_extent - k)), sums);
   }
 }
@@ -192,7 +192,7 @@ void run(GemmArguments const& arguments, int threads, Load const& load, Multiply
     int64_t const count = std::min(block, arguments.m - begin);
     Rows const rows = load(begin, count);
     parallel_for(layout::tiles_n(n), strips_of_a_grain(k, count), threads, [&](int64_t first, int64_t last) {
-      std::vector<Sum> sums(count * layout::kTileN);
+      std::vector<Sum> sums(rows.padded() * layout::kTileN);
       for (int64_t strip = first; strip < last; ++strip) {
         multiply(strip_of(arguments.weights, strip), rows, k, sums.data());
         store_strip(arguments, begin, count, strip, sums.data());

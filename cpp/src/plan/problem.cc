@@ -223,6 +223,7 @@ Problem make_problem(GemmArguments const& arguments) {
   problem.kind = kind_of(arguments);
   if (problem.grouped) check_kernels_for_experts(problem.kind);
   problem.gathers = arguments.perm != nullptr || arguments.act_scale != nullptr;
+  problem.activation = arguments.activation;
   problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone;
   return problem;
 }

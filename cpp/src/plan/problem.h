@@ -119,6 +119,7 @@ struct Problem {
   Kind kind;
   bool gathers = false;   ///< the activations' columns are permuted or scaled before
   bool finishes = false;  ///< a bias or an activation follows
+  Activation activation = Activation::kNone;
 
   /// Rows of the weights' scales, of all matrices.
   constexpr int64_t scale_rows() const {

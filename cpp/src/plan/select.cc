@@ -1,5 +1,6 @@
 // Problem -> configuration: a pure function over the table of tactics.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <initializer_list>
 
@@ -7,6 +8,7 @@
 #include "plan/dense.h"
 #include "plan/gpu_class.h"
 #include "plan/shared_tiles.h"
+#include "plan/sum_order.h"
 #include "plan/workspace.h"
 #include "qcutlass/error.h"
 
@@ -127,6 +129,68 @@ int tactic_row(Problem const& problem, std::string const& name) {
                     std::to_string(device.shared_memory_per_block) + " bytes of shared memory a block");
 }
 
+/// The numbers of rows that the order of sums of a batch-invariant product is chosen for: one token's step, a batch's,
+/// and prompts.
+constexpr std::initializer_list<int> kRowsOfOrders = {1, 16, 128, 2048};
+
+/// Whether a tactic serves products like this one of any number of rows. More rows take more shared memory, up to a
+/// tile's.
+bool serves_any_rows(Problem problem, DeviceTraits const& device, Tactic const& t) {
+  if (!problem.grouped) problem.m = std::max<int64_t>(problem.m, t.tokens);
+  return resident_blocks(problem, device, t) > 0 && fits_output(problem, t);
+}
+
+/// The order of sums that a batch-invariant product has on a GPU, whatever its rows are: that with the least product of
+/// the predicted times for kRowsOfOrders, each of the order's best tactic. `rows`: of kTactics, those to choose among;
+/// `split_k`: 0, or the only split. Wgmma tiles share k where they are few, so only whole ones have one order.
+SumOrder best_order(Problem problem, DeviceTraits const& device, std::vector<int> const& rows, int split_k) {
+  struct Choice {
+    SumOrder order;
+    std::vector<double> times;
+  };
+  std::vector<int> const splits = split_k > 0 ? std::vector<int>{split_k} : std::vector<int>(kSplits);
+  std::vector<Choice> choices;
+  for (int row : rows) {
+    Tactic const& t = kTactics[row];
+    for (int split : splits) {
+      if (!splittable(problem, t, split) || (split > 1 && is_wgmma(t.mainloop))) continue;
+      SumOrder const order = sum_order(problem.kind, problem.activation, row, split);
+      auto found = std::find_if(choices.begin(), choices.end(), [&](Choice const& c) { return c.order == order; });
+      if (found == choices.end())
+        found = choices.insert(found, {order, std::vector<double>(kRowsOfOrders.size(), HUGE_VAL)});
+      auto time = found->times.begin();
+      for (int m : kRowsOfOrders) {
+        problem.m = m;
+        double const total = predict(problem, device, t, split, uses_cluster(problem, device, t, split)).total;
+        *time = std::min(*time, total), ++time;
+      }
+    }
+  }
+  if (choices.empty()) return {};  // of no tactic
+  auto const product = [](Choice const& choice) {
+    double result = 1;
+    for (double time : choice.times) result *= time;
+    return result;
+  };
+  return std::min_element(choices.begin(), choices.end(),
+                          [&](Choice const& a, Choice const& b) { return product(a) < product(b); })
+      ->order;
+}
+
+/// The candidates of a batch-invariant product: those of its order of sums, of tactic `only` where it is not negative.
+std::vector<Candidate> of_one_order(Problem const& problem, DeviceTraits const& device, int only, int split_k) {
+  std::vector<int> rows;
+  for (int row = 0; row < kTacticCount; ++row)
+    if ((only < 0 || row == only) && serves_any_rows(problem, device, kTactics[row])) rows.push_back(row);
+  SumOrder const order = best_order(problem, device, rows, split_k);
+  std::vector<Candidate> result;
+  for (int row : rows)
+    if (splittable(problem, kTactics[row], order.split_k) && fits_grid(problem, kTactics[row]) &&
+        sum_order(problem.kind, problem.activation, row, order.split_k) == order)
+      result.push_back(candidate(problem, device, row, order.split_k));
+  return result;
+}
+
 }  // namespace
 
 std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
@@ -153,11 +217,17 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
         ", and runs code for " + std::to_string(device.code_capability / 10) + "." +
         std::to_string(device.code_capability % 10) + ". Use int8 activations, or CPU tensors");
   bool const dense_forced = !problem.grouped && tactic == dense::tactic(problem);
+  bool const one_order = arguments.batch_invariant && !sums_exactly(problem.kind, problem.activation);
+  if (dense_forced && one_order)
+    throw Unsupported("tactic: '" + tactic +
+                      "' adds in an order of the vendor's library, which may depend on the number of rows; a "
+                      "batch-invariant product takes another tactic, or none");
   if (dense_forced && !dense)
     throw Unsupported("tactic: '" + tactic + "' is run by the caller of the library, and this one does not offer to");
   int const only = tactic.empty() || dense_forced ? -1 : tactic_row(problem, tactic);
   std::vector<Candidate> result;
-  for (int i = 0; i < kTacticCount && !dense_forced; ++i) {
+  if (one_order) result = of_one_order(problem, device, only, split_k);
+  for (int i = 0; i < kTacticCount && !dense_forced && !one_order; ++i) {
     Tactic const& t = kTactics[i];
     if ((only >= 0 && i != only) || resident_blocks(problem, device, t) == 0 || !fits_grid(problem, t) ||
         !fits_output(problem, t))
@@ -172,7 +242,8 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
   }
   bool const dense_wanted =
       dense_forced || (dense && tactic.empty() && !problem.grouped && problem.m >= dense::kMinRows);
-  if (dense_wanted && split_k <= 1 && dense::fits(problem)) result.push_back(dense::candidate(problem, device));
+  if (dense_wanted && !one_order && split_k <= 1 && dense::fits(problem))
+    result.push_back(dense::candidate(problem, device));
   if (result.empty()) throw_nothing_fits(device, tactic, split_k);
   std::stable_sort(result.begin(), result.end(),
                    [](Candidate const& a, Candidate const& b) { return a.cost.total < b.cost.total; });

@@ -104,6 +104,7 @@ void register_arguments(py::module_& module) {
       .def_readwrite("blocks", &GemmArguments::blocks)
       .def_readwrite("quantized", &GemmArguments::quantized)
       .def_readwrite("int8_activations", &GemmArguments::int8_activations)
+      .def_readwrite("batch_invariant", &GemmArguments::batch_invariant)
       .def_readwrite("experts", &GemmArguments::experts)
       .def_readwrite("a_stride", &GemmArguments::a_stride)
       .def_readwrite("out_stride", &GemmArguments::out_stride)

@@ -57,6 +57,7 @@ class BlockwiseCall(NamedTuple):
     out_block_size: int | None = None
     tactic: str | None = None
     split_k: int = 0
+    batch_invariant: bool = False
     out_s: Annotated[Tensor | None, Operand.OUT_SCALES] = None
 
     def check(self, out: Tensor | None) -> WeightShape:
@@ -82,7 +83,7 @@ class BlockwiseCall(NamedTuple):
         check_weight_scales("b_s", self.b_s, n, k, size)
         if bias is not None:
             check_vector("bias", bias, n, "N")
-        check_options(self.activation, self.tactic, self.split_k)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
         if self.out_block_size is None:
             check_out_dtype(self.out_dtype, FLOATING)
         else:

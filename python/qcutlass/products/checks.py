@@ -142,8 +142,10 @@ def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch
     return device
 
 
-def check_options(activation: object, tactic: object, split_k: int) -> None:
+def check_options(activation: object, tactic: object, split_k: int, batch_invariant: object = False) -> None:
     """Checks what every product takes besides tensors."""
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant: expected True or False, got {type(batch_invariant).__name__}")
     if activation is not None and not isinstance(activation, str):
         raise TypeError(f"activation: expected a name or None, got {type(activation).__name__}")
     if activation not in ACTIVATIONS:

@@ -53,6 +53,9 @@ class ScaledCall(Protocol):
     @property
     def split_k(self) -> int: ...
 
+    @property
+    def batch_invariant(self) -> bool: ...
+
 
 def check_k(k: int) -> None:
     if k < 1:
@@ -108,7 +111,7 @@ def check_scaled(
         raise ValueError(f"w_scale: expected shape [N] = [{n}], or one element, got {shape_of(w_scale)}")
     if bias is not None:
         check_vector("bias", bias, n, "N")
-    check_options(call.activation, call.tactic, call.split_k)
+    check_options(call.activation, call.tactic, call.split_k, call.batch_invariant)
     return n
 
 

@@ -83,6 +83,7 @@ class ExpertsCall(NamedTuple):
     activation: str
     limit: float | None
     alpha: float | None
+    batch_invariant: bool = False
 
     @staticmethod
     def of(*arguments: Any) -> ExpertsCall:
@@ -144,10 +145,15 @@ def _grouped(a: Tensor, weights: ExpertWeights, offsets: Tensor) -> GroupedCall:
 
 
 def _multiply(
-    a: Tensor, weights: ExpertWeights, offsets: Tensor, rows: Tensor | None = None, row_scale: Tensor | None = None
+    a: Tensor,
+    weights: ExpertWeights,
+    offsets: Tensor,
+    batch_invariant: bool,
+    rows: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
-    parts = PackedWeights.of(weights)._asdict()
-    return gemm_grouped(a, offsets=offsets, rows=rows, row_scale=row_scale, bias=weights.bias, **parts)
+    parts = PackedWeights.of(weights)._asdict() | {"bias": weights.bias, "batch_invariant": batch_invariant}
+    return gemm_grouped(a, offsets=offsets, rows=rows, row_scale=row_scale, **parts)
 
 
 def tokens_at_once(call: ExpertsCall) -> int:
@@ -165,10 +171,10 @@ def _run(call: ExpertsCall, out: Tensor) -> None:
     for begin in range(0, call.x.shape[0], step):
         part = slice(begin, begin + step)
         rows, offsets, order, row_scale = route(call.topk_ids[part], call.experts, call.topk_weights[part])
-        both = _multiply(call.x[part], gate_up, offsets, rows=rows)
+        both = _multiply(call.x[part], gate_up, offsets, call.batch_invariant, rows=rows)
         gated = gate_rows(both, call.activation, call.limit, call.alpha, gate_up.interleaved, offsets)
         del both  # its memory is the next product's
-        y = _multiply(gated, down, offsets, row_scale=row_scale)
+        y = _multiply(gated, down, offsets, call.batch_invariant, row_scale=row_scale)
         del gated
         sum_slots_into(y, order, out[part])
 

@@ -32,6 +32,7 @@ class Float8Call(NamedTuple):
     n: Size | None = None
     tactic: str | None = None
     split_k: int = 0
+    batch_invariant: bool = False
 
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""

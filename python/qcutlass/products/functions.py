@@ -35,6 +35,7 @@ def gemm(
     weight_dtype: str | None = None,
     global_scale: Tensor | None = None,
     minimums: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies activations by quantised weights: `activation(a' @ w.T + bias)`, sums in fp32, rounded once.
 
@@ -83,6 +84,9 @@ def gemm(
         global_scale: float32 `[1]`, beside scales of float8_e4m3fn; None: 1.
         minimums: float16, bfloat16 or float32, shaped as `scales`: what is taken off scaled codes, instead of zeros;
             scales may be negative or 0 then as without. GGUF's K-quants are stored so.
+        batch_invariant: a row of the result is the same bits whatever M is, and whatever the other rows are, on one
+            machine and GPU model: one order of sums serves every M, which costs time. Every call has it where the
+            environment says `QCUTLASS_BATCH_INVARIANT=1`.
 
     Returns:
         `[..., N]` with the type of `a`; `out` if it was given. Bitwise repeatable.
@@ -103,7 +107,7 @@ def gemm(
     """
     operands = a, w_packed, scales, zeros, bias, activation, act_scale, perm
     options = group_size, bits, tactic, split_k, activations, weight_dtype
-    return compute(WEIGHT_ONLY, GemmCall(*operands, *options, global_scale, minimums), out)
+    return compute(WEIGHT_ONLY, GemmCall(*operands, *options, global_scale, minimums, batch_invariant), out)
 
 
 @computes(INT8)
@@ -122,6 +126,7 @@ def gemm_w8a8(
     w_sums: Tensor | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies int8 activations by int8 weights: `activation(sum * a_scale * w_scale + bias)`.
 
@@ -135,7 +140,7 @@ def gemm_w8a8(
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`. None with int32
             outputs.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`. None with int32 outputs.
-        bias, activation, tactic, split_k: as for `gemm`.
+        bias, activation, tactic, split_k, batch_invariant: as for `gemm`.
         azp: int32, zero points of the activations, shaped as `a_scale` may be.
         out_dtype: float16, bfloat16 or float32; or int32: the sums themselves (modulo 2^32), without scales, bias and
             activation.
@@ -159,7 +164,8 @@ def gemm_w8a8(
         >>> qcutlass.gemm_w8a8(a_q, w_packed, a_scale, w_scale, out_dtype=torch.bfloat16).shape
         torch.Size([2, 3, 48])
     """
-    call = Int8Call(a_q, w_packed, a_scale, w_scale, bias, azp, activation, out_dtype, n, w_sums, tactic, split_k)
+    operands = a_q, w_packed, a_scale, w_scale, bias, azp
+    call = Int8Call(*operands, activation, out_dtype, n, w_sums, tactic, split_k, batch_invariant)
     return compute(INT8, call, out)
 
 
@@ -177,6 +183,7 @@ def gemm_fp8(
     n: int | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies fp8 activations by fp8 weights: `activation(sum * a_scale * w_scale + bias)`.
 
@@ -191,7 +198,7 @@ def gemm_fp8(
             `[N, K]`, which is packed at each call: pack weights once that are used more often.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`.
-        bias, activation, tactic, split_k: as for `gemm`.
+        bias, activation, tactic, split_k, batch_invariant: as for `gemm`.
         out_dtype: float16, bfloat16 or float32.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
         n: N. None: that of plain weights; of packed ones what `w_scale` or `bias` of N elements tell, else every
@@ -212,7 +219,7 @@ def gemm_fp8(
         >>> qcutlass.gemm_fp8(a, w_packed, torch.rand(2, 3), torch.rand(48)).shape
         torch.Size([2, 3, 48])
     """
-    call = Float8Call(a, w, a_scale, w_scale, bias, activation, out_dtype, n, tactic, split_k)
+    call = Float8Call(a, w, a_scale, w_scale, bias, activation, out_dtype, n, tactic, split_k, batch_invariant)
     return compute(FLOAT8, call, out)
 
 
@@ -235,13 +242,14 @@ def gemm_grouped(
     weight_dtype: str | None = None,
     global_scale: Tensor | None = None,
     minimums: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies each row by the quantised weights of its expert: the product of a mixture of experts.
 
     Result row r belongs to the expert e with `offsets[e] <= r < offsets[e + 1]`, and is
     `activation(a[rows[r]] @ w[e].T + bias[e]) * row_scale[r]`, sums in fp32, rounded once; `w` as in `gemm`. Rows of
     nobody, before `offsets[0]` and from `offsets[E]` on, are zeros. A row's bits depend on no other row: neither on
-    their number and order nor on their experts; on CUDA as long as the tactic is the same.
+    their number and order nor on their experts; on CUDA as long as the tactic is the same, or `batch_invariant`.
 
     No host code reads `offsets` and `rows` of CUDA tensors: nothing waits for the GPU, and a captured graph multiplies
     what they say when it runs. There, offsets are clamped to [0, R] and rows to those of `a`, so that wrong ones give
@@ -257,7 +265,7 @@ def gemm_grouped(
             and R = T.
         row_scale: float32 `[R]`: multiplies finished rows, in fp32 before they are rounded (the router's weights).
         bias: float16, bfloat16 or float32 `[E, N]`.
-        activation, group_size, bits, tactic, weight_dtype: as for `gemm`.
+        activation, group_size, bits, tactic, weight_dtype, batch_invariant: as for `gemm`.
         global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn; None: 1.
         out: `[R, N]` with the type of `a`, to be written; must not share memory with an operand.
 
@@ -280,7 +288,7 @@ def gemm_grouped(
         torch.Size([3, 48])
     """
     operands = a, w_packed, scales, offsets, zeros, rows, row_scale, bias
-    numbers = weight_dtype, global_scale, minimums
+    numbers = weight_dtype, global_scale, minimums, batch_invariant
     return compute(GROUPED, GroupedCall(*operands, activation, group_size, bits, tactic, *numbers), out)
 
 

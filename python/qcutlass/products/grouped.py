@@ -69,6 +69,7 @@ class GroupedCall(NamedTuple):
     weight_dtype: str | None = None
     global_scale: Annotated[Tensor | None, Operand.GLOBAL_SCALE] = None
     minimums: Annotated[Tensor | None, Operand.MINIMUMS] = None
+    batch_invariant: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -91,7 +92,7 @@ class GroupedCall(NamedTuple):
             raise ValueError(f"a: expected shape [T, K], got {shape_of(self.a)}")
         shape = self._check_weights(device)
         self._check_rows(device)
-        check_options(self.activation, self.tactic, self.split_k)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
         if self.bias is not None:
             check_operand("bias", self.bias, FLOATING, device, "a")
             if self.bias.shape != (self.experts, shape.n):

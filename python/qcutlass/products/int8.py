@@ -55,6 +55,7 @@ class Int8Call(NamedTuple):
     w_sums: Annotated[Tensor | None, Operand.W_SUMS] = None
     tactic: str | None = None
     split_k: int = 0
+    batch_invariant: bool = False
 
     @property
     def a(self) -> Tensor:

@@ -82,6 +82,9 @@ class Call(Protocol):
     @property
     def split_k(self) -> int: ...
 
+    @property
+    def batch_invariant(self) -> bool: ...
+
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""
 

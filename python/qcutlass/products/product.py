@@ -7,7 +7,7 @@ from typing import Final
 from torch import Tensor
 
 from qcutlass import _C
-from qcutlass.products import dense, tuned_plans
+from qcutlass.products import dense, invariance, tuned_plans
 from qcutlass.products.checks import ACTIVATIONS
 from qcutlass.products.extension import DTYPES, device_traits
 from qcutlass.products.kind import Call, Kind
@@ -38,6 +38,7 @@ class Product:
         arguments.a, arguments.a_stride = a.data_ptr(), a.stride(0)
         arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
         arguments.activation = ACTIVATIONS[call.activation]
+        arguments.batch_invariant = call.batch_invariant or invariance.is_on()
         self._alive: Final = call.fill(arguments, shape)
         if call.bias is not None:
             bias = call.bias.contiguous()
@@ -50,13 +51,18 @@ class Product:
 
     def can_be_dense(self) -> bool:
         """Whether a dense product of dequantised weights may serve it."""
-        return self.kind.dequantises and dense.is_available(self.call.bias, self.call.activation)
+        return self.can_be_tuned() and dense.is_available(self.call.bias, self.call.activation)
+
+    def can_be_tuned(self) -> bool:
+        """Whether plans that were measured may serve it: each for some numbers of rows, so not where those may not
+        matter."""
+        return self.kind.dequantises and not self.arguments.batch_invariant
 
     def plan(self, device: int) -> _C.Plan:
         """The configuration for GPU `device`: the one asked for, the tuned one, or the cost model's."""
         call, traits = self.call, device_traits(device)
         can_be_dense = self.can_be_dense() and (bool(call.tactic) or dense.is_ready(device))
-        if self.kind.dequantises and not call.tactic and not call.split_k:
+        if self.can_be_tuned() and not call.tactic and not call.split_k:
             tuned = tuned_plans.lookup(self.arguments, traits, device)
             if tuned is not None and (can_be_dense or not tuned.dense):
                 return tuned

@@ -46,6 +46,7 @@ class Explanation:
         problem: the product, in words.
         device: the GPU, in words.
         source: "cost model", "tuned" or "forced".
+        batch_invariant: one order of sums serves every number of rows; candidates are those that have it.
         plan: what runs: tactic, split, workspace.
         candidates: all that was considered, the least predicted time first. Each has a `plan` and a `cost` with
             `load`, `compute`, `fixed` and `total` in microseconds; loads and arithmetic overlap, so that the total is
@@ -55,6 +56,7 @@ class Explanation:
     problem: str
     device: str
     source: Source
+    batch_invariant: bool
     plan: _C.Plan
     candidates: tuple[_C.Candidate, ...]
 
@@ -80,13 +82,15 @@ class Explanation:
 
     def _reason(self) -> str:
         cost, plan = self.cost, self.plan
+        invariant = "batch-invariant, one order of sums whatever M is, " if self.batch_invariant else ""
         parts = (
             {"dequantising": cost.load, "the dense product": cost.compute, "launches": cost.fixed}
             if plan.dense
             else {"loads": cost.load, "arithmetic": cost.compute, "fixed costs": cost.fixed}
         )
         part = max(parts, key=lambda name: parts[name])
-        reason = f"{_REASONS[self.source]}: {cost.total:.1f} us predicted, most of it {part} ({parts[part]:.1f} us)"
+        why = invariant + _REASONS[self.source]
+        reason = f"{why}: {cost.total:.1f} us predicted, most of it {part} ({parts[part]:.1f} us)"
         others = [c for c in self.candidates if c.plan.tactic != plan.tactic]
         if not others:
             return reason
@@ -158,7 +162,7 @@ def explain(
     if call.tactic or call.split_k:
         source = "forced"
         plan = _C.select(arguments, traits, call.tactic or "", call.split_k, dense)
-    elif index is not None and kind.dequantises:
+    elif index is not None and query.can_be_tuned():
         tuned = tuned_plans.lookup(arguments, traits, index)
         if tuned is not None:
             source, plan = "tuned", tuned
@@ -167,7 +171,7 @@ def explain(
         candidates.sort(key=lambda candidate: candidate.cost.total)
     capability = divmod(traits.compute_capability, 10)
     where = f"{name} (compute capability {capability[0]}.{capability[1]}, {traits.sm_count} SMs)"
-    return Explanation(_describe(kind, call, shape), where, source, plan, tuple(candidates))
+    return Explanation(_describe(kind, call, shape), where, source, arguments.batch_invariant, plan, tuple(candidates))
 
 
 def arguments_of(product: Callable[..., Any], *operands: Any, **options: Any) -> _C.GemmArguments:

@@ -103,6 +103,7 @@ class GemmCall(NamedTuple):
     weight_dtype: str | None = None
     global_scale: Annotated[Tensor | None, Operand.GLOBAL_SCALE] = None
     minimums: Annotated[Tensor | None, Operand.MINIMUMS] = None
+    batch_invariant: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -123,7 +124,7 @@ class GemmCall(NamedTuple):
         if perm is not None:
             check_operand("perm", perm, _PERM, device, "a")
             check_vector("perm", perm, k, "K")
-        check_options(self.activation, self.tactic, self.split_k)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
         if out is not None:
             check_out("a", a, out, n, a.dtype)
         check_quantized_activations(self.activations, device)

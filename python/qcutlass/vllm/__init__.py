@@ -6,11 +6,15 @@ that import vLLM are `interface`, which alone knows the differences of its versi
 
 from __future__ import annotations
 
+from qcutlass.products import invariance
+
 __all__ = ["register"]
 
 
 def register() -> None:
     """Makes the quantisation method "qcutlass", and a linear kernel, known to vLLM; calling it again changes nothing.
+
+    Where vLLM's own `VLLM_BATCH_INVARIANT=1` is set, all products of the process become batch-invariant.
 
     Raises:
         ImportError: vLLM is absent, or of a version whose interface is another one.
@@ -23,11 +27,13 @@ def register() -> None:
         ...     assert "vllm" in str(error)
     """
     try:
-        from qcutlass.vllm import kernel, method
+        from qcutlass.vllm import interface, kernel, method
     except ImportError as error:
         raise ImportError(
             "qcutlass.vllm: expected vllm 0.26 or a version with the same interface, which "
             f'`pip install "qcutlass[vllm]"` installs; got: {error}'
         ) from error
+    if interface.is_batch_invariant():
+        invariance.switch(True)
     method.register_method()
     kernel.register_kernel()

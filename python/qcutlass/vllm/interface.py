@@ -28,6 +28,13 @@ def put_first(kernel: type[MPLinearKernel]) -> None:
         kernels.insert(0, kernel)
 
 
+def is_batch_invariant() -> bool:
+    """Whether vLLM was asked for batch invariance, by `VLLM_BATCH_INVARIANT=1`."""
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
 def has_act_order(config: Any) -> bool:
     """Whether the layers of a kernel's configuration have `g_idx`; since 0.30 none has."""
     return bool(getattr(config, "has_g_idx", False))

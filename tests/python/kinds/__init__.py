@@ -37,7 +37,7 @@ OUTLINES = {
     "gemm_grouped": Outline(
         "Tensor a, Tensor w_packed, Tensor scales, Tensor offsets, Tensor? zeros=None, Tensor? rows=None, "
         "Tensor? row_scale=None, Tensor? bias=None, str? activation=None, int? group_size=None, int? bits=None, "
-        "str? tactic=None",
+        "str? tactic=None, bool batch_invariant=False",
         ("w_packed", "scales", "zeros"),
         "test_grouped.py",
     )

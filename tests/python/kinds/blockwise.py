@@ -336,7 +336,8 @@ class BlockwiseInt8(Description):
     schema = (
         "Tensor a, Tensor a_s, Tensor b, Tensor b_s, Tensor? bias, str? activation, "
         "ScalarType out_dtype, ScalarType dtype, SymInt? n=None, int block_size=128, int? out_block_size=None, "
-        "str? tactic=None, int split_k=0"
+        "str? tactic=None, int split_k=0, "
+        "bool batch_invariant=False"
     )
     settling = ("b", "b_s")
     place_of_weights = 2

@@ -82,7 +82,8 @@ class Float8(EightBit):
     function = staticmethod(qcutlass.gemm_fp8)
     schema = (
         "Tensor a, Tensor w, Tensor a_scale, Tensor w_scale, Tensor? bias, str? activation, "
-        "ScalarType out_dtype, SymInt? n=None, str? tactic=None, int split_k=0"
+        "ScalarType out_dtype, SymInt? n=None, str? tactic=None, int split_k=0, "
+        "bool batch_invariant=False"
     )
     settling = ("w", "w_scale")
     capability = (8, 9)

@@ -136,7 +136,8 @@ class Int8(EightBit):
     function = staticmethod(qcutlass.gemm_w8a8)
     schema = (
         "Tensor a_q, Tensor w_packed, Tensor? a_scale, Tensor? w_scale, Tensor? bias, Tensor? azp, "
-        "str? activation, ScalarType out_dtype, SymInt? n=None, Tensor? w_sums=None, str? tactic=None, int split_k=0"
+        "str? activation, ScalarType out_dtype, SymInt? n=None, Tensor? w_sums=None, str? tactic=None, int split_k=0, "
+        "bool batch_invariant=False"
     )
     settling = ("w_packed", "w_scale", "w_sums")
     of_rows = ("a_scale", "azp")

@@ -335,7 +335,7 @@ class WeightOnly(Description):
         "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
         "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, "
         "int split_k=0, str? activations=None, str? weight_dtype=None, Tensor? global_scale=None, "
-        "Tensor? minimums=None"
+        "Tensor? minimums=None, bool batch_invariant=False"
     )
     settling = ("w_packed", "scales", "zeros", "minimums")
     excluded = ("minimums", "global_scale")

@@ -15,6 +15,7 @@ from tests.python.formats.stored import Stored, Tensors, as_awq, as_compressed, 
 from torch import Tensor, nn
 
 import qcutlass
+from qcutlass.products import invariance
 from qcutlass.vllm import register
 from qcutlass.vllm.stored import obstacle
 
@@ -391,3 +392,13 @@ class TestKernel:
         a, bias = activations(), torch.arange(64.0)
         assert torch.equal(made.apply_weights(layer, a, bias), a @ weights.weight.T + bias)
         assert [parameter.numel() for parameter in layer.parameters(recurse=False)] == [1] * len(names)
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_batch_invariance_is_that_of_vllm(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
+    try:
+        register()
+        assert invariance.is_on() == (asked == "1")
+    finally:
+        invariance.switch(None)

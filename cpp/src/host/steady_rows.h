@@ -1,0 +1,38 @@
+// A few rows of activations by weights, each row's sums being the same bits whatever the others are, and however many.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "host/few_rows.h"
+#include "host/strips.h"
+
+namespace qcutlass::host {
+
+class SteadyRows {
+ public:
+  /// Rows that are multiplied at once.
+  static int64_t most(WeightArguments const& weights) {
+    return FewRows::serves(weights, 1) ? FewRows::most() : kPadded;
+  }
+
+  /// `activations`: [m][k], as the codes' columns meet them, of most() rows or fewer.
+  SteadyRows(WeightArguments const& weights, float const* activations, int64_t m);
+  SteadyRows(SteadyRows const&) = delete;  // rows point to the weights
+  SteadyRows& operator=(SteadyRows const&) = delete;
+
+  /// sums [rows][16] = the products of a strip, some more rows than there are; `multiply`: multiply_strip() of the
+  /// weights.
+  void multiply(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const;
+
+ private:
+  /// Where groups are not whole steps, rows of zeros make up this number: one way of adding then serves them all.
+  static constexpr int64_t kPadded = 4;
+
+  WeightArguments weights_;
+  std::optional<FewRows> few_;
+  std::vector<float> padded_;
+};
+
+}  // namespace qcutlass::host

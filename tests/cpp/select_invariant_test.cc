@@ -1,0 +1,145 @@
+// Selection of batch-invariant products: one order of sums for each kind, N, K and GPU, whatever the number of rows.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "plan/sum_order.h"
+#include "qcutlass/error.h"
+#include "qcutlass/gemm.h"
+#include "selection.h"
+
+namespace qcutlass {
+namespace {
+
+using namespace selection;
+
+constexpr int64_t kRows[] = {1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 500, 2048, 5000, 100000};
+constexpr Shape kOthers[] = {{4096, 4096}, {28672, 4096}, {4096, 14336}, {1536, 576}, {1, 1}, {97, 1000}, {192, 65536}};
+
+GemmArguments eight_bits(int64_t m, int64_t n, int64_t k, DType type, int64_t block = 0) {
+  GemmArguments a = unscaled_problem(m, n, k, type, Packing::kW8A8);
+  a.out_type = DType::kBFloat16;
+  a.blocks.size = block;
+  return a;
+}
+
+/// A product of every kind that adds in floating point.
+std::vector<GemmArguments> kinds(int64_t m, int64_t n, int64_t k) {
+  std::vector<GemmArguments> result;
+  for (Packing packing : {Packing::kW4A16, Packing::kW8A16})
+    for (int64_t group : {int64_t{16}, int64_t{128}, k})
+      for (DType zero : {DType::kNone, DType::kFloat32}) {
+        result.push_back(weight_only_problem(m, n, k, group, DType::kBFloat16, packing));
+        result.back().weights.zero_type = zero;
+        result.back().weights.zero_stride = n;
+      }
+  for (Packing packing : {Packing::kE2M1A16, Packing::kE4M3A16})
+    result.push_back(weight_only_problem(m, n, k, 32, DType::kFloat16, packing));
+  result.push_back(weight_only_problem(m, n, k, 32));
+  result.back().weights.minimum_type = DType::kFloat16;
+  result.push_back(weight_only_problem(m, n, k));
+  result.back().experts.count = 8, result.back().experts.a_rows = m;
+  result.push_back(weight_only_problem(m, n, k));
+  result.back().activation = Activation::kGeluTanh;
+  result.push_back(eight_bits(m, n, k, DType::kFloat8E4M3));
+  for (int64_t block : {32, 64, 128}) result.push_back(eight_bits(m, n, k, DType::kInt8, block));
+  for (GemmArguments& a : result) a.batch_invariant = true;
+  return result;
+}
+
+SumOrder order_of(GemmArguments const& a, Plan const& plan) {
+  return sum_order(make_problem(a).kind, a.activation, plan.row, plan.split_k);
+}
+
+bool has_instructions(GemmArguments const& a, DeviceTraits const& device) {
+  return !is_float8(a.a_type) || device.compute_capability >= 89;
+}
+
+TEST(SelectInvariant, HasOneOrderOfSumsForEveryNumberOfRows) {
+  for (DeviceTraits const& device : kDevices)
+    for (auto [n, k] : kOthers) {
+      std::vector<GemmArguments> const firsts = kinds(1, n, k);
+      for (size_t i = 0; i < firsts.size(); ++i) {
+        if (!has_instructions(firsts[i], device)) continue;
+        Plan const first = select(firsts[i], device, {}, 0, true);
+        EXPECT_FALSE(first.dense);
+        for (int64_t m : kRows) {
+          GemmArguments const a = kinds(m, n, k)[i];
+          for (Candidate const& c : candidates(a, device, {}, 0, true)) {
+            EXPECT_TRUE(order_of(a, c.plan) == order_of(firsts[i], first))
+                << m << " rows, " << n << " x " << k << ": " << c.plan.tactic << " is not " << first.tactic;
+            EXPECT_EQ(c.plan.cluster, first.cluster) << "shares of k are added elsewhere";
+            EXPECT_EQ(c.plan.shared_channel + c.plan.shared_token, 0) << "some tiles share k, others do not";
+          }
+        }
+      }
+    }
+}
+
+/// What the test above is for: without the flag orders follow the rows.
+TEST(SelectInvariant, OrdersDifferOtherwise) {
+  for (DeviceTraits const& device : kDevices) {
+    GemmArguments const few = weight_only_problem(1, 4096, 4096), many = weight_only_problem(2048, 4096, 4096);
+    EXPECT_FALSE(order_of(few, select(few, device)) == order_of(many, select(many, device)));
+  }
+}
+
+/// A tile is chosen among those of the order by the number of rows.
+TEST(SelectInvariant, TilesFollowTheRowsWhereTheirSumsAgree) {
+  GemmArguments few = weight_only_problem(1, 4096, 4096), many = weight_only_problem(2048, 4096, 4096);
+  few.batch_invariant = many.batch_invariant = true;
+  EXPECT_LT(traits_of(few, select(few, kA100).tactic).tokens, traits_of(many, select(many, kA100).tactic).tokens);
+}
+
+TEST(SelectInvariant, Int8SumsAreExactInAnyOrder) {
+  for (int64_t m : {1, 64, 4096}) {
+    GemmArguments a = eight_bits(m, 4096, 4096, DType::kInt8);
+    std::string const free = select(a, kH200Wgmma).tactic;
+    a.batch_invariant = true;
+    EXPECT_EQ(select(a, kH200Wgmma).tactic, free);
+  }
+  GemmArguments few = eight_bits(1, 4096, 4096, DType::kInt8), many = eight_bits(4096, 4096, 4096, DType::kInt8);
+  for (GemmArguments* a : {&few, &many}) a->activation = Activation::kGeluTanh, a->batch_invariant = true;
+  EXPECT_EQ(select(few, kH200Wgmma).tactic, select(many, kH200Wgmma).tactic) << "its epilogue is compiled anew";
+}
+
+TEST(SelectInvariant, TakesWhatIsForcedIfItIsInvariant) {
+  GemmArguments a = weight_only_problem(2000, 4096, 4096);
+  a.batch_invariant = true;
+  for (TacticTraits const& t : tactics(a)) {
+    if (t.shared_memory > kH200Wgmma.shared_memory_per_block) continue;
+    std::vector<Candidate> const all = candidates(a, kH200Wgmma, t.name);
+    ASSERT_EQ(all.size(), 1u) << t.name;
+    EXPECT_EQ(all[0].plan.tactic, t.name);
+    if (t.wgmma) {
+      EXPECT_EQ(all[0].plan.split_k, 1);
+      EXPECT_THROW(select(a, kH200Wgmma, t.name, 2), Unsupported) << "only some of its tiles would share k";
+    } else {
+      EXPECT_EQ(select(a, kH200Wgmma, t.name, 2).split_k, 2);
+    }
+  }
+  EXPECT_EQ(select(a, kH200Wgmma, {}, 4).split_k, 4);
+  EXPECT_THROW(select(a, kH200Wgmma, dense_tactic(a), 0, true), Unsupported) << "the order is that of a library";
+}
+
+TEST(SumOrder, IsSharedOnlyByTilesWithTheSameSlices) {
+  for (GemmArguments const& a : kinds(1, 4096, 4096)) {
+    Kind const kind = make_problem(a).kind;
+    for (int row = 0; row < kTacticCount; ++row)
+      for (int other = 0; other < row; ++other) {
+        Tactic const &t = kTactics[row], &u = kTactics[other];
+        if (!(sum_order(kind, a.activation, row, 2) == sum_order(kind, a.activation, other, 2))) continue;
+        EXPECT_EQ(t.mainloop, u.mainloop);
+        EXPECT_FALSE(is_wgmma(t.mainloop));
+        EXPECT_FALSE(kind.is_promoted());
+        EXPECT_EQ(t.stage_k(kind.packing), u.stage_k(kind.packing)) << "shares of k are cut elsewhere";
+        EXPECT_EQ(t.slices, u.slices);
+      }
+    for (int row = 0; row < kTacticCount; ++row)
+      EXPECT_FALSE(sum_order(kind, a.activation, row, 2) == sum_order(kind, a.activation, row, 4));
+  }
+}
+
+}  // namespace
+}  // namespace qcutlass
