@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.defaults import SHARD_BYTES as SHARD_BYTES
 from qcutlass.errors import CheckpointError
-from qcutlass.formats import FloatLinear, Layer
+from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
 from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, Requantized, guard
 from qcutlass.layers import QuantLinear
@@ -27,7 +28,7 @@ from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
 from qcutlass.models.replacing import new_folder
-from qcutlass.models.requantizing import Requantizer, take_float_experts, to_nearest
+from qcutlass.models.requantizing import Requantizer, take_float_experts
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
@@ -93,9 +94,10 @@ class _Plan:
         if keep:
             return layer
         try:
-            return to_nearest(layer, self.scheme)
+            quantized = quantize_nearest(layer.weight, self.scheme)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
+        return CanonicalLinear(quantized, layer.bias)
 
 
 def convert(
