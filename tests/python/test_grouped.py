@@ -388,6 +388,7 @@ def test_the_operator_is_checked_and_compiles(name: str, device: str, seed: int)
     def experts(a: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
         return qcutlass.gemm_grouped(a, *operands[1:], **options | {"rows": rows, "row_scale": scale}) + 1
 
+    torch.compiler.reset()  # what other cases compiled of the same function counts, and is limited
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
     assert problem.rows is not None
     assert problem.row_scale is not None
