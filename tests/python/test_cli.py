@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.python.formats.gguf_files import KINDS, random_weights
 from typer.testing import CliRunner
 
 import qcutlass
@@ -119,6 +120,33 @@ def test_quickstart_on_safetensors(options: tuple[str, ...], safetensors_file: P
     assert result.exit_code == 0, result.output
     assert "passed: 3 of 3 linear layers within bound" in " ".join(result.stdout.split())
     assert "skipped model.layers.0.mlp.counts: I64" in result.stdout
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q4_K", "Q5_1", "Q6_K"])
+def test_quickstart_multiplies_by_what_is_stored(
+    kind: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = []
+
+    def recorded(a: torch.Tensor, *operands: Any, **keywords: Any) -> torch.Tensor:
+        products.append((a, qcutlass.gemm(a, *operands, **keywords)))
+        return products[-1][1]
+
+    monkeypatch.setattr("qcutlass.cli.quickstart.gemm", recorded)
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    blocks = random_weights(np.random.default_rng(seed), 48, 512, kind, 0.05)
+    writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=KINDS[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    result = qcutlass_command("quickstart", str(path), "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "passed: 1 of 1 linear layers within bound" in " ".join(result.stdout.split())
+    stored = torch.from_numpy(gguf.quants.dequantize(blocks, KINDS[kind]))
+    for a, product in products:
+        testing.assert_close(product, testing.reference(a, stored), label=kind)
 
 
 def test_quickstart_on_the_file_that_the_environment_names(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -26,6 +26,7 @@ from qcutlass.algorithms.nearest import quantize
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear
 from qcutlass.products import gemm, preprocess_weights
+from qcutlass.products.packing import PackedWeights
 from qcutlass.products.selection import weight_dtype
 from qcutlass.quantized import QuantizedTensor
 
@@ -170,20 +171,20 @@ class Trial:
         dtype = torch.bfloat16 if weight.scales.dtype == torch.bfloat16 else torch.float16
         dtype = dtype if self._on_gpu else torch.float32
         n, k = weight.shape
-        codes, scales = weight.codes.to(device), weight.scales.to(device)
-        zeros = None if weight.zeros is None else weight.zeros.to(device)
-        keywords: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits}
-        w_packed = preprocess_weights(codes, weight.bits)
-        quantized = QuantizedTensor(codes, scales, zeros, weight.bits, weight.group_size)
+        moved: dict[str, Any] = {
+            name: part.to(device) for name, part in vars(weight).items() if isinstance(part, Tensor)
+        }
+        weight = replace(weight, **moved)
+        w_packed = preprocess_weights(weight.codes, weight.bits)
+        keywords: dict[str, Any] = {name: getattr(weight, name) for name in PackedWeights._fields if name != "w_packed"}
         dense: Tensor | None = None
         times: list[list[float]] = []
         error = 0.0
         kept = n * k * dtype.itemsize <= self._room
         for tokens, steps in self._steps.items():
             a = torch.randn(tokens, k, generator=self._generator, device=device).to(dtype)
-            operands = (a, w_packed, scales, zeros)
-            w_hat = quantized.dequantize(weight_dtype(*operands, **keywords))
-            product = partial(gemm, *operands, **keywords)
+            product = partial(gemm, a, w_packed, **keywords)
+            w_hat = weight.dequantize(weight_dtype(a, w_packed, **keywords))
             error = max(error, testing.error_ratio(product(), testing.reference(a, w_hat)))
             dense = w_hat.to(dtype) if dense is None else dense
             pair = product, partial(torch.mm, a, dense.T)
