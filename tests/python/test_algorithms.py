@@ -78,13 +78,13 @@ def test_statistics_are_means_over_all_tokens(seed: int) -> None:
 def test_statistics_do_not_grow_with_the_tokens() -> None:
     found = InputStatistics.empty(4)
     for _ in range(3):
-        found.add(torch.full((1000, 4), 2.0, dtype=torch.float16))
+        found.add(torch.full((200, 4), 2.0, dtype=torch.float16))
     found.add(torch.empty(0, 4))
     assert quantizing.relative_error(found.second_moment, torch.full((4, 4), 4.0)) <= quantizing.MEANS
-    assert found.count == 3000
+    assert found.count == 600
     with pytest.raises(ValueError, match=r"a: expected shape \[\.\.\., 4\]"):
         found.add(torch.ones(2, 5))
-    assert found.count == 3000
+    assert found.count == 600
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

@@ -12,7 +12,7 @@ import qcutlass
 from qcutlass import _C, testing
 from qcutlass.products.extension import DTYPES as DTYPES_OF
 from qcutlass.products.extension import backend
-from qcutlass.products.packing import weight_arguments
+from qcutlass.products.packing import PackedWeights, weight_arguments
 from qcutlass.products.rows import dequantize_rows
 from qcutlass.products.weight_operators import DequantizeCall, check_dequantize
 
@@ -170,7 +170,7 @@ def test_nothing_but_the_rows_is_written(dtype: torch.dtype, padding: int, offse
         p = testing.Case(1, 50, k, bits, 8, zeros, dtype).random(device=device, seed=seed)  # type: ignore[arg-type]
         packed = qcutlass.preprocess_weights(p.codes, bits=bits)
         call = DequantizeCall(packed, p.scales, p.zeros, k, 8, bits)
-        weights, operands = weight_arguments(check_dequantize(call)[0], packed, p.scales, p.zeros)
+        weights, operands = weight_arguments(check_dequantize(call)[0], PackedWeights.of(call))
         box = testing.Poisoned((30, k), dtype, device, offset=offset, padding=padding)
         _C.dequantize(
             weights, 11, 41, DTYPES_OF[dtype], box.tensor.data_ptr(), box.tensor.stride(0), **backend(box.tensor)

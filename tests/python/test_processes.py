@@ -28,6 +28,8 @@ import torch, qcutlass
 from tests.python.random_products import KINDS
 from tests.python.soak import same
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+
 def trials(seed):
     return [trial for kind in KINDS for trial in KINDS[kind](random.Random(f"{kind} {seed}"), "cpu")]
 
