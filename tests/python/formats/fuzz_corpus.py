@@ -107,7 +107,7 @@ def subjects() -> dict[str, Files]:
         "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
         "nvfp4": folder(float4("weight") | {"weight_scale_2": torch.tensor(0.5)}, {"quant_method": "modelopt"}),
         "compressed-tensors nvfp4": folder(float4("weight_packed") | {"weight_global_scale": torch.ones(1)}, floats),
-        "mxfp4": {"model.safetensors": save(gpt_oss(True)), "config.json": mxfp4},
+        "mxfp4 experts": {"model.safetensors": save(gpt_oss(True)), "config.json": mxfp4},
         "stacked floats": {"model.safetensors": save(gpt_oss(False))},
         "floats": folder({"weight": torch.randn(8, 16).bfloat16(), "bias": torch.ones(8)}, None),
         "shards": sharded(as_gptq(layer), GPTQ),

@@ -57,7 +57,10 @@ def unroll(model: nn.Module) -> None:
     for name, module in expert_modules(model).items():
         gate = gate_of(module)
         if gate is None or gate.activation not in ACTIVATIONS.values():
-            raise UnsupportedError(f"{name}: experts with another activation than SiLU and GELU (tanh) are not taken")
+            raise UnsupportedError(
+                f"{name}: experts of {type(module).__name__}, with another activation than SiLU and GELU (tanh), are "
+                "not quantised here; qcutlass convert --bits 4 rounds the floats of gpt-oss to nearest"
+            )
         model.set_submodule(name, UnrolledExperts(module))
 
 
