@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from qcutlass import _C
@@ -106,6 +104,9 @@ def tune(
     traits = device_traits(gpu.index)
     for layer in layers:
         contenders(layer, sizes[0], traits)  # refuses what has no kernel before anything is measured
+    from rich.console import Console  # here: a sixth of what the package takes to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = []
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
