@@ -8,6 +8,7 @@ from qcutlass.models.conversion import Conversion, convert, weights_of
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.exporting import EXPORTS, export_model, export_note
 from qcutlass.models.inspection import FolderSummary, LayerGroup, inspect
+from qcutlass.models.parallel import parallelise
 from qcutlass.models.quantizing.methods import Method
 from qcutlass.models.quantizing.run import Quantization, calibration_windows, quantize_model
 
@@ -25,6 +26,7 @@ __all__ = [
     "export_note",
     "inspect",
     "is_converted",
+    "parallelise",
     "quantize_model",
     "weights_of",
 ]

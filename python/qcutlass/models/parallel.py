@@ -1,0 +1,99 @@
+"""Tensor parallelism of models that transformers loaded: each rank keeps its part of the layers of every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch.distributed
+from torch import Tensor, nn
+
+from qcutlass.layers import QuantLinear
+from qcutlass.layers.sharding import shard
+
+_ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP: Final = ("gate_proj", "up_proj", "down_proj")
+
+Add = Callable[[Tensor], Any]
+"""Adds, in place, the tensors that all ranks call it with."""
+
+
+def parallelise(model: nn.Module, group: Any = None) -> nn.Module:
+    """Cuts the blocks of a model for tensor parallelism: this rank's parts take the layers' places.
+
+    Queries, keys, values, gate and up are cut by channels, the projections behind them by columns, and the sums of
+    all ranks are added (Shoeybi et al., "Megatron-LM", 2019). Attention whose heads of keys are no multiple of the
+    ranks, and layers whose cut would go through a group of columns, stay whole on every rank; so do all others: norms,
+    embeddings, output heads. Every rank loads the whole model first.
+
+    Args:
+        model: of Llama's kind, with layers of `qcutlass.layers` of the names that transformers gives them; changed.
+        group: the ranks, of `torch.distributed`. Default: all of them.
+
+    Returns:
+        The model. Outputs are the same on all ranks, but for the rounding of sums those of the whole model.
+
+    Raises:
+        RuntimeError: `torch.distributed` has not been initialised.
+        ValueError: nothing of the model can be cut into so many parts.
+
+    Example:
+        >>> import torch.distributed
+        >>> from qcutlass.models import parallelise
+        >>> if torch.distributed.is_initialized():
+        ...     model = parallelise(model)
+    """
+    if not torch.distributed.is_initialized():
+        raise RuntimeError(
+            "parallelise: torch.distributed is not initialised; start the script with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    rank, world_size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    return cut_blocks(model, rank, world_size, lambda out: torch.distributed.all_reduce(out, group=group))
+
+
+def cut_blocks(model: nn.Module, rank: int, world_size: int, add: Add) -> nn.Module:
+    """`parallelise` for one of `world_size` ranks, whose sums `add` adds."""
+    if world_size == 1:
+        return model
+    found = [_cut(module, rank, world_size, add) for module in list(model.modules())]
+    if not any(found):
+        raise ValueError(
+            f"model: {type(model).__name__} has no attention or MLP of quantised layers that can be cut into "
+            f"{world_size} parts; use a number of ranks that divides its heads of keys, or its groups of columns"
+        )
+    return model
+
+
+def _cut(module: nn.Module, rank: int, world_size: int, add: Add) -> bool:
+    """Whether a module is an attention or an MLP that was cut."""
+    for names in (_ATTENTION, _MLP):
+        layers = [layer for name in names if isinstance(layer := getattr(module, name, None), QuantLinear)]
+        if len(layers) < len(names):
+            continue
+        if names is _ATTENTION and not _has_equal_heads(module, world_size):
+            return False
+        try:
+            parts = [shard(layer, rank, world_size, "out") for layer in layers[:-1]]
+            parts.append(shard(layers[-1], rank, world_size, "in"))
+        except ValueError:  # a cut through a group, or of columns in another order
+            return False
+        parts[-1].register_forward_hook(_summing(add))
+        for name, part in zip(names, parts, strict=True):
+            setattr(module, name, part)
+        return True
+    return False
+
+
+def _has_equal_heads(attention: Any, world_size: int) -> bool:
+    """Whether each rank gets as many heads of keys as the others, and the queries that belong to them."""
+    heads, rest = divmod(attention.k_proj.out_features, attention.head_dim)
+    return bool(rest == 0 and heads % world_size == 0)
+
+
+def _summing(add: Add) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        add(out)
+        return out
+
+    return hook

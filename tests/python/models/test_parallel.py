@@ -1,0 +1,127 @@
+"""Tensor parallelism of whole models: two ranks, as threads and as processes that torchrun starts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.python.models.folders import RandomCut
+from torch import Tensor, nn
+
+import qcutlass
+from qcutlass.models.parallel import cut_blocks, parallelise
+from qcutlass.testing.models import NOISE, noise_ratio
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+
+def random_llama(seed: int, kv_heads: int = 2) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=32)
+    return LlamaForCausalLM(config).eval()
+
+
+def quantized(model: Any) -> Any:
+    found = copy.deepcopy(model)
+    qcutlass.replace_linear(found.model, qcutlass.WeightOnly(bits=4, group_size=32))
+    return found
+
+
+def dense(model: Any) -> Any:
+    """The same with dequantised weights, in float64."""
+    found = copy.deepcopy(model)
+    for name, layer in model.named_modules():
+        if isinstance(layer, qcutlass.QuantLinear):
+            linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
+            linear.weight.data = qcutlass.models.weights_of(layer).float()
+            found.set_submodule(name, linear)
+    return found
+
+
+class Ranks:
+    """Threads that add tensors."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._barrier = threading.Barrier(count)
+        self._given: list[Tensor | None] = [None] * count
+
+    def adding(self, rank: int) -> Any:
+        def add(out: Tensor) -> None:
+            self._given[rank] = out.clone()
+            self._barrier.wait(60)
+            total = sum(part for part in self._given if part is not None)
+            self._barrier.wait(60)
+            out.copy_(total)
+
+        return add
+
+    def logits(self, model: Any, tokens: Tensor) -> list[Tensor]:
+        def run(rank: int) -> Tensor:
+            part = cut_blocks(copy.deepcopy(model), rank, self.count, self.adding(rank))
+            with torch.inference_mode():
+                found: Tensor = part(tokens).logits
+            return found
+
+        with ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(run, range(self.count)))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_logits_of_two_ranks_are_those_of_one(kv_heads: int, seed: int) -> None:
+    """With one head of keys attention stays whole."""
+    model = quantized(random_llama(seed, kv_heads))
+    tokens = torch.arange(20)[None] * 7 % 96
+    plain = dense(model)
+    with torch.inference_mode():
+        in_float32, exact = plain(tokens).logits, copy.deepcopy(plain).double()(tokens).logits
+    first, second = Ranks(2).logits(model, tokens)
+    assert torch.equal(first, second)
+    assert noise_ratio(first, in_float32, exact) <= NOISE
+    part = cut_blocks(copy.deepcopy(model), 0, 2, lambda out: None)
+    layer = part.model.layers[0]
+    assert layer.mlp.down_proj.in_features == 128
+    assert layer.self_attn.q_proj.out_features == (64 if kv_heads == 2 else 128)
+    with torch.inference_mode():  # sums of one rank alone are wrong, and the bound shows it
+        assert noise_ratio(part(tokens).logits, in_float32, exact) > NOISE
+
+
+def test_models_without_such_layers_are_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match="model: LlamaForCausalLM has no attention or MLP of quantised layers"):
+        cut_blocks(random_llama(seed), 0, 2, lambda out: None)
+    with pytest.raises(ValueError, match="can be cut into 5 parts"):
+        cut_blocks(quantized(random_llama(seed)), 0, 5, lambda out: None)
+
+
+def test_processes_must_be_there() -> None:
+    with pytest.raises(RuntimeError, match="start the script with torchrun"):
+        parallelise(nn.Linear(1, 1))
+
+
+def test_the_script_of_the_manual(repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
+    """docs/models.md: two processes, which gloo connects, give the logits of one."""
+    text = (repository / "docs/models.md").read_text()
+    script = re.search(r"```python\n(# parallel\.py\n.*?)```", text, re.DOTALL)
+    assert script is not None
+    (tmp_path / "parallel.py").write_text(script[1])
+    found = {}
+    for count in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "parallel.py"]
+        command += [str(random_cut.awq().folder), "3", "5", "7"]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert run.returncode == 0, run.stderr
+        found[count] = torch.tensor(json.loads(run.stdout.strip().splitlines()[-1]))
+    error = (found[1] - found[2]).abs().max() / found[1].abs().max()
+    assert 0 < error < 1e-5  # sums in another order; 0 were that nothing was cut
