@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.manual import run_by
 from tests.python.models.folders import RandomCut
 from tests.python.models.test_mixtures import load
 from torch import Tensor, nn
@@ -113,10 +113,8 @@ def test_processes_must_be_there() -> None:
 
 def test_the_script_of_the_manual(repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
     """docs/models.md: two processes, which gloo connects, give the logits of one."""
-    text = (repository / "docs/models.md").read_text()
-    script = re.search(r"```python\n(# parallel\.py\n.*?)```", text, re.DOTALL)
-    assert script is not None
-    (tmp_path / "parallel.py").write_text(script[1])
+    script = run_by(repository / "docs/models.md", "tests/python/models/test_parallel.py")
+    (tmp_path / "parallel.py").write_text(script.text)
     qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "parallel.py"]
     run = subprocess.run(
