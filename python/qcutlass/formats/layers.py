@@ -116,31 +116,23 @@ class CanonicalLinear:
 _AnyEightBit = TypeVar("_AnyEightBit", bound="_EightBit")
 
 
-@dataclass(frozen=True, eq=False)
-class _EightBit:
-    """What linear layers with 8-bit weights for 8-bit activations share; each subclass is a kind."""
+class _Codes:
+    """What linear layers with 8-bit codes for 8-bit activations share, whatever their scales are of."""
 
-    kind: ClassVar[str]
     quantises_activations: ClassVar = True
-    options: ClassVar[dict[str, int]] = {}
-
     codes: Tensor
     scales: Tensor
-    input_scale: Tensor | None = None
-    bias: Tensor | None = None
-    smooth: Tensor | None = None
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of it."""
+        raise NotImplementedError
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         n, k = self.codes.shape
         return n, k
-
-    @property
-    def spec(self) -> LayerSpec:
-        """The description that a converted folder has of it."""
-        k = self.shape[1]
-        return LayerSpec.of(self.kind, 8, k, k, {**vars(self), "a_scale": self.input_scale})
 
     @property
     def words(self) -> str:
@@ -151,6 +143,26 @@ class _EightBit:
     def nbytes(self) -> float:
         """Bytes of weights and scales."""
         return self.codes.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class _EightBit(_Codes):
+    """What linear layers with 8-bit weights for 8-bit activations share; each subclass is a kind."""
+
+    kind: ClassVar[str]
+    options: ClassVar[dict[str, int]] = {}
+
+    codes: Tensor
+    scales: Tensor
+    input_scale: Tensor | None = None
+    bias: Tensor | None = None
+    smooth: Tensor | None = None
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The description that a converted folder has of it."""
+        k = self.shape[1]
+        return LayerSpec.of(self.kind, 8, k, k, {**vars(self), "a_scale": self.input_scale})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -203,7 +215,7 @@ class CanonicalFp8(_EightBit):
 
 
 @dataclass(frozen=True, eq=False)
-class CanonicalBlockwise:
+class CanonicalBlockwise(_Codes):
     """A linear layer with int8 or e4m3 weights in square blocks, for such activations in blocks of as many columns.
 
     Attributes:
@@ -214,7 +226,6 @@ class CanonicalBlockwise:
     """
 
     kind: ClassVar = "blockwise"
-    quantises_activations: ClassVar = True
 
     codes: Tensor
     scales: Tensor
@@ -222,26 +233,10 @@ class CanonicalBlockwise:
     bias: Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        n, k = self.codes.shape
-        return n, k
-
-    @property
     def spec(self) -> LayerSpec:
         """The description that a converted folder has of it."""
         weight_dtype = None if self.codes.dtype == torch.int8 else "e4m3"
         return LayerSpec.of(self.kind, 8, self.block_size, self.shape[1], vars(self), weight_dtype)
-
-    @property
-    def words(self) -> str:
-        """The scheme in words."""
-        return self.spec.words
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of weights and scales."""
-        return self.codes.nbytes + self.scales.nbytes
 
     @property
     def options(self) -> dict[str, int]:
