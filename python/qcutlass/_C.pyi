@@ -56,6 +56,8 @@ class Operand(_Enumeration):
     ZEROS: ClassVar[Operand]
     GLOBAL_SCALE: ClassVar[Operand]
     MINIMUMS: ClassVar[Operand]
+    SUPER_SCALES: ClassVar[Operand]
+    SUPER_MINIMUMS: ClassVar[Operand]
     BIAS: ClassVar[Operand]
     ACT_SCALE: ClassVar[Operand]
     PERM: ClassVar[Operand]
@@ -90,6 +92,11 @@ class WeightArguments(metaclass=_pybind11_type):
     minimum_type: DType
     minimums: int
     minimum_stride: int
+    super_groups: int
+    super_scales: int
+    super_minimums: int
+    super_scale_stride: int
+    super_minimum_stride: int
 
 class SumScales(metaclass=_pybind11_type):
     def __init__(self) -> None: ...

@@ -14,6 +14,7 @@ from qcutlass.models.folding import fold_smoothing as fold_smoothing
 from qcutlass.models.smoothing import smooth_model as smooth_model
 from qcutlass.products import Explanation as Explanation
 from qcutlass.products import dequantize as dequantize
+from qcutlass.products import expand_scales as expand_scales
 from qcutlass.products import explain as explain
 from qcutlass.products import gemm as gemm
 from qcutlass.products import gemm_fp8 as gemm_fp8

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING
-from qcutlass.products.packing import check_weight_dtype
+from qcutlass.products.checks import FLOATING, ceil_div
+from qcutlass.products.packing import check_super_blocks, check_weight_dtype, expand_scales, one_level
 
 _MISSING: Final = {"zeros": "zero points", "minimums": "minimums"}
 
@@ -33,10 +34,13 @@ class QuantizedTensor:
         weight_dtype: None: codes are integers; "e2m1" or "e4m3": the bits of such numbers, as for `gemm`.
         global_scale: float32 `[1]`, beside scales of float8_e4m3fn; None: 1.
         minimums: float16, bfloat16 or float32 `[G, N]`, in place of zeros, which are None then; or None.
+        super_scales, super_minimums: float16 `[B, N]`, B a divisor of G, or None: the second level of scales and of
+            minimums, which are uint8 or int8 then, as for `gemm`.
 
     Raises:
         ValueError: integer zeros lie outside `[0, 2**bits]`; there are zeros and minimums, or one of them beside
-            floating codes; codes of `weight_dtype` have other bits, or there is no such type.
+            floating codes; codes of `weight_dtype` have other bits, or there is no such type; levels of scales and
+            minimums do not go together.
     """
 
     codes: Tensor
@@ -47,6 +51,8 @@ class QuantizedTensor:
     weight_dtype: str | None = None
     global_scale: Tensor | None = None
     minimums: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_weight_dtype(self.weight_dtype, self.bits)
@@ -56,6 +62,7 @@ class QuantizedTensor:
         check_zeros(self.zeros, self.bits)
         if self.zeros is not None and self.minimums is not None:
             raise ValueError("minimums: expected zeros or minimums, got both")
+        check_super_blocks(self)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,23 +73,37 @@ class QuantizedTensor:
     @property
     def bits_per_weight(self) -> float:
         """Stored bits of a weight, its share of scales, zeros and minimums included."""
-        parts = self.scales, self.zeros, self.global_scale, self.minimums
+        parts = self.scales, self.zeros, self.global_scale, self.minimums, self.super_scales, self.super_minimums
         stored = [tensor for tensor in parts if tensor is not None]
         extra = 8 * sum(tensor.numel() * tensor.element_size() for tensor in stored)
         return self.bits + extra / max(1, self.codes.numel())
 
     def rows(self, index: Tensor | slice) -> QuantizedTensor:
         """The matrix with its rows in another order, or some of them."""
-        zeros, minimums = (part if part is None else part[:, index] for part in (self.zeros, self.minimums))
-        return replace(self, codes=self.codes[index], scales=self.scales[:, index], zeros=zeros, minimums=minimums)
+        cut: dict[str, Any] = {name: part[:, index] for name, part in self._of_groups.items()}
+        return replace(self, codes=self.codes[index], **cut)
 
     def columns(self, part: slice) -> QuantizedTensor:
-        """Some columns, of whole groups, or of the only one."""
-        size, step = part.stop - part.start, self.group_size
-        groups = slice(None) if step >= self.shape[1] else slice(part.start // step, part.stop // step)
-        zeros, minimums = (part if part is None else part[groups] for part in (self.zeros, self.minimums))
-        codes, scales, group_size = self.codes[:, part], self.scales[groups], min(step, size)
-        return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums, group_size=group_size)
+        """Some columns, of whole groups, or of the only one. Super-blocks that are cut through become shorter ones."""
+        size, step, groups = part.stop - part.start, self.group_size, len(self.scales)
+        begin, end = (0, groups) if step >= self.shape[1] else (part.start // step, ceil_div(part.stop, step))
+        cut: dict[str, Any] = {}
+        for name, values in self._of_groups.items():
+            each = groups // len(values)  # those that a row is for
+            left = math.gcd(each, begin, end)
+            values = values if left == each else values.repeat_interleave(each // left, dim=0)
+            cut[name] = values[begin // left : end // left]
+        return replace(self, codes=self.codes[:, part], group_size=min(step, size), **cut)
+
+    def expanded(self) -> QuantizedTensor:
+        """The same weights with float32 scales and minimums where these have two levels; else itself."""
+        return self if self.super_scales is None else replace(self, **one_level(vars(self)))
+
+    @property
+    def _of_groups(self) -> dict[str, Tensor]:
+        """The parts with a row for each group, or for each super-block."""
+        names = "scales", "zeros", "minimums", "super_scales", "super_minimums"
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`.
@@ -92,11 +113,13 @@ class QuantizedTensor:
         k = self.codes.shape[1]
         step = max(1, min(self.group_size, k))
         weight = numbers_of(self.codes, self.weight_dtype)
-        scales = self.scales.float() if self.global_scale is None else self.scales.float() * self.global_scale
+        scales = expand_scales(self.scales, self.super_scales).float()
+        minimums = None if self.minimums is None else expand_scales(self.minimums, self.super_minimums)
+        scales = scales if self.global_scale is None else scales * self.global_scale
         for group, begin in enumerate(range(0, k, step)):
             columns = weight[:, begin : begin + step]
-            if self.minimums is not None:  # exact in fp64 but for far more digits than files have: rounded once
-                scale, minimum = (part[group].double()[:, None] for part in (self.scales, self.minimums))
+            if minimums is not None:  # exact in fp64 but for far more digits than files have: rounded once
+                scale, minimum = (part[group].double()[:, None] for part in (scales, minimums))
                 columns.copy_(columns.double().mul_(scale).sub_(minimum))
                 continue
             if self.weight_dtype is None:

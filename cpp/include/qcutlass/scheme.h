@@ -11,6 +11,10 @@
 // of which fp32 keeps RN32 of the exact value (a fused multiply and add): a zero minimum / scale would be rounded, and
 // where the scale is 0 there is none.
 //
+// Scales, and minimums, of two levels are integers, each times the number of its super-block, neighbouring groups of a
+// channel: scale[g, n] = super_scale[g / s, n] * integer[g, n], s = super_groups. An fp16 number by one of 8 bits has at
+// most 19: the product is exact in fp32.
+//
 // Floating codes (e2m1, e4m3) have no zeros, and may have a global scale beside those of groups:
 //
 //   w[n, k] = code[n, k] * RN32(scale[g, n] * global)
@@ -26,11 +30,14 @@
 
 namespace qcutlass {
 
-/// A matrix [groups, n] of what is taken off every group.
-struct GroupOffsets {
+/// A matrix [groups, n] of one of the parameters of groups: scales, zeros or minimums.
+struct GroupParameters {
   DType type = DType::kNone;
   void const* data = nullptr;
-  int64_t stride = 0;
+  int64_t stride = 0;            ///< elements from one group's row to the next
+  void const* supers = nullptr;  ///< float16 [super-blocks, n] that the elements are times; nullptr: they are numbers
+  int64_t super_stride = 0;
+  int64_t super_groups = 0;  ///< groups of a super-block
 };
 
 /// A packed weight matrix [n, k] with its scales, and zeros or minimums. Pointers are not owned.
@@ -52,12 +59,23 @@ struct WeightArguments {
   DType minimum_type = DType::kNone;    ///< floating, or kNone: there are none. Those who have them have no zeros.
   void const* minimums = nullptr;       ///< [groups(), n]
   int64_t minimum_stride = 0;
+  /// Groups that share a super-block's numbers: scales, and minimums, are integers (uint8, int8) then. 0: one level.
+  int64_t super_groups = 0;
+  void const* super_scales = nullptr;    ///< float16 [super_blocks(), n]
+  void const* super_minimums = nullptr;  ///< float16 [super_blocks(), n], beside minimums
+  int64_t super_scale_stride = 0;
+  int64_t super_minimum_stride = 0;
 
   constexpr bool has_minimums() const { return minimum_type != DType::kNone; }
+  constexpr bool has_super_blocks() const { return super_groups != 0; }
+  constexpr int64_t super_blocks() const { return (groups() + super_groups - 1) / super_groups; }
+  constexpr GroupParameters group_scales() const {
+    return {scale_type, scales, scale_stride, super_scales, super_scale_stride, super_groups};
+  }
   /// Minimums, or zeros: what is taken off scaled codes, or off codes.
-  constexpr GroupOffsets offsets() const {
-    return has_minimums() ? GroupOffsets{minimum_type, minimums, minimum_stride}
-                          : GroupOffsets{zero_type, zeros, zero_stride};
+  constexpr GroupParameters offsets() const {
+    if (!has_minimums()) return {zero_type, zeros, zero_stride};
+    return {minimum_type, minimums, minimum_stride, super_minimums, super_minimum_stride, super_groups};
   }
   constexpr int bits() const { return bits_of(packing); }
   constexpr int64_t groups() const {

@@ -156,7 +156,7 @@ struct FloatMath {
 
   __device__ Group group(WeightArguments const& w, int k, int64_t const (&n)[2]) const {
     unsigned const index = unsigned(k) / group_size;
-    GroupOffsets const offsets = w.offsets();
+    GroupParameters const offsets = w.offsets();
     Group result;
 #pragma unroll
     for (int channel = 0; channel < 2; ++channel) {

@@ -147,7 +147,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.scale_rows = w.groups();
   launch.scales = groups(problem.weights.copied_scales, w.scales, w.scale_type, w.scale_stride, w.n, scale_rows,
                          base + space.scales, space.scale_stride, stream);
-  GroupOffsets const offsets = w.offsets();
+  GroupParameters const offsets = w.offsets();
   launch.zeros = groups(problem.weights.copied_zeros, offsets.data, offsets.type, offsets.stride, w.n, scale_rows,
                         base + space.zeros, space.zero_stride, stream);
   launch.global_scale = w.global_scale;

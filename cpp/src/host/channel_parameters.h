@@ -22,10 +22,9 @@ struct ChannelParameters {
     int64_t const n = strip * layout::kTileN;
     int64_t const count = std::min<int64_t>(layout::kTileN, weights.n - n);
     std::fill_n(scales, layout::kTileN, 0.0f);
-    GroupOffsets const from = weights.offsets();
     std::fill_n(offsets, layout::kTileN, implied_offset(weights));
-    load_floats(weights.scale_type, weights.scales, group * weights.scale_stride + n, count, scales);
-    load_floats(from.type, from.data, group * from.stride + n, count, offsets);
+    load(weights.group_scales(), group, n, count, scales);
+    load(weights.offsets(), group, n, count, offsets);
     apply_global_scale(weights, *this);
   }
 
@@ -35,12 +34,9 @@ struct ChannelParameters {
                                    ChannelParameters* groups) {
     int64_t const n = strip * layout::kTileN;
     int64_t const channels = std::min<int64_t>(layout::kTileN, weights.n - n);
-    GroupOffsets const from = weights.offsets();
-    int64_t const scale = first * weights.scale_stride + n, offset = first * from.stride + n;
-    load_all(weights.scale_type, weights.scales, scale, weights.scale_stride, count, channels, 0.0f,
-             &ChannelParameters::scales, groups);
-    load_all(from.type, from.data, offset, from.stride, count, channels, implied_offset(weights),
-             &ChannelParameters::offsets, groups);
+    load_all(weights.group_scales(), n, first, count, channels, 0.0f, &ChannelParameters::scales, groups);
+    load_all(weights.offsets(), n, first, count, channels, implied_offset(weights), &ChannelParameters::offsets,
+             groups);
     for (int64_t i = 0; i < count; ++i) apply_global_scale(weights, groups[i]);
   }
 
@@ -49,9 +45,11 @@ struct ChannelParameters {
   static QCUTLASS_INLINE void prefetch(WeightArguments const& weights, int64_t strip) {
     int64_t const n = strip * layout::kTileN;
     if (n >= weights.n) return;
-    prefetch(weights.scales, weights.scale_type, n, weights.scale_stride, weights.groups());
-    GroupOffsets const from = weights.offsets();
-    prefetch(from.data, from.type, n, from.stride, weights.groups());
+    for (GroupParameters const& from : {weights.group_scales(), weights.offsets()}) {
+      prefetch(from.data, from.type, n, from.stride, weights.groups());
+      if (from.supers != nullptr)
+        prefetch(from.supers, DType::kFloat16, n, from.super_stride, weights.super_blocks());
+    }
   }
 
  private:
@@ -66,36 +64,87 @@ struct ChannelParameters {
     for (int64_t i = 0; i < count; ++i, line += stride * size_of(type)) __builtin_prefetch(line);
   }
 
+  /// `count` channels from n on of one group.
+  static QCUTLASS_INLINE void load(GroupParameters const& from, int64_t group, int64_t n, int64_t count, float* out) {
+    load_floats(from.type, from.data, group * from.stride + n, count, out);
+    if (from.supers == nullptr) return;
+    float supers[layout::kTileN];
+    load_floats(DType::kFloat16, from.supers, group / from.super_groups * from.super_stride + n, count, supers);
+    for (int64_t i = 0; i < count; ++i) out[i] *= supers[i];
+  }
+
   using Channels = float[layout::kTileN];
   using Float = Vectors<8>::Float;
   using Int = Vectors<8>::Int;
   typedef uint16_t Words __attribute__((vector_size(16)));
   typedef uint8_t Bytes __attribute__((vector_size(16)));
 
+  static constexpr auto decode_halves = [](Int x) { return decode_half<Float>(x); };
+  static constexpr auto to_floats = [](Int x) { return __builtin_convertvector(x, Float); };
+
   static float implied_offset(WeightArguments const& weights) {
     return weights.offsets().type == DType::kNone ? static_cast<float>(symmetric_zero(weights.packing)) : 0.0f;
   }
 
-  /// As load_floats, group by group, over the value that others than the `channels` get. Whole strips of the usual
+  /// Loads groups [first, first + count), over the value that others than the `channels` get. Whole strips of the usual
   /// types are vectors: the compiler would unroll loops of kTileN before it sees vectors in them.
-  static QCUTLASS_INLINE void load_all(DType type, void const* data, int64_t offset, int64_t stride, int64_t count,
+  static QCUTLASS_INLINE void load_all(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
                                        int64_t channels, float other, Channels ChannelParameters::*values,
                                        ChannelParameters* groups) {
     auto const each = [&](auto const& load) {
-      for (int64_t i = 0; i < count; ++i) load(offset + i * stride, groups[i].*values);
+      for (int64_t i = 0; i < count; ++i) load((first + i) * from.stride + n, groups[i].*values);
     };
+    void const* const data = from.data;
     bool const is_whole = channels == layout::kTileN;
-    if (is_whole && type == DType::kFloat16) {
-      each([&](int64_t at, float* out) { load_words(data, at, out, [](Int x) { return decode_half<Float>(x); }); });
-    } else if (is_whole && type == DType::kBFloat16) {
+    if (is_whole && from.supers != nullptr) {
+      load_super_blocks(from, n, first, count, values, groups);
+    } else if (from.supers != nullptr) {
+      for (int64_t i = 0; i < count; ++i) {
+        std::fill_n(groups[i].*values, layout::kTileN, other);
+        load(from, first + i, n, channels, groups[i].*values);
+      }
+    } else if (is_whole && from.type == DType::kFloat16) {
+      each([&](int64_t at, float* out) { load_words(data, at, out, decode_halves); });
+    } else if (is_whole && from.type == DType::kBFloat16) {
       each([&](int64_t at, float* out) { load_words(data, at, out, [](Int x) { return bit_cast<Float>(x << 16); }); });
-    } else if (is_whole && type == DType::kUInt8) {
-      each([&](int64_t at, float* out) { load_bytes(data, at, out); });
+    } else if (is_whole && from.type == DType::kUInt8) {
+      each([&](int64_t at, float* out) { load_bytes(data, at, out, to_floats); });
     } else {
       each([&](int64_t at, float* out) {
         std::fill_n(out, layout::kTileN, other);
-        load_floats(type, data, at, channels, out);
+        load_floats(from.type, data, at, channels, out);
       });
+    }
+  }
+
+  /// Integers of whole strips, each times the number of its super-block, which is loaded once.
+  static QCUTLASS_INLINE void load_super_blocks(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
+                                                Channels ChannelParameters::*values, ChannelParameters* groups) {
+    bool const has_sign = from.type == DType::kInt8;
+    for (int64_t i = 0; i < count;) {
+      int64_t const block = (first + i) / from.super_groups;
+      int64_t const end = std::min(count, (block + 1) * from.super_groups - first);
+      Channels supers;
+      load_words(from.supers, block * from.super_stride + n, supers, decode_halves);
+      for (; i < end; ++i) {
+        int64_t const at = (first + i) * from.stride + n;
+        float* const out = groups[i].*values;
+        if (has_sign)
+          load_bytes(from.data, at, out, [](Int x) { return to_floats((x ^ 0x80) - 0x80); });
+        else
+          load_bytes(from.data, at, out, to_floats);
+        multiply(out, supers);
+      }
+    }
+  }
+
+  static QCUTLASS_INLINE void multiply(float* values, float const* factors) {
+    for (int lane = 0; lane < layout::kTileN; lane += 8) {
+      Float value, factor;
+      std::memcpy(&value, values + lane, sizeof(value));
+      std::memcpy(&factor, factors + lane, sizeof(factor));
+      value *= factor;
+      std::memcpy(values + lane, &value, sizeof(value));
     }
   }
 
@@ -109,13 +158,14 @@ struct ChannelParameters {
     }
   }
 
-  static QCUTLASS_INLINE void load_bytes(void const* data, int64_t offset, float* out) {
+  template <class ToFloat>
+  static QCUTLASS_INLINE void load_bytes(void const* data, int64_t offset, float* out, ToFloat const& to_float) {
     Bytes bytes;
     std::memcpy(&bytes, static_cast<uint8_t const*>(data) + offset, sizeof(bytes));
     Bytes const words[] = {
         __builtin_shufflevector(bytes, Bytes{}, 0, 16, 1, 16, 2, 16, 3, 16, 4, 16, 5, 16, 6, 16, 7, 16),
         __builtin_shufflevector(bytes, Bytes{}, 8, 16, 9, 16, 10, 16, 11, 16, 12, 16, 13, 16, 14, 16, 15, 16)};
-    load_words(words, 0, out, [](Int x) { return __builtin_convertvector(x, Float); });
+    load_words(words, 0, out, to_float);
   }
 };
 

@@ -37,8 +37,31 @@ inline void check_block_size(char const* name, int64_t size) {
 
 inline void check_threads(int threads) { check_at_least("threads", threads, 1); }
 
+/// Integers for the numbers of super-blocks to be times.
+inline void check_integers(char const* name, DType type) {
+  check(type == DType::kUInt8 || type == DType::kInt8,
+        std::string(name) + " must be uint8 or int8 beside super-blocks");
+}
+
+/// Scales and minimums of two levels.
+inline void check_super_blocks(WeightArguments const& weights) {
+  check(!has_float_codes(weights.packing) && weights.global_scale == nullptr && weights.zero_type == DType::kNone,
+        "super_scales: floating codes, zeros and a global scale do not stand beside super-blocks");
+  check_at_least("super_groups", weights.super_groups, 1);
+  check_integers("scale_type", weights.scale_type);
+  if (weights.has_minimums()) check_integers("minimum_type", weights.minimum_type);
+  if (weights.n == 0) return;
+  int64_t const least_stride = weights.super_blocks() > 1 ? weights.n : 0;
+  check_not_null("super_scales", weights.super_scales);
+  check_at_least("super_scale_stride", weights.super_scale_stride, least_stride);
+  if (!weights.has_minimums()) return;
+  check_not_null("super_minimums", weights.super_minimums);
+  check_at_least("super_minimum_stride", weights.super_minimum_stride, least_stride);
+}
+
 /// The types of scales, and what floating codes may have beside them.
 inline void check_scales(WeightArguments const& weights) {
+  if (weights.has_super_blocks()) return check_super_blocks(weights);
   bool const is_e2m1 = weights.packing == Packing::kE2M1A16, has_e4m3 = weights.scale_type == DType::kFloat8E4M3;
   check(weights.global_scale == nullptr || has_e4m3, "global_scale: expected scales of float8_e4m3fn beside it");
   if (is_e2m1 && (has_e4m3 || weights.scale_type == DType::kFloat8E8M0)) return;
@@ -59,7 +82,7 @@ inline void check_weights(WeightArguments const& weights) {
   int64_t const minimum_stride = weights.groups() > 1 ? weights.n : 0;
   check_at_least("scale_stride", weights.scale_stride, minimum_stride);
   if (weights.has_minimums()) {
-    check_floating("minimum_type", weights.minimum_type);
+    if (!weights.has_super_blocks()) check_floating("minimum_type", weights.minimum_type);
     check(weights.zero_type == DType::kNone, "zeros: weights with minimums have none");
     check_not_null("minimums", weights.minimums);
     check_at_least("minimum_stride", weights.minimum_stride, minimum_stride);

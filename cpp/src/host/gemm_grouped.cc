@@ -76,6 +76,9 @@ GemmArguments of_expert(GemmArguments const& arguments, int64_t expert, int64_t 
   w.scales = at(w.scales, parameters * size_of(w.scale_type));
   if (w.zero_type != DType::kNone) w.zeros = at(w.zeros, parameters * size_of(w.zero_type));
   if (w.has_minimums()) w.minimums = at(w.minimums, parameters * size_of(w.minimum_type));
+  int64_t const supers = w.has_super_blocks() ? expert * w.super_blocks() * w.n * size_of(DType::kFloat16) : 0;
+  if (w.super_scales != nullptr) w.super_scales = at(w.super_scales, supers);
+  if (w.super_minimums != nullptr) w.super_minimums = at(w.super_minimums, supers);
   if (w.global_scale != nullptr) w.global_scale += expert;
   if (own.bias_type != DType::kNone) own.bias = at(own.bias, expert * w.n * size_of(own.bias_type));
   own.m = end - begin;

@@ -47,6 +47,9 @@ void check_sixteen_bits(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
   if (arguments.int8_activations)
     throw Unsupported("activations: only the CPU quantises activations to int8 for packed codes; use None, or the CPU");
+  if (w.has_super_blocks())
+    throw Unsupported(
+        "super_scales: the CUDA kernels take scales and minimums of one level; expand them: qcutlass.expand_scales");
   if (arguments.a_type != DType::kFloat16 && arguments.a_type != DType::kBFloat16)
     throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
   if (w.groups() > 1 && w.group_size % kGroupStep != 0)
@@ -158,7 +161,7 @@ Operand weights_of(GemmArguments const& a) {
   operand.granularity = w.groups() > 1 ? Granularity::kGroup : Granularity::kRow;
   operand.group = w.groups() > 1 ? w.group_size : 0;
   operand.scale_type = w.scale_type;
-  GroupOffsets const offsets = w.offsets();
+  GroupParameters const offsets = w.offsets();
   operand.zero_type = offsets.type;
   int64_t const rows = w.groups() * std::max<int64_t>(a.experts.count, 1);
   operand.copied_scales = copies(w.scales, w.scale_type, w.scale_stride, w, rows);

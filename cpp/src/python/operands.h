@@ -48,6 +48,8 @@ inline constexpr std::array kOperands{
     operand<&GemmArguments::weights, &WeightArguments::zeros>("ZEROS"),
     operand<&GemmArguments::weights, &WeightArguments::global_scale>("GLOBAL_SCALE"),
     operand<&GemmArguments::weights, &WeightArguments::minimums>("MINIMUMS"),
+    operand<&GemmArguments::weights, &WeightArguments::super_scales>("SUPER_SCALES"),
+    operand<&GemmArguments::weights, &WeightArguments::super_minimums>("SUPER_MINIMUMS"),
     operand<&GemmArguments::bias>("BIAS"),
     operand<&GemmArguments::act_scale>("ACT_SCALE"),
     operand<&GemmArguments::perm>("PERM"),

@@ -57,12 +57,17 @@ void register_arguments(py::module_& module) {
       .def_readwrite("zero_type", &WeightArguments::zero_type)
       .def_readwrite("zero_stride", &WeightArguments::zero_stride)
       .def_readwrite("minimum_type", &WeightArguments::minimum_type)
-      .def_readwrite("minimum_stride", &WeightArguments::minimum_stride);
+      .def_readwrite("minimum_stride", &WeightArguments::minimum_stride)
+      .def_readwrite("super_groups", &WeightArguments::super_groups)
+      .def_readwrite("super_scale_stride", &WeightArguments::super_scale_stride)
+      .def_readwrite("super_minimum_stride", &WeightArguments::super_minimum_stride);
   def_pointer(weights, "packed", &WeightArguments::packed);
   def_pointer(weights, "scales", &WeightArguments::scales);
   def_pointer(weights, "zeros", &WeightArguments::zeros);
   def_pointer(weights, "global_scale", &WeightArguments::global_scale);
   def_pointer(weights, "minimums", &WeightArguments::minimums);
+  def_pointer(weights, "super_scales", &WeightArguments::super_scales);
+  def_pointer(weights, "super_minimums", &WeightArguments::super_minimums);
 
   py::class_<SumScales> sums(module, "SumScales");
   sums.def(py::init<>())

@@ -2,7 +2,7 @@
 
 Three kinds of blocks. 32 columns with a float16 scale d (and minimum m): Q4_0, Q5_0, Q8_0 are `d * (q - offset)`, Q4_1
 and Q5_1 `d * q + m`. 256 columns in sub-blocks of 16 or 32, the K-quants, whose scales and minimums are small integers
-times d and dmin: `d * sc * q - dmin * m`. And IQ4_NL, IQ4_XS, whose q are looked up in a table. Products of a float16
+times d and dmin: `d * sc * q - dmin * m`; both levels are kept. And IQ4_NL, IQ4_XS, whose q are looked up in a table. Products of a float16
 number by such an integer are exact in float32; what is rounded is the weight, once, as the gguf package rounds it.
 The layouts are those of ggml-common.h in the ggml project.
 """
@@ -10,6 +10,7 @@ The layouts are those of ggml-common.h in the ggml project.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -121,9 +122,29 @@ def _iq4_nl(blocks: Tensor) -> QuantizedTensor:
 # Blocks of 256.
 
 
-def _scaled(blocks: Tensor, begin: int, integers: Tensor) -> Tensor:
-    """float32 `[G, N]`: the half in every block times the integers `[N, B, sub-blocks]`, exactly."""
-    return _groups(_halves(blocks, begin).float() * integers.float())
+class _Scales(NamedTuple):
+    """Scales, or minimums, of two levels: of sub-blocks, `[G, N]`, and of blocks, `[B, N]`."""
+
+    integers: Tensor
+    halves: Tensor
+
+
+def _scaled(blocks: Tensor, begin: int, integers: Tensor) -> _Scales:
+    """The integers `[N, B, sub-blocks]` and the half in every block that they are times."""
+    return _Scales(_groups(integers), _groups(_halves(blocks, begin)))
+
+
+def _of_sub_blocks(codes: Tensor, bits: int, size: int, scales: _Scales, minimums: _Scales | None = None) -> QuantizedTensor:
+    """The matrix of codes `[N, B, 256]` in sub-blocks of `size` columns."""
+    matrix = QuantizedTensor(_matrix(codes), scales.integers, None, bits, size, super_scales=scales.halves)
+    if minimums is None:
+        return matrix
+    return replace(matrix, minimums=minimums.integers, super_minimums=minimums.halves)
+
+
+def _less_32(integers: Tensor) -> Tensor:
+    """int8 of six bits, uint8, that stand for numbers from -32."""
+    return (integers.short() - 32).to(torch.int8)
 
 
 def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,42 +162,38 @@ def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
 def _q2_k(blocks: Tensor) -> QuantizedTensor:
     integers, codes = _planes(blocks[:, :, :16], 4), _chunked(blocks[:, :, 16:80], 32, 2)
     scales, minimums = _scaled(blocks, 80, integers[:, :, 0]), _scaled(blocks, 82, integers[:, :, 1])
-    return QuantizedTensor(_matrix(codes), scales, None, 4, 16, minimums=minimums)
+    return _of_sub_blocks(codes, 4, 16, scales, minimums)
 
 
 def _q3_k(blocks: Tensor) -> QuantizedTensor:
     high, low, packed = blocks[:, :, :32], blocks[:, :, 32:96], blocks[:, :, 96:108]
     codes = _chunked(low, 32, 2) + (_chunked(high, 32, 1) << 2) + (8 - 4)  # less 4 where the high bit is not set
     integers = _planes(packed[:, :, :8], 4).flatten(2) | _planes(packed[:, :, 8:], 2).flatten(2) << 4
-    return QuantizedTensor(_matrix(codes), _scaled(blocks, 108, integers.short() - 32), None, 4, 16)
+    return _of_sub_blocks(codes, 4, 16, _scaled(blocks, 108, _less_32(integers)))
 
 
 def _q4_k(blocks: Tensor) -> QuantizedTensor:
     scales, minimums = _six_bit_pairs(blocks[:, :, 4:16])
     codes = _chunked(blocks[:, :, 16:], 32, 4)
-    return QuantizedTensor(
-        _matrix(codes), _scaled(blocks, 0, scales), None, 4, 32, minimums=_scaled(blocks, 2, minimums)
-    )
+    return _of_sub_blocks(codes, 4, 32, _scaled(blocks, 0, scales), _scaled(blocks, 2, minimums))
 
 
 def _q5_k(blocks: Tensor) -> QuantizedTensor:
     scales, minimums = _six_bit_pairs(blocks[:, :, 4:16])
     codes = _chunked(blocks[:, :, 48:], 32, 4) | _chunked(blocks[:, :, 16:48], 32, 1) << 4
-    return QuantizedTensor(
-        _matrix(codes), _scaled(blocks, 0, scales), None, 8, 32, minimums=_scaled(blocks, 2, minimums)
-    )
+    return _of_sub_blocks(codes, 8, 32, _scaled(blocks, 0, scales), _scaled(blocks, 2, minimums))
 
 
 def _q6_k(blocks: Tensor) -> QuantizedTensor:
     codes = _chunked(blocks[:, :, :128], 64, 4) | _chunked(blocks[:, :, 128:192], 32, 2) << 4
     scales = _scaled(blocks, 208, blocks[:, :, 192:208].contiguous().view(torch.int8))
-    return QuantizedTensor(_matrix(codes + (128 - 32)), scales, None, 8, 16)
+    return _of_sub_blocks(codes + (128 - 32), 8, 16, scales)
 
 
 def _iq4_xs(blocks: Tensor) -> QuantizedTensor:
     integers = _runs(blocks[:, :, 4:8], 4) | _runs(blocks[:, :, 2:4], 2) << 4
     codes = _looked_up(_chunked(blocks[:, :, 8:], 16, 4))
-    return QuantizedTensor(_matrix(codes), _scaled(blocks, 0, integers.short() - 32), None, 8, 32)
+    return _of_sub_blocks(codes, 8, 32, _scaled(blocks, 0, _less_32(integers)))
 
 
 QUANTIZED: Final = {

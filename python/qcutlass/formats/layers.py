@@ -15,6 +15,10 @@ from qcutlass.products.checks import short
 from qcutlass.quantized import QuantizedTensor
 
 
+_OPTIONAL: Final = ("zeros", "global_scale", "minimums", "super_scales", "super_minimums")
+"""Tensors that weights may have beside codes and scales."""
+
+
 @dataclass(frozen=True, eq=False)
 class CanonicalLinear:
     """A linear layer with low-bit weights: `y = (x * act_scale)[..., perm] @ weight.T + bias`.
@@ -69,7 +73,7 @@ class CanonicalLinear:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that it has, by name, for `of`."""
         held = {**vars(self), **vars(self.weight)}
-        return _present(held, "codes", "scales", "zeros", "global_scale", "minimums", "bias", "perm", "act_scale")
+        return _present(held, "codes", "scales", *_OPTIONAL, "bias", "perm", "act_scale")
 
     @classmethod
     def of(
@@ -78,7 +82,7 @@ class CanonicalLinear:
         """The layer with these `tensors` and `options`."""
         others = dict(tensors)
         codes, scales = others.pop("codes"), others.pop("scales")
-        optional = {name: others.pop(name, None) for name in ("zeros", "global_scale", "minimums")}
+        optional = {name: others.pop(name, None) for name in _OPTIONAL}
         weight = QuantizedTensor(codes, scales, bits=bits, group_size=group_size, weight_dtype=weight_dtype, **optional)
         return cls(weight, **others)
 

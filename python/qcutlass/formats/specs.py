@@ -26,7 +26,7 @@ GUARD: Final = "weight"
 Without it transformers, where qcutlass is not imported, would take random numbers for the weights, with a warning.
 """
 
-_DTYPES: Final = {short(kind): kind for kind in (*FLOATING, torch.uint8, torch.int32, torch.float8_e4m3fn, *E8M0)}
+_DTYPES: Final = {short(kind): kind for kind in (*FLOATING, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, *E8M0)}
 
 
 def guard() -> torch.Tensor:
@@ -44,6 +44,7 @@ class LayerSpec:
         group_size: columns that share a scale, or the size of square blocks; -1: one scale a channel.
         buffers: types of the tensors that not every layer has, or not in one type.
         weight_dtype: of codes that are floating numbers, as for `gemm`; None: integers.
+        super_size: columns of a super-block, where scales have two levels; None: they have one.
 
     Example:
         >>> import torch, qcutlass
@@ -57,6 +58,7 @@ class LayerSpec:
     group_size: int
     buffers: tuple[tuple[str, str], ...]
     weight_dtype: str | None = None
+    super_size: int | None = None
 
     @staticmethod
     def of(
@@ -72,7 +74,10 @@ class LayerSpec:
         held = {name: tensors.get(name) for name in found.buffers}
         present = tuple((name, short(part.dtype)) for name, part in held.items() if part is not None)
         is_size = group_size in (found.sizes or ()) or group_size < k
-        return LayerSpec(kind, bits, group_size if is_size else -1, present, weight_dtype)
+        supers, scales, super_size = held.get("super_scales"), held.get("scales"), None
+        if supers is not None and scales is not None:
+            super_size = group_size * (len(scales) // len(supers))
+        return LayerSpec(kind, bits, group_size if is_size else -1, present, weight_dtype, super_size)
 
     @property
     def words(self) -> str:
@@ -98,9 +103,9 @@ class LayerSpec:
         if kind.sizes is not None and group_size not in kind.sizes:
             sizes = " or ".join(map(str, kind.sizes))
             raise CheckpointError(f"{where}: expected group_size {sizes} of kind {values['kind']}, got {group_size}")
-        weight_dtype = _weight_dtype(values, where)
+        weight_dtype, super_size = _weight_dtype(values, where), _super_size(values, where)
         for name, dtype in values.items():
-            if name not in ("kind", "bits", "group_size", "weight_dtype") and dtype not in kind.buffers.get(name, ()):
+            if name not in _NUMBERS and dtype not in kind.buffers.get(name, ()):
                 raise CheckpointError(
                     f"{where}: {name}: expected one of {kind.buffers.get(name, ())}, got {dtype!r:.40}"
                 )
@@ -112,12 +117,14 @@ class LayerSpec:
         if "minimums" in values and ("zeros" in values or "minima" in values):
             raise CheckpointError(f"{where}: expected zeros or minimums, got both")
         present = tuple((name, values[name]) for name in kind.buffers if name in values)
-        return LayerSpec(values["kind"], bits, group_size, present, weight_dtype)
+        return LayerSpec(values["kind"], bits, group_size, present, weight_dtype, super_size)
 
     def to_dict(self) -> dict[str, Any]:
         """As in `config.json`."""
         codes = {} if self.weight_dtype is None else {"weight_dtype": self.weight_dtype}
-        return {"kind": self.kind, "bits": self.bits, **codes, "group_size": self.group_size, **dict(self.buffers)}
+        supers = {} if self.super_size is None else {"super_size": self.super_size}
+        sizes = {"group_size": self.group_size, **supers}
+        return {"kind": self.kind, "bits": self.bits, **codes, **sizes, **dict(self.buffers)}
 
     def columns(self, k: int) -> int:
         """Columns that share a scale in a layer of K columns."""
@@ -127,11 +134,35 @@ class LayerSpec:
         """The tensors of `buffers` without values, on the meta device, for a layer `[N, K]`."""
         groups = (ceil_div(k, self.columns(k)), n)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("scales", "zeros", "minima", "minimums"), groups)
+        if self.super_size is not None:
+            blocks = ceil_div(groups[0], self.super_size // self.columns(k))
+            shapes |= dict.fromkeys(("super_scales", "super_minimums"), (blocks, n))
         shapes |= {"bias": (n,), "a_scale": (1,), "global_scale": (1,)}
         return {
             name: torch.empty(shapes.get(name, (k,)), dtype=_DTYPES[dtype], device="meta")
             for name, dtype in self.buffers
         }
+
+
+def _super_size(values: Mapping[str, Any], where: str) -> int | None:
+    """Columns of a super-block; CheckpointError where the levels of scales and minimums do not go together."""
+    size, group_size = values.get("super_size"), values["group_size"]
+    supers, minimums = "super_scales" in values, "minimums" in values
+    integers = [values[name] in _INTEGERS for name in ("scales", "minimums") if name in values]
+    if any(found != supers for found in integers) or ("super_minimums" in values) != (supers and minimums):
+        raise CheckpointError(
+            f"{where}: expected super_scales and super_minimums just beside integer scales and minimums, got "
+            f"{values!r:.200}"
+        )
+    if supers and ("zeros" in values or "minima" in values or "weight_dtype" in values):
+        raise CheckpointError(f"{where}: expected integer codes without zeros beside super_scales, got {values!r:.200}")
+    fits = type(size) is int and size > 0 and size % group_size == 0 if supers else size is None
+    if not fits or (supers and group_size < 1):
+        raise CheckpointError(
+            f"{where}: super_size: expected a multiple of group_size just beside super_scales, got {size!r:.40} and "
+            f"{group_size}"
+        )
+    return size
 
 
 def _weight_dtype(values: Mapping[str, Any], where: str) -> str | None:
@@ -205,10 +236,13 @@ class LayerKind(NamedTuple):
 
 
 _FLOATS: Final = ("float16", "bfloat16", "float32")
+_INTEGERS: Final = ("uint8", "int8")
+_NUMBERS: Final = ("kind", "bits", "group_size", "weight_dtype", "super_size")
 _WEIGHT_ONLY: Final = {
-    "scales": (*_FLOATS, "float8_e8m0fnu", "float8_e4m3fn"), "zeros": (*_FLOATS, "uint8"),
+    "scales": (*_FLOATS, *_INTEGERS, "float8_e8m0fnu", "float8_e4m3fn"), "zeros": (*_FLOATS, "uint8"),
     "minima": ("float16", "bfloat16"), "global_scale": ("float32",), "bias": _FLOATS,
-    "act_scale": _FLOATS, "perm": ("int32",), "minimums": _FLOATS,
+    "act_scale": _FLOATS, "perm": ("int32",), "minimums": (*_FLOATS, *_INTEGERS),
+    "super_scales": ("float16",), "super_minimums": ("float16",),
 }  # fmt: skip
 _EIGHT_BIT: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
 

@@ -74,6 +74,8 @@ class QuantEmbedding(WeightOnlyLinear):
             bits=self.bits,
             dtype=self.dtype,
             minimums=self.minimums,
+            super_scales=self.super_scales,
+            super_minimums=self.super_minimums,
         )
         return rows.view(*ids.shape, self.in_features)
 

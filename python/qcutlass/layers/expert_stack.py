@@ -20,7 +20,8 @@ from qcutlass.products.packing import TILE_N, PackedWeights, check_weights
 from qcutlass.quantized import QuantizedTensor, check_zeros
 
 _DIMENSIONS: Final = {
-    "w_packed": 5, "scales": 3, "zeros": 3, "minimums": 3, "global_scale": 2, "bias": 2
+    "w_packed": 5, "scales": 3, "zeros": 3, "minimums": 3, "super_scales": 3, "super_minimums": 3, "global_scale": 2,
+    "bias": 2
 }  # fmt: skip
 
 
@@ -28,11 +29,11 @@ class ExpertStack(PackedModule):
     """One linear layer of each expert: weights `[E, N, K]`.
 
     Buffers: `w_packed` uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`, `scales`, `zeros` and `minimums` `[E, G, N]`,
-    `global_scale` `[E, 1]`, `bias` `[E, N]`; all but the first two may be None. `layout` is that of a `QuantLinear` and
+    `super_scales` and `super_minimums` `[E, B, N]`, `global_scale` `[E, 1]`, `bias` `[E, N]`; all but the first two may be None. `layout` is that of a `QuantLinear` and
     the number of experts, and of the first one.
     """
 
-    OPTIONAL: ClassVar = ("zeros", "bias", "global_scale", "minimums")
+    OPTIONAL: ClassVar = ("zeros", "bias", "global_scale", "minimums", "super_scales", "super_minimums")
     _LAYOUT: ClassVar = (*PackedModule._LAYOUT, "experts", "first")
 
     w_packed: Tensor
@@ -41,6 +42,8 @@ class ExpertStack(PackedModule):
     bias: Tensor | None
     global_scale: Tensor | None
     minimums: Tensor | None
+    super_scales: Tensor | None
+    super_minimums: Tensor | None
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class Stacking:
             self._packed = layer.w_packed.new_empty((self._count, *layer.w_packed.shape))
         self._packed[len(self._weights)] = layer.w_packed
         weight = layer._weight(layer.w_packed[:0])
-        names = "scales", "zeros", "global_scale", "minimums"
+        names = "scales", "zeros", "global_scale", "minimums", "super_scales", "super_minimums"
         own: dict[str, Any] = {name: copied(getattr(weight, name)) for name in names}
         self._weights.append(replace(weight, **own))
         self._bias.append(copied(layer.bias))
@@ -161,8 +164,8 @@ class Stacking:
 
 def _parts_of(weights: Sequence[QuantizedTensor]) -> dict[str, Tensor | None]:
     """Scales and all that belongs to them of several matrices, one after the other."""
-    types = {(weight.scales.dtype, weight.global_scale is None) for weight in weights}
-    if len(types) > 1:
+    kinds = {(weight.scales.dtype, weight.global_scale is None, _super_kind(weight)) for weight in weights}
+    if len(kinds) > 1:
         weights = [_with_floating_scales(weight) for weight in weights]
     zeros = None if weights[0].minimums is not None else _middle(weights[0])
     return {
@@ -170,11 +173,19 @@ def _parts_of(weights: Sequence[QuantizedTensor]) -> dict[str, Tensor | None]:
         "zeros": _stacked([weight.zeros for weight in weights], zeros),
         "global_scale": _stacked([weight.global_scale for weight in weights]),
         "minimums": _stacked([weight.minimums for weight in weights]),
+        "super_scales": _stacked([weight.super_scales for weight in weights]),
+        "super_minimums": _stacked([weight.super_minimums for weight in weights]),
     }
 
 
+def _super_kind(weight: QuantizedTensor) -> tuple[Any, ...] | None:
+    """What the second levels of scales must have in common to be stacked."""
+    return None if weight.super_scales is None else (len(weight.super_scales), weight.minimums is None)
+
+
 def _with_floating_scales(weight: QuantizedTensor) -> QuantizedTensor:
-    """The same numbers with scales that need no global one, float32 where they have 8 bits."""
+    """The same numbers with scales of one level that need no global one, float32 where they have 8 bits."""
+    weight = weight.expanded()
     if weight.scales.dtype in FLOATING:
         return weight
     scales = weight.scales.float() if weight.global_scale is None else weight.scales.float() * weight.global_scale

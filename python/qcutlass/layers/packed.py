@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.products.checks import FLOATING, are_finite, check_tensor
+from qcutlass.products.packing import one_level
 from qcutlass.version import LAYOUT_VERSION
 
 Parts = Mapping[str, Tensor | None]
 
 _NUMBERS: Final = (*FLOATING, torch.float8_e4m3fn)
+_SUPERS: Final = ("super_scales", "super_minimums")
+
+
+def _for_device(parts: Parts, device: torch.device) -> Parts:
+    """The buffers with scales of one level where a GPU has them or gets them: its kernels take no others."""
+    supers = parts.get("super_scales")
+    return parts if supers is None or "cuda" not in (device.type, supers.device.type) else one_level(parts)
 
 
 class PackedModule(nn.Module, ABC):
@@ -44,10 +52,11 @@ class PackedModule(nn.Module, ABC):
 
     def _register(self, parts: Parts) -> None:
         """Checks the buffers, and takes them with their layout."""
+        device = next(part.device for part in parts.values() if part is not None)
+        parts = _for_device(parts, device)
         self._check(parts)
         for name, part in parts.items():
             self.register_buffer(name, None if part is None else part.detach().contiguous())
-        device = next(part.device for part in parts.values() if part is not None)
         self.register_buffer("layout", torch.tensor(self._layout, device=device))
 
     def check(self) -> None:
@@ -70,6 +79,11 @@ class PackedModule(nn.Module, ABC):
 
     def end_loading(self) -> None:
         """Makes the buffers those of the module again."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """Has scales of one level where the device takes no others."""
+        self._buffers.update(_for_device(self._buffers, self.layout.device))
 
     @abstractmethod
     def _check(self, parts: Parts) -> None:
@@ -111,7 +125,9 @@ class PackedModule(nn.Module, ABC):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(move, recurse)  # type: ignore[no-any-return,no-untyped-call]
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        self._settle()
+        return self
 
     def _load_from_state_dict(
         self,
@@ -126,6 +142,11 @@ class PackedModule(nn.Module, ABC):
         parts = {name: state_dict.get(prefix + name) for name in self._buffers}
         if any(part is not None for part in parts.values()):
             layout = parts.pop("layout")
+            if (settled := _for_device(parts, self.layout.device)) is not parts:
+                parts = settled
+                state_dict.update({prefix + name: part for name, part in parts.items() if part is not None})
+                for name in _SUPERS:
+                    state_dict.pop(prefix + name, None)
             try:
                 if layout is None:
                     raise ValueError("no `layout` beside the buffers: not the state of packed weights")

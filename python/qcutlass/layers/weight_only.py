@@ -35,8 +35,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
         weight_dtype: of the codes, as for `gemm`.
 
-    Buffers: `w_packed`, `scales`, `zeros`, `global_scale`, `bias`, `act_scale`, `perm`, `minimums`, as `gemm` takes
-    them; all but the first two may be None. In converted folders, and in the state of layers that come from there,
+    Buffers: `w_packed`, `scales`, `zeros`, `global_scale`, `bias`, `act_scale`, `perm`, `minimums`, `super_scales`,
+    `super_minimums`, as `gemm` takes them; all but the first two may be None. Scales of two levels become float32 ones
+    where the layer is on a GPU, and stay so. In converted folders, and in the state of layers that come from there,
     `minima` of 16 bits may stand for float32 `zeros`: `zeros = -minima / scales`.
 
     Args:
@@ -55,7 +56,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         torch.Size([3, 48])
     """
 
-    OPTIONAL: ClassVar = ("zeros", "global_scale", "bias", "act_scale", "perm", "minimums")
+    OPTIONAL: ClassVar = (
+        "zeros", "global_scale", "bias", "act_scale", "perm", "minimums", "super_scales", "super_minimums"
+    )  # fmt: skip
 
     activations: str | None = None
     w_packed: Tensor
@@ -67,6 +70,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     act_scale: Tensor | None
     perm: Tensor | None
     minimums: Tensor | None
+    super_scales: Tensor | None
+    super_minimums: Tensor | None
 
     def __init__(
         self,
@@ -89,6 +94,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             "act_scale": act_scale,
             "perm": perm,
             "minimums": quantized.minimums,
+            "super_scales": quantized.super_scales,
+            "super_minimums": quantized.super_minimums,
         }
         group_size = min(quantized.group_size, k)
         super().__init__(k, n, quantized.bits, group_size, activation, parts, quantized.weight_dtype)
@@ -120,7 +127,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         codes = torch.empty((n, k), dtype=torch.uint8, device="meta")
         scales, minima = buffers.pop("scales"), buffers.pop("minima", None)
         zeros = buffers.pop("zeros", None) if minima is None else zeros_of(scales, minima, spec.bits)
-        options = {name: buffers.pop(name, None) for name in ("global_scale", "minimums")}
+        names = "global_scale", "minimums", "super_scales", "super_minimums"
+        options = {name: buffers.pop(name, None) for name in names}
         weight = QuantizedTensor(
             codes, scales, zeros, spec.bits, spec.columns(k), weight_dtype=spec.weight_dtype, **options
         )
@@ -182,6 +190,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             weight_dtype=self.weight_dtype,
             global_scale=parts["global_scale"],
             minimums=parts["minimums"],
+            super_scales=parts["super_scales"],
+            super_minimums=parts["super_minimums"],
         )
 
     @property
@@ -210,6 +220,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         minima = self._buffers.pop("minima", None)
         if minima is not None:
             self.zeros = zeros_of(self.scales, minima, self.bits)
+        super().end_loading()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -266,6 +277,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             weight_dtype=self.weight_dtype,
             global_scale=self.global_scale,
             minimums=self.minimums,
+            super_scales=self.super_scales,
+            super_minimums=self.super_minimums,
         )
         if self.perm is None:
             return weight
@@ -279,7 +292,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         scales, zeros, minimums = (part if part is None or part.ndim == 2 else part[None] for part in stored)
         assert scales is not None
         numbers = self.weight_dtype, self.global_scale
-        return QuantizedTensor(codes, scales, zeros, self.bits, self.group_size, *numbers, minimums)
+        supers = self.super_scales, self.super_minimums
+        return QuantizedTensor(codes, scales, zeros, self.bits, self.group_size, *numbers, minimums, *supers)
 
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> WeightOnlyLinear:
         whole = self._weight(self._codes())
@@ -338,6 +352,8 @@ def _copy(
             zeros=copied(weight.zeros),
             global_scale=copied(weight.global_scale),
             minimums=copied(weight.minimums),
+            super_scales=copied(weight.super_scales),
+            super_minimums=copied(weight.super_minimums),
         ),
         bias=copied(bias),
         activation=activation,

@@ -27,7 +27,7 @@ def to_nearest(layer: Layer, scheme: WeightOnly) -> Layer:
 def to_zeros(layer: Layer, scheme: WeightOnly) -> Layer:
     """Has real-valued zeros in place of minimums, whose rounding to fp32 is all that is lost."""
     assert isinstance(layer, CanonicalLinear)
-    weight = layer.weight
+    weight = layer.weight.expanded()
     if weight.minimums is None:
         return layer
     minima = (-weight.minimums).to(weight.scales.dtype)
@@ -154,7 +154,7 @@ def _spec(layer: Layer) -> LayerSpec | None:
 
 
 def _without_minimums(spec: LayerSpec | None) -> LayerSpec | None:
-    return spec and replace(spec, buffers=tuple((name, kind) for name, kind in spec.buffers if name != "minimums"))
+    return spec and replace(spec, buffers=tuple((name, kind) for name, kind in spec.buffers if name not in _MINIMUMS))
 
 
 def _lost(layer: Layer, found: Layer) -> float:

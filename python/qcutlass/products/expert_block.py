@@ -45,6 +45,7 @@ class ExpertWeights(NamedTuple):
         w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
         scales: `[E, G, N]`, or `[E, N]`: one a channel.
         zeros, minimums: shaped as `scales`, or None; types and meaning are those of `gemm`.
+        super_scales, super_minimums: `[E, B, N]`, beside integer scales and minimums as for `gemm`, or None.
         bias: floating `[E, N]`, or None.
         group_size, bits: needed only where `gemm` needs them.
         interleaved: of gate and up: their channels take turns, as in gpt-oss; if not, all of gate comes first.
@@ -70,6 +71,8 @@ class ExpertWeights(NamedTuple):
     weight_dtype: str | None = None
     global_scale: Tensor | None = None
     minimums: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
 
 
 class ExpertsCall(NamedTuple):

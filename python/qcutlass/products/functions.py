@@ -36,6 +36,8 @@ def gemm(
     global_scale: Tensor | None = None,
     minimums: Tensor | None = None,
     batch_invariant: bool = False,
+    super_scales: Tensor | None = None,
+    super_minimums: Tensor | None = None,
 ) -> Tensor:
     """Multiplies activations by quantised weights: `activation(a' @ w.T + bias)`, sums in fp32, rounded once.
 
@@ -87,6 +89,10 @@ def gemm(
         batch_invariant: a row of the result is the same bits whatever M is, and whatever the other rows are, on one
             machine and GPU model: one order of sums serves every M, which costs time. Every call has it where the
             environment says `QCUTLASS_BATCH_INVARIANT=1`.
+        super_scales: float16 `[B, N]`, B a divisor of G: the second level of scales, which are uint8 or int8 then. A
+            group's scale is the exact product of its integer and the number of its super-block, one of G / B
+            neighbouring groups. CPU only; `expand_scales` makes scales of one level. GGUF's K-quants are stored so.
+        super_minimums: float16, shaped as `super_scales`: the same of minimums, just where there are minimums.
 
     Returns:
         `[..., N]` with the type of `a`; `out` if it was given. Bitwise repeatable.
@@ -107,7 +113,8 @@ def gemm(
     """
     operands = a, w_packed, scales, zeros, bias, activation, act_scale, perm
     options = group_size, bits, tactic, split_k, activations, weight_dtype
-    return compute(WEIGHT_ONLY, GemmCall(*operands, *options, global_scale, minimums, batch_invariant), out)
+    numbers = global_scale, minimums, batch_invariant, super_scales, super_minimums
+    return compute(WEIGHT_ONLY, GemmCall(*operands, *options, *numbers), out)
 
 
 @computes(INT8)
@@ -243,6 +250,8 @@ def gemm_grouped(
     global_scale: Tensor | None = None,
     minimums: Tensor | None = None,
     batch_invariant: bool = False,
+    super_scales: Tensor | None = None,
+    super_minimums: Tensor | None = None,
 ) -> Tensor:
     """Multiplies each row by the quantised weights of its expert: the product of a mixture of experts.
 
@@ -260,6 +269,7 @@ def gemm_grouped(
         w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
         scales: `[E, G, N]`, or `[E, N]`: one a channel; of types as for `gemm`.
         zeros, minimums: shaped as `scales`, of types and meaning as for `gemm`.
+        super_scales, super_minimums: `[E, B, N]`, as for `gemm`.
         offsets: int32 `[E + 1]`, not decreasing, in [0, R].
         rows: int32 `[R]`, in [0, T): the row of `a` that each result row multiplies, gathered by the kernel. None: r,
             and R = T.
@@ -274,7 +284,7 @@ def gemm_grouped(
 
     Raises:
         TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset
-            or a row out of range; on CUDA UnsupportedError for `weight_dtype` and `minimums`.
+            or a row out of range; on CUDA UnsupportedError for `weight_dtype`, `minimums` and `super_scales`.
 
     Example:
         >>> import torch, qcutlass
@@ -288,7 +298,7 @@ def gemm_grouped(
         torch.Size([3, 48])
     """
     operands = a, w_packed, scales, offsets, zeros, rows, row_scale, bias
-    numbers = weight_dtype, global_scale, minimums, batch_invariant
+    numbers = weight_dtype, global_scale, minimums, batch_invariant, super_scales, super_minimums
     return compute(GROUPED, GroupedCall(*operands, activation, group_size, bits, tactic, *numbers), out)
 
 

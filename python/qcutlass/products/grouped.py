@@ -26,11 +26,14 @@ _INDICES: Final = (torch.int32,)
 
 
 _PARAMETERS: Final = (2, 3), "[E, G, N] or [E, N]"
+_SUPERS: Final = (3,), "[E, B, N]"
 _STACKED: Final = {
     "w_packed": ((5,), "[E, ceil(N/16), tiles along K, 32, 16]"),
     "scales": _PARAMETERS,
     "zeros": _PARAMETERS,
     "minimums": _PARAMETERS,
+    "super_scales": _SUPERS,
+    "super_minimums": _SUPERS,
     "global_scale": ((1, 2), "[E] or [E, 1]"),
 }
 """The parts of packed weights that each expert has one of: numbers of dimensions, and shapes."""
@@ -70,6 +73,8 @@ class GroupedCall(NamedTuple):
     global_scale: Annotated[Tensor | None, Operand.GLOBAL_SCALE] = None
     minimums: Annotated[Tensor | None, Operand.MINIMUMS] = None
     batch_invariant: bool = False
+    super_scales: Annotated[Tensor | None, Operand.SUPER_SCALES] = None
+    super_minimums: Annotated[Tensor | None, Operand.SUPER_MINIMUMS] = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -135,11 +140,13 @@ class GroupedCall(NamedTuple):
         return self
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
-        flat: dict[str, Any] = {name: _flat(getattr(self, name)) for name in ("scales", "zeros", "minimums")}
+        names = "scales", "zeros", "minimums", "super_scales", "super_minimums"
+        flat: dict[str, Any] = {name: _flat(getattr(self, name)) for name in names}
         whole = None if self.global_scale is None else self.global_scale.contiguous()
         stacked = PackedWeights.of(self)._replace(**flat, global_scale=whole)
         weights, operands = weight_arguments(shape, stacked)
         weights.scale_stride = weights.zero_stride = weights.minimum_stride = shape.n
+        weights.super_scale_stride = weights.super_minimum_stride = shape.n
         arguments.weights = weights
         experts = _C.ExpertRows()
         experts.count, experts.a_rows = self.experts, self.a.shape[0]

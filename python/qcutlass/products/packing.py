@@ -5,6 +5,7 @@ Packed weights do not store K: the number of tiles bounds it, and callers say wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
+from qcutlass.errors import UnsupportedError
 from qcutlass.products.checks import E8M0, FLOATING, ceil_div, check_integer, check_operand, names_of, shape_of
 from qcutlass.products.extension import DTYPES
 from qcutlass.products.memory import aligned, as_separate_rows
@@ -45,6 +47,9 @@ TILE: Final = (32, 16)  # lanes (or halves of rows), bytes of each
 _TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()}
 _AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
 _CODES: Final = (torch.uint8,)
+_INTEGERS: Final = (torch.uint8, torch.int8)
+"""Types of scales and minimums of two levels."""
+_SUPERS: Final = (torch.float16,)
 _ZEROS: Final = (torch.uint8, torch.int8, torch.int32, *FLOATING)
 
 
@@ -62,6 +67,8 @@ class PackedWeights(NamedTuple):
     weight_dtype: str | None = None
     global_scale: Tensor | None = None
     minimums: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
 
     @staticmethod
     def of(holder: Any) -> PackedWeights:
@@ -180,7 +187,7 @@ def check_channels(source: str, n: int, name: str, w_packed: Tensor) -> None:
 
 def check_weights(weights: PackedWeights, k: int, device: torch.device, first: str) -> WeightShape:
     """Checks a packed weight of K = `k` columns with what belongs to it; `first` names the operand on `device`."""
-    w_packed, scales, zeros, group_size, bits, weight_dtype, global_scale, minimums = weights
+    w_packed, scales, zeros, group_size, bits, weight_dtype, global_scale, minimums, *supers = weights
     check_weight_dtype(weight_dtype, bits)
     if isinstance(w_packed, Tensor) and w_packed.dtype == torch.int8:
         raise ValueError(
@@ -188,7 +195,8 @@ def check_weights(weights: PackedWeights, k: int, device: torch.device, first: s
             "packed for 16-bit activations (dtype uint8): pack the codes with preprocess_weights(codes, bits=8)"
         )
     check_operand("w_packed", w_packed, _CODES, device, first)
-    allowed = FLOATING if weight_dtype is None else CODE_TYPES[weight_dtype].scales
+    numbers = FLOATING if weights.super_scales is None else _INTEGERS
+    allowed = numbers if weight_dtype is None else CODE_TYPES[weight_dtype].scales
     check_operand("scales", scales, allowed, device, first)
     check_packed_form("w_packed", w_packed)
     if scales.dim() not in (1, 2):
@@ -206,13 +214,15 @@ def check_weights(weights: PackedWeights, k: int, device: torch.device, first: s
     if global_scale is not None:
         _check_global_scale(global_scale, scales, device, first)
     if minimums is not None:
-        check_operand("minimums", minimums, FLOATING, device, first)
+        check_operand("minimums", minimums, numbers, device, first)
         if minimums.shape != scales.shape:
             raise ValueError(f"minimums: expected the shape of scales, {shape_of(scales)}, got {shape_of(minimums)}")
         if zeros is not None:
             raise ValueError("minimums: expected zeros or minimums, got both; with minimums leave zeros out")
         if weight_dtype is not None:
             raise ValueError(f"minimums: {weight_dtype} codes have none; pass None")
+    if any(part is not None for part in supers):
+        _check_supers(weights, device, first)
     groups = scales.shape[0] if scales.dim() == 2 else 1
     bits = bits if weight_dtype is None else CODE_TYPES[weight_dtype].bits
     return WeightShape(n, k, _bits(w_packed, k, bits), _group_size(groups, k, group_size), weight_dtype)
@@ -227,6 +237,80 @@ def _check_global_scale(global_scale: Tensor, scales: Tensor, device: torch.devi
     check_operand("global_scale", global_scale, (torch.float32,), device, first)
     if global_scale.shape != (1,):
         raise ValueError(f"global_scale: expected shape [1], got {shape_of(global_scale)}")
+
+
+def _check_supers(weights: PackedWeights, device: torch.device, first: str) -> None:
+    for name in ("super_scales", "super_minimums"):
+        part = getattr(weights, name)
+        if part is not None:
+            check_operand(name, part, _SUPERS, device, first)
+    check_super_blocks(weights)
+    if device.type == "cuda":
+        raise UnsupportedError(
+            "super_scales: on CUDA scales and minimums have one level: pass qcutlass.expand_scales(scales, "
+            "super_scales), and likewise minimums, without them; layers do so by themselves; or use CPU tensors"
+        )
+
+
+def check_super_blocks(weights: Any) -> None:
+    """Raises ValueError unless the second levels of scales and minimums, if any, go with the first.
+
+    `weights`: anything with these parts.
+    """
+    supers, scales, minimums = weights.super_scales, weights.scales, weights.minimums
+    if supers is None and weights.super_minimums is None:
+        return
+    if supers is None or (minimums is None) != (weights.super_minimums is None):
+        raise ValueError(
+            "super_minimums: expected super_scales, and super_minimums just where there are minimums: both levels of "
+            "both"
+        )
+    if weights.weight_dtype is not None or weights.zeros is not None or weights.global_scale is not None:
+        raise ValueError("super_scales: stand beside integer codes without zeros and global_scale; leave these out")
+    groups, n = scales.shape if scales.dim() == 2 else (0, 0)
+    if supers.dim() != 2 or supers.shape[1] != n or not supers.shape[0] or groups % supers.shape[0]:
+        raise ValueError(
+            f"super_scales: expected shape [B, N] beside scales [G, N], B a divisor of G, got {shape_of(supers)} beside "
+            f"{shape_of(scales)}"
+        )
+    if minimums is not None and weights.super_minimums.shape != supers.shape:
+        raise ValueError(
+            f"super_minimums: expected the shape of super_scales, {shape_of(supers)}, got "
+            f"{shape_of(weights.super_minimums)}"
+        )
+
+
+def expand_scales(scales: Tensor, super_scales: Tensor | None) -> Tensor:
+    """Scales, or minimums, of two levels as numbers: `scales[g, n] * super_scales[g // (G / B), n]`, exactly.
+
+    Args:
+        scales: uint8 or int8 `[G, N]`, or `[E, G, N]`.
+        super_scales: float16 `[B, N]`, or `[E, B, N]`: each for G / B neighbouring groups. None: the scales have one
+            level, and are returned.
+
+    Returns:
+        float32, shaped as `scales`.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> scales, super_scales = torch.tensor([[1], [2], [3], [4]], dtype=torch.uint8), torch.tensor([[0.5], [2.0]])
+        >>> qcutlass.expand_scales(scales, super_scales.half()).flatten()
+        tensor([0.5000, 1.0000, 6.0000, 8.0000])
+    """
+    if super_scales is None:
+        return scales
+    groups = scales.shape[-2] // super_scales.shape[-2]
+    return scales.float() * super_scales.float().repeat_interleave(groups, dim=-2)
+
+
+def one_level(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts of weights by their names, with scales and minimums of one level: what CUDA's kernels take."""
+    found = dict(parts)
+    for name in ("scales", "minimums"):
+        supers = found.get(f"super_{name}")
+        if supers is not None:
+            found |= {name: expand_scales(found[name], supers), f"super_{name}": None}
+    return found
 
 
 def packed_shape(n: int, k: int, packing: _C.Packing) -> tuple[int, int, int, int]:
@@ -261,4 +345,15 @@ def weight_arguments(shape: WeightShape, weights: PackedWeights) -> tuple[_C.Wei
         arguments.minimums = minimums.data_ptr()
         arguments.minimum_stride = minimums.stride(0)
         operands.append(minimums)
+    if weights.super_scales is not None:
+        super_scales = as_separate_rows(weights.super_scales)
+        arguments.super_groups = scales.shape[0] // super_scales.shape[0]
+        arguments.super_scales = super_scales.data_ptr()
+        arguments.super_scale_stride = super_scales.stride(0)
+        operands.append(super_scales)
+    if weights.super_minimums is not None:
+        super_minimums = as_separate_rows(weights.super_minimums)
+        arguments.super_minimums = super_minimums.data_ptr()
+        arguments.super_minimum_stride = super_minimums.stride(0)
+        operands.append(super_minimums)
     return arguments, operands

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.products.library import is_traced
-from qcutlass.products.packing import TILE_N
+from qcutlass.products.packing import TILE_N, expand_scales
 
 # A tile's bytes by what they hold; see position_in_tile in cpp/include/qcutlass/layout.h. A lane is 4 * g + t with
 # g = row % 8; a step is 16 columns, of two halves of 8; t picks a pair of columns in a half, `odd` one of the pair.
@@ -25,6 +25,8 @@ def dequantize_rows(
     bits: int,
     dtype: torch.dtype,
     minimums: Tensor | None = None,
+    super_scales: Tensor | None = None,
+    super_minimums: Tensor | None = None,
 ) -> Tensor:
     """Some rows of the matrix that packed weights stand for, the same bits that `qcutlass.dequantize` gives.
 
@@ -35,7 +37,7 @@ def dequantize_rows(
     Args:
         w_packed, scales, zeros: of `[N, K]`, as `qcutlass.dequantize` takes them.
         rows: integers `[T]` in [0, N), on the same device.
-        k, group_size, bits, dtype, minimums: as for `qcutlass.dequantize`.
+        k, group_size, bits, dtype, minimums, super_scales, super_minimums: as for `qcutlass.dequantize`.
 
     Returns:
         `[T, K]`.
@@ -57,9 +59,9 @@ def dequantize_rows(
     if rows.is_cpu and not is_traced() and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < n:
         raise IndexError(f"rows: expected integers in [0, {n}), got {int(rows.min())} to {int(rows.max())}")
     codes = (_codes_4 if bits == 4 else _codes_8)(w_packed, rows.long())[:, :k].float()
-    scale = _spread(scales, rows, k, group_size)
+    scale = _spread(scales, rows, k, group_size, super_scales)
     if minimums is not None:
-        return (codes.double() * scale - _spread(minimums, rows, k, group_size)).float().to(dtype)
+        return (codes.double() * scale - _spread(minimums, rows, k, group_size, super_minimums)).float().to(dtype)
     zero = 2.0 ** (bits - 1) if zeros is None else _spread(zeros, rows, k, group_size)
     return ((codes - zero) * scale).to(dtype)
 
@@ -82,9 +84,10 @@ def _codes_8(w_packed: Tensor, rows: Tensor) -> Tensor:
     return found.permute(0, 1, 3, 4, 2, 5).reshape(len(rows), 32 * tiles)
 
 
-def _spread(parameters: Tensor, rows: Tensor, k: int, group_size: int) -> Tensor:
+def _spread(parameters: Tensor, rows: Tensor, k: int, group_size: int, supers: Tensor | None = None) -> Tensor:
     """Scales, zeros or minimums of these rows, float32: `[T, K]`, or `[T, 1]` where one group holds all columns."""
-    found = parameters.view(-1, parameters.shape[-1])[:, rows].T.float()
+    found = parameters.view(-1, parameters.shape[-1])[:, rows].float()
+    found = expand_scales(found, None if supers is None else supers[:, rows]).T
     if found.shape[1] == 1:
         return found
     return found.repeat_interleave(group_size, dim=1, output_size=found.shape[1] * group_size)[:, :k]

@@ -81,7 +81,8 @@ def describe_scales(shape: WeightShape, weights: PackedWeights) -> list[str]:
     offsets = {"zeros": weights.zeros, "minimums": weights.minimums}
     named = [f"{names_of([part.dtype])} {name}" for name, part in offsets.items() if part is not None]
     found += named or (["symmetric"] if shape.weight_dtype is None else [])
-    return found if weights.global_scale is None else [*found, "global_scale"]
+    optional = {"global_scale": weights.global_scale, "super-blocks": weights.super_scales}
+    return found + [name for name, part in optional.items() if part is not None]
 
 
 class GemmCall(NamedTuple):
@@ -104,6 +105,8 @@ class GemmCall(NamedTuple):
     global_scale: Annotated[Tensor | None, Operand.GLOBAL_SCALE] = None
     minimums: Annotated[Tensor | None, Operand.MINIMUMS] = None
     batch_invariant: bool = False
+    super_scales: Annotated[Tensor | None, Operand.SUPER_SCALES] = None
+    super_minimums: Annotated[Tensor | None, Operand.SUPER_MINIMUMS] = None
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -52,6 +52,8 @@ class DequantizeCall(NamedTuple):
     weight_dtype: str | None = None
     global_scale: Tensor | None = None
     minimums: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
 
 
 def _packing(bits: int, activations: str) -> _C.Packing:

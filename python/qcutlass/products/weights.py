@@ -90,6 +90,8 @@ def dequantize(
     weight_dtype: str | None = None,
     global_scale: Tensor | None = None,
     minimums: Tensor | None = None,
+    super_scales: Tensor | None = None,
+    super_minimums: Tensor | None = None,
 ) -> Tensor:
     """The weights that packed codes stand for, computed as the products compute them.
 
@@ -107,6 +109,7 @@ def dequantize(
         rows: (begin, end): only these rows.
         weight_dtype, global_scale: as for `gemm`.
         minimums: float16, bfloat16 or float32, shaped as `scales`, instead of zeros.
+        super_scales, super_minimums: as for `gemm`.
 
     Returns:
         `[N, K]`, or `[end - begin, K]`.
@@ -122,7 +125,7 @@ def dequantize(
         True
     """
     begin, end = (0, None) if rows is None else check_pair("rows", rows, "(begin, end)")
-    numbers = weight_dtype, global_scale, minimums
+    numbers = weight_dtype, global_scale, minimums, super_scales, super_minimums
     call = DequantizeCall(w_packed, scales, zeros, k, group_size, bits, dtype, begin, end, *numbers)
     if is_eager(*call):
         return weight_operators.dequantize(call)
