@@ -28,7 +28,8 @@ OTHERS = (
     "unpack(Tensor w_packed, int bits, SymInt n, SymInt k) -> Tensor",
     "dequantize(Tensor w_packed, Tensor scales, Tensor? zeros, SymInt k, int? group_size=None, int? bits=None, "
     "ScalarType? dtype=None, SymInt row_begin=0, SymInt? row_end=None, "
-    "str? weight_dtype=None, Tensor? global_scale=None, Tensor? minimums=None) -> Tensor",
+    "str? weight_dtype=None, Tensor? global_scale=None, Tensor? minimums=None, Tensor? super_scales=None, "
+    "Tensor? super_minimums=None) -> Tensor",
     "quantize_8bit(Tensor a, ScalarType dtype, bool per_tensor=False, bool asymmetric=False, Tensor? scale=None, "
     "Tensor? azp=None, Tensor? smooth=None) -> (Tensor, Tensor, Tensor)",
     "quantize_blocks(Tensor x, int size, bool square, ScalarType dtype, str? scale_fmt=None, bool gated=False) -> "

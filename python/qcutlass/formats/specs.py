@@ -135,7 +135,7 @@ class LayerSpec:
         groups = (ceil_div(k, self.columns(k)), n)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("scales", "zeros", "minima", "minimums"), groups)
         if self.super_size is not None:
-            blocks = ceil_div(groups[0], self.super_size // self.columns(k))
+            blocks = ceil_div(groups[0], max(1, self.super_size // self.columns(k)))
             shapes |= dict.fromkeys(("super_scales", "super_minimums"), (blocks, n))
         shapes |= {"bias": (n,), "a_scale": (1,), "global_scale": (1,)}
         return {
@@ -156,8 +156,7 @@ def _super_size(values: Mapping[str, Any], where: str) -> int | None:
         )
     if supers and ("zeros" in values or "minima" in values or "weight_dtype" in values):
         raise CheckpointError(f"{where}: expected integer codes without zeros beside super_scales, got {values!r:.200}")
-    fits = type(size) is int and size > 0 and size % group_size == 0 if supers else size is None
-    if not fits or (supers and group_size < 1):
+    if not (type(size) is int and size > 0 and size % max(1, group_size) == 0 if supers else size is None):
         raise CheckpointError(
             f"{where}: super_size: expected a multiple of group_size just beside super_scales, got {size!r:.40} and "
             f"{group_size}"

@@ -216,10 +216,10 @@ def narrowed(values: Tensor) -> Tensor:
 
 
 def integers(weight: QuantizedTensor) -> QuantizedTensor:
-    """Weights of integer codes; UnsupportedError for others."""
+    """Weights of integer codes with scales of one level; UnsupportedError for other codes."""
     if weight.weight_dtype is not None:
         raise UnsupportedError(f"expected integer codes, got {weight.weight_dtype} ones; quantise to integers instead")
-    return weight
+    return weight.expanded()
 
 
 def scales_16(scales: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class _FusedLinear(WeightOnlyLinear):
         strips = slice(begin // _STRIP, ceil_div(end, _STRIP))
         cuts = {"w_packed": self.w_packed[strips]}
         for name, part in self._buffers.items():
-            if part is not None and name != "w_packed" and name not in _SHARED:
+            if part is not None and name not in ("w_packed", "layout", *_SHARED):
                 cuts[name] = part[..., begin:end]
         return {name: cuts.get(name, part) for name, part in self._buffers.items() if name != "layout"}
 

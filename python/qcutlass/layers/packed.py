@@ -17,12 +17,16 @@ Parts = Mapping[str, Tensor | None]
 
 _NUMBERS: Final = (*FLOATING, torch.float8_e4m3fn)
 _SUPERS: Final = ("super_scales", "super_minimums")
+_OF_ONE_LEVEL: Final = ("cuda",)
+"""Devices whose kernels take no scales of two levels."""
 
 
 def _for_device(parts: Parts, device: torch.device) -> Parts:
-    """The buffers with scales of one level where a GPU has them or gets them: its kernels take no others."""
+    """The buffers with scales of one level where a device has them, or gets them, that takes no others."""
     supers = parts.get("super_scales")
-    return parts if supers is None or "cuda" not in (device.type, supers.device.type) else one_level(parts)
+    if supers is None or not {device.type, supers.device.type} & set(_OF_ONE_LEVEL):
+        return parts
+    return one_level(parts)
 
 
 class PackedModule(nn.Module, ABC):

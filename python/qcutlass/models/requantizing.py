@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.errors import CheckpointError, UnsupportedError
@@ -17,6 +17,7 @@ from qcutlass.models.sources import ModelSource
 from qcutlass.schemes import WeightOnly
 
 Change = Callable[[Layer, WeightOnly], Layer]
+_MINIMUMS: Final = ("minimums", "super_minimums")
 
 
 def to_nearest(layer: Layer, scheme: WeightOnly) -> Layer:

@@ -51,6 +51,14 @@ def numbers_of_codes(codes: Tensor, weight_dtype: str) -> Tensor:
     return torch.where(codes < 8, magnitudes, -magnitudes)
 
 
+def _whole(integers: Tensor, supers: Tensor | None) -> Tensor:
+    """float32 `[G, N]` of both levels."""
+    if supers is None:
+        return integers.float()
+    block = torch.arange(len(integers), device=integers.device) * len(supers) // len(integers)
+    return (integers.double() * supers.double()[block]).float()
+
+
 def dequantized_weight(
     codes: Tensor,
     scales: Tensor,
@@ -61,6 +69,8 @@ def dequantized_weight(
     minimums: Tensor | None = None,
     weight_dtype: str | None = None,
     global_scale: Tensor | None = None,
+    super_scales: Tensor | None = None,
+    super_minimums: Tensor | None = None,
 ) -> Tensor:
     """The weights that codes stand for: RN(RN32(RN32(code - zero) * scale)), RN to `dtype`.
 
@@ -78,13 +88,16 @@ def dequantized_weight(
         minimums: shaped as `scales`, floating; or None.
         weight_dtype: of floating codes, "e2m1" or "e4m3"; None: integers.
         global_scale: float32 `[1]`, or None.
+        super_scales, super_minimums: float16 `[B, N]`: numbers that the integers of G / B neighbouring groups are times,
+            which fp32 holds exactly; None: scales and minimums are numbers.
 
     Returns:
         `[N, K]`.
     """
     n, k = codes.shape
-    scales = scales.reshape(-1, n).float()
+    scales = _whole(scales.reshape(-1, n), super_scales)
     if minimums is not None:
+        minimums = _whole(minimums.reshape(-1, n), super_minimums)
         scale, minimum = (
             part.reshape(-1, n).double().T.repeat_interleave(min(group_size, k), dim=1)[:, :k]
             for part in (scales, minimums)

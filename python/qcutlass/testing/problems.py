@@ -38,6 +38,8 @@ class Problem:
     minimums: Tensor | None = None
     weight_dtype: str | None = None
     global_scale: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -47,7 +49,7 @@ class Problem:
     @property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `qcutlass.gemm`; group_size and bits only where the shapes do not tell them."""
-        names = (*_EPILOGUE, "minimums", "weight_dtype", "global_scale")
+        names = (*_EPILOGUE, "minimums", "weight_dtype", "global_scale", "super_scales", "super_minimums")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | self.ambiguous
 
     @property
@@ -60,7 +62,8 @@ class Problem:
     def weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """`[N, K]` in `dtype` (None: float32), columns in the order of the codes."""
         given = self.codes, self.scales, self.zeros, self.group_size, self.bits
-        return dequantized_weight(*given, dtype, self.minimums, self.weight_dtype, self.global_scale)
+        numbers = self.weight_dtype, self.global_scale, self.super_scales, self.super_minimums
+        return dequantized_weight(*given, dtype, self.minimums, *numbers)
 
     def reference(self, weight_dtype: torch.dtype | None = None) -> Reference:
         """The float64 answer for weights rounded to `weight_dtype` (None: kept in fp32)."""
@@ -69,6 +72,7 @@ class Problem:
     def __repr__(self) -> str:
         m, n, k = self.shape
         offsets = {"zeros": self.zeros, "minimums": self.minimums, "global": self.global_scale}
+        offsets |= {"super": self.super_scales}
         named = [f"{name}={part.dtype}" for name, part in offsets.items() if part is not None]
         epilogue = [name for name in ("bias", "act_scale", "perm") if getattr(self, name) is not None]
         codes = self.weight_dtype or f"w{self.bits}"
@@ -93,6 +97,8 @@ class Case:
         bias, act_scale, perm: whether there is one.
         activation: name or None.
         weight_dtype: of floating codes, "e2m1" or "e4m3", with zeros="none"; None: integers.
+        super_groups: groups of a super-block, a divisor of their number: scales are int8 and minimums uint8 then, with
+            zeros="none" or "minimum". 0: scales have one level.
     """
 
     m: int
@@ -109,12 +115,13 @@ class Case:
     act_scale: bool = False
     perm: bool = False
     weight_dtype: str | None = None
+    super_groups: int = 0
 
     @property
-    def _zero_span(self) -> int:  # int8 holds half of what 8-bit codes need
-        return 1 << (min(self.bits, 7) if self.zero_dtype == torch.int8 else self.bits)
+    def _zero_span(self) -> int:  # int8 holds half of what 8-bit codes need; minimums of two levels are 4 times these
+        return 1 << min(self.bits, 7 if self.zero_dtype == torch.int8 else 6 if self.super_groups else self.bits)
 
-    def _problem(self, seed: int, **tensors: Tensor | None) -> Problem:
+    def _problem(self, seed: int, exact: bool, **tensors: Tensor | None) -> Problem:
         """Casts float64 or integer tensors to the case's types."""
         scale_dtype = self.scale_dtype or self.dtype
         zero_dtype = self.zero_dtype or (torch.uint8 if self.zeros == "int" else scale_dtype)
@@ -123,6 +130,9 @@ class Case:
         cast: dict[str, Any] = {
             name: t if t is None else t.to(types.get(name, self.dtype)) for name, t in tensors.items()
         }
+        if self.super_groups:
+            for name, dtype in (("scales", torch.int8), ("minimums", torch.uint8)):
+                cast[name], cast[f"super_{name}"] = self._two_levels(tensors.get(name), dtype, exact)
         numbers: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "weight_dtype": self.weight_dtype}
         return Problem(**numbers, activation=self.activation, seed=seed, **cast)
 
@@ -139,6 +149,24 @@ class Case:
         found = chosen[codes.long() % len(chosen)]
         found[::2] &= 2 ** (self.bits - 1) - 1
         return found
+
+    def _two_levels(self, values: Tensor | None, dtype: torch.dtype, exact: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Numbers `[G, N]` as integers and the float16 numbers of super-blocks.
+
+        Exact: numbers whose multiples of the largest one's 2^-6 (with signs; else 2^-7) they are stay what they are.
+        Those of every second channel are negative where integers have signs.
+        """
+        if values is None:
+            return None, None
+        most, bits = (127, 6) if dtype == torch.int8 else (255, 7)
+        blocks = values.double().unflatten(0, (-1, self.super_groups))
+        largest = blocks.abs().amax(1).clamp(min=2.0**-14)  # the rest of float16's exponents is for the integers
+        supers = torch.exp2(largest.log2().floor() - bits) if exact else largest / most
+        if dtype == torch.int8:
+            supers[:, ::2] *= -1
+        supers = supers.to(torch.float16)
+        integers = (blocks / supers.double()[:, None]).round().clamp(-most if dtype == torch.int8 else 0, most)
+        return integers.flatten(0, 1).to(dtype), supers
 
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
         """Data as a layer has it: normal activations with outlier columns, every code, scales within a factor of 4.
@@ -169,6 +197,7 @@ class Case:
             codes[codes & _NAN == _NAN] = 0x31
         return self._problem(
             seed,
+            False,
             a=a,
             codes=codes,
             global_scale=torch.full((1,), unit, device=device) if self._has_global_scale else None,
@@ -225,7 +254,7 @@ class Case:
             shrunk = {"scales": scales * shrink, "bias": None if bias is None else bias * shrink, "zeros": zeros}
             if self.zeros == "minimum":
                 shrunk |= {"zeros": None, "minimums": some * scales * shrink}
-            return self._problem(seed, a=a, codes=codes, act_scale=act_scale, perm=perm, global_scale=whole, **shrunk)
+            return self._problem(seed, True, a=a, codes=codes, act_scale=act_scale, perm=perm, global_scale=whole, **shrunk)
 
         result = problem(1.0)
         total = reference(result.a.abs(), result.weight().abs(), act_scale=result.act_scale, perm=result.perm).sum + 64

@@ -12,7 +12,7 @@ from torch import nn
 from qcutlass import _C
 from qcutlass.products.checks import check_integer
 from qcutlass.products.extension import DTYPES
-from qcutlass.products.packing import PACKINGS, PackedWeights, check_weights
+from qcutlass.products.packing import PACKINGS, PackedWeights, check_weights, one_level
 
 _ACTIVATIONS: Final = (torch.float16, torch.bfloat16)
 
@@ -70,12 +70,12 @@ def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
         if getattr(part, "weight_dtype", None) is not None:  # there are too few configurations to choose from
             continue
         parts: dict[str, Any] = {name: getattr(part, name, None) for name in PackedWeights._fields}
-        weights = PackedWeights(**parts)
+        weights = PackedWeights(**one_level(parts))  # as the layer has them on a GPU
         try:
             shape = check_weights(weights, part.in_features, part.w_packed.device, "w_packed")
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name or 'the module'}: {error}") from error
-        scale_dtype, minimums = part.scales.dtype, weights.minimums
+        scale_dtype, minimums = weights.scales.dtype, weights.minimums
         activations = dtype or (scale_dtype if scale_dtype in _ACTIVATIONS else torch.float16)
         types = [None if values is None else values.dtype for values in (part.zeros, minimums)]
         found.append(Layer(shape.n, shape.k, shape.bits, shape.group_size, activations, scale_dtype, *types))

@@ -13,6 +13,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.specs import METHOD, PARTS, LayerSpec
 from qcutlass.layers.base import from_spec
+from qcutlass.products.packing import one_level
 
 FORMATS: Final = ("gptq", "awq", "compressed-tensors")
 """The formats of other makers, keys of `qcutlass.formats.FORMATS`, of which layers are read here."""
@@ -107,6 +108,7 @@ def with_scales(layer: Layer, dtype: torch.dtype) -> Layer:
 def _of_packed(tensors: Mapping[str, Tensor], name: str, device: torch.device) -> Layer:
     """The layer of a converted folder."""
     held = {suffix: tensor.detach().to(device) for suffix, tensor in tensors.items() if suffix != "weight"}  # the guard
+    held = {suffix: tensor for suffix, tensor in one_level(held).items() if tensor is not None}
     if not {"layout", "w_packed"} <= set(held):
         raise CheckpointError(f"{name}: expected layout and w_packed of a packed layer, got {', '.join(held)}")
     _, bits, n, k, group_size = held["layout"].tolist()

@@ -218,7 +218,8 @@ def dequantized(layer: CanonicalLinear) -> Tensor:
     weight, (n, k) = layer.weight, layer.shape
     packed = qcutlass.preprocess_weights(weight.codes, bits=weight.bits)
     keywords: dict[str, Any] = {
-        "group_size": weight.group_size, "bits": weight.bits, "minimums": weight.minimums
+        "group_size": weight.group_size, "bits": weight.bits, "minimums": weight.minimums,
+        "super_scales": weight.super_scales, "super_minimums": weight.super_minimums,
     }  # fmt: skip
     if weight.weight_dtype is not None:
         keywords["weight_dtype"] = weight.weight_dtype

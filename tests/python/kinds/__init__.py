@@ -38,8 +38,8 @@ OUTLINES = {
         "Tensor a, Tensor w_packed, Tensor scales, Tensor offsets, Tensor? zeros=None, Tensor? rows=None, "
         "Tensor? row_scale=None, Tensor? bias=None, str? activation=None, int? group_size=None, int? bits=None, "
         "str? tactic=None, str? weight_dtype=None, Tensor? global_scale=None, Tensor? minimums=None, "
-        "bool batch_invariant=False",
-        ("w_packed", "scales", "zeros", "minimums"),
+        "bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None",
+        ("w_packed", "scales", "zeros", "minimums", "super_scales", "super_minimums"),
         "test_grouped.py",
     )
 }

@@ -108,7 +108,7 @@ def of_model(dtype: torch.dtype, bits: int) -> Judged:
 
 class Minimums(weight_only.WeightOnly):
     name = "gemm with minimums"
-    excluded = ("zeros", "global_scale")
+    excluded = ("zeros", "global_scale", "super_scales", "super_minimums")
     scale = "a"  # minimums have signs of their own
     boxed = ("a", "scales", "minimums", "bias", "act_scale")
     finely = MappingProxyType({"group_size": 16})

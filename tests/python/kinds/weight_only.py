@@ -335,10 +335,10 @@ class WeightOnly(Description):
         "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
         "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, "
         "int split_k=0, str? activations=None, str? weight_dtype=None, Tensor? global_scale=None, "
-        "Tensor? minimums=None, bool batch_invariant=False"
+        "Tensor? minimums=None, bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None"
     )
-    settling = ("w_packed", "scales", "zeros", "minimums")
-    excluded = ("minimums", "global_scale")
+    settling = ("w_packed", "scales", "zeros", "minimums", "super_scales", "super_minimums")
+    excluded = ("minimums", "global_scale", "super_scales", "super_minimums")
     scale = "scales"
     boxed = ("a", "scales", "zeros", "bias", "act_scale")
     not_finite = ("a",)
