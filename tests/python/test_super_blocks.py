@@ -168,8 +168,9 @@ def test_descriptions_that_contradict_themselves(name: str, seed: int) -> None:
 
 def test_products_on_gpus_take_one_level(seed: int) -> None:
     weight = any_weights(seed)
+    kinds = {name: (getattr(weight, name).shape, getattr(weight, name).dtype) for name in LEVELS}
     with FakeTensorMode():
-        parts = {name: torch.empty_like(getattr(weight, name), device="cuda") for name in LEVELS}
+        parts = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in kinds.items()}
         w_packed = torch.empty(3, 8, 32, 16, dtype=torch.uint8, device="cuda")
         with pytest.raises(UnsupportedError, match=r"super_scales: .*expand_scales"):
             qcutlass.gemm(torch.empty(1, 512, dtype=F16, device="cuda"), w_packed, **parts)

@@ -337,7 +337,7 @@ class WeightOnly(Description):
         "int split_k=0, str? activations=None, str? weight_dtype=None, Tensor? global_scale=None, "
         "Tensor? minimums=None, bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None"
     )
-    settling = ("w_packed", "scales", "zeros", "minimums", "super_scales", "super_minimums")
+    settling = ("w_packed", "scales", "zeros", "minimums")
     excluded = ("minimums", "global_scale", "super_scales", "super_minimums")
     scale = "scales"
     boxed = ("a", "scales", "zeros", "bias", "act_scale")
