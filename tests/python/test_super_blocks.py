@@ -162,7 +162,7 @@ BAD_SPECS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BAD_SPECS)
 def test_descriptions_that_contradict_themselves(name: str, seed: int) -> None:
     values = WeightOnlyLinear(any_weights(seed)).spec.to_dict() | BAD_SPECS[name]
-    with pytest.raises(CheckpointError, match="layer: .*super_"):
+    with pytest.raises(CheckpointError, match=r"layer: .*super_"):
         LayerSpec.from_dict({key: value for key, value in values.items() if value is not None}, "layer")
 
 

@@ -2,8 +2,9 @@
 
 Three kinds of blocks. 32 columns with a float16 scale d (and minimum m): Q4_0, Q5_0, Q8_0 are `d * (q - offset)`, Q4_1
 and Q5_1 `d * q + m`. 256 columns in sub-blocks of 16 or 32, the K-quants, whose scales and minimums are small integers
-times d and dmin: `d * sc * q - dmin * m`; both levels are kept. And IQ4_NL, IQ4_XS, whose q are looked up in a table. Products of a float16
-number by such an integer are exact in float32; what is rounded is the weight, once, as the gguf package rounds it.
+times d and dmin: `d * sc * q - dmin * m`; both levels are kept. And IQ4_NL, IQ4_XS, whose q are looked up in a table.
+Products of a float16 number by such an integer are exact in float32; what is rounded is the weight, once, as the gguf
+package rounds it.
 The layouts are those of ggml-common.h in the ggml project.
 """
 
@@ -134,7 +135,9 @@ def _scaled(blocks: Tensor, begin: int, integers: Tensor) -> _Scales:
     return _Scales(_groups(integers), _groups(_halves(blocks, begin)))
 
 
-def _of_sub_blocks(codes: Tensor, bits: int, size: int, scales: _Scales, minimums: _Scales | None = None) -> QuantizedTensor:
+def _of_sub_blocks(
+    codes: Tensor, bits: int, size: int, scales: _Scales, minimums: _Scales | None = None
+) -> QuantizedTensor:
     """The matrix of codes `[N, B, 256]` in sub-blocks of `size` columns."""
     matrix = QuantizedTensor(_matrix(codes), scales.integers, None, bits, size, super_scales=scales.halves)
     if minimums is None:

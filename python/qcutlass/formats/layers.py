@@ -14,7 +14,6 @@ from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.products.checks import short
 from qcutlass.quantized import QuantizedTensor
 
-
 _OPTIONAL: Final = ("zeros", "global_scale", "minimums", "super_scales", "super_minimums")
 """Tensors that weights may have beside codes and scales."""
 

@@ -26,7 +26,9 @@ GUARD: Final = "weight"
 Without it transformers, where qcutlass is not imported, would take random numbers for the weights, with a warning.
 """
 
-_DTYPES: Final = {short(kind): kind for kind in (*FLOATING, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, *E8M0)}
+_DTYPES: Final = {
+    short(kind): kind for kind in (*FLOATING, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, *E8M0)
+}
 
 
 def guard() -> torch.Tensor:

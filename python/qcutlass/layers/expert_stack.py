@@ -29,8 +29,8 @@ class ExpertStack(PackedModule):
     """One linear layer of each expert: weights `[E, N, K]`.
 
     Buffers: `w_packed` uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`, `scales`, `zeros` and `minimums` `[E, G, N]`,
-    `super_scales` and `super_minimums` `[E, B, N]`, `global_scale` `[E, 1]`, `bias` `[E, N]`; all but the first two may be None. `layout` is that of a `QuantLinear` and
-    the number of experts, and of the first one.
+    `super_scales` and `super_minimums` `[E, B, N]`, `global_scale` `[E, 1]`, `bias` `[E, N]`; all but the first two may
+    be None. `layout` is that of a `QuantLinear` and the number of experts, and of the first one.
     """
 
     OPTIONAL: ClassVar = ("zeros", "bias", "global_scale", "minimums", "super_scales", "super_minimums")

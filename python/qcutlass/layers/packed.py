@@ -143,9 +143,10 @@ class PackedModule(nn.Module, ABC):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        parts = {name: state_dict.get(prefix + name) for name in self._buffers}
+        parts: Parts = {name: state_dict.get(prefix + name) for name in self._buffers}
         if any(part is not None for part in parts.values()):
-            layout = parts.pop("layout")
+            layout = parts["layout"]
+            parts = {name: part for name, part in parts.items() if name != "layout"}
             if (settled := _for_device(parts, self.layout.device)) is not parts:
                 parts = settled
                 state_dict.update({prefix + name: part for name, part in parts.items() if part is not None})
@@ -156,8 +157,9 @@ class PackedModule(nn.Module, ABC):
                     raise ValueError("no `layout` beside the buffers: not the state of packed weights")
                 self._check_layout(layout)
                 self._check(parts)
-                for name, computed in self._missing(parts).items():
-                    parts[name] = state_dict[prefix + name] = computed
+                computed = self._missing(parts)
+                parts = {**parts, **computed}
+                state_dict.update({prefix + name: part for name, part in computed.items()})
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
                 return
@@ -173,3 +175,4 @@ class PackedModule(nn.Module, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._check_layout(self.layout)
+        self._settle()

@@ -270,8 +270,8 @@ def check_super_blocks(weights: Any) -> None:
     groups, n = scales.shape if scales.dim() == 2 else (0, 0)
     if supers.dim() != 2 or supers.shape[1] != n or not supers.shape[0] or groups % supers.shape[0]:
         raise ValueError(
-            f"super_scales: expected shape [B, N] beside scales [G, N], B a divisor of G, got {shape_of(supers)} beside "
-            f"{shape_of(scales)}"
+            f"super_scales: expected shape [B, N] beside scales [G, N], B a divisor of G, got {shape_of(supers)} "
+            f"beside {shape_of(scales)}"
         )
     if minimums is not None and weights.super_minimums.shape != supers.shape:
         raise ValueError(

@@ -88,8 +88,8 @@ def dequantized_weight(
         minimums: shaped as `scales`, floating; or None.
         weight_dtype: of floating codes, "e2m1" or "e4m3"; None: integers.
         global_scale: float32 `[1]`, or None.
-        super_scales, super_minimums: float16 `[B, N]`: numbers that the integers of G / B neighbouring groups are times,
-            which fp32 holds exactly; None: scales and minimums are numbers.
+        super_scales, super_minimums: float16 `[B, N]`: numbers that the integers of G / B neighbouring groups are
+            times, which fp32 holds exactly; None: scales and minimums are numbers.
 
     Returns:
         `[N, K]`.

@@ -150,7 +150,9 @@ class Case:
         found[::2] &= 2 ** (self.bits - 1) - 1
         return found
 
-    def _two_levels(self, values: Tensor | None, dtype: torch.dtype, exact: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _two_levels(
+        self, values: Tensor | None, dtype: torch.dtype, exact: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Numbers `[G, N]` as integers and the float16 numbers of super-blocks.
 
         Exact: numbers whose multiples of the largest one's 2^-6 (with signs; else 2^-7) they are stay what they are.
@@ -159,7 +161,7 @@ class Case:
         if values is None:
             return None, None
         most, bits = (127, 6) if dtype == torch.int8 else (255, 7)
-        blocks = values.double().unflatten(0, (-1, self.super_groups))
+        blocks = values.double().view(-1, self.super_groups, values.shape[1])
         largest = blocks.abs().amax(1).clamp(min=2.0**-14)  # the rest of float16's exponents is for the integers
         supers = torch.exp2(largest.log2().floor() - bits) if exact else largest / most
         if dtype == torch.int8:
@@ -254,7 +256,9 @@ class Case:
             shrunk = {"scales": scales * shrink, "bias": None if bias is None else bias * shrink, "zeros": zeros}
             if self.zeros == "minimum":
                 shrunk |= {"zeros": None, "minimums": some * scales * shrink}
-            return self._problem(seed, True, a=a, codes=codes, act_scale=act_scale, perm=perm, global_scale=whole, **shrunk)
+            return self._problem(
+                seed, True, a=a, codes=codes, act_scale=act_scale, perm=perm, global_scale=whole, **shrunk
+            )
 
         result = problem(1.0)
         total = reference(result.a.abs(), result.weight().abs(), act_scale=result.act_scale, perm=result.perm).sum + 64

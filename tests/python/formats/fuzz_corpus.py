@@ -211,6 +211,7 @@ def converted_folders() -> dict[str, Files]:
         blocks = QuantLinear.from_linear(torch.nn.Linear(64, 32), Blockwise(32))
         found["converted blocks"] = packed_folder("up", blocks)
         found["converted minimums"] = packed_folder("up", with_minimums())
+        found["converted super-blocks"] = packed_folder("up", with_super_blocks())
     return found
 
 
@@ -219,6 +220,14 @@ def with_minimums() -> QuantLinear:
     codes = torch.arange(32 * 64, dtype=torch.uint8).view(32, 64) % 16
     weight = QuantizedTensor(codes, torch.ones(2, 32), None, 4, 32, minimums=torch.ones(2, 32))
     return from_layer(CanonicalLinear(weight), "up")
+
+
+def with_super_blocks() -> QuantLinear:
+    """The same with scales of two levels."""
+    codes = torch.arange(32 * 64, dtype=torch.uint8).view(32, 64) % 16
+    integers, supers = torch.ones(4, 32, dtype=torch.uint8), torch.ones(2, 32, dtype=torch.float16)
+    levels = {"minimums": integers, "super_scales": supers, "super_minimums": supers}
+    return from_layer(CanonicalLinear(QuantizedTensor(codes, integers, None, 4, 16, **levels)), "up")
 
 
 def packed_folder(name: str, layer: QuantLinear) -> Files:

@@ -19,7 +19,8 @@ from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear, shard, use_activations
 
 pytest.importorskip("transformers", reason="needs transformers")
-from tests.python.models.test_gguf_models import write_gguf
+from tests.python.models import test_gguf_models
+from tests.python.models.test_gguf_models import MIXES, write_gguf
 from tests.python.models.test_heads import check, dense, load, logits
 
 from qcutlass.models.evaluation import perplexity
@@ -95,6 +96,20 @@ def test_states_folders_and_fused_models_keep_minimums(tiny: Any, ids: Tensor, t
     assert torch.equal(logits(model, ids), expected)  # strip by strip the same products
     model.save_pretrained(tmp_path / "fused")
     assert torch.equal(logits(load(tmp_path / "fused"), ids), expected)
+
+
+OF_FOUR_BITS = dict.fromkeys(
+    ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "token_embd", "output"), "Q4_K"
+)
+
+
+@pytest.mark.parametrize(("mix", "most"), [("Q4_K", 1.05), ("Q4_K_M", 1.2)])
+def test_folders_are_as_small_as_their_files(mix: str, most: float, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both levels of scales are kept: Q4_K grows by 1/8 of a bit for 4.5. Six bits take eight in folders."""
+    monkeypatch.setitem(MIXES, "Q4_K", OF_FOUR_BITS)
+    monkeypatch.setattr(test_gguf_models, "LARGE", 512)  # columns: names and sizes of tensors weigh little then
+    path, folder = tiny(mix)
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= most * path.stat().st_size
 
 
 @pytest.mark.parametrize("axis", ["out", "in"])
