@@ -12,8 +12,8 @@
 // where the scale is 0 there is none.
 //
 // Scales, and minimums, of two levels are integers, each times the number of its super-block, neighbouring groups of a
-// channel: scale[g, n] = super_scale[g / s, n] * integer[g, n], s = super_groups. An fp16 number by one of 8 bits has at
-// most 19: the product is exact in fp32.
+// channel: scale[g, n] = super_scale[g / s, n] * integer[g, n], s = super_groups. An fp16 number by one of 8 bits has
+// at most 19: the product is exact in fp32.
 //
 // Floating codes (e2m1, e4m3) have no zeros, and may have a global scale beside those of groups:
 //

@@ -47,8 +47,7 @@ struct ChannelParameters {
     if (n >= weights.n) return;
     for (GroupParameters const& from : {weights.group_scales(), weights.offsets()}) {
       prefetch(from.data, from.type, n, from.stride, weights.groups());
-      if (from.supers != nullptr)
-        prefetch(from.supers, DType::kFloat16, n, from.super_stride, weights.super_blocks());
+      if (from.supers != nullptr) prefetch(from.supers, DType::kFloat16, n, from.super_stride, weights.super_blocks());
     }
   }
 

@@ -225,9 +225,10 @@ def with_minimums() -> QuantLinear:
 def with_super_blocks() -> QuantLinear:
     """The same with scales of two levels."""
     codes = torch.arange(32 * 64, dtype=torch.uint8).view(32, 64) % 16
-    integers, supers = torch.ones(4, 32, dtype=torch.uint8), torch.ones(2, 32, dtype=torch.float16)
-    levels = {"minimums": integers, "super_scales": supers, "super_minimums": supers}
-    return from_layer(CanonicalLinear(QuantizedTensor(codes, integers, None, 4, 16, **levels)), "up")
+    scales, minimums = (torch.ones(4, 32, dtype=torch.uint8) for _ in range(2))
+    of_scales, of_minimums = (torch.ones(2, 32, dtype=torch.float16) for _ in range(2))
+    levels = {"minimums": minimums, "super_scales": of_scales, "super_minimums": of_minimums}
+    return from_layer(CanonicalLinear(QuantizedTensor(codes, scales, None, 4, 16, **levels)), "up")
 
 
 def packed_folder(name: str, layer: QuantLinear) -> Files:
