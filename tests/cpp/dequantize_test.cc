@@ -106,6 +106,11 @@ std::vector<test::WeightCase> cases() {
     for (int64_t group_size : {1, 3, 32, 48, 64, 100, 128, 130, 131, 4096}) {
       result.push_back({packing, 18, 131, group_size, DType::kFloat16, DType::kUInt8});
     }
+    for (int64_t super_groups : {1, 2, 8, 9}) {
+      result.push_back({packing, 35, 131, 16, DType::kInt8, DType::kNone, false, super_groups});
+      result.push_back({packing, 35, 131, 16, DType::kUInt8, DType::kUInt8, true, super_groups});
+      result.push_back({packing, 35, 131, 16, DType::kInt8, DType::kInt8, true, super_groups});
+    }
     result.push_back({packing, 1, 1, 1, DType::kFloat32, DType::kFloat32});
     result.push_back({packing, 3000, 70, 64, DType::kFloat16, DType::kNone});
   }
@@ -140,6 +145,30 @@ TEST(Dequantize, ChecksArguments) {
   DequantizeArguments minimums = good;
   minimums.weights.zero_type = DType::kNone, minimums.weights.minimum_type = DType::kFloat32;
   EXPECT_THROW(host::dequantize(minimums, 1), InvalidArgument);
+}
+
+TEST(Dequantize, ChecksSuperBlocks) {
+  test::RandomWeights const weights({Packing::kW4A16, 4, 64, 32, DType::kInt8, DType::kUInt8, true, 1}, 5);
+  std::vector<float> out(4 * 64);
+  DequantizeArguments const good{weights.arguments(), 0, 4, DType::kFloat32, out.data(), 64};
+  host::dequantize(good, 1);
+  auto const rejects = [&](auto change) {
+    DequantizeArguments bad = good;
+    change(bad.weights);
+    EXPECT_THROW(host::dequantize(bad, 1), InvalidArgument);
+  };
+  rejects([](WeightArguments& w) { w.super_groups = 0; });
+  rejects([](WeightArguments& w) { w.super_groups = -1; });
+  rejects([](WeightArguments& w) { w.super_scales = nullptr; });
+  rejects([](WeightArguments& w) { w.super_minimums = nullptr; });
+  rejects([](WeightArguments& w) { w.super_scale_stride = 3; });
+  rejects([](WeightArguments& w) { w.super_minimum_stride = 3; });
+  rejects([](WeightArguments& w) { w.scale_type = DType::kFloat32; });
+  rejects([](WeightArguments& w) { w.minimum_type = DType::kFloat16; });
+  rejects([](WeightArguments& w) { w.packing = Packing::kE2M1A16; });
+  rejects([](WeightArguments& w) { w.zero_type = DType::kUInt8, w.zeros = w.scales, w.zero_stride = 4; });
+  float const whole = 1;
+  rejects([&](WeightArguments& w) { w.global_scale = &whole; });
 }
 
 }  // namespace

@@ -186,6 +186,7 @@ TEST(GroupedSelection, RefusesKindsThatHaveNoKernels) {
   refuses([](WeightArguments& w) { w.packing = Packing::kE2M1A16; }, "weight_dtype: on CUDA");
   refuses([](WeightArguments& w) { w.packing = Packing::kE4M3A16; }, "got e4m3 codes");
   refuses([](WeightArguments& w) { w.zero_type = DType::kNone, w.minimum_type = w.scale_type; }, "minimums: on CUDA");
+  refuses([](WeightArguments& w) { w.super_groups = 8; }, "super_scales: the CUDA kernels take");
 }
 
 TEST(GroupedSelection, SharesNoK) {

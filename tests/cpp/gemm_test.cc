@@ -218,6 +218,13 @@ std::vector<GemmCase> cases() {
         result.push_back({{packing, 21, 808, group_size, type, type, true}, m, m == 4 ? bf16 : f32});
       }
     }
+    for (int64_t group_size : {5, 16, 32, 64}) {
+      for (int64_t m : {1, 4, 8, 9}) {
+        DType const a_type = m == 4 ? bf16 : f32, integer = m == 1 ? DType::kUInt8 : DType::kInt8;
+        result.push_back({{packing, 37, 808, group_size, integer, DType::kUInt8, true, 8}, m, a_type});
+        result.push_back({{packing, 37, 808, group_size, DType::kInt8, none, false, 5}, m, a_type});
+      }
+    }
     result.push_back({{packing, 64, 8192, 128, f16, DType::kUInt8}, 1, f32});
     result.push_back({{packing, 4096, 64, 64, f16, DType::kUInt8}, 9, f32, f32, none, true, Activation::kSilu});
   }

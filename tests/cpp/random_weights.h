@@ -16,8 +16,9 @@ struct WeightCase {
   Packing packing;
   int64_t n, k, group_size;
   DType scale_type;
-  DType zero_type;        ///< or of the minimums
-  bool minimums = false;  ///< and scales of either sign, and of 0
+  DType zero_type;           ///< or of the minimums
+  bool minimums = false;     ///< and scales of either sign, and of 0
+  int64_t super_groups = 0;  ///< groups of a super-block, beside types of integers; 0: one level
 };
 
 class RandomWeights {
@@ -51,6 +52,10 @@ class RandomWeights {
     }
 
     std::uniform_real_distribution<double> uniform(0.0, 1.0);
+    if (c.super_groups != 0) {
+      fill_super_blocks(c, random, uniform);
+      return;
+    }
     for (int64_t i = 0; i < arguments_.groups() * arguments_.scale_stride; ++i)
       scales_.set(i, (0.001 + 0.01 * uniform(random)) * (c.minimums ? std::min(int(random() % 5) - 1, 1) : 1));
     if (c.zero_type == DType::kNone) return;
@@ -70,9 +75,11 @@ class RandomWeights {
   /// difference or product of two floats, rounded to double and then to float, is the correctly rounded float).
   double weight(int64_t n, int64_t k) const {
     int64_t const group = k / arguments_.group_size;
-    double const code = codes_[n * arguments_.k + k], scale = scales_[group * arguments_.scale_stride + n];
+    double const code = codes_[n * arguments_.k + k];
+    double const scale = scales_[group * arguments_.scale_stride + n] * super(super_scales_, group, n);
     if (arguments_.has_minimums())
-      return static_cast<float>(code * scale - offsets_[group * arguments_.minimum_stride + n]);
+      return static_cast<float>(code * scale -
+                                offsets_[group * arguments_.minimum_stride + n] * super(super_minimums_, group, n));
     double const zero = arguments_.zero_type == DType::kNone ? symmetric_zero(arguments_.packing)
                                                              : offsets_[group * arguments_.zero_stride + n];
     double const difference = static_cast<float>(code - zero);
@@ -80,15 +87,41 @@ class RandomWeights {
   }
 
  private:
+  /// Integers of all their types, and numbers of super-blocks of either sign.
+  void fill_super_blocks(WeightCase const& c, std::mt19937& random, std::uniform_real_distribution<double>& uniform) {
+    arguments_.super_groups = c.super_groups;
+    int64_t const stride = c.n + 2, count = arguments_.super_blocks() * stride;
+    super_scales_ = super_minimums_ = Array(DType::kFloat16, count);
+    for (int64_t i = 0; i < count; ++i) {
+      super_scales_.set(i, (uniform(random) - 0.5) * 1e-4);
+      super_minimums_.set(i, uniform(random) * 1e-3);
+    }
+    arguments_.super_scales = super_scales_.data();
+    arguments_.super_scale_stride = stride;
+    if (c.minimums) {
+      arguments_.super_minimums = super_minimums_.data();
+      arguments_.super_minimum_stride = stride;
+    }
+    auto const integer = [&](DType type) { return int(random() % 256) - (type == DType::kInt8 ? 128 : 0); };
+    for (int64_t i = 0; i < arguments_.groups() * arguments_.scale_stride; ++i) scales_.set(i, integer(c.scale_type));
+    if (!c.minimums) return;
+    for (int64_t i = 0; i < arguments_.groups() * arguments_.minimum_stride; ++i) offsets_.set(i, integer(c.zero_type));
+  }
+
+  double super(Array const& supers, int64_t group, int64_t n) const {
+    if (!arguments_.has_super_blocks()) return 1;
+    return supers[group / arguments_.super_groups * arguments_.super_scale_stride + n];
+  }
+
   std::vector<uint8_t> codes_, packed_;
-  Array scales_, offsets_;
+  Array scales_, offsets_, super_scales_, super_minimums_;
   WeightArguments arguments_;
 };
 
 inline std::string name_of(WeightCase const& c) {
   return name_of(c.packing) + "_n" + std::to_string(c.n) + "_k" + std::to_string(c.k) + "_g" +
          std::to_string(c.group_size) + "_s_" + name_of(c.scale_type) + (c.minimums ? "_m_" : "_z_") +
-         name_of(c.zero_type);
+         name_of(c.zero_type) + (c.super_groups == 0 ? "" : "_of_" + std::to_string(c.super_groups));
 }
 
 inline std::vector<DType> zero_types() {
