@@ -71,6 +71,11 @@ class PackedLinear:
         """That of `spec`."""
         return self.spec.kind
 
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Of `w_packed` in the file."""
+        return self._source.tensors[f"{self._name}.w_packed"].shape
+
     def read(self) -> dict[str, Tensor]:
         """All tensors, by suffix."""
         return {suffix: self._source.read(f"{self._name}.{suffix}") for suffix in self.suffixes}

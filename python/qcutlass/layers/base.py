@@ -16,6 +16,7 @@ from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
+from qcutlass.layers.short_codes import stored_bits
 from qcutlass.products import unpack_weights
 from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
 from qcutlass.quantized import QuantizedTensor
@@ -60,6 +61,8 @@ class QuantLinear(PackedModule):
     _stored: ClassVar[str | None] = None
 
     bias: Tensor | None
+    stored_bits: int | None = None
+    """Of codes in the state, where these are fewer than `bits`."""
 
     def __init_subclass__(cls, scheme: type[Scheme] | None = None, stored: str | None = None, **keywords: Any) -> None:
         """Registers a kind of layers: `class MyLinear(QuantLinear, scheme=MyScheme)`.
@@ -313,6 +316,7 @@ def empty_layer(packed: PackedLinear) -> QuantLinear:
     expected = list(layer.state_dict())
     if sorted(packed.suffixes) != sorted(expected):
         raise CheckpointError(f"{packed.where}: expected {', '.join(expected)}, got {', '.join(packed.suffixes)}")
+    layer.stored_bits = stored_bits(packed.packed_shape, layer.bits)
     return layer
 
 

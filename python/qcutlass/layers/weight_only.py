@@ -16,9 +16,11 @@ from qcutlass.formats.specs import LayerSpec
 from qcutlass.formats.tensors import narrowed
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
+from qcutlass.layers.short_codes import least_bits, restored, short_shape, shortened, stored_bits
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, shape_of, short
 from qcutlass.products.multiplying import compute
+from qcutlass.products.packing import TILE, TILE_BITS, TILE_N
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import WeightOnly
@@ -38,7 +40,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     Buffers: `w_packed`, `scales`, `zeros`, `global_scale`, `bias`, `act_scale`, `perm`, `minimums`, `super_scales`,
     `super_minimums`, as `gemm` takes them; all but the first two may be None. Scales of two levels become float32 ones
     where the layer is on a GPU, and stay so. In converted folders, and in the state of layers that come from there,
-    `minima` of 16 bits may stand for float32 `zeros`: `zeros = -minima / scales`.
+    `minima` of 16 bits may stand for float32 `zeros`: `zeros = -minima / scales`; and `w_packed` may hold codes in
+    fewer bits than products take.
 
     Args:
         quantized: codes, scales, and zeros or minimums of an `[N, K]` matrix.
@@ -202,7 +205,17 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             held |= {"zeros": None, "minima": self.scales}
         return LayerSpec.of("weight_only", self.bits, self.group_size, self.in_features, held, self.weight_dtype)
 
+    @property
+    def _is_symmetric(self) -> bool:
+        """Whether its codes lie around their middle."""
+        offsets = self.zeros, self.minimums, self._buffers.get("minima")
+        return self.weight_dtype is None and all(part is None for part in offsets)
+
     def narrow(self) -> None:
+        tile_k = TILE_BITS // self.bits
+        if self.out_features % TILE_N == 0 and self.in_features % tile_k == 0:  # padding would be other codes
+            stored = least_bits(self.w_packed, self.bits, self._is_symmetric)
+            self.stored_bits = stored if stored < self.bits else None
         self.scales = narrowed(self.scales)
         self.as_minima = are_minima(self.scales, self.zeros, self.bits)
         if self.zeros is not None and not self.as_minima:
@@ -215,8 +228,13 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             assert self.zeros is not None
             self.register_buffer("minima", minima_of(self.scales, self.zeros))
             self.zeros = None
+        if self.stored_bits is not None:
+            shape = short_shape(tuple(self.w_packed.shape), self.bits, self.stored_bits)
+            self.w_packed = self.w_packed.new_empty(shape)
 
     def end_loading(self) -> None:
+        if stored_bits(tuple(self.w_packed.shape), self.bits) is not None:
+            self.w_packed = restored(self.w_packed, self.bits, self._is_symmetric)
         minima = self._buffers.pop("minima", None)
         if minima is not None:
             self.zeros = zeros_of(self.scales, minima, self.bits)
@@ -227,6 +245,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if self.as_minima and self.zeros is not None:
             del destination[f"{prefix}zeros"]
             destination[f"{prefix}minima"] = minima_of(self.scales, self.zeros)
+        if self.stored_bits is not None and self.w_packed.shape[-1] == TILE[-1]:
+            short = shortened(self.w_packed, self.bits, self.stored_bits, self._is_symmetric)
+            destination[f"{prefix}w_packed"] = short
 
     def _load_from_state_dict(
         self,
@@ -248,9 +269,18 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
                 return
             del state_dict[f"{prefix}minima"]
             state_dict[f"{prefix}zeros"] = zeros_of(scales, minima, self.bits)
+        packed, stored = state_dict.get(f"{prefix}w_packed"), None
+        if packed is not None and packed.dtype == torch.uint8:
+            stored = stored_bits(tuple(packed.shape), self.bits)
+        if packed is not None and stored is not None:
+            offsets = (state_dict.get(f"{prefix}{name}") for name in ("zeros", "minimums"))
+            symmetric = self.weight_dtype is None and all(part is None for part in offsets)
+            state_dict[f"{prefix}w_packed"] = restored(packed, self.bits, symmetric)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if packed is not None and len(error_msgs) == errors:
+            self.stored_bits = stored
         if scales is not None and len(error_msgs) == errors:
             self.as_minima = minima is not None
 

@@ -44,6 +44,7 @@ CODE_TYPES: Final = {
 
 TILE_N: Final = 16
 TILE: Final = (32, 16)  # lanes (or halves of rows), bytes of each
+TILE_BITS: Final = 8 * TILE[0] * TILE[1] // TILE_N  # of the codes of a channel in a tile
 _TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()}
 _AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
 _CODES: Final = (torch.uint8,)
