@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass.products import launching
+from qcutlass.products import epilogue, launching
 from qcutlass.products.checks import check_inference, check_memory, tensors_of
 from qcutlass.products.kind import Call, Kind
 from qcutlass.products.library import is_eager
 from qcutlass.products.memory import check_out_memory
-from qcutlass.products.packing import WeightShape
 from qcutlass.products.product import Product
 
 
@@ -19,6 +18,8 @@ def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
     repeated = launching.repeat(kind, call, out)
     if repeated is not None:
         return repeated
+    if epilogue.is_composed(call):
+        return _compose(kind, call, out)
     forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
     if forward or torch.is_grad_enabled():
         check_inference(**tensors_of(call), out=out)
@@ -34,24 +35,42 @@ def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
     return result
 
 
+def _compose(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
+    """The product where its kernels have neither gate nor residual: these are torch's operations behind it."""
+    call.check(out)
+    given = tensors_of(call)
+    check_inference(**given, out=out)
+    if out is not None and is_eager(*call, out):
+        check_memory(given | {"out": out})
+        check_out_memory(out, call)
+    finished = epilogue.finish(call, compute(kind, epilogue.bare(call), None))
+    return finished.to(call.out_dtype) if out is None else out.copy_(finished)
+
+
 def multiply(kind: Kind, call: Call) -> Tensor:
     """The product in a new tensor."""
+    if epilogue.is_composed(call):
+        return _compose(kind, call, None)
     shape, leading = call.check(None), kind.leading(call)
     check_memory(tensors_of(call))
-    out = call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype)
+    columns = epilogue.columns(call, shape.n)
+    out = call.a.new_empty((kind.rows(call), columns), dtype=call.out_dtype)
     if out.numel():
         launching.run(Product(kind, call.prepared(shape), shape, out), None)
-    return out if len(leading) == 1 else out.view(*leading, shape.n)
+    return out if len(leading) == 1 else out.view(*leading, columns)
 
 
 def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
     """The product in `out`, whose strides are arbitrary."""
+    if epilogue.is_composed(call):
+        _compose(kind, call, out)
+        return
     shape = call.check(out)
     check_memory(tensors_of(call) | {"out": out})
     check_out_memory(out, call)
     if not out.numel():
         return
-    target = _as_matrix(out, shape)
+    target = _as_matrix(out)
     launching.run(Product(kind, call.prepared(shape), shape, target), out)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
@@ -59,11 +78,11 @@ def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
         torch.autograd.graph.increment_version(out)
 
 
-def _as_matrix(out: Tensor, shape: WeightShape) -> Tensor:
+def _as_matrix(out: Tensor) -> Tensor:
     """`out` as `[M, N]` with unit stride along N, or a new matrix where its strides do not allow that."""
-    rows = out.shape[:-1].numel()
+    rows, columns = out.shape[:-1].numel(), out.shape[-1]
     try:
-        matrix = out.view(rows, shape.n)
+        matrix = out.view(rows, columns)
     except RuntimeError:
-        return out.new_empty((rows, shape.n))
-    return matrix if matrix.stride(1) == 1 or shape.n == 1 else out.new_empty((rows, shape.n))
+        return out.new_empty((rows, columns))
+    return matrix if matrix.stride(1) == 1 or columns == 1 else out.new_empty((rows, columns))
