@@ -160,7 +160,8 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
             "zeros behind those of gate and up, and as many columns of zeros behind those of the layer that reads them"
         )
     dim %= gate.dim()
-    parts = [part.unflatten(dim, (-1, step)) for part in (gate, up)]
+    sizes = [*gate.shape[:dim], gate.shape[dim] // step, step, *gate.shape[dim + 1 :]]
+    parts = [part.reshape(sizes) for part in (gate, up)]
     return torch.stack(parts, dim + 1).flatten(dim, dim + 2)
 
 

@@ -28,7 +28,7 @@ QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, QuantizedRow
   }
 }
 
-using MultiplyStrip = void (*)(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums);
+using MultiplyBytes = void (*)(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums);
 
 template <Packing kPacking>
 void multiply_plain(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums) {
@@ -51,7 +51,7 @@ QCUTLASS_AVX512_VNNI void multiply_avx512_vnni(WeightArguments const& weights, Q
 }
 
 template <Packing kPacking>
-MultiplyStrip choose(ByteKernels kernels) {
+MultiplyBytes choose(ByteKernels kernels) {
   switch (kernels) {
     case ByteKernels::kAvx2: return multiply_avx2<kPacking>;
     case ByteKernels::kAvxVnni: return multiply_avx_vnni<kPacking>;
@@ -77,7 +77,7 @@ void gemm_int8_activations(GemmArguments const& arguments, float const* activati
   WeightArguments const& weights = arguments.weights;
   int const run = weights.groups() > 1 && weights.group_size % kActivationBlock != 0 ? kStepK : kActivationBlock;
   QuantizedRows const rows = quantize_rows(weights.packing, activations, arguments.m, weights.k, run, threads);
-  MultiplyStrip const multiply =
+  MultiplyBytes const multiply =
       weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
   auto const multiply_one = [&](int64_t strip, float* sums) {

@@ -162,7 +162,7 @@ struct PartOfSums {
   QCUTLASS_INLINE void store(GemmArguments const& arguments, int64_t m, Number const& number) const {
     SumScales const& scales = arguments.sums;
     float const a_scale = scales.a_scale[m * scales.a_scale_stride];
-    float values[Epilogue::kMostChannels];
+    float values[2 * layout::kTileN] = {};
     for (int64_t i = 0; i < strips; ++i) {
       for (int j = 0; j < layout::kTileN; ++j) {
         int64_t const channel = i * layout::kTileN + j;

@@ -101,7 +101,7 @@ MultiplyStrip multiply_strip(WeightArguments const& weights) {
 QCUTLASS_MULTIVERSION void store_part(GemmArguments const& arguments, Parts const& parts, int64_t part, int64_t rows,
                                       float const* sums) {
   Epilogue const epilogue(arguments, parts, part);
-  float values[Epilogue::kMostChannels];
+  float values[2 * layout::kTileN] = {};
   for (int64_t m = 0; m < arguments.m; ++m) {
     for (int64_t i = 0; i < parts.strips(part); ++i)
       std::copy_n(sums + (i * rows + m) * layout::kTileN, layout::kTileN, values + i * layout::kTileN);

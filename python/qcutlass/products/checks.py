@@ -29,7 +29,7 @@ ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
     "silu": _C.Activation.SILU,
 }
 
-ACTIVATION_OF_GATE: Final[dict[str | None, _C.Activation]] = {
+ACTIVATION_OF_GATE: Final[dict[str, _C.Activation]] = {
     "silu_mul": _C.Activation.SILU,
     "gelu_tanh_mul": _C.Activation.GELU_TANH,
 }

@@ -8,7 +8,7 @@ weights meanwhile. The functions here call the extension directly where nothing 
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor

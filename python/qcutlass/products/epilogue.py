@@ -71,8 +71,8 @@ def check_epilogue(call: Finishing, n: int, first: str) -> int:
 
 def fill_epilogue(call: Finishing, arguments: _C.GemmArguments) -> list[Tensor]:
     """Adds activation, gate and residual to `arguments`; returns the tensors that these point into."""
-    if is_gate(call.activation):
-        arguments.activation = ACTIVATION_OF_GATE[call.activation]  # type: ignore[index]
+    if call.activation in ACTIVATION_OF_GATE:
+        arguments.activation = ACTIVATION_OF_GATE[call.activation]
         arguments.gate = _C.Gate.INTERLEAVED
     else:
         arguments.activation = ACTIVATIONS[call.activation]
@@ -100,7 +100,8 @@ def bare(call: _Call) -> _Call:
 def finish(call: Finishing, product: Tensor) -> Tensor:
     """Gate and residual of a call, from the bare product: float32, to be rounded."""
     out = product.float()
-    if is_gate(call.activation):
-        gate, up = out.unflatten(-1, (-1, 2, GATE_STEP)).unbind(-2)
-        out = (_ACTIVATE[call.activation](gate) * up).flatten(-2)  # type: ignore[index]
+    if call.activation in _ACTIVATE:
+        *leading, n = out.shape
+        gate, up = out.view(*leading, n // (2 * GATE_STEP), 2, GATE_STEP).unbind(-2)
+        out = (_ACTIVATE[call.activation](gate) * up).flatten(-2)
     return out if call.residual is None else out + call.residual.float()

@@ -72,8 +72,8 @@ def gemm(
         zeros: shaped as `scales`; uint8, int8 or int32: exact zero points, uint8 ones in [0, 2**bits]; floating:
             real-valued zeros; None: 2**(bits - 1) everywhere. None with `weight_dtype`.
         bias: float16, bfloat16 or float32 `[N]`.
-        activation: None, "relu", "gelu" (erf), "gelu_tanh", "silu"; "silu_mul" or "gelu_tanh_mul": gates, for which N is
-            a multiple of 32, and the output has N / 2 columns.
+        activation: None, "relu", "gelu" (erf), "gelu_tanh", "silu"; or "silu_mul" or "gelu_tanh_mul", gates, for which
+            N is a multiple of 32, and the output has N / 2 columns.
         act_scale: float16, bfloat16 or float32 `[K]`, in the order of the columns of `a` (AWQ's pre-quant scale).
         perm: int32 `[K]`, values in [0, K), not checked on CUDA: column k of the codes meets column perm[k] of `a`
             (GPTQ's act-order).

@@ -45,7 +45,8 @@ class Int8ActivationsReference(Reference):
 
     def rows(self, begin: int, end: int) -> Int8ActivationsReference:
         parts = {name: getattr(self, name)[begin:end] for name in ("sum", "spread", "magnitude", "offset")}
-        return replace(self, **parts)
+        residual = None if self.residual is None else self.residual[begin:end]
+        return replace(self, **parts, residual=residual)
 
     def sum_error(self, splits: int) -> Tensor:
         return _ROUNDING * (self.offset + (self.runs + 3) * self.magnitude)
