@@ -45,7 +45,7 @@ _Call = TypeVar("_Call", bound=Finishing)
 
 def is_gate(activation: str | None) -> bool:
     """Whether channels come in pairs, of which each gives one column of the output."""
-    return activation in ACTIVATION_OF_GATE
+    return isinstance(activation, str) and activation in ACTIVATION_OF_GATE
 
 
 def columns(call: Finishing, n: int) -> int:
@@ -84,8 +84,8 @@ def fill_epilogue(call: Finishing, arguments: _C.GemmArguments) -> list[Tensor]:
 
 
 def is_composed(call: Finishing) -> bool:
-    """Whether gate or residual are left to torch."""
-    return call.a.is_cuda and (call.residual is not None or is_gate(call.activation))
+    """Whether gate or residual are left to torch. The call need not be checked."""
+    return (call.residual is not None or is_gate(call.activation)) and isinstance(call.a, Tensor) and call.a.is_cuda
 
 
 def bare(call: _Call) -> _Call:

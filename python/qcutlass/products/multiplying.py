@@ -18,8 +18,6 @@ def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
     repeated = launching.repeat(kind, call, out)
     if repeated is not None:
         return repeated
-    if epilogue.is_composed(call):
-        return _compose(kind, call, out)
     forward = torch.autograd.forward_ad._current_level >= 0  # derivatives are pushed forward, whatever grad mode
     if forward or torch.is_grad_enabled():
         check_inference(**tensors_of(call), out=out)
@@ -35,24 +33,12 @@ def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
     return result
 
 
-def _compose(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
-    """The product where its kernels have neither gate nor residual: these are torch's operations behind it."""
-    call.check(out)
-    given = tensors_of(call)
-    check_inference(**given, out=out)
-    if out is not None and is_eager(*call, out):
-        check_memory(given | {"out": out})
-        check_out_memory(out, call)
-    finished = epilogue.finish(call, compute(kind, epilogue.bare(call), None))
-    return finished.to(call.out_dtype) if out is None else out.copy_(finished)
-
-
 def multiply(kind: Kind, call: Call) -> Tensor:
     """The product in a new tensor."""
-    if epilogue.is_composed(call):
-        return _compose(kind, call, None)
     shape, leading = call.check(None), kind.leading(call)
     check_memory(tensors_of(call))
+    if epilogue.is_composed(call):
+        return _composed(kind, call).to(call.out_dtype)
     columns = epilogue.columns(call, shape.n)
     out = call.a.new_empty((kind.rows(call), columns), dtype=call.out_dtype)
     if out.numel():
@@ -62,12 +48,12 @@ def multiply(kind: Kind, call: Call) -> Tensor:
 
 def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
     """The product in `out`, whose strides are arbitrary."""
-    if epilogue.is_composed(call):
-        _compose(kind, call, out)
-        return
     shape = call.check(out)
     check_memory(tensors_of(call) | {"out": out})
     check_out_memory(out, call)
+    if epilogue.is_composed(call):
+        out.copy_(_composed(kind, call))
+        return
     if not out.numel():
         return
     target = _as_matrix(out)
@@ -76,6 +62,13 @@ def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
         out.copy_(target.view(out.shape))
     elif not out.is_inference():
         torch.autograd.graph.increment_version(out)
+
+
+def _composed(kind: Kind, call: Call) -> Tensor:
+    """The product in float32, its gate and residual in operations of torch behind it."""
+    bare = epilogue.bare(call)
+    product = launching.repeat(kind, bare, None)
+    return epilogue.finish(call, multiply(kind, bare) if product is None else product)
 
 
 def _as_matrix(out: Tensor) -> Tensor:
