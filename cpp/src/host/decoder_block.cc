@@ -1,5 +1,5 @@
 // The steps of a decoder block in the order of transformers' Llama, each the one that stands alone in decoder.h or
-// gemm.h.
+// gemm.h; the gate and the residual additions in the epilogues of their products.
 #include "qcutlass/decoder_block.h"
 
 #include <cstring>
