@@ -129,9 +129,8 @@ void gemm(GemmArguments const& arguments, int threads) {
     });
   }
   MultiplyStrip const multiply = multiply_strip(weights);
-  multiply_strips(arguments, arguments.m, grain, threads, [&](int64_t strip, float* sums) {
-    multiply(weights, activations.data(), arguments.m, strip, sums);
-  });
+  multiply_strips(arguments, arguments.m, grain, threads,
+                  [&](int64_t strip, float* sums) { multiply(weights, activations.data(), arguments.m, strip, sums); });
 }
 
 }  // namespace qcutlass::host

@@ -176,9 +176,8 @@ QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Parts const& pa
       continue;
     }
     epilogue.finish(m, values);
-    quantized.scales[m * quantized.stride + part] =
-        quantize_block(values, epilogue.count(),
-                       static_cast<int8_t*>(arguments.out) + m * arguments.out_stride + epilogue.first());
+    quantized.scales[m * quantized.stride + part] = quantize_block(
+        values, epilogue.count(), static_cast<int8_t*>(arguments.out) + m * arguments.out_stride + epilogue.first());
   }
 }
 

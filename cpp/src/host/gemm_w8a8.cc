@@ -212,8 +212,7 @@ QCUTLASS_INLINE void store_sums(GemmArguments const& arguments, int64_t strip, i
 
 QCUTLASS_MULTIVERSION void store_part(GemmArguments const& arguments, Parts const& parts, int64_t part,
                                       int64_t first_row, int64_t rows, int64_t pitch, int32_t const* sums) {
-  if (arguments.out_type == DType::kInt32)
-    return store_sums(arguments, parts.strip(part, 0), first_row, rows, sums);
+  if (arguments.out_type == DType::kInt32) return store_sums(arguments, parts.strip(part, 0), first_row, rows, sums);
   if (arguments.sums.azp == nullptr) return store_scaled(arguments, parts, part, first_row, rows, pitch, sums);
   PartOfSums const all(arguments, parts, part);
   for (int64_t row = 0; row < rows; ++row) {
