@@ -94,12 +94,13 @@ class Epilogue {
 
   QCUTLASS_INLINE Epilogue(GemmArguments const& arguments, Parts const& parts, int64_t part) : arguments_(arguments) {
     int64_t const n = arguments.weights.n, strips = parts.strips(part);
+    width_ = strips * layout::kTileN;
+    std::fill_n(bias_, width_, 0.0f);
     for (int64_t i = 0; i < strips; ++i) {
       int64_t const first = parts.strip(part, i) * layout::kTileN;
       load_floats(arguments.bias_type, arguments.bias, first, std::min<int64_t>(layout::kTileN, n - first),
                   bias_ + i * layout::kTileN);
     }
-    width_ = strips * layout::kTileN;
     bool const is_gated = arguments.gate != Gate::kNone;
     first_ = is_gated ? part * layout::kTileN : parts.strip(part, 0) * layout::kTileN;
     count_ = is_gated ? layout::kTileN : std::min(width_, n - first_);
@@ -135,7 +136,7 @@ class Epilogue {
 
  private:
   GemmArguments const& arguments_;
-  float bias_[kMostChannels] = {};
+  float bias_[kMostChannels];  ///< of [0, width_)
   int64_t width_, first_, count_;
 };
 
