@@ -41,6 +41,12 @@ class Activation(_Enumeration):
     SILU: ClassVar[Activation]
     __members__: ClassVar[dict[str, Activation]]
 
+class Gate(_Enumeration):
+    NONE: ClassVar[Gate]
+    INTERLEAVED: ClassVar[Gate]
+    HALVES: ClassVar[Gate]
+    __members__: ClassVar[dict[str, Gate]]
+
 class Packing(_Enumeration):
     W4A16: ClassVar[Packing]
     W8A16: ClassVar[Packing]
@@ -71,6 +77,7 @@ class Operand(_Enumeration):
     EXPERT_OFFSETS: ClassVar[Operand]
     EXPERT_ROWS: ClassVar[Operand]
     ROW_SCALE: ClassVar[Operand]
+    RESIDUAL: ClassVar[Operand]
     __members__: ClassVar[dict[str, Operand]]
 
 class UnsupportedError(NotImplementedError): ...
@@ -152,6 +159,9 @@ class GemmArguments(metaclass=_pybind11_type):
     act_scale: int
     perm: int
     activation: Activation
+    gate: Gate
+    residual: int
+    residual_stride: int
     workspace: int
     workspace_bytes: int
 

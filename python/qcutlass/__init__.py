@@ -39,6 +39,7 @@ __all__ = [  # noqa: F405
     "gemm_fp8",
     "gemm_grouped",
     "gemm_w8a8",
+    "interleave_gate_up",
     "moe",
     "plan",
     "preprocess_weights",

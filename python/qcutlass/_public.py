@@ -26,6 +26,7 @@ from qcutlass.products import tactics as tactics
 from qcutlass.products import unpack_weights as unpack_weights
 from qcutlass.products import weight_sums as weight_sums
 from qcutlass.quantized import QuantizedTensor as QuantizedTensor
+from qcutlass.quantized import interleave_gate_up as interleave_gate_up
 from qcutlass.schemes import FP8 as FP8
 from qcutlass.schemes import W8A8 as W8A8
 from qcutlass.schemes import Blockwise as Blockwise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING, ceil_div
-from qcutlass.products.packing import check_super_blocks, check_weight_dtype, expand_scales, one_level
+from qcutlass.products.checks import FLOATING, ceil_div, shape_of
+from qcutlass.products.epilogue import GATE_STEP
+from qcutlass.products.packing import TILE, check_super_blocks, check_weight_dtype, expand_scales, one_level
 
 _MISSING: Final = {"zeros": "zero points", "minimums": "minimums"}
 
@@ -126,6 +127,82 @@ class QuantizedTensor:
                 columns.sub_(2.0 ** (self.bits - 1) if self.zeros is None else self.zeros[group].float()[:, None])
             columns.mul_(scales[group][:, None])
         return weight.to(dtype or (self.scales.dtype if self.scales.dtype in FLOATING else torch.float32))
+
+
+_Weights = TypeVar("_Weights", Tensor, QuantizedTensor)
+
+
+def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weights:
+    """Gate and up of a gated MLP as one, in turns of 16 channels, for `gemm(..., activation="silu_mul")`.
+
+    Args:
+        gate, up: alike but for their values: quantised weights `[I, K]`; or one part of such, its channels along `dim`:
+            float weights, codes or scales of blocks of 16 `[I, K]` and bias `[I]` along 0, scales, zeros and minimums
+            `[G, I]` along -1; or packed weights `[I / 16, tiles, 32, 16]`. I is a multiple of 16: a layer of another
+            size needs channels of zeros behind its own, and the layer that reads the result as many columns of zeros.
+        dim: of a tensor, the dimension of the channels.
+
+    Returns:
+        Of the type of the two, with 2 I channels: 16 of the gate, 16 of up, and so on.
+
+    Raises:
+        TypeError: they are neither tensors nor quantised weights, or not of one type.
+        ValueError: they differ in shape or scheme, or I is no multiple of 16.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> gate, up = (qcutlass.quantize(torch.randn(48, 256)) for _ in range(2))
+        >>> both = qcutlass.interleave_gate_up(gate, up)
+        >>> w_packed = qcutlass.preprocess_weights(both.codes, bits=4)
+        >>> qcutlass.gemm(torch.randn(2, 256), w_packed, both.scales, both.zeros, activation="silu_mul").shape
+        torch.Size([2, 48])
+    """
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        return _interleaved(gate, up)
+    for name, part in (("gate", gate), ("up", up)):
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"{name}: expected a torch.Tensor or a QuantizedTensor, as the other, got {type(part).__name__}"
+            )
+    assert isinstance(gate, Tensor)
+    assert isinstance(up, Tensor)
+    if up.dtype != gate.dtype:
+        raise TypeError(f"up: expected the type of gate, {gate.dtype}, got {up.dtype}")
+    if up.shape != gate.shape or up.device != gate.device:
+        raise ValueError(
+            f"up: expected the shape and device of gate, {shape_of(gate)} on {gate.device}, got {shape_of(up)} on "
+            f"{up.device}"
+        )
+    if not -gate.dim() <= dim < gate.dim():
+        raise ValueError(f"dim: expected one of the {gate.dim()} dimensions of gate, got {dim}")
+    is_packed = gate.dim() == 4 and gate.shape[2:] == TILE
+    step = 1 if is_packed else GATE_STEP
+    if gate.shape[dim] % step:
+        raise ValueError(
+            f"gate: expected a multiple of {step} channels along dim = {dim}, got {shape_of(gate)}; put channels of "
+            "zeros behind those of gate and up, and as many columns of zeros behind those of the layer that reads them"
+        )
+    dim %= gate.dim()
+    sizes = [*gate.shape[:dim], gate.shape[dim] // step, step, *gate.shape[dim + 1 :]]
+    parts = [part.reshape(sizes) for part in (gate, up)]
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 2)
+
+
+def _interleaved(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
+    for name in ("bits", "group_size", "weight_dtype"):
+        if getattr(gate, name) != getattr(up, name):
+            raise ValueError(f"up: expected the {name} of gate, {getattr(gate, name)}, got {getattr(up, name)}")
+    parts: dict[str, Tensor | None] = {}
+    of_groups = ("scales", "zeros", "minimums", "super_scales", "super_minimums")
+    for name, dim in (("codes", 0), *((name, -1) for name in of_groups)):
+        first, second = getattr(gate, name), getattr(up, name)
+        if (first is None) != (second is None):
+            raise ValueError(f"{name}: expected those of both gate and up, or of neither")
+        parts[name] = None if first is None else interleave_gate_up(first, second, dim=dim)
+    scales = [one.global_scale for one in (gate, up)]
+    if (scales[0] is None) != (scales[1] is None) or (scales[0] is not None and not torch.equal(*scales)):  # type: ignore[arg-type]
+        raise ValueError("global_scale: expected the same of gate and up: multiply the scales of one by the quotient")
+    return replace(gate, **parts)  # type: ignore[arg-type]
 
 
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

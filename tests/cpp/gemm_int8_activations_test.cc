@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kBlock = 32;
 
 /// Keeps sums as they are.
-void store_sums(GemmArguments const& arguments, int64_t strip, float* sums) {
+void store_sums(GemmArguments const& arguments, host::Parts const&, int64_t strip, int64_t, float const* sums) {
   int64_t const n = arguments.weights.n;
   for (int64_t m = 0; m < arguments.m; ++m) {
     for (int64_t i = 0; i < 16 && strip * 16 + i < n; ++i)

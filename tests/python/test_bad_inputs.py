@@ -104,6 +104,7 @@ def test_out_must_not_alias_an_input(kind: Description, name: str) -> None:
     dtype = torch.float16
     if "out_dtype" in values:
         dtype = values["out_dtype"] = torch.float32
+        values |= {"residual": values["residual"].float()} if "residual" in values else {}
     shape = values[name].shape
     storage = torch.zeros(65536, dtype=torch.int8).view(values[name].dtype)
     values[name] = storage[: shape.numel()].view(shape).copy_(values[name])

@@ -241,7 +241,7 @@ def test_ragged_groups_need_their_size() -> None:
 @pytest.mark.parametrize("index", [-1, K, 10**6])
 def test_perm_out_of_range(index: int, m: int) -> None:
     values = WEIGHT_ONLY.random(WEIGHT_ONLY.whole, seed=1).values
-    values["a"] = half(m, K)
+    values |= {"a": half(m, K), "residual": half(m, N)}
     values["perm"][3] = index
     box = testing.Poisoned((m, N), torch.float16)
     with pytest.raises(ValueError, match=rf"perm.*\b{K}.*{index}"):

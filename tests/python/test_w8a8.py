@@ -238,10 +238,10 @@ def test_no_channels_and_no_rows() -> None:
     assert qcutlass.gemm_w8a8(a[:0], packed, torch.ones(0), torch.ones(16)).shape == (0, 16)
 
 
-@pytest.mark.parametrize("name", ["a_scale", "w_scale", "bias", "activation"])
+@pytest.mark.parametrize("name", ["a_scale", "w_scale", "bias", "activation", "residual"])
 def test_integer_sums_take_neither_scales_nor_an_epilogue(name: str) -> None:
     values = INT8.random(INT8.whole, seed=1).values
-    sums: dict[str, Any] = values | {"a_scale": None, "w_scale": None, "bias": None, "activation": None}
+    sums: dict[str, Any] = values | dict.fromkeys(("a_scale", "w_scale", "bias", "activation", "residual"))
     sums["out_dtype"] = torch.int32
     assert qcutlass.gemm_w8a8(**sums).dtype == torch.int32
     with pytest.raises(ValueError, match=rf"{name}: expected None with out_dtype=torch.int32"):

@@ -1,6 +1,6 @@
 // The products, of 16-bit activations by packed codes and of 8-bit activations by weights of 8 bits.
 //
-// Weight-only: out[m, n] = activation(sum_k a'[m, k] * w[n, k] + bias[n]), fp32 accumulation.
+// Weight-only: out[m, n] = activation(sum_k a'[m, k] * w[n, k] + bias[n]) + residual[m, n], fp32 accumulation.
 //
 //   a'[m, k] = round_to_a_type(a[m, p] * act_scale[p]),  p = perm ? perm[k] : k      (act_scale: in the columns' own
 //   order)
@@ -9,7 +9,10 @@
 //
 //   a'[m, k] ~ a_q[m, k] * scale[m, kb],  scale = max |a'[m, k in kb]| / 127,  a_q = round(a' / scale)
 //
-// 8 by 8 bits (Packing::kW8A8): out[m, n] = activation(sum * a_scale[m] * w_scale[n] + bias[n]), with
+// With a gate channels come in pairs g, u: out[m, n] = activation(sum_g + bias[g]) * (sum_u + bias[u]) + residual.
+// Whatever follows the sums is computed in fp32, and rounded once.
+//
+// 8 by 8 bits (Packing::kW8A8): out[m, n] = activation(sum * a_scale[m] * w_scale[n] + bias[n]) + residual, with
 //
 //   sum = sum_k (a[m, k] - azp[m]) * w[n, k]      int8: exact in int32; fp8: fp32 accumulation, no azp
 //
@@ -96,7 +99,7 @@ struct GemmArguments {
   DType out_type = DType::kNone;
   void const* a = nullptr;  ///< [m, k]
   int64_t a_stride = 0;
-  void* out = nullptr;  ///< [m, n]
+  void* out = nullptr;  ///< [m, out_columns()]
   int64_t out_stride = 0;
   DType bias_type = DType::kNone;  ///< floating, or kNone: no bias
   void const* bias = nullptr;      ///< [n]
@@ -118,6 +121,13 @@ struct GemmArguments {
   /// change from call to call, on one machine and GPU model.
   bool batch_invariant = false;
   ExpertRows experts;
+  /// On the host alone, as residuals: of kSilu or kGeluTanh, and for multiples of 32 channels.
+  Gate gate = Gate::kNone;
+  void const* residual = nullptr;  ///< [m, out_columns()], of the output's type; nullptr: none
+  int64_t residual_stride = 0;
+
+  int64_t out_columns() const { return gate == Gate::kNone ? weights.n : weights.n / 2; }
+  DType type_of_out() const { return out_type == DType::kNone ? a_type : out_type; }
 };
 
 namespace host {

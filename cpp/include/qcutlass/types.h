@@ -27,6 +27,13 @@ enum class DType : uint8_t {
 /// approximation.
 enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
+/// Which channels the activations of others multiply, in gated MLPs: of a pair g, u the output is activation(g) * u.
+enum class Gate : uint8_t {
+  kNone,         ///< none: each channel is an output
+  kInterleaved,  ///< 16 channels g, then the 16 u that they multiply, and so on
+  kHalves,       ///< all g, then all u
+};
+
 /// The codes inside a packed weight tensor: their order (layout.h), which follows from the bits of weights and
 /// activations, and the numbers that they are before zeros and scales. The name is W<weight bits>A<activation bits>, or
 /// <weight type>A<activation bits>.

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "host/check.h"
-#include "host/gates.h"
+#include "host/epilogue.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
@@ -72,11 +72,7 @@ QCUTLASS_MULTIVERSION void gate_rows(GateArguments const& arguments, int64_t beg
       int64_t const count = std::min(kPiece, arguments.columns - k);
       load_floats(arguments.type, arguments.gate, row * arguments.gate_stride + k, count, gate);
       load_floats(arguments.type, arguments.up, row * arguments.up_stride + k, count, up);
-      if (arguments.activation == Activation::kSilu) {
-        for (int64_t i = 0; i < count; ++i) gate[i] = silu(gate[i]) * up[i];
-      } else {
-        for (int64_t i = 0; i < count; ++i) gate[i] = gelu_tanh(gate[i]) * up[i];
-      }
+      apply_gate(arguments.activation, count, gate, up);
       store_floats(arguments.type, gate, count, arguments.out, row * arguments.columns + k);
     }
   }

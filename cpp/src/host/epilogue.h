@@ -1,10 +1,17 @@
-// Activation functions and stores of finished sums, in fp32.
+// What follows the sums of a product, in fp32: activation functions, gates, residuals, stores.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string>
 
+#include "host/check.h"
+#include "host/gates.h"
 #include "host/multiversion.h"
+#include "host/numeric.h"
+#include "qcutlass/gemm.h"
+#include "qcutlass/layout.h"
 #include "qcutlass/types.h"
 
 namespace qcutlass::host {
@@ -28,5 +35,109 @@ QCUTLASS_INLINE void activate(Activation activation, int64_t count, float* value
   if (activation == Activation::kNone) return;
   for (int64_t i = 0; i < count; ++i) values[i] = activate(activation, values[i]);
 }
+
+/// gate[i] = activation(gate[i]) * up[i], of the activations that gates have.
+QCUTLASS_INLINE void apply_gate(Activation activation, int64_t count, float* __restrict gate,
+                                float const* __restrict up) {
+  if (activation == Activation::kSilu) {
+    for (int64_t i = 0; i < count; ++i) gate[i] = silu(gate[i]) * up[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) gate[i] = gelu_tanh(gate[i]) * up[i];
+  }
+}
+
+/// Throws InvalidArgument for gates and residuals that do not fit the product.
+inline void check_epilogue(GemmArguments const& arguments) {
+  if (arguments.gate != Gate::kNone) {
+    check(arguments.activation == Activation::kSilu || arguments.activation == Activation::kGeluTanh,
+          "activation must be silu or gelu_tanh with a gate");
+    check(arguments.weights.n % (2 * layout::kTileN) == 0,
+          "n must be a multiple of 32 with a gate, got " + std::to_string(arguments.weights.n));
+  }
+  bool const is_plain = is_floating(arguments.type_of_out()) && arguments.experts.count == 0;
+  check(is_plain || (arguments.gate == Gate::kNone && arguments.residual == nullptr),
+        "gate, residual: expected one matrix of weights, and an output of float16, bfloat16 or float32");
+  if (arguments.m > 1) {
+    check_at_least("out_stride", arguments.out_stride, arguments.out_columns());
+    if (arguments.residual != nullptr) check_at_least("residual_stride", arguments.residual_stride, 0);
+  }
+}
+
+/// How channels are put together whose sums are finished together: some strips of 16, with a gate those of 16 gates and
+/// of what they multiply.
+class Parts {
+ public:
+  /// `width`: channels of a part without a gate.
+  explicit Parts(GemmArguments const& arguments, int64_t width = layout::kTileN)
+      : strips_(arguments.gate == Gate::kNone ? width / layout::kTileN : 2),
+        tiles_(layout::tiles_n(arguments.weights.n)),
+        halves_(arguments.gate == Gate::kHalves) {}
+
+  int64_t count() const { return layout::ceil_div(tiles_, strips_); }
+
+  /// Strips of a part; the last one may have fewer.
+  int64_t strips() const { return strips_; }
+  int64_t strips(int64_t part) const { return halves_ ? strips_ : std::min(strips_, tiles_ - part * strips_); }
+
+  /// The strip that is number `i` of a part.
+  int64_t strip(int64_t part, int64_t i) const { return halves_ ? part + i * (tiles_ / 2) : part * strips_ + i; }
+
+ private:
+  int64_t strips_, tiles_;
+  bool halves_;
+};
+
+/// What follows the sums of a part, row by row: the one place where the host finishes outputs.
+class Epilogue {
+ public:
+  static constexpr int64_t kMostChannels = 128;  ///< of a part
+
+  QCUTLASS_INLINE Epilogue(GemmArguments const& arguments, Parts const& parts, int64_t part) : arguments_(arguments) {
+    int64_t const n = arguments.weights.n, strips = parts.strips(part);
+    width_ = strips * layout::kTileN;
+    std::fill_n(bias_, width_, 0.0f);
+    for (int64_t i = 0; i < strips; ++i) {
+      int64_t const first = parts.strip(part, i) * layout::kTileN;
+      load_floats(arguments.bias_type, arguments.bias, first, std::min<int64_t>(layout::kTileN, n - first),
+                  bias_ + i * layout::kTileN);
+    }
+    bool const is_gated = arguments.gate != Gate::kNone;
+    first_ = is_gated ? part * layout::kTileN : parts.strip(part, 0) * layout::kTileN;
+    count_ = is_gated ? layout::kTileN : std::min(width_, n - first_);
+  }
+
+  /// The part's first column of the output, and how many it has.
+  int64_t first() const { return first_; }
+  int64_t count() const { return count_; }
+
+  /// The outputs of row m, not yet rounded, from its sums [strips][16], in their place.
+  QCUTLASS_INLINE void finish(int64_t m, float* values) const {
+    for (int64_t i = 0; i < width_; ++i) values[i] += bias_[i];
+    if (arguments_.gate != Gate::kNone) {
+      apply_gate(arguments_.activation, layout::kTileN, values, values + layout::kTileN);
+    } else {
+      activate(arguments_.activation, count_, values);
+    }
+    if (arguments_.experts.row_scale != nullptr) {
+      for (int64_t i = 0; i < count_; ++i) values[i] *= arguments_.experts.row_scale[m];
+    }
+    if (arguments_.residual == nullptr) return;
+    float residual[kMostChannels];
+    load_floats(arguments_.type_of_out(), arguments_.residual, m * arguments_.residual_stride + first_, count_,
+                residual);
+    for (int64_t i = 0; i < count_; ++i) values[i] += residual[i];
+  }
+
+  /// Finishes and writes them.
+  QCUTLASS_INLINE void store(int64_t m, float* values) const {
+    finish(m, values);
+    store_floats(arguments_.type_of_out(), values, count_, arguments_.out, m * arguments_.out_stride + first_);
+  }
+
+ private:
+  GemmArguments const& arguments_;
+  float bias_[kMostChannels];  ///< of [0, width_)
+  int64_t width_, first_, count_;
+};
 
 }  // namespace qcutlass::host

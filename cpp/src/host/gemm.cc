@@ -38,12 +38,10 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   check(arguments.act_scale_type == DType::kNone || is_floating(arguments.act_scale_type),
         "act_scale_type must be float16, bfloat16, float32 or none");
   if (arguments.int8_activations) check_int8_activations(arguments.weights);
+  check_epilogue(arguments);
   if (arguments.m == 0 || arguments.weights.n == 0) return;
   check_not_null("a", arguments.a);
   check_not_null("out", arguments.out);
-  if (arguments.m > 1) {
-    check_at_least("out_stride", arguments.out_stride, arguments.weights.n);
-  }
   if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
   if (arguments.act_scale_type != DType::kNone) check_not_null("act_scale", arguments.act_scale);
   if (arguments.perm == nullptr) return;
@@ -89,14 +87,6 @@ std::vector<float> load_activations(GemmArguments const& arguments, bool arrange
   return result;
 }
 
-/// The product of rows [begin, begin + count).
-GemmArguments of_rows(GemmArguments const& arguments, int64_t begin, int64_t count) {
-  GemmArguments own = arguments;
-  own.m = count;
-  own.out = static_cast<char*>(own.out) + begin * own.out_stride * size_of(own.a_type);
-  return own;
-}
-
 /// Multiplies a few rows at a time, so that a row's sums are the same bits whatever m is.
 void multiply_steadily(GemmArguments const& arguments, float const* activations, int threads) {
   WeightArguments const& weights = arguments.weights;
@@ -105,14 +95,12 @@ void multiply_steadily(GemmArguments const& arguments, float const* activations,
   for (int64_t begin = 0; begin < m; begin += most)
     parts.emplace_back(weights, activations + begin * k, std::min(most, m - begin));
   MultiplyStrip const multiply = multiply_strip(weights);
-  int64_t const grain = kGrainOperations / (layout::kTileN * k) / static_cast<int64_t>(parts.size());
-  parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t first, int64_t last) {
-    std::vector<float> sums;
-    for (int64_t strip = first; strip < last; ++strip) {
-      for (int64_t part = 0; part < static_cast<int64_t>(parts.size()); ++part) {
-        parts[part].multiply(multiply, strip, sums);
-        store_strip(of_rows(arguments, part * most, std::min(most, m - part * most)), strip, sums.data());
-      }
+  auto const count = static_cast<int64_t>(parts.size());
+  int64_t const grain = kGrainOperations / (layout::kTileN * k) / count;
+  multiply_strips(arguments, count * most, grain, threads, [&](int64_t strip, float* sums) {
+    for (SteadyRows const& part : parts) {
+      part.multiply(multiply, strip, sums);
+      sums += most * layout::kTileN;
     }
   });
 }
@@ -130,30 +118,19 @@ void gemm(GemmArguments const& arguments, int threads) {
   bool const few = FewRows::serves(weights, arguments.m);
   bool const arranged = !few && !arguments.int8_activations && !arguments.batch_invariant;
   std::vector<float> const activations = load_activations(arguments, arranged, threads);
-  if (arguments.int8_activations) return gemm_int8_activations(arguments, activations.data(), threads, store_strip);
+  if (arguments.int8_activations) return gemm_int8_activations(arguments, activations.data(), threads);
   if (arguments.batch_invariant) return multiply_steadily(arguments, activations.data(), threads);
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 4 + 1);
   if (few) {
     FewRows const rows(weights, activations.data(), arguments.m);
-    parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
-      std::vector<float> sums(rows.rows() * layout::kTileN);
-      for (int64_t strip = begin; strip < end; ++strip) {
-        ChannelParameters::prefetch(weights, strip + 1);
-        rows.multiply(strip, sums.data());
-        store_strip(arguments, strip, sums.data());
-      }
+    return multiply_strips(arguments, rows.rows(), grain, threads, [&](int64_t strip, float* sums) {
+      ChannelParameters::prefetch(weights, strip + 1);
+      rows.multiply(strip, sums);
     });
-    return;
   }
   MultiplyStrip const multiply = multiply_strip(weights);
-  parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(arguments.m * layout::kTileN);
-    for (int64_t strip = begin; strip < end; ++strip) {
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      multiply(weights, activations.data(), arguments.m, strip, sums.data());
-      store_strip(arguments, strip, sums.data());
-    }
-  });
+  multiply_strips(arguments, arguments.m, grain, threads,
+                  [&](int64_t strip, float* sums) { multiply(weights, activations.data(), arguments.m, strip, sums); });
 }
 
 }  // namespace qcutlass::host

@@ -53,6 +53,7 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   check_at_least("m", arguments.m, 0);
   check_block_size("blocks.size", blocks.size);
   check_types(arguments);
+  check_epilogue(arguments);
   if (arguments.m == 0 || weights.n == 0) return;
   check_not_null("packed", weights.packed);
   check_not_null("a", arguments.a);
@@ -64,7 +65,6 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   if (weights.n > blocks.size)
     check_at_least("blocks.w_stride", blocks.w_stride, layout::ceil_div(weights.k, blocks.size));
   if (arguments.m == 1) return;
-  check_at_least("out_stride", arguments.out_stride, weights.n);
   check_at_least("blocks.a_stride", blocks.a_stride, 0);
   if (arguments.out_type == DType::kInt8)
     check_at_least("quantized.stride", quantized.stride, layout::ceil_div(weights.n, quantized.size));
@@ -164,45 +164,40 @@ MultiplyStrip<Float8Rows, float> choose_multiply_float8() {
   return multiply_strip;
 }
 
-/// Bias and activation of `width` channels from `n` on, whose sums become outputs, quantised or not.
-QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, int64_t first_row, int64_t rows, int64_t n,
-                                 int64_t width, float* values) {
+/// Finishes and writes values [rows][width] of a part, quantised or not.
+QCUTLASS_MULTIVERSION void store(GemmArguments const& arguments, Parts const& parts, int64_t part, int64_t first_row,
+                                 int64_t rows, int64_t width, float* values) {
   QuantizedOutput const& quantized = arguments.quantized;
-  int64_t const count = std::min(width, arguments.weights.n - n);
-  float bias[128] = {};
-  load_floats(arguments.bias_type, arguments.bias, n, count, bias);
+  Epilogue const epilogue(arguments, parts, part);
   for (int64_t row = 0; row < rows; ++row, values += width) {
-    int64_t const m = first_row + row, offset = m * arguments.out_stride + n;
-    for (int64_t i = 0; i < count; ++i) values[i] += bias[i];
-    activate(arguments.activation, count, values);
-    if (arguments.out_type == DType::kInt8) {
-      quantized.scales[m * quantized.stride + n / width] =
-          quantize_block(values, count, static_cast<int8_t*>(arguments.out) + offset);
-    } else {
-      store_floats(arguments.out_type, values, count, arguments.out, offset);
+    int64_t const m = first_row + row;
+    if (arguments.out_type != DType::kInt8) {
+      epilogue.store(m, values);
+      continue;
     }
+    epilogue.finish(m, values);
+    quantized.scales[m * quantized.stride + part] = quantize_block(
+        values, epilogue.count(), static_cast<int8_t*>(arguments.out) + m * arguments.out_stride + epilogue.first());
   }
 }
 
 template <class Rows, class Sum, class Load>
 void run(GemmArguments const& arguments, int threads, Load const& load, MultiplyStrip<Rows, Sum> multiply) {
-  int64_t const n = arguments.weights.n, k = arguments.weights.k;
-  // Channels that are finished together.
-  int64_t const width = arguments.out_type == DType::kInt8 ? arguments.quantized.size : layout::kTileN;
-  int64_t const strips = width / layout::kTileN, block = rows_of_a_block(k);
+  int64_t const k = arguments.weights.k, block = rows_of_a_block(k);
+  Parts const parts(arguments, arguments.out_type == DType::kInt8 ? arguments.quantized.size : layout::kTileN);
+  int64_t const width = parts.strips() * layout::kTileN;
   for (int64_t begin = 0; begin < arguments.m; begin += block) {
     int64_t const count = std::min(block, arguments.m - begin);
     Rows const rows = load(begin, count);
-    int64_t const grain = strips_of_a_grain(k, count) / strips;
-    parallel_for(layout::ceil_div(n, width), grain, threads, [&](int64_t first, int64_t last) {
+    int64_t const grain = strips_of_a_grain(k, count) / parts.strips();
+    parallel_for(parts.count(), grain, threads, [&](int64_t first, int64_t last) {
       std::vector<Sum> sums(count * layout::kTileN);
       std::vector<float> values(count * width);
       for (int64_t part = first; part < last; ++part) {
         std::fill(values.begin(), values.end(), 0.0f);
-        for (int64_t i = 0; i < strips && part * width + i * layout::kTileN < n; ++i) {
-          multiply(arguments, rows, part * strips + i, width, sums.data(), values.data() + i * layout::kTileN);
-        }
-        store(arguments, begin, count, part * width, width, values.data());
+        for (int64_t i = 0; i < parts.strips(part); ++i)
+          multiply(arguments, rows, parts.strip(part, i), width, sums.data(), values.data() + i * layout::kTileN);
+        store(arguments, parts, part, begin, count, width, values.data());
       }
     });
   }

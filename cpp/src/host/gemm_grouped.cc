@@ -51,12 +51,12 @@ void check_grouped(GemmArguments const& arguments, int threads) {
         "bias_type must be float16, bfloat16, float32 or none");
   check(arguments.perm == nullptr && arguments.act_scale_type == DType::kNone && !arguments.int8_activations,
         "perm, act_scale, int8_activations: products of experts take activations as they are");
+  check_epilogue(arguments);
   if (arguments.m == 0 || weights.n == 0) return;
   check_not_null("a", arguments.a);
   check_not_null("out", arguments.out);
   check_not_null("offsets", experts.offsets);
   if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
-  if (arguments.m > 1) check_at_least("out_stride", arguments.out_stride, weights.n);
   check_offsets(arguments);
   for (int64_t r = experts.offsets[0]; r < experts.offsets[experts.count]; ++r) {
     int64_t const row = experts.rows == nullptr ? r : experts.rows[r];
@@ -109,8 +109,10 @@ class Rows {
 
   /// Writes a strip of the output.
   void run(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const {
-    rows_->multiply(multiply, strip, sums);
-    store_strip(product_, strip, sums.data());
+    int64_t const rows = SteadyRows::most(product_.weights);
+    sums.assign(rows * layout::kTileN, 0.0f);
+    rows_->multiply(multiply, strip, sums.data());
+    store_part(product_, Parts(product_), strip, rows, sums.data());
   }
 
  private:

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "host/byte_tiles.h"
-#include "host/parallel.h"
 #include "qcutlass/error.h"
 
 namespace qcutlass::host {
@@ -30,7 +28,7 @@ QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, QuantizedRow
   }
 }
 
-using MultiplyStrip = void (*)(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums);
+using MultiplyBytes = void (*)(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums);
 
 template <Packing kPacking>
 void multiply_plain(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums) {
@@ -53,7 +51,7 @@ QCUTLASS_AVX512_VNNI void multiply_avx512_vnni(WeightArguments const& weights, Q
 }
 
 template <Packing kPacking>
-MultiplyStrip choose(ByteKernels kernels) {
+MultiplyBytes choose(ByteKernels kernels) {
   switch (kernels) {
     case ByteKernels::kAvx2: return multiply_avx2<kPacking>;
     case ByteKernels::kAvxVnni: return multiply_avx_vnni<kPacking>;
@@ -74,23 +72,19 @@ void check_int8_activations(WeightArguments const& weights) {
                       " columns, or one group a channel, got " + std::to_string(weights.group_size));
 }
 
-void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads, StoreStrip store,
+void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads, StorePart store,
                            ByteKernels kernels) {
   WeightArguments const& weights = arguments.weights;
   int const run = weights.groups() > 1 && weights.group_size % kActivationBlock != 0 ? kStepK : kActivationBlock;
   QuantizedRows const rows = quantize_rows(weights.packing, activations, arguments.m, weights.k, run, threads);
-  MultiplyStrip const multiply =
+  MultiplyBytes const multiply =
       weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
   int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
-  parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(arguments.m * layout::kTileN);
-    for (int64_t strip = begin; strip < end; ++strip) {
-      ChannelParameters::prefetch(weights, strip + 1);
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      multiply(weights, rows, strip, sums.data());
-      store(arguments, strip, sums.data());
-    }
-  });
+  auto const multiply_one = [&](int64_t strip, float* sums) {
+    ChannelParameters::prefetch(weights, strip + 1);
+    multiply(weights, rows, strip, sums);
+  };
+  multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
 }
 
 }  // namespace qcutlass::host

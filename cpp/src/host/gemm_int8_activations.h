@@ -9,18 +9,16 @@
 #include <cstdint>
 
 #include "host/byte_dot.h"
+#include "host/strips.h"
 #include "qcutlass/gemm.h"
 
 namespace qcutlass::host {
-
-/// Finishes the sums [m][16] of a strip of 16 channels.
-using StoreStrip = void (*)(GemmArguments const& arguments, int64_t strip, float* sums);
 
 /// Throws Unsupported for groups that are neither one a channel nor whole steps of 16 columns.
 void check_int8_activations(WeightArguments const& weights);
 
 /// The product of checked arguments. `activations`: [m][k], scaled and permuted.
-void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads, StoreStrip store,
-                           ByteKernels kernels = byte_kernels().back());
+void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads,
+                           StorePart store = store_part, ByteKernels kernels = byte_kernels().back());
 
 }  // namespace qcutlass::host

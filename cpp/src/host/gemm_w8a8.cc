@@ -58,11 +58,11 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   check_at_least("k", weights.k, 1);
   check_at_least("m", arguments.m, 0);
   check_types(arguments);
+  check_epilogue(arguments);
   if (arguments.m == 0 || weights.n == 0) return;
   check_not_null("packed", weights.packed);
   check_not_null("a", arguments.a);
   check_not_null("out", arguments.out);
-  if (arguments.m > 1) check_at_least("out_stride", arguments.out_stride, weights.n);
   if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
   if (arguments.out_type != DType::kInt32) check_scales(sums);
   if (sums.azp == nullptr) return;
@@ -135,67 +135,111 @@ MultiplyStrip<Float8Rows, float> choose_multiply_float8() {
   return multiply_strip;
 }
 
-/// Scales, bias and activation of the strip's channels.
-template <class Sum>
-QCUTLASS_INLINE void store_scaled(GemmArguments const& arguments, int64_t first_row, int64_t rows, int64_t strip,
-                                  Sum const* sums) {
-  SumScales const& scales = arguments.sums;
-  int64_t const n = strip * layout::kTileN;
-  int64_t const count = std::min<int64_t>(layout::kTileN, arguments.weights.n - n);
-  float bias[layout::kTileN] = {}, w_scale[layout::kTileN] = {};
-  load_floats(arguments.bias_type, arguments.bias, n, count, bias);
-  for (int64_t i = 0; i < count; ++i) w_scale[i] = scales.w_scale[(n + i) * scales.w_scale_stride];
-  for (int64_t row = 0; row < rows; ++row, sums += layout::kTileN) {
-    int64_t const m = first_row + row;
+/// How the sums of a part become outputs.
+struct PartOfSums {
+  Epilogue epilogue;
+  int64_t strips;
+  int64_t first[2];                        ///< channel of each strip
+  float w_scale[2 * layout::kTileN] = {};  ///< of those that there are
+
+  QCUTLASS_INLINE PartOfSums(GemmArguments const& arguments, Parts const& parts, int64_t part)
+      : epilogue(arguments, parts, part), strips(parts.strips(part)) {
+    SumScales const& scales = arguments.sums;
+    for (int64_t i = 0; i < strips; ++i) {
+      first[i] = parts.strip(part, i) * layout::kTileN;
+      for (int64_t j = 0; j < count(arguments, i); ++j)
+        w_scale[i * layout::kTileN + j] = scales.w_scale[(first[i] + j) * scales.w_scale_stride];
+    }
+  }
+
+  /// Channels of a strip.
+  QCUTLASS_INLINE int64_t count(GemmArguments const& arguments, int64_t strip) const {
+    return std::min<int64_t>(layout::kTileN, arguments.weights.n - first[strip]);
+  }
+
+  /// Scales the sums of row m, of which those of strip i are number(i, [0, 16)), and finishes them.
+  template <class Number>
+  QCUTLASS_INLINE void store(GemmArguments const& arguments, int64_t m, Number const& number) const {
+    SumScales const& scales = arguments.sums;
     float const a_scale = scales.a_scale[m * scales.a_scale_stride];
-    float values[layout::kTileN];
-    for (int i = 0; i < layout::kTileN; ++i) values[i] = static_cast<float>(sums[i]) * a_scale * w_scale[i] + bias[i];
-    activate(arguments.activation, count, values);
-    store_floats(arguments.out_type, values, count, arguments.out, m * arguments.out_stride + n);
+    float values[2 * layout::kTileN] = {};
+    for (int64_t i = 0; i < strips; ++i) {
+      for (int j = 0; j < layout::kTileN; ++j) {
+        int64_t const channel = i * layout::kTileN + j;
+        values[channel] = static_cast<float>(number(i, j)) * a_scale * w_scale[channel];
+      }
+    }
+    epilogue.store(m, values);
+  }
+};
+
+template <class Sum>
+QCUTLASS_INLINE void store_scaled(GemmArguments const& arguments, Parts const& parts, int64_t part, int64_t first_row,
+                                  int64_t rows, int64_t pitch, Sum const* sums) {
+  PartOfSums const all(arguments, parts, part);
+  for (int64_t row = 0; row < rows; ++row) {
+    all.store(arguments, first_row + row,
+              [&](int64_t i, int j) { return sums[(i * pitch + row) * layout::kTileN + j]; });
   }
 }
 
-QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t first_row, int64_t rows, int64_t strip,
-                                       float* sums) {
-  store_scaled(arguments, first_row, rows, strip, sums);
+QCUTLASS_MULTIVERSION void store_part(GemmArguments const& arguments, Parts const& parts, int64_t part,
+                                      int64_t first_row, int64_t rows, int64_t pitch, float const* sums) {
+  store_scaled(arguments, parts, part, first_row, rows, pitch, sums);
 }
 
-/// Integer sums: subtracts zero points exactly, in 64 bits, before anything is rounded.
-QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t first_row, int64_t rows, int64_t strip,
-                                       int32_t* sums) {
+/// Integer sums less what zero points take off, exactly, in 64 bits, before anything is rounded.
+QCUTLASS_INLINE void subtract_zeros(GemmArguments const& arguments, int64_t m, int64_t n, int64_t count,
+                                    int32_t const* sums, int64_t* exact) {
   SumScales const& scales = arguments.sums;
-  bool const sums_only = arguments.out_type == DType::kInt32;
-  if (scales.azp == nullptr && !sums_only) return store_scaled(arguments, first_row, rows, strip, sums);
+  int64_t const azp = scales.azp == nullptr ? 0 : scales.azp[m * scales.azp_stride];
+  for (int64_t i = 0; i < count; ++i) exact[i] = sums[i] - (azp == 0 ? 0 : azp * scales.channel_sums[n + i]);
+}
+
+/// The sums themselves, modulo 2^32.
+QCUTLASS_INLINE void store_sums(GemmArguments const& arguments, int64_t strip, int64_t first_row, int64_t rows,
+                                int32_t const* sums) {
   int64_t const n = strip * layout::kTileN;
   int64_t const count = std::min<int64_t>(layout::kTileN, arguments.weights.n - n);
   for (int64_t row = 0; row < rows; ++row, sums += layout::kTileN) {
     int64_t const m = first_row + row;
-    int64_t const azp = scales.azp == nullptr ? 0 : scales.azp[m * scales.azp_stride];
-    int64_t exact[layout::kTileN] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      exact[i] = sums[i] - (azp == 0 ? 0 : azp * scales.channel_sums[n + i]);
-    }
-    if (sums_only) {
-      int32_t* const out = static_cast<int32_t*>(arguments.out) + m * arguments.out_stride + n;
-      for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int32_t>(static_cast<uint32_t>(exact[i]));
-    } else {
-      store_scaled(arguments, m, 1, strip, exact);
-    }
+    int64_t exact[layout::kTileN];
+    subtract_zeros(arguments, m, n, count, sums, exact);
+    int32_t* const out = static_cast<int32_t*>(arguments.out) + m * arguments.out_stride + n;
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int32_t>(static_cast<uint32_t>(exact[i]));
+  }
+}
+
+QCUTLASS_MULTIVERSION void store_part(GemmArguments const& arguments, Parts const& parts, int64_t part,
+                                      int64_t first_row, int64_t rows, int64_t pitch, int32_t const* sums) {
+  if (arguments.out_type == DType::kInt32) return store_sums(arguments, parts.strip(part, 0), first_row, rows, sums);
+  if (arguments.sums.azp == nullptr) return store_scaled(arguments, parts, part, first_row, rows, pitch, sums);
+  PartOfSums const all(arguments, parts, part);
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t exact[2][layout::kTileN] = {};
+    for (int64_t i = 0; i < all.strips; ++i)
+      subtract_zeros(arguments, first_row + row, all.first[i], all.count(arguments, i),
+                     sums + (i * pitch + row) * layout::kTileN, exact[i]);
+    all.store(arguments, first_row + row, [&](int64_t i, int j) { return exact[i][j]; });
   }
 }
 
 template <class Rows, class Sum, class Load>
 void run(GemmArguments const& arguments, int threads, Load const& load, MultiplyStrip<Rows, Sum> multiply) {
-  int64_t const n = arguments.weights.n, k = arguments.weights.k;
-  int64_t const block = rows_of_a_block(k);
+  int64_t const k = arguments.weights.k, block = rows_of_a_block(k);
+  Parts const parts(arguments);
   for (int64_t begin = 0; begin < arguments.m; begin += block) {
     int64_t const count = std::min(block, arguments.m - begin);
     Rows const rows = load(begin, count);
-    parallel_for(layout::tiles_n(n), strips_of_a_grain(k, count), threads, [&](int64_t first, int64_t last) {
-      std::vector<Sum> sums(rows.padded() * layout::kTileN);
-      for (int64_t strip = first; strip < last; ++strip) {
-        multiply(strip_of(arguments.weights, strip), rows, k, sums.data());
-        store_strip(arguments, begin, count, strip, sums.data());
+    int64_t const grain = strips_of_a_grain(k, count) / parts.strips(), pitch = rows.padded();
+    parallel_for(parts.count(), grain, threads, [&](int64_t first, int64_t last) {
+      std::vector<Sum> sums(parts.strips() * pitch * layout::kTileN);
+      for (int64_t part = first; part < last; ++part) {
+        for (int64_t i = 0; i < parts.strips(part); ++i) {
+          uint8_t const* const packed = strip_of(arguments.weights, parts.strip(part, i));
+          multiply(packed, rows, k, sums.data() + i * pitch * layout::kTileN);
+        }
+        store_part(arguments, parts, part, begin, count, pitch, sums.data());
       }
     });
   }

@@ -14,12 +14,11 @@ SteadyRows::SteadyRows(WeightArguments const& weights, float const* activations,
     arrange_row(weights.packing, activations + row * weights.k, weights.k, kPadded, row, padded_.data());
 }
 
-void SteadyRows::multiply(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const {
-  sums.assign((few_ ? few_->rows() : kPadded) * layout::kTileN, 0.0f);
+void SteadyRows::multiply(MultiplyStrip multiply, int64_t strip, float* sums) const {
   if (few_)
-    few_->multiply(strip, sums.data());
+    few_->multiply(strip, sums);
   else
-    multiply(weights_, padded_.data(), kPadded, strip, sums.data());
+    multiply(weights_, padded_.data(), kPadded, strip, sums);
 }
 
 }  // namespace qcutlass::host

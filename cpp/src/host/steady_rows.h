@@ -22,9 +22,9 @@ class SteadyRows {
   SteadyRows(SteadyRows const&) = delete;  // rows point to the weights
   SteadyRows& operator=(SteadyRows const&) = delete;
 
-  /// sums [rows][16] = the products of a strip, some more rows than there are; `multiply`: multiply_strip() of the
-  /// weights.
-  void multiply(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const;
+  /// Adds the products of a strip to sums [most()][16] of zeros, some more rows than there are; `multiply`:
+  /// multiply_strip() of the weights.
+  void multiply(MultiplyStrip multiply, int64_t strip, float* sums) const;
 
  private:
   /// Where groups are not whole steps, rows of zeros make up this number: one way of adding then serves them all.

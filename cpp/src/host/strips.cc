@@ -3,9 +3,7 @@
 #include <algorithm>
 
 #include "host/channel_parameters.h"
-#include "host/epilogue.h"
 #include "host/multiversion.h"
-#include "host/numeric.h"
 #include "host/tile_math.h"
 
 namespace qcutlass::host {
@@ -100,19 +98,14 @@ MultiplyStrip multiply_strip(WeightArguments const& weights) {
   }
 }
 
-QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t strip, float* sums) {
-  int64_t const n = strip * layout::kTileN;
-  int64_t const count = std::min<int64_t>(layout::kTileN, arguments.weights.n - n);
-  float bias[layout::kTileN] = {};
-  load_floats(arguments.bias_type, arguments.bias, n, count, bias);
+QCUTLASS_MULTIVERSION void store_part(GemmArguments const& arguments, Parts const& parts, int64_t part, int64_t rows,
+                                      float const* sums) {
+  Epilogue const epilogue(arguments, parts, part);
+  float values[2 * layout::kTileN] = {};
   for (int64_t m = 0; m < arguments.m; ++m) {
-    float* const row = sums + m * layout::kTileN;
-    for (int i = 0; i < layout::kTileN; ++i) row[i] += bias[i];
-    activate(arguments.activation, count, row);
-    if (arguments.experts.row_scale != nullptr) {
-      for (int i = 0; i < layout::kTileN; ++i) row[i] *= arguments.experts.row_scale[m];
-    }
-    store_floats(arguments.a_type, row, count, arguments.out, m * arguments.out_stride + n);
+    for (int64_t i = 0; i < parts.strips(part); ++i)
+      std::copy_n(sums + (i * rows + m) * layout::kTileN, layout::kTileN, values + i * layout::kTileN);
+    epilogue.store(m, values);
   }
 }
 

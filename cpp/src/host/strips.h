@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "host/epilogue.h"
+#include "host/parallel.h"
 #include "qcutlass/gemm.h"
 
 namespace qcutlass::host {
@@ -21,7 +24,26 @@ using MultiplyStrip = void (*)(WeightArguments const& weights, float const* acti
 /// The function for such weights on this machine.
 MultiplyStrip multiply_strip(WeightArguments const& weights);
 
-/// Finishes the sums [m][16] of a strip and writes them.
-void store_strip(GemmArguments const& arguments, int64_t strip, float* sums);
+/// Finishes the sums [strips of the part][rows][16] of a part, of which the first m rows count, and writes them.
+void store_part(GemmArguments const& arguments, Parts const& parts, int64_t part, int64_t rows, float const* sums);
+
+using StorePart = decltype(&store_part);
+
+/// Calls multiply(strip, sums) for each strip, which adds to sums [rows][16] of zeros, then `store` for each part.
+/// `grain`: strips that one range of the parallel loop should at least hold.
+template <class Multiply>
+void multiply_strips(GemmArguments const& arguments, int64_t rows, int64_t grain, int threads, Multiply const& multiply,
+                     StorePart store = store_part) {
+  Parts const parts(arguments);
+  parallel_for(parts.count(), grain / parts.strips(), threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(parts.strips() * rows * layout::kTileN);
+    for (int64_t part = begin; part < end; ++part) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (int64_t i = 0; i < parts.strips(part); ++i)
+        multiply(parts.strip(part, i), sums.data() + i * rows * layout::kTileN);
+      store(arguments, parts, part, rows, sums.data());
+    }
+  });
+}
 
 }  // namespace qcutlass::host

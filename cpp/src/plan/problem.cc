@@ -204,6 +204,8 @@ Kind kind_of(GemmArguments const& arguments) {
 }
 
 Problem make_problem(GemmArguments const& arguments) {
+  if (arguments.gate != Gate::kNone || arguments.residual != nullptr)
+    throw Unsupported("gate, residual: no CUDA kernel has them; multiply without, and compute them of the product");
   if (arguments.blocks.size != 0)
     check_blockwise(arguments);
   else if (arguments.quantized.size != 0)

@@ -110,10 +110,13 @@ void Launch::run_host(GemmArguments arguments) const {
   auto* out = static_cast<char*>(arguments.out);
   // Products that are cut into blocks give the type of their activations.
   int64_t const a_pitch = arguments.a_stride * element_size_, out_pitch = arguments.out_stride * element_size_;
+  auto const* residual = static_cast<char const*>(arguments.residual);
+  int64_t const residual_pitch = arguments.residual_stride * element_size_;
   for (int64_t row = 0; row < rows; row += host_rows_) {
     arguments.m = std::min(host_rows_, rows - row);
     arguments.a = a + row * a_pitch;
     arguments.out = out + row * out_pitch;
+    if (residual != nullptr) arguments.residual = residual + row * residual_pitch;
     host::gemm(arguments, threads);
   }
 }

@@ -63,6 +63,7 @@ inline constexpr std::array kOperands{
     operand<&GemmArguments::experts, &ExpertRows::offsets>("EXPERT_OFFSETS"),
     operand<&GemmArguments::experts, &ExpertRows::rows>("EXPERT_ROWS"),
     operand<&GemmArguments::experts, &ExpertRows::row_scale>("ROW_SCALE"),
+    operand<&GemmArguments::residual>("RESIDUAL"),
 };
 
 /// A product whose operands, in an order of the caller's, may be elsewhere at each call.

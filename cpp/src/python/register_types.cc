@@ -37,6 +37,10 @@ void register_enumerations(py::module_& module) {
       .value("GELU", Activation::kGelu)
       .value("GELU_TANH", Activation::kGeluTanh)
       .value("SILU", Activation::kSilu);
+  py::enum_<Gate>(module, "Gate")
+      .value("NONE", Gate::kNone)
+      .value("INTERLEAVED", Gate::kInterleaved)
+      .value("HALVES", Gate::kHalves);
   py::enum_<Packing>(module, "Packing")
       .value("W4A16", Packing::kW4A16)
       .value("W8A16", Packing::kW8A16)
@@ -116,12 +120,15 @@ void register_arguments(py::module_& module) {
       .def_readwrite("bias_type", &GemmArguments::bias_type)
       .def_readwrite("act_scale_type", &GemmArguments::act_scale_type)
       .def_readwrite("activation", &GemmArguments::activation)
+      .def_readwrite("gate", &GemmArguments::gate)
+      .def_readwrite("residual_stride", &GemmArguments::residual_stride)
       .def_readwrite("workspace_bytes", &GemmArguments::workspace_bytes);
   def_pointer(gemm, "a", &GemmArguments::a);
   def_pointer(gemm, "out", &GemmArguments::out);
   def_pointer(gemm, "bias", &GemmArguments::bias);
   def_pointer(gemm, "act_scale", &GemmArguments::act_scale);
   def_pointer(gemm, "perm", &GemmArguments::perm);
+  def_pointer(gemm, "residual", &GemmArguments::residual);
   def_pointer(gemm, "workspace", &GemmArguments::workspace);
 }
 

@@ -60,6 +60,10 @@ class BlockwiseCall(NamedTuple):
     batch_invariant: bool = False
     out_s: Annotated[Tensor | None, Operand.OUT_SCALES] = None
 
+    @property
+    def residual(self) -> None:
+        """There is none."""
+
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""
         a, b, bias, size = self.a, self.b, self.bias, self.block_size

@@ -29,6 +29,12 @@ ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
     "silu": _C.Activation.SILU,
 }
 
+ACTIVATION_OF_GATE: Final[dict[str, _C.Activation]] = {
+    "silu_mul": _C.Activation.SILU,
+    "gelu_tanh_mul": _C.Activation.GELU_TANH,
+}
+"""The activation whose result multiplies the other half of the channels, in gated MLPs."""
+
 
 class Arguments(Protocol):
     """Those of a call, in a NamedTuple."""
@@ -142,14 +148,17 @@ def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch
     return device
 
 
-def check_options(activation: object, tactic: object, split_k: int, batch_invariant: object = False) -> None:
+def check_options(
+    activation: object, tactic: object, split_k: int, batch_invariant: object = False, takes_gates: bool = False
+) -> None:
     """Checks what every product takes besides tensors."""
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected True or False, got {type(batch_invariant).__name__}")
     if activation is not None and not isinstance(activation, str):
         raise TypeError(f"activation: expected a name or None, got {type(activation).__name__}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+    allowed = (*ACTIVATIONS, *(ACTIVATION_OF_GATE if takes_gates else ()))
+    if activation not in allowed:
+        raise ValueError(f"activation: expected one of {', '.join(map(repr, allowed))}, got {activation!r}")
     if tactic is not None and not isinstance(tactic, str):
         raise TypeError(f"tactic: expected the name of a kernel configuration, got {type(tactic).__name__}")
     if tactic is not None and not tactic.isascii():

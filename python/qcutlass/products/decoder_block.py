@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
-from qcutlass.products.decoder_operators import ACTIVATION_OF_GATE
+from qcutlass.products.checks import ACTIVATION_OF_GATE
 from qcutlass.products.extension import DTYPES
 from qcutlass.products.product import Product
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall

@@ -8,13 +8,14 @@ weights meanwhile. The functions here call the extension directly where nothing 
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from qcutlass import _C
 from qcutlass.products.checks import (
+    ACTIVATION_OF_GATE,
     FLOATING,
     check_device,
     check_inference,
@@ -29,8 +30,6 @@ from qcutlass.products.library import is_eager, register
 from qcutlass.products.memory import as_rows
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-
-ACTIVATION_OF_GATE: Final = {"silu_mul": _C.Activation.SILU, "gelu_tanh_mul": _C.Activation.GELU_TANH}
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Pair:

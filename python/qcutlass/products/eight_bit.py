@@ -111,7 +111,7 @@ def check_scaled(
         raise ValueError(f"w_scale: expected shape [N] = [{n}], or one element, got {shape_of(w_scale)}")
     if bias is not None:
         check_vector("bias", bias, n, "N")
-    check_options(call.activation, call.tactic, call.split_k, call.batch_invariant)
+    check_options(call.activation, call.tactic, call.split_k, call.batch_invariant, takes_gates=True)
     return n
 
 

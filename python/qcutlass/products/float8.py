@@ -11,6 +11,7 @@ from qcutlass import _C
 from qcutlass._C import Operand
 from qcutlass.products.checks import DEVICES, FLOATING, check_activations, check_operand, check_out, names_of
 from qcutlass.products.eight_bit import check_out_dtype, check_packed, check_plain, check_scaled, fill_scaled
+from qcutlass.products.epilogue import check_epilogue
 from qcutlass.products.kind import Description, Kind, Size
 from qcutlass.products.packing import WeightShape
 from qcutlass.products.weight_operators import pack
@@ -33,6 +34,7 @@ class Float8Call(NamedTuple):
     tactic: str | None = None
     split_k: int = 0
     batch_invariant: bool = False
+    residual: Annotated[Tensor | None, Operand.RESIDUAL] = None
 
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""
@@ -46,8 +48,9 @@ class Float8Call(NamedTuple):
             check_packed("w", w, k)
         check_out_dtype(self.out_dtype, FLOATING)
         n = check_scaled(self, w, "a", "w")
+        columns = check_epilogue(self, n, "a")
         if out is not None:
-            check_out("a", a, out, n, self.out_dtype, " (out_dtype)")
+            check_out("a", a, out, columns, self.out_dtype, " (out_dtype)")
         return WeightShape(n, k, 8, k)
 
     def prepared(self, shape: WeightShape) -> Float8Call:

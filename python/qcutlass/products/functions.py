@@ -38,8 +38,9 @@ def gemm(
     batch_invariant: bool = False,
     super_scales: Tensor | None = None,
     super_minimums: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies activations by quantised weights: `activation(a' @ w.T + bias)`, sums in fp32, rounded once.
+    """Multiplies activations by quantised weights: `activation(a' @ w.T + bias) + residual`, fp32 sums, rounded once.
 
     `w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n]` with g = k // group_size, or, with minimums,
     `code[n, k] * scale[g, n] - minimum[g, n]`; and
@@ -55,6 +56,11 @@ def gemm(
     / 127. Sums of codes by codes are exact integers, which are scaled in fp32. llama.cpp does the same with its 4-bit
     weights. It is faster; the error of normal activations is 0.5 % of the output's size, of those with outliers more.
 
+    The activations "silu_mul" and "gelu_tanh_mul" are those of gated MLPs (Shazeer, "GLU variants improve transformer",
+    2020): channels are gate and up in turns of 16, as `interleave_gate_up` puts them, and the output has a column for
+    each pair, `silu(gate) * up`. No kernel for GPUs has a gate or a residual: on CUDA the product without them is
+    rounded, torch computes the rest in fp32, and rounds a second time.
+
     From sm_90 on, weights that were multiplied before are read while the kernel just before in the stream ends.
     Rewriting them in place is fine, except by a kernel that itself lets its successor start early; torch's do not.
 
@@ -68,7 +74,8 @@ def gemm(
         zeros: shaped as `scales`; uint8, int8 or int32: exact zero points, uint8 ones in [0, 2**bits]; floating:
             real-valued zeros; None: 2**(bits - 1) everywhere. None with `weight_dtype`.
         bias: float16, bfloat16 or float32 `[N]`.
-        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        activation: None, "relu", "gelu" (erf), "gelu_tanh", "silu"; or "silu_mul" or "gelu_tanh_mul", gates, for which
+            N is a multiple of 32, and the output has N / 2 columns.
         act_scale: float16, bfloat16 or float32 `[K]`, in the order of the columns of `a` (AWQ's pre-quant scale).
         perm: int32 `[K]`, values in [0, K), not checked on CUDA: column k of the codes meets column perm[k] of `a`
             (GPTQ's act-order).
@@ -93,9 +100,10 @@ def gemm(
             group's scale is the exact product of its integer and the number of its super-block, one of G / B
             neighbouring groups. CPU only; `expand_scales` makes scales of one level. GGUF's K-quants are stored so.
         super_minimums: float16, shaped as `super_scales`: the same of minimums, just where there are minimums.
+        residual: of the shape and type of the output, to which it is added before that is rounded.
 
     Returns:
-        `[..., N]` with the type of `a`; `out` if it was given. Bitwise repeatable.
+        `[..., N]` with the type of `a`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError: an operand is not a tensor, or not of an allowed type.
@@ -113,7 +121,7 @@ def gemm(
     """
     operands = a, w_packed, scales, zeros, bias, activation, act_scale, perm
     options = group_size, bits, tactic, split_k, activations, weight_dtype
-    numbers = global_scale, minimums, batch_invariant, super_scales, super_minimums
+    numbers = global_scale, minimums, batch_invariant, super_scales, super_minimums, residual
     return compute(WEIGHT_ONLY, GemmCall(*operands, *options, *numbers), out)
 
 
@@ -134,8 +142,9 @@ def gemm_w8a8(
     tactic: str | None = None,
     split_k: int = 0,
     batch_invariant: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies int8 activations by int8 weights: `activation(sum * a_scale * w_scale + bias)`.
+    """Multiplies int8 activations by int8 weights: `activation(sum * a_scale * w_scale + bias) + residual`.
 
     `sum[m, n] = sum over k of (a_q[m, k] - azp[m]) * w[n, k]`, exact; what follows is computed in fp32 from left to
     right, then rounded once. This is the product of SmoothQuant (Xiao et al., 2022) and other W8A8 schemes.
@@ -147,7 +156,7 @@ def gemm_w8a8(
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`. None with int32
             outputs.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`. None with int32 outputs.
-        bias, activation, tactic, split_k, batch_invariant: as for `gemm`.
+        bias, activation, tactic, split_k, batch_invariant, residual: as for `gemm`.
         azp: int32, zero points of the activations, shaped as `a_scale` may be.
         out_dtype: float16, bfloat16 or float32; or int32: the sums themselves (modulo 2^32), without scales, bias and
             activation.
@@ -158,7 +167,7 @@ def gemm_w8a8(
             not here, which takes about as long again as a product of one row.
 
     Returns:
-        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+        `[..., N]` of type `out_dtype`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; K is too large.
@@ -172,7 +181,7 @@ def gemm_w8a8(
         torch.Size([2, 3, 48])
     """
     operands = a_q, w_packed, a_scale, w_scale, bias, azp
-    call = Int8Call(*operands, activation, out_dtype, n, w_sums, tactic, split_k, batch_invariant)
+    call = Int8Call(*operands, activation, out_dtype, n, w_sums, tactic, split_k, batch_invariant, residual)
     return compute(INT8, call, out)
 
 
@@ -191,8 +200,9 @@ def gemm_fp8(
     tactic: str | None = None,
     split_k: int = 0,
     batch_invariant: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies fp8 activations by fp8 weights: `activation(sum * a_scale * w_scale + bias)`.
+    """Multiplies fp8 activations by fp8 weights: `activation(sum * a_scale * w_scale + bias) + residual`.
 
     `sum[m, n] = sum over k of a[m, k] * w[n, k]` in fp32, on H100 and H200 of sums of 128 k that have some 14 bits (the
     others' kernels, `tactic="w8a8_e4m3_sm89_..."`, have fp32 throughout, and take up to four times as long there); what
@@ -205,14 +215,14 @@ def gemm_fp8(
             `[N, K]`, which is packed at each call: pack weights once that are used more often.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`.
-        bias, activation, tactic, split_k, batch_invariant: as for `gemm`.
+        bias, activation, tactic, split_k, batch_invariant, residual: as for `gemm`.
         out_dtype: float16, bfloat16 or float32.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
         n: N. None: that of plain weights; of packed ones what `w_scale` or `bias` of N elements tell, else every
             channel that was packed, a multiple of 16.
 
     Returns:
-        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+        `[..., N]` of type `out_dtype`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `gemm`.
@@ -226,7 +236,9 @@ def gemm_fp8(
         >>> qcutlass.gemm_fp8(a, w_packed, torch.rand(2, 3), torch.rand(48)).shape
         torch.Size([2, 3, 48])
     """
-    call = Float8Call(a, w, a_scale, w_scale, bias, activation, out_dtype, n, tactic, split_k, batch_invariant)
+    call = Float8Call(
+        a, w, a_scale, w_scale, bias, activation, out_dtype, n, tactic, split_k, batch_invariant, residual
+    )
     return compute(FLOAT8, call, out)
 
 
@@ -275,7 +287,8 @@ def gemm_grouped(
             and R = T.
         row_scale: float32 `[R]`: multiplies finished rows, in fp32 before they are rounded (the router's weights).
         bias: float16, bfloat16 or float32 `[E, N]`.
-        activation, group_size, bits, tactic, weight_dtype, batch_invariant: as for `gemm`.
+        activation: as for `gemm`, but no gate.
+        group_size, bits, tactic, weight_dtype, batch_invariant: as for `gemm`.
         global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn; None: 1.
         out: `[R, N]` with the type of `a`, to be written; must not share memory with an operand.
 

@@ -81,6 +81,10 @@ class GroupedCall(NamedTuple):
         return self.a.dtype
 
     @property
+    def residual(self) -> None:
+        """There is none."""
+
+    @property
     def split_k(self) -> int:
         """Chosen: experts are blocks enough."""
         return 0

@@ -29,6 +29,7 @@ from qcutlass.products.eight_bit import (
     check_scaled,
     fill_scaled,
 )
+from qcutlass.products.epilogue import check_epilogue
 from qcutlass.products.kind import Description, Kind, Size
 from qcutlass.products.multiplying import multiply
 from qcutlass.products.packing import WeightShape, check_channels, check_packed_form
@@ -56,6 +57,7 @@ class Int8Call(NamedTuple):
     tactic: str | None = None
     split_k: int = 0
     batch_invariant: bool = False
+    residual: Annotated[Tensor | None, Operand.RESIDUAL] = None
 
     @property
     def a(self) -> Tensor:
@@ -79,7 +81,7 @@ class Int8Call(NamedTuple):
         check_out_dtype(out_dtype, (*FLOATING, _SUMS))
         is_scaled = out_dtype != _SUMS
         if not is_scaled:
-            for name in ("a_scale", "w_scale", "bias", "activation"):
+            for name in ("a_scale", "w_scale", "bias", "activation", "residual"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name}: expected None with out_dtype=torch.int32, which gives the sums themselves"
@@ -91,8 +93,9 @@ class Int8Call(NamedTuple):
         if w_sums is not None:
             check_operand("w_sums", w_sums, _INTEGERS, device, "a_q")
             check_vector("w_sums", w_sums, n, "N")
+        columns = check_epilogue(self, n, "a_q")
         if out is not None:
-            check_out("a_q", a, out, n, out_dtype, " (out_dtype)")
+            check_out("a_q", a, out, columns, out_dtype, " (out_dtype)")
         return WeightShape(n, k, 8, k)
 
     def prepared(self, shape: WeightShape) -> Int8Call:

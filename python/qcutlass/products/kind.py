@@ -74,6 +74,9 @@ class Call(Protocol):
     def activation(self) -> str | None: ...
 
     @property
+    def residual(self) -> Tensor | None: ...
+
+    @property
     def out_dtype(self) -> torch.dtype: ...
 
     @property

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcutlass.products import launching
+from qcutlass.products import epilogue, launching
 from qcutlass.products.checks import check_inference, check_memory, tensors_of
 from qcutlass.products.kind import Call, Kind
 from qcutlass.products.library import is_eager
 from qcutlass.products.memory import check_out_memory
-from qcutlass.products.packing import WeightShape
 from qcutlass.products.product import Product
 
 
@@ -38,10 +37,13 @@ def multiply(kind: Kind, call: Call) -> Tensor:
     """The product in a new tensor."""
     shape, leading = call.check(None), kind.leading(call)
     check_memory(tensors_of(call))
-    out = call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype)
+    if epilogue.is_composed(call):
+        return _composed(kind, call).to(call.out_dtype)
+    columns = epilogue.columns(call, shape.n)
+    out = call.a.new_empty((kind.rows(call), columns), dtype=call.out_dtype)
     if out.numel():
         launching.run(Product(kind, call.prepared(shape), shape, out), None)
-    return out if len(leading) == 1 else out.view(*leading, shape.n)
+    return out if len(leading) == 1 else out.view(*leading, columns)
 
 
 def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
@@ -49,9 +51,12 @@ def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
     shape = call.check(out)
     check_memory(tensors_of(call) | {"out": out})
     check_out_memory(out, call)
+    if epilogue.is_composed(call):
+        out.copy_(_composed(kind, call))
+        return
     if not out.numel():
         return
-    target = _as_matrix(out, shape)
+    target = _as_matrix(out)
     launching.run(Product(kind, call.prepared(shape), shape, target), out)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
@@ -59,11 +64,18 @@ def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
         torch.autograd.graph.increment_version(out)
 
 
-def _as_matrix(out: Tensor, shape: WeightShape) -> Tensor:
+def _composed(kind: Kind, call: Call) -> Tensor:
+    """The product in float32, its gate and residual in operations of torch behind it."""
+    bare = epilogue.bare(call)
+    product = launching.repeat(kind, bare, None)
+    return epilogue.finish(call, multiply(kind, bare) if product is None else product)
+
+
+def _as_matrix(out: Tensor) -> Tensor:
     """`out` as `[M, N]` with unit stride along N, or a new matrix where its strides do not allow that."""
-    rows = out.shape[:-1].numel()
+    rows, columns = out.shape[:-1].numel(), out.shape[-1]
     try:
-        matrix = out.view(rows, shape.n)
+        matrix = out.view(rows, columns)
     except RuntimeError:
-        return out.new_empty((rows, shape.n))
-    return matrix if matrix.stride(1) == 1 or shape.n == 1 else out.new_empty((rows, shape.n))
+        return out.new_empty((rows, columns))
+    return matrix if matrix.stride(1) == 1 or columns == 1 else out.new_empty((rows, columns))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from qcutlass.products import epilogue
 from qcutlass.products.kind import Kind
 from qcutlass.products.kinds import KINDS
 from qcutlass.products.launching import repeat
@@ -21,8 +22,8 @@ def _register_product(kind: Kind) -> None:
 
     def new_fake(*arguments: Any) -> Tensor:
         call = kind.call(*arguments)
-        n = call.check(None).n
-        return call.a.new_empty((*kind.leading(call), n), dtype=call.out_dtype)
+        columns = epilogue.columns(call, call.check(None).n)
+        return call.a.new_empty((*kind.leading(call), columns), dtype=call.out_dtype)
 
     def into(*arguments: Any, out: Tensor) -> None:
         multiply_out(kind, kind.call(*arguments), out)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qcutlass import _C
 from qcutlass.products import dense, invariance, tuned_plans
-from qcutlass.products.checks import ACTIVATIONS
+from qcutlass.products.epilogue import fill_epilogue
 from qcutlass.products.extension import DTYPES, device_traits
 from qcutlass.products.kind import Call, Kind
 from qcutlass.products.memory import as_rows
@@ -37,9 +37,8 @@ class Product:
         arguments.out_type = DTYPES[out.dtype]
         arguments.a, arguments.a_stride = a.data_ptr(), a.stride(0)
         arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
-        arguments.activation = ACTIVATIONS[call.activation]
         arguments.batch_invariant = call.batch_invariant or invariance.is_on()
-        self._alive: Final = call.fill(arguments, shape)
+        self._alive: Final = [*call.fill(arguments, shape), *fill_epilogue(call, arguments)]
         if call.bias is not None:
             bias = call.bias.contiguous()
             arguments.bias, arguments.bias_type = bias.data_ptr(), DTYPES[bias.dtype]

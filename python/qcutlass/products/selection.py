@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
-from qcutlass.products import tuned_plans
+from qcutlass.products import epilogue, tuned_plans
 from qcutlass.products.checks import names_of
 from qcutlass.products.extension import device_traits
 from qcutlass.products.functions import gemm
@@ -220,7 +220,11 @@ def _describe(kind: Kind, call: Call, shape: WeightShape) -> str:
     activations = names_of([call.a.dtype])
     weights, parts = call.describe(shape)
     sizes = f"{kind.rows(call)} x {shape.k} {activations} activations by {shape.n} x {shape.k} {weights}"
-    return ", ".join([sizes, *parts, *([] if call.activation is None else [call.activation])])
+    finished = [] if call.activation is None else [call.activation]
+    finished += [] if call.residual is None else ["residual"]
+    if epilogue.bare(call) is not call:
+        finished[-1] += " in operations of torch behind the product"
+    return ", ".join([sizes, *parts, *finished])
 
 
 def tactics(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any) -> list[str]:
@@ -317,5 +321,6 @@ def _check_is_of_gemm(a: Tensor) -> None:
 
 
 def _query(kind: Kind, call: Call, shape: WeightShape) -> Product:
-    """The product as selection sees it."""
-    return Product(kind, call, shape, call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype))
+    """The product as selection sees it: what kernels compute of it."""
+    out = call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype)
+    return Product(kind, epilogue.bare(call), shape, out)

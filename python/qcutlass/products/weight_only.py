@@ -19,6 +19,7 @@ from qcutlass.products.checks import (
     check_vector,
     names_of,
 )
+from qcutlass.products.epilogue import check_epilogue
 from qcutlass.products.extension import DTYPES
 from qcutlass.products.kind import Description, Kind
 from qcutlass.products.packing import PackedWeights, WeightShape, check_weights, weight_arguments
@@ -107,6 +108,7 @@ class GemmCall(NamedTuple):
     batch_invariant: bool = False
     super_scales: Annotated[Tensor | None, Operand.SUPER_SCALES] = None
     super_minimums: Annotated[Tensor | None, Operand.SUPER_MINIMUMS] = None
+    residual: Annotated[Tensor | None, Operand.RESIDUAL] = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -127,9 +129,10 @@ class GemmCall(NamedTuple):
         if perm is not None:
             check_operand("perm", perm, _PERM, device, "a")
             check_vector("perm", perm, k, "K")
-        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant, takes_gates=True)
+        columns = check_epilogue(self, n, "a")
         if out is not None:
-            check_out("a", a, out, n, a.dtype)
+            check_out("a", a, out, columns, a.dtype)
         check_quantized_activations(self.activations, device)
         check_groups(shape, device)
         if self.activations is not None and self.minimums is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,18 @@ _EVALUATION: Final = 2.0**-22  # error of an activation function computed in fp3
 # Largest slope of each activation, rounded up: how much an error of the argument can grow.
 # SiLU: 1.0999 at 2.40; GELU: 1.1289 at sqrt(2); its tanh form: 1.1290 near there.
 SLOPE: Final[dict[str | None, float]] = {None: 1.0, "relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
+
+
+GATES: Final = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
+"""The activations of gated MLPs: of channels in turns of 16, the first ones' activation multiplies the others."""
+_TURN: Final = 16
+
+
+def gate_and_up(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both halves `[M, N / 2]` of channels `[M, N]` in turns of 16."""
+    m, n = x.shape
+    gate, up = x.view(m, n // (2 * _TURN), 2, _TURN).unbind(2)
+    return gate.reshape(m, n // 2), up.reshape(m, n // 2)
 
 
 def activate(x: Tensor, activation: str | None) -> Tensor:
@@ -126,6 +138,8 @@ class Reference:
         bias: float64 `[N]` or None.
         activation: name or None.
         dtype: type of the activations, hence of the output.
+        residual: float64 `[M, columns of the output]` or None.
+        rounds_between: the product is rounded to `dtype` before its gate or residual, as on GPUs.
     """
 
     sum: Tensor
@@ -134,6 +148,8 @@ class Reference:
     bias: Tensor | None
     activation: str | None
     dtype: torch.dtype
+    residual: Tensor | None = field(default=None, kw_only=True)
+    rounds_between: bool = field(default=False, kw_only=True)
 
     @property
     def argument(self) -> Tensor:
@@ -142,12 +158,28 @@ class Reference:
 
     @property
     def value(self) -> Tensor:
-        """float64 `[M, N]`: activation(sum + bias)."""
-        return activate(self.argument, self.activation)
+        """float64: activation(sum + bias) + residual, `[M, N]`; with a gate `[M, N / 2]`."""
+        value = self.finished
+        return value if self.residual is None else value + self.residual
+
+    @property
+    def finished(self) -> Tensor:
+        """The same without the residual."""
+        if self.activation not in GATES:
+            return activate(self.argument, self.activation)
+        gate, up = gate_and_up(self.argument)
+        return activate(gate, GATES[self.activation]) * up
+
+    @property
+    def bare(self) -> Reference:
+        """The product without gate and residual."""
+        activation = None if self.activation in GATES else self.activation
+        return replace(self, activation=activation, residual=None, rounds_between=False)
 
     def rows(self, begin: int, end: int) -> Reference:
         """The same for rows [begin, end) alone."""
-        return replace(self, sum=self.sum[begin:end], spread=self.spread[begin:end])
+        residual = None if self.residual is None else self.residual[begin:end]
+        return replace(self, sum=self.sum[begin:end], spread=self.spread[begin:end], residual=residual)
 
     def sum_error(self, splits: int) -> Tensor:
         """float64 `[M, N]`: how far from `sum` the fp32 number may be that bias and activation get."""
@@ -157,6 +189,9 @@ class Reference:
     def underflow(self) -> float:
         """Error of results near 0, where it is not relative."""
         return _TINY
+
+
+_Reference = TypeVar("_Reference", bound=Reference)
 
 
 def scaled_activations(a: Tensor, act_scale: Tensor | None = None, perm: Tensor | None = None) -> Tensor:
@@ -174,6 +209,8 @@ def reference(
     activation: str | None = None,
     act_scale: Tensor | None = None,
     perm: Tensor | None = None,
+    residual: Tensor | None = None,
+    rounds_between: bool | None = None,
 ) -> Reference:
     """Multiplies in float64, in blocks of channels, on `a`'s device.
 
@@ -184,6 +221,8 @@ def reference(
         activation: as `qcutlass.gemm`'s.
         act_scale: floating `[K]`, multiplied onto `a` and rounded to its type.
         perm: integer `[K]`, column k of `w_hat` meets column `perm[k]` of the activations.
+        residual: floating, of the output's shape.
+        rounds_between: as `Reference` has it; None: as the device of `a` computes gates and residuals.
     """
     x = scaled_activations(a, act_scale, perm).reshape(-1, a.shape[-1]).double()
     (m, k), n = x.shape, w_hat.shape[0]
@@ -194,7 +233,18 @@ def reference(
         w = w_hat[begin : begin + block].double()
         total[:, begin : begin + block] = x @ w.T
         squares[:, begin : begin + block] = x_squared @ w.square().T
-    return Reference(total, squares.sqrt(), k, None if bias is None else bias.double(), activation, a.dtype)
+    bias = None if bias is None else bias.double()
+    found = Reference(total, squares.sqrt(), k, bias, activation, a.dtype)
+    return finished_by(found, residual, rounds_between)
+
+
+def finished_by(ref: _Reference, residual: Tensor | None, rounds_between: bool | None = None) -> _Reference:
+    """With a residual; `rounds_between`: None: as the device computes gates and residuals."""
+    if rounds_between is None:
+        rounds_between = ref.sum.is_cuda and (residual is not None or ref.activation in GATES)
+    if residual is not None:
+        residual = residual.reshape(-1, residual.shape[-1]).double()
+    return replace(ref, residual=residual, rounds_between=rounds_between)
 
 
 def bound(ref: Reference, *, splits: int = 1) -> Tensor:
@@ -203,14 +253,16 @@ def bound(ref: Reference, *, splits: int = 1) -> Tensor:
     Without bias and activation it is u*|ref|*(1 + 2^-7) + 2^-23*(K/8 + 16 + splits)*(|ref| + 4Q) + 2^-25, with u the
     unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term). A bias adds its own
     fp32 rounding; an activation multiplies the error of its argument by its largest slope and adds 2^-22 of the
-    argument for its evaluation in fp32.
+    argument for its evaluation in fp32. A gate multiplies the error of either factor by the other factor, adds the
+    product of both, and the rounding of its own product; a residual adds that of its sum. Where the product is rounded
+    before them, these are the errors of the rounded product.
 
     Args:
         ref: what `reference` returned.
         splits: number of partial sums that are added at the end (split-K).
 
     Returns:
-        float64 `[M, N]`.
+        float64, of the output's shape.
     """
     return rounding_error(ref.value, ref.dtype) + evaluation_error(ref, splits=splits) + ref.underflow
 
@@ -222,24 +274,45 @@ def rounding_error(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def evaluation_error(ref: Reference, *, splits: int = 1) -> Tensor:
     """The part of the bound that comes before it: how far from `ref.value` the fp32 result may be."""
-    argument = ref.argument
-    error = ref.sum_error(splits)
-    if ref.bias is not None:
-        error = error + _STEP / 2 * argument.abs()
-    if ref.activation is not None:
-        error = SLOPE[ref.activation] * error
-    if ref.activation not in (None, "relu"):
-        error = error + _EVALUATION * argument.abs()
-    return error
+    if ref.rounds_between:
+        error = bound(ref.bare, splits=splits)
+    else:
+        error = ref.sum_error(splits)
+        if ref.bias is not None:
+            error = error + _STEP / 2 * ref.argument.abs()
+    if ref.activation in GATES:
+        error = _gate_error(ref, error)
+    elif not ref.rounds_between:
+        error = _activation_error(ref.argument, ref.activation, error)
+    return error if ref.residual is None else error + _STEP / 2 * (ref.value.abs() + error)
+
+
+def _activation_error(argument: Tensor, activation: str | None, error: Tensor) -> Tensor:
+    """How far an activation may be from its value if its argument has this error."""
+    if activation is not None:
+        error = SLOPE[activation] * error
+    return error if activation in (None, "relu") else error + _EVALUATION * argument.abs()
+
+
+def _gate_error(ref: Reference, error: Tensor) -> Tensor:
+    """That of s * up, s = activation(gate), from the `error` of both arguments: |up| e_s + |s| e_up + e_s e_up, and the
+    rounding of the product."""
+    assert ref.activation is not None
+    (gate, up), (gate_error, up_error) = gate_and_up(ref.argument), gate_and_up(error)
+    name = GATES[ref.activation]
+    factor, factor_error = activate(gate, name), _activation_error(gate, name, gate_error)
+    found = up.abs() * factor_error + factor.abs() * up_error + factor_error * up_error
+    return found + _STEP / 2 * (ref.finished.abs() + found)
 
 
 def error_ratios(out: Tensor, ref: Reference, *, splits: int = 1) -> Tensor:
-    """Element-wise |out - ref| / bound, float64 `[M, N]`.
+    """Element-wise |out - ref| / bound, float64, of the output's shape.
 
     NaN is right where the reference has NaN, infinity where the reference is that infinity or rounds to it; elsewhere
     both count as an infinite error.
     """
-    actual, value, limit = out.reshape(ref.sum.shape).double(), ref.value, bound(ref, splits=splits)
+    value, limit = ref.value, bound(ref, splits=splits)
+    actual = out.reshape(value.shape).double()
     ratio = (actual - value).abs() / limit
     overflows = value.abs() + limit >= torch.finfo(ref.dtype).max * (1 + UNIT_ROUNDOFF[ref.dtype] / 2)
     right = (actual.isnan() & value.isnan()) | (actual == value)
@@ -250,7 +323,7 @@ def error_ratios(out: Tensor, ref: Reference, *, splits: int = 1) -> Tensor:
 def error_ratio(out: Tensor, ref: Reference, *, splits: int = 1) -> float:
     """Largest |out - ref| / bound: at most 1 for a correct product, 0 for an empty one."""
     rows = max(1, 2**22 // max(1, ref.sum.shape[1]))
-    out = out.reshape(ref.sum.shape)
+    out = out.reshape(ref.sum.shape[0], -1) if out.numel() else out
     return max(
         (
             float(error_ratios(out[begin : begin + rows], ref.rows(begin, begin + rows), splits=splits).max())

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, UNIT_ROUNDOFF, Reference
+from qcutlass.testing.bounds import EXACT_LIMIT, GATES, UNIT_ROUNDOFF, Reference, finished_by
 
 Scope: TypeAlias = Literal["none", "one", "each"]
 """Whether there is none of a parameter, one, or one for each row or channel."""
@@ -73,6 +73,7 @@ class EightBitProblem:
     activation: str | None = None
     out_dtype: torch.dtype = torch.float16
     seed: int = 0
+    residual: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -82,7 +83,7 @@ class EightBitProblem:
     @property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `gemm_w8a8` or `gemm_fp8`."""
-        names = ["bias", "activation", "out_dtype", *(["azp"] if self.w.dtype == _INT8 else [])]
+        names = ["bias", "activation", "out_dtype", "residual", *(["azp"] if self.w.dtype == _INT8 else [])]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def sums(self) -> Tensor:
@@ -109,7 +110,7 @@ class EightBitProblem:
         squares = self.a.reshape(-1, self.w.shape[1]).double().square() @ self.w.double().square().T
         bias = None if self.bias is None else self.bias.double()
         accumulates = self.w.dtype != _INT8
-        return EightBitReference(
+        found = EightBitReference(
             total,
             squares.sqrt() * scale.abs(),
             self.w.shape[1],
@@ -119,10 +120,12 @@ class EightBitProblem:
             accumulates,
             aligned,
         )
+        return finished_by(found, self.residual)
 
     def __repr__(self) -> str:
         m, n, k = self.shape
-        given = ("a_scale", self.a_scale), ("w_scale", self.w_scale), ("bias", self.bias), ("azp", self.azp)
+        names = "a_scale", "w_scale", "bias", "azp", "residual"
+        given = [(name, getattr(self, name)) for name in names]
         parts = [f"{name}={list(value.shape)}" for name, value in given if value is not None]
         return (
             f"M={m} N={n} K={k} a={self.a.dtype} {' '.join(parts)} activation={self.activation} "
@@ -143,6 +146,7 @@ class EightBitCase:
         bias: whether there is one.
         bias_dtype: its type.
         activation: name or None.
+        residual: whether there is one, of the output's type; not in exact problems.
     """
 
     m: int
@@ -156,6 +160,7 @@ class EightBitCase:
     bias: bool = False
     bias_dtype: torch.dtype = torch.float32
     activation: str | None = None
+    residual: bool = False
 
     def _problem(self, seed: int, a: Tensor, w: Tensor, **tensors: Tensor | None) -> EightBitProblem:
         """Casts to the case's types, and leaves out what the case has not."""
@@ -164,6 +169,7 @@ class EightBitCase:
         if not self.bias:
             tensors["bias"] = None
         types = {"a_scale": torch.float32, "w_scale": torch.float32, "bias": self.bias_dtype, "azp": torch.int32}
+        types["residual"] = self.out_dtype
         cast: dict[str, Any] = {name: t if t is None else t.to(types[name]) for name, t in tensors.items()}
         weight_dtype = _INT8 if self.dtype == _INT8 else torch.float8_e4m3fn
         return EightBitProblem(
@@ -205,7 +211,12 @@ class EightBitCase:
             w_scale=uniform(self.n if self.w_scale == "each" else 1) * 64 / (size * math.sqrt(self.k)),
             bias=torch.randn(self.n, generator=g, device=device),
             azp=azp,
+            residual=self._residual(g, device),
         )
+
+    def _residual(self, g: torch.Generator, device: torch.device | str) -> Tensor | None:
+        columns = self.n // 2 if self.activation in GATES else self.n
+        return torch.randn(self.m, columns, generator=g, device=device) if self.residual else None
 
     def exact(self, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[EightBitProblem, Tensor]:
         """Oracle E: a problem whose sums are exact in fp32 in any order, and the output it must give, `[m, n]`.

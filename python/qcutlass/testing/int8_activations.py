@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, UNIT_ROUNDOFF, Reference, scaled_activations
+from qcutlass.testing.bounds import EXACT_LIMIT, UNIT_ROUNDOFF, Reference, finished_by, scaled_activations
 from qcutlass.testing.problems import Problem
 
 BLOCK: Final = 32
@@ -45,7 +45,8 @@ class Int8ActivationsReference(Reference):
 
     def rows(self, begin: int, end: int) -> Int8ActivationsReference:
         parts = {name: getattr(self, name)[begin:end] for name in ("sum", "spread", "magnitude", "offset")}
-        return replace(self, **parts)
+        residual = None if self.residual is None else self.residual[begin:end]
+        return replace(self, **parts, residual=residual)
 
     def sum_error(self, splits: int) -> Tensor:
         return _ROUNDING * (self.offset + (self.runs + 3) * self.magnitude)
@@ -107,4 +108,5 @@ def int8_activations_reference(problem: Problem) -> Int8ActivationsReference:
         offset += (shift * scale).abs() * ((shift.abs() > EXACT_LIMIT) | real)
     bias = None if problem.bias is None else problem.bias.double()
     runs = -(-k // run)
-    return Int8ActivationsReference(total, total, k, bias, problem.activation, problem.a.dtype, magnitude, offset, runs)
+    sums = total, total, k, bias, problem.activation, problem.a.dtype
+    return finished_by(Int8ActivationsReference(*sums, magnitude, offset, runs), problem.residual)

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, Reference, dequantized_weight, numbers_of_codes, reference
+from qcutlass.testing.bounds import EXACT_LIMIT, GATES, Reference, dequantized_weight, numbers_of_codes, reference
 
 Zeros: TypeAlias = Literal["none", "int", "real", "minimum"]
 
@@ -17,7 +17,7 @@ _SPANS: Final = {"e2m1": 12, "e4m3": 512}  # of numbers as large as most codes o
 _MOST_EXACT: Final = {"e2m1": 6, "e4m3": 16}  # of the numbers in exact problems, which are multiples of 1/2
 _NAN: Final = 0x7F  # of e4m3, but for the sign
 
-_EPILOGUE: Final = ("bias", "activation", "act_scale", "perm")  # what Problem, reference and gemm share
+_EPILOGUE: Final = ("bias", "activation", "act_scale", "perm", "residual")  # what Problem, reference and gemm share
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,6 +40,7 @@ class Problem:
     global_scale: Tensor | None = None
     super_scales: Tensor | None = None
     super_minimums: Tensor | None = None
+    residual: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -74,7 +75,7 @@ class Problem:
         offsets = {"zeros": self.zeros, "minimums": self.minimums, "global": self.global_scale}
         offsets |= {"super": self.super_scales}
         named = [f"{name}={part.dtype}" for name, part in offsets.items() if part is not None]
-        epilogue = [name for name in ("bias", "act_scale", "perm") if getattr(self, name) is not None]
+        epilogue = [name for name in ("bias", "act_scale", "perm", "residual") if getattr(self, name) is not None]
         codes = self.weight_dtype or f"w{self.bits}"
         return (
             f"M={m} N={n} K={k} {codes} g{self.group_size} a={self.a.dtype} scales={self.scales.dtype} "
@@ -99,6 +100,7 @@ class Case:
         weight_dtype: of floating codes, "e2m1" or "e4m3", with zeros="none"; None: integers.
         super_groups: groups of a super-block, a divisor of their number: scales are int8 and minimums uint8 then, with
             zeros="none" or "minimum". 0: scales have one level.
+        residual: whether there is one, of the output's type.
     """
 
     m: int
@@ -116,6 +118,11 @@ class Case:
     perm: bool = False
     weight_dtype: str | None = None
     super_groups: int = 0
+    residual: bool = False
+
+    @property
+    def _columns(self) -> int:
+        return self.n // 2 if self.activation in GATES else self.n
 
     @property
     def _zero_span(self) -> int:  # int8 holds half of what 8-bit codes need; minimums of two levels are 4 times these
@@ -209,6 +216,7 @@ class Case:
             bias=torch.randn(n, generator=g, device=device) if self.bias else None,
             act_scale=0.5 + 1.5 * uniform(k) if self.act_scale else None,
             perm=torch.randperm(k, generator=g, device=device) if self.perm else None,
+            residual=torch.randn(self.m, self._columns, generator=g, device=device) if self.residual else None,
         )
 
     def exact(self, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Problem, Tensor]:
@@ -233,7 +241,7 @@ class Case:
         whole = torch.full((1,), 0.5, device=device) if self._has_global_scale else None
         unit = 2.0 ** -(2 + (halves or floats) + self.act_scale + self._has_global_scale)
         span = 2 * _MOST_EXACT.get(self.weight_dtype or "", span // 2)
-        headroom = (EXACT_LIMIT * unit - 64) / (k * span * (2 if self.act_scale else 1))
+        headroom = (EXACT_LIMIT * unit - 64 - 64 * self.residual) / (k * span * (2 if self.act_scale else 1))
         largest = min(128, max(1, int(headroom)))
         a = integers(-largest, largest, self.m, k).double()
         if headroom < 1:  # so many terms that only some can count
@@ -251,9 +259,11 @@ class Case:
         bias = integers(-64, 64, n).double() if self.bias else None
         act_scale = torch.exp2(integers(-1, 1, k).double()) if self.act_scale else None
         perm = torch.randperm(k, generator=g, device=device) if self.perm else None
+        residual = integers(-64, 64, self.m, n).double() if self.residual else None
 
         def problem(shrink: float) -> Problem:
             shrunk = {"scales": scales * shrink, "bias": None if bias is None else bias * shrink, "zeros": zeros}
+            shrunk["residual"] = None if residual is None else residual * shrink
             if self.zeros == "minimum":
                 shrunk |= {"zeros": None, "minimums": some * scales * shrink}
             return self._problem(
@@ -262,6 +272,7 @@ class Case:
 
         result = problem(1.0)
         total = reference(result.a.abs(), result.weight().abs(), act_scale=result.act_scale, perm=result.perm).sum + 64
+        total += 64 * self.residual
         assert bool((total < EXACT_LIMIT * unit).all()), f"the generator is wrong: {result} is not exact in fp32"
         value = result.reference().value
         peak = float(value.abs().max()) if value.numel() else 0.0

@@ -29,6 +29,9 @@ M, N, K = 3, 48, 128  # three by four tiles
 SCOPES: tuple[Scope, ...] = ("one", "each")
 
 ROWS: list[Row] = [
+    ("residual", lambda v: v["residual"].float(), TypeError, ("float32", "float16", "that of the output")),
+    ("residual", lambda v: v["residual"][:, 1:], ValueError, ("[3, 47]", "[3, 48]")),
+    ("activation", lambda v: "silu_mul", ValueError, ("32", "N = 48", "interleave_gate_up")),
     ("a_scale", lambda v: None, TypeError, ("NoneType", "Tensor")),
     ("a_scale", lambda v: 0.5, TypeError, ("float", "Tensor")),
     ("a_scale", lambda v: v["a_scale"].half(), TypeError, ("float16", "float32")),
@@ -201,9 +204,9 @@ def narrow(dtype: torch.dtype) -> list[EightBitCase]:
 class EightBit(Description):
     """What both kinds share."""
 
-    of_rows: tuple[str, ...] = ("a_scale",)
+    of_rows: tuple[str, ...] = ("a_scale", "residual")
     scale = "a_scale"
-    boxed: tuple[str, ...] = ("a", "a_scale", "w_scale", "bias")
+    boxed: tuple[str, ...] = ("a", "a_scale", "w_scale", "bias", "residual")
     not_finite: tuple[str, ...] = ("a_scale", "w_scale", "bias")
     model = Model
     out_dtypes: tuple[torch.dtype, ...] = FLOATS
@@ -214,7 +217,7 @@ class EightBit(Description):
 
     def product_of(self, problem: EightBitProblem, names: dict[str, Any], **more: Any) -> Product:
         """`names`: activations and weights by their parameters."""
-        operands = names | {name: getattr(problem, name) for name in ("a_scale", "w_scale", "bias")} | more
+        operands = names | {name: getattr(problem, name) for name in ("a_scale", "w_scale", "bias", "residual")} | more
         options = {"activation": problem.activation, "out_dtype": problem.out_dtype, "n": problem.shape[1]}
         there = {name: tensor for name, tensor in operands.items() if tensor is not None}
         absent: Values = {name: None for name in ("a_scale", "w_scale") if operands[name] is None}

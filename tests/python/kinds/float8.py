@@ -83,14 +83,14 @@ class Float8(EightBit):
     schema = (
         "Tensor a, Tensor w, Tensor a_scale, Tensor w_scale, Tensor? bias, str? activation, "
         "ScalarType out_dtype, SymInt? n=None, str? tactic=None, int split_k=0, "
-        "bool batch_invariant=False"
+        "bool batch_invariant=False, Tensor? residual=None"
     )
     settling = ("w", "w_scale")
     capability = (8, 9)
     not_finite = ("a", "a_scale", "w_scale", "bias")
 
     inductor = ("everything",)
-    whole = EightBitCase(M, N, K, FP8, bias=True, activation="silu")
+    whole = EightBitCase(M, N, K, FP8, bias=True, activation="silu", residual=True)
     fake_rows = FAKE_ROWS
     refusals = ()
 
@@ -104,6 +104,7 @@ class Float8(EightBit):
             "everything": EightBitCase(
                 9, 33, 100, torch.float8_e5m2, torch.float32, w_scale="one", bias=True, activation="gelu"
             ),
+            "residual": EightBitCase(7, 40, 128, FP8, activation="silu", residual=True),
         }
         self.rows = [*ROWS, *OF_FP8]
         self.faults = FAULTS

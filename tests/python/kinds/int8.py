@@ -137,17 +137,17 @@ class Int8(EightBit):
     schema = (
         "Tensor a_q, Tensor w_packed, Tensor? a_scale, Tensor? w_scale, Tensor? bias, Tensor? azp, "
         "str? activation, ScalarType out_dtype, SymInt? n=None, Tensor? w_sums=None, str? tactic=None, int split_k=0, "
-        "bool batch_invariant=False"
+        "bool batch_invariant=False, Tensor? residual=None"
     )
     settling = ("w_packed", "w_scale", "w_sums")
-    of_rows = ("a_scale", "azp")
+    of_rows = ("a_scale", "azp", "residual")
     computed = ("w_sums",)
-    boxed = ("a_q", "a_scale", "w_scale", "bias", "azp")
+    boxed = ("a_q", "a_scale", "w_scale", "bias", "azp", "residual")
     out_dtypes = (*FLOATS, torch.int32)
     azp = "each"
 
     inductor = ("everything",)
-    whole = EightBitCase(M, N, K, azp="each", bias=True, activation="silu")
+    whole = EightBitCase(M, N, K, azp="each", bias=True, activation="silu", residual=True)
     fake_rows = FAKE_ROWS
     refusals = REFUSALS
 
@@ -164,6 +164,7 @@ class Int8(EightBit):
                 9, 33, 100, torch.int8, torch.bfloat16, "one", azp="each", bias=True, activation="silu"
             ),
             "sums": EightBitCase(5, 40, 64, torch.int8, torch.int32),
+            "residual": EightBitCase(7, 40, 128, activation="silu", residual=True),
         }
         self.rows = [*SHARED_ROWS, *OF_INT8_ROWS]
         self.faults = [*FAULTS, *OF_INT8, OneWeightSaturates]

@@ -110,7 +110,7 @@ class Minimums(weight_only.WeightOnly):
     name = "gemm with minimums"
     excluded = ("zeros", "global_scale", "super_scales", "super_minimums")
     scale = "a"  # minimums have signs of their own
-    boxed = ("a", "scales", "minimums", "bias", "act_scale")
+    boxed = ("a", "scales", "minimums", "bias", "act_scale", "residual")
     finely = MappingProxyType({"group_size": 16})
     inductor = ("plain",)
     whole = replace(weight_only.WeightOnly.whole, zeros="minimum")

@@ -29,7 +29,7 @@ from qcutlass.testing import Case, Problem
 M, N, K = 3, 48, 128  # 4-bit: three by two tiles
 GROUPS = 4
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm", "minimums")
+OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm", "minimums", "residual")
 INTEGER_TYPES = {torch.uint8: _C.DType.UINT8, torch.int8: _C.DType.INT8, torch.int32: _C.DType.INT32}
 ONE = 10**6  # one group a channel
 
@@ -73,6 +73,12 @@ ROWS: list[Row] = [
     ("perm", lambda v: v["perm"].float(), TypeError, ("float32", "int32")),
     ("perm", lambda v: v["perm"][1:], ValueError, ("[127]", "128")),
     ("activation", lambda v: "swish", ValueError, ("swish", "silu", "gelu_tanh")),
+    ("residual", lambda v: v["residual"].tolist(), TypeError, ("list", "Tensor")),
+    ("residual", lambda v: v["residual"].double(), TypeError, ("float64", "float16", "that of the output")),
+    ("residual", lambda v: v["residual"][:, 1:], ValueError, ("[3, 47]", "[3, 48]")),
+    ("residual", lambda v: v["residual"][:2], ValueError, ("[2, 48]", "[3, 48]")),
+    ("residual", lambda v: v["residual"].to("meta"), ValueError, ("meta", "cpu")),
+    ("activation", lambda v: "silu_mul", ValueError, ("32", "N = 48", "interleave_gate_up")),
     ("out", lambda v: [1.0], TypeError, ("list", "Tensor")),
     ("out", lambda v: torch.zeros(M, N), (TypeError, ValueError), ("float32", "float16")),  # type: ignore[list-item]
     ("out", lambda v: half(M, N + 1), ValueError, ("[3, 49]", "[3, 48]")),
@@ -335,18 +341,22 @@ class WeightOnly(Description):
         "Tensor a, Tensor w_packed, Tensor scales, Tensor? zeros=None, Tensor? bias=None, str? activation=None, "
         "Tensor? act_scale=None, Tensor? perm=None, int? group_size=None, int? bits=None, str? tactic=None, "
         "int split_k=0, str? activations=None, str? weight_dtype=None, Tensor? global_scale=None, "
-        "Tensor? minimums=None, bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None"
+        "Tensor? minimums=None, bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None, "
+        "Tensor? residual=None"
     )
     settling = ("w_packed", "scales", "zeros", "minimums")
     excluded = ("minimums", "global_scale", "super_scales", "super_minimums")
+    of_rows = ("residual",)
     scale = "scales"
-    boxed = ("a", "scales", "zeros", "bias", "act_scale")
+    boxed = ("a", "scales", "zeros", "bias", "act_scale", "residual")
     not_finite = ("a",)
     finely = MappingProxyType({"group_size": 32})
     settled = (4096, 4096, 200)
 
     inductor = ("plain", "ragged", "epilogue")
-    whole = Case(M, N, K, group_size=K // GROUPS, bias=True, act_scale=True, perm=True, activation="silu")
+    whole = Case(
+        M, N, K, group_size=K // GROUPS, bias=True, act_scale=True, perm=True, activation="silu", residual=True
+    )
     fake_rows = FAKE_ROWS
     refusals = REFUSALS
 
@@ -361,6 +371,7 @@ class WeightOnly(Description):
             "plain": Case(3, 40, 128, zeros="none"),
             "ragged": Case(9, 33, 100, bits=8, group_size=48, zeros="int", dtype=torch.bfloat16, activation="silu"),
             "epilogue": Case(20, 64, 256, zeros="real", bias=True, act_scale=True, perm=True, activation="gelu"),
+            "residual": Case(7, 40, 128, activation="silu", residual=True),
         }
         self.rows = ROWS
         self.faults = FAULTS
