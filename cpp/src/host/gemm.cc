@@ -101,18 +101,20 @@ GemmArguments of_rows(GemmArguments const& arguments, int64_t begin, int64_t cou
 void multiply_steadily(GemmArguments const& arguments, float const* activations, int threads) {
   WeightArguments const& weights = arguments.weights;
   int64_t const m = arguments.m, k = weights.k, most = SteadyRows::most(weights);
-  std::deque<SteadyRows> parts;  // does not move its elements
-  for (int64_t begin = 0; begin < m; begin += most)
-    parts.emplace_back(weights, activations + begin * k, std::min(most, m - begin));
+  std::deque<SteadyRows> held;  // does not move its elements
+  std::vector<SteadyRows const*> parts;
+  for (int64_t begin = 0; begin < m; begin += most) {
+    held.emplace_back(weights, activations + begin * k, std::min(most, m - begin));
+    parts.push_back(&held.back());
+  }
   MultiplyStrip const multiply = multiply_strip(weights);
   int64_t const grain = kGrainOperations / (layout::kTileN * k) / static_cast<int64_t>(parts.size());
   parallel_for(layout::tiles_n(weights.n), grain, threads, [&](int64_t first, int64_t last) {
     std::vector<float> sums;
     for (int64_t strip = first; strip < last; ++strip) {
-      for (int64_t part = 0; part < static_cast<int64_t>(parts.size()); ++part) {
-        parts[part].multiply(multiply, strip, sums);
-        store_strip(of_rows(arguments, part * most, std::min(most, m - part * most)), strip, sums.data());
-      }
+      SteadyRows::multiply(parts, multiply, strip, sums, [&](int64_t part, float* of_part) {
+        store_strip(of_rows(arguments, part * most, std::min(most, m - part * most)), strip, of_part);
+      });
     }
   });
 }

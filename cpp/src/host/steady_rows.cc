@@ -1,7 +1,5 @@
 #include "host/steady_rows.h"
 
-#include "qcutlass/layout.h"
-
 namespace qcutlass::host {
 
 SteadyRows::SteadyRows(WeightArguments const& weights, float const* activations, int64_t m) : weights_(weights) {
@@ -20,6 +18,18 @@ void SteadyRows::multiply(MultiplyStrip multiply, int64_t strip, std::vector<flo
     few_->multiply(strip, sums.data());
   else
     multiply(weights_, padded_.data(), kPadded, strip, sums.data());
+}
+
+size_t SteadyRows::multiply_together(std::vector<SteadyRows const*> const& parts, int64_t strip,
+                                     std::vector<float>& sums) {
+  std::vector<FewRows const*> whole;
+  for (SteadyRows const* part : parts) {
+    if (part->few_ && part->few_->rows() == FewRows::most()) whole.push_back(&*part->few_);
+  }
+  if (whole.size() < 2) return 0;
+  sums.resize(whole.size() * FewRows::most() * layout::kTileN);
+  FewRows::multiply(whole, strip, sums.data());
+  return whole.size();
 }
 
 }  // namespace qcutlass::host
