@@ -52,7 +52,7 @@ Schemes = Annotated[list[str], typer.Option("--scheme", help=f"{schemes.PATTERNS
 Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")]
 
-_SIZES = "A model: llama3-8b, qwen3-8b, smollm2-135m, tiny or tiny-qwen3."
+_SIZES = "A model: llama3-8b, qwen3-8b, qwen3-30b-a3b, smollm2-135m, tiny, tiny-qwen3 or tiny-moe."
 _QUANTIZED = ["4096x8192", "8192x8192", "16x8192"]
 _Result = TypeVar("_Result")
 
@@ -321,10 +321,11 @@ def step_command(
     blocks: Annotated[int | None, typer.Option(min=1, help="Another number of blocks.")] = None,
     lm_head: Annotated[int | None, typer.Option(help="8 or 4: also with an output head of so many bits.")] = None,
     projections: Annotated[bool, typer.Option("--projections", help="Also with fused projections alone.")] = False,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     json_path: Json = None,
     markdown_path: Markdown = None,
 ) -> None:
-    """Prompts and steps of whole models on a GPU, dense ones beside them; needs transformers."""
+    """Prompts and steps of whole models, mixtures of experts too, dense ones beside them; needs transformers."""
     from bench import step  # which imports transformers
 
     kind = _parsed(lambda: schemes.parse_weight_only(scheme))
@@ -333,11 +334,11 @@ def step_command(
     unknown = sorted(set(mode) - set(step.MODES))
     if unknown:
         raise typer.BadParameter(f"--mode {unknown[0]!r}: expected one of {', '.join(step.MODES)}")
-    _device("cuda")
+    where = _device(device)
     modes = [step.MODES[name] for name in mode]
     found: list[Row] = []
     for name in model:
-        rows = step.run(name, _size(name, blocks), kind, modes, batch, context, lm_head, projections)
+        rows = step.run(name, _size(name, blocks), kind, modes, batch, context, lm_head, projections, where)
         count = (2 + (lm_head is not None) + projections) * len(modes) * len(batch) * len(context)
         bar = track(rows, f"measuring {name}", count, console=console, transient=True)
         found += _parsed(functools.partial(list, bar))

@@ -1,4 +1,4 @@
-"""Models of Llama's and Qwen3's kind with random weights: no download, and the times of real ones."""
+"""Models of Llama's and Qwen3's kind, mixtures too, with random weights: no download, and the times of real ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import qcutlass
 from bench.schemes import WeightOnly
 from qcutlass import testing
-from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear
+from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear
+from qcutlass.layers.experts import Expert
 from qcutlass.models import weights_of
 from qcutlass.models.heads import HEAD_SCHEMES
 from qcutlass.products.selection import weight_dtype
@@ -25,12 +34,15 @@ class Size:
     """A model's numbers.
 
     Attributes:
-        hidden, intermediate: widths of the residual stream and of the MLP.
+        hidden, intermediate: widths of the residual stream and of the MLP, or of each expert.
         blocks: how many.
-        heads, kv_heads: of queries, and of keys and values; `hidden / heads` is a head's width.
+        heads, kv_heads: of queries, and of keys and values.
+        width: of a head; None: `hidden / heads`.
         vocabulary: rows of the embedding and of lm_head.
         tied: whether these two are one.
         qwen3: whether the model is Qwen3's, which normalises queries and keys, instead of Llama's.
+        experts, slots: of each block's mixture, as Qwen3's have it, and how many of them a token goes to; 0: there is
+            an MLP instead.
     """
 
     hidden: int
@@ -41,33 +53,67 @@ class Size:
     vocabulary: int
     tied: bool = False
     qwen3: bool = False
+    width: int | None = None
+    experts: int = 0
+    slots: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations on a GPU: compiled, torch's own grouped products of a dense mixture take no other."""
+        return torch.bfloat16 if self.experts else torch.float16
+
+    def config(self) -> Any:
+        """That of transformers' model."""
+        numbers: dict[str, Any] = {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.blocks,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.width or self.hidden // self.heads,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": self.tied,
+        }
+        if not self.experts:
+            return (Qwen3Config if self.qwen3 else LlamaConfig)(**numbers)
+        return Qwen3MoeConfig(
+            **numbers,
+            moe_intermediate_size=self.intermediate,
+            num_experts=self.experts,
+            num_experts_per_tok=self.slots,
+            norm_topk_prob=True,
+        )
 
 
 SIZES: Final = {
     "llama3-8b": Size(4096, 14336, 32, 32, 8, 128256),
     "qwen3-8b": Size(4096, 12288, 36, 32, 8, 151936, qwen3=True),
+    "qwen3-30b-a3b": Size(2048, 768, 48, 32, 4, 151936, qwen3=True, width=128, experts=128, slots=8),
     "smollm2-135m": Size(576, 1536, 30, 9, 3, 49152, tied=True),
     "tiny": Size(64, 128, 2, 4, 2, 96),
     "tiny-qwen3": Size(64, 128, 2, 4, 2, 96, qwen3=True),
+    "tiny-moe": Size(64, 64, 2, 4, 2, 96, qwen3=True, width=32, experts=8, slots=2),
+}
+
+
+_MODELS: Final[dict[type, Any]] = {
+    LlamaConfig: LlamaForCausalLM,
+    Qwen3Config: Qwen3ForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
 }
 
 
 def quantized_model(size: Size, scheme: WeightOnly, device: torch.device, dtype: torch.dtype) -> Any:
     """A transformers model on `device`, its linears but lm_head quantised: random codes, made layer by layer there."""
-    config = (Qwen3Config if size.qwen3 else LlamaConfig)(
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.blocks,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.hidden // size.heads,
-        vocab_size=size.vocabulary,
-        tie_word_embeddings=size.tied,
-    )
+    config = size.config()
     with torch.device("meta"):
-        model = (Qwen3ForCausalLM if size.qwen3 else LlamaForCausalLM)(config)
+        model: Any = _MODELS[type(config)](config)
     for seed, (name, linear) in enumerate(list(_linears(model.model))):
-        model.model.set_submodule(name, _random_layer(linear, scheme, device, dtype, seed))
+        layer = _random_layer(linear.out_features, linear.in_features, scheme, device, dtype, seed)
+        model.model.set_submodule(name, layer)
+    for name, module in list(model.model.named_modules()):
+        if isinstance(module, Qwen3MoeExperts):
+            model.model.set_submodule(name, _random_experts(size, scheme, device, dtype))
     generator = torch.Generator(device).manual_seed(0)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -87,11 +133,25 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _random_layer(
-    linear: nn.Linear, scheme: WeightOnly, device: torch.device, dtype: torch.dtype, seed: int
-) -> QuantLinear:
-    p = scheme.case(1, linear.out_features, linear.in_features, dtype).random(device=device, seed=seed)
-    weight = qcutlass.QuantizedTensor(p.codes, p.scales, p.zeros, p.bits, p.group_size, minimums=p.minimums)
-    return QuantLinear.from_quantized(weight)
+    n: int, k: int, scheme: WeightOnly, device: torch.device, dtype: torch.dtype, seed: int
+) -> WeightOnlyLinear:
+    p = scheme.case(1, n, k, dtype).random(device=device, seed=seed)
+    return WeightOnlyLinear(
+        qcutlass.QuantizedTensor(p.codes, p.scales, p.zeros, p.bits, p.group_size, minimums=p.minimums)
+    )
+
+
+def _random_experts(size: Size, scheme: WeightOnly, device: torch.device, dtype: torch.dtype) -> QuantExperts:
+    """All blocks have the same numbers, in memory of their own."""
+    shapes = [(size.intermediate, size.hidden)] * 2 + [(size.hidden, size.intermediate)]
+
+    def layers() -> Iterator[Expert]:
+        for index in range(size.experts):
+            seeds = range(3 * index, 3 * index + 3)
+            each = [_random_layer(n, k, scheme, device, dtype, s) for (n, k), s in zip(shapes, seeds, strict=True)]
+            yield Expert(*each)
+
+    return QuantExperts.from_layers(layers(), size.experts)
 
 
 def fused(model: Any) -> Any:
@@ -135,9 +195,25 @@ def dense(model: Any, dtype: torch.dtype) -> Any:
             twin.set_submodule(name, nn.Embedding.from_pretrained(tied[layer]))  # type: ignore[no-untyped-call]
         elif isinstance(layer, TiedLinear):
             twin.set_submodule(name, linear_of(tied[layer.embedding], layer.bias))
+        elif isinstance(layer, QuantExperts):
+            twin.set_submodule(name, experts_of(layer, twin.config, dtype))
         elif isinstance(layer, QuantLinear):
             twin.set_submodule(name, linear_of(weights_of(layer).to(dtype), layer.bias))
     return twin
+
+
+def experts_of(experts: QuantExperts, config: Any, dtype: torch.dtype) -> nn.Module:
+    """transformers' own experts with the dequantised weights."""
+    with torch.device("meta"):
+        found = Qwen3MoeExperts(config)
+    for name in ("gate_up_proj", "down_proj"):
+        empty = found.get_parameter(name).new_empty(0, device=experts.down.w_packed.device, dtype=dtype)
+        setattr(found, name, nn.Parameter(empty.new_empty(found.get_parameter(name).shape), requires_grad=False))
+    for index in range(experts.num_experts):
+        gate, up, down = (weights_of(layer) for layer in experts.expert(index))
+        found.gate_up_proj[index].copy_(torch.cat([gate, up]))
+        found.down_proj[index].copy_(down)
+    return found
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -110,12 +110,18 @@ def _contestant(model: Any, mode: Mode, ids: torch.Tensor) -> _Contestant:
 
 def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
     time.sleep(_PAUSE)
-    torch.cuda.synchronize()
+    _wait()
     begin = time.perf_counter()
     for _ in range(repeats):
         call()
-    torch.cuda.synchronize()
+    _wait()
     return (time.perf_counter() - begin) / repeats
+
+
+def _wait() -> None:
+    """Until the GPU has done everything, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _kernels(step: Callable[[], object]) -> Row:
@@ -138,6 +144,11 @@ def _bytes(model: Any, batch: int, context: int) -> int:
     """What a step reads at least: every weight but the embedding's, and keys and values."""
     config, embedding = model.config, model.get_input_embeddings().weight
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    experts = getattr(config, "num_experts", 0)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if experts else ():
+        if ".experts." in name:
+            read = min(experts, batch * config.num_experts_per_tok)
+            tensors[tensor.data_ptr()] = tensor.nbytes * read // experts
     head = model.get_output_embeddings()
     if getattr(head, "weight", None) is not embedding:
         tensors.pop(embedding.data_ptr(), None)
@@ -156,24 +167,27 @@ def run(
     contexts: Sequence[int],
     head: int | None = None,
     projections: bool = False,
+    device: torch.device = torch.device("cuda"),  # noqa: B008
 ) -> Iterator[Row]:
     """A row for each model, mode, batch and context; dense and quantised ones are measured in turn.
 
     Args:
         head: bits of the output head of one more quantised model; None: there is none.
+        device: where; on the CPU activations are float32, and no kernels are told apart.
         projections: whether one more has fused projections, and norms and gates that are left to the compiler.
 
     Raises:
         ValueError: the head cannot be quantised.
     """
-    device = torch.device("cuda")
-    quantized = llama.quantized_model(size, scheme, device, torch.float16)
-    forms = {"dense": llama.dense(quantized, torch.float16), scheme.name: llama.fused_blocks(quantized)}
+    on_gpu = device.type == "cuda"
+    dtype = size.dtype if on_gpu else torch.float32
+    quantized = llama.quantized_model(size, scheme, device, dtype)
+    forms = {"dense": llama.dense(quantized, dtype), scheme.name: llama.fused_blocks(quantized)}
     if head is not None:
         forms[f"{scheme.name}, head of {head} bits"] = llama.with_head(forms[scheme.name], head)
     if projections:
         forms[f"{scheme.name}, projections alone"] = llama.fused(quantized)
-    bandwidth = getattr(machine(torch.cuda.get_device_name()), "bandwidth", None)
+    bandwidth = getattr(machine(torch.cuda.get_device_name()), "bandwidth", None) if on_gpu else None
     for context in contexts:
         for batch in batches:
             generator = torch.Generator(device).manual_seed(batch)
@@ -196,7 +210,7 @@ def run(
                         "tokens": batch / seconds,
                         "to_dense": steps["dense"].median / seconds,
                         "limit_share": moved / bandwidth / seconds if bandwidth else None,
-                        **(_kernels(contestants[form].step) if mode.graph else {}),
+                        **(_kernels(contestants[form].step) if mode.graph and on_gpu else {}),
                         "compile_s": contestants[form].compile_seconds,
                         "spread": max(prompts[form].spread, steps[form].spread),
                     }
@@ -213,13 +227,15 @@ def _measured(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[s
 
 def report(rows: list[Row]) -> Report:
     facts = {
-        "GPU": torch.cuda.get_device_name(),
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "dense": "the same model with its dequantised weights in torch.nn.Linear layers",
+        "dense": "the same model with its dequantised weights in torch.nn.Linear layers and transformers' own experts",
         "modes": "eager: transformers as it is; graph: static cache and a CUDA graph; default: the same compiled, with "
         "flex_attention, as qcutlass generate runs",
-        "limit": "bytes of all weights but the embedding, and of keys and values, at the GPU's bandwidth",
-        "method": f"fp16, random weights; host's time included; median of {ROUNDS} interleaved rounds of {STEPS} steps "
+        "limit": "bytes of all weights but the embedding (of experts, as many as a step's tokens go to at most), and "
+        "of keys and values, at the GPU's bandwidth",
+        "method": f"fp16 (mixtures bf16, on the CPU fp32), random weights; host's time included; median of {ROUNDS} "
+        f"interleaved rounds of {STEPS} steps "
         "(prompts: 3 of 1), each after a pause; spread = (max - min) / median; kernels of one step by torch's profiler",
     }
     return Report("Steps of whole models", facts, COLUMNS, rows)

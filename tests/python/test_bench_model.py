@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs transformers")
 
-from bench import llama, model, schemes, tokens
+from bench import llama, model, schemes, step, tokens
 from bench.__main__ import app
+from transformers import Qwen3MoeForCausalLM
 
-from qcutlass.layers import QuantLinear
+from qcutlass.layers import QuantExperts, QuantLinear
 from qcutlass.testing.models import NOISE, noise_ratio
 
 SCHEME = schemes.parse_weight_only("w4a16_g64_int")
@@ -46,6 +47,48 @@ def test_forms_are_the_same_model(seed: int) -> None:
     assert tokens.megabytes(forms["dense"]) > 1.5 * tokens.megabytes(quantized) > 0.05
     tied = llama.quantized_model(llama.Size(32, 32, 1, 2, 1, 64, tied=True), SCHEME, CPU, torch.float32)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_a_mixture_and_its_dense_form_are_the_same_model(seed: int) -> None:
+    size = llama.SIZES["tiny-moe"]
+    quantized = llama.quantized_model(size, SCHEME, CPU, torch.float32)
+    experts = [module for module in quantized.modules() if isinstance(module, QuantExperts)]
+    assert [(module.num_experts, module.down.in_features) for module in experts] == [(8, 64)] * size.blocks
+    dense = llama.dense(quantized, torch.float32)
+    assert not any(isinstance(module, QuantExperts | QuantLinear) for module in dense.modules())
+    ids = torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(seed))
+    with torch.inference_mode():
+        logits, close = quantized(ids).logits, dense(ids).logits
+        double = copy.deepcopy(dense).double()
+        double.set_experts_implementation("eager")  # torch's grouped products have no float64
+        exact = double(ids).logits
+    assert noise_ratio(logits, close, exact) <= NOISE
+    # Codes and scales of the experts that a token goes to: all of 8, but 2 of 8 for one token.
+    held = sum(buffer.nbytes for module in experts for buffer in module.buffers())
+    assert step._bytes(quantized, 4, 0) - step._bytes(quantized, 1, 0) == pytest.approx(held * 6 / 8, rel=0.01)
+
+
+def test_steps_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "ROUNDS", 2)
+    monkeypatch.setattr(step, "STEPS", 1)
+    options = ("--device", "cpu", "--mode", "eager", "--batch", 2, "--context", 5, "--scheme", SCHEME.name)
+    result = run("step", "--model", "tiny-moe", *options, "--json", tmp_path / "step.json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert [(row["model"], row["weights"], row["mode"]) for row in rows] == [
+        ("tiny-moe", weights, "eager") for weights in ("dense", SCHEME.name)
+    ]
+    assert all(row["step_ms"] > 0 and row["tokens"] == pytest.approx(2e3 / row["step_ms"]) for row in rows)
+
+
+def test_the_size_of_qwen3_30b_a3b() -> None:
+    """30.5 billion weights, 3.3 of them for a token."""
+    size = llama.SIZES["qwen3-30b-a3b"]
+    experts = size.blocks * 3 * size.hidden * size.intermediate
+    with torch.device("meta"):
+        found = Qwen3MoeForCausalLM(size.config()).num_parameters()
+    assert found == pytest.approx(30.5e9, rel=0.01)
+    assert found - experts * (size.experts - size.slots) == pytest.approx(3.3e9, rel=0.02)
 
 
 @pytest.mark.parametrize(("form", "index", "name"), [("qcutlass", 5, "up_proj"), ("fused", 1, "k_proj, fused")])

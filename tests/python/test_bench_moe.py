@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from bench import limits
-from bench.moe.contestants import Ours, sorted_ids
-from bench.moe.problem import SIZES, SKEWS, Block, Skew, router_ids
-from bench.peers.base import MAX_ERROR, relative_error
+from bench.moe import contestants, problem
+from bench.moe.contestants import GroupedMm, Ours, Triton, sorted_ids
+from bench.moe.problem import DTYPE, GROUP, SIZES, SKEWS, Block, Skew, router_ids
+from bench.peers.base import MAX_ERROR, Skip, relative_error
 
 import qcutlass
 from qcutlass import moe
@@ -63,3 +66,45 @@ def test_slots_are_sorted_into_whole_blocks() -> None:
     assert slots.tolist() == [1, 5, 6, 6, 0, 2, 4, 6, 3, 6, 6, 6]
     assert experts.tolist() == [0, 1, 3]
     assert total.tolist() == [12]
+
+
+@pytest.fixture
+def one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block's weights: those that keep caches cold take gigabytes."""
+    monkeypatch.setattr(problem, "copies_for", lambda size: 1)
+    monkeypatch.setattr(problem, "MOST_ROUTINGS", 1)
+
+
+@pytest.mark.usefixtures("one_copy")
+def test_a_peer_gets_the_blocks_own_numbers() -> None:
+    """Two codes a byte, the even column's in the low half, and the scales of a channel side by side."""
+    block, product = Block(TINY, "cpu"), 0
+    codes, scales = Triton._plain(block, product)
+    n, k = TINY.products[product]
+    assert codes.shape == (TINY.experts, n, k // 2)
+    assert scales.shape == (TINY.experts, n, k // GROUP)
+    assert scales.is_contiguous()
+    assert codes.nbytes + scales.nbytes == TINY.experts * (n * k // 2 + 2 * n * (k // GROUP))
+    numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).float() - 8
+    weights = (numbers * scales.float().repeat_interleave(GROUP, dim=-1)).to(DTYPE)
+    for expert in range(TINY.experts):
+        assert torch.equal(weights[expert], block.dense(product, expert))
+
+
+@pytest.mark.usefixtures("one_copy")
+def test_dense_grouped_products_give_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, block = GroupedMm(), Block(TINY, "cpu")
+    peer.load()
+    with pytest.raises(Skip, match="stay in L2"):
+        peer.prepare(block)
+    monkeypatch.setattr(contestants, "ROTATION_BYTES", 0)
+    one = block.routed(9, "uniform")[0]
+    multiply = peer.prepare(block)([one])
+    assert relative_error(peer.result(multiply, one), block.expected(one, 9)) <= MAX_ERROR
+
+
+def test_the_triton_kernel_is_one() -> None:
+    triton = pytest.importorskip("triton", reason="needs triton, which torch has on Linux with CUDA")
+    kernel = importlib.import_module("bench.moe.triton_kernel").multiply
+    assert isinstance(kernel, triton.runtime.JITFunction)
+    assert kernel.arg_names[:4] == ["a", "codes", "scales", "out"]

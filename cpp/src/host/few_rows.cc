@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "host/lane_product.h"
+#include "host/lane_strip.h"
 #include "host/multiversion.h"
 
 namespace qcutlass::host {
@@ -21,27 +22,45 @@ constexpr int64_t kAlignment = 64;  ///< of the activations: a cache line, the w
 
 struct Avx512 {
   static constexpr int kLanes = 16;
+  static constexpr int kMostRows = 8;
   template <class Codes, int kRows, bool kSteady>
   QCUTLASS_AVX512 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                        float* sums) {
     LaneProduct<Codes, kRows, kSteady>::multiply(weights, activations, strip, sums);
   }
+  template <class Codes, int kRows>
+  QCUTLASS_AVX512 static void multiply_parts(WeightArguments const& weights, float const* const* parts, int64_t count,
+                                             int64_t strip, float* sums) {
+    LaneStrip<Codes, kRows>::multiply(weights, parts, count, strip, sums);
+  }
 };
 
 struct Avx2 {
   static constexpr int kLanes = 8;
+  static constexpr int kMostRows = 4;
   template <class Codes, int kRows, bool kSteady>
   QCUTLASS_AVX2 static void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                      float* sums) {
     LaneProduct<Codes, kRows, kSteady>::multiply(weights, activations, strip, sums);
   }
+  template <class Codes, int kRows>
+  QCUTLASS_AVX2 static void multiply_parts(WeightArguments const& weights, float const* const* parts, int64_t count,
+                                           int64_t strip, float* sums) {
+    LaneStrip<Codes, kRows>::multiply(weights, parts, count, strip, sums);
+  }
 };
 
 struct Baseline {
   static constexpr int kLanes = 4;
+  static constexpr int kMostRows = 4;
   template <class Codes, int kRows, bool kSteady>
   static void multiply(WeightArguments const& weights, float const* activations, int64_t strip, float* sums) {
     LaneProduct<Codes, kRows, kSteady>::multiply(weights, activations, strip, sums);
+  }
+  template <class Codes, int kRows>
+  static void multiply_parts(WeightArguments const& weights, float const* const* parts, int64_t count, int64_t strip,
+                             float* sums) {
+    LaneStrip<Codes, kRows>::multiply(weights, parts, count, strip, sums);
   }
 };
 
@@ -59,7 +78,12 @@ struct RowsOfSums {
   bool steady;
 };
 
+/// As many rows as parts of them have.
+struct RowsOfParts {};
+
 using Multiply = void (*)(WeightArguments const& weights, float const* activations, int64_t strip, float* sums);
+using MultiplyParts = void (*)(WeightArguments const& weights, float const* const* parts, int64_t count, int64_t strip,
+                               float* sums);
 
 template <class Level, class Codes, bool kSteady>
 Multiply choose(int rows) {
@@ -75,6 +99,10 @@ template <class Level, class Codes>
 Multiply choose(RowsOfSums rows) {
   return rows.steady ? choose<Level, Codes, true>(rows.count) : choose<Level, Codes, false>(rows.count);
 }
+template <class Level, class Codes>
+MultiplyParts choose(RowsOfParts) {
+  return &Level::template multiply_parts<Codes, Level::kMostRows>;
+}
 
 template <Packing kPacking, int kSteps>
 bool has_whole_steps(WeightArguments const& weights) {
@@ -86,8 +114,8 @@ using ArithmeticCodes =
     std::conditional_t<kMinimums, ScaledCodes<kPacking, kLanes, kSteps>, ConvertedCodes<kPacking, kLanes, kSteps>>;
 
 /// Vectors of four lanes hold a channel's values of four steps as they lie; wider ones take a scalar more easily.
-template <class Level, Packing kPacking, bool kMinimums = false>
-Multiply choose_converted(WeightArguments const& weights, RowsOfSums rows) {
+template <class Level, Packing kPacking, bool kMinimums = false, class Rows>
+auto choose_converted(WeightArguments const& weights, Rows rows) {
   if constexpr (Level::kLanes > 4) {
     if (has_whole_steps<kPacking, 1>(weights))
       return choose<Level, ArithmeticCodes<kPacking, Level::kLanes, 1, kMinimums>>(rows);
@@ -95,8 +123,8 @@ Multiply choose_converted(WeightArguments const& weights, RowsOfSums rows) {
   return choose<Level, ArithmeticCodes<kPacking, Level::kLanes, 4, kMinimums>>(rows);
 }
 
-template <class Level, Packing kPacking, bool kMinimums = false>
-Multiply choose_four_bits(WeightArguments const& weights, RowsOfSums rows) {
+template <class Level, Packing kPacking, bool kMinimums = false, class Rows>
+auto choose_four_bits(WeightArguments const& weights, Rows rows) {
   if constexpr (kHasLookups && Level::kLanes == 16) {
     if (has_whole_steps<kPacking, 1>(weights)) return choose<Level, LookedUpCodes<kPacking, 1, kMinimums>>(rows);
     if (has_whole_steps<kPacking, 2>(weights)) return choose<Level, LookedUpCodes<kPacking, 2, kMinimums>>(rows);
@@ -106,8 +134,8 @@ Multiply choose_four_bits(WeightArguments const& weights, RowsOfSums rows) {
   }
 }
 
-template <class Level>
-Multiply choose(WeightArguments const& weights, RowsOfSums rows) {
+template <class Level, class Rows>
+auto choose(WeightArguments const& weights, Rows rows) {
   bool const minimums = weights.has_minimums();
   switch (weights.packing) {
     case Packing::kW4A16:
@@ -121,7 +149,8 @@ Multiply choose(WeightArguments const& weights, RowsOfSums rows) {
   }
 }
 
-Multiply choose(WeightArguments const& weights, RowsOfSums rows) {
+template <class Rows>
+auto choose(WeightArguments const& weights, Rows rows) {
   switch (vector_level()) {
     case VectorLevel::kAvx512: return choose<Avx512>(weights, rows);
     case VectorLevel::kAvx2: return choose<Avx2>(weights, rows);
@@ -146,7 +175,7 @@ void arrange(float const* in, int64_t m, int64_t k_extent, int rows, float* out)
 
 }  // namespace
 
-int FewRows::most() { return vector_level() == VectorLevel::kAvx512 ? 8 : 4; }
+int FewRows::most() { return vector_level() == VectorLevel::kAvx512 ? Avx512::kMostRows : Avx2::kMostRows; }
 
 bool FewRows::serves(WeightArguments const& weights, int64_t m) {
   if (m > most()) return false;
@@ -155,13 +184,19 @@ bool FewRows::serves(WeightArguments const& weights, int64_t m) {
 }
 
 FewRows::FewRows(WeightArguments const& weights, float const* activations, int64_t m, bool steady)
-    : weights_(weights), rows_(padded_rows(m)), multiply_(choose(weights, {rows_, steady})) {
+    : weights_(weights), rows_(padded_rows(m)), multiply_(choose(weights, RowsOfSums{rows_, steady})) {
   int64_t const k = layout::tiles_k(weights.packing, weights.k) * layout::tile_k(weights.packing);
   storage_.resize(k * rows_ + kAlignment / sizeof(float));
   auto const address = reinterpret_cast<uintptr_t>(storage_.data());
   activations_ = storage_.data() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
   auto const order = weights.bits() == 4 ? arrange<Packing::kW4A16> : arrange<Packing::kW8A16>;
   order(activations, m, weights.k, rows_, activations_);
+}
+
+void FewRows::multiply(std::vector<FewRows const*> const& parts, int64_t strip, float* sums) {
+  std::vector<float const*> activations;
+  for (FewRows const* part : parts) activations.push_back(part->activations_);
+  choose(parts[0]->weights_, RowsOfParts{})(parts[0]->weights_, activations.data(), parts.size(), strip, sums);
 }
 
 }  // namespace qcutlass::host

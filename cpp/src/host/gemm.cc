@@ -91,18 +91,17 @@ std::vector<float> load_activations(GemmArguments const& arguments, bool arrange
 void multiply_steadily(GemmArguments const& arguments, float const* activations, int threads) {
   WeightArguments const& weights = arguments.weights;
   int64_t const m = arguments.m, k = weights.k, most = SteadyRows::most(weights);
-  std::deque<SteadyRows> parts;  // does not move its elements
-  for (int64_t begin = 0; begin < m; begin += most)
-    parts.emplace_back(weights, activations + begin * k, std::min(most, m - begin));
+  std::deque<SteadyRows> held;  // does not move its elements
+  std::vector<SteadyRows const*> parts;
+  for (int64_t begin = 0; begin < m; begin += most) {
+    held.emplace_back(weights, activations + begin * k, std::min(most, m - begin));
+    parts.push_back(&held.back());
+  }
   MultiplyStrip const multiply = multiply_strip(weights);
   auto const count = static_cast<int64_t>(parts.size());
   int64_t const grain = kGrainOperations / (layout::kTileN * k) / count;
-  multiply_strips(arguments, count * most, grain, threads, [&](int64_t strip, float* sums) {
-    for (SteadyRows const& part : parts) {
-      part.multiply(multiply, strip, sums);
-      sums += most * layout::kTileN;
-    }
-  });
+  multiply_strips(arguments, count * most, grain, threads,
+                  [&](int64_t strip, float* sums) { SteadyRows::multiply(parts, multiply, strip, sums); });
 }
 
 }  // namespace

@@ -25,6 +25,9 @@ constexpr int64_t kGrainOperations = int64_t{1} << 17;
 constexpr int64_t kHeldActivations = int64_t{1} << 20;
 constexpr int64_t kLeastHeldRows = 16;
 
+/// fp32 activations that a strip of weights meets at a time: half of a second-level cache of 2 MB, or all of 1 MB.
+constexpr int64_t kRunActivations = int64_t{1} << 18;
+
 void check_offsets(GemmArguments const& arguments) {
   ExpertRows const& experts = arguments.experts;
   int64_t last = 0;
@@ -107,12 +110,12 @@ class Rows {
     rows_.emplace(product_.weights, activations.data(), product_.m);
   }
 
-  /// Writes a strip of the output.
-  void run(MultiplyStrip multiply, int64_t strip, std::vector<float>& sums) const {
-    int64_t const rows = SteadyRows::most(product_.weights);
-    sums.assign(rows * layout::kTileN, 0.0f);
-    rows_->multiply(multiply, strip, sums.data());
-    store_part(product_, Parts(product_), strip, rows, sums.data());
+  /// The loaded activations.
+  SteadyRows const& rows() const { return *rows_; }
+
+  /// Writes a strip of the output, given its sums.
+  void store(int64_t strip, float const* sums) const {
+    store_part(product_, Parts(product_), strip, SteadyRows::most(product_.weights), sums);
   }
 
  private:
@@ -120,9 +123,10 @@ class Rows {
   std::optional<SteadyRows> rows_;
 };
 
-/// Rows of an expert among those that are held.
+/// Rows of one expert among those that are held.
 struct Run {
   size_t first, last;  ///< of the held Rows
+  std::vector<SteadyRows const*> parts = {};
 };
 
 /// Multiplies rows [begin, end), all of which belong to experts.
@@ -130,21 +134,28 @@ void multiply_rows(GemmArguments const& arguments, int64_t begin, int64_t end, i
   WeightArguments const& weights = arguments.weights;
   int32_t const* const offsets = arguments.experts.offsets;
   int64_t const most = SteadyRows::most(weights);
+  int64_t const run_rows = std::max<int64_t>(1, kRunActivations / (most * weights.k)) * most;
   std::deque<Rows> held;  // does not move its elements
   std::vector<Run> runs;
   int64_t expert = std::upper_bound(offsets, offsets + arguments.experts.count + 1, begin) - offsets - 1;
   for (int64_t row = begin; row < end; ++expert) {
     int64_t const last = std::min<int64_t>(end, offsets[expert + 1]);
-    if (last <= row) continue;
-    size_t const first = held.size();
-    for (; row < last; row += most) held.emplace_back(of_expert(arguments, expert, row, std::min(row + most, last)));
-    row = last;
-    runs.push_back({first, held.size()});
+    while (row < last) {
+      size_t const first = held.size();
+      int64_t const run_end = std::min(row + run_rows, last);
+      for (; row < run_end; row += most)
+        held.emplace_back(of_expert(arguments, expert, row, std::min(row + most, run_end)));
+      row = run_end;
+      runs.push_back({first, held.size()});
+    }
   }
   int64_t const count = static_cast<int64_t>(held.size()), strips = layout::tiles_n(weights.n);
   parallel_for(count, kGrainOperations / (most * weights.k), threads, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) held[i].load();
   });
+  for (Run& run : runs) {
+    for (size_t i = run.first; i < run.last; ++i) run.parts.push_back(&held[i].rows());
+  }
   int64_t const operations = layout::kTileN * weights.k * (1 + count / static_cast<int64_t>(runs.size()));
   MultiplyStrip const multiply = multiply_strip(weights);
   parallel_for(static_cast<int64_t>(runs.size()) * strips, kGrainOperations / operations, threads,
@@ -152,7 +163,10 @@ void multiply_rows(GemmArguments const& arguments, int64_t begin, int64_t end, i
                  std::vector<float> sums;
                  for (int64_t i = first; i < last; ++i) {
                    Run const& run = runs[i / strips];
-                   for (size_t rows = run.first; rows < run.last; ++rows) held[rows].run(multiply, i % strips, sums);
+                   sums.assign(run.parts.size() * most * layout::kTileN, 0.0f);
+                   SteadyRows::multiply(run.parts, multiply, i % strips, sums.data());
+                   for (size_t part = 0; part < run.parts.size(); ++part)
+                     held[run.first + part].store(i % strips, sums.data() + part * most * layout::kTileN);
                  }
                });
 }

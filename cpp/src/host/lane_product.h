@@ -128,7 +128,7 @@ struct LookedUpCodes {
 
 /// Sums of each channel and row, whose lanes are still to be added.
 template <int kLanes, int kRows>
-struct LaneSums {
+struct alignas(4 * kLanes) LaneSums {
   using Float = typename Vectors<kLanes>::Float;
 
   Float sums[layout::kTileN][kRows];
@@ -156,7 +156,13 @@ class LaneProduct {
 
   static constexpr int kTileFloats = kRows * Words::kTileK;  ///< of activations
 
+  /// Whether sums of a tile are scaled or its weights, whichever are fewer.
+  static constexpr bool kScaleSums = !kSteady && !Codes::kScaled && kRows <= Words::kCodes;
+
  public:
+  /// Sums of a row that take turns: an addition waits for the one before it, for four cycles.
+  static constexpr int kSplit = kSteady ? 2 : kScaleSums || kRows > 4 ? 1 : kRows > 1 ? 2 : 4;
+
   /// sums[row][channel] = the products of the strip's channels with kRows rows.
   static QCUTLASS_INLINE void multiply(WeightArguments const& weights, float const* activations, int64_t strip,
                                        float* sums) {
@@ -178,11 +184,6 @@ class LaneProduct {
   }
 
  private:
-  /// Whether sums of a tile are scaled or its weights, whichever are fewer.
-  static constexpr bool kScaleSums = !kSteady && !Codes::kScaled && kRows <= Words::kCodes;
-  /// Sums of a row that take turns: an addition waits for the one before it, for four cycles.
-  static constexpr int kSplit = kSteady ? 2 : kScaleSums || kRows > 4 ? 1 : kRows > 1 ? 2 : 4;
-
   template <int kUpper>
   static QCUTLASS_INLINE void add_channel(Parameters const& parameters, int g, uint8_t const* packed,
                                           float const* activations, int count, Float (&partial)[kRows]) {

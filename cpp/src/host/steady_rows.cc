@@ -1,7 +1,5 @@
 #include "host/steady_rows.h"
 
-#include "qcutlass/layout.h"
-
 namespace qcutlass::host {
 
 SteadyRows::SteadyRows(WeightArguments const& weights, float const* activations, int64_t m) : weights_(weights) {
@@ -19,6 +17,18 @@ void SteadyRows::multiply(MultiplyStrip multiply, int64_t strip, float* sums) co
     few_->multiply(strip, sums);
   else
     multiply(weights_, padded_.data(), kPadded, strip, sums);
+}
+
+void SteadyRows::multiply(std::vector<SteadyRows const*> const& parts, MultiplyStrip multiply, int64_t strip,
+                          float* sums) {
+  std::vector<FewRows const*> whole;  // the first parts
+  for (SteadyRows const* part : parts) {
+    if (part->few_ && part->few_->rows() == FewRows::most()) whole.push_back(&*part->few_);
+  }
+  size_t const together = whole.size() < 2 ? 0 : whole.size();
+  if (together > 0) FewRows::multiply(whole, strip, sums);
+  for (size_t part = together; part < parts.size(); ++part)
+    parts[part]->multiply(multiply, strip, sums + part * most(parts[part]->weights_) * layout::kTileN);
 }
 
 }  // namespace qcutlass::host

@@ -7,6 +7,7 @@
 
 #include "host/few_rows.h"
 #include "host/strips.h"
+#include "qcutlass/layout.h"
 
 namespace qcutlass::host {
 
@@ -25,6 +26,10 @@ class SteadyRows {
   /// Adds the products of a strip to sums [most()][16] of zeros, some more rows than there are; `multiply`:
   /// multiply_strip() of the weights.
   void multiply(MultiplyStrip multiply, int64_t strip, float* sums) const;
+
+  /// The same for some in one go, all but the last of most() rows, to sums [parts][most()][16] of zeros: the same bits,
+  /// and less work, as weights are dequantised once where that can be.
+  static void multiply(std::vector<SteadyRows const*> const& parts, MultiplyStrip multiply, int64_t strip, float* sums);
 
  private:
   /// Where groups are not whole steps, rows of zeros make up this number: one way of adding then serves them all.
