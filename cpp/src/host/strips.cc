@@ -107,12 +107,16 @@ QCUTLASS_MULTIVERSION void store_strip(GemmArguments const& arguments, int64_t s
   load_floats(arguments.bias_type, arguments.bias, n, count, bias);
   for (int64_t m = 0; m < arguments.m; ++m) {
     float* const row = sums + m * layout::kTileN;
+    if (arguments.sums.a_scale != nullptr) {
+      float const a_scale = arguments.sums.a_scale[m * arguments.sums.a_scale_stride];
+      for (int i = 0; i < layout::kTileN; ++i) row[i] *= a_scale;
+    }
     for (int i = 0; i < layout::kTileN; ++i) row[i] += bias[i];
     activate(arguments.activation, count, row);
     if (arguments.experts.row_scale != nullptr) {
       for (int i = 0; i < layout::kTileN; ++i) row[i] *= arguments.experts.row_scale[m];
     }
-    store_floats(arguments.a_type, row, count, arguments.out, m * arguments.out_stride + n);
+    store_floats(arguments.output_type(), row, count, arguments.out, m * arguments.out_stride + n);
   }
 }
 
