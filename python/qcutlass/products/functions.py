@@ -220,7 +220,7 @@ def gemm_w4a8(
         >>> import torch, qcutlass
         >>> q = qcutlass.quantize(torch.randn(48, 256), bits=4, group_size=64)
         >>> w_packed = qcutlass.preprocess_weights(q.codes, bits=4, activations="int8")
-        >>> a_q, a_scale, _ = qcutlass.quantize_activations(torch.randn(2, 3, 256))
+        >>> a_q, a_scale = qcutlass.quantize_activations(torch.randn(2, 3, 256))
         >>> qcutlass.gemm_w4a8(a_q, w_packed, a_scale, q.scales, q.zeros).shape
         torch.Size([2, 3, 48])
     """
