@@ -47,7 +47,9 @@ def test_a_class_is_the_layer_of_the_scheme_it_names() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 16))
     assert qcutlass.replace_linear(model, OwnScheme()) == ["0"]
     assert type(QuantLinear.from_linear(torch.nn.Linear(64, 16))) is WeightOnlyLinear
-    with pytest.raises(TypeError, match=r"scheme: expected qcutlass\.WeightOnly, W4A8, W8A8, FP8 or Blockwise, got Scheme"):
+    with pytest.raises(
+        TypeError, match=r"scheme: expected qcutlass\.WeightOnly, W4A8, W8A8, FP8 or Blockwise, got Scheme"
+    ):
         QuantLinear.from_linear(torch.nn.Linear(64, 16), Scheme())
 
 

@@ -96,10 +96,11 @@ struct ExpertRows {
 struct GemmArguments {
   int64_t m = 0;  ///< rows of out, and of a but for experts; n and k are those of the weights
   WeightArguments weights;
-  /// fp16, bf16, on the host also fp32, with Packing::kW4A16 int8 and fp8 e4m3; with Packing::kW8A8 int8, fp8 e4m3, fp8 e5m2 (the weights then are e4m3).
+  /// fp16, bf16, on the host also fp32, with Packing::kW4A16 int8 and fp8 e4m3; with Packing::kW8A8 int8, fp8 e4m3, fp8
+  /// e5m2 (the weights then are e4m3).
   DType a_type = DType::kNone;
-  /// kNone: a_type. With 8-bit a_type and Packing::kW4A16 fp16, bf16, fp32. With Packing::kW8A8 fp16, bf16, fp32 or, from int8, int32: then scales, bias and activation are
-  /// none. Blockwise fp16, bf16, fp32 or, from int8, int8.
+  /// kNone: a_type. With 8-bit a_type and Packing::kW4A16 fp16, bf16, fp32. With Packing::kW8A8 fp16, bf16, fp32 or,
+  /// from int8, int32: then scales, bias and activation are none. Blockwise fp16, bf16, fp32 or, from int8, int8.
   DType out_type = DType::kNone;
   void const* a = nullptr;  ///< [m, k]
   int64_t a_stride = 0;

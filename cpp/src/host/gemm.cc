@@ -1,6 +1,6 @@
-// The products of packed codes on the CPU, by 16-bit activations and by those of 8 bits: each tile of packed weights is dequantised once into the first-level cache and
-// multiplied with every row of activations. The 16 channels of a tile lie across vector lanes, so scales and zeros are
-// vectors as they come.
+// The products of packed codes on the CPU, by 16-bit activations and by those of 8 bits: each tile of packed weights is
+// dequantised once into the first-level cache and multiplied with every row of activations. The 16 channels of a tile
+// lie across vector lanes, so scales and zeros are vectors as they come.
 #include "qcutlass/gemm.h"
 
 #include <algorithm>

@@ -95,9 +95,7 @@ class LayerSpec:
             or not (group_size == -1 or group_size > 0)
         ):
             allowed = " or ".join(map(str, kind.bits))
-            raise CheckpointError(
-                f"{where}: expected bits {allowed} and a group_size, got {bits!r} and {group_size!r}"
-            )
+            raise CheckpointError(f"{where}: expected bits {allowed} and a group_size, got {bits!r} and {group_size!r}")
         if kind.sizes is not None and group_size not in kind.sizes:
             sizes = " or ".join(map(str, kind.sizes))
             raise CheckpointError(f"{where}: expected group_size {sizes} of kind {values['kind']}, got {group_size}")

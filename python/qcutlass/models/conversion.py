@@ -160,9 +160,9 @@ def convert(
         FileExistsError: `destination` is there and `overwrite` is False.
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `requantize` no bool, `shard_bytes` no
             integer.
-        ValueError: `activations` is another name; source and destination are the same folder or one in the other; the source is converted already; a
-            folder to overwrite is not a converted one; `skip` has a pattern that no layer matches; `lm_head` is neither
-            4 nor 8.
+        ValueError: `activations` is another name; source and destination are the same folder or one in the other; the
+            source is converted already; a folder to overwrite is not a converted one; `skip` has a pattern that no
+            layer matches; `lm_head` is neither 4 nor 8.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read; the model is a mixture of
             experts of a form that is not taken: see the manual's page on models; a layer would lose something, and

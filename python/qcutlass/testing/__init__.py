@@ -10,7 +10,8 @@ extension, so it can judge both. Two oracles are offered:
 
 Products of 8-bit activations have the same two (`EightBitCase`), and their integer sums must be right bit for bit;
 blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn. Those by 4-bit
-weights have `Int4Case`. Weight-only products that quantise their activations are judged by `int8_activations_reference`.
+weights have `Int4Case`. Weight-only products that quantise their activations are judged by
+`int8_activations_reference`.
 
 Example:
     >>> import torch
