@@ -186,6 +186,7 @@ def gemm_w4a8(
     out: Tensor | None = None,
     tactic: str | None = None,
     split_k: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies int8 or fp8 activations by 4-bit weights: `activation(a_scale * sum + bias)`. CPU only.
 
@@ -203,7 +204,7 @@ def gemm_w4a8(
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
         zeros: uint8, int8 or int32, shaped as `scales`; None: 8 everywhere.
-        bias, activation, group_size: as for `gemm`; groups may have any size.
+        bias, activation, group_size, batch_invariant: as for `gemm`; groups may have any size.
         out_dtype: float16, bfloat16 or float32.
         n: None, or N, as `scales` tell it.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
@@ -225,7 +226,7 @@ def gemm_w4a8(
         torch.Size([2, 3, 48])
     """
     operands = a_q, w_packed, a_scale, scales, zeros, bias
-    call = Int4Call(*operands, activation, out_dtype, group_size, n, tactic, split_k)
+    call = Int4Call(*operands, activation, out_dtype, group_size, n, tactic, split_k, batch_invariant)
     return compute(INT4, call, out)
 
 

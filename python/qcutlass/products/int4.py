@@ -36,8 +36,8 @@ def check_kernels(device: torch.device) -> None:
     """Raises UnsupportedError unless `device` multiplies 4-bit weights by 8-bit activations."""
     if device.type == "cuda":
         raise UnsupportedError(
-            "a_q: no CUDA kernel multiplies 4-bit weights by 8-bit activations; multiply 16-bit ones (gemm with the "
-            "same weights, scales and zeros, as layers of the scheme WeightOnly do), or use CPU tensors"
+            "a_q: no CUDA kernel multiplies 4-bit weights by 8-bit activations; use gemm with the same weights, scales "
+            "and zeros and 16-bit activations, as layers of the scheme WeightOnly do, or CPU tensors"
         )
 
 
@@ -56,15 +56,11 @@ class Int4Call(NamedTuple):
     n: Size | None = None
     tactic: str | None = None
     split_k: int = 0
+    batch_invariant: bool = False
 
     @property
     def a(self) -> Tensor:
         return self.a_q
-
-    @property
-    def batch_invariant(self) -> bool:
-        """As the environment has it."""
-        return False
 
     @property
     def weights(self) -> PackedWeights:
@@ -96,7 +92,7 @@ class Int4Call(NamedTuple):
             if self.n != shape.n:
                 raise ValueError(f"n: expected None or N = {shape.n} of scales, got {self.n}")
         check_out_dtype(self.out_dtype, FLOATING)
-        check_options(self.activation, self.tactic, self.split_k)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
         if out is not None:
             check_out("a_q", a, out, shape.n, self.out_dtype, " (out_dtype)")
         check_kernels(device)

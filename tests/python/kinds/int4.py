@@ -261,7 +261,8 @@ class Int4(Description):
     function = staticmethod(qcutlass.gemm_w4a8)
     schema = (
         "Tensor a_q, Tensor w_packed, Tensor a_scale, Tensor scales, Tensor? zeros, Tensor? bias, str? activation, "
-        "ScalarType out_dtype, int? group_size=None, SymInt? n=None, str? tactic=None, int split_k=0"
+        "ScalarType out_dtype, int? group_size=None, SymInt? n=None, str? tactic=None, int split_k=0, "
+        "bool batch_invariant=False"
     )
     settling = ("w_packed", "scales", "zeros")
     finely = MappingProxyType({"group_size": 32})
