@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.report import Column, Report, Row
-from qcutlass import Blockwise, QuantLinear, WeightOnly, __version__, models, replace_linear
+from qcutlass import W4A8, Blockwise, QuantLinear, WeightOnly, __version__, models, replace_linear
 from qcutlass.cli.quickstart import default_model
 from qcutlass.models.heads import HEAD_SCHEMES, is_embedding
 from qcutlass.models.opening import open_source
@@ -66,7 +66,7 @@ class Entry:
 
     name: str
     method: models.Method | None = None
-    scheme: Blockwise | None = None
+    scheme: Blockwise | W4A8 | None = None
     lm_head: int | None = None
 
     @property
@@ -74,6 +74,8 @@ class Entry:
         """The scheme in words."""
         if self.lm_head is not None:
             return f"int4 g32 real zeros, int{self.lm_head} head"
+        if isinstance(self.scheme, W4A8):
+            return f"int4 g{self.scheme.group_size} asym, {self.scheme.activations} activations"
         if self.scheme is not None:
             return f"int8 blocks of {self.scheme.block_size}, int8 activations"
         if self.method is None:
@@ -101,6 +103,7 @@ def entries() -> list[Entry]:
                 Entry("gptq, act-order", models.Method("gptq", scheme, act_order=True)),
             ]
     found += [Entry("w8a8", models.Method("w8a8")), Entry("smoothquant", models.Method("smoothquant"))]
+    found += [Entry("w4a8", scheme=W4A8(128, activations)) for activations in ("fp8", "int8")]
     return [*found, Entry("blockwise", scheme=Blockwise())]
 
 

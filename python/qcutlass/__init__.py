@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: F405
     "FP8",
+    "W4A8",
     "W8A8",
     "Blockwise",
     "CheckpointError",
@@ -38,6 +39,7 @@ __all__ = [  # noqa: F405
     "gemm",
     "gemm_fp8",
     "gemm_grouped",
+    "gemm_w4a8",
     "gemm_w8a8",
     "interleave_gate_up",
     "moe",

@@ -19,6 +19,7 @@ from qcutlass.products import explain as explain
 from qcutlass.products import gemm as gemm
 from qcutlass.products import gemm_fp8 as gemm_fp8
 from qcutlass.products import gemm_grouped as gemm_grouped
+from qcutlass.products import gemm_w4a8 as gemm_w4a8
 from qcutlass.products import gemm_w8a8 as gemm_w8a8
 from qcutlass.products import plan as plan
 from qcutlass.products import preprocess_weights as preprocess_weights
@@ -28,6 +29,7 @@ from qcutlass.products import weight_sums as weight_sums
 from qcutlass.quantized import QuantizedTensor as QuantizedTensor
 from qcutlass.quantized import interleave_gate_up as interleave_gate_up
 from qcutlass.schemes import FP8 as FP8
+from qcutlass.schemes import W4A8 as W4A8
 from qcutlass.schemes import W8A8 as W8A8
 from qcutlass.schemes import Blockwise as Blockwise
 from qcutlass.schemes import WeightOnly as WeightOnly

@@ -73,6 +73,40 @@ def float_format(name: str) -> WeightOnly:
 
 
 @dataclass(frozen=True)
+class W4A8(Scheme):
+    """4-bit weights with a scale, and a zero point, for each group of columns, and activations of 8 bits.
+
+    Each token's activations get their scale when they come. The products are for the CPU alone.
+
+    Attributes:
+        group_size: columns that share a scale; None or -1: one scale a channel.
+        activations: "fp8": e4m3; "int8".
+        symmetric: whether the zero point is fixed at 8.
+        scale_dtype: float16, bfloat16 or float32; None: the type of the weights.
+
+    Example:
+        >>> import qcutlass
+        >>> qcutlass.W4A8(activations="int8")
+        W4A8(group_size=128, activations='int8', symmetric=False, scale_dtype=None)
+    """
+
+    group_size: int | None = 128
+    activations: Literal["fp8", "int8"] = "fp8"
+    symmetric: bool = False
+    scale_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.activations not in ("fp8", "int8"):
+            raise ValueError(f"activations: expected 'fp8' or 'int8', got {self.activations!r}")
+        _ = self.weights
+
+    @property
+    def weights(self) -> WeightOnly:
+        """The scheme of the weights."""
+        return WeightOnly(4, self.group_size, self.symmetric, self.scale_dtype)
+
+
+@dataclass(frozen=True)
 class W8A8(Scheme):
     """int8 weights, one scale a channel, and int8 activations.
 

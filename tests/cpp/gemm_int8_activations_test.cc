@@ -129,6 +129,59 @@ TEST(Int8Activations, LargestCodesDoNotSaturate) {
   }
 }
 
+/// What is exact: integers by powers of two, of every length of run, at every end of K.
+TEST(Int8Activations, RowsOfTheCallersAreMultipliedExactly) {
+  struct Sizes {
+    int64_t k, group_size;
+  };
+  int64_t const n = 21, m = 13;
+  std::mt19937 random(7);
+  for (Sizes const size : {Sizes{1, 1},
+                           {15, 15},
+                           {64, 16},
+                           {130, 32},
+                           {200, 48},
+                           {300, 80},
+                           {513, 64},
+                           {640, 128},
+                           {1100, 256},
+                           {2048, 1024},
+                           {2048, 2048},
+                           {4097, 4097}}) {
+    int64_t const k = size.k, groups = layout::ceil_div(k, size.group_size), stride = k + 5;
+    std::vector<uint8_t> codes(n * k), zeros(groups * n), packed(layout::packed_bytes(Packing::kW4A16, n, k));
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(random() % 16);
+    for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(random() % 17);
+    host::pack({Packing::kW4A16, n, k, codes.data(), k, packed.data()}, 1);
+    std::vector<float> scales(groups * n), out(m * n);
+    for (float& scale : scales) scale = std::ldexp(1.0f, -static_cast<int>(random() % 2));
+    std::vector<int8_t> a(m * stride);
+    for (int8_t& value : a) value = static_cast<int8_t>(static_cast<int>(random() % 256) - 128);
+    GemmArguments arguments;
+    arguments.m = m;
+    arguments.weights = {
+        Packing::kW4A16, n, k, size.group_size, packed.data(), DType::kFloat32, scales.data(), n, DType::kUInt8,
+        zeros.data(),    n};
+    arguments.a_type = DType::kInt8;
+    arguments.a = a.data();
+    arguments.a_stride = stride;
+    arguments.out = out.data();
+    for (host::ByteKernels kernels : host::byte_kernels()) {
+      host::gemm_int8_rows(arguments, 2, store_sums, kernels);
+      for (int64_t row = 0; row < m; ++row) {
+        for (int64_t channel = 0; channel < n; ++channel) {
+          double sum = 0;
+          for (int64_t i = 0; i < k; ++i) {
+            int64_t const at = i / size.group_size * n + channel;
+            sum += double(scales[at]) * a[row * stride + i] * (codes[channel * k + i] - zeros[at]);
+          }
+          ASSERT_EQ(out[row * n + channel], sum) << "kernels " << int(kernels) << ", k " << k;
+        }
+      }
+    }
+  }
+}
+
 TEST(Int8Activations, RowsDoNotDependOnTheOnesBesideThem) {
   test::RandomWeights const weights({Packing::kW4A16, 40, 300, 32, DType::kFloat16, DType::kFloat16}, 1);
   std::vector<float> const a = random_activations(13 * 300, 2);

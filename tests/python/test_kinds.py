@@ -174,7 +174,7 @@ def test_the_product_is_named() -> None:
     with pytest.raises(
         TypeError,
         match=r"product: .* qcutlass\.gemm, which has no int8 ones; pass the function first, "
-        r"one of qcutlass\.gemm_w8a8, qcutlass\.blockwise\.int8_gemm",
+        r"one of qcutlass\.gemm_w8a8, qcutlass\.gemm_w4a8, qcutlass\.blockwise\.int8_gemm",
     ):
         qcutlass.explain(a, *operands, device="h200")
     e5m2 = ", ".join(one.name for one in FUNCTIONS.values() if torch.float8_e5m2 in one.kind.activations)

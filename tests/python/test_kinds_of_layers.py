@@ -19,6 +19,8 @@ from qcutlass.layers.base import from_layer, from_spec
 HELD = [
     WeightOnly(4, 32),
     WeightOnly(8, None, symmetric=True),
+    qcutlass.W4A8(32),
+    qcutlass.W4A8(None, "int8", symmetric=True),
     qcutlass.W8A8(),
     qcutlass.FP8(),
     qcutlass.Blockwise(),
@@ -45,7 +47,9 @@ def test_a_class_is_the_layer_of_the_scheme_it_names() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 16))
     assert qcutlass.replace_linear(model, OwnScheme()) == ["0"]
     assert type(QuantLinear.from_linear(torch.nn.Linear(64, 16))) is WeightOnlyLinear
-    with pytest.raises(TypeError, match=r"scheme: expected qcutlass\.WeightOnly, W8A8, FP8 or Blockwise, got Scheme"):
+    with pytest.raises(
+        TypeError, match=r"scheme: expected qcutlass\.WeightOnly, W4A8, W8A8, FP8 or Blockwise, got Scheme"
+    ):
         QuantLinear.from_linear(torch.nn.Linear(64, 16), Scheme())
 
 

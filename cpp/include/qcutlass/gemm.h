@@ -12,6 +12,13 @@
 // With a gate channels come in pairs g, u: out[m, n] = activation(sum_g + bias[g]) * (sum_u + bias[u]) + residual.
 // Whatever follows the sums is computed in fp32, and rounded once.
 //
+// 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3; host alone): out[m, n] = activation(sum * a_scale[m] +
+// bias[n]), with
+//
+//   sum = sum_g scale[g, n] * sum_{k in group g} a[m, k] * (code[n, k] - zero[g, n])
+//
+// in fp32, where inner sums of int8 over up to 512 k are exact if groups are multiples of 16 or one a channel.
+//
 // 8 by 8 bits (Packing::kW8A8): out[m, n] = activation(sum * a_scale[m] * w_scale[n] + bias[n]) + residual, with
 //
 //   sum = sum_k (a[m, k] - azp[m]) * w[n, k]      int8: exact in int32; fp8: fp32 accumulation, no azp
@@ -92,10 +99,11 @@ struct ExpertRows {
 struct GemmArguments {
   int64_t m = 0;  ///< rows of out, and of a but for experts; n and k are those of the weights
   WeightArguments weights;
-  /// fp16, bf16, on the host also fp32; with Packing::kW8A8 int8, fp8 e4m3, fp8 e5m2 (the weights then are e4m3).
+  /// fp16, bf16, on the host also fp32, with Packing::kW4A16 int8 and fp8 e4m3; with Packing::kW8A8 int8, fp8 e4m3, fp8
+  /// e5m2 (the weights then are e4m3).
   DType a_type = DType::kNone;
-  /// kNone: a_type. With Packing::kW8A8 fp16, bf16, fp32 or, from int8, int32: then scales, bias and activation are
-  /// none. Blockwise fp16, bf16, fp32 or, from int8, int8.
+  /// kNone: a_type. With 8-bit a_type and Packing::kW4A16 fp16, bf16, fp32. With Packing::kW8A8 fp16, bf16, fp32 or,
+  /// from int8, int32: then scales, bias and activation are none. Blockwise fp16, bf16, fp32 or, from int8, int8.
   DType out_type = DType::kNone;
   void const* a = nullptr;  ///< [m, k]
   int64_t a_stride = 0;
@@ -107,7 +115,8 @@ struct GemmArguments {
   void const* act_scale = nullptr;  ///< [k]
   int32_t const* perm = nullptr;    ///< [k]
   Activation activation = Activation::kNone;
-  SumScales sums;      ///< of Packing::kW8A8, whose weights have no scales and zeros of their own
+  /// Of Packing::kW8A8, whose weights have no scales and zeros of their own; of 4 by 8 bits a_scale alone.
+  SumScales sums;
   BlockScales blocks;  ///< of blockwise products, instead of sums
   QuantizedOutput quantized;
   /// Not even the kernel that precedes the launch in its stream writes the weights, scales or zeros: they may be read
@@ -128,6 +137,10 @@ struct GemmArguments {
 
   int64_t out_columns() const { return gate == Gate::kNone ? weights.n : weights.n / 2; }
   DType type_of_out() const { return out_type == DType::kNone ? a_type : out_type; }
+  /// Codes for 16-bit activations meet those of 8 bits.
+  constexpr bool has_eight_bit_activations() const {
+    return weights.packing != Packing::kW8A8 && (a_type == DType::kInt8 || a_type == DType::kFloat8E4M3);
+  }
 };
 
 namespace host {

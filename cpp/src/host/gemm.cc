@@ -1,6 +1,6 @@
-// The weight-only product on the CPU: each tile of packed weights is dequantised once into the first-level cache and
-// multiplied with every row of activations. The 16 channels of a tile lie across vector lanes, so scales and zeros are
-// vectors as they come.
+// The products of packed codes on the CPU, by 16-bit activations and by those of 8 bits: each tile of packed weights is
+// dequantised once into the first-level cache and multiplied with every row of activations. The 16 channels of a tile
+// lie across vector lanes, so scales and zeros are vectors as they come.
 #include "qcutlass/gemm.h"
 
 #include <algorithm>
@@ -28,11 +28,25 @@ namespace {
 /// Weights times groups of four rows that one range of the parallel loop should at least hold: about 10 microseconds.
 constexpr int64_t kGrainOperations = int64_t{1} << 17;
 
+void check_eight_bits(GemmArguments const& arguments) {
+  check(arguments.weights.packing == Packing::kW4A16, "packing: activations of 8 bits meet 4-bit integer codes only");
+  check(!arguments.weights.has_minimums(), "minimums: products of 8-bit activations take zeros");
+  check(arguments.act_scale_type == DType::kNone && arguments.perm == nullptr,
+        "act_scale and perm are not taken with 8-bit activations");
+  check_floating("out_type", arguments.out_type);
+  int const stride = arguments.sums.a_scale_stride;
+  check(stride == 0 || stride == 1, "a_scale_stride must be 0 or 1, got " + std::to_string(stride));
+  if (arguments.m > 0) check_not_null("a_scale", arguments.sums.a_scale);
+}
+
 void check_gemm(GemmArguments const& arguments, int threads) {
   check_threads(threads);
   check_weights(arguments.weights);
   check_at_least("m", arguments.m, 0);
-  check_floating("a_type", arguments.a_type);
+  if (arguments.has_eight_bit_activations())
+    check_eight_bits(arguments);
+  else
+    check_floating("a_type", arguments.a_type);
   check(arguments.bias_type == DType::kNone || is_floating(arguments.bias_type),
         "bias_type must be float16, bfloat16, float32 or none");
   check(arguments.act_scale_type == DType::kNone || is_floating(arguments.act_scale_type),
@@ -87,6 +101,18 @@ std::vector<float> load_activations(GemmArguments const& arguments, bool arrange
   return result;
 }
 
+/// The product of rows [begin, begin + count).
+GemmArguments of_rows(GemmArguments const& arguments, int64_t begin, int64_t count) {
+  GemmArguments own = arguments;
+  own.m = count;
+  own.a = static_cast<char const*>(own.a) + begin * own.a_stride * size_of(own.a_type);
+  own.out = static_cast<char*>(own.out) + begin * own.out_stride * size_of(own.type_of_out());
+  if (own.residual != nullptr)
+    own.residual = static_cast<char const*>(own.residual) + begin * own.residual_stride * size_of(own.type_of_out());
+  if (own.sums.a_scale != nullptr) own.sums.a_scale += begin * own.sums.a_scale_stride;
+  return own;
+}
+
 /// Multiplies a few rows at a time, so that a row's sums are the same bits whatever m is.
 void multiply_steadily(GemmArguments const& arguments, float const* activations, int threads) {
   WeightArguments const& weights = arguments.weights;
@@ -104,16 +130,9 @@ void multiply_steadily(GemmArguments const& arguments, float const* activations,
                   [&](int64_t strip, float* sums) { SteadyRows::multiply(parts, multiply, strip, sums); });
 }
 
-}  // namespace
-
-void gemm(GemmArguments const& arguments, int threads) {
-  if (arguments.experts.count != 0) return gemm_grouped(arguments, threads);
-  Kind const kind = kind_of(arguments);
-  if (kind.is_promoted()) return gemm_blockwise(arguments, threads);
-  if (!kind.dequantises()) return gemm_w8a8(arguments, threads);
-  check_gemm(arguments, threads);
+/// The product of checked arguments that are not empty, with sums in fp32 unless activations are quantised.
+void multiply(GemmArguments const& arguments, int threads) {
   WeightArguments const& weights = arguments.weights;
-  if (arguments.m == 0 || weights.n == 0) return;
   bool const few = FewRows::serves(weights, arguments.m);
   bool const arranged = !few && !arguments.int8_activations && !arguments.batch_invariant;
   std::vector<float> const activations = load_activations(arguments, arranged, threads);
@@ -130,6 +149,34 @@ void gemm(GemmArguments const& arguments, int threads) {
   MultiplyStrip const multiply = multiply_strip(weights);
   multiply_strips(arguments, arguments.m, grain, threads,
                   [&](int64_t strip, float* sums) { multiply(weights, activations.data(), arguments.m, strip, sums); });
+}
+
+/// Rows of 8-bit activations: int8 by dot products of bytes where groups of weights are whole steps of the packed
+/// layout, otherwise as fp32, which holds them exactly. So many rows at a time that either form stays in cache.
+void multiply_eight_bits(GemmArguments const& arguments, int threads) {
+  constexpr int64_t kElements = int64_t{1} << 20, kLeastRows = 16;
+  int64_t const block = std::max(kLeastRows, kElements / arguments.weights.k);
+  bool const bytes = arguments.a_type == DType::kInt8 && has_whole_steps(arguments.weights);
+  for (int64_t begin = 0; begin < arguments.m; begin += block) {
+    GemmArguments const rows = of_rows(arguments, begin, std::min(block, arguments.m - begin));
+    if (bytes)
+      gemm_int8_rows(rows, threads);
+    else
+      multiply(rows, threads);
+  }
+}
+
+}  // namespace
+
+void gemm(GemmArguments const& arguments, int threads) {
+  if (arguments.experts.count != 0) return gemm_grouped(arguments, threads);
+  Kind const kind = kind_of(arguments);
+  if (kind.is_promoted()) return gemm_blockwise(arguments, threads);
+  if (!kind.dequantises()) return gemm_w8a8(arguments, threads);
+  check_gemm(arguments, threads);
+  if (arguments.m == 0 || arguments.weights.n == 0) return;
+  if (arguments.has_eight_bit_activations()) return multiply_eight_bits(arguments, threads);
+  multiply(arguments, threads);
 }
 
 }  // namespace qcutlass::host

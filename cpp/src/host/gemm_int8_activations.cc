@@ -61,13 +61,42 @@ MultiplyBytes choose(ByteKernels kernels) {
   return multiply_plain<kPacking>;
 }
 
+void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, int threads, StorePart store,
+                   ByteKernels kernels) {
+  WeightArguments const& weights = arguments.weights;
+  MultiplyBytes const multiply =
+      weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
+  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
+  auto const multiply_one = [&](int64_t strip, float* sums) {
+    ChannelParameters::prefetch(weights, strip + 1);
+    multiply(weights, rows, strip, sums);
+  };
+  multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
+}
+
+/// The largest power of two that divides a group of weights, the extent of whole tiles and what is decoded at once.
+///
+/// Of so many columns sums of products are exact, as integers and in fp32: |sum a * code| <= 512 * 128 * 15 < 2^20, and
+/// |sum a| * zero <= 512 * 128 * 16 = 2^20 for the zeros of 4-bit codes.
+int run_of(WeightArguments const& weights) {
+  using Tiles = ByteTiles<PlainBytes, Packing::kW4A16>;
+  int64_t const extent = layout::tiles_k(Packing::kW4A16, weights.k) * Tiles::kTileK;
+  int run = Tiles::kColumns;
+  while (extent % run != 0 || (weights.groups() > 1 && weights.group_size % run != 0)) run /= 2;
+  return run;
+}
+
 }  // namespace
+
+bool has_whole_steps(WeightArguments const& weights) {
+  return weights.groups() <= 1 || weights.group_size % kStepK == 0;
+}
 
 void check_int8_activations(WeightArguments const& weights) {
   if (has_float_codes(weights.packing)) throw Unsupported("activations: only products of integer codes quantise them");
   if (weights.has_minimums())
     throw Unsupported("minimums: int8 activations take zeros only; multiply the activations as they are");
-  if (weights.groups() > 1 && weights.group_size % kStepK != 0)
+  if (!has_whole_steps(weights))
     throw Unsupported("group_size: int8 activations take groups of multiples of " + std::to_string(kStepK) +
                       " columns, or one group a channel, got " + std::to_string(weights.group_size));
 }
@@ -77,14 +106,14 @@ void gemm_int8_activations(GemmArguments const& arguments, float const* activati
   WeightArguments const& weights = arguments.weights;
   int const run = weights.groups() > 1 && weights.group_size % kActivationBlock != 0 ? kStepK : kActivationBlock;
   QuantizedRows const rows = quantize_rows(weights.packing, activations, arguments.m, weights.k, run, threads);
-  MultiplyBytes const multiply =
-      weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
-  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
-  auto const multiply_one = [&](int64_t strip, float* sums) {
-    ChannelParameters::prefetch(weights, strip + 1);
-    multiply(weights, rows, strip, sums);
-  };
-  multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
+  multiply_rows(arguments, rows, threads, store, kernels);
+}
+
+void gemm_int8_rows(GemmArguments const& arguments, int threads, StorePart store, ByteKernels kernels) {
+  WeightArguments const& weights = arguments.weights;
+  QuantizedRows const rows = arrange_rows(static_cast<int8_t const*>(arguments.a), arguments.a_stride, arguments.m,
+                                          weights.k, run_of(weights), threads);
+  multiply_rows(arguments, rows, threads, store, kernels);
 }
 
 }  // namespace qcutlass::host

@@ -1,9 +1,10 @@
-// The weight-only product on the CPU with activations quantised to int8: dot products of bytes.
+// Products of packed codes on the CPU with int8 activations, quantised here or by the caller: dot products of bytes.
 //
 //   sum = sum_r (sum_{k in run r} (code[n, k] - zero[g, n]) * a_q[m, k]) * a_scale[m, r] * w_scale[g, n]
 //
-// A run is a block of activations (quantized_rows.h), or a step where a block may belong to two groups g. The inner sum
-// is an exact integer where zeros are; the rest is fp32.
+// A run is a block of activations (quantized_rows.h), or a step where a block may belong to two groups g; of the
+// caller's activations, whose scales follow, as many columns of a group as possible. The inner sum is an exact integer
+// where zeros are; the rest is fp32.
 #pragma once
 
 #include <cstdint>
@@ -20,5 +21,12 @@ void check_int8_activations(WeightArguments const& weights);
 /// The product of checked arguments. `activations`: [m][k], scaled and permuted.
 void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads,
                            StorePart store = store_part, ByteKernels kernels = byte_kernels().back());
+
+/// Whether no group of weights ends within a step of the packed layout.
+bool has_whole_steps(WeightArguments const& weights);
+
+/// The product of checked arguments with int8 activations, for groups of whole steps.
+void gemm_int8_rows(GemmArguments const& arguments, int threads, StorePart store = store_part,
+                    ByteKernels kernels = byte_kernels().back());
 
 }  // namespace qcutlass::host

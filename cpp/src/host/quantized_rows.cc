@@ -69,10 +69,23 @@ QCUTLASS_MULTIVERSION void quantize_row_w8(float const* a, int64_t k, int run, i
   quantize_row<Packing::kW8A16>(a, k, run, rows, codes, parameters);
 }
 
-}  // namespace
+QCUTLASS_MULTIVERSION void arrange_row(int8_t const* a, int64_t k, int run, int64_t rows, int8_t* codes,
+                                       QuantizedRows::Run* parameters) {
+  for (int64_t begin = 0; begin < k; begin += run, parameters += rows) {
+    int64_t const end = std::min<int64_t>(begin + run, k);
+    int32_t sum = 0;
+    for (int64_t i = begin; i < end; ++i) sum += a[i];
+    *parameters = {1.0f, static_cast<float>(sum)};
+  }
+  for (; k >= kStepK; k -= kStepK, a += kStepK, codes += kStepK * rows) store_step<Packing::kW4A16>(a, rows, codes);
+  if (k == 0) return;
+  int8_t last[kStepK] = {};
+  std::memcpy(last, a, k);
+  store_step<Packing::kW4A16>(last, rows, codes);
+}
 
-QuantizedRows quantize_rows(Packing packing, float const* activations, int64_t m, int64_t k, int run, int threads) {
-  constexpr int64_t kGrainElements = int64_t{1} << 14;  // some 10 microseconds
+/// Rows without values. `run`: columns of a Run.
+QuantizedRows empty_rows(Packing packing, int64_t m, int64_t k, int run) {
   QuantizedRows rows;
   rows.run = run;
   rows.count = m;
@@ -80,13 +93,37 @@ QuantizedRows quantize_rows(Packing packing, float const* activations, int64_t m
   rows.runs = layout::ceil_div(k, run);
   rows.codes.resize(m * rows.stride);
   rows.parameters.resize(m * rows.runs);
-  auto const quantize_row = packing == Packing::kW4A16 ? quantize_row_w4 : quantize_row_w8;
-  parallel_for(m, kGrainElements / k, threads, [&](int64_t begin, int64_t end) {
+  return rows;
+}
+
+/// Calls load(row, rows of its block, codes, parameters) for each of the rows.
+template <class Load>
+void load_rows(QuantizedRows& rows, int64_t k, int threads, Load const& load) {
+  constexpr int64_t kGrainElements = int64_t{1} << 14;  // some 10 microseconds
+  parallel_for(rows.count, kGrainElements / k, threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      auto const [first, block] = block_of(row, m);
-      quantize_row(activations + row * k, k, run, block, rows.codes.data() + first * rows.stride + (row - first) * 4,
-                   rows.parameters.data() + first * rows.runs + (row - first));
+      auto const [first, block] = block_of(row, rows.count);
+      load(row, block, rows.codes.data() + first * rows.stride + (row - first) * 4,
+           rows.parameters.data() + first * rows.runs + (row - first));
     }
+  });
+}
+
+}  // namespace
+
+QuantizedRows quantize_rows(Packing packing, float const* activations, int64_t m, int64_t k, int run, int threads) {
+  QuantizedRows rows = empty_rows(packing, m, k, run);
+  auto const quantize_row = packing == Packing::kW4A16 ? quantize_row_w4 : quantize_row_w8;
+  load_rows(rows, k, threads, [&](int64_t row, int64_t block, int8_t* codes, QuantizedRows::Run* parameters) {
+    quantize_row(activations + row * k, k, run, block, codes, parameters);
+  });
+  return rows;
+}
+
+QuantizedRows arrange_rows(int8_t const* codes, int64_t stride, int64_t m, int64_t k, int run, int threads) {
+  QuantizedRows rows = empty_rows(Packing::kW4A16, m, k, run);
+  load_rows(rows, k, threads, [&](int64_t row, int64_t block, int8_t* out, QuantizedRows::Run* parameters) {
+    arrange_row(codes + row * stride, k, run, block, out, parameters);
   });
   return rows;
 }

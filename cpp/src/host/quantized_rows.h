@@ -1,4 +1,5 @@
-// Activations of weight-only products, quantised to int8 in blocks of columns, and arranged as packed codes meet them.
+// Activations of weight-only products, quantised to int8 in blocks of columns, and arranged as packed codes meet them;
+// and int8 activations of the caller's, arranged so.
 //
 //   scale = max |a'| of a block / 127 (1 for a block of zeros);   a_q = round(a' / scale), to nearest even
 //
@@ -51,5 +52,9 @@ struct QuantizedRows {
 
 /// Quantises `m` rows of `k` activations that lie together. `run`: kActivationBlock or kStepK columns.
 QuantizedRows quantize_rows(Packing packing, float const* activations, int64_t m, int64_t k, int run, int threads);
+
+/// Arranges `m` rows of `k` codes as 4-bit weights meet them. `run`: columns, a power of two that divides the extent of
+/// whole tiles; every run has scale 1.
+QuantizedRows arrange_rows(int8_t const* codes, int64_t stride, int64_t m, int64_t k, int run, int threads);
 
 }  // namespace qcutlass::host

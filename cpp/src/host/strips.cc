@@ -105,6 +105,10 @@ QCUTLASS_MULTIVERSION void store_part(GemmArguments const& arguments, Parts cons
   for (int64_t m = 0; m < arguments.m; ++m) {
     for (int64_t i = 0; i < parts.strips(part); ++i)
       std::copy_n(sums + (i * rows + m) * layout::kTileN, layout::kTileN, values + i * layout::kTileN);
+    if (arguments.sums.a_scale != nullptr) {
+      float const a_scale = arguments.sums.a_scale[m * arguments.sums.a_scale_stride];
+      for (float& value : values) value *= a_scale;
+    }
     epilogue.store(m, values);
   }
 }

@@ -50,6 +50,10 @@ void check_sixteen_bits(GemmArguments const& arguments) {
   if (w.has_super_blocks())
     throw Unsupported(
         "super_scales: the CUDA kernels take scales and minimums of one level; expand them: qcutlass.expand_scales");
+  if (arguments.has_eight_bit_activations())
+    throw Unsupported(
+        "a_q: no CUDA kernel multiplies 4-bit weights by 8-bit activations; use gemm with the same weights, scales and "
+        "zeros and 16-bit activations, as layers of the scheme WeightOnly do, or CPU tensors");
   if (arguments.a_type != DType::kFloat16 && arguments.a_type != DType::kBFloat16)
     throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
   if (w.groups() > 1 && w.group_size % kGroupStep != 0)

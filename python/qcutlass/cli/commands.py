@@ -14,6 +14,7 @@ from rich.table import Table
 
 from qcutlass.cli import chatting, running
 from qcutlass.cli import quantize as quantizing
+from qcutlass.cli.running import QuantizedActivations
 from qcutlass.cli.terminal import (
     HEAD_HELP,
     Bits,
@@ -278,6 +279,10 @@ def convert(
         bool,
         typer.Option("--requantize", help="Round anew, with loss, what can't be kept: NF4, some layers of experts."),
     ] = False,
+    activations: Annotated[
+        QuantizedActivations | None,
+        typer.Option(help="Have layers of 4 bits with whole zero points quantise each token (W4A8; CPU)."),
+    ] = None,
     lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
@@ -318,6 +323,7 @@ def convert(
             scheme=scheme,
             lm_head=lm_head.bits,
             requantize=requantize,
+            activations=None if activations is None else activations.value,
             verify=verify,
             overwrite=overwrite,
             shard_bytes=shard_bytes,

@@ -47,8 +47,9 @@ Quantized = Annotated[
     QuantizedActivations | None,
     typer.Option(
         "--activations",
-        help="On the CPU, weight-only layers quantise their input, which is less exact: int8, which is faster; fp8, "
-        "those of e4m3 weights in blocks, as such models do on GPUs with fp8 kernels.",
+        help="On the CPU, weight-only layers quantise their input, which is less exact: int8, which is faster, in "
+        "blocks of 32 columns; fp8, those of 4-bit weights with whole zero points token by token (W4A8), and those of "
+        "e4m3 weights in blocks, as such models do on GPUs with fp8 kernels.",
     ),
 ]
 Eager = Annotated[

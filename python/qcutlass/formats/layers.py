@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -114,6 +114,48 @@ class CanonicalLinear:
         ordered = torch.empty_like(weight)
         ordered[:, self.perm.long()] = weight
         return ordered
+
+
+class CanonicalInt4(CanonicalLinear):
+    """A linear layer with 4-bit weights for activations of 8 bits, which are quantised after `act_scale` and `perm`.
+
+    Attributes:
+        weight, bias, perm, act_scale: as those of `CanonicalLinear`; zeros are integers, or there are none.
+    """
+
+    activations: ClassVar[Literal["fp8", "int8"]]
+
+
+class CanonicalInt4Fp8(CanonicalInt4):
+    """A `CanonicalInt4` for e4m3 activations."""
+
+    kind: ClassVar = "w4a8_fp8"
+    quantises_activations: ClassVar = LAYER_KINDS[kind].quantises_activations
+    activations: ClassVar = "fp8"
+
+
+class CanonicalInt4Int8(CanonicalInt4):
+    """A `CanonicalInt4` for int8 activations."""
+
+    kind: ClassVar = "w4a8_int8"
+    quantises_activations: ClassVar = LAYER_KINDS[kind].quantises_activations
+    activations: ClassVar = "int8"
+
+
+def canonical_int4(activations: str) -> type[CanonicalInt4]:
+    """The form for "fp8" or "int8" activations."""
+    return CanonicalInt4Fp8 if activations == "fp8" else CanonicalInt4Int8
+
+
+def for_eight_bits(layer: CanonicalLinear, activations: str) -> CanonicalInt4 | None:
+    """A weight-only layer for such activations; None: its codes have not 4 bits, or zeros that are no integers."""
+    weight = layer.weight
+    integers = weight.bits == 4 and weight.weight_dtype is None and weight.minimums is None
+    if type(layer) is not CanonicalLinear or not integers:
+        return None
+    if weight.zeros is not None and weight.zeros.is_floating_point():
+        return None
+    return canonical_int4(activations)(weight, layer.bias, layer.perm, layer.act_scale)
 
 
 _AnyEightBit = TypeVar("_AnyEightBit", bound="_EightBit")
@@ -354,7 +396,16 @@ class DequantizedLinear(FloatLinear):
 QuantizedLayer: TypeAlias = CanonicalLinear | CanonicalInt8 | CanonicalFp8 | CanonicalBlockwise
 Layer: TypeAlias = QuantizedLayer | FloatLinear
 LAYERS: Final[dict[str, type[Layer]]] = {
-    layer.kind: layer for layer in (CanonicalLinear, CanonicalInt8, CanonicalFp8, CanonicalBlockwise, FloatLinear)
+    layer.kind: layer
+    for layer in (
+        CanonicalLinear,
+        CanonicalInt4Fp8,
+        CanonicalInt4Int8,
+        CanonicalInt8,
+        CanonicalFp8,
+        CanonicalBlockwise,
+        FloatLinear,
+    )
 }
 
 

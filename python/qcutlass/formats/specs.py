@@ -97,11 +97,12 @@ class LayerSpec:
         bits, group_size = values.get("bits"), values.get("group_size")
         if (
             type(bits) is not int
-            or bits not in PACKINGS
+            or bits not in kind.bits
             or type(group_size) is not int
             or not (group_size == -1 or group_size > 0)
         ):
-            raise CheckpointError(f"{where}: expected bits 4 or 8 and a group_size, got {bits!r} and {group_size!r}")
+            allowed = " or ".join(map(str, kind.bits))
+            raise CheckpointError(f"{where}: expected bits {allowed} and a group_size, got {bits!r} and {group_size!r}")
         if kind.sizes is not None and group_size not in kind.sizes:
             sizes = " or ".join(map(str, kind.sizes))
             raise CheckpointError(f"{where}: expected group_size {sizes} of kind {values['kind']}, got {group_size}")
@@ -200,6 +201,10 @@ def _input_words(types: Mapping[str, str]) -> str:
     return f"{' act-scale' * ('act_scale' in types)}{' act-order' * ('perm' in types)}"
 
 
+def _int4_words(spec: LayerSpec) -> str:
+    return f"{_weight_only_words(spec)}, {spec.kind.removeprefix('w4a8_')} activations"
+
+
 def _int8_words(spec: LayerSpec) -> str:
     return f"w8a8 channel {_activations(spec)}"
 
@@ -226,6 +231,7 @@ class LayerKind(NamedTuple):
         quantises_activations: whether the product takes activations of 8 bits.
         sizes: the group sizes that its layers may have, whatever K is; None: any.
         weight_dtypes: types of codes that its layers may say they have.
+        bits: of their weights.
     """
 
     buffers: Mapping[str, tuple[str, ...]]
@@ -234,6 +240,7 @@ class LayerKind(NamedTuple):
     quantises_activations: bool
     sizes: tuple[int, ...] | None = None
     weight_dtypes: tuple[str, ...] = ()
+    bits: tuple[int, ...] = tuple(PACKINGS)
 
 
 _FLOATS: Final = ("float16", "bfloat16", "float32")
@@ -245,10 +252,15 @@ _WEIGHT_ONLY: Final = {
     "act_scale": _FLOATS, "perm": ("int32",), "minimums": (*_FLOATS, *_INTEGERS),
     "super_scales": ("float16",), "super_minimums": ("float16",),
 }  # fmt: skip
+_INT4: Final = {
+    "scales": _FLOATS, "zeros": ("uint8",), "bias": _FLOATS, "act_scale": _FLOATS, "perm": ("int32",),
+}  # fmt: skip
 _EIGHT_BIT: Final = {"bias": _FLOATS, "a_scale": ("float32",), "smooth": ("float32",)}
 
 LAYER_KINDS: Final = {
     "weight_only": LayerKind(_WEIGHT_ONLY, ("scales",), _weight_only_words, False, None, tuple(CODE_TYPES)),
+    "w4a8_fp8": LayerKind(_INT4, ("scales",), _int4_words, True, bits=(4,)),
+    "w4a8_int8": LayerKind(_INT4, ("scales",), _int4_words, True, bits=(4,)),
     "int8": LayerKind(_EIGHT_BIT, (), _int8_words, True, (-1,)),
     "fp8": LayerKind(_EIGHT_BIT, (), _fp8_words, True, (-1,)),
     "blockwise": LayerKind({"bias": _FLOATS}, (), _blockwise_words, True, BLOCK_SIZES, ("e4m3",)),

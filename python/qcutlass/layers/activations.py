@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from qcutlass.formats.fp8 import in_blocks
+from qcutlass.formats.layers import for_eight_bits
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.weight_only import check_quantized_activations
@@ -23,7 +24,8 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
         model: with layers from `replace_linear`, `load_model` or by hand, fused ones, too; changed in place.
         activations: None: as they are; "int8": quantised, as `gemm` describes it, by layers on the CPU; "fp8": layers
             on the CPU of e4m3 weights with scales of square blocks become `BlockwiseLinear`s, with `fp8_gemm` as their
-            product. These stay: load the model again for the former ones. Fuse layers after it, not before.
+            product, and those of 4-bit codes with integer zeros, or none, `Int4Linear`s, with `gemm_w4a8`. These stay:
+            load the model again for the former ones. Fuse layers after it, not before.
 
     Returns:
         Names of the layers. Others are left as they are: with "int8" those with groups that are no multiple of 16
@@ -70,12 +72,16 @@ def _use_fp8(model: nn.Module) -> list[str]:
     made: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
-        if type(module) is WeightOnlyLinear and module.weight_dtype is not None and module not in made:
-            layer = in_blocks(module.canonical())
+        if type(module) is WeightOnlyLinear and module not in made:
+            stored = module.canonical()
+            layer = for_eight_bits(stored, "fp8") if module.weight_dtype is None else in_blocks(stored)
             if layer is not None and name:
                 made[module] = from_layer(layer, name, module.activation).train(module.training)
     if not made:
-        raise ValueError("model: expected layers of e4m3 weights with scales of square blocks of 32, 64 or 128")
+        raise ValueError(
+            "model: expected layers of 4-bit codes with integer zeros, or of e4m3 weights with scales of square blocks "
+            "of 32, 64 or 128"
+        )
     replaced = [name for name, module in modules.items() if module in made]
     for name in replaced:
         parent, _, child = name.rpartition(".")

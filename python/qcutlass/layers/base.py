@@ -32,7 +32,7 @@ class QuantLinear(PackedModule):
     """A linear layer with quantised weights: `activation(x @ w.T + bias)`, for inference.
 
     `from_linear`, `from_quantized` and `from_checkpoint` make them; the kinds are `qcutlass.layers.WeightOnlyLinear`,
-    `Int8Linear`, `Fp8Linear` and `BlockwiseLinear`.
+    `Int4Linear`, `Int8Linear`, `Fp8Linear` and `BlockwiseLinear`.
 
     A layer's tensors are buffers. They are numbers as quantisation made them, so `.half()`, `.to(dtype)` and the like
     convert none of them: a layer computes in the type of its input, which its output has too. `.to(device)` moves them.
@@ -64,17 +64,20 @@ class QuantLinear(PackedModule):
     stored_bits: int | None = None
     """Of codes in the state, where these are fewer than `bits`."""
 
-    def __init_subclass__(cls, scheme: type[Scheme] | None = None, stored: str | None = None, **keywords: Any) -> None:
+    def __init_subclass__(
+        cls, scheme: type[Scheme] | None = None, stored: str | tuple[str, ...] = (), **keywords: Any
+    ) -> None:
         """Registers a kind of layers: `class MyLinear(QuantLinear, scheme=MyScheme)`.
 
-        `stored`: its kind in converted folders, a key of `LAYER_KINDS` in `qcutlass.formats.specs`.
+        `stored`: its kind in converted folders, a key of `LAYER_KINDS` in `qcutlass.formats.specs`; several where its
+        `spec` says which.
         """
         super().__init_subclass__(**keywords)
         if scheme is not None:
             _KINDS[scheme] = cls
-        if stored is not None:
-            _STORED[stored] = cls
-            cls._stored = stored
+        for kind in (stored,) if isinstance(stored, str) else stored:
+            _STORED[kind] = cls
+            cls._stored = kind
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class QuantLinear(PackedModule):
         Args:
             linear: with float16, bfloat16 or float32 weights, on any device; it is not changed. The bias is copied.
                 It has no forward hooks and no parametrization, which the quantised layer would not run.
-            scheme: `WeightOnly`, `W8A8`, `FP8` or `Blockwise`; None: `WeightOnly(**options)`, that is `bits=4,
+            scheme: `WeightOnly`, `W4A8`, `W8A8`, `FP8` or `Blockwise`; None: `WeightOnly(**options)`, that is `bits=4,
                 group_size=128, symmetric=False`.
             statistics: of the layer's input, from `calibrate` or `smooth_model`; needed by static schemes.
             activation: to be fused: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
@@ -336,7 +339,7 @@ def kind_of(scheme: object) -> type[QuantLinear]:
     for base in type(scheme).__mro__:
         if base in _KINDS:
             return _KINDS[base]
-    raise TypeError(f"scheme: expected qcutlass.WeightOnly, W8A8, FP8 or Blockwise, got {type(scheme).__name__}")
+    raise TypeError(f"scheme: expected qcutlass.WeightOnly, W4A8, W8A8, FP8 or Blockwise, got {type(scheme).__name__}")
 
 
 def check_activation(activation: object) -> None:

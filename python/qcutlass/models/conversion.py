@@ -18,12 +18,13 @@ from qcutlass.defaults import SHARD_BYTES as SHARD_BYTES
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
+from qcutlass.formats.layers import for_eight_bits
 from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, Requantized, guard
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import ConvertedFolder
-from qcutlass.models.experts import STACKED, ExpertBlocks, is_router
+from qcutlass.models.experts import STACKED, ExpertBlocks, expert_layer, is_router
 from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
@@ -32,7 +33,7 @@ from qcutlass.models.requantizing import Requantizer, take_float_experts
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
-from qcutlass.schemes import WeightOnly
+from qcutlass.schemes import W4A8, WeightOnly
 
 Progress = Callable[[str, int, int], None]
 
@@ -85,9 +86,18 @@ class _Plan:
     scheme: WeightOnly
     skip: Sequence[str]
     requantizer: Requantizer
+    activations: str | None
 
     def layer(self, name: str) -> Layer:
         """A layer of the source; quantised, unless it is to stay as it is."""
+        layer = self._weights(name)
+        if self.activations is None or expert_layer(name) is not None or is_kept(name, self.skip):
+            return layer
+        found = for_eight_bits(layer, self.activations) if isinstance(layer, CanonicalLinear) else None
+        return layer if found is None else found
+
+    def _weights(self, name: str) -> Layer:
+        """Its weights, whatever its activations are."""
         layer, keep = self.source.layer(name), is_kept(name, self.skip)
         if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats":
             return self.requantizer.layer(name, layer, keep)
@@ -110,6 +120,7 @@ def convert(
     skip: Sequence[str] = SKIPPED,
     lm_head: int | None = None,
     requantize: bool = False,
+    activations: str | None = None,
     verify: bool = False,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -135,6 +146,8 @@ def convert(
         requantize: quantises anew, to the nearest, what can't be kept without loss: layers in codes that no product
             multiplies (`DequantizedLinear`), and experts of a form that their product does not take. `Conversion`, the
             folder's `config.json` and `inspect` say which, and what they lost. False: such a layer is refused.
+        activations: "fp8" or "int8": layers of 4-bit codes with integer zeros, or none, become those of the scheme
+            `W4A8`, which run on the CPU alone; others, experts and what `skip` names stay as they are. None: all do.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.
@@ -147,9 +160,9 @@ def convert(
         FileExistsError: `destination` is there and `overwrite` is False.
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `requantize` no bool, `shard_bytes` no
             integer.
-        ValueError: source and destination are the same folder or one in the other; the source is converted already; a
-            folder to overwrite is not a converted one; `skip` has a pattern that no layer matches; `lm_head` is neither
-            4 nor 8.
+        ValueError: `activations` is another name; source and destination are the same folder or one in the other; the
+            source is converted already; a folder to overwrite is not a converted one; `skip` has a pattern that no
+            layer matches; `lm_head` is neither 4 nor 8.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read; the model is a mixture of
             experts of a form that is not taken: see the manual's page on models; a layer would lose something, and
@@ -175,6 +188,8 @@ def convert(
     check_head(lm_head)
     if not isinstance(requantize, bool):
         raise TypeError(f"requantize: expected True or False, got {type(requantize).__name__}")
+    if activations is not None:
+        W4A8(activations=activations)  # type: ignore[arg-type]  # raises for what it does not have
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
@@ -184,7 +199,7 @@ def convert(
         if requantize:
             take_float_experts(opened)
         opened = with_head(opened, lm_head)
-        plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize))
+        plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize), activations)
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
             lost = plan.requantizer.done

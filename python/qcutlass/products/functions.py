@@ -8,6 +8,7 @@ from torch import Tensor
 from qcutlass.products.checks import check_memory
 from qcutlass.products.float8 import FLOAT8, Float8Call
 from qcutlass.products.grouped import GROUPED, GroupedCall
+from qcutlass.products.int4 import INT4, Int4Call
 from qcutlass.products.int8 import INT8, Int8Call, check_weight_sums, sums_call
 from qcutlass.products.kind import computes
 from qcutlass.products.library import is_eager
@@ -183,6 +184,66 @@ def gemm_w8a8(
     operands = a_q, w_packed, a_scale, w_scale, bias, azp
     call = Int8Call(*operands, activation, out_dtype, n, w_sums, tactic, split_k, batch_invariant, residual)
     return compute(INT8, call, out)
+
+
+@computes(INT4)
+def gemm_w4a8(
+    a_q: Tensor,
+    w_packed: Tensor,
+    a_scale: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    group_size: int | None = None,
+    n: int | None = None,
+    out: Tensor | None = None,
+    tactic: str | None = None,
+    split_k: int = 0,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Multiplies int8 or fp8 activations by 4-bit weights: `activation(a_scale * sum + bias)`. CPU only.
+
+    `sum[m, n] = sum over g of scales[g, n] * (sum over k in g of a_q[m, k] * (code[n, k] - zero[g, n]))` in fp32, with
+    g = k // group_size; the rest is computed in fp32 from left to right, then rounded once. Inner sums of int8 over up
+    to 512 columns are exact integers where groups are multiples of 16 columns, or one a channel, and zeros lie in
+    [0, 16]; other groups, and fp8, are summed in fp32 of weights `(code - zero) * scale`, which are exact with scales
+    of 16 bits. NaN propagates. This is the product of QServe and other W4A8 schemes (Lin et al., 2024).
+
+    Args:
+        a_q: int8 or float8_e4m3fn `[..., K]`, M rows in all. Unit stride along K avoids a copy.
+        w_packed: uint8 `[ceil(N/16), ceil(K/64), 32, 16]` from `preprocess_weights(codes, 4, "int8")`, "fp8" or
+            "16bit", which are the same bytes. It does not store K: one packed from another K, but as many tiles, is
+            multiplied as it is.
+        a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
+        scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
+        zeros: uint8, int8 or int32, shaped as `scales`; None: 8 everywhere.
+        bias, activation, group_size, batch_invariant: as for `gemm`; groups may have any size.
+        out_dtype: float16, bfloat16 or float32.
+        n: None, or N, as `scales` tell it.
+        out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
+        tactic, split_k: of GPUs' kernels, of which there is none.
+
+    Returns:
+        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `gemm`.
+        UnsupportedError: the tensors are on a GPU; use `gemm` with 16-bit activations there.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> q = qcutlass.quantize(torch.randn(48, 256), bits=4, group_size=64)
+        >>> w_packed = qcutlass.preprocess_weights(q.codes, bits=4, activations="int8")
+        >>> a_q, a_scale = qcutlass.quantize_activations(torch.randn(2, 3, 256))
+        >>> qcutlass.gemm_w4a8(a_q, w_packed, a_scale, q.scales, q.zeros).shape
+        torch.Size([2, 3, 48])
+    """
+    operands = a_q, w_packed, a_scale, scales, zeros, bias
+    call = Int4Call(*operands, activation, out_dtype, group_size, n, tactic, split_k, batch_invariant)
+    return compute(INT4, call, out)
 
 
 @computes(FLOAT8)

@@ -64,15 +64,13 @@ def _packing(bits: int, activations: str) -> _C.Packing:
         return PACKINGS[bits]
     if activations not in _EIGHT_BIT:
         raise ValueError(f"activations: expected '16bit', 'int8' or 'fp8', got {activations!r}")
-    if bits != 8:
-        raise ValueError(f"bits: weights for {activations} activations have 8 bits, got {bits}")
-    return _C.Packing.W8A8
+    return _C.Packing.W8A8 if bits == 8 else PACKINGS[bits]  # codes of 4 bits have one order for all
 
 
 def check_pack(codes: Tensor, bits: int, activations: str) -> _C.Packing:
     """Checks the arguments of `qcutlass.preprocess_weights`."""
     packing = _packing(bits, activations)
-    expected = (_EIGHT_BIT[activations],) if activations in _EIGHT_BIT else _codes_of(bits)
+    expected = (_EIGHT_BIT[activations],) if packing == _C.Packing.W8A8 else _codes_of(bits)
     check_tensor("codes", codes, expected, f" for activations={activations!r}")
     check_device("codes", codes)
     if codes.dim() not in (2, 3):
@@ -91,6 +89,8 @@ def check_unpack(w_packed: Tensor, bits: int, n: int, k: int) -> _C.Packing:
     check_device("w_packed", w_packed)
     meets = {dtype: activations for activations, dtype in _EIGHT_BIT.items()}
     packing = _packing(bits, meets.get(w_packed.dtype, "16bit"))
+    if packing != _C.Packing.W8A8 and w_packed.dtype != torch.uint8:
+        raise ValueError(f"bits: {names_of([w_packed.dtype])} weights have 8 bits, got {bits}")
     check_integer("shape[0]", n, minimum=0)
     check_integer("shape[1]", k, minimum=0)
     expected = packed_shape(n, k, packing)
@@ -125,7 +125,7 @@ def pack(codes: Tensor, bits: int, activations: str) -> Tensor:
     packing = check_pack(codes, bits, activations)
     check_memory({"codes": codes})
     *experts, n, k = codes.shape
-    packed = _new_packed(codes, (*experts, *packed_shape(n, k, packing)), activations)
+    packed = _new_packed(codes, (*experts, *packed_shape(n, k, packing)), packing)
     if packed.numel():
         with current_device(codes):
             for matrix, to in zip(codes, packed, strict=True) if experts else ((codes, packed),):
@@ -134,9 +134,9 @@ def pack(codes: Tensor, bits: int, activations: str) -> Tensor:
     return packed
 
 
-def _new_packed(codes: Tensor, shape: tuple[int, ...], activations: str) -> Tensor:
-    """An empty packed weight. Its type says which activations it is for, so that of floats for 16-bit ones is uint8."""
-    return codes.new_empty(shape, dtype=codes.dtype if activations in _EIGHT_BIT else torch.uint8)
+def _new_packed(codes: Tensor, shape: tuple[int, ...], packing: _C.Packing) -> Tensor:
+    """An empty packed weight. Its type says which order it has, so that of floats for 16-bit activations is uint8."""
+    return codes.new_empty(shape, dtype=codes.dtype if packing == _C.Packing.W8A8 else torch.uint8)
 
 
 def _check_padding(name: str, w_packed: Tensor, packing: _C.Packing, k: int) -> None:
@@ -196,7 +196,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
 def _pack_fake(codes: Tensor, bits: int, activations: str) -> Tensor:
     packing = check_pack(codes, bits, activations)
     *experts, n, k = codes.shape
-    return _new_packed(codes, (*experts, *packed_shape(n, k, packing)), activations)
+    return _new_packed(codes, (*experts, *packed_shape(n, k, packing)), packing)
 
 
 def _unpack_fake(w_packed: Tensor, bits: int, n: int, k: int) -> Tensor:

@@ -21,17 +21,17 @@ def preprocess_weights(codes: Tensor, bits: int, activations: str = "16bit") -> 
 
     Args:
         codes: `[N, K]`, or `[E, N, K]` of E experts, on the CPU or a GPU. uint8 with values in [0, 2**bits) for
-            activations="16bit" (larger 4-bit codes are refused on the CPU; CUDA takes their low four bits); with bits=8
-            also float8_e4m3fn, as its bytes, for products with `weight_dtype="e4m3"`; int8 for activations="int8";
-            float8_e4m3fn for activations="fp8".
+            activations="16bit" and bits=4 (larger 4-bit codes are refused on the CPU; CUDA takes their low four bits);
+            with bits=8 also float8_e4m3fn, as its bytes, for products with `weight_dtype="e4m3"`; int8 for
+            activations="int8", and float8_e4m3fn for activations="fp8", with bits=8.
         bits: 4 or 8.
         activations: type of the activations the weights will meet: "16bit" (float16, bfloat16; also float32 on the
-            CPU), "int8" or "fp8" (bits=8 only). The last two have an order of their own; the type of the result tells
-            all three apart.
+            CPU), "int8" or "fp8". With bits=8 the last two have an order of their own, and the type of the result tells
+            all three apart; codes of 4 bits have one order for all: the result serves `gemm` and `gemm_w4a8`.
 
     Returns:
         `[ceil(N/16), ceil(K/kt), 32, 16]`, kt = 64 for 4 bits and 32 for 8; `[E, ...]` of experts: uint8 for
-        activations="16bit", else of the type of `codes`.
+        activations="16bit" or bits=4, else of the type of `codes`.
 
     Raises:
         TypeError: `codes` is not a tensor of the type named above.

@@ -9,8 +9,9 @@ extension, so it can judge both. Two oracles are offered:
   the float64 reference.
 
 Products of 8-bit activations have the same two (`EightBitCase`), and their integer sums must be right bit for bit;
-blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn. Weight-only
-products that quantise their activations are judged by `int8_activations_reference`.
+blockwise ones too (`BlockwiseCase`), with `assert_quantized` for outputs that are quantised in turn. Those by 4-bit
+weights have `Int4Case`. Weight-only products that quantise their activations are judged by
+`int8_activations_reference`.
 
 Example:
     >>> import torch
@@ -45,6 +46,7 @@ from qcutlass.testing.bounds import (
 )
 from qcutlass.testing.eight_bit import EightBitCase, EightBitProblem, EightBitReference, Scope
 from qcutlass.testing.grouped import GroupedCase, GroupedProblem
+from qcutlass.testing.int4 import Int4Case, Int4Problem, Int4Reference
 from qcutlass.testing.int8_activations import (
     Int8ActivationsReference,
     int8_activations,
@@ -65,6 +67,9 @@ __all__ = [
     "EightBitReference",
     "GroupedCase",
     "GroupedProblem",
+    "Int4Case",
+    "Int4Problem",
+    "Int4Reference",
     "Int8ActivationsReference",
     "Poisoned",
     "Problem",

@@ -9,13 +9,14 @@ from tests.python.kinds.blockwise_float8 import FLOAT8_BLOCKWISE
 from tests.python.kinds.blockwise_quantized import QUANTIZED_BLOCKWISE
 from tests.python.kinds.description import Description
 from tests.python.kinds.float8 import FLOAT8_PRODUCTS
+from tests.python.kinds.int4 import INT4
 from tests.python.kinds.int8 import INT8
 from tests.python.kinds.minimums import MINIMUMS
 from tests.python.kinds.weight_only import WEIGHT_ONLY
 
 DESCRIPTIONS: dict[str, Description] = {
     kind.name: kind
-    for kind in (WEIGHT_ONLY, MINIMUMS, INT8, FLOAT8_PRODUCTS, BLOCKWISE, QUANTIZED_BLOCKWISE, FLOAT8_BLOCKWISE)
+    for kind in (WEIGHT_ONLY, MINIMUMS, INT4, INT8, FLOAT8_PRODUCTS, BLOCKWISE, QUANTIZED_BLOCKWISE, FLOAT8_BLOCKWISE)
 }
 WITH_KERNELS = {name: kind for name, kind in DESCRIPTIONS.items() if kind.has_kernels}
 
