@@ -63,6 +63,10 @@ class Int4Call(NamedTuple):
         return self.a_q
 
     @property
+    def residual(self) -> None:
+        """There is none."""
+
+    @property
     def weights(self) -> PackedWeights:
         return PackedWeights(self.w_packed, self.scales, self.zeros, self.group_size, bits=4)
 
