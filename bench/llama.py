@@ -205,14 +205,14 @@ def dense(model: Any, dtype: torch.dtype) -> Any:
 def experts_of(experts: QuantExperts, config: Any, dtype: torch.dtype) -> nn.Module:
     """transformers' own experts with the dequantised weights."""
     with torch.device("meta"):
-        found = Qwen3MoeExperts(config)
+        found: nn.Module = Qwen3MoeExperts(config)
     for name in ("gate_up_proj", "down_proj"):
         empty = found.get_parameter(name).new_empty(0, device=experts.down.w_packed.device, dtype=dtype)
         setattr(found, name, nn.Parameter(empty.new_empty(found.get_parameter(name).shape), requires_grad=False))
     for index in range(experts.num_experts):
         gate, up, down = (weights_of(layer) for layer in experts.expert(index))
-        found.gate_up_proj[index].copy_(torch.cat([gate, up]))
-        found.down_proj[index].copy_(down)
+        found.get_parameter("gate_up_proj")[index].copy_(torch.cat([gate, up]))
+        found.get_parameter("down_proj")[index].copy_(down)
     return found
 
 

@@ -64,8 +64,8 @@ def test_a_mixture_and_its_dense_form_are_the_same_model(seed: int) -> None:
         exact = double(ids).logits
     assert noise_ratio(logits, close, exact) <= NOISE
     # Codes and scales of the experts that a token goes to: all of 8, but 2 of 8 for one token.
-    held = sum(buffer.nbytes for module in experts for buffer in module.buffers())
-    assert step._bytes(quantized, 4, 0) - step._bytes(quantized, 1, 0) == pytest.approx(held * 6 / 8, rel=0.01)
+    saved = sum(buffer.nbytes - buffer.nbytes * 2 // 8 for module in experts for buffer in module.buffers())
+    assert step._bytes(quantized, 4, 0) - step._bytes(quantized, 1, 0) == saved
 
 
 def test_steps_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_steps_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(row["model"], row["weights"], row["mode"]) for row in rows] == [
         ("tiny-moe", weights, "eager") for weights in ("dense", SCHEME.name)
     ]
-    assert all(row["step_ms"] > 0 and row["tokens"] == pytest.approx(2e3 / row["step_ms"]) for row in rows)
+    assert [round(row["step_ms"] * row["tokens"], 3) for row in rows] == [2000, 2000]
 
 
 def test_the_size_of_qwen3_30b_a3b() -> None:
@@ -87,8 +87,8 @@ def test_the_size_of_qwen3_30b_a3b() -> None:
     experts = size.blocks * 3 * size.hidden * size.intermediate
     with torch.device("meta"):
         found = Qwen3MoeForCausalLM(size.config()).num_parameters()
-    assert found == pytest.approx(30.5e9, rel=0.01)
-    assert found - experts * (size.experts - size.slots) == pytest.approx(3.3e9, rel=0.02)
+    assert round(found / 1e9, 1) == 30.5
+    assert round((found - experts * (size.experts - size.slots)) / 1e9, 1) in (3.3, 3.4)
 
 
 @pytest.mark.parametrize(("form", "index", "name"), [("qcutlass", 5, "up_proj"), ("fused", 1, "k_proj, fused")])
