@@ -1,9 +1,9 @@
-"""vLLM's engine in a process of its own: greedy tokens of prompts, as JSON, on the last line.
+"""vLLM's engine in a process of its own: greedy tokens of prompts, as JSON, in the line that begins with `RECORD`.
 
-``python -m tests.python.vllm.engine generate FOLDER '{"prompts": [[1, 2]], "tokens": 64, "options": {}}'``
+``python -m tests.python.vllm.engine FOLDER '{"prompts": [[1, 2]], "tokens": 64, "options": {}}'``
 
-What is asked for: `prompts`, lists of token ids; `tokens` to generate; `options` of `vllm.LLM`; `alone`: one prompt at a
-time rather than all at once; `aborted`: how many more requests are aborted while the prompts run.
+What is asked for: `prompts`, lists of token ids; `tokens` to generate; `options` of `vllm.LLM`; `alone`: one prompt at
+a time rather than all at once; `aborted`: how many more requests are aborted while the prompts run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any, Final
 
+RECORD: Final = "tokens: "
 OPTIONS: Final = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
 }  # fmt: skip
@@ -51,6 +52,6 @@ def _abort(engine: Any, prompts: list[Any], params: Any, count: int) -> None:
 if __name__ == "__main__":
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    _, action, *arguments = sys.argv
-    found = {"generate": generate}[action](arguments[0], json.loads(arguments[1]))
-    print(json.dumps(found), flush=True)
+    _, place, request = sys.argv
+    found = generate(place, json.loads(request))
+    print(f"\n{RECORD}{json.dumps(found)}", flush=True)

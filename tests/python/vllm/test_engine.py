@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.python.models.folders import RandomCut
+from tests.python.vllm.engine import RECORD
 
 from qcutlass import models
 from qcutlass.models.transformers import load_model
@@ -58,13 +59,14 @@ def prompts() -> list[list[int]]:
 
 def served(folder: Path, repository: Path, environment: dict[str, str] | None = None, **asked: Any) -> list[list[int]]:
     asked = {"prompts": prompts(), "tokens": TOKENS, **asked}
-    command = [sys.executable, "-m", "tests.python.vllm.engine", "generate", str(folder), json.dumps(asked)]
+    command = [sys.executable, "-m", "tests.python.vllm.engine", str(folder), json.dumps(asked)]
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=repository, env=os.environ | (environment or {}), check=False
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert "quantization=qcutlass" in run.stdout + run.stderr
-    found: list[list[int]] = json.loads(run.stdout.splitlines()[-1])
+    (record,) = [line for line in run.stdout.splitlines() if line.startswith(RECORD)]
+    found: list[list[int]] = json.loads(record.removeprefix(RECORD))
     return found
 
 
