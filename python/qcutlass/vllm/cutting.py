@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.products.checks import ceil_div
 from qcutlass.quantized import QuantizedTensor
 
 STEP: Final = 16
 """Columns of the smallest group of CUDA kernels, of which groups are multiples."""
+
+
+_AnyEightBit = TypeVar("_AnyEightBit", CanonicalInt8, CanonicalFp8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +172,7 @@ def _common_step(group_size: int, groups: Tensor, begin: int, is_sorted: bool) -
     return group_size if bool((mine == whole[: len(mine)]).all()) else 0
 
 
-def _cut_int8(layer: CanonicalInt8, begin: int, size: int) -> Share:
+def _cut_eight_bit(layer: CanonicalInt8 | CanonicalFp8, begin: int, size: int) -> Share:
     part = slice(begin, begin + size)
     smooth = None if layer.smooth is None else layer.smooth[part]
     return Share(replace(layer, codes=layer.codes[:, part].contiguous(), smooth=smooth))
@@ -201,11 +204,11 @@ def _type(part: Tensor | None) -> torch.dtype | None:
     return None if part is None else part.dtype
 
 
-def _join_int8(one: CanonicalInt8, other: CanonicalInt8) -> CanonicalInt8 | None:
+def _join_eight_bit(one: _AnyEightBit, other: _AnyEightBit) -> _AnyEightBit | None:
     if not (_same(one.smooth, other.smooth) and _same(one.input_scale, other.input_scale)):
         return None
     codes, scales = torch.cat([one.codes, other.codes]), torch.cat([one.scales, other.scales])
-    return CanonicalInt8(codes, scales, one.input_scale, None, one.smooth)
+    return type(one)(codes, scales, one.input_scale, None, one.smooth)
 
 
 def _join_floats(one: FloatLinear, other: FloatLinear) -> FloatLinear | None:
@@ -237,11 +240,13 @@ def _without(layer: Layer, channels: Tensor) -> Layer:
 
 _CUTS: Final[dict[str, Callable[[Any, int, int], Share]]] = {
     CanonicalLinear.kind: _cut_weight_only,
-    CanonicalInt8.kind: _cut_int8,
+    CanonicalInt8.kind: _cut_eight_bit,
+    CanonicalFp8.kind: _cut_eight_bit,
     FloatLinear.kind: _cut_floats,
 }
 _JOINS: Final[dict[str, Callable[[Any, Any], Layer | None]]] = {
     CanonicalLinear.kind: _join_weight_only,
-    CanonicalInt8.kind: _join_int8,
+    CanonicalInt8.kind: _join_eight_bit,
+    CanonicalFp8.kind: _join_eight_bit,
     FloatLinear.kind: _join_floats,
 }

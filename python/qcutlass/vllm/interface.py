@@ -6,8 +6,9 @@ tensors named `g_idx` unless a configuration of quantisation says otherwise (0.3
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import torch
 from vllm.distributed import get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size
 from vllm.model_executor.kernels import linear as _linear_kernels
 from vllm.model_executor.kernels.linear import MPLinearKernel as MPLinearKernel
@@ -19,13 +20,28 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
 from vllm.model_executor.parameter import permute_param_layout_ as permute_param_layout_
 from vllm.platforms import PlatformEnum as PlatformEnum
+from vllm.platforms import current_platform as _platform
+
+PLATFORMS: Final = (PlatformEnum.CUDA, PlatformEnum.CPU)
+"""Those on which there are products."""
+
+
+def is_cpu() -> bool:
+    """Whether the engine runs on a CPU."""
+    return bool(_platform.is_cpu())
+
+
+def activation_types() -> list[torch.dtype]:
+    """Of activations that products take in an engine: on a GPU those of 16 bits."""
+    return [torch.float16, torch.bfloat16, *([torch.float32] if is_cpu() else [])]
 
 
 def put_first(kernel: type[MPLinearKernel]) -> None:
     """Has vLLM ask a kernel for mixed precision before its own ones; `register_linear_kernel` would append it."""
-    kernels = _linear_kernels._POSSIBLE_KERNELS.setdefault(PlatformEnum.CUDA, [])
-    if kernel not in kernels:
-        kernels.insert(0, kernel)
+    for platform in PLATFORMS:
+        kernels = _linear_kernels._POSSIBLE_KERNELS.setdefault(platform, [])
+        if kernel not in kernels:
+            kernels.insert(0, kernel)
 
 
 def is_batch_invariant() -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from qcutlass.products.checks import names_of
 from qcutlass.vllm import interface
 from qcutlass.vllm.cutting import STEP, Share
 from qcutlass.vllm.products import Products
@@ -17,7 +18,7 @@ _MIDDLE_WORD: Final = {4: 0x88888888 - 2**32, 8: 0x80808080 - 2**32}
 
 
 class QCutlassLinearKernel(interface.MPLinearKernel):
-    """Products of 16-bit activations by codes of 4 and 8 bits, by `qcutlass.gemm`."""
+    """Products of floating activations by codes of 4 and 8 bits, by `qcutlass.gemm`."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -29,8 +30,9 @@ class QCutlassLinearKernel(interface.MPLinearKernel):
         is_code = c.weight_type.is_integer() and c.weight_type.bias in (0, 2 ** (bits - 1))
         if bits not in (4, 8) or not is_code or c.weight_type.is_signed() or bool(c.weight_type.bias) == c.zero_points:
             return False, f"qcutlass multiplies unsigned codes of 4 and 8 bits, got {c.weight_type}"
-        if c.act_type not in (torch.float16, torch.bfloat16):
-            return False, f"qcutlass multiplies float16 and bfloat16 activations, got {c.act_type}"
+        types = interface.activation_types()
+        if c.act_type not in types:
+            return False, f"qcutlass multiplies activations of {names_of(types)} here, got {c.act_type}"
         if c.group_size != -1 and (c.group_size % STEP or k % c.group_size):
             return False, f"groups of {c.group_size} columns are no multiple of {STEP}, or do not divide {k}"
         if interface.has_act_order(c) and k != c.full_weight_shape[0]:

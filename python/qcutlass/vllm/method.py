@@ -35,7 +35,7 @@ class QCutlassConfig(interface.QuantizationConfig):
         return METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
+        return interface.activation_types()
 
     @classmethod
     def get_min_capability(cls) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.formats import CanonicalInt8, CanonicalLinear, FloatLinear
+from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear
 from qcutlass.layers.base import QuantLinear, from_layer
 from qcutlass.vllm.cutting import Share, joined
 from qcutlass.vllm.stored import with_scales
@@ -95,6 +95,16 @@ def _multiply_int8(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _multiply_fp8(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    codes, scale, _ = torch.ops.qcutlass.quantize_8bit(
+        x, torch.float8_e4m3fn, False, False, layer.a_scale, None, layer.smooth
+    )  # fmt: skip
+    out: Tensor = torch.ops.qcutlass.gemm_fp8(
+        codes, layer.w_packed, scale, layer.w_scale, bias, None, x.dtype, layer.out_features
+    )
+    return out
+
+
 def _multiply_floats(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, layer.weight, bias)
 
@@ -104,5 +114,6 @@ _Multiply = Callable[[Any, Tensor, "Tensor | None"], Tensor]
 _PRODUCTS: Final[dict[str, tuple[_Make, _Multiply]]] = {
     CanonicalLinear.kind: (_quantised, _multiply_weight_only),
     CanonicalInt8.kind: (_quantised, _multiply_int8),
+    CanonicalFp8.kind: (_quantised, _multiply_fp8),
     FloatLinear.kind: (_floats, _multiply_floats),
 }

@@ -23,7 +23,7 @@ _NAME: Final = "layer"
 _ROUNDED: Final = {torch.float16, torch.bfloat16, torch.float32}
 _FLOATS_OF: Final = {-4: "e2m1", -8: "e4m3"}
 """The types of codes that are floats, by the bits that `layout` has of them."""
-_KIND_OF_PACKED: Final = {torch.uint8: "weight_only", torch.int8: "int8"}
+_KIND_OF_PACKED: Final = {torch.uint8: "weight_only", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 def obstacle(config: Mapping[str, Any], experts: bool = False) -> str | None:
@@ -113,10 +113,12 @@ def _of_packed(tensors: Mapping[str, Tensor], name: str, device: torch.device) -
         raise CheckpointError(f"{name}: expected layout and w_packed of a packed layer, got {', '.join(held)}")
     _, bits, n, k, group_size = held["layout"].tolist()
     kind = _KIND_OF_PACKED.get(held["w_packed"].dtype)
-    if kind is None or (kind == "int8" and group_size != k):
+    scale = held.get("w_scale")  # `[N]`, but of blocks a matrix, also where a block has all columns
+    if kind is None or (kind != "weight_only" and (group_size != k or (scale is not None and scale.dim() == 2))):
         blocks = " with scales of blocks" if kind else ""
         raise UnsupportedError(f"{name}: packed weights of type {held['w_packed'].dtype}{blocks} are not read")
-    spec = LayerSpec.of(kind, abs(bits), group_size, k, held, _FLOATS_OF.get(bits))
+    codes = _FLOATS_OF.get(bits) if kind == "weight_only" else None
+    spec = LayerSpec.of(kind, abs(bits), group_size, k, held, codes)
     layer = from_spec(spec, n, k)
     try:
         layer.load_state_dict(held, assign=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass.formats import CanonicalInt8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.vllm.cutting import STEP, Share, cut_columns, cut_rows, joined, place
 
@@ -49,6 +49,7 @@ LAYERS = {
     "int8": lambda: CanonicalInt8(
         torch.randint(-127, 128, (24, 256), dtype=torch.int8), torch.rand(24), smooth=torch.rand(256) + 0.5
     ),
+    "fp8": lambda: CanonicalFp8(*qcutlass.quantize_weights_fp8(torch.randn(24, 256)), smooth=torch.rand(256) + 0.5),
     "floats": lambda: FloatLinear(torch.randn(24, 256)),
 }
 

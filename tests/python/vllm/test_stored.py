@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import qcutlass
-from qcutlass.formats import CanonicalInt8, CanonicalLinear, FloatLinear
+from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear
 from qcutlass.vllm import register
 from qcutlass.vllm.cutting import Share
 from qcutlass.vllm.products import Products
@@ -46,7 +46,7 @@ class TestLayers:
         assert torch.equal(layer_of(as_compressed(layer), config, "up", CPU).effective_weight(), layer.weight)
 
     @pytest.mark.parametrize(
-        "scheme", [qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8()]
+        "scheme", [qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8(), qcutlass.FP8()]
     )
     def test_converted(self, scheme: Any) -> None:
         made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 48), scheme)
@@ -54,6 +54,11 @@ class TestLayers:
         del tensors["bias"]
         found = layer_of(tensors, {"quant_method": "qcutlass"}, "up", CPU)
         assert torch.equal(found.effective_weight(), made.weights())
+
+    def test_converted_in_blocks_is_refused(self) -> None:
+        made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(128, 128, bias=False), qcutlass.Blockwise())
+        with pytest.raises(qcutlass.UnsupportedError, match=r"up.*blocks"):
+            layer_of(made.state_dict(), {"quant_method": "qcutlass"}, "up", CPU)
 
     def test_converted_with_minima(self) -> None:
         made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 48, bias=False), qcutlass.WeightOnly(group_size=32))
@@ -167,6 +172,14 @@ class TestProducts:
         found = products(a, bias)
         assert torch.equal(found[:, :48], parts[0])
         assert torch.equal(found[:, 64:], parts[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_fp8(self, dtype: torch.dtype) -> None:
+        layer = CanonicalFp8(*qcutlass.quantize_weights_fp8(torch.randn(48, 64)))
+        parts = [Share(layer.rows(torch.arange(begin, begin + 16))) for begin in (0, 16, 32)]
+        products, a = Products(parts, dtype), torch.randn(5, 64, dtype=dtype)
+        assert len(products.products) == 1
+        assert torch.equal(products(a, None), qcutlass.layers.Fp8Linear(layer.codes, layer.scales)(a))
 
     def test_columns_are_gathered(self) -> None:
         (share, *_), columns = self.shares(), torch.randint(0, 24, (64,))

@@ -1,0 +1,57 @@
+"""vLLM's engine in a process of its own: greedy tokens of prompts, as JSON, in the line that begins with `RECORD`.
+
+``python -m tests.python.vllm.engine FOLDER '{"prompts": [[1, 2]], "tokens": 64, "options": {}}'``
+
+What is asked for: `prompts`, lists of token ids; `tokens` to generate; `options` of `vllm.LLM`; `alone`: one prompt at
+a time rather than all at once; `aborted`: how many more requests are aborted while the prompts run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, Final
+
+RECORD: Final = "tokens: "
+OPTIONS: Final = {
+    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
+}  # fmt: skip
+ENVIRONMENT: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENGINE_READY_TIMEOUT_S": "1200",
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}  # fmt: skip
+"""So that the engine starts without the network, on a small machine, and answers in the order of its steps."""
+
+
+def generate(folder: str, asked: dict[str, Any]) -> list[list[int]]:
+    """The tokens of each prompt."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(folder, **{**OPTIONS, **asked.get("options", {})})
+    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    params = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
+    _abort(llm.llm_engine, prompts, params, asked.get("aborted", 0))
+    batches = [[prompt] for prompt in prompts] if asked.get("alone") else [prompts]
+    done = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False)]
+    return [list(output.outputs[0].token_ids) for output in done]
+
+
+def _abort(engine: Any, prompts: list[Any], params: Any, count: int) -> None:
+    """Has the engine begin requests, and abort each of them after some of its tokens."""
+    for number in range(count):
+        name = f"aborted-{number}"
+        engine.add_request(name, prompts[number % len(prompts)], params)
+        for _ in range(1 + number):
+            engine.step()
+        engine.abort_request([name])
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+if __name__ == "__main__":
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    _, place, request = sys.argv
+    found = generate(place, json.loads(request))
+    print(f"\n{RECORD}{json.dumps(found)}", flush=True)

@@ -1,0 +1,102 @@
+"""The plug-in in vLLM's engine, on the CPU: greedy tokens are those of transformers with qcutlass's layers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.python.models.folders import RandomCut
+from tests.python.vllm.engine import RECORD
+
+from qcutlass import models
+from qcutlass.models.transformers import load_model
+
+PROMPTS, TOKENS = 5, 64
+
+
+def _obstacle() -> str | None:
+    if importlib.util.find_spec("vllm") is None:
+        return "vllm is not installed"
+    if not any(importlib.util.find_spec(f"vllm.{name}") for name in ("_C", "_C_AVX512", "_C_AVX2")):
+        return "vllm has its sources alone, without the operators of its CPU engine"
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name="qcutlass"):
+        return "qcutlass is importable, but not installed: vLLM does not find its entry point"
+    return None
+
+
+_OBSTACLE = _obstacle()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(_OBSTACLE is not None, reason=f"needs vLLM's engine: {_OBSTACLE}"),
+]
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> RandomCut:
+    return RandomCut(tmp_path_factory.mktemp("served"), seed=0)
+
+
+def folder_of(cut: RandomCut, kind: str, place: Path) -> Path:
+    if kind == "converted":
+        models.convert(cut.gptq().folder, place / "converted")
+        return place / "converted"
+    made: Any = getattr(cut, kind)()
+    return Path(made.folder)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, RandomCut.VOCABULARY, (3 + 7 * i,), generator=generator).tolist() for i in range(PROMPTS)]
+
+
+def served(folder: Path, repository: Path, **asked: Any) -> list[list[int]]:
+    asked = {"prompts": prompts(), "tokens": TOKENS, **asked}
+    command = [sys.executable, "-m", "tests.python.vllm.engine", str(folder), json.dumps(asked)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert "quantization=qcutlass" in run.stdout + run.stderr
+    (record,) = [line for line in run.stdout.splitlines() if line.startswith(RECORD)]
+    found: list[list[int]] = json.loads(record.removeprefix(RECORD))
+    return found
+
+
+def expected(folder: Path) -> list[list[int]]:
+    model, _ = load_model(folder)
+    found = []
+    for ids in prompts():
+        a = torch.tensor([ids])
+        out = model.generate(
+            a, attention_mask=torch.ones_like(a), do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS
+        )
+        found.append(out[0, len(ids) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed", "converted"])
+def test_tokens_are_those_of_transformers(kind: str, cut: RandomCut, tmp_path: Path, repository: Path) -> None:
+    """GPTQ with act-order and zero points, and others; requests are aborted first."""
+    folder = folder_of(cut, kind, tmp_path)
+    assert served(folder, repository, aborted=3) == expected(folder)
+
+
+def test_two_ranks(cut: RandomCut, repository: Path) -> None:
+    folder = cut.gptq().folder
+    assert served(folder, repository, options={"tensor_parallel_size": 2}) == expected(folder)
+
+
+def test_prefixes_are_cached_and_prefills_cut(cut: RandomCut, repository: Path) -> None:
+    """Prompts of a common prefix, longer than a block of the cache and than one step takes."""
+    folder, common = cut.gptq().folder, [*range(2, 102)]
+    asked = [[*common, i] for i in range(2, 6)] * 2
+    plain = served(folder, repository, prompts=asked, tokens=16, alone=True, options={"enable_prefix_caching": False})
+    options = {
+        "enable_prefix_caching": True, "block_size": 32, "enable_chunked_prefill": True, "max_num_batched_tokens": 48,
+    }  # fmt: skip
+    assert served(folder, repository, prompts=asked, tokens=16, options=options) == plain
