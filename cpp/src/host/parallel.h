@@ -25,18 +25,29 @@ class Crowding {
   /// These have one range each to finish, an eighth of what each thread does (`parallel_for`).
   static void note(Clock::time_point begin, Clock::time_point own_end, Clock::time_point all_end) {
     auto const waited = all_end - own_end;
-    if (waited > kHeldUp && waited > (own_end - begin) / 2) end() = all_end + kRest;
+    if (waited <= kHeldUp || waited <= (own_end - begin) / 2) return;
+    // A thread that has slept is served first, so that some loops go well behind each rest, however long others stay.
+    Clock::duration const last = rest(), between = begin - end().load();
+    auto const length = between < last ? std::min(2 * last, kLongestRest) : std::max(last / 2, kFirstRest);
+    rest() = length;
+    end() = all_end + length;
   }
 
  private:
   /// A thread that loses its core has it back after a scheduler's slice of 1 to 4 ms. Interrupts are shorter.
   static constexpr std::chrono::microseconds kHeldUp{500};
   /// So a loop in vain, of 4 ms, costs less than a tenth of the time.
-  static constexpr std::chrono::milliseconds kRest{50};
+  static constexpr Clock::duration kFirstRest = std::chrono::milliseconds(50);
+  /// And less than 1 % where others stay: while a compiler runs, say.
+  static constexpr Clock::duration kLongestRest = std::chrono::milliseconds(800);
 
   static std::atomic<Clock::time_point>& end() {
-    static std::atomic<Clock::time_point> end{Clock::time_point::min()};
+    static std::atomic<Clock::time_point> end{Clock::time_point{}};
     return end;
+  }
+  static std::atomic<Clock::duration>& rest() {
+    static std::atomic<Clock::duration> rest{kFirstRest};
+    return rest;
   }
 };
 
