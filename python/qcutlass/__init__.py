@@ -32,6 +32,7 @@ __all__ = [  # noqa: F405
     "blockwise",
     "calibrate",
     "dequantize",
+    "expand_scales",
     "explain",
     "fold_smoothing",
     "fuse_block",

@@ -71,7 +71,7 @@ def check_pack(codes: Tensor, bits: int, activations: str) -> _C.Packing:
     """Checks the arguments of `qcutlass.preprocess_weights`."""
     packing = _packing(bits, activations)
     expected = (_EIGHT_BIT[activations],) if packing == _C.Packing.W8A8 else _codes_of(bits)
-    check_tensor("codes", codes, expected, f" for activations={activations!r}")
+    check_tensor("codes", codes, expected, f" for bits={bits}, activations={activations!r}")
     check_device("codes", codes)
     if codes.dim() not in (2, 3):
         raise ValueError(f"codes: expected shape [N, K] or [E, N, K], got {shape_of(codes)}")

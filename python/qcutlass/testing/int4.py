@@ -78,7 +78,11 @@ class Int4Problem:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(M, N, K)."""
-        return self.a.shape[0], *self.codes.shape
+        return len(self.rows()), *self.codes.shape
+
+    def rows(self) -> Tensor:
+        """Activations, float64 `[M, K]`."""
+        return self.a.double().reshape(-1, self.codes.shape[1])
 
     def differences(self) -> Tensor:
         """float64 `[N, K]`: codes less zeros."""
@@ -100,18 +104,18 @@ class Int4Problem:
 
     def sums(self) -> Tensor:
         """float64 `[M, N]`, before the row's scale."""
-        return self.a.double() @ self.weight().T
+        return self.rows() @ self.weight().T
 
     def reference(self) -> Int4Reference:
         """The float64 answer."""
         k = self.shape[2]
-        found = reference(self.a.double(), self.weight(), bias=self.bias, activation=self.activation)
+        found = reference(self.rows(), self.weight(), bias=self.bias, activation=self.activation)
         row_scale = self.row_scale()
         whole = self.group_size >= k or self.group_size % _STEP == 0
         magnitude, runs = None, 0
         if whole and self.a.dtype == torch.int8:
             run = columns_of_a_run(self.group_size, k)
-            a, w, runs = self.a.double(), self.weight(), -(-k // run)
+            a, w, runs = self.rows(), self.weight(), -(-k // run)
             parts = ((a[:, at : at + run] @ w[:, at : at + run].T).abs() for at in range(0, k, run))
             magnitude = sum(parts, torch.zeros_like(found.sum)) * row_scale.abs()
         total, spread = found.sum * row_scale, found.spread * row_scale.abs()

@@ -106,7 +106,7 @@ class Model:
 
     def columns(self) -> Tensor:
         """Activations, float64 [M, K]."""
-        return self.problem.a.double()
+        return self.problem.rows()
 
     def weight(self) -> Tensor:
         """float64 [N, K]."""

@@ -58,7 +58,7 @@ REFUSALS: list[Refusal] = [
         TypeError,
         ("codes", "float8_e5m2", "float8_e4m3fn"),
     ),
-    (lambda: qcutlass.preprocess_weights(ones(4, 4).to(FP8), 4, "fp8"), ValueError, ("bits", "4", "8")),
+    (lambda: qcutlass.preprocess_weights(ones(4, 4).to(FP8), 4, "fp8"), TypeError, ("codes", "bits=4", "uint8")),
     (
         lambda: qcutlass.unpack_weights(ones(1, 1, 32, 16).to(FP8), 8, (17, 32)),
         ValueError,
