@@ -155,7 +155,7 @@ def test_weights_that_are_in_no_square_blocks(seed: int) -> None:
     w = randn(64, 256, seed=seed)
     assert in_blocks(CanonicalLinear(qcutlass.quantize(w, 8, 128, symmetric=True))) is None
     floats = QuantLinear.from_linear(linear_of(seed, 64, 256), qcutlass.WeightOnly(8, None, weight_dtype="e4m3"))
-    with pytest.raises(ValueError, match="model: expected layers of .* e4m3 weights with scales of square blocks"):
+    with pytest.raises(ValueError, match=r"model: expected layers of .* e4m3 weights with scales of square blocks"):
         use_activations(nn.Sequential(floats), "fp8")
 
 

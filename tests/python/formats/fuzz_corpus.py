@@ -27,7 +27,7 @@ from tests.python.formats.stored import (
     stored,
 )
 
-from qcutlass import Blockwise, QuantLinear, models
+from qcutlass import W4A8, Blockwise, QuantLinear, models
 from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.specs import GUARD, ModelSpec, guard
@@ -210,6 +210,9 @@ def converted_folders() -> dict[str, Files]:
             found[name] = {path.name: path.read_bytes() for path in sorted(destination.iterdir())}
         blocks = QuantLinear.from_linear(torch.nn.Linear(64, 32), Blockwise(32))
         found["converted blocks"] = packed_folder("up", blocks)
+        for activations in ("fp8", "int8"):
+            layer = QuantLinear.from_linear(torch.nn.Linear(64, 32), W4A8(32, activations))
+            found[f"converted w4a8 {activations}"] = packed_folder("up", layer)
         found["converted minimums"] = packed_folder("up", with_minimums())
         found["converted super-blocks"] = packed_folder("up", with_super_blocks())
     return found
