@@ -88,7 +88,7 @@ def compact(svg: str) -> str:
     svg = re.sub(r'<g id="(?:patch|text)_\d+"> *((?:<(?:path|text)[^>]*>[^<]*(?:</text>)?)) *</g>', r"\1", svg)
     svg = re.sub(r' (?:clip-path="[^"]*"|transform="rotate\(-0 [^"]*")', "", svg)
     svg = re.sub(r"(\d+\.\d)\d+", r"\1", svg)
-    return re.sub("> +<", ">\n<", svg.replace("; stroke-linejoin: miter", "")).strip() + "\n"
+    return re.sub("> +<", ">\n<", svg.replace("; stroke-linejoin: miter", "").replace(' z "', ' z"')).strip() + "\n"
 
 
 def draw_tiles(packing: _C.Packing, n: int, k: int) -> Figure:
