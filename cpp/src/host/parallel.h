@@ -1,12 +1,16 @@
 // A parallel loop over index ranges.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <fstream>
 #include <mutex>
+#include <string>
 #include <thread>
 
 #include "host/openmp_team.h"
@@ -19,36 +23,50 @@ class Crowding {
  public:
   using Clock = std::chrono::steady_clock;
 
-  static bool is_near(Clock::time_point now) { return now < end().load(std::memory_order_relaxed); }
+  static bool is_near(Clock::time_point now) {
+    Clock::time_point const end = rest_end();
+    if (now < end) return true;
+    if (looked().exchange(end) == end) return false;  // once behind each rest: it takes 20 us
+    if (now - held_up().load() > kLongestRest || !others_run()) return false;
+    rest_end() = now + kRest;
+    return true;
+  }
 
   /// To be told of each loop: when it began, when its caller had nothing left to do, and when the others had finished.
   /// These have one range each to finish, an eighth of what each thread does (`parallel_for`).
   static void note(Clock::time_point begin, Clock::time_point own_end, Clock::time_point all_end) {
     auto const waited = all_end - own_end;
     if (waited <= kHeldUp || waited <= (own_end - begin) / 2) return;
-    // A thread that has slept is served first, so that some loops go well behind each rest, however long others stay.
-    Clock::duration const last = rest(), between = begin - end().load();
-    auto const length = between < last ? std::min(2 * last, kLongestRest) : std::max(last / 2, kFirstRest);
-    rest() = length;
-    end() = all_end + length;
+    held_up() = all_end;
+    rest_end() = all_end + kRest;
   }
 
  private:
   /// A thread that loses its core has it back after a scheduler's slice of 1 to 4 ms. Interrupts are shorter.
   static constexpr std::chrono::microseconds kHeldUp{500};
   /// So a loop in vain, of 4 ms, costs less than a tenth of the time.
-  static constexpr Clock::duration kFirstRest = std::chrono::milliseconds(50);
-  /// And less than 1 % where others stay: while a compiler runs, say.
-  static constexpr Clock::duration kLongestRest = std::chrono::milliseconds(800);
+  static constexpr std::chrono::milliseconds kRest{50};
+  /// And less than 2 % where others stay, with the 10 to 15 ms that torch's threads spin on a core of others behind it.
+  /// All that is known of others is how many run, not where: so a loop is tried at times.
+  static constexpr std::chrono::seconds kLongestRest{1};
 
-  static std::atomic<Clock::time_point>& end() {
-    static std::atomic<Clock::time_point> end{Clock::time_point{}};
-    return end;
+  /// Whether another thread would be one more than there are cores.
+  static bool others_run() {
+    std::ifstream file("/proc/loadavg");  // three averages, then running/all threads
+    std::string average;
+    long running = 0;
+    for (int i = 0; i < 3; ++i) file >> average;
+    return (file >> running) && running >= sysconf(_SC_NPROCESSORS_ONLN);
   }
-  static std::atomic<Clock::duration>& rest() {
-    static std::atomic<Clock::duration> rest{kFirstRest};
-    return rest;
+
+  template <int kWhich>
+  static std::atomic<Clock::time_point>& time() {
+    static std::atomic<Clock::time_point> time{Clock::time_point{}};
+    return time;
   }
+  static std::atomic<Clock::time_point>& rest_end() { return time<0>(); }
+  static std::atomic<Clock::time_point>& held_up() { return time<1>(); }
+  static std::atomic<Clock::time_point>& looked() { return time<2>(); }  ///< rest_end() that was looked behind
 };
 
 /// Calls body(begin, end) for consecutive ranges that cover [0, count), on up to `threads` threads, the caller's
