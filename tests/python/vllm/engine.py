@@ -3,7 +3,8 @@
 ``python -m tests.python.vllm.engine FOLDER '{"prompts": [[1, 2]], "tokens": 64, "options": {}}'``
 
 What is asked for: `prompts`, lists of token ids; `tokens` to generate; `options` of `vllm.LLM`; `alone`: one prompt at
-a time rather than all at once; `aborted`: how many more requests are aborted while the prompts run.
+a time rather than all at once; `aborted`: how many more requests are aborted while the prompts run; `adapter`: a folder
+of LoRA, with which the prompts are asked.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ def generate(folder: str, asked: dict[str, Any]) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
     _abort(llm.llm_engine, prompts, params, asked.get("aborted", 0))
     batches = [[prompt] for prompt in prompts] if asked.get("alone") else [prompts]
-    done = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False)]
+    adapter = _adapter(asked.get("adapter"))
+    done = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False, lora_request=adapter)]
     return [list(output.outputs[0].token_ids) for output in done]
+
+
+def _adapter(folder: str | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return None if folder is None else LoRARequest("adapter", 1, folder)
 
 
 def _abort(engine: Any, prompts: list[Any], params: Any, count: int) -> None:
