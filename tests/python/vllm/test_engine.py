@@ -109,7 +109,9 @@ def test_prefixes_are_cached_and_prefills_cut(cut: RandomCut, repository: Path) 
 
 def write_adapter(cut: RandomCut, folder: Path) -> dict[str, Tensor]:
     """An adapter with random numbers in every layer, as peft writes it; what it adds to the weights, by layer."""
-    generator, tensors, added = torch.Generator().manual_seed(1), {}, {}
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    added: dict[str, Tensor] = {}
     for name in cut.names:
         n, k = cut.weight(name).shape
         a, b = torch.randn(RANK, k, generator=generator) / k**0.5, torch.randn(n, RANK, generator=generator) / RANK
