@@ -59,13 +59,18 @@ def prompts() -> list[list[int]]:
 
 
 def served(folder: Path, repository: Path, **asked: Any) -> list[list[int]]:
+    found: list[list[int]] = run(folder, repository, **asked)["tokens"]
+    return found
+
+
+def run(folder: Path, repository: Path, **asked: Any) -> dict[str, Any]:
     asked = {"prompts": prompts(), "tokens": TOKENS, **asked}
     command = [sys.executable, "-m", "tests.python.vllm.engine", str(folder), json.dumps(asked)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    assert "quantization=qcutlass" in run.stdout + run.stderr
-    (record,) = [line for line in run.stdout.splitlines() if line.startswith(RECORD)]
-    found: list[list[int]] = json.loads(record.removeprefix(RECORD))
+    process = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    assert "quantization=qcutlass" in process.stdout + process.stderr
+    (record,) = [line for line in process.stdout.splitlines() if line.startswith(RECORD)]
+    found: dict[str, Any] = json.loads(record.removeprefix(RECORD))
     return found
 
 
@@ -100,11 +105,14 @@ def test_prefixes_are_cached_and_prefills_cut(cut: RandomCut, repository: Path) 
     """Prompts of a common prefix, longer than a block of the cache and than one step takes."""
     folder, common = cut.gptq().folder, [*range(2, 102)]
     asked = [[*common, i] for i in range(2, 6)] * 2
-    plain = served(folder, repository, prompts=asked, tokens=16, alone=True, options={"enable_prefix_caching": False})
+    plain = run(folder, repository, prompts=asked, tokens=16, alone=True, options={"enable_prefix_caching": False})
     options = {
         "enable_prefix_caching": True, "block_size": 32, "enable_chunked_prefill": True, "max_num_batched_tokens": 48,
     }  # fmt: skip
-    assert served(folder, repository, prompts=asked, tokens=16, options=options) == plain
+    cut_up = run(folder, repository, prompts=asked, tokens=16, options=options)
+    assert cut_up["tokens"] == plain["tokens"]
+    assert max(plain["cached"]) == 0
+    assert max(cut_up["cached"]) >= 32  # a block
 
 
 def write_adapter(cut: RandomCut, folder: Path) -> dict[str, Tensor]:
