@@ -50,7 +50,7 @@ COLUMNS: Final = [
 ]
 
 
-def _memory_kb(field: str) -> int:
+def memory_kb(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith(field)).split()[1])
 
@@ -75,12 +75,12 @@ def _extra_memory(
     out = torch.zeros(case.m, case.n, dtype=a.dtype)
     del problem
     _release_free_memory()
-    baseline = _memory_kb("VmRSS")
+    baseline = memory_kb("VmRSS")
     extra = {}
     for m in ms:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         qcutlass.gemm(a[:m], packed, scales, zeros, out=out[:m], **keywords)
-        extra[m] = (_memory_kb("VmHWM") - baseline) / 1024
+        extra[m] = (memory_kb("VmHWM") - baseline) / 1024
         _release_free_memory()
     return extra
 

