@@ -156,16 +156,22 @@ TEST(ParallelFor, LeavesTheCallersCoreToTheCaller) {
 TEST(Crowding, FollowsALoopThatWasHeldUp) {
   using std::chrono::milliseconds;
   auto const begin = host::Crowding::Clock::now() - std::chrono::hours(1);  // so that no loop of today is concerned
-  auto const is_near_after = [&](int own, int all, int later) {
+  auto const is_near_after = [&](int own, int all, std::vector<int> const& later, bool others) {
     host::Crowding::note(begin, begin + milliseconds(own), begin + milliseconds(all));
-    bool const near = host::Crowding::is_near(begin + milliseconds(all + later));
+    bool near = false;
+    for (int ms : later) near = host::Crowding::is_near(begin + milliseconds(all + ms), [&] { return others; });
     host::Crowding::note(begin - milliseconds(10'000), begin - milliseconds(9'999), begin - milliseconds(9'000));
+    host::Crowding::is_near(begin, [] { return false; });  // looks behind that rest: the next one may end as this did
     return near;
   };
-  EXPECT_TRUE(is_near_after(1, 4, 10));
-  EXPECT_FALSE(is_near_after(1, 4, 100)) << "once more";
-  EXPECT_FALSE(is_near_after(1, 1, 10)) << "nobody waited";
-  EXPECT_FALSE(is_near_after(40, 45, 10)) << "a range of a long loop takes as long";
+  EXPECT_TRUE(is_near_after(1, 4, {10}, false));
+  EXPECT_FALSE(is_near_after(1, 4, {100}, false)) << "once more";
+  EXPECT_FALSE(is_near_after(1, 1, {10}, true)) << "nobody waited";
+  EXPECT_FALSE(is_near_after(40, 45, {10}, true)) << "a range of a long loop takes as long";
+  EXPECT_TRUE(is_near_after(1, 4, {100}, true)) << "the others have not gone";
+  EXPECT_TRUE(is_near_after(1, 4, {100, 140}, true)) << "another rest";
+  EXPECT_FALSE(is_near_after(1, 4, {100, 1100}, true)) << "where they run is not known: at times a loop is tried";
+  EXPECT_FALSE(is_near_after(1, 4, {100, 1100, 1110}, true)) << "and those behind it";
 }
 
 TEST(ParallelFor, WorksOnThreadsThatHaveFallenAsleep) {

@@ -23,11 +23,13 @@ class Crowding {
  public:
   using Clock = std::chrono::steady_clock;
 
-  static bool is_near(Clock::time_point now) {
+  /// `others`: whether there are as many running threads as cores, or more, without one that might be asked.
+  template <class Others = bool (*)()>
+  static bool is_near(Clock::time_point now, Others const& others = fill_the_cores) {
     Clock::time_point const end = rest_end();
     if (now < end) return true;
     if (looked().exchange(end) == end) return false;  // once behind each rest: it takes 20 us
-    if (now - held_up().load() > kLongestRest || !others_run()) return false;
+    if (now - held_up().load() > kLongestRest || !others()) return false;
     rest_end() = now + kRest;
     return true;
   }
@@ -50,8 +52,8 @@ class Crowding {
   /// All that is known of others is how many run, not where: so a loop is tried at times.
   static constexpr std::chrono::seconds kLongestRest{1};
 
-  /// Whether another thread would be one more than there are cores.
-  static bool others_run() {
+  /// What Linux says of the whole machine, without asking each core.
+  static bool fill_the_cores() {
     std::ifstream file("/proc/loadavg");  // three averages, then running/all threads
     std::string average;
     long running = 0;
