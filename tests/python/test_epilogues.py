@@ -112,24 +112,6 @@ def test_rows_are_the_same_bits_whatever_their_number(seed: int) -> None:
         assert torch.equal(multiply(part, batch_invariant=True), whole[begin:end])
 
 
-def test_gates_before_what_they_multiply(seed: int) -> None:
-    """The order of decoder blocks' products, whose channels are not in turns: the same bits."""
-    problem = Case(5, 96, 256, activation="silu_mul", bias=True).random(seed=seed)
-    expected = multiply(problem)
-    order = torch.arange(96).view(3, 2, 16).transpose(0, 1).flatten()
-    scales, zeros, bias = (
-        None if part is None else part[..., order] for part in (problem.scales, problem.zeros, problem.bias)
-    )
-    packed = qcutlass.preprocess_weights(problem.codes[order], bits=4)
-    call = GemmCall(problem.a, packed, scales, zeros, bias, "silu_mul")  # type: ignore[arg-type]
-    out = torch.full((5, 48), torch.nan, dtype=torch.float16)
-    product = Product(WEIGHT_ONLY, call, call.check(None), out)
-    product.arguments.gate = _C.Gate.HALVES
-    for threads in (1, 2):
-        _C.gemm_host(product.arguments, threads)
-        testing.assert_equal(out, expected)
-
-
 def test_what_the_extension_refuses() -> None:
     problem = Case(2, 64, 64, group_size=64, activation="silu_mul").random()
     packed = qcutlass.preprocess_weights(problem.codes, bits=4)

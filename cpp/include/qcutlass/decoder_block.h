@@ -1,6 +1,5 @@
-// One token of each sequence through a decoder block of Llama's kind: gates and residuals are computed behind the sums
-// of their products, rounded once. On the host, where calls of every product and norm, from Python, take as long as the
-// small ones themselves.
+// One token of each sequence through a decoder block of Llama's kind. On the host, where calls of every product and
+// norm, from Python, take as long as the small ones themselves.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The steps of a decoder block in the order of transformers' Llama, each the one that stands alone in decoder.h or
-// gemm.h; the gate and the residual additions in the epilogues of their products.
+// gemm.h.
 #include "qcutlass/decoder_block.h"
 
 #include <cstring>
@@ -35,29 +35,29 @@ void check_product(char const* name, DecoderBlock const& block, GemmArguments co
   check(product.a_type == block.type, std::string(name) + ": expected activations of the block's type");
 }
 
-/// `residual`: added to the product, rows without gaps; nullptr: none.
-void multiply(GemmArguments product, void const* a, int64_t rows, void* out, int threads,
-              void const* residual = nullptr) {
+void multiply(GemmArguments product, void const* a, int64_t rows, Rows const& out, int threads) {
   product.m = rows;
   product.a = a;
   product.a_stride = product.weights.k;
-  product.out = out;
-  product.residual = residual;
-  product.out_stride = product.residual_stride = product.out_columns();
+  product.out = out.get();
+  product.out_stride = out.columns();
   gemm(product, threads);
 }
 
-/// The norm of rows without gaps.
-void normalize(DecoderBlock const& block, Norm const& norm, void const* x, int64_t rows, void* out, int threads) {
+void add_norm(DecoderBlock const& block, Norm const& norm, Rows const& x, void const* residual, int64_t rows, void* sum,
+              void* out, int threads) {
   NormArguments arguments;
   arguments.rows = rows;
-  arguments.columns = block.output.weights.n;
+  arguments.columns = x.columns();
   arguments.type = block.type;
-  arguments.x = x;
-  arguments.x_stride = arguments.columns;
+  arguments.x = x.get();
+  arguments.x_stride = x.columns();
+  arguments.residual = residual;
+  arguments.residual_stride = x.columns();
   arguments.weight_type = norm.type;
   arguments.weight = norm.weight;
   arguments.eps = norm.eps;
+  arguments.sum = sum;
   arguments.out = out;
   add_rms_norm(arguments, threads);
 }
@@ -79,7 +79,7 @@ void append(DecoderBlock const& block, BlockToken const& token, char const* from
 void project(DecoderBlock const& block, BlockToken const& token, Rows const& queries, int threads) {
   int64_t const rows = token.rows, channels = block.qkv.weights.n, element = size_of(block.type);
   Rows const qkv(block, rows, channels), keys(block, rows, block.kv_heads * block.size);
-  multiply(block.qkv, token.x, rows, qkv.get(), threads);
+  multiply(block.qkv, token.x, rows, qkv, threads);
   auto const* const first = static_cast<char const*>(qkv.get());
   char const* const own_keys = first + block.heads * block.size * element;
   RotaryArguments rotary;
@@ -99,17 +99,11 @@ void project(DecoderBlock const& block, BlockToken const& token, Rows const& que
   append(block, token, own_keys + block.kv_heads * block.size * element, channels, token.values);
 }
 
-/// Gate and up, activated and multiplied. Where the product can, it does so before anything is rounded and written.
-void multiply_gated(DecoderBlock const& block, void const* x, int64_t rows, void* out, int threads) {
+/// The gated MLP of `x`, into `out`.
+void multiply_mlp(DecoderBlock const& block, void const* x, int64_t rows, Rows const& out, int threads) {
   int64_t const inner = block.down.weights.k;
-  GemmArguments product = block.gate_up;
-  if (inner % layout::kTileN == 0 && product.activation == Activation::kNone) {
-    product.gate = Gate::kHalves;
-    product.activation = block.activation;
-    return multiply(product, x, rows, out, threads);
-  }
-  Rows const both(block, rows, 2 * inner);
-  multiply(product, x, rows, both.get(), threads);
+  Rows const both(block, rows, 2 * inner), gated(block, rows, inner);
+  multiply(block.gate_up, x, rows, both, threads);
   GateArguments arguments;
   arguments.rows = rows;
   arguments.columns = inner;
@@ -119,8 +113,9 @@ void multiply_gated(DecoderBlock const& block, void const* x, int64_t rows, void
   arguments.gate_stride = both.columns();
   arguments.up = static_cast<char const*>(both.get()) + inner * size_of(block.type);
   arguments.up_stride = both.columns();
-  arguments.out = out;
+  arguments.out = gated.get();
   gate(arguments, threads);
+  multiply(block.down, gated.get(), rows, out, threads);
 }
 
 }  // namespace
@@ -151,14 +146,13 @@ void run_block(DecoderBlock const& block, BlockToken const& token, int threads) 
   check_at_least("length", token.length, 1);
   int64_t const rows = token.rows, columns = block.output.weights.n;
   Rows const queries(block, rows, block.heads * block.size), attended(block, rows, block.heads * block.size);
-  Rows const stream(block, rows, columns), normed(block, rows, columns), gated(block, rows, block.down.weights.k);
+  Rows const product(block, rows, columns), stream(block, rows, columns), normed(block, rows, columns);
   project(block, token, queries, threads);
   attend_to_all(block, token, queries.get(), attended.get(), threads);
-  multiply(block.output, attended.get(), rows, stream.get(), threads, token.residual);
-  normalize(block, block.mlp_norm, stream.get(), rows, normed.get(), threads);
-  multiply_gated(block, normed.get(), rows, gated.get(), threads);
-  multiply(block.down, gated.get(), rows, token.sum, threads, stream.get());
-  normalize(block, block.next_norm, token.sum, rows, token.out, threads);
+  multiply(block.output, attended.get(), rows, product, threads);
+  add_norm(block, block.mlp_norm, product, token.residual, rows, stream.get(), normed.get(), threads);
+  multiply_mlp(block, normed.get(), rows, product, threads);
+  add_norm(block, block.next_norm, product, stream.get(), rows, token.sum, token.out, threads);
 }
 
 }  // namespace qcutlass::host

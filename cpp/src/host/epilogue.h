@@ -70,21 +70,19 @@ class Parts {
   /// `width`: channels of a part without a gate.
   explicit Parts(GemmArguments const& arguments, int64_t width = layout::kTileN)
       : strips_(arguments.gate == Gate::kNone ? width / layout::kTileN : 2),
-        tiles_(layout::tiles_n(arguments.weights.n)),
-        halves_(arguments.gate == Gate::kHalves) {}
+        tiles_(layout::tiles_n(arguments.weights.n)) {}
 
   int64_t count() const { return layout::ceil_div(tiles_, strips_); }
 
   /// Strips of a part; the last one may have fewer.
   int64_t strips() const { return strips_; }
-  int64_t strips(int64_t part) const { return halves_ ? strips_ : std::min(strips_, tiles_ - part * strips_); }
+  int64_t strips(int64_t part) const { return std::min(strips_, tiles_ - part * strips_); }
 
   /// The strip that is number `i` of a part.
-  int64_t strip(int64_t part, int64_t i) const { return halves_ ? part + i * (tiles_ / 2) : part * strips_ + i; }
+  int64_t strip(int64_t part, int64_t i) const { return part * strips_ + i; }
 
  private:
   int64_t strips_, tiles_;
-  bool halves_;
 };
 
 /// What follows the sums of a part, row by row: the one place where the host finishes outputs.
@@ -95,11 +93,11 @@ class Epilogue {
   QCUTLASS_INLINE Epilogue(GemmArguments const& arguments, Parts const& parts, int64_t part) : arguments_(arguments) {
     int64_t const n = arguments.weights.n, strips = parts.strips(part);
     width_ = strips * layout::kTileN;
-    std::fill_n(bias_, width_, 0.0f);
     for (int64_t i = 0; i < strips; ++i) {
+      float* const bias = bias_ + i * layout::kTileN;
+      std::fill_n(bias, layout::kTileN, 0.0f);
       int64_t const first = parts.strip(part, i) * layout::kTileN;
-      load_floats(arguments.bias_type, arguments.bias, first, std::min<int64_t>(layout::kTileN, n - first),
-                  bias_ + i * layout::kTileN);
+      load_floats(arguments.bias_type, arguments.bias, first, std::min<int64_t>(layout::kTileN, n - first), bias);
     }
     bool const is_gated = arguments.gate != Gate::kNone;
     first_ = is_gated ? part * layout::kTileN : parts.strip(part, 0) * layout::kTileN;
@@ -112,20 +110,21 @@ class Epilogue {
 
   /// The outputs of row m, not yet rounded, from its sums [strips][16], in their place.
   QCUTLASS_INLINE void finish(int64_t m, float* values) const {
-    for (int64_t i = 0; i < width_; ++i) values[i] += bias_[i];
+    for_strips(width_, [&](int64_t i) { values[i] += bias_[i]; });
     if (arguments_.gate != Gate::kNone) {
       apply_gate(arguments_.activation, layout::kTileN, values, values + layout::kTileN);
     } else {
       activate(arguments_.activation, count_, values);
     }
     if (arguments_.experts.row_scale != nullptr) {
-      for (int64_t i = 0; i < count_; ++i) values[i] *= arguments_.experts.row_scale[m];
+      float const row_scale = arguments_.experts.row_scale[m];
+      for_strips(count_, [&](int64_t i) { values[i] *= row_scale; });
     }
     if (arguments_.residual == nullptr) return;
-    float residual[kMostChannels];
+    float residual[kMostChannels] = {};
     load_floats(arguments_.type_of_out(), arguments_.residual, m * arguments_.residual_stride + first_, count_,
                 residual);
-    for (int64_t i = 0; i < count_; ++i) values[i] += residual[i];
+    for_strips(count_, [&](int64_t i) { values[i] += residual[i]; });
   }
 
   /// Finishes and writes them.
@@ -135,6 +134,14 @@ class Epilogue {
   }
 
  private:
+  /// Calls of_channel(i) for all channels of as many strips as hold `count`: loops over a strip are vectors.
+  template <class OfChannel>
+  static QCUTLASS_INLINE void for_strips(int64_t count, OfChannel const& of_channel) {
+    for (int64_t begin = 0; begin < count; begin += layout::kTileN) {
+      for (int i = 0; i < layout::kTileN; ++i) of_channel(begin + i);
+    }
+  }
+
   GemmArguments const& arguments_;
   float bias_[kMostChannels];  ///< of [0, width_)
   int64_t width_, first_, count_;
