@@ -100,7 +100,7 @@ class Requantizer:
             place = expert_layer(name)
             if place is not None and place.block == block:
                 layer = self._source.layer(name)
-                perm = layer.perm if isinstance(layer, CanonicalLinear) else None
+                perm = getattr(layer, "perm", None)
                 found = _Told(name, _spec(layer), layer.shape, isinstance(layer, DequantizedLinear), perm)
                 told.setdefault((block, place.part.replace("up", "gate")), []).append(found)
         is_quantised = any(each.spec is not None or each.is_dequantized for found in told.values() for each in found)
