@@ -97,7 +97,8 @@ def experts(
     products' tactics are the same (they are chosen by T), or where they are `batch_invariant`.
 
     Memory beside the output is at most 1 GiB, or that of one token where this takes more: `R * (I + max(2 I, H))`
-    elements of the type of `x` with R = k * tokens, and 12 bytes a row; more tokens are computed in equal parts, one
+    elements of the type of `x` with R = k * tokens, 12 bytes a row and, with `perm`, K elements and
+    12 K bytes a row for the longer K; more tokens are computed in equal parts, one
     after the other. Nothing waits for the GPU, so that CUDA graphs can be captured.
 
     Args:

@@ -270,6 +270,80 @@ def test_joined_layers_have_global_scales_of_their_own(seed: int) -> None:
                 testing.assert_equal(layer.weights(), expected.weights())
 
 
+def ordered(seed: int, **options: Any) -> Expert:
+    """One whose columns have an order, one for gate and up."""
+    found = expert(seed, **options)
+    g = torch.Generator().manual_seed(seed)
+    found.gate.perm = found.up.perm = torch.randperm(H, generator=g).int()
+    found.down.perm = torch.randperm(32, generator=g).int()
+    return found
+
+
+def in_order(seed: int, i: int = 64) -> QuantExperts:
+    """Experts with orders of their own, but for the first one, which has none."""
+    experts = made(seed, "w8", i)
+    layers = [experts.expert(index) for index in range(E)]
+    for index, (gate, up, down) in enumerate(layers[1:]):
+        g = torch.Generator().manual_seed(seed + index)
+        gate.perm = up.perm = torch.randperm(H, generator=g).int()
+        down.perm = torch.randperm(i, generator=g).int()
+    return QuantExperts.from_layers(layers, E)
+
+
+@pytest.mark.parametrize("i", [64, 40])
+def test_experts_with_orders_of_columns(i: int, seed: int) -> None:
+    experts, given = in_order(seed, i), inputs(seed)
+    experts.check()
+    for stack in (experts.gate_up, experts.down):
+        assert stack.perm is not None
+        assert (stack.perm.dtype, stack.perm.shape) == (torch.int32, (E, stack.in_features))
+        assert torch.equal(stack.perm[0], torch.arange(stack.in_features))
+    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
+    assert noise_ratio(experts(*given), dense, exact) <= NOISE
+    twin = copy.deepcopy(experts)
+    for stack in (twin.gate_up, twin.down):
+        assert stack.perm is not None
+        stack.perm.copy_(stack.perm.roll(1, 0))  # those of other experts
+        assert noise_ratio(twin(*given), dense, exact) > 10 * NOISE
+    twin.load_state_dict(experts.state_dict())
+    assert_same_state(twin, experts.state_dict())
+    moved = twin.to("meta").down.perm
+    assert moved is not None
+    assert (moved.is_meta, moved.dtype) == (True, torch.int32)
+    again = made(seed, "w8", i)
+    again.load_state_dict(experts.state_dict())  # which brings what the experts lack
+    testing.assert_equal(again(*given), experts(*given))
+
+
+def test_orders_of_columns_that_there_are_not(seed: int) -> None:
+    experts = in_order(seed)
+    perm = experts.down.perm
+    assert perm is not None
+    for wrong, error, message in (
+        (perm + 1, ValueError, r"perm: expected values in \[0, 64\)"),
+        (perm[:, 1:], ValueError, r"perm: expected shape \[experts, K\] = \[6, 64\], got \[6, 63\]"),
+        (perm[1:], ValueError, r"perm: expected 6 experts, 2 dimensions"),
+        (perm.long(), TypeError, "perm: expected a tensor of int32"),
+    ):
+        experts.down.perm = wrong
+        with pytest.raises(error, match=message):
+            experts.check()
+
+
+def test_parts_of_experts_with_orders(seed: int) -> None:
+    experts, given = in_order(seed), inputs(seed)
+    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
+    parts = [shard(experts, rank, 2, "experts") for rank in range(2)]
+    assert noise_ratio(sum(part(*given).double() for part in parts), dense, exact) <= 2 * NOISE
+    with pytest.raises(ValueError, match=r"act-order of down mixes the columns of all parts; .* axis 'experts'"):
+        shard(experts, 0, 2, "intermediate")
+    experts.down.perm = None  # those of gate and up stay
+    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
+    parts = [shard(experts, rank, 2, "intermediate") for rank in range(2)]
+    assert all(part.gate_up.perm is not None for part in parts)
+    assert noise_ratio(sum(part(*given).double() for part in parts), dense, exact) <= 2 * NOISE
+
+
 def test_layers_that_cannot_be_joined(seed: int) -> None:
     def joined(*experts: Expert) -> None:
         QuantExperts.from_layers(experts, len(experts))
@@ -284,10 +358,11 @@ def test_layers_that_cannot_be_joined(seed: int) -> None:
         ValueError, match=r"expert 1: gate has .* = \[.*, integers with minimums\], not \[.*, integers\]"
     ):
         joined(expert(seed), with_minimums(seed))
-    ordered = expert(seed)
-    ordered.up.perm = torch.randperm(H).int()
-    with pytest.raises(ValueError, match=r"expert 0: up reorders its input \(perm\)"):
-        joined(ordered)
+    other = ordered(seed)
+    for perm in (None, other.gate.perm.flip(0)):  # type: ignore[union-attr]
+        other.up.perm = perm
+        with pytest.raises(ValueError, match=r"expert 1: gate and up reorder their input \(perm\) differently"):
+            joined(ordered(seed), other)
     scaled = expert(seed)
     scaled.down.act_scale = torch.ones(32)
     with pytest.raises(ValueError, match=r"expert 0: down scales its input \(act_scale\)"):

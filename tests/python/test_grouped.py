@@ -72,7 +72,7 @@ def arguments(problem: GroupedProblem) -> tuple[tuple[Any, ...], dict[str, Any]]
         problem.stacked("zeros"),
     )
     options: dict[str, Any] = {name: getattr(problem, name) for name in ("offsets", "rows", "row_scale")}
-    options |= {name: problem.stacked(name) for name in ("bias", "minimums", "global_scale")}
+    options |= {name: problem.stacked(name) for name in ("bias", "minimums", "global_scale", "perm")}
     return operands, options | {name: getattr(first, name) for name in ("activation", "weight_dtype")} | first.ambiguous
 
 
@@ -344,6 +344,11 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] =
     ("weight_dtype", lambda v: "e2m1", ValueError, "zeros: e2m1 codes have signs and no zero points"),
     ("weight_dtype", lambda v: "e5m2", ValueError, "weight_dtype: expected 'e2m1', 'e4m3' or None"),
     ("global_scale", lambda v: torch.ones(3), ValueError, "global_scale: stands beside scales of float8_e4m3fn"),
+    ("perm", lambda v: v["perm"][0], ValueError, r"perm: expected shape \[E, K\] = \[3, 128\], got \[128\]"),
+    ("perm", lambda v: v["perm"][1:], ValueError, r"perm: expected shape \[E, K\] = \[3, 128\], got \[2, 128\]"),
+    ("perm", lambda v: v["perm"].long(), TypeError, "perm: expected a tensor of int32"),
+    ("perm", lambda v: v["perm"] + 1, ValueError, r"perm\[0, \d+\] must be in \[0, 128\), got 128"),
+    ("perm", lambda v: v["perm"] - 1, ValueError, r"perm\[0, \d+\] must be in \[0, 128\), got -1"),
     ("a", lambda v: v["a"][None], ValueError, r"a: expected shape \[T, K\]"),
     ("out", lambda v: torch.zeros(5, 48).half(), ValueError, r"out: expected shape \[6, 48\], got \[5, 48\]"),
 ]
@@ -354,7 +359,7 @@ def test_wrong_arguments_are_refused(
     name: str, change: Callable[[dict[str, Any]], Any], error: type[Exception], message: str
 ) -> None:
     problem = GroupedCase(
-        case_of("native", "w4 float16", 48, 128, tokens=4, bias=True), (1, 2, 3), scaled=True
+        case_of("native", "w4 float16", 48, 128, tokens=4, bias=True, perm=True), (1, 2, 3), scaled=True
     ).random()
     operands, options = arguments(problem)
     values = dict(zip(("a", "w_packed", "scales", "zeros"), operands, strict=True)) | options
@@ -375,11 +380,11 @@ def checks_of(arguments: Iterable[object]) -> tuple[str, ...]:
 
 
 @devices
-@pytest.mark.parametrize("name", ["zeros", *CODES])
+@pytest.mark.parametrize("name", ["zeros", "perm", *CODES])
 def test_the_operator_is_checked_and_compiles(name: str, device: str, seed: int) -> None:
     if device == "cuda" and name in CODES:
         pytest.skip("the CPU alone has products of experts with such codes")
-    case = CODES.get(name, case_of("native", "w4 float16", 48, 128, bias=True))
+    case = CODES.get(name, case_of("native", "w4 float16", 48, 128, bias=True, perm=name == "perm"))
     problem = GroupedCase(case, (2, 0, 3), 1, 1, scaled=True).random(device=device)
     operands, options = arguments(problem)
     call = qcutlass.products.kind.FUNCTIONS[qcutlass.gemm_grouped].call(*operands, **options)

@@ -324,6 +324,26 @@ def test_the_block_is_a_torch_operator(name: str, seed: int) -> None:
 
 
 @on_both
+def test_a_block_of_columns_in_another_order_is_that_of_reordered_tokens(device: str, seed: int) -> None:
+    """Bit for bit where all experts have one order; those of `down` are of the gated rows."""
+    problem = case_on("bias and zeros", device).random(device=device, seed=seed)
+    x, gate_up, down, *routing = arguments(problem)
+    g = torch.Generator().manual_seed(seed)
+    order = torch.randperm(x.shape[1], generator=g).int().to(device)
+    ordered = gate_up._replace(perm=order.repeat(len(gate_up.w_packed), 1))
+    found = moe.experts(x, ordered, down, *routing)
+    testing.assert_equal(found, moe.experts(x[:, order.long()], gate_up, down, *routing))
+    assert not torch.equal(found, moe.experts(x, gate_up, down, *routing))
+    assert ordered.perm is not None
+    with pytest.raises(ValueError, match=r"gate_up: perm: expected shape \[E, K\]"):
+        moe.experts(x, gate_up._replace(perm=ordered.perm[:, 1:]), down, *routing)
+    with pytest.raises(ValueError, match=r"down: perm: expected shape \[E, K\]"):
+        moe.experts(x, gate_up, down._replace(perm=ordered.perm[1:]), *routing)
+    given = (x, *ordered, *down, *routing, "silu", None, None)
+    torch.library.opcheck(torch.ops.qcutlass.moe_experts.default, given, test_utils=checks_of(given))
+
+
+@on_both
 @pytest.mark.parametrize("name", ["bias and zeros", "minimums", "MXFP4, gpt-oss", "NVFP4"])
 def test_the_block_compiles_without_a_break(name: str, device: str, seed: int) -> None:
     """With any number of tokens."""

@@ -41,6 +41,21 @@ void check_offsets(GemmArguments const& arguments) {
   }
 }
 
+/// The orders of the experts that have rows.
+void check_orders(GemmArguments const& arguments) {
+  int32_t const* const offsets = arguments.experts.offsets;
+  int64_t const k_extent = arguments.weights.k;
+  for (int64_t e = 0; arguments.perm != nullptr && e < arguments.experts.count; ++e) {
+    if (offsets[e] == offsets[e + 1]) continue;
+    for (int64_t k = 0; k < k_extent; ++k) {
+      int64_t const column = arguments.perm[e * k_extent + k];
+      check(0 <= column && column < k_extent, "perm[" + std::to_string(e) + ", " + std::to_string(k) +
+                                                  "] must be in [0, " + std::to_string(k_extent) + "), got " +
+                                                  std::to_string(column));
+    }
+  }
+}
+
 void check_grouped(GemmArguments const& arguments, int threads) {
   ExpertRows const& experts = arguments.experts;
   WeightArguments const& weights = arguments.weights;
@@ -52,8 +67,8 @@ void check_grouped(GemmArguments const& arguments, int threads) {
   check_floating("a_type", arguments.a_type);
   check(arguments.bias_type == DType::kNone || is_floating(arguments.bias_type),
         "bias_type must be float16, bfloat16, float32 or none");
-  check(arguments.perm == nullptr && arguments.act_scale_type == DType::kNone && !arguments.int8_activations,
-        "perm, act_scale, int8_activations: products of experts take activations as they are");
+  check(arguments.act_scale_type == DType::kNone && !arguments.int8_activations,
+        "act_scale, int8_activations: products of experts take activations as they are");
   check_epilogue(arguments);
   if (arguments.m == 0 || weights.n == 0) return;
   check_not_null("a", arguments.a);
@@ -61,6 +76,7 @@ void check_grouped(GemmArguments const& arguments, int threads) {
   check_not_null("offsets", experts.offsets);
   if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
   check_offsets(arguments);
+  check_orders(arguments);
   for (int64_t r = experts.offsets[0]; r < experts.offsets[experts.count]; ++r) {
     int64_t const row = experts.rows == nullptr ? r : experts.rows[r];
     check(0 <= row && row < experts.a_rows, "rows[" + std::to_string(r) + "] must be in [0, " +
@@ -70,7 +86,7 @@ void check_grouped(GemmArguments const& arguments, int threads) {
 
 char* at(void const* data, int64_t bytes) { return const_cast<char*>(static_cast<char const*>(data)) + bytes; }
 
-/// The product of rows [begin, end), all those of one expert: weights, bias, outputs and row scales are its own.
+/// The product of rows [begin, end), all those of one expert: weights, order, bias, outputs and row scales are its own.
 GemmArguments of_expert(GemmArguments const& arguments, int64_t expert, int64_t begin, int64_t end) {
   GemmArguments own = arguments;
   WeightArguments& w = own.weights;
@@ -83,6 +99,7 @@ GemmArguments of_expert(GemmArguments const& arguments, int64_t expert, int64_t 
   if (w.super_scales != nullptr) w.super_scales = at(w.super_scales, supers);
   if (w.super_minimums != nullptr) w.super_minimums = at(w.super_minimums, supers);
   if (w.global_scale != nullptr) w.global_scale += expert;
+  if (own.perm != nullptr) own.perm += expert * w.k;
   if (own.bias_type != DType::kNone) own.bias = at(own.bias, expert * w.n * size_of(own.bias_type));
   own.m = end - begin;
   own.out = at(own.out, begin * own.out_stride * size_of(own.a_type));
@@ -102,10 +119,13 @@ class Rows {
   /// Loads the activations.
   void load() {
     int64_t const k = product_.weights.k;
-    std::vector<float> activations(product_.m * k);
+    int32_t const* const perm = product_.perm;
+    std::vector<float> activations(product_.m * k), stored(perm == nullptr ? 0 : k);
     for (int64_t m = 0; m < product_.m; ++m) {
       int64_t const row = product_.experts.rows == nullptr ? m : product_.experts.rows[m];
-      load_floats(product_.a_type, product_.a, row * product_.a_stride, k, activations.data() + m * k);
+      float* const out = activations.data() + m * k;
+      load_floats(product_.a_type, product_.a, row * product_.a_stride, k, perm == nullptr ? out : stored.data());
+      for (int64_t i = 0; perm != nullptr && i < k; ++i) out[i] = stored[perm[i]];
     }
     rows_.emplace(product_.weights, activations.data(), product_.m);
   }

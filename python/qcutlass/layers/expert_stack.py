@@ -21,7 +21,7 @@ from qcutlass.quantized import QuantizedTensor, check_zeros
 
 _DIMENSIONS: Final = {
     "w_packed": 5, "scales": 3, "zeros": 3, "minimums": 3, "super_scales": 3, "super_minimums": 3, "global_scale": 2,
-    "bias": 2
+    "bias": 2, "perm": 2
 }  # fmt: skip
 
 
@@ -29,11 +29,12 @@ class ExpertStack(PackedModule):
     """One linear layer of each expert: weights `[E, N, K]`.
 
     Buffers: `w_packed` uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`, `scales`, `zeros` and `minimums` `[E, G, N]`,
-    `super_scales` and `super_minimums` `[E, B, N]`, `global_scale` `[E, 1]`, `bias` `[E, N]`; all but the first two may
-    be None. `layout` is that of a `QuantLinear` and the number of experts, and of the first one.
+    `super_scales` and `super_minimums` `[E, B, N]`, `global_scale` `[E, 1]`, `bias` `[E, N]`, `perm` int32
+    `[E, K]`; all but the first two may be None. `layout` is that of a `QuantLinear` and the number of experts, and of
+    the first one.
     """
 
-    OPTIONAL: ClassVar = ("zeros", "bias", "global_scale", "minimums", "super_scales", "super_minimums")
+    OPTIONAL: ClassVar = ("zeros", "bias", "global_scale", "minimums", "super_scales", "super_minimums", "perm")
     _LAYOUT: ClassVar = (*PackedModule._LAYOUT, "experts", "first")
 
     w_packed: Tensor
@@ -44,6 +45,7 @@ class ExpertStack(PackedModule):
     minimums: Tensor | None
     super_scales: Tensor | None
     super_minimums: Tensor | None
+    perm: Tensor | None
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class ExpertStack(PackedModule):
         return [*super()._layout, self.experts, self.first]
 
     def _check(self, parts: Parts) -> None:
-        w_packed, bias = parts["w_packed"], parts["bias"]
+        w_packed, bias, perm = parts["w_packed"], parts["bias"], parts["perm"]
         if w_packed is None or parts["scales"] is None:
             raise TypeError("w_packed, scales: expected tensors, got None")
         for name, part in parts.items():
@@ -87,7 +89,7 @@ class ExpertStack(PackedModule):
             if part is not None and (part.dim() != dims or len(part) != self.experts):
                 raise ValueError(f"{name}: expected {self.experts} experts, {dims} dimensions, got {shape_of(part)}")
         one: dict[str, Any] = {name: part if part is None else part[0] for name, part in parts.items()}
-        del one["bias"]
+        del one["bias"], one["perm"]
         weights = PackedWeights(**one, group_size=self.group_size, bits=self.bits, weight_dtype=self.weight_dtype)
         shape = check_weights(weights, self.in_features, w_packed.device, "w_packed")
         if shape.n != self.out_features:
@@ -98,6 +100,8 @@ class ExpertStack(PackedModule):
                 raise ValueError(
                     f"bias: expected shape [experts, N] = [{self.experts}, {shape.n}], got {shape_of(bias)}"
                 )
+        if perm is not None:
+            _check_orders(perm, self.experts, self.in_features)
         check_zeros(parts["zeros"], self.bits)
 
     @property
@@ -136,6 +140,14 @@ class ExpertStack(PackedModule):
         )
 
 
+def _check_orders(perm: Tensor, experts: int, k: int) -> None:
+    check_tensor("perm", perm, (torch.int32,))
+    if perm.shape != (experts, k):
+        raise ValueError(f"perm: expected shape [experts, K] = [{experts}, {k}], got {shape_of(perm)}")
+    if not perm.is_meta and not bool(((perm >= 0) & (perm < k)).all()):
+        raise ValueError(f"perm: expected values in [0, {k}), got others")
+
+
 class Stacking:
     """Makes a stack, layer by layer."""
 
@@ -143,6 +155,7 @@ class Stacking:
         self._count, self._first = count, first
         self._weights: list[QuantizedTensor] = []  # without their codes
         self._bias: list[Tensor | None] = []
+        self._perm: list[Tensor | None] = []
 
     def add(self, layer: WeightOnlyLinear) -> None:
         if not self._weights:
@@ -154,10 +167,12 @@ class Stacking:
         own: dict[str, Any] = {name: copied(getattr(weight, name)) for name in names}
         self._weights.append(replace(weight, **own))
         self._bias.append(copied(layer.bias))
+        self._perm.append(copied(layer.perm))
 
     def finish(self) -> ExpertStack:
         model = self._model
-        parts = {"w_packed": self._packed, "bias": _stacked(self._bias, _no_bias(model)), **_parts_of(self._weights)}
+        bias, perm = _stacked(self._bias, _no_bias(model)), _stacked(self._perm, _in_order(model))
+        parts = {"w_packed": self._packed, "bias": bias, "perm": perm, **_parts_of(self._weights)}
         sizes = model.in_features, model.out_features, model.bits, model.group_size
         return ExpertStack(*sizes, self._first, parts, model.weight_dtype)
 
@@ -217,8 +232,13 @@ def _no_bias(layer: WeightOnlyLinear) -> Tensor:
     return layer.scales.new_zeros(layer.out_features)
 
 
+def _in_order(layer: WeightOnlyLinear) -> Tensor:
+    """The order of the columns of a layer that has them as its input has."""
+    return torch.arange(layer.in_features, dtype=torch.int32, device=layer.w_packed.device)
+
+
 def joined(gate: WeightOnlyLinear, up: WeightOnlyLinear) -> WeightOnlyLinear:
-    """One layer with the channels of both."""
+    """One layer with the channels of both, whose columns are in one order."""
     weights = [gate._weight(gate.w_packed[:0]), up._weight(up.w_packed[:0])]
     wholes = [weight.global_scale for weight in weights]
     if wholes[0] is not None and wholes[1] is not None and not torch.equal(wholes[0], wholes[1]):
@@ -235,6 +255,7 @@ def joined(gate: WeightOnlyLinear, up: WeightOnlyLinear) -> WeightOnlyLinear:
         "w_packed": packed,
         "global_scale": None if whole is None else whole[0],
         "bias": None if bias is None else bias.flatten(),
+        "perm": copied(gate.perm),
         **{name: None if part is None else _side_by_side(part) for name, part in found.items()},
     }
     return WeightOnlyLinear.of_parts(

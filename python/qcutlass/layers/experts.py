@@ -147,8 +147,8 @@ class QuantExperts(nn.Module):
         """Joins the layers of `count` experts, which are read one expert at a time.
 
         Raises:
-            ValueError: an expert differs from the first one in shape, bits or group size, or its layers scale or
-                reorder their input; it names the expert and what differs.
+            ValueError: an expert differs from the first one in shape, bits or group size, its layers scale their
+                input, or gate and up reorder it differently; it names the expert and what differs.
         """
         gate_up, down = Stacking(count), Stacking(count)
         first: list[tuple[object, ...]] = []
@@ -161,6 +161,11 @@ class QuantExperts(nn.Module):
                         f"expert {index}: {name} has [N, K, bits, group_size, codes] = {_listed(found)}, not "
                         f"{_listed(expected)}; the experts of a block need one shape and one scheme"
                     )
+            if not have_one_order(expert.gate.perm, expert.up.perm):
+                raise ValueError(
+                    f"expert {index}: gate and up reorder their input (perm) differently, and one product multiplies "
+                    "both"
+                )
             gate_up.add(joined(expert.gate, expert.up))
             down.add(expert.down)
         return QuantExperts(gate_up.finish(), down.finish(), gate.activation, None, gate.limit, gate.alpha)
@@ -205,6 +210,8 @@ class QuantExperts(nn.Module):
         if axis == "experts":
             stacks = [stack.changed(part) for stack in (self.gate_up, self.down)]
         else:
+            if self.down.perm is not None:
+                raise ValueError("layer: act-order of down mixes the columns of all parts; cut it along axis 'experts'")
             size, whole = self.down.in_features, slice(0, self.gate_up.experts)
 
             def channels(layer: WeightOnlyLinear) -> WeightOnlyLinear:
@@ -221,6 +228,13 @@ class QuantExperts(nn.Module):
         here = range(self.gate_up.first, self.gate_up.first + self.gate_up.experts)
         numbers = "" if len(here) == self.num_experts else f", experts={here.start}..{here.stop - 1}"
         return f"num_experts={self.num_experts}{numbers}, activation={self.activation!r}"
+
+
+def have_one_order(gate: Tensor | None, up: Tensor | None) -> bool:
+    """Whether the columns of gate and up, in the orders `perm`, meet the same activations."""
+    if gate is None or up is None:
+        return gate is up
+    return gate.is_meta or torch.equal(gate, up)
 
 
 def gate_of(module: nn.Module) -> Gate | None:
@@ -280,8 +294,7 @@ def _listed(numbers: tuple[object, ...]) -> str:
 
 def _numbers(expert: Expert, name: str, index: int) -> tuple[object, ...]:
     layer: WeightOnlyLinear = getattr(expert, name)
-    for buffer, words in {"perm": "reorders", "act_scale": "scales"}.items():
-        if layer._buffers[buffer] is not None:
-            raise ValueError(f"expert {index}: {name} {words} its input ({buffer}), which no product of experts does")
+    if layer.act_scale is not None:
+        raise ValueError(f"expert {index}: {name} scales its input (act_scale), which no product of experts does")
     codes = layer.weight_dtype or ("integers" if layer.minimums is None else "integers with minimums")
     return layer.out_features, layer.in_features, layer.bits, layer.group_size, codes

@@ -252,7 +252,7 @@ def write_folder(
                 experts.add(name, None, layer.shape)
             else:
                 packed = _packed(layer, name)
-                experts.add(name, packed.spec, layer.shape)
+                experts.add(name, packed.spec, layer.shape, packed._buffers.get("perm"))
                 tensors = {**packed.state_dict(), GUARD: guard()}
                 specs[name] = packed.spec
                 weights += packed.in_features * packed.out_features

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.specs import LayerSpec
+from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers import QuantExperts, QuantLinear, WeightOnlyLinear
 from qcutlass.layers.experts import REPLACED, Expert, Gate, gate_of, sizes_of
 from qcutlass.models.experts import expert_layer, module_forms, part_names
@@ -56,7 +57,7 @@ class Block:
         except (CheckpointError, UnsupportedError):  # which are ValueErrors, too
             raise
         except ValueError as error:
-            raise UnsupportedError(f"{self.place}: {error}") from error
+            raise UnsupportedError(f"{self.place}: {error}; {REQUANTIZE}") from error
 
     def _checked(self, name: str, layer: QuantLinear, part: str) -> WeightOnlyLinear:
         if not isinstance(layer, WeightOnlyLinear):

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from torch import Tensor
+
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.expert_rows import MODELS
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.formats.tensors import REQUANTIZE
-from qcutlass.layers.experts import Expert
+from qcutlass.layers.experts import Expert, have_one_order
 
 TAKEN: Final = (*MODELS, "gpt_oss")
 """The models (`model_type`) whose experts converted folders hold, a layer for each part of each expert."""
@@ -144,12 +146,14 @@ class ExpertBlocks:
         self._stacked = stacked
         self._first: dict[tuple[str, str], tuple[str, tuple[Any, ...]]] = {}
         self._found: dict[str, set[tuple[int, str]]] = {}
+        self._orders: dict[tuple[str, int], tuple[str, Tensor | None]] = {}  # of one of gate and up, till the other
 
-    def add(self, name: str, spec: LayerSpec | None, shape: tuple[int, int]) -> None:
+    def add(self, name: str, spec: LayerSpec | None, shape: tuple[int, int], perm: Tensor | None = None) -> None:
         """Checks a layer, of whatever kind.
 
         Args:
             spec: None for floats.
+            perm: int32 `[K]`, the order of its columns, or None.
 
         Raises:
             UnsupportedError: a router is quantised; experts differ from others of their block, or have what their
@@ -179,7 +183,22 @@ class ExpertBlocks:
                     f"{name}: {words[0]}, but {other}: {words[1]}; the experts of a block need one shape and one "
                     f"scheme; {REQUANTIZE}"
                 )
+        if layer.part != "down":
+            self._check_order(name, layer, perm)
         self._found.setdefault(layer.block, set()).add((layer.expert, layer.part))
+
+    def _check_order(self, name: str, layer: ExpertLayer, perm: Tensor | None) -> None:
+        """Raises UnsupportedError if the gate and up of an expert have their columns in different orders."""
+        key = layer.block, layer.expert
+        if key not in self._orders:
+            self._orders[key] = name, perm
+            return
+        other, expected = self._orders.pop(key)
+        if not have_one_order(perm, expected):
+            raise UnsupportedError(
+                f"{name}: its columns are in another order (act-order) than those of {other}, and one product "
+                f"multiplies both; {REQUANTIZE}"
+            )
 
     def finish(self) -> None:
         """Raises CheckpointError if an expert, or a part of one, is absent."""
@@ -203,10 +222,8 @@ def _check_spec(name: str, spec: LayerSpec) -> None:
             f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
             f"{REQUANTIZE}"
         )
-    words = {"perm": "act-order", "act_scale": "scales of their own activations"}
-    found = [words[buffer] for buffer, _ in spec.buffers if buffer in words]
-    if found:
+    if "act_scale" in dict(spec.buffers):
         raise UnsupportedError(
-            f"{name}: experts with {' and '.join(found)} are not taken, as one product multiplies all of a block; "
-            f"{REQUANTIZE}"
+            f"{name}: experts with scales of their own activations are not taken, as one product multiplies all of a "
+            f"block; {REQUANTIZE}"
         )

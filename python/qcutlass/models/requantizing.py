@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from torch import Tensor
+
 from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, DequantizedLinear, FloatLinear, Layer
@@ -98,7 +100,8 @@ class Requantizer:
             place = expert_layer(name)
             if place is not None and place.block == block:
                 layer = self._source.layer(name)
-                found = _Told(name, _spec(layer), layer.shape, isinstance(layer, DequantizedLinear))
+                perm = getattr(layer, "perm", None)
+                found = _Told(name, _spec(layer), layer.shape, isinstance(layer, DequantizedLinear), perm)
                 told.setdefault((block, place.part.replace("up", "gate")), []).append(found)
         is_quantised = any(each.spec is not None or each.is_dequantized for found in told.values() for each in found)
         return {key: _least_change(found) if is_quantised else None for key, found in told.items()}
@@ -111,6 +114,7 @@ class _Told(NamedTuple):
     spec: LayerSpec | None
     shape: tuple[int, int]
     is_dequantized: bool
+    perm: Tensor | None
 
 
 def _least_change(layers: list[_Told]) -> Change | None:
@@ -140,7 +144,7 @@ def _are_taken(layers: list[_Told]) -> bool:
     blocks = ExpertBlocks()
     try:
         for layer in layers:
-            blocks.add(layer.name, layer.spec, layer.shape)
+            blocks.add(layer.name, layer.spec, layer.shape, layer.perm)
     except UnsupportedError:
         return False
     return True

@@ -18,7 +18,7 @@ from qcutlass.products.checks import (
     tensors_of,
 )
 from qcutlass.products.functions import gemm_grouped
-from qcutlass.products.grouped import GroupedCall
+from qcutlass.products.grouped import GATHER_BYTES, GroupedCall
 from qcutlass.products.kind import schema_of
 from qcutlass.products.library import is_eager, register
 from qcutlass.products.memory import check_out_memory
@@ -51,6 +51,7 @@ class ExpertWeights(NamedTuple):
         interleaved: of gate and up: their channels take turns, as in gpt-oss; if not, all of gate comes first.
         weight_dtype: of codes that are floating numbers, as for `gemm`.
         global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn, or None.
+        perm: int32 `[E, K]`, as for `gemm_grouped` (act-order), or None.
 
     Example:
         >>> import torch, qcutlass
@@ -73,6 +74,7 @@ class ExpertWeights(NamedTuple):
     minimums: Tensor | None = None
     super_scales: Tensor | None = None
     super_minimums: Tensor | None = None
+    perm: Tensor | None = None
 
 
 class ExpertsCall(NamedTuple):
@@ -144,7 +146,9 @@ def _check_product(name: str, a: Tensor, weights: ExpertWeights) -> WeightShape:
 
 
 def _grouped(a: Tensor, weights: ExpertWeights, offsets: Tensor) -> GroupedCall:
-    return GroupedCall(a=a, offsets=offsets, bias=weights.bias, **PackedWeights.of(weights)._asdict())
+    return GroupedCall(
+        a=a, offsets=offsets, bias=weights.bias, perm=weights.perm, **PackedWeights.of(weights)._asdict()
+    )
 
 
 def _multiply(
@@ -155,14 +159,16 @@ def _multiply(
     rows: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    parts = PackedWeights.of(weights)._asdict() | {"bias": weights.bias, "batch_invariant": batch_invariant}
-    return gemm_grouped(a, offsets=offsets, rows=rows, row_scale=row_scale, **parts)
+    parts = PackedWeights.of(weights)._asdict() | {"bias": weights.bias, "perm": weights.perm}
+    return gemm_grouped(a, offsets=offsets, rows=rows, row_scale=row_scale, batch_invariant=batch_invariant, **parts)
 
 
 def tokens_at_once(call: ExpertsCall) -> int:
     """Equal shares of the tokens whose intermediate results fit into `MOST_BYTES`, or one."""
-    both = call.gate_up.scales.shape[-1]
-    row = call.x.element_size() * (both // 2 + max(both, call.x.shape[1]))
+    both, size = call.gate_up.scales.shape[-1], call.x.element_size()
+    row = size * (both // 2 + max(both, call.x.shape[1]))
+    orders = [weights.perm.shape[1] for weights in (call.gate_up, call.down) if weights.perm is not None]
+    row += (size + GATHER_BYTES) * max(orders, default=0)
     most = max(1, MOST_BYTES // (row * call.topk_ids.shape[1]))
     return ceil_div(call.x.shape[0], ceil_div(call.x.shape[0], most)) if call.x.shape[0] else 1
 

@@ -325,6 +325,7 @@ def gemm_grouped(
     batch_invariant: bool = False,
     super_scales: Tensor | None = None,
     super_minimums: Tensor | None = None,
+    perm: Tensor | None = None,
 ) -> Tensor:
     """Multiplies each row by the quantised weights of its expert: the product of a mixture of experts.
 
@@ -351,14 +352,17 @@ def gemm_grouped(
         activation: as for `gemm`, but no gate.
         group_size, bits, tactic, weight_dtype, batch_invariant: as for `gemm`.
         global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn; None: 1.
+        perm: int32 `[E, K]`, values in [0, K): column k of an expert's codes meets column perm[e, k] of `a` (GPTQ's
+            act-order). On CUDA torch gathers rows and columns before the product, in R * K elements of the type of
+            `a` and 12 bytes more for each; there, values are clamped as rows are.
         out: `[R, N]` with the type of `a`, to be written; must not share memory with an operand.
 
     Returns:
         `[R, N]` with the type of `a`; `out` if it was given. Bitwise repeatable.
 
     Raises:
-        TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset
-            or a row out of range; on CUDA UnsupportedError for `weight_dtype`, `minimums` and `super_scales`.
+        TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset,
+            a row or a column out of range; on CUDA UnsupportedError for `weight_dtype`, `minimums` and `super_scales`.
 
     Example:
         >>> import torch, qcutlass
@@ -372,7 +376,7 @@ def gemm_grouped(
         torch.Size([3, 48])
     """
     operands = a, w_packed, scales, offsets, zeros, rows, row_scale, bias
-    numbers = weight_dtype, global_scale, minimums, batch_invariant, super_scales, super_minimums
+    numbers = weight_dtype, global_scale, minimums, batch_invariant, super_scales, super_minimums, perm
     return compute(GROUPED, GroupedCall(*operands, activation, group_size, bits, tactic, *numbers), out)
 
 

@@ -20,10 +20,13 @@ from qcutlass.products.checks import (
 )
 from qcutlass.products.kind import Description, Kind
 from qcutlass.products.packing import PackedWeights, WeightShape, check_contiguous, check_weights, weight_arguments
-from qcutlass.products.weight_only import ACTIVATIONS_ON, check_groups, describe_codes, describe_scales
+from qcutlass.products.weight_only import ACTIVATIONS_ON, PERM, check_groups, describe_codes, describe_scales
 
 _INDICES: Final = (torch.int32,)
-
+IN_ANY_ORDER: Final = ("cpu",)
+"""Devices whose products reorder columns themselves; on others torch does it before them."""
+GATHER_BYTES: Final = 4 + 8
+"""Of the indices of an activation that torch gathers: int32, and int64 as it takes them."""
 
 _PARAMETERS: Final = (2, 3), "[E, G, N] or [E, N]"
 _SUPERS: Final = (3,), "[E, B, N]"
@@ -75,6 +78,7 @@ class GroupedCall(NamedTuple):
     batch_invariant: bool = False
     super_scales: Annotated[Tensor | None, Operand.SUPER_SCALES] = None
     super_minimums: Annotated[Tensor | None, Operand.SUPER_MINIMUMS] = None
+    perm: Annotated[Tensor | None, Operand.PERM] = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -106,6 +110,10 @@ class GroupedCall(NamedTuple):
             check_operand("bias", self.bias, FLOATING, device, "a")
             if self.bias.shape != (self.experts, shape.n):
                 raise ValueError(f"bias: expected shape [E, N] = {[self.experts, shape.n]}, got {shape_of(self.bias)}")
+        if self.perm is not None:
+            check_operand("perm", self.perm, PERM, device, "a")
+            if self.perm.shape != (self.experts, shape.k):
+                raise ValueError(f"perm: expected shape [E, K] = {[self.experts, shape.k]}, got {shape_of(self.perm)}")
         if out is not None:
             check_out("a", self.a, out, shape.n, self.a.dtype, rows=self.out_rows)
         check_groups(shape, device)
@@ -141,7 +149,20 @@ class GroupedCall(NamedTuple):
             check_vector("row_scale", self.row_scale, self.out_rows, "R")
 
     def prepared(self, shape: WeightShape) -> GroupedCall:
-        return self
+        return self if self.perm is None or self.a.device.type in IN_ANY_ORDER else self._ordered(self.perm)
+
+    def _ordered(self, perm: Tensor) -> GroupedCall:
+        """The call with rows gathered and their columns in the order of their experts; nothing waits for a GPU.
+
+        Indices are clamped, as kernels clamp them. Rows of nobody have the order of some expert.
+        """
+        if not self.a.numel():
+            return self._replace(perm=None)
+        row = torch.arange(self.out_rows, device=self.a.device, dtype=torch.int32)
+        expert = torch.searchsorted(self.offsets.contiguous(), row, right=True).sub_(1).clamp_(0, self.experts - 1)
+        source = (row if self.rows is None else self.rows).clamp(0, self.a.shape[0] - 1)
+        columns = perm[expert].clamp_(0, self.a.shape[1] - 1)
+        return self._replace(a=self.a[source[:, None], columns], rows=None, perm=None)
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         names = "scales", "zeros", "minimums", "super_scales", "super_minimums"
@@ -165,12 +186,16 @@ class GroupedCall(NamedTuple):
             row_scale = self.row_scale.contiguous()
             experts.row_scale = row_scale.data_ptr()
             operands.append(row_scale)
+        if self.perm is not None:
+            perm = self.perm.contiguous()
+            arguments.perm = perm.data_ptr()
+            operands.append(perm)
         arguments.experts = experts
         return operands
 
     def describe(self, shape: WeightShape) -> Description:
         parts = [f"grouped, {self.experts} experts", *describe_scales(shape, PackedWeights.of(self))]
-        optional = {"rows gathered": self.rows, "bias": self.bias, "rows scaled": self.row_scale}
+        optional = {"rows gathered": self.rows, "bias": self.bias, "rows scaled": self.row_scale, "perm": self.perm}
         parts += [name for name, operand in optional.items() if operand is not None]
         return Description(describe_codes(shape), parts)
 
@@ -179,4 +204,11 @@ def _leading(call: GroupedCall) -> tuple[int]:
     return (call.out_rows,)
 
 
-GROUPED: Final = Kind("gemm_grouped", GroupedCall, activations=FLOATING, leading=_leading)
+def _planned(call: GroupedCall) -> GroupedCall:
+    """The call behind the gather that puts columns in order."""
+    if call.perm is None:
+        return call
+    return call._replace(a=call.a.new_empty((call.out_rows, call.a.shape[1])), rows=None, perm=None)
+
+
+GROUPED: Final = Kind("gemm_grouped", GroupedCall, activations=FLOATING, leading=_leading, planned=_planned)

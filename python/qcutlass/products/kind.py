@@ -178,6 +178,11 @@ def _leading_of_activations(call: Call) -> Sequence[int]:
     return call.a.shape[:-1]
 
 
+def _whole(call: Call) -> Call:
+    """Kernels compute all of it."""
+    return call
+
+
 class Kind:
     """A kind of product.
 
@@ -187,6 +192,7 @@ class Kind:
         activations: types of activations that it takes.
         dequantises: its weights can be dequantised for a dense product; plans for it are tuned.
         leading: the extents of the output before N, of a call.
+        planned: what is left of a call for the kernels of GPUs, to be planned; its operands may be uninitialised.
         schema: its operator's arguments.
         roles: which operand each tensor of a call is, in the call's order.
         operands: the tensors of a call, in the same order.
@@ -203,12 +209,14 @@ class Kind:
         activations: tuple[torch.dtype, ...],
         dequantises: bool = False,
         leading: Callable[[Any], Sequence[int]] = _leading_of_activations,
+        planned: Callable[[Any], Call] = _whole,
     ) -> None:
         self.name: Final = name
         self.call: Final = call
         self.activations: Final = activations
         self.dequantises: Final = dequantises
         self.leading: Final = leading
+        self.planned: Final = planned
         fields = _arguments_of(call)
         unnamed = [field.name for field in fields if field.type.startswith("Tensor") and field.operand is None]
         if unnamed:

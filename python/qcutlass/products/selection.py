@@ -323,4 +323,4 @@ def _check_is_of_gemm(a: Tensor) -> None:
 def _query(kind: Kind, call: Call, shape: WeightShape) -> Product:
     """The product as selection sees it: what kernels compute of it."""
     out = call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype)
-    return Product(kind, epilogue.bare(call), shape, out)
+    return Product(kind, kind.planned(epilogue.bare(call)), shape, out)

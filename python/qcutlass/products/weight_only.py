@@ -24,7 +24,7 @@ from qcutlass.products.extension import DTYPES
 from qcutlass.products.kind import Description, Kind
 from qcutlass.products.packing import PackedWeights, WeightShape, check_weights, weight_arguments
 
-_PERM: Final = (torch.int32,)
+PERM: Final = (torch.int32,)
 ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
 _NOT_ON_CUDA: Final = {
     "int8": (
@@ -127,7 +127,7 @@ class GemmCall(NamedTuple):
             check_operand("act_scale", act_scale, FLOATING, device, "a")
             check_vector("act_scale", act_scale, k, "K")
         if perm is not None:
-            check_operand("perm", perm, _PERM, device, "a")
+            check_operand("perm", perm, PERM, device, "a")
             check_vector("perm", perm, k, "K")
         check_options(self.activation, self.tactic, self.split_k, self.batch_invariant, takes_gates=True)
         columns = check_epilogue(self, n, "a")

@@ -75,15 +75,15 @@ def random_model(
     return folder
 
 
-def requantized(weight: Tensor, seed: int, *, act_order: bool, bits: int = 4) -> Stored:
-    """Groups of 64 columns, neighbours or, as act-order has it, from anywhere."""
+def requantized(weight: Tensor, seed: int, *, act_order: bool, bits: int = 4, group_size: int = 64) -> Stored:
+    """Groups of columns, neighbours or, as act-order has it, from anywhere."""
     k = weight.shape[1]
     order = np.random.default_rng(seed).permutation(k) if act_order else np.arange(k)
-    q = qcutlass.quantize(weight[:, torch.from_numpy(order)].half(), bits=bits, group_size=64)
+    q = qcutlass.quantize(weight[:, torch.from_numpy(order)].half(), bits=bits, group_size=group_size)
     assert q.zeros is not None
     codes, group_of = np.empty(weight.shape, dtype=np.int64), np.empty(k, dtype=np.int64)
-    codes[:, order], group_of[order] = q.codes.numpy(), np.arange(k) // 64
-    return Stored(codes, q.zeros.numpy().astype(np.int64), q.scales.numpy(), group_of, bits, 64)
+    codes[:, order], group_of[order] = q.codes.numpy(), np.arange(k) // group_size
+    return Stored(codes, q.zeros.numpy().astype(np.int64), q.scales.numpy(), group_of, bits, group_size)
 
 
 def write_tokenizer(folder: Path, size: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
 from tests.python.formats.stored import as_compressed, as_fp8, as_gptq
-from tests.python.models.folders import COMPRESSED, GPTQ, Cut, Cuts, write_model, write_tokenizer
+from tests.python.models.folders import COMPRESSED, GPTQ, Cut, Cuts, named, requantized, write_model, write_tokenizer
 from torch import Tensor
 
 from qcutlass.models.experts import is_router
@@ -125,6 +126,18 @@ class MixtureCut(Cuts):
     def gptq(self) -> Cut:
         """Without act-order."""
         return self._stored("gptq", as_gptq, {**GPTQ, "desc_act": False})
+
+    def act_order(self) -> Cut:
+        """GPTQ whose columns are in an order of each expert's own, one for its gate and up."""
+        if "act_order" in self._written:
+            return self._written["act_order"]
+        tensors, weights = dict(self.rest), {}
+        for name in self.names:
+            seed = zlib.crc32(name.replace("up_proj", "gate_proj").replace(".w3", ".w1").encode())
+            layer = requantized(self.weight(name), seed, act_order=True, group_size=16)
+            tensors |= named(as_gptq(layer), name)
+            weights[name] = layer.weight
+        return self._write("act_order", tensors, {**GPTQ, "group_size": 16}, weights)
 
     def compressed_8(self) -> Cut:
         return self._stored("compressed_8", as_compressed, COMPRESSED_8, bits=8)

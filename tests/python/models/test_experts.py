@@ -166,9 +166,9 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
         r"experts\.2\.up_proj: 8 bits, group_size -1, shape \[40, 64\], but .*experts\.0\.gate_proj: 4 bits",
     ),
     "act-order": (
-        "gptq",
-        replaced(f"{EXPERT}.gate_proj", **as_gptq(stored(40, 64, 32, seed=0, act_order=True))),
-        r"2\.gate_proj: experts with act-order are not taken.*--requantize",
+        "act_order",
+        replaced(f"{EXPERT}.gate_proj", **as_gptq(stored(40, 64, 16, seed=0, act_order=True))),
+        r"2\.up_proj: its columns are in another order \(act-order\) than those of .*2\.gate_proj.*--requantize",
     ),
     "a quantised router": (
         "gptq",
@@ -183,13 +183,13 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
 def test_experts_that_no_product_takes_are_refused(what: str, cut: MixtureCut, tmp_path: Path) -> None:
     form, change, message = WRONG[what]
     source = written(tmp_path / "source", cut, form, change)
-    keywords: dict[str, Any] = {"config": {"bits": None, "group_size": None}} if what in ("bits", "act-order") else {}
+    keywords: dict[str, Any] = {"config": {"bits": None, "group_size": None}} if what == "bits" else {}
     with pytest.raises((UnsupportedError, CheckpointError), match=message):
         models.convert(source, tmp_path / "new", **keywords)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("what", ["an expert is absent", "floats", "int8 activations"])
+@pytest.mark.parametrize("what", ["an expert is absent", "floats", "act-order", "int8 activations"])
 def test_and_not_loaded_either(what: str, cut: MixtureCut, tmp_path: Path) -> None:
     form, change, _ = WRONG[what]
     source = written(tmp_path / "source", cut, form, change)

@@ -70,9 +70,11 @@ FLOATING = [
     *(pytest.param(kind, "nvfp4", id=f"nvfp4-{kind}") for kind in ("mixtral", "deepseek_v3")),
 ]
 """Kinds and forms of experts that are floats of 8 and 4 bits."""
+ORDERED = [pytest.param(kind, "act_order", id=f"act_order-{kind}") for kind in ("mixtral", "qwen3_moe")]
+"""Kinds of experts whose columns have an order of their own."""
 
 
-@pytest.mark.parametrize(("kind", "form"), [*((kind, form) for kind in KINDS for form in FORMS), *FLOATING])
+@pytest.mark.parametrize(("kind", "form"), [*((kind, form) for kind in KINDS for form in FORMS), *FLOATING, *ORDERED])
 def test_logits_are_those_of_the_dequantised_model(
     kind: str, form: str, cuts: dict[str, MixtureCut], tmp_path: Path
 ) -> None:
@@ -87,6 +89,28 @@ def test_logits_are_those_of_the_dequantised_model(
     assert torch.equal(logits(direct), logits(model))
     options = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(IDS, **options), cuts[kind].dense(cut, torch.float32).generate(IDS, **options))
+
+
+def test_orders_of_columns_are_kept(cuts: dict[str, MixtureCut], tmp_path: Path) -> None:
+    """In converted and in saved folders, in `inspect`; and the logits tell the order of another expert."""
+    cut = cuts["mixtral"].act_order()
+    models.convert(cut.folder, tmp_path / "new")
+    model = load(tmp_path / "new")
+    model.save_pretrained(tmp_path / "saved")
+    for folder in (tmp_path / "new", tmp_path / "saved"):
+        found = models.ConvertedFolder(folder)
+        assert all("perm" in dict(found[name].spec.buffers) for name in cuts["mixtral"].experts)
+    assert torch.equal(logits(load(tmp_path / "saved")), logits(model))
+    assert "act-order" in command("inspect", tmp_path / "new").stdout
+    exact, dense = (logits(cuts["mixtral"].dense(cut, dtype)) for dtype in (torch.float64, torch.float32))
+    (experts, *_) = experts_of(model).values()
+    for stack in (experts.gate_up, experts.down):
+        assert stack.perm is not None
+        right = stack.perm.clone()
+        stack.perm.copy_(right.roll(1, 0))
+        assert noise_ratio(logits(model), dense, exact) > 10 * NOISE
+        stack.perm.copy_(right)
+    assert noise_ratio(logits(model), dense, exact) <= NOISE
 
 
 @pytest.mark.parametrize("what", ["weight", "expert"])
@@ -255,6 +279,23 @@ def test_methods_quantise_every_expert(
     assert float((logits(model) - floats).norm() / floats.norm()) < 0.1  # of 8 bits; other weights make it 1
 
 
+def test_gptq_puts_the_columns_of_each_expert_in_an_order(
+    cuts: dict[str, MixtureCut], tmp_path: Path, seed: int
+) -> None:
+    """One that its gate and up share; of unreached experts, none."""
+    ids = torch.randint(0, VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(seed))
+    method, folder = models.Method("gptq", WeightOnly(8, 32), act_order=True), cuts["qwen3_moe"].floats().folder
+    models.quantize_model(folder, tmp_path / "new", method, calibration=ids)
+    model = load(tmp_path / "new")
+    floats = logits(cuts["qwen3_moe"].dense(cuts["qwen3_moe"].floats(), torch.float32))
+    assert float((logits(model) - floats).norm() / floats.norm()) < 0.1
+    for experts in experts_of(model).values():
+        assert experts.gate_up.perm is not None
+        assert len(experts.gate_up.perm.unique(dim=0)) == EXPERTS
+    models.quantize_model(folder, tmp_path / "one", method, calibration=torch.tensor([[3]]))
+    assert logits(load(tmp_path / "one")).isfinite().all()
+
+
 def test_hessians_are_of_the_tokens_that_an_expert_really_got(
     cuts: dict[str, MixtureCut], tmp_path: Path, seed: int
 ) -> None:
@@ -316,7 +357,6 @@ def test_experts_that_calibration_never_reached_are_rounded_and_reported(
     [
         (models.Method("smoothquant"), r"methods that quantise weights alone, not smoothquant; take rtn, gptq or awq"),
         (models.Method("w8a8"), r"not w8a8; .* skip with '\*\.experts\.\*' \(--skip\)"),
-        (models.Method("gptq", act_order=True), r"leave out act_order \(--act-order\)"),
     ],
 )
 def test_methods_that_experts_do_not_take(

@@ -274,11 +274,6 @@ def _check_experts(method: Method, names: Sequence[str]) -> None:
             f"{name}: experts take methods that quantise weights alone, not {method.name}; take rtn, gptq or awq, or "
             "leave experts as they are: skip with '*.experts.*' (--skip)"
         )
-    if method.act_order:
-        raise UnsupportedError(
-            f"{name}: all experts have one order of columns; leave out act_order (--act-order), or skip experts: "
-            "'*.experts.*' (--skip)"
-        )
 
 
 class _Run:
