@@ -39,7 +39,7 @@ OUTLINES = {
         "Tensor a, Tensor w_packed, Tensor scales, Tensor offsets, Tensor? zeros=None, Tensor? rows=None, "
         "Tensor? row_scale=None, Tensor? bias=None, str? activation=None, int? group_size=None, int? bits=None, "
         "str? tactic=None, str? weight_dtype=None, Tensor? global_scale=None, Tensor? minimums=None, "
-        "bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None",
+        "bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None, Tensor? perm=None",
         ("w_packed", "scales", "zeros", "minimums"),
         "test_grouped.py",
     )
