@@ -158,7 +158,7 @@ class Reference:
 
     @property
     def value(self) -> Tensor:
-        """float64: activation(sum + bias) + residual, `[M, N]`; with a gate `[M, N / 2]`."""
+        """`activation(sum + bias) + residual` in float64, `[M, N]`; with a gate `[M, N / 2]`."""
         value = self.finished
         return value if self.residual is None else value + self.residual
 
