@@ -18,7 +18,7 @@ from tests.python import test_grouped as grouped
 from tests.python import test_int8_activations as with_int8
 from tests.python import test_moe as blocks
 from tests.python.kinds import DESCRIPTIONS
-from tests.python.kinds.description import ACTIVATIONS, EXACT, FLOATS, Description
+from tests.python.kinds.description import ACTIVATIONS, EXACT, FLOATS, Description, fits
 from tests.python.running import run_poisoned
 from torch import Tensor
 
@@ -91,11 +91,12 @@ def on_the_cpu(case: Any, choose: random.Random) -> Any:
     return case
 
 
-def forced(kind: Description, product: Any, choose: random.Random) -> dict[str, Any]:
-    """On a GPU at times one of the tactics, those of the table that may refuse a problem left out."""
-    if product.a.is_cpu or kind.may_refuse or choose.random() < 0.5:
+def forced(kind: Description, case: Any, device: str, choose: random.Random) -> dict[str, Any]:
+    """On a GPU at times one of the tactics that it can run, those of the table that may refuse a problem left out."""
+    if device == "cpu" or kind.may_refuse or choose.random() < 0.5:
         return {}
-    return {"tactic": choose.choice(product.tactics()), "split_k": choose.choice([0, 0, 1])}
+    names = [traits.name for traits in kind.traits(case) if fits(traits, device)]
+    return {"tactic": choose.choice(names), "split_k": choose.choice([0, 0, 1])}
 
 
 def poisoned(kind: Description, product: Any, choose: random.Random) -> Callable[..., Outs]:
@@ -121,7 +122,7 @@ def described(kind: Description) -> Trials:
         yield Trial(product.problem, run, assert_exact, exact=kind.has_out)
 
         other = kind.random(kind.with_activation(case, ACTIVATIONS, choose), device, new_seed(choose))
-        options = forced(kind, other, choose)
+        options = forced(kind, case, device, choose)
         judge = partial(kind.assert_correct, problem=other.problem, **options)
         yield Trial(f"{options} {other.problem}", partial(poisoned(kind, other, choose), **options), judge)
 
@@ -171,10 +172,7 @@ def float_codes(choose: random.Random, device: str) -> Iterator[Trial]:
     yield Trial(f"weights {label}", lambda: (dequantized(),), known, exact=True)
 
 
-def int8_activations(choose: random.Random, device: str) -> Iterator[Trial]:
-    """Which the CPU alone has."""
-    if device != "cpu":
-        return
+def int8_activations(choose: random.Random, _device: str) -> Iterator[Trial]:
     m, n, k = sizes(choose)
     dtype, bits, group = choose.choice(FLOATS), choose.choice([4, 8]), choose.choice(with_int8.GROUPS)
     exact = with_int8.exact(m, n, k, group, bits, dtype, new_seed(choose))
@@ -291,3 +289,10 @@ KINDS: dict[str, Trials] = {
     "decoder operators": decoder_operators,
     "weights": weights,
 }
+
+ON_THE_CPU_ALONE = {"gemm, int8 activations", *(kind.name for kind in DESCRIPTIONS.values() if not kind.has_kernels)}
+
+
+def kinds_on(device: str) -> list[str]:
+    """Those of KINDS that the device has."""
+    return [name for name in KINDS if device == "cpu" or name not in ON_THE_CPU_ALONE]

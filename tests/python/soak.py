@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from tests.python.random_products import KINDS, Outs, Trial
+from tests.python.random_products import KINDS, Outs, Trial, kinds_on
 from torch import Tensor
 
 MOST_GROWTH = 48 << 20
@@ -158,7 +158,7 @@ def soak(
 ) -> tuple[dict[str, Tally], list[int]]:
     """Random problems of each kind in turn while `goes_on(cases, seconds)`; tallies, and the memory after each tenth
     of a minute. Ctrl-C ends it, too."""
-    tallies = {name: Tally() for name in kinds or KINDS}
+    tallies = {name: Tally() for name in kinds or kinds_on(device)}
     memory, sizes = Memory(device), list[int]()
     litter = Litter(random.Random(seed), device)
     begin, cases = time.monotonic(), 0
@@ -198,6 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.cases is None and given.minutes is None:
         parser.error("expected --cases or --minutes")
+    if wrong := sorted(set(given.kind or ()) - set(kinds_on(given.device))):
+        there = ", ".join(kinds_on(given.device))
+        parser.error(f"--kind {wrong[0]!r}: {given.device} has none; expected one of {there}")
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     most_cases, seconds = given.cases or sys.maxsize, 60 * (given.minutes or 1e9)

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from tests.python.kinds import DESCRIPTIONS, WITH_KERNELS
-from tests.python.kinds.description import ACTIVATIONS, EXACT, MANY_ROWS, Description, Draw, Product
+from tests.python.kinds.description import ACTIVATIONS, EXACT, H200, MANY_ROWS, Description, Draw, Product, fits
 from tests.python.running import VIEWS, misaligned, run_poisoned, view_of
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, testing
-from qcutlass.products import selection
+from qcutlass import testing
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 variants = pytest.mark.parametrize(
@@ -53,15 +52,6 @@ def checks(request: pytest.FixtureRequest) -> Any:
         return request.getfixturevalue("ledger_of_the_cpu")
     request.node.callspec.params["kind"].skip_without_instructions()
     return request.getfixturevalue("ledger")
-
-
-H200 = selection.GPUS["h200"]
-
-
-def fits(traits: _C.TacticTraits, device: str) -> bool:
-    """Whether the GPU has what a configuration needs; the CPU stands for an H200."""
-    there = H200 if device == "cpu" else _C.device_traits(torch.cuda.current_device())
-    return traits.shared_memory <= there.shared_memory_per_block and traits.wgmma <= there.wgmma
 
 
 def assert_exact(

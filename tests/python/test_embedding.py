@@ -158,6 +158,7 @@ def test_rows_on_a_gpu_within_a_graph(bits: int, seed: int) -> None:
     layer = QuantEmbedding(WeightOnlyLinear(weight), torch.float16).cuda()
     ids = torch.zeros(6, dtype=torch.int64, device="cuda")
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # ids are what it wrote
     with torch.cuda.stream(side), torch.inference_mode():
         layer(ids)
     torch.cuda.current_stream().wait_stream(side)

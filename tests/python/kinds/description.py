@@ -19,12 +19,14 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
+from qcutlass.products import selection
 from qcutlass.products.kind import FUNCTIONS, Kind
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 EXACT = (None, "relu")  # activations that are
 MANY_ROWS = (*range(18), 33, 64, 65, 127, 128, 129, 257, 512)
+H200 = selection.GPUS["h200"]
 TYPES = {torch.float16: _C.DType.FLOAT16, torch.bfloat16: _C.DType.BFLOAT16, torch.float32: _C.DType.FLOAT32}
 
 Values: TypeAlias = dict[str, Any]
@@ -35,6 +37,12 @@ Refusal: TypeAlias = tuple[Callable[[], object], type[Exception], tuple[str, ...
 """A wrong call of another function, the exception, what its message holds."""
 Draw: TypeAlias = Callable[[int, int, int, random.Random], Any]
 """A case of sizes m, n, k, everything else at random."""
+
+
+def fits(traits: _C.TacticTraits, device: str) -> bool:
+    """Whether the GPU has what a configuration needs; the CPU stands for an H200."""
+    there = H200 if device == "cpu" else _C.device_traits(torch.cuda.current_device())
+    return traits.shared_memory <= there.shared_memory_per_block and traits.wgmma <= there.wgmma
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
