@@ -89,7 +89,10 @@ function(qcutlass_write_families file)
   file(CONFIGURE OUTPUT "${file}" @ONLY CONTENT "${rows}")
 endfunction()
 
-# Families that have configurations for the rows of experts, in units of their own: those of integer codes with zeros.
+# Families that have configurations for the rows of experts, in units of their own: those of 16-bit activations.
 set(QCUTLASS_GROUPED_INSTANCES ${QCUTLASS_INSTANCES})
-list(FILTER QCUTLASS_GROUPED_INSTANCES INCLUDE REGEX "^w[48]a16")
-list(FILTER QCUTLASS_GROUPED_INSTANCES EXCLUDE REGEX "minimum")
+list(FILTER QCUTLASS_GROUPED_INSTANCES INCLUDE REGEX "a16:")
+
+# Those that have configurations of wgmma for them, as Kind::takes_experts_on_wgmma says.
+set(QCUTLASS_WGMMA_GROUPED_INSTANCES ${QCUTLASS_GROUPED_INSTANCES})
+list(FILTER QCUTLASS_WGMMA_GROUPED_INSTANCES INCLUDE REGEX "^e|kNative|kFine")

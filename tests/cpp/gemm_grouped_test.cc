@@ -171,22 +171,47 @@ TEST(GroupedSelection, OnlyTouchedExpertsCost) {
             candidates(of_many, selection::kH200).front().cost.total);
 }
 
+TEST(GroupedSelection, ManyRowsGoWithWgmma) {
+  auto const tactic = [](GemmArguments const& arguments) { return select(arguments, selection::kH200Wgmma).tactic; };
+  EXPECT_NE(tactic(grouped_problem(128 * 1024, 128, 1536, 2048)).find("sm90a"), std::string::npos);
+  EXPECT_EQ(tactic(grouped_problem(64, 128, 1536, 2048)).find("sm90a"), std::string::npos);
+}
+
+/// Kernels that read neighbouring rows alone get them in the order of their experts, from the workspace.
+TEST(GroupedSelection, RowsThatAreAnywhereAreBroughtIntoOrderForWgmma) {
+  int32_t const row = 0;
+  GemmArguments arguments = grouped_problem(4096, 8, 1536, 2048);
+  double const in_order = candidates(arguments, selection::kH200Wgmma).front().cost.total;
+  arguments.experts.rows = &row;
+  for (Candidate const& candidate : candidates(arguments, selection::kH200Wgmma)) {
+    bool const is_wgmma = candidate.plan.tactic.find("sm90a") != std::string::npos;
+    EXPECT_EQ(candidate.plan.workspace_bytes, is_wgmma ? 4096u * 2048 * 2 : 0u) << candidate.plan.tactic;
+  }
+  EXPECT_GT(candidates(arguments, selection::kH200Wgmma).front().cost.total, in_order);
+}
+
 /// Enabling a kind is a value of Kind::takes_experts.
-TEST(GroupedSelection, RefusesKindsThatHaveNoKernels) {
-  auto const refuses = [](std::function<void(WeightArguments&)> const& change, std::string const& message) {
+TEST(GroupedSelection, TakesCodesOfAnyKind) {
+  auto const takes = [](std::function<void(WeightArguments&)> const& change) {
     GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
+    arguments.weights.zero_type = DType::kNone;
     change(arguments.weights);
-    try {
-      candidates(arguments, selection::kH200);
-      FAIL() << "expected Unsupported: " << message;
-    } catch (Unsupported const& error) {
-      EXPECT_NE(std::string(error.what()).find(message), std::string::npos) << error.what();
-    }
+    EXPECT_FALSE(candidates(arguments, selection::kH200).empty());
   };
-  refuses([](WeightArguments& w) { w.packing = Packing::kE2M1A16; }, "weight_dtype: on CUDA");
-  refuses([](WeightArguments& w) { w.packing = Packing::kE4M3A16; }, "got e4m3 codes");
-  refuses([](WeightArguments& w) { w.zero_type = DType::kNone, w.minimum_type = w.scale_type; }, "minimums: on CUDA");
-  refuses([](WeightArguments& w) { w.super_groups = 8; }, "super_scales: the CUDA kernels take");
+  takes([](WeightArguments& w) { w.packing = Packing::kE2M1A16; });
+  takes([](WeightArguments& w) { w.packing = Packing::kE4M3A16; });
+  takes([](WeightArguments& w) { w.minimum_type = w.scale_type; });
+}
+
+TEST(GroupedSelection, RefusesScalesOfTwoLevels) {
+  GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
+  arguments.weights.super_groups = 8;
+  try {
+    candidates(arguments, selection::kH200);
+    FAIL() << "expected Unsupported";
+  } catch (Unsupported const& error) {
+    EXPECT_NE(std::string(error.what()).find("super_scales: the CUDA kernels take"), std::string::npos);
+  }
 }
 
 TEST(GroupedSelection, SharesNoK) {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass import UnsupportedError, testing
+from qcutlass import testing
 from qcutlass.products.checks import E8M0
 from qcutlass.testing import Case, GroupedCase, GroupedProblem
 
@@ -52,8 +52,17 @@ CODES: dict[str, Case] = {
     "fp8, a channel": Case(9, 40, 200, 8, ONE, "none", torch.float16, torch.float32, weight_dtype="e4m3"),
     "fp8, blocks": Case(9, 192, 300, 8, 128, "none", torch.bfloat16, torch.float32, weight_dtype="e4m3", bias=True),
 }
-"""Those that the CPU alone has."""
+"""Floating codes, and codes with minimums."""
 codes = pytest.mark.parametrize("name", CODES)
+
+
+def code_case(name: str, device: str) -> Case:
+    """Of activations, and of groups, that the device takes."""
+    case = CODES[name]
+    if device == "cpu":
+        return case
+    dtype = torch.float16 if case.dtype == torch.float32 else case.dtype
+    return replace(case, dtype=dtype, group_size=case.group_size if case.group_size % 16 == 0 else 48)
 
 
 def case_of(mode: str, name: str, n: int, k: int, tokens: int = 9, **options: Any) -> Case:
@@ -92,6 +101,8 @@ def weight_dtype(problem: GroupedProblem, tactic: str | None) -> torch.dtype | N
     if problem.a.is_cpu:
         return None
     operands, options = arguments(problem)
+    if options["global_scale"] is not None:  # which is applied to the sums of exact products
+        return None
     plan = qcutlass.plan(qcutlass.gemm_grouped, *operands, **options, tactic=tactic)
     return problem.a.dtype if plan.rounds_weights else None
 
@@ -132,53 +143,35 @@ def test_groups_that_only_the_cpu_has(bits: int, group_size: int, dtype: torch.d
     assert_right(GroupedCase(case, (2, 0, 11), 1, 1, scaled=True), "cpu", seed)
 
 
+@devices
 @codes
-def test_both_oracles_of_codes_that_only_the_cpu_has(name: str, seed: int) -> None:
+def test_both_oracles_of_codes(name: str, device: str, seed: int) -> None:
     choose = random.Random(seed)
-    case = replace(CODES[name], activation="silu")
-    for counts in (COUNTS["empty experts"], (9, 1), COUNTS["a row each"]):
+    case = replace(code_case(name, device), activation="silu")
+    several = COUNTS.values() if device == "cuda" else (COUNTS["empty experts"], (9, 1), COUNTS["a row each"])
+    for counts in several:
         before, after = choose.choice([(0, 0), (3, 0), (2, 5)])
         gathered, scaled = choose.random() < 0.7, choose.random() < 0.7
-        assert_right(GroupedCase(case, counts, before, after, gathered, scaled), "cpu", seed)
+        assert_right(GroupedCase(case, counts, before, after, gathered, scaled), device, seed)
 
 
+@devices
 @codes
-def test_a_row_of_such_codes_does_not_depend_on_the_others(name: str, seed: int) -> None:
-    """Bit for bit: each row alone, and as a dense product of many rows computes it within the bound."""
-    problem = GroupedCase(CODES[name], (3, 0, 9, 40), scaled=True).random(seed=seed)
-    assert problem.rows is not None
-    assert problem.row_scale is not None
-    whole = product(problem)
-    for row in (0, 2, 3, 11, 12, 51):
-        alone = replace(
-            problem,
-            offsets=(problem.offsets.clamp(row, row + 1) - row).int(),
-            rows=problem.rows[row : row + 1],
-            row_scale=problem.row_scale[row : row + 1],
-            m=1,
-        )
-        testing.assert_equal(product(alone)[0], whole[row], label=f"row {row}: {problem}")
-
-
-@codes
-def test_such_codes_are_refused_on_cuda(name: str, seed: int) -> None:
-    """Where tactics are selected: no kernel is looked for."""
-    case = replace(CODES[name], dtype=torch.float16, group_size=16 if CODES[name].group_size % 16 else 32)
-    operands, options = arguments(GroupedCase(case, (2, 0, 3)).random(seed=seed))
-    argument = "minimums" if case.weight_dtype is None else f"weight_dtype: .* got {case.weight_dtype} codes"
-    message = rf"{argument}.*use CPU tensors, or quantise"
-    with pytest.raises(UnsupportedError, match=message):
-        qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options)
-    with pytest.raises(UnsupportedError, match=message):
-        qcutlass.explain(qcutlass.gemm_grouped, *operands, **options, device="h200")
+def test_a_row_of_such_codes_does_not_depend_on_the_others(name: str, device: str, seed: int) -> None:
+    assert_rows_are_independent(GroupedCase(code_case(name, device), (3, 0, 9, 40), scaled=True), device, seed)
 
 
 @devices
 @types
 @modes
 def test_a_row_does_not_depend_on_the_others(mode: str, name: str, device: str, seed: int) -> None:
-    """Bit for bit: tokens permuted, and each row alone."""
-    case = GroupedCase(case_of(mode, name, 72, 520, bias=True), (3, 0, 9, 40), scaled=True)
+    assert_rows_are_independent(
+        GroupedCase(case_of(mode, name, 72, 520, bias=True), (3, 0, 9, 40), scaled=True), device, seed
+    )
+
+
+def assert_rows_are_independent(case: GroupedCase, device: str, seed: int) -> None:
+    """Bit for bit, for each tactic: tokens permuted, and each row alone."""
     problem = case.random(device=device, seed=seed)
     assert problem.rows is not None
     assert problem.row_scale is not None
@@ -282,16 +275,18 @@ def test_faults_of_codes_are_rejected(fault: str, seed: int) -> None:
     assert problem.error_ratio(product(change(problem))) > 1
 
 
+@devices
 @pytest.mark.parametrize("form", [(-1,), (-1, 1)])
-def test_each_expert_has_a_global_scale(form: tuple[int, ...], seed: int) -> None:
-    problem = GroupedCase(CODES["NVFP4"], (4, 3, 6)).random(seed=seed)
+def test_each_expert_has_a_global_scale(form: tuple[int, ...], device: str, seed: int) -> None:
+    problem = GroupedCase(CODES["NVFP4"], (4, 3, 6)).random(device=device, seed=seed)
     wholes = (1.0, 0.5, 3.0)
     experts = zip(problem.experts, wholes, strict=True)
     problem = replace(problem, experts=tuple(replace(p, global_scale=p.global_scale * by) for p, by in experts))
     given = problem.stacked("global_scale")
     assert given is not None
-    assert problem.error_ratio(product(problem, global_scale=given.reshape(form))) <= 1
-    assert problem.error_ratio(product(problem, global_scale=given.reshape(form).flip(0))) > 1
+    rounded = weight_dtype(problem, None)
+    assert problem.error_ratio(product(problem, global_scale=given.reshape(form)), rounded) <= 1
+    assert problem.error_ratio(product(problem, global_scale=given.reshape(form).flip(0)), rounded) > 1
 
 
 @pytest.mark.parametrize("fault", FAULTS)

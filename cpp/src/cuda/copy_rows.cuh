@@ -8,6 +8,7 @@
 
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/output_op.h"
+#include "cutlass_ext/gemm/threadblock/row_source.h"
 #include "qcutlass/types.h"
 
 namespace qcutlass::cuda {
@@ -29,6 +30,18 @@ __global__ void copy_rows(Word const* in, int64_t in_stride, int64_t rows, int64
     for (int64_t c = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; c < out_stride;
          c += int64_t(gridDim.x) * kCopyThreads)
       out[row * out_stride + c] = c < columns ? in[row * in_stride + c] : Word(0);
+}
+
+/// out[r] = in[source(r)]: rows of `columns` words; strides are in words, too.
+template <class Word, class Source>
+__global__ void gather_rows(Word const* in, int64_t in_stride, Source source, int64_t rows, int64_t columns, Word* out,
+                            int64_t out_stride) {
+  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
+    Word const* const from = in + source(int(row)) * in_stride;
+    for (int64_t c = blockIdx.x * int64_t(kCopyThreads) + threadIdx.x; c < columns;
+         c += int64_t(gridDim.x) * kCopyThreads)
+      out[row * out_stride + c] = from[c];
+  }
 }
 
 __device__ inline float load_float(void const* data, DType type, int64_t index) {

@@ -60,4 +60,11 @@ struct WgmmaFamily {
   struct Impl;
 };
 
+/// Those of wgmma for the rows of experts.
+template <DType kType, Packing kPacking, ScaleMode kMode>
+struct WgmmaGroupedFamily {
+  static void launch(int tactic, Launch const& launch, void* stream);
+  struct Impl;
+};
+
 }  // namespace qcutlass::cuda

@@ -44,7 +44,8 @@ struct GroupedFamily<kType, kPacking, kMode>::Impl {
 
   template <int kIndex>
   static constexpr LaunchFunction entry() {
-    if constexpr (is_compiled_for_experts(kTactics[kIndex], kKind)) return run<Configuration<kIndex>>;
+    if constexpr (!is_wgmma(kTactics[kIndex].mainloop) && is_compiled_for_experts(kTactics[kIndex], kKind))
+      return run<Configuration<kIndex>>;
     return nullptr;
   }
 };

@@ -18,33 +18,44 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
   using Element = decltype(element_of<kType>());
   static constexpr Kind kKind = {kType, kPacking, kMode};
 
-  template <int kIndex>
-  struct Configuration {
+  /// kExperts: for their rows, where the kernel converts weights.
+  template <int kIndex, bool kExperts = false>
+  struct MainloopOf {
     static constexpr Tactic kTactic = kTactics[kIndex];
     static constexpr int kWarpgroups = kTactic.warps / 4 - 1;
     using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
     static constexpr int kStages = stages_of(kTactic, kKind);
     template <bool kConverts, class = void>
     struct MmaOf {
-      using Type = cutlass::gemm::threadblock::MmaPackedWgmmaRs<Shape, kWarpgroups, kStages, wgmma_batch(kTactic),
-                                                                wgmma_turns(kTactic), Element, kPacking, kMode>;
+      using Type =
+          cutlass::gemm::threadblock::MmaPackedWgmmaRs<Shape, kWarpgroups, kStages, wgmma_batch(kTactic),
+                                                       wgmma_turns(kTactic), Element, kPacking, kMode, kExperts>;
     };
     template <class Unused>
     struct MmaOf<false, Unused> {
       using Type = cutlass::gemm::threadblock::MmaPackedWgmmaSs<Shape, kTactic.warp_channels, kStages, Element, kMode>;
     };
     using Mma = typename MmaOf<kTactic.mainloop == Mainloop::kWgmmaRs>::Type;
-    using Kernel = cutlass::gemm::kernel::PackedGemmWgmma<Mma>;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kKind, kTactic.tokens);
-    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "footprint.h states what the kernel uses");
     static_assert(Mma::kThreads == kTactic.threads());
   };
 
-  /// Rows of scales or zeros, `channels` by `rows` a box.
+  template <int kIndex>
+  struct Configuration : MainloopOf<kIndex> {
+    using Base = MainloopOf<kIndex>;
+    using Base::kTactic, Base::kSharedMemory, typename Base::Mma, typename Base::Shape;
+    using Kernel = cutlass::gemm::kernel::PackedGemmWgmma<Mma>;
+    static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "footprint.h states what the kernel uses");
+  };
+
+  /// Rows of scales or zeros, `channels` by `rows` a box; of experts, each one's apart.
   static CUtensorMap group_map(Launch::Groups const& g, Launch const& launch, int channels, int rows) {
-    int64_t const groups = layout::ceil_div(launch.k, launch.group_size);
-    int64_t const stride = groups > 1 ? g.stride_bytes : g.row_bytes;  // a single row may have any
-    return make_tensor_map({g.data, g.element_bytes, launch.channels, groups, 0, stride}, channels, rows, 0, false);
+    int64_t const groups = layout::ceil_div(launch.k, launch.group_size), experts = launch.experts.count;
+    // A single row may have any stride.
+    int64_t const stride = groups * std::max<int64_t>(experts, 1) > 1 ? g.stride_bytes : g.row_bytes;
+    return make_tensor_map(
+        {g.data, g.element_bytes, launch.channels, groups, experts, stride, launch.scale_rows * stride}, channels, rows,
+        1, false);
   }
 
   template <int kTokens>
@@ -58,6 +69,9 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     };
     return {map(kTokens), map((launch.tokens - 1) % kTokens + 1), launch.tokens};
   }
+
+  /// So many tokens that none of the experts' tiles is taken to be the last: any may be.
+  static constexpr int kWholeBoxes = 1 << 30;
 
   static uint64_t weight_policy(Launch const& launch, int tokens) {
     bool const once = launch.tokens <= tokens;  // weights are read by one tile of tokens
@@ -88,7 +102,10 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     using LayoutA = typename Mma::LayoutA;
     typename Mma::Arguments args{};
     args.activations = token_boxes<Shape::kN>(launch, Mma::kChunkK);
-    args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, launch.tiles_n,
+    if constexpr (Mma::kExperts) args.activations.tokens = kWholeBoxes;
+    args.tiles_n = launch.tiles_n;
+    int64_t const strips = std::max<int64_t>(launch.experts.count, 1) * launch.tiles_n;
+    args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, strips,
                                     LayoutA::kTileBytes, int64_t(launch.tiles_k) * LayoutA::kTileBytes},
                                    LayoutA::kTileBytes / 4, Mma::kTiles, Shape::kM / 16, false);
     args.weight_bytes = Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;

@@ -20,8 +20,8 @@ using FamilyLaunch = void (*)(int, Launch const&, void*);
 struct FamilyEntry {
   Kind kind;
   FamilyLaunch launch;
-  FamilyLaunch launch_wgmma;  // nullptr: not built
-  FamilyLaunch launch_grouped;
+  FamilyLaunch launch_wgmma;                          // nullptr: not built
+  FamilyLaunch launch_grouped, launch_wgmma_grouped;  // for experts
 };
 
 template <DType kType, Packing kPacking, ScaleMode kMode>
@@ -38,11 +38,21 @@ constexpr FamilyLaunch wgmma_launch() {
   return nullptr;
 }
 
+template <DType kType, Packing kPacking, ScaleMode kMode>
+constexpr FamilyLaunch wgmma_grouped_launch() {
+#ifdef QCUTLASS_SM90A
+  if constexpr (Kind{kType, kPacking, kMode}.takes_experts_on_wgmma())
+    return WgmmaGroupedFamily<kType, kPacking, kMode>::launch;
+#endif
+  return nullptr;
+}
+
 template <DType kType, Packing kPacking, ScaleMode kMode, bool kWgmma>
 constexpr FamilyEntry kFamily = {{kType, kPacking, kMode},
                                  Family<kType, kPacking, kMode>::launch,
                                  wgmma_launch<kType, kPacking, kMode, kWgmma>(),
-                                 grouped_launch<kType, kPacking, kMode>()};
+                                 grouped_launch<kType, kPacking, kMode>(),
+                                 wgmma_grouped_launch<kType, kPacking, kMode>()};
 constexpr FamilyEntry kFamilies[] = {
 #include "families.inc"
 };
@@ -78,6 +88,23 @@ Launch::Groups groups(bool copy, void const* data, DType type, int64_t stride, i
   result.row_bytes = int(round_up(n * size, kAlignment));
   result.type = type;
   return result;
+}
+
+/// Rows of activations in the order of their experts, for kernels that read neighbours alone. Indices outside the
+/// activations are clamped, as kernels that gather by themselves do.
+void order_rows(Launch& launch, int64_t size, void* to, int64_t to_stride, cudaStream_t stream) {
+  int64_t const vectors = to_stride * size / kAlignment;
+  ExpertRows& experts = launch.experts;
+  if (experts.a_rows > 0) {
+    cutlass::gemm::threadblock::GatheredRows const source{experts.rows, int(experts.a_rows)};
+    gather_rows<<<row_grid(vectors, launch.tokens), kCopyThreads, 0, stream>>>(
+        static_cast<uint4 const*>(launch.activations), launch.activation_stride * size / kAlignment, source,
+        launch.tokens, vectors, static_cast<uint4*>(to), vectors);
+    QCUTLASS_CUDA_CHECK(cudaGetLastError());
+  }
+  launch.activations = to;
+  launch.activation_stride = to_stride;
+  experts.rows = nullptr;
 }
 
 cutlass::epilogue::thread::OutputArguments output_arguments(GemmArguments const& a, DType type) {
@@ -171,15 +198,17 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.sm_count = traits.sm_count;
 
   FamilyEntry const& entry = kFamilies[family];
-  FamilyLaunch const run = problem.grouped                       ? entry.launch_grouped
-                           : is_wgmma(kTactics[tactic].mainloop) ? entry.launch_wgmma
-                                                                 : entry.launch;
+  bool const wgmma = is_wgmma(kTactics[tactic].mainloop);
+  FamilyLaunch const run = problem.grouped ? wgmma ? entry.launch_wgmma_grouped : entry.launch_grouped
+                           : wgmma         ? entry.launch_wgmma
+                                           : entry.launch;
   if (run == nullptr) throw Unsupported("plan: '" + plan.tactic + "' needs a build for 90a-real");
   if (problem.activations.copied) {
     GemmArguments copied = a;
     copied.m = problem.activation_rows;
     prepare_activations(copied, base + space.activations, space.activation_stride, stream);
   }
+  if (space.row_bytes > 0) order_rows(launch, size_of(a.a_type), base + space.rows, space.activation_stride, stream);
   run(tactic, launch, stream);
   seen.store(true, std::memory_order_release);
   if (launch.partials != nullptr) reduce(problem.kind, launch, stream);

@@ -168,6 +168,13 @@ double fixed(Model const& model, Tactic const& t, Waves const& waves, int split_
          waves.shared * 4 * split_k * passes / (model.l2 * 1e6);
 }
 
+/// A kernel that brings the rows of experts into order: it reads and writes them.
+double ordering(Problem const& p, Model const& model, Tactic const& t) {
+  constexpr double kLaunch = 2;  // us from the beginning of one kernel to that of the next
+  if (!p.gathers_rows || !is_wgmma(t.mainloop)) return 0;
+  return kLaunch + 2.0 * static_cast<double>(p.m * p.k * p.kind.activation_bytes()) / (model.dram * 1e6);
+}
+
 }  // namespace
 
 int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic const& tactic) {
@@ -190,7 +197,7 @@ Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& t
   Cost cost;
   cost.load = load(problem, model, tactic, waves);
   cost.compute = compute(problem, model, tactic, waves);
-  cost.fixed = fixed(model, tactic, waves, split_k, cluster);
+  cost.fixed = fixed(model, tactic, waves, split_k, cluster) + ordering(problem, model, tactic);
   cost.total = model.overlapped(cost.load, cost.compute) + cost.fixed;
   return cost;
 }

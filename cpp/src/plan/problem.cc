@@ -70,16 +70,6 @@ void check_experts(GemmArguments const& arguments) {
     throw Unsupported("offsets: products of experts take 16-bit activations as they are");
 }
 
-/// Of kinds whose kernels take all rows alike.
-void check_kernels_for_experts(Kind const& kind) {
-  if (kind.takes_experts()) return;
-  bool const floats = has_float_codes(kind.packing);
-  throw Unsupported(std::string(floats ? "weight_dtype" : "minimums") +
-                    ": on CUDA products of experts take integer codes with zeros, got " +
-                    (floats ? kind.weight_bits() == 4 ? "e2m1 codes" : "e4m3 codes" : "minimums") +
-                    "; use CPU tensors, or quantise the experts' float weights to 4 or 8 bits: qcutlass quantize");
-}
-
 void check_sizes(GemmArguments const& arguments) {
   // Indices of rows, and offsets within a row or between neighbouring ones, are 32-bit in the kernels.
   constexpr int64_t kMaxRows = int64_t(1) << 30, kMaxChannels = int64_t(1) << 28;
@@ -230,7 +220,7 @@ Problem make_problem(GemmArguments const& arguments) {
   problem.weights = weights_of(arguments);
   problem.output = output_of(arguments);
   problem.kind = kind_of(arguments);
-  if (problem.grouped) check_kernels_for_experts(problem.kind);
+  problem.gathers_rows = problem.grouped && arguments.experts.rows != nullptr;
   problem.gathers = arguments.perm != nullptr || arguments.act_scale != nullptr;
   problem.activation = arguments.activation;
   problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone;

@@ -81,7 +81,11 @@ struct Kind {
   }
 
   /// There are kernels for the rows of experts.
-  constexpr bool takes_experts() const { return (product() & kWeightOnly) != 0; }
+  constexpr bool takes_experts() const { return dequantises(); }
+  /// And such of wgmma: of the modes that are common in mixtures of experts.
+  constexpr bool takes_experts_on_wgmma() const {
+    return dequantises() && (has_float_codes(packing) || !takes_any_type(mode));
+  }
 
   constexpr bool operator==(Kind const& other) const {
     return activations == other.activations && packing == other.packing && mode == other.mode;
@@ -117,8 +121,9 @@ struct Problem {
   int64_t activation_rows = 0;  ///< m, but for grouped products, which gather them
   Operand activations, weights, output;
   Kind kind;
-  bool gathers = false;   ///< the activations' columns are permuted or scaled before
-  bool finishes = false;  ///< a bias or an activation follows
+  bool gathers_rows = false;  ///< of the activations: rows of experts are anywhere
+  bool gathers = false;       ///< the activations' columns are permuted or scaled before
+  bool finishes = false;      ///< a bias or an activation follows
   Activation activation = Activation::kNone;
 
   /// Rows of the weights' scales, of all matrices.

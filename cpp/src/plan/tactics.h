@@ -164,15 +164,15 @@ inline constexpr MultistageTactic kMultistageTactics[] = {
 inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(256, 64).slices(2).stages(5).for_(kInt4Weights | kE2M1Weights),
     wgmma_rs(256, 64).stages(7).for_(kInt8Weights | kE4M3Weights),
-    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kRareWeights),
+    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kRareWeights).and_experts(),
     wgmma_rs(128, 96).slices(2).stages(7).for_(kWeightOnly),
-    wgmma_rs(128, 128).slices(2).stages(5).for_(kWeightOnly | kRareWeights),
+    wgmma_rs(128, 128).slices(2).stages(5).for_(kWeightOnly | kRareWeights).and_experts(),
     wgmma_rs(256, 128).stages(7).for_(kWeightOnly | kFloatWeights),
     wgmma_rs(128, 160).slices(2).stages(4).for_(kInt4Weights),
     wgmma_rs(128, 160).stages(7).for_(kInt8Weights),
     wgmma_rs(128, 192).stages(6).for_(kWeightOnly),
     wgmma_rs(128, 224).stages(6).for_(kWeightOnly),
-    wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kMinimums),
+    wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kMinimums).and_experts(),
 };
 
 inline constexpr WgmmaSsTactic kWgmmaSsTactics[] = {
@@ -195,7 +195,9 @@ struct Tactic {
   bool grouped = false;  ///< there is a kernel for the rows of experts
 
   constexpr bool serves(Kind const& kind) const { return (products & kind.product()) != 0; }
-  constexpr bool serves_experts(Kind const& kind) const { return grouped && kind.takes_experts() && serves(kind); }
+  constexpr bool serves_experts(Kind const& kind) const {
+    return grouped && serves(kind) && (is_wgmma(mainloop) ? kind.takes_experts_on_wgmma() : kind.takes_experts());
+  }
   constexpr bool serves(Problem const& problem) const {
     return problem.grouped ? serves_experts(problem.kind) : serves(problem.kind);
   }

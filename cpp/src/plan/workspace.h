@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "plan/problem.h"
+#include "plan/tactics.h"
 
 namespace qcutlass {
 
@@ -18,8 +18,8 @@ inline bool stores_vectors(void const* data, int64_t stride, int64_t columns, in
 
 /// Offsets of the parts of the workspace; a part that is not needed is empty. Strides are those of the copies.
 struct Workspace {
-  size_t activations, scales, zeros, partials, bytes;
-  size_t partial_bytes;
+  size_t activations, rows, scales, zeros, partials, bytes;
+  size_t partial_bytes, row_bytes;
   int64_t activation_stride, scale_stride, zero_stride;  // elements
   int64_t partial_stride;
 
@@ -44,9 +44,17 @@ struct Workspace {
       return offset;
     };
     activations = part(p.activations.copied, p.activation_rows * activation_stride * size_of(p.activations.type));
+    row_bytes = gathers_rows(p, plan) ? static_cast<size_t>(p.m * activation_stride * size_of(p.activations.type)) : 0;
+    rows = part(row_bytes > 0, static_cast<int64_t>(row_bytes));
     scales = part(w.copied_scales, p.scale_rows() * scale_stride * size_of(w.scale_type));
     zeros = part(w.copied_zeros, p.scale_rows() * zero_stride * size_of(w.zero_type));
     partials = part(partial_bytes > 0, static_cast<int64_t>(partial_bytes));
+  }
+
+ private:
+  /// Rows of experts that are anywhere are brought into order before: TMA reads neighbours.
+  static bool gathers_rows(Problem const& p, Plan const& plan) {
+    return p.gathers_rows && is_wgmma(kTactics[plan.row].mainloop);
   }
 };
 

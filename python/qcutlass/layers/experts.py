@@ -253,10 +253,8 @@ def sizes_of(module: Any) -> tuple[int, int, int]:
 
 
 def is_replaced(module: nn.Module, scheme: Scheme) -> bool:
-    """Whether there are quantised experts of this scheme for a module; on CUDA no products take floating codes."""
-    if not isinstance(scheme, WeightOnly) or gate_of(module) is None:
-        return False
-    return scheme.weight_dtype is None or not any(parameter.is_cuda for parameter in module.parameters())
+    """Whether there are quantised experts of this scheme for a module."""
+    return isinstance(scheme, WeightOnly) and gate_of(module) is not None
 
 
 def quantized_experts(module: nn.Module, scheme: Any) -> QuantExperts:

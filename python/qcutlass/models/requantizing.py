@@ -138,9 +138,7 @@ def take_float_experts(source: ModelSource) -> None:
 
 
 def _are_taken(layers: list[_Told]) -> bool:
-    """Whether one product takes all of these experts' layers, on GPUs too: there of integers without minimums."""
-    if any(layer.spec is not None and _is_for_cpus_alone(layer.spec) for layer in layers):
-        return False
+    """Whether one product takes all of these experts' layers."""
     blocks = ExpertBlocks()
     try:
         for layer in layers:
@@ -148,10 +146,6 @@ def _are_taken(layers: list[_Told]) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def _is_for_cpus_alone(spec: LayerSpec) -> bool:
-    return spec.weight_dtype is not None or "minimums" in dict(spec.buffers)
 
 
 def _spec(layer: Layer) -> LayerSpec | None:

@@ -362,7 +362,7 @@ def gemm_grouped(
 
     Raises:
         TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset,
-            a row or a column out of range; on CUDA UnsupportedError for `weight_dtype`, `minimums` and `super_scales`.
+            a row or a column out of range; on CUDA UnsupportedError for `super_scales`.
 
     Example:
         >>> import torch, qcutlass

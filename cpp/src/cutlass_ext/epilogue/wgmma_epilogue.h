@@ -11,6 +11,7 @@
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/cluster_shares.h"
+#include "cutlass_ext/epilogue/expert_output.h"
 #include "cutlass_ext/epilogue/output_op.h"
 
 namespace cutlass::epilogue::threadblock {
@@ -22,7 +23,7 @@ class WgmmaEpilogue {
   using Element = typename Mma::Element;
   using Sum = typename Mma::Accumulator;
   using Sums = typename Mma::FragmentC;
-  using Output = thread::BiasActivation<Element>;
+  using Output = std::conditional_t<Mma::kExperts, thread::ExpertOutput<Element>, thread::BiasActivation<Element>>;
   using Params = typename Output::Params;
   static constexpr int kChannels = arch::kWarpgroupRows;  // of a warpgroup
   static constexpr int kPartTokens = 16, kParts = Shape::kN / kPartTokens;
@@ -80,6 +81,7 @@ class WgmmaEpilogue {
     }
     add_bias(params, sums, channel);
     thread::activate_all(sums, params.activation);
+    if constexpr (Mma::kExperts) scale_rows(params, sums, token);
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       bool mine[kPassParts];
@@ -121,6 +123,19 @@ class WgmmaEpilogue {
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) sums[i] += bias[i / 2 % 2];
+  }
+
+  CUTLASS_DEVICE void scale_rows(Params const& params, Sums& sums, int token) const {
+    if (params.row_scale == nullptr) return;
+    token += lane() % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < Shape::kN / 8; ++block) CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const row = token + block * 8 + i;
+      float const scale = row < params.tokens ? params.row_scale[row] : 0.f;
+      sums[block * 4 + i] *= scale;
+      sums[block * 4 + 2 + i] *= scale;
+    }
   }
 
   /// A warp's 16 channels of a part, rounded: four matrices of 8 channels by 8 tokens, each stored transposed.

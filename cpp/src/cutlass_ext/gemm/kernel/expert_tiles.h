@@ -20,16 +20,8 @@ struct ExpertTiles {
   /// The tile of kTokens rows with this number; false if there are fewer. To be called by whole warps.
   template <int kTokens>
   CUTLASS_DEVICE bool find(int number, int lane, ExpertTile& tile) const {
-    // Spans of rows are those of the experts, and one of nobody before and after. A lane counts the tiles of some.
-    int const spans = experts + 2, share = (spans + 31) / 32;
-    int own = 0, begin = boundary(fast_min(lane * share, spans));
-#pragma unroll 4
-    for (int i = 0; i < share; ++i) {
-      int const end = boundary(fast_min(lane * share + i + 1, spans));
-      own += tiles<kTokens>(begin, end);
-      begin = end;
-    }
-    int before = own;  // tiles up to this lane's, then those before
+    int const own = of_lane<kTokens>(lane), share = spans_a_lane();
+    int begin, before = own;  // tiles up to this lane's, then those before
     CUTLASS_PRAGMA_UNROLL
     for (int step = 1; step < 32; step *= 2) {
       int const other = __shfl_up_sync(0xffffffff, before, step);
@@ -50,7 +42,29 @@ struct ExpertTiles {
     return true;
   }
 
+  /// Tiles of kTokens rows that there are. To be called by whole warps.
+  template <int kTokens>
+  CUTLASS_DEVICE int count(int lane) const {
+    return int(__reduce_add_sync(0xffffffff, unsigned(of_lane<kTokens>(lane))));
+  }
+
  private:
+  /// Spans of rows are those of the experts, and one of nobody before and after. A lane counts the tiles of some.
+  CUTLASS_DEVICE int spans_a_lane() const { return (experts + 2 + 31) / 32; }
+
+  template <int kTokens>
+  CUTLASS_DEVICE int of_lane(int lane) const {
+    int const spans = experts + 2, share = spans_a_lane();
+    int own = 0, begin = boundary(fast_min(lane * share, spans));
+#pragma unroll 4
+    for (int i = 0; i < share; ++i) {
+      int const end = boundary(fast_min(lane * share + i + 1, spans));
+      own += tiles<kTokens>(begin, end);
+      begin = end;
+    }
+    return own;
+  }
+
   /// Where span i begins, and the one before it ends.
   CUTLASS_DEVICE int boundary(int i) const {
     if (i == 0) return 0;

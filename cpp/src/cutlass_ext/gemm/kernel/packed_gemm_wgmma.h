@@ -6,6 +6,7 @@
 #include "cutlass/fast_math.h"
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/output_op.h"
+#include "cutlass_ext/gemm/kernel/warpgroup_registers.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_rs.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_ss.h"
 
@@ -100,7 +101,7 @@ class PackedGemmWgmma {
     else
       __syncthreads();
     if (warp / 4 == Mma::kWarpgroups) {
-      arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      arch::warpgroup_reg_dealloc<Registers::kProducer>();
       if (warp % 4 == 0 && lane == 0) produce(params, storage);
       __syncwarp();
       if (params.cluster && ends_with_share(params)) {  // as the consumers, around their exchange
@@ -108,7 +109,7 @@ class PackedGemmWgmma {
         arch::cluster_sync();
       }
     } else {
-      arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      arch::warpgroup_reg_alloc<Registers::kConsumer>();
       arch::wait_for_prior_grids();
       consume(params, storage, warp, lane);
     }
@@ -116,11 +117,7 @@ class PackedGemmWgmma {
   }
 
  private:
-  /// A launch gives every thread the same share of an SM's 65536 registers, a multiple of 8; the producers leave most
-  /// of theirs to the consumers.
-  static constexpr int kShare = 65536 / Mma::kThreads / 8 * 8, kProducerRegisters = Mma::kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = (kShare * (Mma::kWarpgroups + 1) - kProducerRegisters) / Mma::kWarpgroups;
-  static_assert(kConsumerRegisters % 8 == 0 && kConsumerRegisters <= 240, "as setmaxnreg takes them");
+  using Registers = WarpgroupRegisters<Mma::kWarpgroups>;
 
   /// Share of the k extent of a tile.
   struct Work {

@@ -16,9 +16,9 @@ namespace cutlass::gemm::threadblock {
 
 /// Shape: channels x tokens x k of a stage, which is one or more chunks of 128 bytes of a token's row. kWarpgroups
 /// share the channels. kBatch: k steps from one wait for MMAs to the next. kTurns: warpgroups issue their batches in
-/// turns.
+/// turns. kExperts: weights are several matrices, of which select_expert() names one.
 template <class Shape_, int kWarpgroups_, int kStages_, int kBatch_, bool kTurns_, class Element_,
-          qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_>
+          qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_, bool kExperts_ = false>
 class MmaPackedWgmmaRs {
  public:
   using Shape = Shape_;
@@ -26,6 +26,7 @@ class MmaPackedWgmmaRs {
   static constexpr int kStages = kStages_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr qcutlass::ScaleMode kMode = kMode_;
+  static constexpr bool kExperts = kExperts_;
   using Traits = PackedMma<Element, kPacking_, kMode>;
   using LayoutA = typename Traits::LayoutA;
   using Accumulator = typename Traits::Accumulator;
@@ -56,14 +57,15 @@ class MmaPackedWgmmaRs {
 
   struct Arguments : Traits::GlobalScale {
     TokenBoxes<Shape::kN> activations;  // [tokens][k]
-    CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
-    CUtensorMap scales;                 // [groups][channels]
+    CUtensorMap weights;                // [experts * tiles_n][tiles_k][128 words]
+    CUtensorMap scales;                 // [groups][channels], of experts [experts][groups][channels]
     CUtensorMap zeros;                  // likewise
     uint64_t weight_policy;             // of the L2 cache
     int weight_bytes;                   // of a stage, with scales and zeros
     GroupSize group_size;
     qcutlass::DType scale_type, zero_type;
     int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
+    int tiles_n;              // of an expert
   };
   /// Blocks that fetch each other's weights: the smaller operand here.
   static CUTLASS_DEVICE int sharers(Arguments const&) { return 1; }
@@ -104,11 +106,15 @@ class MmaPackedWgmmaRs {
    public:
     using Base::Base;
 
+    /// Whose weights are requested from now on.
+    CUTLASS_DEVICE void select_expert(int expert) { expert_ = expert; }
+
    private:
     CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
       barriers_.full[place].arrive_and_expect_tx(args_.weight_bytes + activation_bytes());
+      int const first_strip = channel / 16 + (kExperts ? expert_ * args_.tiles_n : 0);
       cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
-                                   k / LayoutA::kTileK, channel / 16);
+                                   k / LayoutA::kTileK, first_strip);
       if constexpr (kRows > 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int box = 0; box < kRows / kBoxRows; ++box) {
@@ -120,9 +126,16 @@ class MmaPackedWgmmaRs {
       }
     }
 
+    /// Of experts' groups none is another's: beyond the last one there are zeros, not numbers that k beyond the end
+    /// could be scaled to NaN by.
     CUTLASS_DEVICE void load_rows(CUtensorMap const& map, int place, uint8_t* to, int channel, int group) {
-      cute::SM90_TMA_LOAD_2D::copy(&map, barrier(place), args_.weight_policy, to, channel, group);
+      if constexpr (kExperts)
+        cute::SM90_TMA_LOAD_3D::copy(&map, barrier(place), args_.weight_policy, to, channel, group, expert_);
+      else
+        cute::SM90_TMA_LOAD_2D::copy(&map, barrier(place), args_.weight_policy, to, channel, group);
     }
+
+    int expert_ = 0;
   };
 
   /// A consuming warpgroup.
@@ -147,6 +160,9 @@ class MmaPackedWgmmaRs {
       for (int i = 0; i < 2 * kBatch * 4; ++i) fragments_[i / 4 / kBatch][i / 4 % kBatch][i % 4] = 0;
     }
 
+    /// Whose weights the next product has.
+    CUTLASS_DEVICE void select_expert(int expert) { expert_ = expert; }
+
     /// Requests what the next product needs beside its stages: nothing.
     CUTLASS_DEVICE void begin(int /*channel*/, int /*token*/, int /*first_k*/, int /*stages*/) {}
 
@@ -160,7 +176,10 @@ class MmaPackedWgmmaRs {
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1);
       prepare(0, 0, 0);
       this->accumulate(sums, stages);
-      args_.apply(sums);
+      if constexpr (kExperts)
+        args_.of_expert(expert_).apply(sums);
+      else
+        args_.apply(sums);
     }
 
    private:
@@ -299,6 +318,7 @@ class MmaPackedWgmmaRs {
     uint32_t fragments_[2][kBatch][4];
     uint32_t codes_[kAhead][kBatchTiles * 4];
     Operands operands_[kAhead][kBatchRows];
+    int expert_ = 0;
   };
 };
 

@@ -138,10 +138,15 @@ template <bool kExists>
 struct GlobalScale {
   template <class Sums>
   CUTLASS_DEVICE void apply(Sums&) const {}
+  CUTLASS_DEVICE GlobalScale of_expert(int) const { return {}; }
 };
 template <>
 struct GlobalScale<true> {
-  float const* global_scale;  // nullptr: 1
+  float const* global_scale;  // nullptr: 1; of experts the first one's
+
+  CUTLASS_DEVICE GlobalScale of_expert(int expert) const {
+    return {global_scale == nullptr ? nullptr : global_scale + expert};
+  }
 
   /// Scales sums, once they are complete.
   template <class T, int kCount>
