@@ -313,7 +313,7 @@ def test_lines_of_code_need_no_scrolling(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("stem", "title"),
     [
-        ("wgmma_w4a16_g128_8192x8192", "Int4 weights (groups of 128), fp16 activations: N = K = 8192"),
+        ("w4a16_g128_8192x8192", "Int4 weights (groups of 128), fp16 activations: N = K = 8192"),
         ("fp8_roofline", "Fp8 e4m3 activations by fp8 e4m3 weights, bf16 output: roofline"),
         ("quality", "Quality of quantised models"),
     ],

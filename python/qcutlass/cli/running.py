@@ -197,10 +197,10 @@ def load(
     numbers = None if dtype is None else getattr(torch, dtype.value)
     model, tokenizer = load_model(place, where, numbers, None if activations is None else activations.value)
     skipped: dict[Any, str] = {}
-    if fuse or (fuse is None and where.type == "cpu"):
+    if fuse or (fuse is None and (where.type == "cpu" or not eager)):
         skipped = dict(fuse_block(model).skipped)
-    elif fuse is None and not eager:  # between products the compiler fuses
-        skipped = dict(fuse_projections(model).skipped)
+    if fuse is None and where.type != "cpu" and not eager:  # of other families, mixtures of experts say
+        fuse_projections(model)
     for names, reason in skipped.items() if fuse else ():
         say(f"not fused: {names}: {reason}")
     return model, tokenizer

@@ -285,16 +285,18 @@ def weight_dtype(
 ) -> torch.dtype:
     """The type that the weights of a `gemm` are rounded to before they meet the activations.
 
-    float32, which holds (code - zero) * scale as it is, on the CPU, in the streaming kernels, which scale sums, and
-    beside a global scale, which is that of sums, too: the type of `a` holds codes times scales exactly there. The type of
-    `a` in the others.
+    float32, which holds (code - zero) * scale as it is, on the CPU and in the streaming kernels, which scale sums; the
+    type of `a` in the others. That type holds codes times the scales that a global scale stands beside, which kernels
+    apply to sums: float32 for these, but for dense products, whose weights are dequantised before.
 
     Args:
         a, w_packed, scales, zeros, options: as for `gemm`.
     """
-    if not a.is_cuda or options.get("global_scale") is not None:
+    if not a.is_cuda:
         return torch.float32
-    return a.dtype if plan(gemm, a, w_packed, scales, zeros, **options).rounds_weights else torch.float32
+    found = plan(gemm, a, w_packed, scales, zeros, **options)
+    scales_sums = options.get("global_scale") is not None and not found.dense
+    return a.dtype if found.rounds_weights and not scales_sums else torch.float32
 
 
 def _call(product: object, operands: tuple[Any, ...], options: dict[str, Any]) -> tuple[Kind, Call]:

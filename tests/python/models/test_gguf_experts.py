@@ -19,7 +19,6 @@ from torch import Tensor
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.models.gguf import GGUFModel
 from qcutlass.testing.models import NOISE, noise_ratio
-from qcutlass.testing.quantizing import relative_norm
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -31,9 +30,11 @@ MIXES: Final[dict[str, dict[str, str]]] = {
     "Q4_K_M": {"": "Q4_K", "ffn_down": "Q6_K", "attn_v": "Q6_K"},
     "Q2_K": {"": "Q2_K", "ffn_down": "Q3_K"},
     "Q5_1": {"": "Q5_1", "ffn_down": "Q4_1"},
+    "Q4_K, Q4_1": {"": "Q4_K", "ffn_up": "Q4_1", "ffn_down": "Q6_K"},
 }
 """Types by what a tensor's name begins with; those of the others under ""."""
-KEPT: Final = ("Q4_0", "Q8_0")
+UNLIKE: Final = "Q4_K, Q4_1"
+"""The mix whose gate and up are no one product: minimums beside zeros."""
 PLACES: Final = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
@@ -158,7 +159,7 @@ class Written:
 @pytest.mark.parametrize(
     ("kind", "mix"),
     [
-        *(("qwen3_moe", mix) for mix in MIXES),
+        *(("qwen3_moe", mix) for mix in MIXES if mix != UNLIKE),
         *((kind, mix) for kind in ("mixtral", "qwen2_moe") for mix in ("Q8_0", "Q4_K_M")),
     ],
 )
@@ -168,13 +169,24 @@ def test_logits_are_those_of_the_dequantised_model(kind: str, mix: str, tmp_path
     for anew in (False, True):
         done = models.convert(written.path, tmp_path / f"{anew}", requantize=anew, verify=True)
         assert done.layers == done.verified
-        assert bool(done.requantized) == (anew and mix not in KEPT)
-        for lost in done.requantized.values():  # zeros in place of minimums: codes and scales stay
-            assert lost.stored.endswith("minimums")
-            assert lost.error < 1e-6
+        assert not done.requantized
         model = load(tmp_path / f"{anew}")
         check_structure(model, kind)
         assert noise_ratio(logits(model), dense, exact) <= NOISE
+
+
+def test_minimums_beside_zeros_become_zeros(tmp_path: Path, seed: int) -> None:
+    written = Written(tmp_path / "tiny.gguf", "qwen3_moe", UNLIKE, seed)
+    with pytest.raises(UnsupportedError, match="--requantize"):
+        models.convert(written.path, tmp_path / "as it is")
+    done = models.convert(written.path, tmp_path / "new", requantize=True, verify=True)
+    assert len(done.requantized) == 2 * EXPERTS
+    for name, lost in done.requantized.items():  # codes and scales stay
+        assert name.endswith("gate_proj")
+        assert lost.stored.endswith("minimums")
+        assert lost.error < 1e-6
+    exact, dense = (written.logits(dtype) for dtype in (torch.float64, torch.float32))
+    assert noise_ratio(logits(load(tmp_path / "new")), dense, exact) <= NOISE
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -209,9 +221,10 @@ def test_the_commands(tmp_path: Path, seed: int) -> None:
     assert f"blk.*.ffn_gate.* 256 x 256 w4 g32 minimums {2 * EXPERTS}" in " ".join(listed.stdout.split())
     text = command("generate", written.path, "--prompt", "567", "--max-new-tokens", 4)
     assert text.exit_code == 0, text.output
-    made = command("convert", written.path, new, "--requantize", "--verify")
+    unlike = Written(tmp_path / "unlike.gguf", "qwen3_moe", UNLIKE, seed)
+    made = command("convert", unlike.path, new, "--requantize", "--verify")
     assert made.exit_code == 0, made.output
-    assert f"{2 * 2 * EXPERTS} of w4 g32 minimums: " in made.stdout
+    assert f"{2 * EXPERTS} of w4 g32 minimums: " in made.stdout
     assert "w4 g32 real zeros, anew from w4 g32 minimums (error up to" in command("inspect", new).stdout
     text = command("generate", new, "--prompt", "567", "--max-new-tokens", 4)
     assert text.exit_code == 0, text.output
@@ -221,14 +234,15 @@ def test_the_commands(tmp_path: Path, seed: int) -> None:
     load(new).save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(load(tmp_path / "saved")), logits(load(new)))
     saved = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
-    assert len(saved["requantized"]) == 2 * 2 * EXPERTS
+    assert len(saved["requantized"]) == 2 * EXPERTS
 
 
 def test_quantising_anew_by_a_method(tmp_path: Path, seed: int) -> None:
     written = Written(tmp_path / "tiny.gguf", "qwen2_moe", "Q4_K_M", seed)
     models.quantize_model(written.path, tmp_path / "new", models.Method("rtn", models_scheme()))
-    exact = written.logits(torch.float32)
-    assert relative_norm(logits(load(tmp_path / "new")), exact) < 0.1
+    exact, found = written.logits(torch.float32), logits(load(tmp_path / "new"))
+    of_tokens = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert of_tokens.median() < 0.1  # tokens near a router's boundary go to another expert
 
 
 def models_scheme() -> Any:
