@@ -166,9 +166,23 @@ TEST(GroupedSelection, OnlyTouchedExpertsCost) {
     EXPECT_GT(total, last);
     last = total;
   }
+  // But finding them among others does.
   GemmArguments const few = grouped_problem(8, 8, 1536, 2048), of_many = grouped_problem(8, 512, 1536, 2048);
-  EXPECT_EQ(candidates(few, selection::kH200).front().cost.total,
-            candidates(of_many, selection::kH200).front().cost.total);
+  std::string const tactic = select(few, selection::kH200).tactic;
+  Cost const alone = candidates(few, selection::kH200, tactic).front().cost,
+             among = candidates(of_many, selection::kH200, tactic).front().cost;
+  EXPECT_EQ(alone.load, among.load);
+  EXPECT_EQ(alone.compute, among.compute);
+  EXPECT_LT(alone.total, among.total);
+}
+
+TEST(GroupedSelection, RowsThatAreNotThereAreRefused) {
+  GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
+  arguments.experts.a_rows = 7;
+  EXPECT_THROW(candidates(arguments, selection::kH200), InvalidArgument);
+  int32_t const row = 0;
+  arguments.experts.rows = &row;
+  EXPECT_FALSE(candidates(arguments, selection::kH200).empty());
 }
 
 TEST(GroupedSelection, ManyRowsGoWithWgmma) {

@@ -32,8 +32,8 @@ struct WgmmaGroupedFamily<kType, kPacking, kMode>::Impl {
     params.channel_tiles = int(layout::ceil_div(launch.channels, Shape::kM));
     params.stages = int(layout::ceil_div(launch.k, Shape::kK));
     params.bias_bytes = size_of(launch.output.bias_type);
-    int64_t const most = params.channel_tiles * most_token_tiles(launch.tokens, experts.count, C::kTactic);
-    dim3 const grid(unsigned(std::min<int64_t>(most, launch.sm_count)));
+    params.token_tiles = int(most_token_tiles(launch.tokens, experts.count, C::kTactic));
+    dim3 const grid(unsigned(std::min(int64_t(params.channel_tiles) * params.token_tiles, int64_t(launch.sm_count))));
     launch_kernel(cutlass::device_kernel<Kernel>, launch,
                   {grid, dim3(1), C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory}, stream, params);
   }

@@ -203,7 +203,7 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
                            : wgmma         ? entry.launch_wgmma
                                            : entry.launch;
   if (run == nullptr) throw Unsupported("plan: '" + plan.tactic + "' needs a build for 90a-real");
-  if (problem.activations.copied) {
+  if (problem.activations.copied && problem.activation_rows > 0) {
     GemmArguments copied = a;
     copied.m = problem.activation_rows;
     prepare_activations(copied, base + space.activations, space.activation_stride, stream);

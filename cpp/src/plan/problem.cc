@@ -66,6 +66,9 @@ void check_experts(GemmArguments const& arguments) {
   int64_t const count = arguments.experts.count;
   if (count < 0 || count > kMostExperts)
     throw InvalidArgument("experts: expected up to " + std::to_string(kMostExperts) + ", got " + std::to_string(count));
+  if (arguments.experts.rows == nullptr && arguments.experts.a_rows < arguments.m)
+    throw InvalidArgument("rows: without them row r multiplies a[r], and a has " +
+                          std::to_string(arguments.experts.a_rows) + " rows for " + std::to_string(arguments.m));
   if (arguments.weights.packing == Packing::kW8A8 || arguments.perm != nullptr || arguments.act_scale != nullptr)
     throw Unsupported("offsets: products of experts take 16-bit activations as they are");
 }

@@ -50,9 +50,11 @@ bool splittable(Problem const& problem, Tactic const& t, int split_k) {
 }
 
 /// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.
+/// Those of experts are counted in 31; wgmma's boxes of activations are whole for fewer rows than 2^30.
 bool fits_grid(Problem const& problem, Tactic const& t) {
   constexpr int64_t kMostRows = 65535, kSwizzled = 8, kMostTiles = int64_t(1) << 26,
                     kMostBlocks = (int64_t(1) << 31) - 1;
+  if (problem.grouped && is_wgmma(t.mainloop) && problem.m >= int64_t(1) << 30) return false;
   if (problem.grouped)
     return most_token_tiles(problem.m, problem.groups, t) * layout::ceil_div(problem.n, t.channels) <= kMostBlocks;
   if (is_wgmma(t.mainloop)) return tiles(problem, t) <= kMostTiles;

@@ -30,7 +30,8 @@ class GroupedGemmWgmma {
     typename Mma::Arguments mma;
     typename OutputOp::Params output;
     ExpertTiles tiles;
-    int channel_tiles, stages;
+    int channel_tiles, token_tiles;  // token_tiles: at most, whatever the offsets are
+    int stages;
     int bias_bytes;  // of an element
   };
 
@@ -71,25 +72,27 @@ class GroupedGemmWgmma {
   class Schedule {
    public:
     CUTLASS_DEVICE Schedule(Params const& params, int lane)
-        : params_(params), lane_(lane), token_tiles_(params.tiles.template count<Shape::kN>(lane)) {}
+        : params_(params),
+          lane_(lane),
+          token_tiles_(fast_max(0, fast_min(params.tiles.template count<Shape::kN>(lane), params.token_tiles))) {}
 
     /// The next tile; false if there is none.
     CUTLASS_DEVICE bool next(Work& work) {
-      int const side = kSide * params_.channel_tiles, first = item_ / side * kSide;
-      if (item_ >= token_tiles_ * params_.channel_tiles) return false;
-      int const rest = item_ - first * params_.channel_tiles, width = fast_min(kSide, token_tiles_ - first);
+      if (item_ >= unsigned(token_tiles_ * params_.channel_tiles)) return false;
+      int const item = int(item_), first = item / (kSide * params_.channel_tiles) * kSide;
+      int const rest = item - first * params_.channel_tiles, width = fast_min(kSide, token_tiles_ - first);
       work.channel = rest / width * Shape::kM;
       params_.tiles.template find<Shape::kN>(first + rest % width, lane_, work.rows);
-      item_ += int(gridDim.x);
+      item_ += gridDim.x;
       return true;
     }
 
    private:
-    static constexpr int kSide = 4;  // as wgmma_side() has it for one matrix
+    static constexpr int kSide = 4;  // with which a wave of tiles reads the least, as in wgmma_side()
 
     Params const& params_;
     int const lane_, token_tiles_;
-    int item_ = int(blockIdx.x);
+    unsigned item_ = blockIdx.x;  // less than 2^31 but for the last step
   };
 
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
