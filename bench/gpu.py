@@ -22,11 +22,12 @@ from bench.gpu_timing import (
 )
 from bench.layer import Layer, WeightOnlyLayer
 from bench.layer_blockwise import BlockwiseLayer
+from bench.layer_w4a8 import FourByEightLayer
 from bench.layer_w8a8 import EightBitLayer
 from bench.peers.base import MAX_ERROR, Peer, Product, Skip, reason, relative_error
 from bench.peers.cublas import Cublas
 from bench.report import Report, Row
-from bench.schemes import Blockwise, Scheme, WeightOnly
+from bench.schemes import Blockwise, FourByEight, Scheme, WeightOnly
 from bench.shapes import Shape
 from qcutlass import _C
 
@@ -68,6 +69,8 @@ def layer_of(scheme: Scheme, shape: Shape, most_rows: int, device: str = "cuda")
         return WeightOnlyLayer(scheme, shape, most_rows, device)
     if isinstance(scheme, Blockwise):
         return BlockwiseLayer(scheme, shape, most_rows, device)
+    if isinstance(scheme, FourByEight):
+        return FourByEightLayer(scheme, shape, most_rows, device)
     return EightBitLayer(scheme, shape, most_rows, device)
 
 

@@ -1,4 +1,4 @@
-"""A layer of blockwise int8."""
+"""A layer of blockwise int8 or fp8."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class QuantizedOutputs:
 
 
 class BlockwiseLayer(Layer):
-    """int8 by int8 with a scale for each block of 1 x 128 and of 128 x 128; the output floating, or in such blocks.
+    """int8 by int8, or fp8 by fp8, with a scale for each block of 1 x 128 and of 128 x 128; the output floating, or of
+    int8 in such blocks.
 
     Attributes:
         a, b: codes, `[M, K]` and `[N, K]`.
@@ -47,7 +48,7 @@ class BlockwiseLayer(Layer):
         quantizes: whether the output is codes and scales.
     """
 
-    kind = "blockwise int8"
+    kind = "blockwise int8 or fp8"
 
     def __init__(self, scheme: Blockwise, shape: Shape, most_rows: int, device: str = "cuda") -> None:
         problem = self._problem = scheme.case(most_rows, *shape).random(device=device, seed=1)
@@ -57,18 +58,22 @@ class BlockwiseLayer(Layer):
         self._outputs = QuantizedOutputs()
 
     def reference(self, weight_dtype: torch.dtype) -> testing.Reference:
-        return self._problem.reference(torch.float32 if self.quantizes else None)
+        aligned = self.scheme.operands == "fp8"
+        return self._problem.reference(torch.float32 if self.quantizes else None, aligned=aligned)
 
     @cached_property
     def packed(self) -> list[list[Tensor]]:
         """Copies of (packed codes, scales)."""
-        return rotation([qcutlass.preprocess_weights(self.b, bits=8, activations="int8"), self.b_s])
+        return rotation([qcutlass.preprocess_weights(self.b, 8, self.scheme.operands), self.b_s])
 
     def dense_weight(self) -> Tensor:
-        return blockwise.weight_dequant(self.b, self.b_s, BLOCK, self.dtype)
+        fp8 = self.scheme.operands == "fp8"
+        dequantize = blockwise.fp8_weight_dequant if fp8 else blockwise.weight_dequant
+        return dequantize(self.b, self.b_s, BLOCK, self.dtype)
 
     def dense_rows(self, m: int) -> Tensor:
-        return blockwise.act_dequant(self.a[:m], self.a_s[:m], BLOCK, self.dtype)
+        each = self.a_s[:m].repeat_interleave(BLOCK, 1)[:, : self.k]
+        return (self.a[:m].float() * each).to(self.dtype)
 
     def check(self, contestant: Contestant, out: Tensor) -> float:
         reference, splits = self._rows(self.dtype, len(out)), contestant.splits
@@ -81,7 +86,8 @@ class BlockwiseLayer(Layer):
         operands = (self.a[:m], self.a_s[:m], *self.packed[index])
         if self.quantizes:
             return Call(blockwise.int8_gemm_quant, operands, {"n": self.n, "out_block_size": BLOCK})
-        return Call(blockwise.int8_gemm, operands, {"n": self.n, "out_dtype": self.dtype})
+        multiply = blockwise.fp8_gemm if self.scheme.operands == "fp8" else blockwise.int8_gemm
+        return Call(multiply, operands, {"n": self.n, "out_dtype": self.dtype})
 
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
         forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}

@@ -1,10 +1,10 @@
-"""Quantisation schemes by name: ``w4a16_g128``, ``w8a16_channel``, ``w8a8``, ``fp8_e5m2``, ``blockwise_quant``."""
+"""Quantisation schemes by name: ``w4a16_g128``, ``w4a8_g128``, ``w8a8``, ``fp8_e5m2``, ``blockwise_quant``."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -13,13 +13,14 @@ from qcutlass import testing
 
 PATTERNS: Final = (
     "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], "
-    "blockwise[_quant][_f16|_bf16]"
+    "blockwise[_quant|_fp8][_f16|_bf16], w4a8[_int8]_<g<size>|channel>[_int][_f16|_bf16]"
 )
 _DTYPE: Final = r"(?:_(f16|bf16))?"
 _WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real|min))?(?:_(f16|bf16|f32))?")
 _INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
 _FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
-_BLOCKWISE: Final = re.compile(r"blockwise(_quant)?" + _DTYPE)
+_BLOCKWISE: Final = re.compile(r"blockwise(_quant|_fp8)?" + _DTYPE)
+_FOUR_BY_EIGHT: Final = re.compile(r"w4a8(_int8)?_(?:g([1-9]\d*)|channel)(_int)?" + _DTYPE)
 _TYPES: Final = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8",
     torch.float8_e4m3fn: "fp8 e4m3", torch.float8_e5m2: "fp8 e5m2",
@@ -117,35 +118,72 @@ class EightBit:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """int8 by int8, a scale for each block of 1 x 128 and of 128 x 128.
+    """int8 by int8 or fp8 by fp8, a scale for each block of 1 x 128 and of 128 x 128.
 
     Attributes:
         name: as given.
         quantizes: whether the output is int8 in blocks, too.
         dtype: of the output otherwise, and of the dense forms.
+        a_dtype: of the activations and weights: int8 or float8_e4m3fn.
     """
 
     name: str
     quantizes: bool
     dtype: torch.dtype
+    a_dtype: torch.dtype = torch.int8
 
     @property
     def operands(self) -> Operands:
         """The type of the tensor cores' operands."""
-        return "int8"
+        return "int8" if self.a_dtype == torch.int8 else "fp8"
 
     @property
     def words(self) -> str:
         """For the titles of figures."""
-        output = "int8 in blocks" if self.quantizes else _TYPES[self.dtype]
-        return f"int8 activations by int8 weights, a scale for each block of 128, {output} output"
+        output, kind = "int8 in blocks" if self.quantizes else _TYPES[self.dtype], _TYPES[self.a_dtype]
+        return f"{kind} activations by {kind} weights, a scale for each block of 128, {output} output"
 
     def case(self, m: int, n: int, k: int) -> testing.BlockwiseCase:
         """The product of this scheme at (m, n, k)."""
-        return testing.BlockwiseCase(m, n, k, out_dtype=self.dtype)
+        return testing.BlockwiseCase(m, n, k, out_dtype=self.dtype, dtype=self.a_dtype)
 
 
-Scheme: TypeAlias = WeightOnly | EightBit | Blockwise
+@dataclass(frozen=True)
+class FourByEight:
+    """8-bit activations with a scale for each token, by 4-bit codes.
+
+    Attributes:
+        name: as given.
+        a_dtype: of the activations: int8 or float8_e4m3fn.
+        group_size: columns that share a scale; None: one scale a channel.
+        zeros: "none" (symmetric) or "int".
+        dtype: of the output.
+    """
+
+    name: str
+    a_dtype: torch.dtype
+    group_size: int | None
+    zeros: Literal["none", "int"]
+    dtype: torch.dtype
+
+    @property
+    def operands(self) -> Operands:
+        """The type of the tensor cores' operands."""
+        return "int8" if self.a_dtype == torch.int8 else "fp8"
+
+    @property
+    def words(self) -> str:
+        """For the titles of figures."""
+        groups = "a scale a channel" if self.group_size is None else f"groups of {self.group_size}"
+        zeros = ", integer zeros" if self.zeros == "int" else ""
+        return f"int4 weights ({groups}{zeros}), {_TYPES[self.a_dtype]} activations, {_TYPES[self.dtype]} output"
+
+    def case(self, m: int, n: int, k: int) -> testing.Int4Case:
+        """The product of this scheme at (m, n, k)."""
+        return testing.Int4Case(m, n, k, self.a_dtype, self.dtype, self.group_size or k, self.zeros)
+
+
+Scheme: TypeAlias = WeightOnly | EightBit | Blockwise | FourByEight
 
 
 def shape_words(shape: str) -> str:
@@ -184,8 +222,18 @@ def parse(name: str) -> Scheme:
         e5m2, dtype = match.groups()
         return EightBit(name, torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn, False, _DTYPES[dtype or "bf16"])
     if match := _BLOCKWISE.fullmatch(name):
-        quantizes, dtype = match.groups()
-        return Blockwise(name, quantizes is not None, _DTYPES[dtype or "f16"])
+        form, dtype = match.groups()
+        a_dtype = torch.float8_e4m3fn if form == "_fp8" else torch.int8
+        return Blockwise(name, form == "_quant", _DTYPES[dtype or "f16"], a_dtype)
+    if match := _FOUR_BY_EIGHT.fullmatch(name):
+        int8, group, zeros, dtype = match.groups()
+        return FourByEight(
+            name,
+            torch.int8 if int8 else torch.float8_e4m3fn,
+            int(group) if group else None,
+            "int" if zeros else "none",
+            _DTYPES[dtype or "bf16"],
+        )
     raise ValueError(f"scheme {name!r}: expected {PATTERNS}, say w4a16_g128 or w8a8")
 
 

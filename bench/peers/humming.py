@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bench.gpu_timing import Contestant, copies_for
 from bench.layer import Layer, WeightOnlyLayer
+from bench.layer_w4a8 import FourByEightLayer
 from bench.layer_w8a8 import EightBitLayer
 from bench.peers.base import Peer, Product, Skip, import_library, require
 
@@ -29,6 +30,8 @@ class Humming(Peer):
     def prepare(self, layer: Layer) -> Product:
         if isinstance(layer, EightBitLayer):
             return _eight_bit(layer)
+        if isinstance(layer, FourByEightLayer):
+            return _four_by_eight(layer)
         return _weight_only(require(layer, WeightOnlyLayer))
 
 
@@ -100,6 +103,34 @@ def _eight_bit(layer: EightBitLayer) -> Product:
 
     def contestants(m: int) -> list[Contestant]:
         a, a_scale = layer.a[:m], layer.a_scale[:m, None]
+
+        def launch(index: int, out: Tensor) -> Tensor:
+            layers[index](a, outputs=out, input_scale=a_scale)
+            return out
+
+        return [Contestant(Humming.key, launch, len(layers))]
+
+    return contestants
+
+
+def _four_by_eight(layer: FourByEightLayer) -> Product:
+    """Activations are given as codes here, too."""
+    pack = import_library("humming.ops", "humming-kernels").pack_weight
+    p = layer.problem
+    groups = -(-layer.k // p.group_size)
+    tensors = {
+        "weight": pack(p.codes.to(torch.int32).contiguous(), 4),
+        "weight_scale": p.scales.reshape(groups, layer.n).T.to(layer.dtype).contiguous(),
+    }
+    if p.zeros is not None:
+        tensors["zero_point"] = pack(p.zeros.to(torch.int32).contiguous(), 4).T.contiguous()
+    group_size = 0 if groups == 1 else p.group_size
+    config = {"dtype": "uint4", "group_size": group_size, "has_zero_point": p.zeros is not None}
+    inputs = {"dtype": _CODES[p.a.dtype], "quant_mode": "dynamic_token"}
+    layers = _layers(layer, tensors, config, input_config=inputs)
+
+    def contestants(m: int) -> list[Contestant]:
+        a, a_scale = p.a[:m], p.a_scale[:m, None]
 
         def launch(index: int, out: Tensor) -> Tensor:
             layers[index](a, outputs=out, input_scale=a_scale)

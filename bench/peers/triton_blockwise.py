@@ -1,4 +1,4 @@
-"""A plain Triton kernel of blockwise int8, `triton_kernel.py`, tiles of 128 x 128 x 128."""
+"""A plain Triton kernel of blockwise int8 and fp8, `triton_kernel.py`, tiles of 128 x 128 x 128."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class TritonBlockwise(Peer):
     def prepare(self, layer: Layer) -> Product:
         ours = require(layer, BlockwiseLayer)
         kernel, weights, kept = _kernel(), rotation([ours.b, ours.b_s]), QuantizedOutputs()
+        modes = ours.quantizes, ours.scheme.operands == "fp8"
 
         def contestants(m: int) -> list[Contestant]:
             a, a_s = ours.a[:m], ours.a_s[:m]
@@ -51,9 +52,7 @@ class TritonBlockwise(Peer):
                         out = out.new_empty(out.shape, dtype=torch.int8)
                         scales = out.new_empty((m, -(-ours.n // BLOCK)), dtype=torch.float32)
                     options = {"num_warps": warps, "num_stages": stages}
-                    kernel[grid](
-                        a, a_s, b, b_s, out, scales, m, ours.n, ours.k, BLOCK, _BAND, ours.quantizes, **options
-                    )
+                    kernel[grid](a, a_s, b, b_s, out, scales, m, ours.n, ours.k, BLOCK, _BAND, *modes, **options)
                     return kept.keep(out, scales) if ours.quantizes else out
 
                 complete = kept.numbers if ours.quantizes else None

@@ -1,4 +1,4 @@
-"""A plain Triton kernel of blockwise int8: one tile of 128 x 128 a program, one step of 128 columns at a time.
+"""A plain Triton kernel of blockwise int8 and fp8: one tile of 128 x 128 a program, one step of 128 columns at a time.
 
 The textbook form: operands through `tl.dot`, the sums of each step scaled in fp32, and no special path for few rows.
 """
@@ -24,8 +24,11 @@ def multiply(
     TILE: tl.constexpr,
     BAND: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
     """out [m, n] = blocks of a [m, k] by those of b [n, k]; codes and out_s [m, ceil(n / TILE)] with QUANTIZE.
+
+    FLOATS: the operands are e4m3 numbers.
 
     Programs go through bands of BAND tiles of rows, so that neighbouring ones share operands in L2.
     """
@@ -42,12 +45,14 @@ def multiply(
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     for block in range(blocks):
         left = k - block * TILE
-        a_codes = tl.load(a_tile, mask=(rows[:, None] < m) & (columns[None, :] < left), other=0)
-        b_codes = tl.load(b_tile, mask=(channels[None, :] < n) & (columns[:, None] < left), other=0)
+        a_codes = tl.load(a_tile, mask=(rows[:, None] < m) & (columns[None, :] < left), other=0.0 if FLOATS else 0)
+        b_codes = tl.load(b_tile, mask=(channels[None, :] < n) & (columns[:, None] < left), other=0.0 if FLOATS else 0)
         row_scales = tl.load(a_s + rows * blocks + block, mask=rows < m, other=0.0)
         scale = tl.load(b_s + tile_n * blocks + block)
-        sums = tl.dot(a_codes, b_codes, out_dtype=tl.int32)
-        total += sums.to(tl.float32) * (row_scales * scale)[:, None]
+        if FLOATS:
+            total += tl.dot(a_codes, b_codes) * (row_scales * scale)[:, None]
+        else:
+            total += tl.dot(a_codes, b_codes, out_dtype=tl.int32).to(tl.float32) * (row_scales * scale)[:, None]
         a_tile += TILE
         b_tile += TILE
 

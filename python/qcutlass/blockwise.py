@@ -25,7 +25,7 @@ Differences from the Triton kernels of the same names and shapes, on purpose:
 
 A block with NaN or infinity gets a scale of NaN or infinity and codes of 0, so that a product with it shows it.
 
-The same in float8_e4m3fn, on the CPU alone:
+The same in float8_e4m3fn:
 
     x_q, x_s = fp8_act_quant(x)         # float8_e4m3fn [..., K], float32 [..., ceil(K / 128)]
     w_q, w_s = fp8_weight_quant(w)      # float8_e4m3fn [N, K],   float32 [ceil(N / 128), ceil(K / 128)]
@@ -191,6 +191,8 @@ def fp8_gemm(
     The product of `int8_addmm`, whose inner sums, of the products of a block of columns, are here in fp32: products of
     two e4m3 numbers are exact there, and each block's sum is scaled and added to that of the blocks before it. On the
     CPU a block's sum is that of its runs of 32 columns in turn; the order inside a run depends on the number of rows.
+    Kernels for compute capability 9.0 add the products of a block with some 14 bits beside the largest, those for 8.9
+    in fp32.
 
     Args:
         a: float8_e4m3fn `[..., K]`, M rows in all, from `fp8_act_quant`. Unit stride along K avoids a copy.
@@ -206,8 +208,8 @@ def fp8_gemm(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `int8_addmm`.
-        UnsupportedError: the tensors are on a GPU, for which there is no kernel yet: there `gemm` with
-            `weight_dtype="e4m3"` multiplies the same weights by 16-bit activations.
+        UnsupportedError: the GPU has no fp8 instructions (they came with compute capability 8.9), or blocks are not of
+            128: there `gemm` with `weight_dtype="e4m3"` multiplies the same weights by 16-bit activations.
 
     Example:
         >>> import torch

@@ -138,7 +138,7 @@ TEST(Wgmma, RingsHoldWholePairsOfBatches) {
         int const stages = stages_of(t, kind), steps = t.stage_k(kind.packing) / step_k(kind.packing);
         EXPECT_GE(stages, 3);
         EXPECT_LE(stages, std::max(t.stages, 4));
-        EXPECT_EQ(stages * (steps / wgmma_batch(t)) % 2, 0);
+        EXPECT_EQ(stages * (steps / wgmma_batch(t, kind.packing)) % 2, 0);
         ++rings;
       }
   EXPECT_GT(rings, 50);

@@ -217,7 +217,7 @@ def test_rows_of_experts(seed: int) -> None:
 @pytest.mark.parametrize("kind", [DESCRIPTIONS[name] for name in ("gemm", "gemm_w8a8", "gemm_fp8", "blockwise")])
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "h200"])
 def test_explain_says_so(kind: Description, gpu: str) -> None:
-    if selection.GPUS[gpu].compute_capability < 10 * kind.capability[0] + kind.capability[1]:
+    if not kind.serves(selection.GPUS[gpu]):
         pytest.skip("no such instructions")
     few, many = (kind.random(kind.case(m, 512, 1024), seed=1) for m in (1, 500))
     free, first, last = few.explain(device=gpu), *(p.explain(device=gpu, batch_invariant=True) for p in (few, many))

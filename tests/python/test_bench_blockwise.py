@@ -16,7 +16,7 @@ import qcutlass
 from qcutlass import blockwise
 
 M, N, K = 20, 160, 256
-NAMES = ("blockwise", "blockwise_bf16", "blockwise_quant")
+NAMES = ("blockwise", "blockwise_bf16", "blockwise_quant", "blockwise_fp8")
 
 
 def layer_of(name: str) -> BlockwiseLayer:
@@ -38,8 +38,9 @@ def test_schemes_by_name() -> None:
     assert schemes.parse("blockwise") == schemes.Blockwise("blockwise", False, half)
     assert schemes.parse("blockwise_quant_bf16") == schemes.Blockwise("blockwise_quant_bf16", True, brain)
     assert schemes.parse("blockwise").operands == "int8"
+    assert schemes.parse("blockwise_fp8").operands == "fp8"
     for wrong in ("blockwise_f32", "blockwise_bf16_quant", "blockwise_azp"):
-        with pytest.raises(ValueError, match=rf"scheme '{wrong}': expected .*blockwise\[_quant\]"):
+        with pytest.raises(ValueError, match=rf"scheme '{wrong}': expected .*blockwise\[_quant\|_fp8\]"):
             schemes.parse(wrong)
 
 
@@ -87,8 +88,10 @@ def test_triton_gets_its_operands_in_order(name: str, monkeypatch: pytest.Monkey
         def run(
             self, a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, out: Tensor, out_s: Tensor, *sizes: Any, **_: int
         ) -> None:
-            assert sizes == (M, N, K, 128, 8, out.dtype == torch.int8)
-            if out.dtype == torch.int8:
+            assert sizes == (M, N, K, 128, 8, out.dtype == torch.int8, a.dtype != torch.int8)
+            if a.dtype != torch.int8:
+                blockwise.fp8_gemm(a, a_s, b, b_s, out.dtype, out=out)
+            elif out.dtype == torch.int8:
                 codes, scales = blockwise.int8_gemm_quant(a, a_s, b, b_s)
                 out.copy_(codes)
                 out_s.copy_(scales)

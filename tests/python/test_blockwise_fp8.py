@@ -79,13 +79,14 @@ def test_scales_that_are_powers_of_two(seed: int) -> None:
     assert torch.equal(codes[rows].float(), expected[rows].float())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("width", [1, 100, 256, 300])
-def test_swiglu_is_quantised_unrounded(width: int, dtype: torch.dtype, seed: int) -> None:
+def test_swiglu_is_quantised_unrounded(width: int, dtype: torch.dtype, device: str, seed: int) -> None:
     """As fp8_act_quant does the fp32 product, up to the error of the two exponentials, which may change a code by one
     step, 1/8 of its size or a subnormal one, and its block's scale by as little as they differ."""
     gate_up = torch.randn(2, 3, 2 * width, generator=torch.Generator().manual_seed(seed)).to(dtype) * 3
-    codes, scales = fp8_silu_mul_quant(gate_up)
+    codes, scales = (t.cpu() for t in fp8_silu_mul_quant(gate_up.to(device)))
     assert (codes.shape, scales.shape) == ((2, 3, width), (2, 3, -(-width // 128)))
     gate, up = gate_up.double().split(width, -1)
     exact = gate * torch.sigmoid(gate) * up
@@ -146,14 +147,6 @@ def test_wrong_arguments(call: object, error: type[Exception], message: str) -> 
     assert callable(call)
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.gpu
-def test_gpus_are_refused() -> None:
-    x = torch.ones(3, 256, device="cuda", dtype=torch.float16)
-    for quantize in (fp8_act_quant, fp8_weight_quant, fp8_silu_mul_quant):
-        with pytest.raises(UnsupportedError, match="fp8 in blocks is quantised on the CPU alone"):
-            quantize(x)
 
 
 def assert_both_oracles(case: BlockwiseCase, seed: int) -> None:
@@ -235,7 +228,31 @@ def test_types_are_those_of_the_function() -> None:
 
 
 @pytest.mark.gpu
-def test_gpus_have_no_product() -> None:
-    codes, scales = (t.cuda() for t in fp8_act_quant(torch.ones(2, 64)))
-    with pytest.raises(UnsupportedError, match=r"a: no CUDA kernel .*; use the weights with 16-bit"):
-        fp8_gemm(codes, scales, codes, torch.ones(1, 1, device="cuda"))
+def test_gpus_have_products_of_blocks_of_128_alone() -> None:
+    codes, scales = (t.cuda() for t in fp8_act_quant(torch.ones(2, 64), 64))
+    with pytest.raises(UnsupportedError, match="block size: the CUDA kernels of float8_e4m3fn take blocks of 128"):
+        fp8_gemm(codes, scales, codes, torch.ones(1, 1, device="cuda"), block_size=64)
+
+
+@pytest.mark.gpu
+@of_sizes
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantisers_agree_with_the_cpu(dtype: torch.dtype, size: int, seeds: Iterator[int]) -> None:
+    for rows, k in ((1, 1), (3, 100), (257, 333), (513, 4096), (64, 11008)):
+        x = activations(rows, k, dtype, seed := next(seeds))
+        label = f"{rows} x {k} seed={seed}"
+        for scale_fmt in (None, "ue8m0"):
+            expected = Quantized(*fp8_act_quant(x, size, scale_fmt))
+            assert_same(Quantized(*fp8_act_quant(x.cuda(), size, scale_fmt)), expected, label)
+        codes, scales = fp8_weight_quant(x, size)
+        assert_same(Quantized(*fp8_weight_quant(x.cuda(), size)), Quantized(codes, scales), label)
+        numbers = fp8_weight_dequant(codes.cuda(), scales.cuda(), size, dtype).cpu()
+        testing.assert_equal(numbers, fp8_weight_dequant(codes, scales, size, dtype), label=label)
+
+
+@pytest.mark.gpu
+def test_every_code_comes_back_on_a_gpu() -> None:
+    """NaN and subnormals, too."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128)
+    numbers = fp8_weight_dequant(codes.cuda(), torch.ones(1, 1, device="cuda"), output_dtype=torch.float32)
+    testing.assert_equal(numbers.cpu(), codes.float())

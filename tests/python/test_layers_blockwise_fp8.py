@@ -159,10 +159,9 @@ def test_weights_that_are_in_no_square_blocks(seed: int) -> None:
         use_activations(nn.Sequential(floats), "fp8")
 
 
-def test_gpus_are_refused() -> None:
-    with pytest.raises(
-        UnsupportedError, match="activations: 'fp8' is for CPU tensors; on CUDA leave it out: weights in"
-    ):
-        check_activations("fp8", torch.device("cuda"))
+def test_gpus_quantise_to_fp8_alone() -> None:
+    check_activations("fp8", torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match="activations: 'int8' is for CPU tensors; on CUDA leave it out"):
+        check_activations("int8", torch.device("cuda"))
     with pytest.raises(ValueError, match="activations: expected 'int8', 'fp8' or None, got 'int4'"):
         use_activations(nn.Sequential(layer_of(1)), "int4")

@@ -122,9 +122,23 @@ def test_wrong_options() -> None:
         Int4Linear(real)
 
 
-def test_gpus_are_refused_at_once() -> None:
-    with pytest.raises(qcutlass.UnsupportedError, match="use the scheme WeightOnly on GPUs"):
-        Int4Linear._check_device(torch.device("cuda"))
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", list(DTYPES))
+def test_a_gpu_multiplies_as_the_cpu_does(activations: Any, seed: int) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    layer = QuantLinear.from_linear(nn.Linear(256, 48), W4A8(64, activations=activations))
+    x = randn(5, 256, seed=seed).half()
+    expected, moved = layer(x), layer.to("cuda")
+    torch.testing.assert_close(moved(x.cuda()).cpu(), expected, rtol=2**-9, atol=2**-10)
+
+
+@pytest.mark.gpu
+def test_layers_stay_where_a_gpu_has_no_kernel() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    model = nn.Sequential(*(QuantLinear.from_linear(nn.Linear(96, 48), WeightOnly(4, size)) for size in (48, 32)))
+    assert use_activations(model.cuda(), "fp8") == ["1"]
 
 
 def test_models_can_have_their_activations_quantised(seed: int) -> None:

@@ -39,7 +39,7 @@ constexpr int kTileN = 16;
 constexpr int tile_k(Packing packing) { return kTileBytes * 8 / bits_of(packing) / kTileN; }
 
 /// Whether a tile is the instruction's A fragment, to be converted in registers; otherwise it is rows in shared memory.
-constexpr bool in_fragment_order(Packing packing) { return activation_bytes(packing) == 2; }
+constexpr bool in_fragment_order(Packing packing) { return packing != Packing::kW8A8; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t tiles_n(int64_t n) { return ceil_div(n, kTileN); }

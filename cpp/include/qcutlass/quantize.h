@@ -95,9 +95,10 @@ void gelu_blocks(BlockArguments const& arguments, int threads);
 namespace cuda {
 
 /// The same on the device that `stream` belongs to, which must be current; pointers are device pointers. The value of
-/// given_azp is not checked. Of blocks int8 codes alone: Unsupported for others.
+/// given_azp is not checked. Of blocks int8 and float8_e4m3 codes: Unsupported for others. Gated, float8_e4m3 alone;
+/// the same but for an error of SiLU(x) of up to 2^-20 |x|.
 void quantize(QuantizeArguments const& arguments, void* stream);
-/// The same bits, of int8 codes; Unsupported for others.
+/// The same bits.
 void dequantize_blocks(BlockArguments const& arguments, void* stream);
 /// The same but for an error of GELU of up to 2^-20 |code * scale|.
 void gelu_blocks(BlockArguments const& arguments, void* stream);

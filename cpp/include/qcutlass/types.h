@@ -42,6 +42,7 @@ enum class Packing : uint8_t {
   kW8A8,     ///< int8 or fp8 weights for activations of 8 bits (mma m16n8k32); nothing to dequantise
   kE2M1A16,  ///< in the order of kW4A16, e2m1 numbers
   kE4M3A16,  ///< in the order of kW8A16, e4m3 numbers
+  kW4A8,     ///< kW4A16 where it meets 8-bit activations: kinds of products have it, weights are packed as kW4A16
 };
 
 constexpr int bits_of(DType type) {
@@ -74,12 +75,16 @@ constexpr bool is_float8(DType type) { return type == DType::kFloat8E4M3 || type
 /// Columns, or rows and columns, that share a scale in blockwise products.
 constexpr bool is_block_size(int64_t size) { return size == 32 || size == 64 || size == 128; }
 
-constexpr int bits_of(Packing packing) { return packing == Packing::kW4A16 || packing == Packing::kE2M1A16 ? 4 : 8; }
+constexpr int bits_of(Packing packing) {
+  return packing == Packing::kW8A16 || packing == Packing::kW8A8 || packing == Packing::kE4M3A16 ? 8 : 4;
+}
 
 /// Whether codes for 16-bit activations are floating numbers: these have no zeros.
 constexpr bool has_float_codes(Packing packing) { return packing == Packing::kE2M1A16 || packing == Packing::kE4M3A16; }
 
 /// Bytes of an element of the activations.
-constexpr int activation_bytes(Packing packing) { return packing == Packing::kW8A8 ? 1 : 2; }
+constexpr int activation_bytes(Packing packing) {
+  return packing == Packing::kW8A8 || packing == Packing::kW4A8 ? 1 : 2;
+}
 
 }  // namespace qcutlass

@@ -300,6 +300,7 @@ void dequantize_packed(DequantizeArguments const& a, cudaStream_t stream) {
 void dequantize(DequantizeArguments const& a, void* stream) {
   if (a.row_end <= a.row_begin || a.weights.k == 0) return;
   switch (a.weights.packing) {
+    case Packing::kW4A8:
     case Packing::kW4A16: return dequantize_packed<Packing::kW4A16>(a, static_cast<cudaStream_t>(stream));
     case Packing::kW8A16: return dequantize_packed<Packing::kW8A16>(a, static_cast<cudaStream_t>(stream));
     case Packing::kE2M1A16: return dequantize_packed<Packing::kE2M1A16>(a, static_cast<cudaStream_t>(stream));

@@ -25,17 +25,21 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     static constexpr int kWarpgroups = kTactic.warps / 4 - 1;
     using Shape = cutlass::gemm::GemmShape<kTactic.channels, kTactic.tokens, kTactic.stage_k(kPacking)>;
     static constexpr int kStages = stages_of(kTactic, kKind);
-    template <bool kConverts, class = void>
+    template <Packing kOfWeights, class = void>
     struct MmaOf {
       using Type =
-          cutlass::gemm::threadblock::MmaPackedWgmmaRs<Shape, kWarpgroups, kStages, wgmma_batch(kTactic),
+          cutlass::gemm::threadblock::MmaPackedWgmmaRs<Shape, kWarpgroups, kStages, wgmma_batch(kTactic, kPacking),
                                                        wgmma_turns(kTactic), Element, kPacking, kMode, kExperts>;
     };
     template <class Unused>
-    struct MmaOf<false, Unused> {
+    struct MmaOf<Packing::kW4A8, Unused> {
+      using Type = cutlass::gemm::threadblock::MmaPackedWgmmaGroups<Shape, kWarpgroups, kStages, Element, kMode>;
+    };
+    template <class Unused>
+    struct MmaOf<Packing::kW8A8, Unused> {
       using Type = cutlass::gemm::threadblock::MmaPackedWgmmaSs<Shape, kTactic.warp_channels, kStages, Element, kMode>;
     };
-    using Mma = typename MmaOf<kTactic.mainloop == Mainloop::kWgmmaRs>::Type;
+    using Mma = typename MmaOf<kPacking>::Type;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kKind, kTactic.tokens);
     static_assert(Mma::kThreads == kTactic.threads());
   };

@@ -124,7 +124,8 @@ void reduce(Launch const& launch, cudaStream_t stream) {
 
 void reduce(Kind const& kind, Launch const& launch, cudaStream_t stream) {
   namespace output = cutlass::epilogue::thread;
-  if (kind.is_promoted()) return reduce<output::BlockwiseOutput>(launch, stream);
+  if (is_blockwise(kind.mode)) return reduce<output::BlockwiseOutput>(launch, stream);
+  if (kind.is_promoted()) return reduce<output::ScaledSums<float>>(launch, stream);
   switch (kind.activations) {
     case DType::kFloat16: reduce<output::BiasActivation<cutlass::half_t>>(launch, stream); break;
     case DType::kBFloat16: reduce<output::BiasActivation<cutlass::bfloat16_t>>(launch, stream); break;

@@ -104,6 +104,7 @@ unsigned blocks_for(int64_t units) { return unsigned(std::min<int64_t>(layout::c
 template <class Launch>
 void dispatch(Packing packing, Launch launch) {
   switch (packing) {
+    case Packing::kW4A8:
     case Packing::kW4A16:
     case Packing::kE2M1A16: launch(std::integral_constant<Packing, Packing::kW4A16>{}); break;
     case Packing::kW8A16:

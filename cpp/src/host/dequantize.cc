@@ -114,6 +114,7 @@ QCUTLASS_MULTIVERSION void dequantize_strip_e4m3(DequantizeArguments const& argu
 
 auto choose_dequantize_strip(Packing packing) {
   switch (packing) {
+    case Packing::kW4A8:
     case Packing::kW4A16: return dequantize_strip_w4;
     case Packing::kE2M1A16: return dequantize_strip_e2m1;
     case Packing::kE4M3A16: return dequantize_strip_e4m3;

@@ -138,6 +138,7 @@ template <class Level, class Rows>
 auto choose(WeightArguments const& weights, Rows rows) {
   bool const minimums = weights.has_minimums();
   switch (weights.packing) {
+    case Packing::kW4A8:
     case Packing::kW4A16:
       return minimums ? choose_four_bits<Level, Packing::kW4A16, true>(weights, rows)
                       : choose_four_bits<Level, Packing::kW4A16>(weights, rows);

@@ -171,8 +171,8 @@ void multiply_eight_bits(GemmArguments const& arguments, int threads) {
 void gemm(GemmArguments const& arguments, int threads) {
   if (arguments.experts.count != 0) return gemm_grouped(arguments, threads);
   Kind const kind = kind_of(arguments);
-  if (kind.is_promoted()) return gemm_blockwise(arguments, threads);
-  if (!kind.dequantises()) return gemm_w8a8(arguments, threads);
+  if (is_blockwise(kind.mode)) return gemm_blockwise(arguments, threads);
+  if (!kind.converts()) return gemm_w8a8(arguments, threads);
   check_gemm(arguments, threads);
   if (arguments.m == 0 || arguments.weights.n == 0) return;
   if (arguments.has_eight_bit_activations()) return multiply_eight_bits(arguments, threads);

@@ -24,7 +24,7 @@ constexpr int kTileK = layout::tile_k(Packing::kW8A8);
 
 void check_types(GemmArguments const& arguments) {
   bool const is_int8 = arguments.a_type == DType::kInt8;
-  check(!kind_of(arguments).dequantises() && (is_int8 || arguments.a_type == DType::kFloat8E4M3),
+  check(arguments.weights.packing == Packing::kW8A8 && (is_int8 || arguments.a_type == DType::kFloat8E4M3),
         "blockwise products take int8 or float8_e4m3 activations and W8A8 weights");
   check(is_floating(arguments.out_type) || (is_int8 && arguments.out_type == DType::kInt8),
         "out_type must be float16, bfloat16, float32 or, from int8, int8 for blockwise products");

@@ -147,6 +147,7 @@ void for_each_strip(PackArguments const& arguments, int threads, Strip const& st
 void pack(PackArguments const& arguments, int threads) {
   check_pack(arguments, threads);
   switch (arguments.packing) {
+    case Packing::kW4A8:
     case Packing::kW4A16:
     case Packing::kE2M1A16:
       check_codes(arguments, threads);
@@ -160,6 +161,7 @@ void pack(PackArguments const& arguments, int threads) {
 void unpack(PackArguments const& arguments, int threads) {
   check_pack(arguments, threads);
   switch (arguments.packing) {
+    case Packing::kW4A8:
     case Packing::kW4A16:
     case Packing::kE2M1A16: return for_each_strip(arguments, threads, unpack_strip<Packing::kW4A16>);
     case Packing::kW8A16:

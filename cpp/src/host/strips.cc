@@ -90,6 +90,7 @@ int64_t arranged_size(Packing packing, int64_t k, int64_t m) {
 MultiplyStrip multiply_strip(WeightArguments const& weights) {
   bool const minimums = weights.has_minimums();
   switch (weights.packing) {
+    case Packing::kW4A8:
     case Packing::kW4A16:
       return minimums ? for_this_machine<Packing::kW4A16, true>() : for_this_machine<Packing::kW4A16>();
     case Packing::kE2M1A16: return for_this_machine<Packing::kE2M1A16>();

@@ -74,11 +74,11 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
   double const rows = static_cast<double>(std::min<int64_t>(tile_rows, t.tokens));  // no more are read
   int const stage_k = t.stage_k(p.kind.packing), activation_size = p.kind.activation_bytes();
   double const weight_bytes = t.channels * stage_k * bits / 8.0;
-  int const scale_size = p.kind.dequantises() ? size_of(w.scale_type) + size_of(w.zero_type) : 0;
+  int const scale_size = p.kind.converts() ? size_of(w.scale_type) + size_of(w.zero_type) : 0;
   int64_t const group = w.granularity == Granularity::kGroup ? w.group : p.k;
   double const scale_bytes = t.channels * std::ceil(stage_k / static_cast<double>(group)) * scale_size;
   constexpr int kSector = 32;  // what L2 sends for the scale of a token's block
-  double const block_bytes = p.kind.is_promoted() ? rows * kSector * (stage_k / kStreamK) : 0;
+  double const block_bytes = is_blockwise(p.kind.mode) ? rows * kSector * (stage_k / kStreamK) : 0;
   double const stage = weight_bytes + scale_bytes + block_bytes + rows * stage_k * activation_size;
   double const distinct =
       static_cast<double>(p.matrices()) * static_cast<double>(p.n) * static_cast<double>(p.k) * bits / 8 +
@@ -92,8 +92,10 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
                    waves.busiest * waves.stages * stage / in_flight * latency});
 }
 
-/// Instructions per A register (two weights) of the converters, broadcasting folded: see cutlass_ext/arch/dequantize.h.
+/// Instructions per A register (two weights, or four of 8 bits) of the converters, broadcasting folded: see
+/// cutlass_ext/arch/dequantize.h and byte_difference.h.
 double convert_instructions(Kind const& kind, bool scales) {
+  if (kind.packing == Packing::kW4A8) return kind.is_float8() ? 7.5 : 4;
   if (!kind.dequantises()) return 0;
   if (kind.mode == ScaleMode::kFloat) return 10;
   if (kind.mode == ScaleMode::kMinimum) return 8;  // a fused multiply and add for each of the two

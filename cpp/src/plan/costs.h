@@ -177,13 +177,23 @@ constexpr ProductCosts blockwise_costs() {
   return c;
 }
 
+/// 4 by 8 bits: wgmma alone, whose sums leave the MMAs. Not fitted to times of its own yet.
+constexpr ProductCosts four_by_eight_costs() {
+  ProductCosts c = weight_only_costs();
+  c.wgmma.promotion = eight_bit_wgmma_costs().promotion;
+  c.wgmma.scaling = eight_bit_wgmma_costs().scaling;
+  return c;
+}
+
 /// The classes of products that have constants of their own, by name.
-enum class CostClass : uint8_t { kWeightOnly, kEightByEight, kBlockwise };
-inline constexpr char const* kCostClassNames[] = {"weight_only", "eight_by_eight", "blockwise"};
-inline constexpr ProductCosts kProductCosts[] = {weight_only_costs(), eight_by_eight_costs(), blockwise_costs()};
+enum class CostClass : uint8_t { kWeightOnly, kEightByEight, kBlockwise, kFourByEight };
+inline constexpr char const* kCostClassNames[] = {"weight_only", "eight_by_eight", "blockwise", "four_by_eight"};
+inline constexpr ProductCosts kProductCosts[] = {weight_only_costs(), eight_by_eight_costs(), blockwise_costs(),
+                                                 four_by_eight_costs()};
 
 constexpr CostClass cost_class(Kind const& kind) {
   if (kind.dequantises()) return CostClass::kWeightOnly;
+  if (kind.packing == Packing::kW4A8) return CostClass::kFourByEight;
   return kind.is_promoted() ? CostClass::kBlockwise : CostClass::kEightByEight;
 }
 

@@ -10,8 +10,8 @@ inline constexpr int kMostSharedMemory = 227 * 1024;
 
 /// Rows of scales that `k` columns of weights may need in the main loop.
 constexpr int scale_rows(ScaleMode mode, int k = kNativeGroup) {
-  if (mode == ScaleMode::kNone || is_promoted(mode)) return 0;
-  return k / (mode == ScaleMode::kNative ? kNativeGroup : kGroupStep);
+  if (mode == ScaleMode::kNone || is_blockwise(mode)) return 0;
+  return k / (is_promoted(mode) ? promoted_k(mode) : mode == ScaleMode::kNative ? kNativeGroup : kGroupStep);
 }
 /// Bytes kept per scale and per zero or minimum in shared memory: 4 where they are of any type.
 constexpr int scale_bytes(ScaleMode mode) { return takes_any_type(mode) ? 4 : 2; }
@@ -21,7 +21,7 @@ constexpr int block_row(int channels, int tokens) { return (tokens + channels / 
 
 /// The streaming loop scales sums instead of weights where a group spans many columns: nothing is rounded then.
 constexpr bool rounds_weights(Tactic const& t, ScaleMode mode) {
-  return scale_rows(mode) > 0 && (t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative);
+  return !is_promoted(mode) && scale_rows(mode) > 0 && (t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative);
 }
 
 /// Shared memory of a stage for m rows of activations.
@@ -32,7 +32,7 @@ constexpr int stage_bytes(Tactic const& t, Kind const& kind, int64_t m) {
   int const weights = t.channels * stage_k * kind.weight_bits() / 8;
   int const activations = rows * stage_k * kind.activation_bytes();
   int const scales = t.channels * scale_rows(kind.mode, stage_k) * (scale_bytes(kind.mode) + zero_bytes(kind.mode));
-  bool const in_ring = kind.is_promoted() && !is_wgmma(t.mainloop);
+  bool const in_ring = is_blockwise(kind.mode) && !is_wgmma(t.mainloop);
   int const blocks = in_ring ? stage_k / promoted_k(kind.mode) * block_row(t.channels, t.tokens) * 4 : 0;
   return weights + activations + scales + blocks;
 }
@@ -57,8 +57,9 @@ inline constexpr int kMostWgmmaCluster = 6;
 
 /// k steps from one wait of kWgmmaRs for its MMAs to the next: no more than two sets of their operands A leave
 /// registers for beside the sums; and two batches of a stage where MMAs are too short to hide looking up fine groups'
-/// scales.
-constexpr int wgmma_batch(Tactic const& t) {
+/// scales. All steps of a stage where the sums of a group leave the MMAs.
+constexpr int wgmma_batch(Tactic const& t, Packing packing) {
+  if (packing == Packing::kW4A8) return t.stage_k(packing) / step_k(packing);
   if (t.channels == 256 && t.tokens > 64) return 1;
   return t.slices == 1 && t.tokens <= 192 ? 2 : 4;
 }
@@ -94,8 +95,9 @@ constexpr int wgmma_shared_memory(Tactic const& t, Kind const& kind, int stages)
 /// batches of MMAs, which have buffers or sums in turns.
 constexpr int stages_of(Tactic const& t, Kind const& kind) {
   if (!is_wgmma(t.mainloop)) return t.stages;
-  int const batches =
-      t.mainloop == Mainloop::kWgmmaRs ? t.stage_k(kind.packing) / step_k(kind.packing) / wgmma_batch(t) : 1;
+  int const batches = t.mainloop == Mainloop::kWgmmaRs
+                          ? t.stage_k(kind.packing) / step_k(kind.packing) / wgmma_batch(t, kind.packing)
+                          : 1;
   int const step = batches % 2 == 0 ? 1 : 2;
   int stages = t.stages / step * step;
   while (stages > 2 + step && wgmma_shared_memory(t, kind, stages) > kMostSharedMemory) stages -= step;

@@ -10,14 +10,15 @@ namespace {
 
 void check_blockwise(GemmArguments const& arguments) {
   int64_t const size = arguments.blocks.size, out_size = arguments.quantized.size;
-  if (arguments.a_type == DType::kFloat8E4M3)
-    throw Unsupported(
-        "a: no CUDA kernel multiplies float8_e4m3fn activations with scales of blocks; use the weights with 16-bit "
-        "activations (gemm with weight_dtype='e4m3', as layers of fp8 folders do by default), int8 in blocks, or CPU "
-        "tensors");
-  if (arguments.weights.packing != Packing::kW8A8 || arguments.a_type != DType::kInt8)
-    throw Unsupported("a: blockwise products are of int8 activations and weights packed for them");
+  bool const is_float8 = arguments.a_type == DType::kFloat8E4M3;
+  if (arguments.weights.packing != Packing::kW8A8 || (arguments.a_type != DType::kInt8 && !is_float8))
+    throw Unsupported("a: blockwise products are of int8 or float8_e4m3fn activations and weights packed for them");
   if (!is_block_size(size)) throw InvalidArgument("block size: expected 32, 64 or 128, got " + std::to_string(size));
+  if (is_float8 && size != 128)
+    throw Unsupported("block size: the CUDA kernels of float8_e4m3fn take blocks of 128, got " + std::to_string(size) +
+                      "; quantise in blocks of 128, or use CPU tensors");
+  if (is_float8 && out_size != 0)
+    throw Unsupported("out_type: products of float8_e4m3fn do not quantise their output; quantise it afterwards");
   if (out_size != 0 && !is_block_size(out_size))
     throw InvalidArgument("block size of the output: expected 32, 64 or 128, got " + std::to_string(out_size));
   if ((arguments.out_type == DType::kInt8) != (out_size != 0) || (out_size == 0 && !is_floating(arguments.out_type)))
@@ -50,15 +51,27 @@ void check_sixteen_bits(GemmArguments const& arguments) {
   if (w.has_super_blocks())
     throw Unsupported(
         "super_scales: the CUDA kernels take scales and minimums of one level; expand them: qcutlass.expand_scales");
-  if (arguments.has_eight_bit_activations())
-    throw Unsupported(
-        "a_q: no CUDA kernel multiplies 4-bit weights by 8-bit activations; use gemm with the same weights, scales and "
-        "zeros and 16-bit activations, as layers of the scheme WeightOnly do, or CPU tensors");
   if (arguments.a_type != DType::kFloat16 && arguments.a_type != DType::kBFloat16)
     throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
   if (w.groups() > 1 && w.group_size % kGroupStep != 0)
     throw Unsupported("group_size: the CUDA kernels take multiples of " + std::to_string(kGroupStep) +
                       " or one group a channel, got " + std::to_string(w.group_size) + "; re-quantise, or use the CPU");
+}
+
+void check_four_by_eight(GemmArguments const& arguments) {
+  WeightArguments const& w = arguments.weights;
+  if (w.packing != Packing::kW4A16)
+    throw Unsupported("a_q: activations of 8 bits meet int4 codes, or weights packed for them");
+  if (w.has_minimums() || w.has_super_blocks() || is_floating(w.zero_type))
+    throw Unsupported("zeros, minimums, super_scales: with 8-bit activations weights have integer zeros, or none");
+  if (arguments.perm != nullptr || arguments.act_scale != nullptr)
+    throw Unsupported("perm, act_scale: activations of 8 bits are multiplied as they are");
+  if (!is_floating(arguments.out_type)) throw InvalidArgument("out_type: expected float16, bfloat16 or float32");
+  int64_t const step = promoted_k(ScaleMode::kGroup32);
+  if (w.groups() > 1 && w.group_size % step != 0)
+    throw Unsupported("group_size: with 8-bit activations the CUDA kernels take multiples of " + std::to_string(step) +
+                      " or one group a channel, got " + std::to_string(w.group_size) +
+                      "; use gemm with 16-bit activations, or CPU tensors");
 }
 
 void check_experts(GemmArguments const& arguments) {
@@ -69,7 +82,8 @@ void check_experts(GemmArguments const& arguments) {
   if (arguments.experts.rows == nullptr && arguments.experts.a_rows < arguments.m)
     throw InvalidArgument("rows: without them row r multiplies a[r], and a has " +
                           std::to_string(arguments.experts.a_rows) + " rows for " + std::to_string(arguments.m));
-  if (arguments.weights.packing == Packing::kW8A8 || arguments.perm != nullptr || arguments.act_scale != nullptr)
+  if (arguments.weights.packing == Packing::kW8A8 || arguments.has_eight_bit_activations() ||
+      arguments.perm != nullptr || arguments.act_scale != nullptr)
     throw Unsupported("offsets: products of experts take 16-bit activations as they are");
 }
 
@@ -99,6 +113,9 @@ ScaleMode scale_mode(GemmArguments const& arguments) {
     default: return ScaleMode::kBlock;
   }
   if (w.packing == Packing::kW8A8) return ScaleMode::kNone;
+  if (arguments.has_eight_bit_activations())
+    return w.groups() == 1 || w.group_size % promoted_k(ScaleMode::kGroup) == 0 ? ScaleMode::kGroup
+                                                                                : ScaleMode::kGroup32;
   if (has_float_codes(w.packing)) return float_code_mode(arguments);
   if (w.has_minimums()) return ScaleMode::kMinimum;
   bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
@@ -108,7 +125,8 @@ ScaleMode scale_mode(GemmArguments const& arguments) {
 
 DType weight_type(GemmArguments const& arguments) {
   switch (arguments.weights.packing) {
-    case Packing::kW4A16: return DType::kUInt4;
+    case Packing::kW4A16:
+    case Packing::kW4A8: return DType::kUInt4;
     case Packing::kW8A16: return DType::kUInt8;
     case Packing::kW8A8: return is_float8(arguments.a_type) ? DType::kFloat8E4M3 : DType::kInt8;
     case Packing::kE2M1A16: return DType::kFloat4E2M1;
@@ -131,7 +149,7 @@ Operand activations_of(GemmArguments const& a) {
   int64_t const rows = activation_rows(a);
   Operand operand;
   operand.type = a.a_type;
-  if (w.packing == Packing::kW8A8) {
+  if (w.packing == Packing::kW8A8 || a.has_eight_bit_activations()) {
     operand.granularity = a.blocks.size != 0 ? Granularity::kBlock : Granularity::kRow;
     operand.group = a.blocks.size;
     operand.scale_type = DType::kFloat32;
@@ -185,6 +203,7 @@ std::string Kind::prefix() const {
     case Packing::kW8A8: result = "w8a8_"; break;
     case Packing::kE2M1A16: result = "e2m1a16_"; break;
     case Packing::kE4M3A16: result = "e4m3a16_"; break;
+    case Packing::kW4A8: result = "w4a8_"; break;
   }
   switch (activations) {
     case DType::kFloat16: return result + "f16_";
@@ -197,7 +216,8 @@ std::string Kind::prefix() const {
 }
 
 Kind kind_of(GemmArguments const& arguments) {
-  return {arguments.a_type, arguments.weights.packing, scale_mode(arguments)};
+  Packing const packing = arguments.has_eight_bit_activations() ? Packing::kW4A8 : arguments.weights.packing;
+  return {arguments.a_type, packing, scale_mode(arguments)};
 }
 
 Problem make_problem(GemmArguments const& arguments) {
@@ -209,6 +229,8 @@ Problem make_problem(GemmArguments const& arguments) {
     throw Unsupported("out: only blockwise products quantise their output");
   if (arguments.weights.packing == Packing::kW8A8)
     check_eight_bits(arguments);
+  else if (arguments.has_eight_bit_activations())
+    check_four_by_eight(arguments);
   else
     check_sixteen_bits(arguments);
   if (arguments.experts.count != 0) check_experts(arguments);

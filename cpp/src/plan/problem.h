@@ -22,20 +22,26 @@ enum class ScaleMode : uint8_t {
   kBlock,    ///< weights as they are; the sums of every 128 k are scaled into fp32 ones
   kBlock64,  ///< the same with those of every 64 k
   kBlock32,  ///< the same with those of every 32 k
+  kGroup,    ///< codes less zeros; the sums of every 128 k are scaled into fp32 ones, by scales of channels
+  kGroup32,  ///< the same with those of every 32 k
 };
 
-inline constexpr char const* kScaleModeNames[] = {"native", "fine",  "float",   "minimum",
-                                                  "none",   "block", "block64", "block32"};
+inline constexpr char const* kScaleModeNames[] = {"native", "fine",    "float",   "minimum", "none",
+                                                  "block",  "block64", "block32", "group",   "group32"};
 
-/// Whether weights are scaled in fp32, which takes scales and offsets of any type.
-constexpr bool takes_any_type(ScaleMode mode) { return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum; }
+/// Whether weights, or sums, are scaled in fp32, which takes scales and offsets of any type.
+constexpr bool takes_any_type(ScaleMode mode) {
+  return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum || mode >= ScaleMode::kGroup;
+}
 
 /// Whether sums leave the tensor cores' accumulators before the epilogue, to be scaled and added in fp32.
 constexpr bool is_promoted(ScaleMode mode) { return mode >= ScaleMode::kBlock; }
 /// k whose sums do so together, where they do.
 constexpr int promoted_k(ScaleMode mode) {
-  return mode == ScaleMode::kBlock ? 128 : mode == ScaleMode::kBlock64 ? 64 : 32;
+  return mode == ScaleMode::kBlock || mode == ScaleMode::kGroup ? 128 : mode == ScaleMode::kBlock64 ? 64 : 32;
 }
+/// Whether they are scaled by blocks, of tokens and of weights.
+constexpr bool is_blockwise(ScaleMode mode) { return is_promoted(mode) && mode < ScaleMode::kGroup; }
 
 /// The kinds of products that a tactic is built for, as a set.
 enum Products : uint16_t {
@@ -43,11 +49,12 @@ enum Products : uint16_t {
   kInt8Weights = 2,    ///< 16-bit activations by int8 weights
   kInt8 = 4,           ///< int8 by int8, a scale for each row and channel
   kFloat8 = 8,         ///< fp8 by fp8, a scale for each row and channel
-  kBlockwise = 16,     ///< int8 by int8, a scale for each block of 128
+  kBlockwise = 16,     ///< int8 by int8 or fp8 by fp8, a scale for each block of 128
   kSmallBlocks = 32,   ///< int8 by int8, a scale for each smaller block
   kE2M1Weights = 64,   ///< 16-bit activations by e2m1 weights
   kE4M3Weights = 128,  ///< 16-bit activations by e4m3 weights
   kMinimums = 256,     ///< 16-bit activations by integer weights with minimums
+  kFourByEight = 512,  ///< 8-bit activations by int4 weights
 };
 constexpr Products operator|(Products a, Products b) { return Products(uint16_t(a) | uint16_t(b)); }
 inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kFloatWeights = kE2M1Weights | kE4M3Weights,
@@ -64,15 +71,18 @@ struct Kind {
 
   constexpr int weight_bits() const { return bits_of(packing); }
   constexpr int activation_bytes() const { return qcutlass::activation_bytes(packing); }
-  /// Weights are converted to the activations' type before they are multiplied; otherwise both have 8 bits.
+  /// Scaled weights of 16 bits are multiplied; otherwise both operands have 8 bits.
   constexpr bool dequantises() const { return activation_bytes() == 2; }
+  /// Codes are converted in registers.
+  constexpr bool converts() const { return layout::in_fragment_order(packing); }
   constexpr bool is_float8() const { return qcutlass::is_float8(activations); }
   /// Sums leave the tensor cores' accumulators before the epilogue.
   constexpr bool is_promoted() const { return qcutlass::is_promoted(mode); }
   /// Compute capability that the instructions need.
-  constexpr int capability() const { return is_float8() ? 89 : 80; }
+  constexpr int capability() const { return packing == Packing::kW4A8 ? 90 : is_float8() ? 89 : 80; }
 
   constexpr Products product() const {
+    if (packing == Packing::kW4A8) return kFourByEight;
     if (is_promoted()) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
     if (has_float_codes(packing)) return weight_bits() == 4 ? kE2M1Weights : kE4M3Weights;
     if (mode == ScaleMode::kMinimum) return kMinimums;

@@ -218,6 +218,13 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
         std::to_string(device.compute_capability / 10) + "." + std::to_string(device.compute_capability % 10) +
         ", and runs code for " + std::to_string(device.code_capability / 10) + "." +
         std::to_string(device.code_capability % 10) + ". Use int8 activations, or CPU tensors");
+  if (problem.kind.packing == Packing::kW4A8 && !device.wgmma)
+    throw Unsupported(
+        "a_q: products of 4-bit weights by 8-bit activations need a GPU of compute capability 9.0 and a build for "
+        "90a-real; this one has " +
+        std::to_string(device.compute_capability / 10) + "." + std::to_string(device.compute_capability % 10) +
+        ". Use gemm with the same weights, scales and zeros and 16-bit activations, as layers of the scheme WeightOnly "
+        "do, or CPU tensors");
   bool const dense_forced = !problem.grouped && tactic == dense::tactic(problem);
   bool const one_order = arguments.batch_invariant && !sums_exactly(problem.kind, problem.activation);
   if (dense_forced && one_order)

@@ -281,7 +281,9 @@ def convert(
     ] = False,
     activations: Annotated[
         QuantizedActivations | None,
-        typer.Option(help="Have layers of 4 bits with whole zero points quantise each token (W4A8; CPU)."),
+        typer.Option(
+            help="Have layers of 4 bits with whole zero points quantise each token (W4A8; CPU, compute capability 9.0)."
+        ),
     ] = None,
     lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,

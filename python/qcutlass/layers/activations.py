@@ -7,9 +7,10 @@ from typing import Final
 import torch
 from torch import nn
 
+from qcutlass.errors import UnsupportedError
 from qcutlass.formats.fp8 import in_blocks
 from qcutlass.formats.layers import for_eight_bits
-from qcutlass.layers.base import from_layer
+from qcutlass.layers.base import QuantLinear, from_layer
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.weight_only import check_quantized_activations
 
@@ -23,9 +24,10 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     Args:
         model: with layers from `replace_linear`, `load_model` or by hand, fused ones, too; changed in place.
         activations: None: as they are; "int8": quantised, as `gemm` describes it, by layers on the CPU; "fp8": layers
-            on the CPU of e4m3 weights with scales of square blocks become `BlockwiseLinear`s, with `fp8_gemm` as their
-            product, and those of 4-bit codes with integer zeros, or none, `Int4Linear`s, with `gemm_w4a8`. These stay:
-            load the model again for the former ones. Fuse layers after it, not before.
+            of e4m3 weights with scales of square blocks become `BlockwiseLinear`s, with `fp8_gemm` as their product,
+            and those of 4-bit codes with integer zeros, or none, `Int4Linear`s, with `gemm_w4a8`, but for those on a
+            GPU whose kernels do not take them. These stay: load the model again for the former ones. Fuse layers after
+            it, not before.
 
     Returns:
         Names of the layers. Others are left as they are: with "int8" those with groups that are no multiple of 16
@@ -34,7 +36,7 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     Raises:
         TypeError: `model` is no module, or `activations` neither a name nor None.
         ValueError: `activations` is another name, or the model has no such layer.
-        UnsupportedError: a layer is on a GPU.
+        UnsupportedError: a layer is on a GPU, with "int8".
 
     Example:
         >>> import torch, qcutlass
@@ -75,8 +77,11 @@ def _use_fp8(model: nn.Module) -> list[str]:
         if type(module) is WeightOnlyLinear and module not in made:
             stored = module.canonical()
             layer = for_eight_bits(stored, "fp8") if module.weight_dtype is None else in_blocks(stored)
-            if layer is not None and name:
-                made[module] = from_layer(layer, name, module.activation).train(module.training)
+            if layer is None or not name:
+                continue
+            quantised = from_layer(layer, name, module.activation).train(module.training)
+            if _runs(quantised):
+                made[module] = quantised
     if not made:
         raise ValueError(
             "model: expected layers of 4-bit codes with integer zeros, or of e4m3 weights with scales of square blocks "
@@ -87,3 +92,15 @@ def _use_fp8(model: nn.Module) -> list[str]:
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, made[modules[name]])
     return replaced
+
+
+def _runs(layer: QuantLinear) -> bool:
+    """Whether the device of a layer's weights has a kernel for it: on a GPU a product tells."""
+    device = layer.layout.device
+    if device.type != "cuda":
+        return True
+    try:
+        layer(torch.zeros((1, layer.in_features), dtype=torch.float16, device=device))
+    except UnsupportedError:
+        return False
+    return True

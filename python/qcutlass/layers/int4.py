@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,11 +9,10 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.eight_bit import quantize_activations
-from qcutlass.errors import UnsupportedError
 from qcutlass.formats.layers import CanonicalInt4, canonical_int4
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
-from qcutlass.layers.packed import PackedModule, Parts
+from qcutlass.layers.packed import Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products import dequantize, gemm_w4a8, preprocess_weights
 from qcutlass.products.checks import short
@@ -25,7 +23,7 @@ from qcutlass.schemes import W4A8
 
 
 class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
-    """A linear layer on `qcutlass.gemm_w4a8`, on the CPU: each token is quantised, then one product.
+    """A linear layer on `qcutlass.gemm_w4a8`: each token is quantised, then one product.
 
     `QuantLinear` says what all quantised layers do. Buffers: `w_packed`, `scales`, integer `zeros` or None, `bias` or
     None, `act_scale` `[K]` or None, by which the input is multiplied first, and `perm` int32 `[K]` or None: column k
@@ -42,7 +40,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
     Raises:
         TypeError, ValueError: as for `gemm_w4a8`; also where `perm` holds values outside [0, K), or zeros such outside
             [0, 16], on any device.
-        UnsupportedError: the weights are on a GPU, or go there: use the scheme `WeightOnly`.
+        UnsupportedError: a call has its tensors on a GPU that has no kernel for it: use the scheme `WeightOnly`.
 
     Example:
         >>> import torch, qcutlass
@@ -74,7 +72,6 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
             raise TypeError(f"quantized: expected a qcutlass.QuantizedTensor, got {type(quantized).__name__}")
         if quantized.bits != 4 or quantized.weight_dtype is not None or quantized.minimums is not None:
             raise ValueError("quantized: expected integer codes of 4 bits with zeros or none; use WeightOnlyLinear")
-        self._check_device(quantized.codes.device)
         n, k = quantized.shape
         parts = {
             "w_packed": preprocess_weights(quantized.codes, 4, W4A8(activations=activations).activations),
@@ -92,7 +89,6 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
         cls, linear: nn.Linear, scheme: W4A8, statistics: ActivationStatistics | None, activation: str | None
     ) -> Int4Linear:
         """Statistics are not used: each token has its own scale."""
-        cls._check_device(linear.weight.device)
         weights = WeightOnlyLinear.of_weight(linear.weight, scheme.weights, copy_of_bias(linear)).canonical()
         return Int4Linear(weights.weight, scheme.activations, bias=weights.bias, activation=activation)
 
@@ -109,18 +105,6 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
         weight = QuantizedTensor(codes, scales, zeros, spec.bits, spec.columns(k))
         activations: Any = spec.kind.removeprefix("w4a8_")
         return Int4Linear(weight, activations, **buffers)
-
-    @staticmethod
-    def _check_device(device: torch.device) -> None:
-        if device.type == "cuda":
-            raise UnsupportedError(
-                "layer: no CUDA kernel multiplies 4-bit weights by 8-bit activations; use the scheme WeightOnly on "
-                "GPUs, which multiplies 16-bit ones, or keep the layer on the CPU"
-            )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        self._check_device(fn(self.layout).device)
-        return super()._apply(fn, recurse)
 
     def _check(self, parts: Parts) -> None:
         w_packed, perm = parts["w_packed"], parts["perm"]

@@ -147,7 +147,8 @@ def convert(
             multiplies (`DequantizedLinear`), and experts of a form that their product does not take. `Conversion`, the
             folder's `config.json` and `inspect` say which, and what they lost. False: such a layer is refused.
         activations: "fp8" or "int8": layers of 4-bit codes with integer zeros, or none, become those of the scheme
-            `W4A8`, which run on the CPU alone; others, experts and what `skip` names stay as they are. None: all do.
+            `W4A8`, which run on the CPU and on GPUs of compute capability 9.0; others, experts and what `skip` names
+            stay as they are. None: all do.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.

@@ -204,13 +204,18 @@ def gemm_w4a8(
     split_k: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Multiplies int8 or fp8 activations by 4-bit weights: `activation(a_scale * sum + bias)`. CPU only.
+    """Multiplies int8 or fp8 activations by 4-bit weights: `activation(a_scale * sum + bias)`.
 
     `sum[m, n] = sum over g of scales[g, n] * (sum over k in g of a_q[m, k] * (code[n, k] - zero[g, n]))` in fp32, with
     g = k // group_size; the rest is computed in fp32 from left to right, then rounded once. Inner sums of int8 over up
     to 512 columns are exact integers where groups are multiples of 16 columns, or one a channel, and zeros lie in
     [0, 16]; other groups, and fp8, are summed in fp32 of weights `(code - zero) * scale`, which are exact with scales
     of 16 bits. NaN propagates. This is the product of QServe and other W4A8 schemes (Lin et al., 2024).
+
+    On a GPU, which must have wgmma (compute capability 9.0): codes less zeros are operands of 8 bits, sums of up to 128
+    columns leave the MMAs to be scaled. Those of int8 are exact there, too; fp8 MMAs keep some 14 bits beside the
+    largest product or sum. A channel has NaN where its zero has no exact differences: outside [-1, 16] with fp8,
+    [-112, 128] with int8.
 
     Args:
         a_q: int8 or float8_e4m3fn `[..., K]`, M rows in all. Unit stride along K avoids a copy.
@@ -220,18 +225,20 @@ def gemm_w4a8(
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
         zeros: uint8, int8 or int32, shaped as `scales`; None: 8 everywhere.
-        bias, activation, group_size, batch_invariant: as for `gemm`; groups may have any size.
+        bias, activation, group_size, batch_invariant: as for `gemm`; groups may have any size, on a GPU multiples of
+            32, or one a channel.
         out_dtype: float16, bfloat16 or float32.
         n: None, or N, as `scales` tell it.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
-        tactic, split_k: of GPUs' kernels, of which there is none.
+        tactic, split_k: as for `gemm`.
 
     Returns:
         `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `gemm`.
-        UnsupportedError: the tensors are on a GPU; use `gemm` with 16-bit activations there.
+        UnsupportedError: the GPU has no wgmma, no kernel was built for it, or it takes no such groups: use `gemm` with
+            16-bit activations there.
 
     Example:
         >>> import torch, qcutlass

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from qcutlass import _C
 from qcutlass._C import Operand
-from qcutlass.errors import UnsupportedError
 from qcutlass.products.checks import (
     DEVICES,
     FLOATING,
@@ -30,15 +29,6 @@ TYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Types of activations by the name that `preprocess_weights` and schemes have for them."""
 _ACTIVATIONS: Final = tuple(TYPES.values())
 _ZEROS: Final = (torch.uint8, torch.int8, torch.int32)
-
-
-def check_kernels(device: torch.device) -> None:
-    """Raises UnsupportedError unless `device` multiplies 4-bit weights by 8-bit activations."""
-    if device.type == "cuda":
-        raise UnsupportedError(
-            "a_q: no CUDA kernel multiplies 4-bit weights by 8-bit activations; use gemm with the same weights, scales "
-            "and zeros and 16-bit activations, as layers of the scheme WeightOnly do, or CPU tensors"
-        )
 
 
 class Int4Call(NamedTuple):
@@ -99,7 +89,6 @@ class Int4Call(NamedTuple):
         check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
         if out is not None:
             check_out("a_q", a, out, shape.n, self.out_dtype, " (out_dtype)")
-        check_kernels(device)
         return shape
 
     def prepared(self, shape: WeightShape) -> Int4Call:

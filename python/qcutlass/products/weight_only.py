@@ -26,16 +26,6 @@ from qcutlass.products.packing import PackedWeights, WeightShape, check_weights,
 
 PERM: Final = (torch.int32,)
 ACTIVATIONS_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
-_NOT_ON_CUDA: Final = {
-    "int8": (
-        "activations: 'int8' is for CPU tensors; on CUDA leave it out, or quantise the weights to int8, too, and use "
-        "gemm_w8a8"
-    ),
-    "fp8": (
-        "activations: 'fp8' is for CPU tensors; on CUDA leave it out: weights in blocks multiply 16-bit activations "
-        "there"
-    ),
-}
 _GROUP_STEP: Final = 16  # of the kernels for CUDA, and of those for int8 activations
 
 
@@ -55,8 +45,11 @@ def check_quantized_activations(
         raise TypeError(f"activations: expected {names}, got {type(activations).__name__}")
     if activations not in allowed:
         raise ValueError(f"activations: expected {names}, got {activations!r}")
-    if device.type == "cuda":
-        raise UnsupportedError(_NOT_ON_CUDA[activations])
+    if device.type == "cuda" and activations == "int8":
+        raise UnsupportedError(
+            "activations: 'int8' is for CPU tensors; on CUDA leave it out, or quantise the weights to int8, too, and "
+            "use gemm_w8a8"
+        )
 
 
 def check_groups(shape: WeightShape, device: torch.device) -> None:

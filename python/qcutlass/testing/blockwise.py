@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, UNIT_ROUNDOFF, Reference, activate, bound
+from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, UNIT_ROUNDOFF, Reference, activate, bound
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
 _TINY: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
@@ -42,7 +42,8 @@ class BlockwiseReference(Reference):
 
     The sum s of an fp8 block is that of exact products, and has the error of any fp32 sum of its c columns, with
     q the root of the sum of their squares: 2^-23 * (c/8 + 16) * (|s| + 4q), which its scale multiplies. `inner` is what
-    all blocks have of it; it adds to the above.
+    all blocks have of it; it adds to the above. Where asynchronous MMAs add the products, some 14 bits are kept, as in
+    `EightBitReference`: 2^-12 * (3 * sum|t| + 40Q) more, Q the root of the sum of squares of all blocks' scaled terms.
 
     Attributes:
         magnitude: float64 `[M, N]`, sum|t|.
@@ -101,10 +102,12 @@ class BlockwiseProblem:
             columns = slice(start, start + self.block_size)
             yield a[:, columns], b[:, columns], a_s[:, block, None] * b_s[:, block]
 
-    def reference(self, out_dtype: torch.dtype | None = None) -> BlockwiseReference:
-        """The float64 answer, and what its bound needs; `out_dtype`: instead of the problem's."""
+    def reference(self, out_dtype: torch.dtype | None = None, *, aligned: bool = False) -> BlockwiseReference:
+        """The float64 answer, and what its bound needs; `out_dtype`: instead of the problem's; `aligned`: asynchronous
+        MMAs add fp8 products."""
         m, n, k = self.shape
-        total, magnitude, inner = (torch.zeros(m, n, dtype=torch.float64, device=self.a.device) for _ in range(3))
+        zeros = (torch.zeros(m, n, dtype=torch.float64, device=self.a.device) for _ in range(4))
+        total, magnitude, inner, squares = zeros
         for a, b, scale in self._blocks():
             term = (a @ b.T) * scale
             total += term
@@ -112,6 +115,9 @@ class BlockwiseProblem:
             if self.b.dtype != _INT8:
                 spread = (a.square() @ b.square().T).sqrt() * scale.abs()
                 inner += 2 * _ROUNDING * (a.shape[1] / 8 + 16) * (term.abs() + 4 * spread)
+                squares += spread.square()
+        if aligned:
+            inner += ALIGNMENT * (3 * magnitude + 40 * squares.sqrt())
         bias = None if self.bias is None else self.bias.double()
         dtype = self.out_dtype if out_dtype is None else out_dtype
         blocks, rounded = ceil_div(k, self.block_size), None if self.b.dtype == _INT8 else inner

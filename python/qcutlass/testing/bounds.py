@@ -17,6 +17,8 @@ _STEP: Final = 2.0**-23  # tensor cores truncate inside a step: a whole unit in 
 _TINY: Final = 2.0**-25  # half of fp16's smallest subnormal
 EXACT_LIMIT: Final = 2**24
 """fp32 holds every integer up to here."""
+ALIGNMENT: Final = 2.0**-12
+"""What the asynchronous MMAs of sm_90 lose of sums of fp8 products: see `EightBitReference`."""
 _EVALUATION: Final = 2.0**-22  # error of an activation function computed in fp32, relative to its argument
 
 # Largest slope of each activation, rounded up: how much an error of the argument can grow.

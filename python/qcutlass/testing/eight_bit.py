@@ -9,14 +9,13 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, GATES, UNIT_ROUNDOFF, Reference, finished_by
+from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, GATES, UNIT_ROUNDOFF, Reference, finished_by
 
 Scope: TypeAlias = Literal["none", "one", "each"]
 """Whether there is none of a parameter, one, or one for each row or channel."""
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
 _TINY: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
-_ALIGNMENT: Final = 2.0**-12
 _INT8: Final = torch.int8
 
 
@@ -53,7 +52,7 @@ class EightBitReference(Reference):
         if not self.accumulates:
             return 3 * _ROUNDING * self.sum.abs()
         error = super().sum_error(splits) + 2 * _ROUNDING * self.sum.abs()
-        return error + _ALIGNMENT * (3 * self.sum.abs() + 40 * self.spread) if self.aligned else error
+        return error + ALIGNMENT * (3 * self.sum.abs() + 40 * self.spread) if self.aligned else error
 
     @property
     def underflow(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, UNIT_ROUNDOFF, Reference, reference
+from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, UNIT_ROUNDOFF, Reference, reference
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
 _STEP: Final = 16
@@ -17,8 +17,8 @@ _STEP: Final = 16
 _TILE: Final = 64
 _MOST_COLUMNS: Final = 512
 _SPAN: Final = 16
-_MOST_EXACT: Final = {torch.int8: 127, torch.float8_e4m3fn: 16}
-"""Integers up to here are activations of the type."""
+_MOST_EXACT: Final = {torch.int8: 127, torch.float8_e4m3fn: 4}
+"""Integers up to here are activations of the type; of fp8 those of whose products 128 sum to 2^13 at most."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,28 @@ class Int4Reference(Reference):
     Elsewhere weights are those of a weight-only product in fp32, whose bound it is, and one more rounding by the row's
     scale.
 
+    The asynchronous MMAs of sm_90 add fp8 products of a run with some 14 bits, as in `EightBitReference`: beside the
+    above 2^-12 * (3 * sum|t| + 40Q), Q the root of the sum of squares of all terms.
+
     Attributes:
         magnitude: float64 `[M, N]`, sum of |t| over runs; None: sums are not of integers.
         runs: R.
+        aligned: float64 `[M, N]`, sum of |t| over the runs of such MMAs; None: there are none.
     """
 
     magnitude: Tensor | None = None
     runs: int = 0
+    aligned: Tensor | None = None
 
     def rows(self, begin: int, end: int) -> Int4Reference:
-        magnitude = None if self.magnitude is None else self.magnitude[begin:end]
-        return replace(self, sum=self.sum[begin:end], spread=self.spread[begin:end], magnitude=magnitude)
+        parts = {name: getattr(self, name) for name in ("sum", "spread", "magnitude", "aligned")}
+        return replace(self, **{name: None if part is None else part[begin:end] for name, part in parts.items()})
 
     def sum_error(self, splits: int) -> Tensor:
-        if self.magnitude is None:
-            return super().sum_error(splits) + _ROUNDING * self.sum.abs()
-        return _ROUNDING * (self.runs + 2) * self.magnitude
+        if self.magnitude is not None:
+            return _ROUNDING * (self.runs + splits + 1) * self.magnitude
+        error = super().sum_error(splits) + _ROUNDING * self.sum.abs()
+        return error if self.aligned is None else error + ALIGNMENT * (3 * self.aligned + 40 * self.spread)
 
 
 def columns_of_a_run(group_size: int, k: int) -> int:
@@ -106,20 +112,23 @@ class Int4Problem:
         """float64 `[M, N]`, before the row's scale."""
         return self.rows() @ self.weight().T
 
-    def reference(self) -> Int4Reference:
-        """The float64 answer."""
+    def reference(self, *, promoted: int | None = None) -> Int4Reference:
+        """The float64 answer; `promoted`: columns after which a GPU's sums leave its MMAs."""
         k = self.shape[2]
         found = reference(self.rows(), self.weight(), bias=self.bias, activation=self.activation)
         row_scale = self.row_scale()
         whole = self.group_size >= k or self.group_size % _STEP == 0
-        magnitude, runs = None, 0
-        if whole and self.a.dtype == torch.int8:
-            run = columns_of_a_run(self.group_size, k)
+        magnitude, aligned, runs = None, None, 0
+        if (whole and self.a.dtype == torch.int8) or promoted is not None:
+            run = promoted or columns_of_a_run(self.group_size, k)
             a, w, runs = self.rows(), self.weight(), -(-k // run)
             parts = ((a[:, at : at + run] @ w[:, at : at + run].T).abs() for at in range(0, k, run))
             magnitude = sum(parts, torch.zeros_like(found.sum)) * row_scale.abs()
+        if self.a.dtype != torch.int8:
+            magnitude, aligned = None, magnitude
         total, spread = found.sum * row_scale, found.spread * row_scale.abs()
-        return Int4Reference(total, spread, k, found.bias, self.activation, self.out_dtype, magnitude, runs)
+        options = found.bias, self.activation, self.out_dtype
+        return Int4Reference(total, spread, k, *options, magnitude, runs, aligned)
 
     def __repr__(self) -> str:
         m, n, k = self.shape

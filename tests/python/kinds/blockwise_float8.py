@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tests.python.blockwise import SIZES
 from tests.python.kinds import blockwise as of_int8
 from tests.python.kinds.blockwise import BLOCKS, OF_OUT, SIZE, K, M, Model, N
 from tests.python.kinds.description import ACTIVATIONS, FLOATS, Draw, Judged, Refusal, Row
 from torch import Tensor
 
-from qcutlass import _C, blockwise
-from qcutlass.testing import BlockwiseCase
+import qcutlass
+from qcutlass import _C, blockwise, testing
+from qcutlass.testing import BlockwiseCase, BlockwiseProblem
 
 FP8 = torch.float8_e4m3fn
 
@@ -97,18 +97,17 @@ def draw(size: int) -> Draw:
 
 
 class BlockwiseFloat8(of_int8.BlockwiseInt8):
-    """As that of int8 but for the operands' type, and without kernels."""
+    """As that of int8 but for the operands' type; GPUs have blocks of 128 alone."""
 
     name = "blockwise, fp8"
     function = staticmethod(blockwise.fp8_gemm)
-    has_kernels = False
     capability = (8, 9)
     not_finite = ("a", "a_s", "b_s", "bias")
 
     whole = BlockwiseCase(M, N, K, bias=True, activation="silu", dtype=FP8)
     refusals = REFUSALS
 
-    benched = ()
+    benched = ("blockwise_fp8",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +122,15 @@ class BlockwiseFloat8(of_int8.BlockwiseInt8):
             for dtype in FLOATS
         }
         self.narrow = {name: [of_fp8(case) for case in cases] for name, cases in self.narrow.items()}
-        self.families = {f"blocks of {size}": draw(size) for size in SIZES}
-        self.asynchronous = {}
-        self.explained = {}
+        self.families = {"blocks of 128": draw(128)}
+        self.variants = {"blocks of 128": {}}
+        self.asynchronous = {"blockwise, fp8": {"bias": True}}
+        self.explained = {
+            "plain": (
+                {"bias": False},
+                "float8_e4m3fn activations by {n} x {k} float8_e4m3fn weights, blocks of 128, float16 out",
+            )
+        }
 
     def case(self, m: int, n: int, k: int, **options: Any) -> BlockwiseCase:
         return BlockwiseCase(m, n, k, **{"bias": True, "dtype": FP8} | options)
@@ -134,6 +139,13 @@ class BlockwiseFloat8(of_int8.BlockwiseInt8):
         result = super().arguments(case)
         result.a_type = _C.DType.FLOAT8_E4M3
         return result
+
+    def reference(self, problem: BlockwiseProblem, **forced: Any) -> testing.BlockwiseReference:
+        """Within the bound of asynchronous MMAs where these multiply."""
+        if not problem.a.is_cuda or problem.a.numel() == 0:
+            return problem.reference()
+        tactic = forced.get("tactic") or qcutlass.plan(self.function, **self.product(problem).values | forced).tactic
+        return problem.reference(aligned="_sm90a_" in tactic)
 
 
 FLOAT8_BLOCKWISE = BlockwiseFloat8()

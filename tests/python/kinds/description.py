@@ -162,6 +162,7 @@ class Description(ABC):
         granule: channels and columns that share a scale, at most: sizes for tactics go beyond several.
         has_kernels: GPUs multiply it. The others are refused there, and have nothing to choose and to bench.
         capability: the least of a GPU, for its instructions.
+        needs_wgmma: its kernels are of wgmma alone.
 
         variants: options of `case`, by name, for each type of operands that has kernels of its own.
         cases: between them with every operand; a short name each.
@@ -200,6 +201,7 @@ class Description(ABC):
     granule = 1
     has_kernels = True
     capability = (8, 0)
+    needs_wgmma = False
 
     variants: Mapping[str, Values]
     cases: Mapping[str, Any]
@@ -338,9 +340,14 @@ class Description(ABC):
         changes += [{"out_dtype": torch.bfloat16}] if self.has_out and hasattr(problem, "out_dtype") else []
         return [({}, problem), *((change, replace(problem, **change)) for change in changes)]
 
+    def serves(self, gpu: _C.DeviceTraits) -> bool:
+        """Whether a GPU has the instructions of this kind's kernels."""
+        newer = gpu.compute_capability >= 10 * self.capability[0] + self.capability[1]
+        return self.has_kernels and (gpu.wgmma if self.needs_wgmma else newer)
+
     def has_instructions(self) -> bool:
-        """Whether the current GPU has those of this kind's operands, and there are kernels of them."""
-        return self.has_kernels and torch.cuda.get_device_capability() >= self.capability
+        """The same of the current GPU."""
+        return self.serves(_C.device_traits(torch.cuda.current_device()))
 
     def skip_without_instructions(self) -> None:
         if not self.has_instructions():

@@ -271,7 +271,8 @@ class Int4(Description):
     boxed = ("a_q", "a_scale", "scales", "zeros", "bias")
     not_finite = ("a_scale", "bias")
     granule = 128
-    has_kernels = False
+    capability = (9, 0)
+    needs_wgmma = True
 
     inductor = ("everything",)
     whole = Int4Case(M, N, K, group_size=K // GROUPS, bias=True, activation="silu")
@@ -283,9 +284,18 @@ class Int4(Description):
     faults = FAULTS
 
     layers = ("int8", "fp8")
-    asynchronous = MappingProxyType({})
-    explained = MappingProxyType({})
-    benched = ()
+    asynchronous = MappingProxyType({f"4 by 8 bits, {name}": {"dtype": dtype} for name, dtype in DTYPES.items()})
+    explained = MappingProxyType(
+        {
+            name: (
+                {"dtype": dtype, "bias": False},
+                f"{str(dtype).removeprefix('torch.')} activations by {{n}} x {{k}} 4-bit weights, groups of 128, "
+                "float16 scales, uint8 zeros, float16 out",
+            )
+            for name, dtype in DTYPES.items()
+        }
+    )
+    benched = ("w4a8_g128", "w4a8_int8_g128")
 
     def __init__(self) -> None:
         self.variants = {name: {"dtype": dtype} for name, dtype in DTYPES.items()}
@@ -319,8 +329,8 @@ class Int4(Description):
             for name, dtype in DTYPES.items()
             for groups, sizes in {
                 "per channel": (10**6,),
-                "whole steps": (16, 32, 48, 64, 80, 128, 256, 1024),
-                "other groups": (1, 10, 24, 100),
+                "groups of multiples of 128": (128, 256, 1024),
+                "groups of multiples of 32": (32, 64, 96, 160),
             }.items()
         }
 
@@ -328,7 +338,7 @@ class Int4(Description):
         return Int4Case(m, n, k, **{"bias": True} | options)
 
     def any_case(self, variant: str, m: int, n: int, k: int, choose: random.Random) -> Int4Case:
-        case: Int4Case = draw(DTYPES[variant], (16, 48, 64, 128, 10**6))(m, n, k, choose)
+        case: Int4Case = draw(DTYPES[variant], (32, 64, 96, 128, 10**6))(m, n, k, choose)
         return case
 
     def product(self, problem: Int4Problem) -> Product:
@@ -355,7 +365,9 @@ class Int4(Description):
         return result
 
     def reference(self, problem: Int4Problem, **forced: Any) -> Int4Reference:
-        return problem.reference()
+        """Of the runs whose sums leave the MMAs where these multiply."""
+        whole = problem.group_size >= problem.shape[2] or problem.group_size % 128 == 0
+        return problem.reference(promoted=(128 if whole else 32) if problem.a.is_cuda else None)
 
     def peak(self, problem: Int4Problem, expected: Tensor) -> float:
         return float(problem.sums().abs().max())

@@ -44,6 +44,12 @@ __device__ Quantizer quantizer_of(Range const& range) {
   return {scale, isfinite(scale) ? __float2int_rn(__fdiv_rn(low, scale)) - 128 : 0};
 }
 
+/// The least power of two that is not below a scale.
+__device__ inline float power_of_two_above(float scale) {
+  constexpr int kFraction = 0x7fffff;
+  return isfinite(scale) ? __int_as_float((__float_as_int(scale) + kFraction) & ~kFraction) : scale;
+}
+
 /// Quotients by one divisor, by Markstein's division, whose reciprocal is computed once. Where the divisor is moderate
 /// they are rounded to nearest even, up to those that every type of codes rounds to 0 or saturates.
 class Divisor {

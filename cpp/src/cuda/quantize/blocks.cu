@@ -1,6 +1,7 @@
-// Int8 codes in blocks: to numbers, and through GELU to other codes.
+// Codes in blocks: to numbers, and those of int8 through GELU to other codes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include "cuda/cuda_check.h"
@@ -33,8 +34,9 @@ struct CodeVector {
   Words words = {};
 
   /// `valid` codes, zeros after them.
-  __device__ static CodeVector load(int8_t const* data, int64_t valid, bool aligned) {
+  __device__ static CodeVector load(void const* from, int64_t valid, bool aligned) {
     CodeVector result;
+    int8_t const* const data = static_cast<int8_t const*>(from);
     if (aligned) {
       if (valid > 0) result.words = *reinterpret_cast<Words const*>(data);
     } else {
@@ -63,6 +65,16 @@ struct CodeVector {
       uint32_t const shifted = words.values[i / 4] ^ 0x80808080u;
       x[i] =
           __fmaf_rn(__uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7540 | i % 4)), factor, -8388736.0f * factor);
+    }
+  }
+
+  /// The e4m3 numbers that the codes are: exact.
+  __device__ void from_e4m3(float* x) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      auto const pair = __nv_fp8x2_storage_t(words.values[i / 4] >> i % 4 * 8);
+      float2 const numbers = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+      x[i] = numbers.x, x[i + 1] = numbers.y;
     }
   }
 
@@ -189,19 +201,20 @@ __global__ void __launch_bounds__(kBlockThreads, kGeluBlocksPerSm) gelu(__grid_c
 }
 
 /// The grid has [rows, vectors of columns] of threads.
-template <class Out, int kSize, bool kSquare>
+template <class Out, DType kType, int kSize, bool kSquare>
 __global__ void __launch_bounds__(kBlockThreads) dequantize(__grid_constant__ BlockTask const task) {
   constexpr int kCount = kDequantizedCodes<Out>;
   int64_t const blocks = layout::ceil_div(task.columns, kSize), step = int64_t(gridDim.x) * blockDim.x * kCount;
   for (int64_t row = blockIdx.y * int64_t(blockDim.y) + threadIdx.y; row < task.rows;
        row += int64_t(gridDim.y) * blockDim.y) {
-    int8_t const* const codes = static_cast<int8_t const*>(task.codes) + row * task.codes_stride;
+    uint8_t const* const codes = static_cast<uint8_t const*>(task.codes) + row * task.codes_stride;
     float const* const scales = task.scales + (kSquare ? row / kSize : row) * blocks;
     Out* const out = static_cast<Out*>(task.out) + row * task.columns;
     for (int64_t first = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) * kCount; first < task.columns;
          first += step) {
       float x[kCount];
-      CodeVector<kCount>::load(codes + first, task.columns - first, task.codes_aligned).to_floats(x);
+      auto const vector = CodeVector<kCount>::load(codes + first, task.columns - first, task.codes_aligned);
+      kType == DType::kInt8 ? vector.to_floats(x) : vector.from_e4m3(x);
       float const scale = scales[first / kSize];
       Vector<Out, kCount> numbers;
 #pragma unroll
@@ -233,7 +246,7 @@ BlockTask make_task(BlockArguments const& arguments) {
   return task;
 }
 
-template <class Out>
+template <class Out, DType kType>
 void dequantize_to(BlockArguments const& arguments, cudaStream_t stream) {
   constexpr int kCount = kDequantizedCodes<Out>;
   BlockTask const task = make_task<kCount, Out>(arguments);
@@ -241,20 +254,27 @@ void dequantize_to(BlockArguments const& arguments, cudaStream_t stream) {
   with_block_size(task.size, [&](auto constant) {
     constexpr int kSize = constant;
     if (task.square) {
-      dequantize<Out, kSize, true><<<grid.blocks, grid.threads, 0, stream>>>(task);
+      dequantize<Out, kType, kSize, true><<<grid.blocks, grid.threads, 0, stream>>>(task);
     } else {
-      dequantize<Out, kSize, false><<<grid.blocks, grid.threads, 0, stream>>>(task);
+      dequantize<Out, kType, kSize, false><<<grid.blocks, grid.threads, 0, stream>>>(task);
     }
   });
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class Out>
+void dequantize_to(BlockArguments const& arguments, cudaStream_t stream) {
+  switch (arguments.code_type) {
+    case DType::kInt8: return dequantize_to<Out, DType::kInt8>(arguments, stream);
+    case DType::kFloat8E4M3: return dequantize_to<Out, DType::kFloat8E4M3>(arguments, stream);
+    default: throw InvalidArgument("code_type must be int8 or float8_e4m3fn");
+  }
 }
 
 }  // namespace
 
 void dequantize_blocks(BlockArguments const& arguments, void* stream) {
   if (arguments.rows == 0) return;
-  if (arguments.code_type != DType::kInt8)
-    throw Unsupported("fp8 in blocks is dequantised on the CPU alone; weights on a GPU: qcutlass.dequantize");
   auto const cuda_stream = static_cast<cudaStream_t>(stream);
   switch (arguments.out_type) {
     case DType::kFloat16: return dequantize_to<__half>(arguments, cuda_stream);

@@ -76,7 +76,7 @@ void quantize_as(QuantizeArguments const& arguments, cudaStream_t stream) {
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 
-template <class In>
+template <class In, class Codes, bool kGated>
 void quantize_each_block(QuantizeArguments const& arguments, cudaStream_t stream) {
   QuantizeTask const task = make_task<In>(arguments);
   with_block_size(task.block, [&](auto constant) {
@@ -86,20 +86,32 @@ void quantize_each_block(QuantizeArguments const& arguments, cudaStream_t stream
         return unsigned(std::min(layout::ceil_div(extent, kSize), most));
       };
       dim3 const grid(blocks(task.columns, kMostBlocks), blocks(task.rows, kMostBlocksDown));
-      quantize_squares<In, kSize><<<grid, kBlockThreads, 0, stream>>>(task);
+      if constexpr (!kGated) quantize_squares<In, Codes, kSize><<<grid, kBlockThreads, 0, stream>>>(task);
     } else {
       constexpr int kElements = kBlockVectors * Raw<In>::kCount;  // of a thread
       int64_t const threads = layout::ceil_div(task.columns, kSize) * (kSize / kElements);
       Grid const grid = grid_of(task.rows, threads, kBlockThreads, kSize / kElements);
-      quantize_blocks<In, kSize><<<grid.blocks, grid.threads, 0, stream>>>(task);
+      quantize_blocks<In, Codes, kGated, kSize><<<grid.blocks, grid.threads, 0, stream>>>(task);
     }
   });
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class In>
+void quantize_in_blocks(QuantizeArguments const& arguments, cudaStream_t stream) {
+  using Float8 = Codes<DType::kFloat8E4M3>;
+  if (arguments.code_type == DType::kInt8 && !arguments.gated)
+    return quantize_each_block<In, Codes<DType::kInt8>, false>(arguments, stream);
+  if (arguments.code_type != DType::kFloat8E4M3)
+    throw Unsupported(
+        "code_type: on a GPU blocks are int8 or float8_e4m3fn codes, and those of gated inputs the latter");
+  arguments.gated ? quantize_each_block<In, Float8, true>(arguments, stream)
+                  : quantize_each_block<In, Float8, false>(arguments, stream);
+}
+
+template <class In>
 void quantize_from(QuantizeArguments const& arguments, cudaStream_t stream) {
-  if (arguments.block != 0) return quantize_each_block<In>(arguments, stream);
+  if (arguments.block != 0) return quantize_in_blocks<In>(arguments, stream);
   switch (arguments.code_type) {
     case DType::kInt8:
       return arguments.asymmetric ? quantize_as<In, Codes<DType::kInt8, true>>(arguments, stream)

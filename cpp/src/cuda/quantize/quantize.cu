@@ -13,8 +13,6 @@ void quantize_from(QuantizeArguments const& arguments, cudaStream_t stream);  //
 
 void quantize(QuantizeArguments const& arguments, void* stream) {
   if (arguments.rows == 0 && !arguments.per_tensor) return;
-  if (arguments.block != 0 && (arguments.code_type != DType::kInt8 || arguments.powers_of_two || arguments.gated))
-    throw Unsupported("fp8 in blocks is quantised on the CPU alone; one scale a token: quantize_activations");
   auto const cuda_stream = static_cast<cudaStream_t>(stream);
   switch (arguments.a_type) {
     case DType::kFloat16: return quantize_from<__half>(arguments, cuda_stream);

@@ -47,6 +47,20 @@ CUTLASS_DEVICE uint32_t shift_right(uint32_t a) {
   return r;
 }
 
+/// Four of the bytes of a, 0 to 3, and b, 4 to 7, as the selector names them, the lowest first.
+CUTLASS_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t r;
+  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+/// Each byte's sign, eight times: bit 3 of a selector repeats the sign of the byte that the others name.
+CUTLASS_DEVICE uint32_t repeat_signs(uint32_t a) {
+  uint32_t r;
+  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0), "n"(0xba98));
+  return r;
+}
+
 /// Bytes 2 * kPair and 2 * kPair + 1 of a, each below the byte `upper`.
 template <int kPair>
 CUTLASS_DEVICE uint32_t interleave_bytes(uint32_t a, uint32_t upper) {

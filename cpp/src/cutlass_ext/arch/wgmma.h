@@ -44,15 +44,18 @@ struct Wgmma {
   static constexpr int kSums = kTokens / 2;
   static_assert(sizeof(Sums) == kSums * 4, "one instruction spans all tokens");
 
-  static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b) {
-    issue(sums, a, b, std::make_integer_sequence<int, kSums>{});
+  /// `first`: the sums begin anew, whatever they were.
+  static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b, bool first = false) {
+    issue(sums, a, b, first ? ScaleOut::Zero : ScaleOut::One, std::make_integer_sequence<int, kSums>{});
   }
 
  private:
+  using ScaleOut = cute::SM90::GMMA::ScaleOut;
+
   template <int... kIndices>
-  static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b,
+  static CUTLASS_DEVICE void issue(Sums& sums, uint32_t const (&a)[4], uint64_t b, ScaleOut scale,
                                    std::integer_sequence<int, kIndices...>) {
-    Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]..., cute::SM90::GMMA::ScaleOut::One);
+    Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]..., scale);
   }
 };
 

@@ -13,6 +13,7 @@
 #include "cutlass_ext/epilogue/cluster_shares.h"
 #include "cutlass_ext/epilogue/expert_output.h"
 #include "cutlass_ext/epilogue/output_op.h"
+#include "cutlass_ext/epilogue/scaled_sums.h"
 
 namespace cutlass::epilogue::threadblock {
 
@@ -20,10 +21,13 @@ template <class Mma>
 class WgmmaEpilogue {
  public:
   using Shape = typename Mma::Shape;
-  using Element = typename Mma::Element;
   using Sum = typename Mma::Accumulator;
   using Sums = typename Mma::FragmentC;
-  using Output = std::conditional_t<Mma::kExperts, thread::ExpertOutput<Element>, thread::BiasActivation<Element>>;
+  using Output = typename Mma::Output;
+  /// Of 8-bit activations sums are scaled by those of tokens, and the output's type is the launch's.
+  static constexpr bool kScalesTokens = sizeof(typename Mma::Element) == 1;
+  /// The 16 bits that an output is, where its type is the launch's.
+  using Element = std::conditional_t<kScalesTokens, half_t, typename Mma::Element>;
   using Params = typename Output::Params;
   static constexpr int kChannels = arch::kWarpgroupRows;  // of a warpgroup
   static constexpr int kPartTokens = 16, kParts = Shape::kN / kPartTokens;
@@ -79,16 +83,23 @@ class WgmmaEpilogue {
       store_sums(partials, params.tokens, sums, channel, token);
       return;
     }
+    if constexpr (kScalesTokens)
+      scale_tokens(sums, token, [&](int row) { return Output::load_token(params, row).scale; });
     add_bias(params, sums, channel);
     thread::activate_all(sums, params.activation);
     if constexpr (Mma::kExperts) scale_rows(params, sums, token);
+    if constexpr (kScalesTokens)
+      if (params.output_type == qcutlass::DType::kFloat32) {
+        store_floats(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
+        return;
+      }
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       bool mine[kPassParts];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPassParts; ++i) {
-        mine[i] = rank < 0 || Shares::owner_of(pass * kPassParts + i, blocks) == rank;
-        if (mine[i]) transpose(sums, pass, i);
+        mine[i] = is_own(pass * kPassParts + i, blocks, rank);
+        if (mine[i]) transpose(params, sums, pass, i);
       }
       // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
@@ -105,6 +116,11 @@ class WgmmaEpilogue {
   /// The buffer of a pass: always another than that of the pass before, of the tile before too.
   CUTLASS_DEVICE auto& rows(int pass) const {
     return storage_.rows[warpgroup_][kPasses % 2 == 0 ? pass % 2 : (pass + first_) % 2];
+  }
+
+  /// Whether this block finishes a part of the tile.
+  static CUTLASS_DEVICE bool is_own(int part, int blocks, int rank) {
+    return rank < 0 || Shares::owner_of(part, blocks) == rank;
   }
 
   CUTLASS_DEVICE int lane() const { return thread_ % 32; }
@@ -127,24 +143,34 @@ class WgmmaEpilogue {
 
   CUTLASS_DEVICE void scale_rows(Params const& params, Sums& sums, int token) const {
     if (params.row_scale == nullptr) return;
+    scale_tokens(sums, token, [&](int row) { return row < params.tokens ? params.row_scale[row] : 0.f; });
+  }
+
+  template <class ScaleOf>
+  CUTLASS_DEVICE void scale_tokens(Sums& sums, int token, ScaleOf const& scale_of) const {
     token += lane() % 4 * 2;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < Shape::kN / 8; ++block) CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      int const row = token + block * 8 + i;
-      float const scale = row < params.tokens ? params.row_scale[row] : 0.f;
+      float const scale = scale_of(token + block * 8 + i);
       sums[block * 4 + i] *= scale;
       sums[block * 4 + 2 + i] *= scale;
     }
   }
 
+  static CUTLASS_DEVICE uint32_t pack_pair(Params const& params, float first, float second) {
+    if constexpr (kScalesTokens)
+      if (params.output_type == qcutlass::DType::kBFloat16) return thread::pack_pair<bfloat16_t>(first, second);
+    return thread::pack_pair<Element>(first, second);
+  }
+
   /// A warp's 16 channels of a part, rounded: four matrices of 8 channels by 8 tokens, each stored transposed.
-  CUTLASS_DEVICE void transpose(Sums const& sums, int pass, int part) const {
+  CUTLASS_DEVICE void transpose(Params const& params, Sums const& sums, int pass, int part) const {
     uint32_t words[4];  // [n8 block][channel g or g + 8]
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
       int const first = (pass * kPassParts + part) * 8 + i * 2;
-      words[i] = thread::pack_pair<Element>(sums[first], sums[first + 1]);
+      words[i] = pack_pair(params, sums[first], sums[first + 1]);
     }
     int const token = part * kPartTokens + lane() / 16 * 8 + lane() % 8, channel = warp() * 16 + lane() / 8 % 2 * 8;
     cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
@@ -157,8 +183,22 @@ class WgmmaEpilogue {
     token += pass * kPassTokens + row;
     channel += own;
     if (token < params.tokens)
-      thread::store_words(params.output + token * params.stride + channel, words, params.channels - channel,
-                          params.vectors);
+      thread::store_words(static_cast<Element*>(params.output) + token * params.stride + channel, words,
+                          params.channels - channel, params.vectors);
+  }
+
+  /// Outputs of 32 bits, in sectors of 32 bytes, of eight lanes each.
+  template <class IsOwn>
+  CUTLASS_DEVICE void store_floats(Params const& params, Sums const& sums, int channel, int token,
+                                   IsOwn const& is_own) const {
+    channel += own_channel();
+    token += lane() % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) {
+      int const own = channel + i / 2 % 2 * 8, row = token + i / 4 * 8 + i % 2;
+      if (is_own(i / 8) && row < params.tokens && own < params.channels)
+        static_cast<float*>(params.output)[row * params.stride + own] = sums[i];
+    }
   }
 
   /// Sectors of 32 bytes, of eight lanes each.

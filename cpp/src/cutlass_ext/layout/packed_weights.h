@@ -8,7 +8,7 @@
 namespace cutlass::layout {
 
 /// Packed weights. A tile is `kSteps` steps, of 16 k for 16-bit activations and of 32 k for those of 8 bits; a lane's
-/// part of a step is `kWords` 32-bit words.
+/// part of a step is `kWords` 32-bit words. (Of kW4A8, whose codes lie as those of kW4A16, other lanes have them.)
 template <qcutlass::Packing kPacking_>
 struct PackedWeights {
   static constexpr qcutlass::Packing kPacking = kPacking_;
@@ -17,7 +17,7 @@ struct PackedWeights {
   static constexpr int kTileBytes = qcutlass::layout::kTileBytes;
   static constexpr int kTileChannels = qcutlass::layout::kTileN;
   static constexpr bool kConverts = qcutlass::layout::in_fragment_order(kPacking);
-  static constexpr int kStepK = kConverts ? 16 : 32;
+  static constexpr int kStepK = 32 / qcutlass::activation_bytes(kPacking);
   static constexpr int kSteps = kTileK / kStepK;
   static constexpr int kWords = 4 / kSteps;
   static constexpr int kRegisterK = kStepK / 8;  // elements of an A fragment's register

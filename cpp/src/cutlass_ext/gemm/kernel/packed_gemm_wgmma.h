@@ -7,6 +7,7 @@
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/gemm/kernel/warpgroup_registers.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_groups.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_rs.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_ss.h"
 

@@ -1,5 +1,5 @@
-// The multistage main loop of blockwise int8. The int32 sums of every block of k are scaled into fp32 ones by the CUDA
-// cores, so a block's products are made output by output, not step by step: only a few outputs have int32 sums at a
+// The multistage main loop of blockwise products. The sums of every block of k are scaled into fp32 ones by the CUDA
+// cores, so a block's products are made output by output, not step by step: only a few outputs have block sums at a
 // time. Operand B of a whole slice stays in registers, the strips of operand A pass by.
 #pragma once
 
@@ -73,6 +73,7 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
 
   using Blocks = typename ArchMma::FragmentC[kTogether];
   using Sums = Array<float, 4>;
+  using Promotion = warp::BlockPromotion<typename Ring::Traits::Product>;
 
   /// Each unit's sums are promoted while the next unit's are made.
   CUTLASS_DEVICE void stage(FragmentC& accumulators, int place) {
@@ -110,7 +111,7 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
   CUTLASS_DEVICE void multiply(Blocks& blocks, int m, int promotion, int n) {
     using A = typename ArchMma::FragmentA;
     using B = typename ArchMma::FragmentB;
-    auto const start = warp::BlockPromotion::start();
+    auto const start = Promotion::start();
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kPromotedSteps; ++s) {
       int const step = promotion * kPromotedSteps + s;
@@ -126,7 +127,7 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kTogether; ++i) {
       float2 const scale = kHoldsScales ? scales_[n + i] : scales(place, promotion, n + i, m);
-      warp::BlockPromotion::add(reinterpret_cast<Sums*>(&accumulators)[m + (n + i) * kStrips], blocks[i], scale);
+      Promotion::add(reinterpret_cast<Sums*>(&accumulators)[m + (n + i) * kStrips], blocks[i], scale);
     }
   }
 

@@ -80,13 +80,14 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   using Converter = typename Scales::Converter;
   using Operands = typename Scales::Operands;
   using Products = typename ArchMma::FragmentC;  // sums of the instruction
+  using Promotion = warp::BlockPromotion<typename Traits::Product>;
   using Sums = Array<typename Base::Accumulator, 4>;
 
   /// Scale the sums instead of the weights. Where groups may be as short as 16 it does not pay, and real-valued zeros
   /// would have to be multiplied out of the sums, which cancels digits.
   static constexpr bool kScaleSums = kMode == qcutlass::ScaleMode::kNative;
   static constexpr int kRowSteps = kRows > 0 ? kSteps / kRows : kSteps;  // steps that one row of scales serves
-  /// Blockwise int8: sums of blocks of k are scaled into the accumulators.
+  /// Blockwise: sums of blocks of k are scaled into the accumulators.
   static constexpr bool kBlockwise = qcutlass::is_promoted(kMode);
   static constexpr int kPromotedSteps = qcutlass::promoted_k(kMode) / kStepK;
   /// Strips whose MMAs take turns: one strip's, with few tokens, would wait for their own results.
@@ -120,7 +121,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   CUTLASS_DEVICE void accumulate_blocks(Sums* sums, uint8_t const* place, int m, Tokens const& b) const {
     Codes codes[kCount];
     Products block[kCount][kColumns];
-    Products const start = warp::BlockPromotion::start();
+    Products const start = Promotion::start();
     float const* scales = reinterpret_cast<float const*>(place + Ring::Place::kBlocks);
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kSteps; ++s) {
@@ -138,7 +139,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kCount; ++i) {
           float const strip = fragments_.load_strip_scale(scales, m + i);
-          warp::BlockPromotion::add(sums[i + n * kStrips], block[i][n], {tokens.x * strip, tokens.y * strip});
+          Promotion::add(sums[i + n * kStrips], block[i][n], {tokens.x * strip, tokens.y * strip});
         }
       }
       scales += Ring::BlockLoader::kRowBytes / 4;

@@ -53,6 +53,8 @@ class MmaPackedWgmmaRs {
 
   using Wgmma = arch::Wgmma<typename Traits::Weight, Element, typename Traits::Product, Shape::kN, kStepK>;
   using FragmentC = typename Wgmma::Sums;
+  using Output =
+      std::conditional_t<kExperts, epilogue::thread::ExpertOutput<Element>, epilogue::thread::BiasActivation<Element>>;
   using Epilogue = epilogue::threadblock::WgmmaEpilogue<MmaPackedWgmmaRs>;
 
   struct Arguments : Traits::GlobalScale {

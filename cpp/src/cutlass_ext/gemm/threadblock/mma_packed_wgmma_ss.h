@@ -10,7 +10,7 @@
 // ("promotion"), while the MMAs of the next stage or of the other warpgroup run:
 //   fp8         wgmma aligns the products of a step with what they are added to and keeps some 14 bits. Errors of that
 //               size do not grow beyond a stage
-//   blockwise   a stage is a block of k; its int32 sums are scaled
+//   blockwise   a stage is a block of k; its sums are scaled
 #pragma once
 
 #include "cutlass_ext/epilogue/row_epilogue.h"
@@ -188,7 +188,7 @@ class MmaPackedWgmmaSs {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Wgmma::kSums; ++i) {  // [n8 block][row g or g + 8][channel 2t or 2t + 1]
         if constexpr (kBlockwise)
-          sums[i] += float(int(block[i])) * factors[i / 2 % 2];
+          sums[i] += float(typename Traits::Product(block[i])) * factors[i / 2 % 2];
         else
           sums[i] += block[i];
       }

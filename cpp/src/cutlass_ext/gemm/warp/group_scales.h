@@ -2,8 +2,11 @@
 // strip.
 #pragma once
 
+#include <math_constants.h>
+
 #include "cutlass/arch/memory_sm75.h"
 #include "cutlass/fast_math.h"
+#include "cutlass_ext/arch/byte_difference.h"
 #include "cutlass_ext/arch/dequantize.h"
 #include "plan/footprint.h"
 
@@ -125,6 +128,33 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kMinimum>
     : GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
   using Converter = arch::MinimumConverter<Element, Bits>;
 };
+
+/// 4-by-8-bit products: weights are codes less their zeros, and scales those of sums.
+template <class Element>
+struct GroupScales<Element, 4, qcutlass::ScaleMode::kGroup> {
+  using Converter = arch::ByteDifference<Element>;
+  struct Operands {
+    float scale[2];    // of sums of rows g, g + 8, in the converter's units; NaN where there is no exact difference
+    uint32_t zero[2];  // in every byte
+  };
+
+  static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* zeros, int row, qcutlass::DType scale_type,
+                                      qcutlass::DType zero_type) {
+    Operands op;
+    float zero[2];
+    load_scales(op.scale, scales, row, scale_type);
+    load_zeros(zero, zeros, row, zero_type, float(qcutlass::symmetric_zero(4)));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      bool const exact = zero[i] >= float(Converter::kLeastZero) && zero[i] <= float(Converter::kMostZero);
+      op.scale[i] = exact ? op.scale[i] * (1 / Converter::kUnit) : CUDART_NAN_F;
+      op.zero[i] = uint32_t(int(zero[i])) * 0x01010101u;
+    }
+    return op;
+  }
+};
+template <class Element>
+struct GroupScales<Element, 4, qcutlass::ScaleMode::kGroup32> : GroupScales<Element, 4, qcutlass::ScaleMode::kGroup> {};
 
 /// Weights that are operands as they are.
 template <class Element, int Bits>

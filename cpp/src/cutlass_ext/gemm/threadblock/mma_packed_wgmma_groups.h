@@ -1,0 +1,163 @@
+// The wgmma main loop of 4-by-8-bit products: that of weight-only products (mma_packed_wgmma_rs.h), whose ring and
+// producer it has, with operand A, codes less their zeros, in 8 bits. Nothing is rounded there; the sums of each group
+// of k leave the MMAs' registers to be scaled and added in fp32. While one warpgroup does that, the MMAs of the other
+// one run.
+#pragma once
+
+#include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_rs.h"
+
+namespace cutlass::gemm::threadblock {
+
+/// Shape: channels x tokens x 128 k of a stage, which is a batch of MMAs.
+template <class Shape, int kWarpgroups_, int kStages_, class Element, qcutlass::ScaleMode kMode>
+class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStages_, Shape::kK / 32, false, Element,
+                                                     qcutlass::Packing::kW4A8, kMode> {
+ public:
+  using Base =
+      MmaPackedWgmmaRs<Shape, kWarpgroups_, kStages_, Shape::kK / 32, false, Element, qcutlass::Packing::kW4A8, kMode>;
+  using Base::kRows, Base::kStages, Base::kSteps, Base::kStepK, Base::kTiles;
+  using typename Base::Arguments, typename Base::Barriers, typename Base::LayoutA, typename Base::SharedStorage,
+      typename Base::Traits, typename Base::Wgmma;
+  static_assert(Shape::kK == Base::kChunkBytes && Base::kChunks == 1);
+
+  using FragmentC = float[Wgmma::kSums];  // in the order of the instruction's sums
+  using Output = epilogue::thread::ScaledSums<float>;
+  using Epilogue = epilogue::threadblock::WgmmaEpilogue<MmaPackedWgmmaGroups>;
+
+  /// A consuming warpgroup.
+  class Consumer : public RingConsumer<Consumer, kStages> {
+    using Ring = RingConsumer<Consumer, kStages>;
+    using Ring::await, Ring::barriers_;
+
+   public:
+    CUTLASS_DEVICE Consumer(SharedStorage& storage, Barriers& barriers, Arguments const& args, int warpgroup, int warp,
+                            int lane)
+        : Ring(barriers),
+          storage_(storage),
+          args_(args),
+          strip_(warpgroup * 4 + warp),
+          lane_(lane),
+          codes_byte_((lane / 4 * 4 + lane * 2 % 4) * qcutlass::layout::kLaneBytes),
+          bytes_of_k_(lane % 4 < 2 ? 0x6420 : 0x7531) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * kSteps * 4; ++i) fragments_[i / 4 / kSteps][i / 4 % kSteps][i % 4] = 0;
+    }
+
+    /// Requests what the next product needs beside its stages: nothing.
+    CUTLASS_DEVICE void begin(int /*channel*/, int /*token*/, int /*first_k*/, int /*stages*/) {}
+
+    /// The sums over `stages` stages from k = first_k on, at least one.
+    CUTLASS_DEVICE void operator()(FragmentC& sums, int first_k, int stages) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
+      k_ = first_k;
+      prepare(0, 0);
+      int left = stages;
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (round(sums, left, std::make_integer_sequence<int, kStages>{})) {
+      }
+    }
+
+   private:
+    using Sums = typename Wgmma::Sums;
+    using Scales = typename Traits::Scales;
+    using Operands = typename Scales::Operands;
+    using Converter = typename Scales::Converter;
+    static constexpr int kGroupSteps = kSteps / kRows;  // whose sums are scaled together
+    static_assert(kStages % 2 == 0, "a place has one of the two buffers");
+
+    template <int... kPlaces>
+    CUTLASS_DEVICE bool round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
+      return (stage<kPlaces>(sums, left) && ...);
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
+      constexpr int kBuffer = kPlace % 2;
+      Sums group;
+      CUTLASS_PRAGMA_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        multiply<kPlace>(group, row);
+        if (row == 0 && left > 1) prepare((kPlace + 1) % kStages, kBuffer ^ 1);
+        cute::warpgroup_wait<0>();
+        arch::fence_registers(group);
+        if (row == kRows - 1 && lane_ == 0) barriers_.empty[kPlace].arrive();
+        promote(sums, group, scales_[kBuffer][row]);
+      }
+      return --left > 0;
+    }
+
+    /// Issues the MMAs of a group of a stage.
+    template <int kPlace>
+    CUTLASS_DEVICE void multiply(Sums& group, int row) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kGroupSteps; ++i) arch::fence_registers(fragments_[kPlace % 2][row * kGroupSteps + i]);
+      arch::fence_registers(group);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kGroupSteps; ++i) {
+        int const step = row * kGroupSteps + i;
+        uint64_t const tokens = arch::swizzled_operand<Base::kChunkBytes>(kPlace * SharedStorage::kTokenBytes +
+                                                                          step * kStepK * int(sizeof(Element)));
+        Wgmma::issue(group, fragments_[kPlace % 2][step], tokens, i == 0);
+      }
+      cute::warpgroup_commit_batch();
+    }
+
+    /// Elements 0 and 1 of four sums belong to row g, 2 and 3 to row g + 8.
+    static CUTLASS_DEVICE void promote(FragmentC& sums, Sums const& group, float const (&scale)[2]) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Wgmma::kSums; ++i) sums[i] += float(typename Traits::Product(group[i])) * scale[i / 2 % 2];
+    }
+
+    /// Waits for a stage and fills a fragment buffer, whose last MMAs are done, and its scales.
+    CUTLASS_DEVICE void prepare(int place, int buffer) {
+      await(place);
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint4 const* const words =
+            reinterpret_cast<uint4 const*>(storage_.weights(place, strip_) + tile * LayoutA::kTileBytes + codes_byte_);
+        uint4 const codes[2] = {words[0], words[1]};
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < LayoutA::kSteps; ++i) convert(place, buffer, tile * LayoutA::kSteps + i, codes, i);
+      }
+      k_ += Shape::kK;
+    }
+
+    /// A step's operand A. The codes of a lane of kW4A16 are k 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16, where
+    /// instructions of 8 bits have k 4t to 4t + 3: those of two neighbours' words, lanes 2t mod 4 and the next one. A
+    /// byte has rows g and g + 8; bytes 0 and 2 are k 2t and 2t + 1, bytes 1 and 3 the others.
+    CUTLASS_DEVICE void convert(int place, int buffer, int step, uint4 const (&codes)[2], int i) {
+      int const row = step / kGroupSteps;
+      if (step % kGroupSteps == 0) {
+        int const box_row = kRows == 1 ? 0 : args_.group_size.group(k_ + step * kStepK) - args_.group_size.group(k_);
+        operands_ = Scales::load(storage_.scales(place) + box_row * args_.scale_row,
+                                 storage_.zeros(place) + box_row * args_.zero_row, strip_ * 16 + lane_ / 4,
+                                 args_.scale_type, args_.zero_type);
+        scales_[buffer][row][0] = operands_.scale[0], scales_[buffer][row][1] = operands_.scale[1];
+      }
+      uint32_t(&fragment)[4] = fragments_[buffer][step];
+      arch::fence_registers(fragment);  // keeps the old one alive until here
+      uint32_t const* const own = reinterpret_cast<uint32_t const*>(&codes[0]) + i * LayoutA::kWords;
+      uint32_t const* const next = reinterpret_cast<uint32_t const*>(&codes[1]) + i * LayoutA::kWords;
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        uint32_t const four = arch::permute_bytes(own[half], next[half], bytes_of_k_);
+        fragment[half * 2] = Converter::template convert<false>(four, operands_.zero[0]);
+        fragment[half * 2 + 1] = Converter::template convert<true>(four, operands_.zero[1]);
+      }
+    }
+
+    SharedStorage& storage_;
+    Arguments const& args_;
+    int const strip_, lane_;
+    int const codes_byte_;       // in a tile, of the two lanes whose codes this one has
+    uint32_t const bytes_of_k_;  // of their words
+    int k_;                      // of the stage whose codes come next
+    uint32_t fragments_[2][kSteps][4];
+    float scales_[2][kRows][2];  // of rows g and g + 8
+    Operands operands_;          // of the group that is converted
+  };
+};
+
+}  // namespace cutlass::gemm::threadblock
