@@ -115,8 +115,12 @@ TEST(SelectBlockwise, RefusesWhatKernelsWouldGetWrong) {
   EXPECT_THROW(select(out_none, kH200), InvalidArgument);
   auto const both = with([](GemmArguments& a) { a.quantized.size = 128; });
   EXPECT_THROW(select(both, kH200), InvalidArgument);
-  auto const float8 = with([](GemmArguments& a) { a.a_type = DType::kFloat8E4M3; });
-  EXPECT_THROW(select(float8, kH200), Unsupported);
+  auto const small_float8 = [](GemmArguments& a) { a.a_type = DType::kFloat8E4M3, a.blocks.size = 64; };
+  EXPECT_THROW(select(with(small_float8), kH200), Unsupported);
+  auto const quantized_float8 = [](GemmArguments& a) { a.a_type = DType::kFloat8E4M3, a.quantized.size = 128; };
+  EXPECT_THROW(select(with(quantized_float8), kH200), Unsupported);
+  auto const e5m2 = [](GemmArguments& a) { a.a_type = DType::kFloat8E5M2; };
+  EXPECT_THROW(select(with(e5m2), kH200), Unsupported);
   auto const weight_only = with([](GemmArguments& a) { a.weights.packing = Packing::kW8A16; });
   EXPECT_THROW(select(weight_only, kH200), Unsupported);
   GemmArguments not_blockwise = problem(8, 256, 256, 0, 128);

@@ -1,7 +1,8 @@
-// Register converters of 4-by-8-bit products: codes less their zero, as 8-bit numbers of the activations' type, exact.
+// Register converters of 4-by-8-bit products: codes less their zeros, as 8-bit numbers of the activations' type, exact.
 //
-// Four codes lie in the low halves of a word's bytes, or in the high ones. Both converters begin with 0x80 + code -
-// zero in each byte, which borrows from no neighbour.
+// A word has four codes of row g in the lower halves of its bytes, and four of row g + 8 in the upper ones. Converters
+// begin with 0x80 + code - zero in each byte, which borrows from no neighbour. Where arithmetic can be done by
+// multiplications and additions it is: logic takes a pipe of half their rate, which is the limit of these products.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,11 @@ namespace cutlass::arch {
 template <class Element>
 struct ByteDifference;
 
-/// 0x80 + code - zero; `zeros`: in every byte.
-template <bool kHigh>
-CUTLASS_DEVICE uint32_t offset_difference(uint32_t codes, uint32_t zeros) {
-  return and_or(shift_right < kHigh ? 4 : 0 > (codes), 0x0f0f0f0f, 0x80808080) - zeros;
+/// 0x80 + code - zero of both rows; `zeros`: in every byte.
+CUTLASS_DEVICE void offset_differences(uint32_t& low, uint32_t& high, uint32_t codes, uint32_t const (&zeros)[2]) {
+  uint32_t const upper = shift_right<4>(codes) & 0x0f0f0f0f;
+  low = upper * -16u + codes + (0x80808080 - zeros[0]);
+  high = upper + (0x80808080 - zeros[1]);
 }
 
 template <>
@@ -27,9 +29,9 @@ struct ByteDifference<int8_t> {
   static constexpr float kUnit = 1;
   static constexpr int kLeastZero = -112, kMostZero = 128;
 
-  template <bool kHigh>
-  static CUTLASS_DEVICE uint32_t convert(uint32_t codes, uint32_t zeros) {
-    return offset_difference<kHigh>(codes, zeros) ^ 0x80808080;
+  static CUTLASS_DEVICE void convert(uint32_t& low, uint32_t& high, uint32_t codes, uint32_t const (&zeros)[2]) {
+    offset_differences(low, high, codes, zeros);
+    low ^= 0x80808080, high ^= 0x80808080;
   }
 };
 
@@ -41,13 +43,17 @@ struct ByteDifference<float_e4m3_t> {
   static constexpr float kUnit = 0x1p-9f;
   static constexpr int kLeastZero = -1, kMostZero = 16;
 
+  static CUTLASS_DEVICE void convert(uint32_t& low, uint32_t& high, uint32_t codes, uint32_t const (&zeros)[2]) {
+    offset_differences(low, high, codes, zeros);
+    low = from_offset(low), high = from_offset(high);
+  }
+
+ private:
   /// d = 0x80 + difference. Positive, the sign bit of d is set and goes: ~(d ^ 0x7f) has the others as they are.
   /// Negative, ~d = 0x7f - difference is one short of 0x80 + |difference|, the sign and the magnitude.
-  template <bool kHigh>
-  static CUTLASS_DEVICE uint32_t convert(uint32_t codes, uint32_t zeros) {
-    uint32_t const d = offset_difference<kHigh>(codes, zeros);
-    uint32_t const positive = repeat_signs(d);
-    return ~(d ^ (positive & 0x7f7f7f7f)) + (~positive & 0x01010101);
+  static CUTLASS_DEVICE uint32_t from_offset(uint32_t d) {
+    uint32_t const positive = repeat_signs(d);  // 0xff or 0
+    return not_xor_and(d, positive, 0x7f7f7f7f) + (~positive & 0x01010101);
   }
 };
 

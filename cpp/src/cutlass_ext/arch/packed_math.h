@@ -39,6 +39,13 @@ CUTLASS_DEVICE uint32_t and_not_or(uint32_t a, uint32_t mask, uint32_t bits) {
   return r;
 }
 
+/// ~(a ^ (b & mask)): table 0x87.
+CUTLASS_DEVICE uint32_t not_xor_and(uint32_t a, uint32_t b, uint32_t mask) {
+  uint32_t r;
+  asm volatile("lop3.b32 %0, %1, %2, %3, 0x87;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+  return r;
+}
+
 template <int kBits>
 CUTLASS_DEVICE uint32_t shift_right(uint32_t a) {
   if constexpr (kBits == 0) return a;

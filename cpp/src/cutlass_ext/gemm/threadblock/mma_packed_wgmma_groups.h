@@ -1,7 +1,7 @@
 // The wgmma main loop of 4-by-8-bit products: that of weight-only products (mma_packed_wgmma_rs.h), whose ring and
 // producer it has, with operand A, codes less their zeros, in 8 bits. Nothing is rounded there; the sums of each group
-// of k leave the MMAs' registers to be scaled and added in fp32. While one warpgroup does that, the MMAs of the other
-// one run.
+// of k leave the MMAs' registers to be scaled and added in fp32 ("promotion"). MMAs are of half of the tokens: while
+// the sums of one half are promoted, those of the other half are made.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_rs.h"
@@ -17,10 +17,13 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
       MmaPackedWgmmaRs<Shape, kWarpgroups_, kStages_, Shape::kK / 32, false, Element, qcutlass::Packing::kW4A8, kMode>;
   using Base::kRows, Base::kStages, Base::kSteps, Base::kStepK, Base::kTiles;
   using typename Base::Arguments, typename Base::Barriers, typename Base::LayoutA, typename Base::SharedStorage,
-      typename Base::Traits, typename Base::Wgmma;
+      typename Base::Traits;
   static_assert(Shape::kK == Base::kChunkBytes && Base::kChunks == 1);
 
-  using FragmentC = float[Wgmma::kSums];  // in the order of the instruction's sums
+  static constexpr int kHalfTokens = Shape::kN / 2;
+  using HalfWgmma = arch::Wgmma<typename Traits::Weight, Element, typename Traits::Product, kHalfTokens, kStepK>;
+  static constexpr int kHalfSums = HalfWgmma::kSums;
+  using FragmentC = float[2 * kHalfSums];  // in the order of an instruction of all tokens
   using Output = epilogue::thread::ScaledSums<float>;
   using Epilogue = epilogue::threadblock::WgmmaEpilogue<MmaPackedWgmmaGroups>;
 
@@ -37,6 +40,7 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
           args_(args),
           strip_(warpgroup * 4 + warp),
           lane_(lane),
+          load_(strip_ * 16 + lane / 4, args.scale_type, args.zero_type),
           codes_byte_((lane / 4 * 4 + lane * 2 % 4) * qcutlass::layout::kLaneBytes),
           bytes_of_k_(lane % 4 < 2 ? 0x6420 : 0x7531) {
       CUTLASS_PRAGMA_UNROLL
@@ -49,47 +53,82 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
     /// The sums over `stages` stages from k = first_k on, at least one.
     CUTLASS_DEVICE void operator()(FragmentC& sums, int first_k, int stages) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
+      for (int i = 0; i < 2 * kHalfSums; ++i) sums[i] = 0;
       k_ = first_k;
       prepare(0, 0);
+      auto const places = std::make_integer_sequence<int, kStages>{};
       int left = stages;
       CUTLASS_PRAGMA_NO_UNROLL
-      while (round(sums, left, std::make_integer_sequence<int, kStages>{})) {
-      }
+      while (left >= kStages) round(sums, left, places);
+      if (left > 0) rest(sums, left, places);
     }
 
    private:
-    using Sums = typename Wgmma::Sums;
+    using Sums = typename HalfWgmma::Sums;
     using Scales = typename Traits::Scales;
     using Operands = typename Scales::Operands;
     using Converter = typename Scales::Converter;
     static constexpr int kGroupSteps = kSteps / kRows;  // whose sums are scaled together
-    static_assert(kStages % 2 == 0, "a place has one of the two buffers");
+    static_assert(kStages % 2 == 0, "a place has one of the two fragment buffers");
 
+    /// A stage in every place of the ring. The last MMAs are waited for: ptxas serialises those in flight where a loop
+    /// ends, if others' sums are read meanwhile.
     template <int... kPlaces>
-    CUTLASS_DEVICE bool round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
-      return (stage<kPlaces>(sums, left) && ...);
+    CUTLASS_DEVICE void round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
+      Sums halves[2];
+      begin_stage<0>(halves);
+      (stage<kPlaces, kPlaces == kStages - 1>(sums, halves, left), ...);
+    }
+
+    /// The `left` < kStages last stages, one after the other.
+    template <int... kPlaces>
+    CUTLASS_DEVICE void rest(FragmentC& sums, int left, std::integer_sequence<int, kPlaces...>) {
+      (single_stage<kPlaces>(sums, left) && ...);
     }
 
     template <int kPlace>
-    CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
-      constexpr int kBuffer = kPlace % 2;
-      Sums group;
+    CUTLASS_DEVICE bool single_stage(FragmentC& sums, int& left) {
+      Sums halves[2];
+      begin_stage<kPlace>(halves);
+      stage<kPlace, true>(sums, halves, left);
+      return left > 0;
+    }
+
+    template <int kPlace>
+    CUTLASS_DEVICE void begin_stage(Sums (&halves)[2]) {
+      multiply<kPlace>(halves[0], 0, 0);
+      multiply<kPlace>(halves[1], 0, 1);
+    }
+
+    /// Finishes a stage, whose first group's MMAs are under way, and issues those of the next one's, unless the ring's
+    /// round ends with it.
+    template <int kPlace, bool kLast>
+    CUTLASS_DEVICE void stage(FragmentC& sums, Sums (&halves)[2], int& left) {
+      constexpr int kNext = (kPlace + 1) % kStages;
+      if (--left > 0) prepare(kNext, kNext % 2);
       CUTLASS_PRAGMA_UNROLL
       for (int row = 0; row < kRows; ++row) {
-        multiply<kPlace>(group, row);
-        if (row == 0 && left > 1) prepare((kPlace + 1) % kStages, kBuffer ^ 1);
-        cute::warpgroup_wait<0>();
-        arch::fence_registers(group);
-        if (row == kRows - 1 && lane_ == 0) barriers_.empty[kPlace].arrive();
-        promote(sums, group, scales_[kBuffer][row]);
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          bool const ends = row == kRows - 1 && half == 1;
+          if (kLast && ends)
+            cute::warpgroup_wait<0>();
+          else
+            cute::warpgroup_wait<1>();
+          arch::fence_registers(halves[half]);
+          if (ends && lane_ == 0) barriers_.empty[kPlace].arrive();
+          promote(sums + half * kHalfSums, halves[half], scales_[kPlace % 2][row]);
+          if (row + 1 < kRows)
+            multiply<kPlace>(halves[half], row + 1, half);
+          else if (!kLast)
+            multiply<kNext>(halves[half], 0, half);
+        }
       }
-      return --left > 0;
     }
 
-    /// Issues the MMAs of a group of a stage.
+    /// Issues the MMAs of a group of a stage by half of the tokens.
     template <int kPlace>
-    CUTLASS_DEVICE void multiply(Sums& group, int row) {
+    CUTLASS_DEVICE void multiply(Sums& group, int row, int half) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kGroupSteps; ++i) arch::fence_registers(fragments_[kPlace % 2][row * kGroupSteps + i]);
       arch::fence_registers(group);
@@ -98,16 +137,17 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
       for (int i = 0; i < kGroupSteps; ++i) {
         int const step = row * kGroupSteps + i;
         uint64_t const tokens = arch::swizzled_operand<Base::kChunkBytes>(kPlace * SharedStorage::kTokenBytes +
+                                                                          half * kHalfTokens * Base::kChunkBytes +
                                                                           step * kStepK * int(sizeof(Element)));
-        Wgmma::issue(group, fragments_[kPlace % 2][step], tokens, i == 0);
+        HalfWgmma::issue(group, fragments_[kPlace % 2][step], tokens, i == 0);
       }
       cute::warpgroup_commit_batch();
     }
 
     /// Elements 0 and 1 of four sums belong to row g, 2 and 3 to row g + 8.
-    static CUTLASS_DEVICE void promote(FragmentC& sums, Sums const& group, float const (&scale)[2]) {
+    static CUTLASS_DEVICE void promote(float* sums, Sums const& group, float const (&scale)[2]) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Wgmma::kSums; ++i) sums[i] += float(typename Traits::Product(group[i])) * scale[i / 2 % 2];
+      for (int i = 0; i < kHalfSums; ++i) sums[i] += float(typename Traits::Product(group[i])) * scale[i / 2 % 2];
     }
 
     /// Waits for a stage and fills a fragment buffer, whose last MMAs are done, and its scales.
@@ -131,9 +171,8 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
       int const row = step / kGroupSteps;
       if (step % kGroupSteps == 0) {
         int const box_row = kRows == 1 ? 0 : args_.group_size.group(k_ + step * kStepK) - args_.group_size.group(k_);
-        operands_ = Scales::load(storage_.scales(place) + box_row * args_.scale_row,
-                                 storage_.zeros(place) + box_row * args_.zero_row, strip_ * 16 + lane_ / 4,
-                                 args_.scale_type, args_.zero_type);
+        operands_ = load_.load(storage_.scales(place) + box_row * args_.scale_row,
+                               storage_.zeros(place) + box_row * args_.zero_row);
         scales_[buffer][row][0] = operands_.scale[0], scales_[buffer][row][1] = operands_.scale[1];
       }
       uint32_t(&fragment)[4] = fragments_[buffer][step];
@@ -142,15 +181,15 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
       uint32_t const* const next = reinterpret_cast<uint32_t const*>(&codes[1]) + i * LayoutA::kWords;
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        uint32_t const four = arch::permute_bytes(own[half], next[half], bytes_of_k_);
-        fragment[half * 2] = Converter::template convert<false>(four, operands_.zero[0]);
-        fragment[half * 2 + 1] = Converter::template convert<true>(four, operands_.zero[1]);
+        uint32_t const codes_of_rows = arch::permute_bytes(own[half], next[half], bytes_of_k_);
+        Converter::convert(fragment[half * 2], fragment[half * 2 + 1], codes_of_rows, operands_.zero);
       }
     }
 
     SharedStorage& storage_;
     Arguments const& args_;
     int const strip_, lane_;
+    Scales const load_;
     int const codes_byte_;       // in a tile, of the two lanes whose codes this one has
     uint32_t const bytes_of_k_;  // of their words
     int k_;                      // of the stage whose codes come next

@@ -2,12 +2,10 @@
 // strip.
 #pragma once
 
-#include <math_constants.h>
-
 #include "cutlass/arch/memory_sm75.h"
 #include "cutlass/fast_math.h"
-#include "cutlass_ext/arch/byte_difference.h"
 #include "cutlass_ext/arch/dequantize.h"
+#include "cutlass_ext/gemm/warp/sum_scales.h"
 #include "plan/footprint.h"
 
 namespace cutlass::gemm::warp {
@@ -131,30 +129,13 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kMinimum>
 
 /// 4-by-8-bit products: weights are codes less their zeros, and scales those of sums.
 template <class Element>
-struct GroupScales<Element, 4, qcutlass::ScaleMode::kGroup> {
-  using Converter = arch::ByteDifference<Element>;
-  struct Operands {
-    float scale[2];    // of sums of rows g, g + 8, in the converter's units; NaN where there is no exact difference
-    uint32_t zero[2];  // in every byte
-  };
-
-  static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* zeros, int row, qcutlass::DType scale_type,
-                                      qcutlass::DType zero_type) {
-    Operands op;
-    float zero[2];
-    load_scales(op.scale, scales, row, scale_type);
-    load_zeros(zero, zeros, row, zero_type, float(qcutlass::symmetric_zero(4)));
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      bool const exact = zero[i] >= float(Converter::kLeastZero) && zero[i] <= float(Converter::kMostZero);
-      op.scale[i] = exact ? op.scale[i] * (1 / Converter::kUnit) : CUDART_NAN_F;
-      op.zero[i] = uint32_t(int(zero[i])) * 0x01010101u;
-    }
-    return op;
-  }
+struct GroupScales<Element, 4, qcutlass::ScaleMode::kGroup> : SumScales<Element> {
+  using SumScales<Element>::SumScales;
 };
 template <class Element>
-struct GroupScales<Element, 4, qcutlass::ScaleMode::kGroup32> : GroupScales<Element, 4, qcutlass::ScaleMode::kGroup> {};
+struct GroupScales<Element, 4, qcutlass::ScaleMode::kGroup32> : SumScales<Element> {
+  using SumScales<Element>::SumScales;
+};
 
 /// Weights that are operands as they are.
 template <class Element, int Bits>
