@@ -12,6 +12,7 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats.specs import METHOD, ModelSpec
 from qcutlass.vllm import interface
 from qcutlass.vllm.cutting import Share, cut_columns, cut_rows, place
+from qcutlass.vllm.mixture import QCutlassExpertsMethod
 from qcutlass.vllm.products import Products
 from qcutlass.vllm.stored import SUFFIXES, layer_of, obstacle
 from qcutlass.vllm.waiting import Waiting
@@ -59,7 +60,7 @@ class QCutlassConfig(interface.QuantizationConfig):
         asked = user_quant == METHOD or hf_quant_cfg.get("quant_method") == METHOD
         if user_quant not in (None, METHOD):
             return None
-        reason = obstacle(hf_quant_cfg, interface.is_mixture(hf_config))
+        reason = obstacle(hf_quant_cfg, interface.is_mixture(hf_config)) or interface.experts_obstacle(hf_config)
         if reason is not None and asked:
             raise UnsupportedError(f"quantization: {METHOD!r} does not serve this model: {reason}")
         return METHOD if reason is None else None
@@ -69,9 +70,11 @@ class QCutlassConfig(interface.QuantizationConfig):
         """Keeps `g_idx`, which the base class drops since 0.30."""
         return interface.keeping_everything()
 
-    def get_quant_method(self, layer: Any, prefix: str) -> QCutlassLinearMethod | None:
+    def get_quant_method(self, layer: Any, prefix: str) -> QCutlassLinearMethod | QCutlassExpertsMethod | None:
         if isinstance(layer, interface.LinearBase | interface.ParallelLMHead):
             return QCutlassLinearMethod(self.values, prefix)
+        if isinstance(layer, interface.RoutedExperts):
+            return QCutlassExpertsMethod(self.values, prefix, layer.moe_config)
         return None
 
 

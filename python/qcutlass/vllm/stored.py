@@ -42,8 +42,8 @@ def obstacle(config: Mapping[str, Any], experts: bool = False) -> str | None:
     method = str(config.get("quant_method", "")).lower()
     if method == METHOD:
         return None
-    if experts:
-        return "mixtures of experts are left to the engine"
+    if experts and _has_int8_activations(config):
+        return "experts of int8 activations are left to the engine"
     return _OBSTACLES[method](config) if method in _OBSTACLES else f"quant_method {method!r} is not read"
 
 
@@ -68,17 +68,19 @@ def layer_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str
     with torch.device("cpu"):  # the engine may have set another default
         if "layout" in tensors or "w_packed" in tensors:
             return _of_packed(tensors, name, device)
-        floats = tensors.get("weight")
-        if set(tensors) == {"weight"} and floats is not None and floats.dtype in (
-            torch.float16, torch.bfloat16, torch.float32,
-        ):  # fmt: skip
-            return FloatLinear(floats.to(device))
+        if is_float(tensors):
+            return FloatLinear(tensors["weight"].to(device))
         stored = {f"{_NAME}.{suffix}": tensor for suffix, tensor in tensors.items()}
         try:
             read = formats.load(stored, config=config)[_NAME]
         except (CheckpointError, UnsupportedError, KeyError) as error:
             raise type(error)(f"{name}: {error}") from error
     return moved(read, device)
+
+
+def is_float(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a layer of these tensors is not quantised."""
+    return set(tensors) == {"weight"} and tensors["weight"].dtype in _ROUNDED
 
 
 def moved(layer: Layer, device: torch.device) -> Layer:
@@ -158,6 +160,12 @@ def _compressed_tensors_obstacle(config: Mapping[str, Any]) -> str | None:
         return "kv_cache_scheme is left to the engine"
     reasons = [_group_obstacle(group) for group in groups.values()]
     return next((reason for reason in reasons if reason), None)
+
+
+def _has_int8_activations(config: Mapping[str, Any]) -> bool:
+    groups = config.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    return any((group.get("input_activations") or {}).get("type") == "int" for group in groups)
 
 
 def _group_obstacle(group: Mapping[str, Any]) -> str | None:

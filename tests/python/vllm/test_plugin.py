@@ -306,16 +306,6 @@ def test_which_models_are_taken(config: dict[str, Any], user: str | None, taken:
     assert found.override_quantization_method(config, user) == taken
 
 
-def test_mixtures_are_left_to_vllm() -> None:
-    class Mixture:
-        num_experts = 8
-
-    take = method.QCutlassConfig.override_quantization_method
-    assert take({"quant_method": "gptq", "bits": 4}, None, Mixture()) is None
-    with pytest.raises(qcutlass.UnsupportedError, match="experts"):
-        take({"quant_method": "gptq", "bits": 4}, "qcutlass", Mixture())
-
-
 def test_a_folder_of_another_version_is_refused() -> None:
     with pytest.raises(qcutlass.CheckpointError, match="convert the model again"):
         method.QCutlassConfig.from_config({"quant_method": "qcutlass", "version": 99})
