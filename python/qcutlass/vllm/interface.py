@@ -25,6 +25,7 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS as QUAN
 from vllm.model_executor.layers.quantization import register_quantization_config as register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from vllm.model_executor.parameter import permute_param_layout_ as permute_param_layout_
 from vllm.platforms import PlatformEnum as PlatformEnum
 from vllm.platforms import current_platform as _platform
@@ -34,6 +35,8 @@ from qcutlass.layers.experts import Gate
 
 PLATFORMS: Final = (PlatformEnum.CUDA, PlatformEnum.CPU)
 """Those on which there are products."""
+_FLOATS_SINCE: Final = {8: 89, 4: 100}
+"""The compute capability since which GPUs have products of floats of so many bits."""
 _GATES: Final = {"silu": ("silu", 0.0), "gelu_tanh": ("gelu_tanh", 0.0), "swigluoai_uninterleave": ("swigluoai", 1.0)}
 """Of vLLM's activations of experts: `qcutlass.moe.experts`' name, and what is added to the channels of up."""
 _ACTIVATION_NAMES: Final = ("hidden_act", "hidden_activation", "mlp_hidden_act")
@@ -54,6 +57,15 @@ def is_cpu() -> bool:
 def activation_types() -> list[torch.dtype]:
     """Of activations that products take in an engine: on a GPU those of 16 bits."""
     return [torch.float16, torch.bfloat16, *([torch.float32] if is_cpu() else [])]
+
+
+def native_floats() -> tuple[int, ...]:
+    """Bits of floats by which the device multiplies floats of as many bits."""
+    return (
+        ()
+        if is_cpu()
+        else tuple(bits for bits, least in _FLOATS_SINCE.items() if _platform.has_device_capability(least))
+    )
 
 
 def put_first(kernel: type[MPLinearKernel]) -> None:

@@ -29,6 +29,8 @@ def prompts() -> list[list[int]]:
         pytest.param("mixtral", "awq", False, TWO_RANKS | {"enable_expert_parallel": True}, id="awq, expert parallel"),
         pytest.param("olmoe", "compressed", False, {}, id="compressed-tensors"),
         pytest.param("qwen2_moe", "act_order", True, {}, id="converted, act-order, shared experts"),
+        pytest.param("qwen3_moe", "fp8", False, {}, id="fp8 in blocks"),
+        pytest.param("mixtral", "nvfp4", False, {}, id="nvfp4 of compressed-tensors"),
         pytest.param("qwen3_moe", "fp8", True, {}, id="converted, fp8 in blocks"),
         pytest.param("mixtral", "nvfp4", True, TWO_RANKS, id="converted, nvfp4, two ranks"),
     ],

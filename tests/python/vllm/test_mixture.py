@@ -13,8 +13,9 @@ from tests.python.vllm.test_plugin import FORMATS, exact
 from torch import Tensor
 
 import qcutlass
-from qcutlass.vllm import interface, method, register
-from qcutlass.vllm.stored import obstacle
+from qcutlass.vllm import config as configuration
+from qcutlass.vllm import interface, register
+from qcutlass.vllm.obstacles import obstacle
 
 EXPERTS, HIDDEN, BETWEEN = 4, 64, 128
 SHARDS = {"gate": ("w13", "w1"), "up": ("w13", "w3"), "down": ("w2", "w2")}
@@ -104,7 +105,7 @@ def test_ranks_together_compute_each_expert(name: str, world_size: int) -> None:
     assert obstacle(values | {"bits": 4}, experts=True) is None
     experts, layers = random_experts(**options), []
     for rank in range(world_size):
-        layers.append(block(method.QCutlassConfig(values), rank, world_size))
+        layers.append(block(configuration.QCutlassConfig(values), rank, world_size))
         assert load(layers[-1], experts, write) == [True] * EXPERTS
     for index, expert in enumerate(experts):
         total = sum((of_module(layer.products, index) for layer in layers), torch.zeros(()))
@@ -112,7 +113,7 @@ def test_ranks_together_compute_each_expert(name: str, world_size: int) -> None:
 
 
 def test_products_are_those_of_the_module() -> None:
-    layer = block(method.QCutlassConfig(values_of("awq")))
+    layer = block(configuration.QCutlassConfig(values_of("awq")))
     load(layer, random_experts(), as_awq)
     x, weights, ids = routed()
     found = layer.quant_method.apply(layer, x, weights, ids, None, None)
@@ -125,7 +126,7 @@ def test_products_are_those_of_the_module() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_expert_parallel_ranks_have_whole_experts(world_size: int) -> None:
     """A token of one expert is computed on its rank, and nothing is added on others; an id of -1 is nobody's."""
-    config, experts = method.QCutlassConfig(values_of("gptq")), random_experts()
+    config, experts = configuration.QCutlassConfig(values_of("gptq")), random_experts()
     whole = block(config)
     load(whole, experts, as_gptq)
     x, weights, ids = routed(1)
@@ -156,7 +157,7 @@ def test_floats_are_left_to_vllm(world_size: int, monkeypatch: pytest.MonkeyPatc
         def get_fused_moe_quant_config(self, layer: Any) -> None: ...
 
     monkeypatch.setattr(interface, "UnquantizedFusedMoEMethod", Floats)
-    config, experts = method.QCutlassConfig(values_of("gptq")), random_experts()
+    config, experts = configuration.QCutlassConfig(values_of("gptq")), random_experts()
     totals = [torch.zeros(())] * EXPERTS
     for rank in range(world_size):
         layer = block(config, rank, world_size)
@@ -170,13 +171,13 @@ def test_floats_are_left_to_vllm(world_size: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_absent_expert_is_named() -> None:
-    layer = block(method.QCutlassConfig(values_of("gptq")))
+    layer = block(configuration.QCutlassConfig(values_of("gptq")))
     with pytest.raises(qcutlass.CheckpointError, match=r"mlp\.experts: gate of expert 3.*no tensors"):
         load(layer, random_experts()[:3], as_gptq)
 
 
 def test_no_weights_are_taken_after_loading() -> None:
-    layer = block(method.QCutlassConfig(values_of("gptq")))
+    layer = block(configuration.QCutlassConfig(values_of("gptq")))
     parameter = layer.w2_qweight
     load(layer, random_experts(), as_gptq)
     layer.quant_method.process_weights_after_loading(layer)
@@ -193,7 +194,7 @@ def test_no_weights_are_taken_after_loading() -> None:
 )  # fmt: skip
 def test_other_functions_of_experts_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(qcutlass.UnsupportedError, match=r"mlp\.experts.*VLLM_PLUGINS"):
-        block(method.QCutlassConfig(values_of("gptq")), **options)
+        block(configuration.QCutlassConfig(values_of("gptq")), **options)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_other_functions_of_experts_are_refused(options: dict[str, Any]) -> None
     ],
 )  # fmt: skip
 def test_functions_of_experts(options: dict[str, Any], gate: tuple[Any, ...]) -> None:
-    layer = block(method.QCutlassConfig(values_of("gptq")), **options)
+    layer = block(configuration.QCutlassConfig(values_of("gptq")), **options)
     load(layer, random_experts(), as_gptq)
     assert (layer.products.activation, layer.products.limit, layer.products.alpha) == gate
 
@@ -232,19 +233,11 @@ class Mixture:
     ],
 )
 def test_which_mixtures_are_taken(values: dict[str, Any], reason: str | None) -> None:
-    take, config = method.QCutlassConfig.override_quantization_method, {"quant_method": "gptq", "bits": 4}
+    take, config = configuration.QCutlassConfig.override_quantization_method, {"quant_method": "gptq", "bits": 4}
     assert take(config, None, Mixture(**values)) == ("qcutlass" if reason is None else None)
     if reason is not None:
         with pytest.raises(qcutlass.UnsupportedError, match=reason):
             take(config, "qcutlass", Mixture(**values))
-
-
-def test_experts_of_int8_activations_are_left() -> None:
-    int8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    groups = {"group_0": {"weights": int8, "input_activations": {**int8, "dynamic": True}}}
-    values = {"quant_method": "compressed-tensors", "config_groups": groups}
-    assert obstacle(values) is None
-    assert "int8 activations" in str(obstacle(values, experts=True))
 
 
 def test_compressed_tensors_of_8_bits() -> None:
@@ -252,6 +245,6 @@ def test_compressed_tensors_of_8_bits() -> None:
         "quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int", "group_size": 32}}},
     }
-    experts, layer = random_experts(bits=8), block(method.QCutlassConfig(values))
+    experts, layer = random_experts(bits=8), block(configuration.QCutlassConfig(values))
     load(layer, experts, as_compressed)
     assert all(torch.equal(of_module(layer.products, i), expected(expert)) for i, expert in enumerate(experts))
