@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.python.formats.stored import as_fp8, named
-from tests.python.models.folders import RandomCut, write_model, write_tokenizer
+from tests.python.models.folders import Cut, RandomCut, write_model, write_tokenizer
 from tests.python.models.mixtures import as_nvfp4
 from tests.python.models.test_gguf_models import write_gguf
 from tests.python.vllm import test_engine
 
-import qcutlass
 from qcutlass import models
 from qcutlass.models.gguf import GGUFModel
 from qcutlass.models.transformers import load_model
@@ -84,24 +83,13 @@ def test_floats_of_other_makers(name: str, options: dict[str, Any], tmp_path: Pa
     folder = write_model(tmp_path / "folder", tensors, cut.config, described)
     asked = test_engine.prompts()
     found = test_engine.served(folder, repository, prompts=asked, options=options)
-    exact = {f"{layer}.weight": weight for layer, (_, weight) in made.items()}
-    assert found == test_engine.tokens_of(dense(cut, exact), asked)
+    exact = Cut(cut.root, {layer: weight for layer, (_, weight) in made.items()})
+    assert found == test_engine.tokens_of(cut.dense(exact, torch.float32), asked)
 
 
-def dense(cut: RandomCut, weights: dict[str, torch.Tensor]) -> Any:
-    from tests.python.models.folders import Cut
-
-    weights = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
-    return cut.dense(Cut(cut.root, weights), torch.float32)
-
-
-@pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("scheme", [qcutlass.FP8(), qcutlass.Blockwise(), qcutlass.Blockwise(64, "fp8")], ids=str)
-def test_quantised_activations(scheme: Any, options: dict[str, Any], tmp_path: Path, repository: Path) -> None:
+@pytest.mark.parametrize("method", ["w8a8", "fp8", "blockwise"])
+def test_quantised_activations(method: str, tmp_path: Path, repository: Path) -> None:
     """Of a folder that qcutlass quantised: the tokens of its own layers, whose activations are quantised alike."""
-    cut = RandomCut(tmp_path, seed=0)
-    model = load_model(cut.floats().folder)[0]
-    qcutlass.replace_linear(model, scheme)
-    model.save_pretrained(tmp_path / "quantised")
-    found = test_engine.served(tmp_path / "quantised", repository, options=options)
-    assert found == test_engine.expected(tmp_path / "quantised")
+    folder = tmp_path / "quantised"
+    models.quantize_model(RandomCut(tmp_path, seed=0).floats().folder, folder, method)
+    assert test_engine.served(folder, repository) == test_engine.expected(folder)

@@ -61,8 +61,15 @@ class TestLayers:
         assert torch.equal(layer_of(as_compressed(layer), config, "up", CPU).effective_weight(), layer.weight)
 
     @pytest.mark.parametrize(
-        "scheme", [qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8(), qcutlass.FP8()]
-    )
+        "scheme",
+        [
+            qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8(), qcutlass.FP8(),
+            qcutlass.W4A8(32), qcutlass.WeightOnly(8, 32, weight_dtype="e4m3"),
+            qcutlass.WeightOnly(4, 32, weight_dtype="e2m1"),
+            qcutlass.WeightOnly(4, 16, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn),
+        ],
+        ids=str,
+    )  # fmt: skip
     def test_converted(self, scheme: Any) -> None:
         made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 48), scheme)
         tensors = {**made.state_dict(), "weight": torch.zeros(1, dtype=torch.uint8)}
