@@ -37,7 +37,7 @@ class QCutlassEmbeddingMethod(QCutlassLinearMethod):
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Integers `[...]` to their rows `[..., K]`."""
-        out: Tensor = self._owner.rows(input_)
+        out: Tensor = layer.rows(input_)
         return out
 
 

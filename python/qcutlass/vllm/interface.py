@@ -45,6 +45,7 @@ _ACTIVATIONS: Final = ("silu", "swish", "gelu_tanh", "gelu_pytorch_tanh", "swigl
 _LEFT: Final = {
     "gpt_oss": "vLLM loads all of a block as one tensor",
     "llama4_text": "the router's weights multiply their input",
+    **dict.fromkeys(("deepseek_v4", "deepseek_v41"), "vLLM has a method of its own for this model"),
 }
 """Mixtures (`model_type`) whose experts are not multiplied, and why."""
 

@@ -114,12 +114,7 @@ def _of_packed(tensors: Mapping[str, Tensor], name: str, device: torch.device) -
         layer.load_state_dict(held, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"{name}: {error}; convert the model again") from error
-    canonical = layer.canonical()
-    make: Any = type(canonical).of
-    found: Layer = make(
-        {part: tensor for part, tensor in canonical.tensors.items() if part != "bias"}, **canonical.options
-    )
-    return found
+    return layer.canonical()
 
 
 def _as_it_is(layer: Layer) -> Layer:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.python.formats.stored import Stored, Tensors, as_awq, as_compressed, as_gptq
 from tests.python.vllm.expert_parts import computed, of_module
-from tests.python.vllm.test_plugin import FORMATS, exact
+from tests.python.vllm.test_plugin import FORMATS, as_packed, exact
 from torch import Tensor
 
 import qcutlass
@@ -110,6 +110,26 @@ def test_ranks_together_compute_each_expert(name: str, world_size: int) -> None:
     for index, expert in enumerate(experts):
         total = sum((of_module(layer.products, index) for layer in layers), torch.zeros(()))
         assert torch.equal(total, expected(expert))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_biases_of_experts(world_size: int) -> None:
+    """Those between the products are cut, those of outputs are one rank's."""
+    experts, layers = random_experts(), []
+    biases = {"gate": torch.randn(BETWEEN), "up": torch.randn(BETWEEN), "down": torch.randn(HIDDEN)}
+
+    def write(stored: Stored) -> Tensors:
+        part = next(part for expert in experts for part, other in expert.items() if other is stored)
+        return {**as_packed(stored), "bias": biases[part]}
+
+    for rank in range(world_size):
+        layers.append(block(configuration.QCutlassConfig(values_of("converted")), rank, world_size))
+        load(layers[-1], experts, write)
+    found = [layer.products.expert(0) for layer in layers]
+    for part in ("gate", "up"):
+        assert torch.equal(torch.cat([getattr(expert, part).bias for expert in found]), biases[part])
+    assert torch.equal(found[0].down.bias, biases["down"])
+    assert all(expert.down.bias is None for expert in found[1:])
 
 
 def test_products_are_those_of_the_module() -> None:
@@ -229,6 +249,7 @@ class Mixture:
         ({"num_experts": 0, "hidden_act": "gelu"}, None),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "deepseek_v4"}, "deepseek_v4"),
         ({"text_config": Mixture(model_type="llama4_text")}, "llama4_text"),
     ],
 )
