@@ -1,7 +1,8 @@
 """A plug-in for vLLM: its models multiply by qcutlass. `docs/serving.md` says how to use it.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`. Modules of this package
-that import vLLM are `interface`, which alone knows the differences of its versions, `method` and `kernel`.
+that import vLLM are `interface`, which alone knows the differences of its versions, `config`, `method`, `mixture`,
+`embedding` and `kernel`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def register() -> None:
         ...     assert "vllm" in str(error)
     """
     try:
-        from qcutlass.vllm import interface, kernel, method
+        from qcutlass.vllm import config, interface, kernel
     except ImportError as error:
         raise ImportError(
             "qcutlass.vllm: expected vllm 0.26 or a version with the same interface, which "
@@ -35,5 +36,5 @@ def register() -> None:
         ) from error
     if interface.is_batch_invariant():
         invariance.switch(True)
-    method.register_method()
+    config.register_method()
     kernel.register_kernel()

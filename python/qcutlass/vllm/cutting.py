@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.products.checks import ceil_div
 from qcutlass.quantized import QuantizedTensor
 
@@ -53,12 +53,11 @@ def place(rank: int, world_size: int, whole: int, size: int) -> int:
 
 
 def cut_rows(layer: Layer, begin: int, size: int) -> Layer:
-    """Output channels from `begin` on; those past the last one have weights 0 ("column parallel")."""
-    n = layer.shape[0]
-    index = torch.arange(begin, begin + size, device=_first(layer).device)
-    cut: Layer = layer.rows(index.clamp(max=n - 1))  # type: ignore[union-attr]  # of the kinds in _CUTS
-    beyond = index >= n
-    return _without(cut, beyond) if begin + size > n else cut
+    """Output channels from `begin` on; those past the last one have weights 0 ("column parallel").
+
+    A cut through square blocks makes groups of columns of them, whose activations stay as they are.
+    """
+    return _ROWS.get(layer.kind, _rows)(layer, begin, size)
 
 
 def cut_columns(layer: Layer, begin: int, size: int) -> Share:
@@ -67,7 +66,7 @@ def cut_columns(layer: Layer, begin: int, size: int) -> Share:
     The weights are the same to the bit. Where the cut goes through groups of columns, groups become smaller, of a
     multiple of 16 columns. Where that is not enough, as columns of one group lie on several ranks (act-order), the
     rank's columns are sorted by group, columns with weight 0 fill each group to a multiple of 16, and `Share.columns`
-    says which activations they meet.
+    says which activations they meet. A cut through square blocks makes groups of columns of them.
 
     Raises:
         UnsupportedError: columns with weight 0 are needed, but the zeros are no whole numbers below 2**bits.
@@ -132,6 +131,48 @@ def _zero_codes(weight: QuantizedTensor, group_of_step: Tensor, padded: bool) ->
             "tensor parallel size that does not cut through groups"
         )
     return zeros.to(torch.uint8).T.repeat_interleave(STEP, dim=1)
+
+
+def without_blocks(layer: CanonicalBlockwise) -> CanonicalLinear:
+    """The same weights with a scale for each group of columns, for activations as they are."""
+    (n, k), size = layer.shape, layer.block_size
+    scales = layer.scales.repeat_interleave(size, 0)[:n].T.contiguous()
+    codes, of_floats = layer.codes.view(torch.uint8), layer.codes.is_floating_point()
+    weight = QuantizedTensor(
+        codes if of_floats else codes ^ 0x80, scales, None, 8, min(size, k), "e4m3" if of_floats else None
+    )
+    return CanonicalLinear(weight, layer.bias)
+
+
+def _rows(layer: Any, begin: int, size: int) -> Layer:
+    n = layer.shape[0]
+    index = torch.arange(begin, begin + size, device=_first(layer).device)
+    cut: Layer = layer.rows(index.clamp(max=n - 1))
+    return _without(cut, index >= n) if begin + size > n else cut
+
+
+def _rows_of_blocks(layer: CanonicalBlockwise, begin: int, size: int) -> Layer:
+    blocks = _whole_blocks(layer, begin, size, layer.shape[0])
+    if blocks is None:
+        return _rows(without_blocks(layer), begin, size)
+    part = slice(begin, begin + size)
+    bias = None if layer.bias is None else layer.bias[part]
+    return replace(layer, codes=layer.codes[part], scales=layer.scales[blocks].contiguous(), bias=bias)
+
+
+def _cut_blocks(layer: CanonicalBlockwise, begin: int, size: int) -> Share:
+    blocks = _whole_blocks(layer, begin, size, layer.shape[1])
+    if blocks is None:
+        return _cut_weight_only(without_blocks(layer), begin, size)
+    codes = layer.codes[:, begin : begin + size].contiguous()
+    return Share(replace(layer, codes=codes, scales=layer.scales[:, blocks].contiguous()))
+
+
+def _whole_blocks(layer: CanonicalBlockwise, begin: int, size: int, whole: int) -> slice | None:
+    """The blocks that a part has along one dimension; None: it cuts through them, or has more than there is."""
+    step, end = layer.block_size, begin + size
+    is_whole = begin % step == 0 and (end == whole or (end < whole and end % step == 0))
+    return slice(begin // step, ceil_div(end, step)) if is_whole else None
 
 
 def _cut_weight_only(layer: CanonicalLinear, begin: int, size: int) -> Share:
@@ -211,6 +252,13 @@ def _join_eight_bit(one: _AnyEightBit, other: _AnyEightBit) -> _AnyEightBit | No
     return type(one)(codes, scales, one.input_scale, None, one.smooth)
 
 
+def _join_blocks(one: CanonicalBlockwise, other: CanonicalBlockwise) -> CanonicalBlockwise | None:
+    if (one.block_size, one.codes.dtype) != (other.block_size, other.codes.dtype) or one.shape[0] % one.block_size:
+        return None
+    codes, scales = torch.cat([one.codes, other.codes]), torch.cat([one.scales, other.scales])
+    return CanonicalBlockwise(codes, scales, one.block_size)
+
+
 def _join_floats(one: FloatLinear, other: FloatLinear) -> FloatLinear | None:
     same = one.weight.dtype == other.weight.dtype
     return FloatLinear(torch.cat([one.weight, other.weight])) if same else None
@@ -230,7 +278,8 @@ def _without(layer: Layer, channels: Tensor) -> Layer:
     """The layer with weights 0 in some channels: those of `tensors` that are multiplied last become 0."""
     tensors = {name: tensor.clone() for name, tensor in layer.tensors.items()}
     if "scales" in tensors:
-        tensors["scales"][..., channels] = 0
+        for name in {"scales", "minimums"} & set(tensors):
+            tensors[name][..., channels] = 0
     else:
         tensors["weight"][channels] = 0
     make: Any = type(layer).of
@@ -242,11 +291,15 @@ _CUTS: Final[dict[str, Callable[[Any, int, int], Share]]] = {
     CanonicalLinear.kind: _cut_weight_only,
     CanonicalInt8.kind: _cut_eight_bit,
     CanonicalFp8.kind: _cut_eight_bit,
+    CanonicalBlockwise.kind: _cut_blocks,
     FloatLinear.kind: _cut_floats,
 }
+_ROWS: Final[dict[str, Callable[[Any, int, int], Layer]]] = {CanonicalBlockwise.kind: _rows_of_blocks}
+"""Where layers cannot take rows one by one."""
 _JOINS: Final[dict[str, Callable[[Any, Any], Layer | None]]] = {
     CanonicalLinear.kind: _join_weight_only,
     CanonicalInt8.kind: _join_eight_bit,
     CanonicalFp8.kind: _join_eight_bit,
+    CanonicalBlockwise.kind: _join_blocks,
     FloatLinear.kind: _join_floats,
 }

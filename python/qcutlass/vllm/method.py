@@ -1,4 +1,4 @@
-"""The quantisation method "qcutlass" of vLLM: layers of checkpoints that qcutlass reads, whatever their format."""
+"""How linear layers are loaded and multiplied in vLLM, whatever the format of the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,71 +8,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.errors import UnsupportedError
-from qcutlass.formats.specs import METHOD, ModelSpec
 from qcutlass.vllm import interface
 from qcutlass.vllm.cutting import Share, cut_columns, cut_rows, place
 from qcutlass.vllm.products import Products
-from qcutlass.vllm.stored import SUFFIXES, layer_of, obstacle
+from qcutlass.vllm.stored import SUFFIXES, layer_of
 from qcutlass.vllm.waiting import Waiting
 
 LORA_MARK: Final = "qweight"
 """The tensor by which vLLM's LoRA tells the device of a quantised layer; one element stays under this name."""
-
-
-class QCutlassConfig(interface.QuantizationConfig):
-    """`quantization_config` of a folder.
-
-    Args:
-        values: keys and values.
-    """
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.values = dict(values)
-
-    def get_name(self) -> str:
-        return METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return interface.activation_types()
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return ["quantize_config.json", "quant_config.json"]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> QCutlassConfig:
-        if config.get("quant_method") == METHOD:
-            ModelSpec.from_dict(config)  # raises for folders of other versions
-        return cls(config)
-
-    @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
-        """Takes folders that qcutlass reads, unless the user asked for another method by name."""
-        asked = user_quant == METHOD or hf_quant_cfg.get("quant_method") == METHOD
-        if user_quant not in (None, METHOD):
-            return None
-        reason = obstacle(hf_quant_cfg, interface.is_mixture(hf_config))
-        if reason is not None and asked:
-            raise UnsupportedError(f"quantization: {METHOD!r} does not serve this model: {reason}")
-        return METHOD if reason is None else None
-
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> Any:
-        """Keeps `g_idx`, which the base class drops since 0.30."""
-        return interface.keeping_everything()
-
-    def get_quant_method(self, layer: Any, prefix: str) -> QCutlassLinearMethod | None:
-        if isinstance(layer, interface.LinearBase | interface.ParallelLMHead):
-            return QCutlassLinearMethod(self.values, prefix)
-        return None
 
 
 class QCutlassLinearMethod(interface.LinearMethodBase):
@@ -119,7 +62,7 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
         return out
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """An output head that is the embedding, which has floats."""
+        """An output head that is the embedding."""
         self._waiting.take()
         self._leave(layer)
         layer.weight, layer.quant_method = embed_tokens.weight, embed_tokens.quant_method
@@ -127,7 +70,7 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
 
     def _shares(self, layer: Any, device: torch.device) -> list[Share]:
         """This rank's share of each part."""
-        whole = interface.whole_sizes(layer) if not isinstance(layer, interface.ParallelLMHead) else []
+        whole = [] if isinstance(layer, interface.VocabParallelEmbedding) else interface.whole_sizes(layer)
         shares: dict[int, Share] = {}
         for places, tensors in self._waiting.take().items():
             found = layer_of(tensors, self._values, self._prefix, device)
@@ -145,7 +88,7 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
         return [shares[number] for number in range(len(self._sizes))]
 
     def _first_channel(self, layer: Any, whole: int, size: int) -> int:
-        if isinstance(layer, interface.ParallelLMHead):
+        if isinstance(layer, interface.VocabParallelEmbedding):
             return int(layer.shard_indices.org_vocab_start_index)
         world_size = getattr(layer, "tp_size", None) or interface.get_tensor_model_parallel_world_size()
         return place(layer.tp_rank, world_size, whole, size)
@@ -155,9 +98,3 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
         for suffix in SUFFIXES:
             if suffix != LORA_MARK:
                 delattr(layer, suffix)
-
-
-def register_method() -> None:
-    """Makes the method known, once."""
-    if METHOD not in interface.QUANTIZATION_METHODS:
-        interface.register_quantization_config(METHOD)(QCutlassConfig)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear
+from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear
 from qcutlass.layers.base import QuantLinear, from_layer
 from qcutlass.vllm.cutting import Share, joined
 from qcutlass.vllm.stored import with_scales
@@ -105,6 +105,15 @@ def _multiply_fp8(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _multiply_blocks(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    codes, scale = torch.ops.qcutlass.quantize_blocks(x, layer.block_size, False, layer.dtype)
+    out: Tensor = torch.ops.qcutlass.blockwise_gemm(
+        codes, scale, layer.w_packed, layer.w_scale, bias, None, x.dtype, layer.dtype, layer.out_features,
+        layer.block_size,
+    )  # fmt: skip
+    return out
+
+
 def _multiply_floats(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, layer.weight, bias)
 
@@ -115,5 +124,6 @@ _PRODUCTS: Final[dict[str, tuple[_Make, _Multiply]]] = {
     CanonicalLinear.kind: (_quantised, _multiply_weight_only),
     CanonicalInt8.kind: (_quantised, _multiply_int8),
     CanonicalFp8.kind: (_quantised, _multiply_fp8),
+    CanonicalBlockwise.kind: (_quantised, _multiply_blocks),
     FloatLinear.kind: (_floats, _multiply_floats),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
-from qcutlass.formats.specs import METHOD, PARTS, LayerSpec
+from qcutlass.formats import CanonicalFp8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats.specs import PARTS, LayerSpec
 from qcutlass.layers.base import from_spec
 from qcutlass.products.packing import one_level
+from qcutlass.quantized import QuantizedTensor
 
-FORMATS: Final = ("gptq", "awq", "compressed-tensors")
+FORMATS: Final = ("gptq", "awq", "compressed-tensors", "fp8", "nvfp4")
 """The formats of other makers, keys of `qcutlass.formats.FORMATS`, of which layers are read here."""
 SUFFIXES: Final = tuple(sorted(PARTS.union(*(formats.FORMATS[name].suffixes for name in FORMATS)) - {"bias"}))
 """Suffixes of all tensors that a layer may have in a checkpoint; biases are loaded by the engine."""
@@ -24,27 +25,7 @@ _ROUNDED: Final = {torch.float16, torch.bfloat16, torch.float32}
 _FLOATS_OF: Final = {-4: "e2m1", -8: "e4m3"}
 """The types of codes that are floats, by the bits that `layout` has of them."""
 _KIND_OF_PACKED: Final = {torch.uint8: "weight_only", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
-
-
-def obstacle(config: Mapping[str, Any], experts: bool = False) -> str | None:
-    """The reason why layers of a folder are not read here; None if they are.
-
-    Args:
-        config: `quantization_config` of the folder.
-        experts: whether the model is a mixture of experts.
-
-    Example:
-        >>> from qcutlass.vllm.stored import obstacle
-        >>> obstacle({"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": True})
-        >>> obstacle({"quant_method": "gptq", "bits": 3})
-        'gptq of 3 bits, only 4 and 8 are read'
-    """
-    method = str(config.get("quant_method", "")).lower()
-    if method == METHOD:
-        return None
-    if experts:
-        return "mixtures of experts are left to the engine"
-    return _OBSTACLES[method](config) if method in _OBSTACLES else f"quant_method {method!r} is not read"
+_BLOCKS: Final = "blockwise"
 
 
 def layer_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str, device: torch.device) -> Layer:
@@ -59,6 +40,13 @@ def layer_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str
     Raises:
         CheckpointError: the tensors are none of a layer, or contradict each other.
         UnsupportedError: they are whole, but of a kind that is not read.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.vllm.stored import layer_of
+        >>> tensors = {"weight": torch.zeros(64, 32, dtype=torch.float8_e4m3fn), "weight_scale": torch.ones(64, 1)}
+        >>> layer_of(tensors, {"quant_method": "fp8"}, "up", torch.device("cpu")).words
+        'e4m3 channel'
     """
     if not tensors:
         raise CheckpointError(
@@ -68,17 +56,19 @@ def layer_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str
     with torch.device("cpu"):  # the engine may have set another default
         if "layout" in tensors or "w_packed" in tensors:
             return _of_packed(tensors, name, device)
-        floats = tensors.get("weight")
-        if set(tensors) == {"weight"} and floats is not None and floats.dtype in (
-            torch.float16, torch.bfloat16, torch.float32,
-        ):  # fmt: skip
-            return FloatLinear(floats.to(device))
+        if is_float(tensors):
+            return FloatLinear(tensors["weight"].to(device))
         stored = {f"{_NAME}.{suffix}": tensor for suffix, tensor in tensors.items()}
         try:
             read = formats.load(stored, config=config)[_NAME]
         except (CheckpointError, UnsupportedError, KeyError) as error:
             raise type(error)(f"{name}: {error}") from error
-    return moved(read, device)
+    return moved(_ALONE.get(read.kind, _as_it_is)(read), device)
+
+
+def is_float(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a layer of these tensors is not quantised."""
+    return set(tensors) == {"weight"} and tensors["weight"].dtype in _ROUNDED
 
 
 def moved(layer: Layer, device: torch.device) -> Layer:
@@ -113,65 +103,30 @@ def _of_packed(tensors: Mapping[str, Tensor], name: str, device: torch.device) -
         raise CheckpointError(f"{name}: expected layout and w_packed of a packed layer, got {', '.join(held)}")
     _, bits, n, k, group_size = held["layout"].tolist()
     kind = _KIND_OF_PACKED.get(held["w_packed"].dtype)
+    if kind is None:
+        raise UnsupportedError(f"{name}: packed weights of type {held['w_packed'].dtype} are not read")
     scale = held.get("w_scale")  # `[N]`, but of blocks a matrix, also where a block has all columns
-    if kind is None or (kind != "weight_only" and (group_size != k or (scale is not None and scale.dim() == 2))):
-        blocks = " with scales of blocks" if kind else ""
-        raise UnsupportedError(f"{name}: packed weights of type {held['w_packed'].dtype}{blocks} are not read")
-    codes = _FLOATS_OF.get(bits) if kind == "weight_only" else None
-    spec = LayerSpec.of(kind, abs(bits), group_size, k, held, codes)
+    if scale is not None and scale.dim() == 2:
+        kind = _BLOCKS
+    spec = LayerSpec.of(kind, abs(bits), group_size, k, held, _FLOATS_OF.get(bits))
     layer = from_spec(spec, n, k)
     try:
         layer.load_state_dict(held, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"{name}: {error}; convert the model again") from error
-    canonical = layer.canonical()
-    make: Any = type(canonical).of
-    found: Layer = make(
-        {part: tensor for part, tensor in canonical.tensors.items() if part != "bias"}, **canonical.options
-    )
-    return found
+    return layer.canonical()
 
 
-def _gptq_obstacle(config: Mapping[str, Any]) -> str | None:
-    bits, version = config.get("bits"), config.get("checkpoint_format") or "gptq"
-    if bits not in (4, 8):
-        return f"gptq of {bits} bits, only 4 and 8 are read"
-    return None if version in ("gptq", "gptq_v2") else f"checkpoint_format {version!r} is not read"
+def _as_it_is(layer: Layer) -> Layer:
+    return layer
 
 
-def _awq_obstacle(config: Mapping[str, Any]) -> str | None:
-    bits, version = config.get("bits", config.get("w_bit")), str(config.get("version") or "gemm").lower()
-    if bits != 4:
-        return f"awq of {bits} bits, only 4 are read"
-    return None if version == "gemm" else f"awq of version {version!r}, only 'gemm' is read"
+def _weights_alone(layer: CanonicalFp8) -> CanonicalLinear:
+    """The same weights for activations as they are: what other makers' folders say of theirs is left out."""
+    scales = layer.scales[None]
+    weight = QuantizedTensor(layer.codes.view(torch.uint8), scales, None, 8, layer.shape[1], "e4m3")
+    return CanonicalLinear(weight, layer.bias)
 
 
-def _compressed_tensors_obstacle(config: Mapping[str, Any]) -> str | None:
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        return "compressed-tensors without config_groups"
-    for key in ("transform_config", "sparsity_config"):
-        section = config.get(key)
-        if section and section.get("format") != "dense":
-            return f"{key} is not read"
-    if config.get("kv_cache_scheme"):
-        return "kv_cache_scheme is left to the engine"
-    reasons = [_group_obstacle(group) for group in groups.values()]
-    return next((reason for reason in reasons if reason), None)
-
-
-def _group_obstacle(group: Mapping[str, Any]) -> str | None:
-    """The reason why one of compressed-tensors' groups of layers is not read."""
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
-    if weights.get("type") != "int" or weights.get("num_bits") not in (4, 8):
-        return f"weights of {weights.get('num_bits')} bits of type {weights.get('type')!r}"
-    if group.get("output_activations"):
-        return "quantised outputs"
-    if inputs is None:
-        return None
-    whole = weights["num_bits"] == 8 and weights.get("strategy") == "channel"
-    plain = inputs.get("type") == "int" and inputs.get("num_bits") == 8 and inputs.get("symmetric", True)
-    return None if whole and plain else "activations that are quantised other than to symmetric int8"
-
-
-_OBSTACLES: Final = {"gptq": _gptq_obstacle, "awq": _awq_obstacle, "compressed-tensors": _compressed_tensors_obstacle}
+_ALONE: Final[dict[str, Callable[[Any], Layer]]] = {CanonicalFp8.kind: _weights_alone}
+"""Layers of other makers that are multiplied otherwise than they say."""

@@ -1,9 +1,9 @@
-"""The tensors of a layer that wait until all of them are there."""
+"""The tensors of a layer, or of a block of experts, that wait until all of them are there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from qcutlass.errors import UnsupportedError
 Shard = int | str | tuple[int, ...] | None
 """Which part of a fused layer a tensor belongs to: a number, a name, several that are fused in the file; None: all."""
 _PLACES: Final = {"q": 0, "k": 1, "v": 2}
+_PARTS: Final = {"w1": "gate", "w2": "down", "w3": "up"}
+"""The layers of an expert, by the names that vLLM has for them."""
+_DONE: Final = "layers of qcutlass take no weights after loading; start the engine anew"
 
 
 class Waiting:
@@ -38,14 +41,75 @@ class Waiting:
 
         def load(parameter: Any, tensor: Tensor, shard: Shard = None) -> None:
             if self._is_done:
-                raise UnsupportedError(
-                    f"{suffix}: layers of qcutlass take no weights after loading; start the engine anew"
-                )
+                raise UnsupportedError(f"{suffix}: {_DONE}")
             self.parts.setdefault(_places(shard), {})[suffix] = tensor
 
         return load
 
     def take(self) -> dict[tuple[int, ...] | None, dict[str, Tensor]]:
+        """The tensors, which are not kept."""
+        parts, self.parts, self._is_done = self.parts, {}, True
+        return parts
+
+
+class ExpertPart(NamedTuple):
+    """One layer of one expert.
+
+    Attributes:
+        expert: its number among those of this rank.
+        part: "gate", "up" or "down".
+    """
+
+    expert: int
+    part: str
+
+
+class WaitingExperts:
+    """The tensors of a block of experts, as `Waiting` has those of a layer; those of other ranks are not kept.
+
+    Args:
+        local: the number on this rank of an expert of the model; negative: it is on another one.
+
+    Attributes:
+        parts: by expert and layer, then by suffix.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.vllm.waiting import WaitingExperts
+        >>> waiting = WaitingExperts(lambda expert: expert - 2)
+        >>> load = waiting.loader("scales")
+        >>> [load(None, torch.ones(1, 32), "w13_scales", "w3", expert, True) for expert in (1, 2)]
+        [False, True]
+        >>> list(waiting.parts)
+        [ExpertPart(expert=0, part='up')]
+    """
+
+    def __init__(self, local: Callable[[int], int]) -> None:
+        self._local = local
+        self.parts: dict[ExpertPart, dict[str, Tensor]] = {}
+        self._is_done = False
+
+    def loader(self, suffix: str) -> Callable[..., bool | None]:
+        """The function by which an engine hands over the tensors of one name, one expert's at a time."""
+
+        def load(
+            param: Any,
+            loaded_weight: Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool | None:
+            if self._is_done:
+                raise UnsupportedError(f"{weight_name}: {_DONE}")
+            expert = self._local(expert_id)
+            if expert >= 0:
+                self.parts.setdefault(ExpertPart(expert, _PARTS[shard_id]), {})[suffix] = loaded_weight
+            return expert >= 0 if return_success else None
+
+        return load
+
+    def take(self) -> dict[ExpertPart, dict[str, Tensor]]:
         """The tensors, which are not kept."""
         parts, self.parts, self._is_done = self.parts, {}, True
         return parts

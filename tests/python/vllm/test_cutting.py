@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import qcutlass
-from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.vllm.cutting import STEP, Share, cut_columns, cut_rows, joined, place
 
@@ -34,6 +36,13 @@ def effective(share: Share, size: int) -> Tensor:
     return summed.index_add_(1, share.columns, layer.effective_weight().double())
 
 
+def blocks(type: Any, size: int) -> Layer:
+    linear = torch.nn.Linear(256, 24, bias=False)
+    made: Any = qcutlass.QuantLinear.from_linear(linear, qcutlass.Blockwise(size, type)).canonical()
+    assert isinstance(made, CanonicalBlockwise)
+    return made
+
+
 LAYERS = {
     "groups": lambda: weight_only(24, 256, 32),
     "one group": lambda: weight_only(24, 256, 256),
@@ -50,6 +59,8 @@ LAYERS = {
         torch.randint(-127, 128, (24, 256), dtype=torch.int8), torch.rand(24), smooth=torch.rand(256) + 0.5
     ),
     "fp8": lambda: CanonicalFp8(*qcutlass.quantize_weights_fp8(torch.randn(24, 256)), smooth=torch.rand(256) + 0.5),
+    "int8 blocks": lambda: blocks("int8", 32),
+    "fp8 blocks": lambda: blocks("fp8", 128),
     "floats": lambda: FloatLinear(torch.randn(24, 256)),
 }
 
@@ -153,3 +164,34 @@ class TestJoining:
     def test_different_layers_stay_apart(self, other: Layer) -> None:
         one = weight_only(8, 64, 32)
         assert [share.layer for share in joined([Share(one), Share(other)])] == [one, other]
+
+
+class TestBlocks:
+    def layer(self) -> CanonicalBlockwise:
+        codes, scales = torch.randint(-127, 128, (96, 160), dtype=torch.int8), torch.rand(3, 5)
+        return CanonicalBlockwise(codes, scales, 32)
+
+    def test_cuts_between_blocks_leave_them(self) -> None:
+        layer = self.layer()
+        rows, share = cut_rows(layer, 32, 64), cut_columns(layer, 128, 32)
+        assert isinstance(rows, CanonicalBlockwise)
+        assert isinstance(share.layer, CanonicalBlockwise)
+        assert torch.equal(rows.effective_weight(), layer.effective_weight()[32:])
+        assert torch.equal(share.layer.effective_weight(), layer.effective_weight()[:, 128:])
+
+    @pytest.mark.parametrize(("begin", "size"), [(0, 48), (16, 32), (64, 64)])
+    def test_cuts_of_rows_through_blocks_make_groups(self, begin: int, size: int) -> None:
+        layer = self.layer()
+        rows = cut_rows(layer, begin, size)
+        assert isinstance(rows, CanonicalLinear)
+        expected = torch.zeros(size, 160)
+        expected[: 96 - begin] = layer.effective_weight()[begin : begin + size]
+        assert torch.equal(rows.effective_weight(), expected)
+
+    def test_a_short_last_block_stays(self) -> None:
+        whole = self.layer()
+        layer = CanonicalBlockwise(whole.codes[:80], whole.scales, 32)
+        assert isinstance(cut_rows(layer, 64, 16), CanonicalBlockwise)
+        one, other = cut_rows(layer, 64, 16), cut_rows(layer, 0, 32)
+        assert len(joined([Share(one), Share(other)])) == 2
+        assert len(joined([Share(other), Share(one)])) == 1

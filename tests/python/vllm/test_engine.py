@@ -78,9 +78,9 @@ def expected(folder: Path) -> list[list[int]]:
     return tokens_of(load_model(folder)[0])
 
 
-def tokens_of(model: Any) -> list[list[int]]:
+def tokens_of(model: Any, asked: list[list[int]] | None = None) -> list[list[int]]:
     found = []
-    for ids in prompts():
+    for ids in prompts() if asked is None else asked:
         a = torch.tensor([ids])
         out = model.generate(
             a, attention_mask=torch.ones_like(a), do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import qcutlass
 from qcutlass.products import invariance
 from qcutlass.vllm import register
-from qcutlass.vllm.stored import obstacle
+from qcutlass.vllm.obstacles import obstacle
 
 try:
-    from qcutlass.vllm import kernel, method
+    from qcutlass.vllm import config as configuration
+    from qcutlass.vllm import kernel
 except ImportError as error:
     pytest.skip(f"needs vLLM's sources: {error}", allow_module_level=True)
 
@@ -31,21 +32,6 @@ K, HEAD, HEADS, KV_HEADS = 256, 16, 4, 2
 def _registered() -> None:
     register()
     register()
-
-
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Has vLLM's layers take themselves for those of one rank."""
-    from vllm.model_executor import parameter
-    from vllm.model_executor.layers import linear, vocab_parallel_embedding
-
-    def become(rank: int, world_size: int) -> None:
-        for module in (linear, parameter, vocab_parallel_embedding):
-            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
-            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: world_size)
-
-    become(0, 1)
-    yield become  # noqa: PT022  (the patches end with the fixture)
 
 
 def exact(n: int, k: int, group_size: int, *, seed: int = 0, **options: Any) -> Stored:
@@ -111,7 +97,7 @@ def activations(k: int = K) -> Tensor:
 def checkpoint(request: pytest.FixtureRequest) -> tuple[Any, Callable[[Stored], Tensors], dict[str, Any]]:
     config, write, options = FORMATS[request.param]
     assert obstacle(config | {"bits": 4}) is None
-    return method.QCutlassConfig(config), write, options
+    return configuration.QCutlassConfig(config), write, options
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -175,14 +161,14 @@ def _with_group(config: Any, layer: Stored) -> Any:
     if "config_groups" in values:
         weights = {"num_bits": 4, "type": "int", "group_size": layer.group_size}
         values["config_groups"] = {"group_0": {"weights": weights}}
-    return method.QCutlassConfig(values)
+    return configuration.QCutlassConfig(values)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parts_that_are_fused_in_the_file(as_rank: Any, world_size: int) -> None:
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-    config = method.QCutlassConfig({"quant_method": "gptq", "checkpoint_format": "gptq"})
+    config = configuration.QCutlassConfig({"quant_method": "gptq", "checkpoint_format": "gptq"})
     stored_layer, a = exact(96, K, 64), activations()
     parts = stored_layer.weight.split([64, 32])
     for rank in range(world_size):
@@ -198,7 +184,7 @@ def test_parts_of_different_schemes(as_rank: Any) -> None:
     """One part in 4 bits, one in floats."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-    config = method.QCutlassConfig({"quant_method": "gptq", "checkpoint_format": "gptq"})
+    config = configuration.QCutlassConfig({"quant_method": "gptq", "checkpoint_format": "gptq"})
     gate, up, a = exact(64, K, 64), torch.randint(-4, 5, (32, K)).float(), activations()
     layer = MergedColumnParallelLinear(K, [64, 32], bias=False, quant_config=config, params_dtype=torch.float32)
     load(layer, as_gptq(gate), 0)
@@ -224,7 +210,7 @@ def test_int8_activations(as_rank: Any) -> None:
     assert obstacle(values) is None
     codes, scales = torch.randint(-127, 128, (32, K), dtype=torch.int8), torch.rand(32, 1)
     layer = ColumnParallelLinear(
-        K, 32, bias=False, quant_config=method.QCutlassConfig(values), params_dtype=torch.float32
+        K, 32, bias=False, quant_config=configuration.QCutlassConfig(values), params_dtype=torch.float32
     )
     load(layer, {"weight": codes, "weight_scale": scales})
     layer.quant_method.process_weights_after_loading(layer)
@@ -238,7 +224,7 @@ def test_a_quantised_output_head(as_rank: Any, world_size: int) -> None:
     """The vocabulary is padded: what lies past it has weights 0."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    config = method.QCutlassConfig({"quant_method": "gptq", "checkpoint_format": "gptq", "lm_head": True})
+    config = configuration.QCutlassConfig({"quant_method": "gptq", "checkpoint_format": "gptq", "lm_head": True})
     stored_layer, a = exact(104, K, 64), activations()
     logits = []
     for rank in range(world_size):
@@ -255,7 +241,7 @@ def test_a_quantised_output_head(as_rank: Any, world_size: int) -> None:
 def test_a_tied_output_head(as_rank: Any) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    config = method.QCutlassConfig({"quant_method": "gptq"})
+    config = configuration.QCutlassConfig({"quant_method": "gptq"})
     embedding = VocabParallelEmbedding(64, K, params_dtype=torch.float32, quant_config=config)
     head = ParallelLMHead(64, K, params_dtype=torch.float32, quant_config=config, prefix="lm_head")
     tied = head.tie_weights(embedding)
@@ -266,7 +252,7 @@ def test_a_tied_output_head(as_rank: Any) -> None:
 def test_what_is_left_for_lora(as_rank: Any) -> None:
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
-    config = method.QCutlassConfig({"quant_method": "gptq"})
+    config = configuration.QCutlassConfig({"quant_method": "gptq"})
     layer = ReplicatedLinear(K, 32, bias=False, quant_config=config, params_dtype=torch.float32)
     load(layer, as_gptq(exact(32, K, 64)))
     layer.quant_method.process_weights_after_loading(layer)
@@ -279,7 +265,7 @@ def test_what_is_left_for_lora(as_rank: Any) -> None:
 def test_a_layer_without_tensors_is_named(as_rank: Any) -> None:
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-    config = method.QCutlassConfig({"quant_method": "gptq"})
+    config = configuration.QCutlassConfig({"quant_method": "gptq"})
     layer = MergedColumnParallelLinear(K, [64, 32], bias=False, quant_config=config, prefix="model.up")
     load(layer, as_gptq(exact(64, K, 64)), 0)
     with pytest.raises(qcutlass.CheckpointError, match=r"model\.up.*no tensors"):
@@ -294,7 +280,8 @@ def test_a_layer_without_tensors_is_named(as_rank: Any) -> None:
         ({"quant_method": "gptq", "bits": 4}, "gptq_marlin", None),
         ({"quant_method": "gptq", "bits": 3}, None, None),
         ({"quant_method": "awq", "bits": 4}, None, "qcutlass"),
-        ({"quant_method": "fp8"}, None, None),
+        ({"quant_method": "fp8"}, None, "qcutlass"),
+        ({"quant_method": "fp8"}, "fp8", None),
         ({"quant_method": "qcutlass"}, None, "qcutlass"),
     ],
 )
@@ -302,28 +289,43 @@ def test_which_models_are_taken(config: dict[str, Any], user: str | None, taken:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     found = get_quantization_config("qcutlass")
-    assert found is method.QCutlassConfig
+    assert found is configuration.QCutlassConfig
     assert found.override_quantization_method(config, user) == taken
 
 
-def test_mixtures_are_left_to_vllm() -> None:
-    class Mixture:
-        num_experts = 8
+def test_a_device_with_products_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 activations are left to vLLM, unless it is asked for qcutlass by name; weights alone are taken."""
+    from qcutlass.vllm import interface
 
-    take = method.QCutlassConfig.override_quantization_method
-    assert take({"quant_method": "gptq", "bits": 4}, None, Mixture()) is None
-    with pytest.raises(qcutlass.UnsupportedError, match="experts"):
-        take({"quant_method": "gptq", "bits": 4}, "qcutlass", Mixture())
+    monkeypatch.setattr(interface, "native_floats", lambda: (8,))
+    take, config = configuration.QCutlassConfig.override_quantization_method, {"quant_method": "fp8"}
+    assert take(config, None) is None
+    assert take(config, "qcutlass") == "qcutlass"
+
+
+@pytest.mark.parametrize(("capability", "bits"), [(80, ()), (89, (8,)), (90, (8,)), (100, (8, 4)), (120, (8, 4))])
+def test_bits_of_floats_that_gpus_multiply(
+    capability: int, bits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qcutlass.vllm import interface
+
+    class Gpu:
+        is_cpu = staticmethod(lambda: False)
+        has_device_capability = staticmethod(lambda least: capability >= least)
+
+    assert interface.native_floats() == ()
+    monkeypatch.setattr(interface, "_platform", Gpu)
+    assert interface.native_floats() == bits
 
 
 def test_a_folder_of_another_version_is_refused() -> None:
     with pytest.raises(qcutlass.CheckpointError, match="convert the model again"):
-        method.QCutlassConfig.from_config({"quant_method": "qcutlass", "version": 99})
+        configuration.QCutlassConfig.from_config({"quant_method": "qcutlass", "version": 99})
 
 
 def test_every_tensor_of_a_checkpoint_is_handed_over() -> None:
     name = "model.layers.0.mlp.down_proj.g_idx"
-    assert method.QCutlassConfig.get_checkpoint_weight_mapper().apply_list([name]) == [name]
+    assert configuration.QCutlassConfig.get_checkpoint_weight_mapper().apply_list([name]) == [name]
 
 
 class TestKernel:

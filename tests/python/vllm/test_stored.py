@@ -10,20 +10,35 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.formats.stored import as_awq, as_compressed, as_gptq, stored
+from tests.python.formats.stored import as_awq, as_compressed, as_fp8, as_gptq, stored
+from tests.python.models.mixtures import as_nvfp4
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import qcutlass
-from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear
+from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear
 from qcutlass.vllm import register
-from qcutlass.vllm.cutting import Share
+from qcutlass.vllm.cutting import Share, cut_rows
 from qcutlass.vllm.products import Products
-from qcutlass.vllm.stored import SUFFIXES, layer_of, obstacle, with_scales
+from qcutlass.vllm.stored import SUFFIXES, layer_of, with_scales
 from qcutlass.vllm.waiting import Waiting
 
 CPU = torch.device("cpu")
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+
+
+def compressed_fp8(block: tuple[int, int] | None) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    if block is not None:
+        weights |= {"strategy": "block", "block_structure": [*block]}
+    group = {"weights": weights, "input_activations": {"num_bits": 8, "type": "float", "dynamic": True}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+FP8: dict[str, Any] = {
+    "fp8": lambda block: {"quant_method": "fp8", "weight_block_size": block and [*block]},
+    "compressed-tensors": compressed_fp8,
+}
 
 
 SCHEMES = [qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8()]
@@ -46,8 +61,15 @@ class TestLayers:
         assert torch.equal(layer_of(as_compressed(layer), config, "up", CPU).effective_weight(), layer.weight)
 
     @pytest.mark.parametrize(
-        "scheme", [qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8(), qcutlass.FP8()]
-    )
+        "scheme",
+        [
+            qcutlass.WeightOnly(group_size=32), qcutlass.WeightOnly(8, -1), qcutlass.W8A8(), qcutlass.FP8(),
+            qcutlass.W4A8(32), qcutlass.WeightOnly(8, 32, weight_dtype="e4m3"),
+            qcutlass.WeightOnly(4, 32, weight_dtype="e2m1"),
+            qcutlass.WeightOnly(4, 16, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn),
+        ],
+        ids=str,
+    )  # fmt: skip
     def test_converted(self, scheme: Any) -> None:
         made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 48), scheme)
         tensors = {**made.state_dict(), "weight": torch.zeros(1, dtype=torch.uint8)}
@@ -55,10 +77,42 @@ class TestLayers:
         found = layer_of(tensors, {"quant_method": "qcutlass"}, "up", CPU)
         assert torch.equal(found.effective_weight(), made.weights())
 
-    def test_converted_in_blocks_is_refused(self) -> None:
-        made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(128, 128, bias=False), qcutlass.Blockwise())
-        with pytest.raises(qcutlass.UnsupportedError, match=r"up.*blocks"):
-            layer_of(made.state_dict(), {"quant_method": "qcutlass"}, "up", CPU)
+    @pytest.mark.parametrize("type", ["int8", "fp8"])
+    def test_converted_in_blocks(self, type: Any) -> None:
+        linear = torch.nn.Linear(128, 96, bias=False)
+        made = qcutlass.QuantLinear.from_linear(linear, qcutlass.Blockwise(64, type))
+        found = layer_of(made.state_dict(), {"quant_method": "qcutlass"}, "up", CPU)
+        assert isinstance(found, CanonicalBlockwise)
+        assert torch.equal(found.effective_weight(), made.weights())
+
+    @pytest.mark.parametrize("block", [None, (32, 32)])
+    @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+    def test_fp8_of_other_makers_is_weights_alone(self, method: str, block: tuple[int, int] | None) -> None:
+        tensors, exact = as_fp8(torch.randn(48, 64), block)
+        found = layer_of({**tensors, "input_scale": torch.ones(1)}, FP8[method](block), "up", CPU)
+        assert isinstance(found, CanonicalLinear)
+        assert found.weight.weight_dtype == "e4m3"
+        assert torch.equal(found.effective_weight(), exact)
+
+    def test_nvfp4(self) -> None:
+        tensors, exact = as_nvfp4(torch.randn(48, 64))
+        config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+        assert torch.equal(layer_of(tensors, config, "up", CPU).effective_weight(), exact)
+        of_modelopt = {
+            "weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"],
+            "weight_scale_2": 1 / tensors["weight_global_scale"], "input_scale": torch.ones(1),
+        }  # fmt: skip
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        assert torch.equal(layer_of(of_modelopt, config, "up", CPU).effective_weight(), exact)
+
+    def test_mxfp4(self) -> None:
+        tensors = {
+            "weight_packed": torch.full((48, 32), 0x42, dtype=torch.uint8),  # 1 and 2
+            "weight_scale": torch.full((48, 2), 128, dtype=torch.uint8),  # of 2
+        }
+        config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+        found = layer_of(tensors, config, "up", CPU).effective_weight()
+        assert torch.equal(found, torch.tensor([2.0, 4.0]).repeat(48, 32))
 
     def test_converted_with_minima(self) -> None:
         made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 48, bias=False), qcutlass.WeightOnly(group_size=32))
@@ -87,51 +141,6 @@ class TestLayers:
     def test_biases_are_the_engines(self) -> None:
         assert "bias" not in SUFFIXES
         assert {"qweight", "g_idx", "weight_packed", "weight", "w_packed", "layout", "minima"} <= set(SUFFIXES)
-
-
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
-INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-
-
-@pytest.mark.parametrize(
-    ("weights", "activations", "reason"),
-    [
-        (INT4, None, None),
-        (INT8, None, None),
-        (INT8, {**INT8, "dynamic": True}, None),
-        (INT4, INT8, "activations"),
-        (INT8, {**INT8, "symmetric": False}, "activations"),
-        ({"num_bits": 8, "type": "float"}, None, "float"),
-        ({"num_bits": 2, "type": "int"}, None, "2 bits"),
-    ],
-)
-def test_what_is_read_of_compressed_tensors(weights: Any, activations: Any, reason: str | None) -> None:
-    groups = {"group_0": {"weights": weights, "input_activations": activations}}
-    found = obstacle({"quant_method": "compressed-tensors", "config_groups": groups})
-    assert (found is None) == (reason is None)
-    assert reason is None or reason in str(found)
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"quant_method": "gptq", "bits": 8}, None),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "awq", "w_bit": 4, "version": "GEMM"}, None),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "awq", "bits": 8}, "8 bits"),
-        ({"quant_method": "compressed-tensors"}, "config_groups"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4}}, "kv_cache_scheme": {"a": 1}},
-         "kv_cache"),
-        ({"quant_method": "fp8"}, "fp8"),
-        ({}, "not read"),
-    ],
-)  # fmt: skip
-def test_what_is_read(config: dict[str, Any], reason: str | None) -> None:
-    found = obstacle(config)
-    assert (found is None) == (reason is None)
-    assert reason is None or reason in str(found)
-    assert obstacle(config, experts=True) is not None
 
 
 class TestScales:
@@ -181,6 +190,18 @@ class TestProducts:
         assert len(products.products) == 1
         assert torch.equal(products(a, None), qcutlass.layers.Fp8Linear(layer.codes, layer.scales)(a))
 
+    @pytest.mark.parametrize("type", ["int8", "fp8"])
+    def test_blocks(self, type: Any) -> None:
+        made = qcutlass.QuantLinear.from_linear(torch.nn.Linear(128, 96, bias=False), qcutlass.Blockwise(32, type))
+        layer: Any = made.canonical()
+        a, bias = torch.randn(5, 128), torch.randn(96)
+        products = Products([Share(cut_rows(layer, begin, 32)) for begin in (0, 32, 64)], torch.float32)
+        assert len(products.products) == 1
+        assert torch.equal(products(a, None), made(a))
+        assert torch.equal(
+            products(a, bias), qcutlass.layers.BlockwiseLinear(layer.codes, layer.scales, 32, bias=bias)(a)
+        )
+
     def test_columns_are_gathered(self) -> None:
         (share, *_), columns = self.shares(), torch.randint(0, 24, (64,))
         a = torch.randn(5, 24)
@@ -225,7 +246,7 @@ def test_the_entry_point_is_the_plug_in(repository: Any) -> None:
     assert register.__module__ == "qcutlass.vllm"
 
 
-@pytest.mark.parametrize("name", ["cutting", "stored", "products", "waiting"])
+@pytest.mark.parametrize("name", ["cutting", "experts", "obstacles", "stored", "products", "waiting"])
 def test_examples(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"qcutlass.vllm.{name}"))
     assert result.attempted > 0
