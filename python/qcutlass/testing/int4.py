@@ -48,8 +48,10 @@ class Int4Reference(Reference):
     aligned: Tensor | None = None
 
     def rows(self, begin: int, end: int) -> Int4Reference:
-        parts = {name: getattr(self, name) for name in ("sum", "spread", "magnitude", "aligned")}
-        return replace(self, **{name: None if part is None else part[begin:end] for name, part in parts.items()})
+        rows = slice(begin, end)
+        magnitude = None if self.magnitude is None else self.magnitude[rows]
+        aligned = None if self.aligned is None else self.aligned[rows]
+        return replace(self, sum=self.sum[rows], spread=self.spread[rows], magnitude=magnitude, aligned=aligned)
 
     def sum_error(self, splits: int) -> Tensor:
         if self.magnitude is not None:
