@@ -125,7 +125,7 @@ def test_verdicts(names: str, word: str, how: str, tmp_path: Path) -> None:
     (extension.parent / "__init__.py").write_text(f"class _C: __file__ = {str(extension)!r}\n")
     file = tmp_path / "test_some.py"
     file.write_text(TESTS)
-    outcome = run(extension, [f"{file}::test_{name}" for name in names.split()], 10 if names == "slow" else 60)
+    outcome = run(extension, [f"{file}::test_{name}" for name in names.split()], 3 if names == "slow" else 60)
     verdict = judge(MUTANTS[0], outcome)
     assert (verdict.word, outcome.how) == (word, how), outcome.text
     assert verdict.good == (word == "caught")

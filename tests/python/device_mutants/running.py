@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,14 +18,12 @@ from pathlib import Path
 from tests.python.device_mutants.mutant import REPOSITORY
 
 SEED = "1"  # of all runs: tests draw the same cases with a fault and without it
-# The extension that is imported must be the one that was linked.
-PROGRAM = """
-import pathlib, sys
-import pytest, qcutlass
-assert pathlib.Path(qcutlass._C.__file__).samefile(sys.argv[1]), qcutlass._C.__file__
-sys.exit(pytest.main(sys.argv[2:]))
-"""
+PRELOADED = ["torch", "numpy", "hypothesis", "pytest"]  # which take seconds, once for all runs
 OF_CUDA = ("CUDA error", "cudaError", "AcceleratorError", "CUBLAS_STATUS", "illegal memory access")
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 @dataclass(frozen=True)
@@ -75,27 +76,39 @@ def environment_of(extension: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def child(extension: Path, arguments: Sequence[str], output: Path) -> None:
+    """pytest in a process of its own, whose status is that of pytest."""
+    os.setsid()
+    with output.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(REPOSITORY)
+    os.environ |= environment_of(extension) | {"QCUTLASS_TEST_SEED": SEED}
+    sys.path.insert(0, str(extension.parents[1]))
+    qcutlass, pytest = importlib.import_module("qcutlass"), importlib.import_module("pytest")
+    assert extension.samefile(qcutlass._C.__file__), f"{qcutlass._C.__file__} was imported"
+    status = int(pytest.main(list(arguments)))
+    sys.stdout.flush()
+    os._exit(status)  # whatever a fault has left behind
+
+
 def run(extension: Path, tests: Sequence[str], limit: float, name: str = "report") -> Outcome:
     """Runs tests by their ids until one fails; `name`: of files with what they say."""
     site = extension.parents[1]
     report = site / f"{name}.xml"
-    command = [sys.executable, "-c", PROGRAM, str(extension), "-q", "-x", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", *tests]
-    environment = environment_of(extension) | {"QCUTLASS_TEST_SEED": SEED}
+    output = site / f"{name}.txt"
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
     begin = time.monotonic()
-    with (site / f"{name}.txt").open("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            status: int | None = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
+    process = FORKS.Process(target=child, args=(extension, arguments, output))
+    process.start()
+    process.join(limit)
+    status = process.exitcode
+    if status is None and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = None
-        seconds = time.monotonic() - begin
-        output.seek(0)
-        tail = output.read()[-2000:]
+        process.join()
+    seconds = time.monotonic() - begin
+    tail = output.read_text()[-2000:] if output.exists() else ""
     if status is None:
         return Outcome(0, 0, "", "timeout", tail, seconds)
     if status in (0, 1) and report.exists():
