@@ -152,7 +152,7 @@ class Build:
                 (package / source.name).symlink_to(source)
         inputs = [*([] if mutant is None else [str(mutant)]), *self.linked.result()]
         return output_of(
-            os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-Wl,--exclude-libs,ALL", "-Wl,--trace",
+            os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-Wl,--exclude-libs,ALL", "-Wl,--trace,--trace",
             "-o", str(extension_of(site)), *inputs, *self.runtime, "-lcudart_static", "-lrt", "-lpthread", "-ldl",
         )  # fmt: skip
 
