@@ -283,28 +283,32 @@ def test_more_experts_than_counters_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_steps_follow_each_other_in_a_graph(seed: int) -> None:
-    """Each starts early, after the one before it in the stream; replays read what is in memory then."""
-    tokens, slots, experts, columns = 600, 8, 128, 2048
-    ids = torch.empty(tokens, slots, dtype=torch.int64, device="cuda")
-    x = torch.empty(tokens * slots, 2 * columns, dtype=torch.float16, device="cuda")
+    """Each starts early, after the one before it in the stream; replays read what is in memory then.
 
-    def steps() -> Tensor:
-        routing = moe.route(ids, experts)
-        return sum_slots(gate_rows(x, offsets=routing.offsets), routing.order)
+    Turns differ: what memory holds from the last two is wrong."""
+    tokens, slots, experts, columns, rounds = 600, 8, 128, 2048, 6
+    ids = torch.empty(3, tokens, slots, dtype=torch.int64, device="cuda")
+    x = torch.empty(3, tokens * slots, 2 * columns, dtype=torch.float16, device="cuda")
+
+    def steps(turn: int) -> Tensor:
+        routing = moe.route(ids[turn], experts)
+        return sum_slots(gate_rows(x[turn], offsets=routing.offsets), routing.order)
 
     def fill(number: int) -> None:
-        ids.copy_(some_ids(tokens, slots, experts, seed + number, 0.1))
-        x.copy_(randn(*x.shape, seed=seed + number))
+        for turn in range(3):
+            ids[turn].copy_(some_ids(tokens, slots, experts, seed + 3 * number + turn, 0.1))
+            x[turn].copy_(randn(*x[turn].shape, seed=seed + 3 * number + turn))
 
     fill(0)
-    steps()
+    steps(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(4):
-            out = steps()
+        outs = [steps(turn % 3) for turn in range(rounds)]
     for number in range(3):
         fill(number)
         graph.replay()
-        order = routing_answer(ids.cpu(), experts)[2].cuda()
-        testing.assert_equal(out, sum_answer(gate_rows(x), order))
+        for turn in range(3):
+            order = routing_answer(ids[turn].cpu(), experts)[2].cuda()
+            for out in outs[turn::3]:
+                testing.assert_equal(out, sum_answer(gate_rows(x[turn]), order))

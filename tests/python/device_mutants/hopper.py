@@ -1,0 +1,207 @@
+"""Faults in the loops of wgmma, their rings, shares of k and epilogues."""
+
+from __future__ import annotations
+
+from tests.python.device_mutants.mutant import Mutant, tactic, tests
+
+THREADBLOCK = "cutlass_ext/gemm/threadblock"
+EPILOGUE = "cutlass_ext/epilogue"
+
+EIGHT_BITS = "w8a8_sm90a"
+RINGS = (tests("test_w8a8_cuda.py", "test_rings_go_round_and_blocks_take_more_tiles[dtype0-3]"),)
+PAIRS = (tests("test_w8a8_cuda.py", "test_rings_go_round_and_blocks_take_more_tiles[dtype0-4]"),)
+IN_BLOCKS = (tactic("blockwise-blocks of 128", "sm90a_n128m128k128_s6"),)
+CLUSTERS = (tests("test_last_wave_cuda.py", "[int8-all in pairs-2]"),)
+THROUGH_MEMORY = (tests("test_last_wave_cuda.py", "[int8-all in pairs-8]"),)
+
+# Both modes of scales, and groups that are not whole stages: every tactic of experts' rows.
+GROUPED = "w4a16_bf16_native_fine_grouped_sm90a"
+EXPERTS = (tests("test_grouped.py", "test_both_oracles[", "w4 bfloat16-cuda]"),)
+FLOATS = "e2m1a16_grouped_sm90a"
+FLOAT_EXPERTS = (tests("test_grouped.py", "test_both_oracles_of_codes[NVFP4-cuda]"),)
+
+RINGS_OF_WGMMA = (
+    Mutant(
+        "consumers wait for the first phase of a place again and again",
+        "wgmma, ring",
+        f"{THREADBLOCK}/ring_consumer.h",
+        "    phases_ ^= 1u << place;\n",
+        "",
+        EIGHT_BITS,
+        RINGS,
+        traps=True,
+    ),
+    Mutant(
+        "the producer fills places before they are given back",
+        "wgmma, ring",
+        f"{THREADBLOCK}/ring_producer.h",
+        "        barriers_.empty[place].wait(~phases_ >> place & 1);\n",
+        "",
+        EIGHT_BITS,
+        RINGS,
+        traps=True,
+    ),
+)
+
+WGMMA_SS = (
+    Mutant(
+        "sums of a stage go on from stale ones",
+        "wgmma_ss",
+        "cutlass_ext/arch/wgmma.h",
+        "first ? ScaleOut::Zero : ScaleOut::One",
+        "ScaleOut::One",
+        EIGHT_BITS,
+        IN_BLOCKS,
+    ),
+    Mutant(
+        "the scale of row g for row g + 8",
+        "wgmma_ss",
+        f"{THREADBLOCK}/mma_packed_wgmma_ss.h",
+        "factors[1] = __shfl_sync(~0u, scale_[0], 1, 4)",
+        "factors[1] = __shfl_sync(~0u, scale_[0], 0, 4)",
+        EIGHT_BITS,
+        IN_BLOCKS,
+    ),
+    Mutant(
+        "both blocks of a pair fill the same half of the weights",
+        "wgmma_ss",
+        f"{THREADBLOCK}/mma_packed_wgmma_ss.h",
+        "to + first * SharedStorage::kTileRow, 0, channel / 16, tile + first);",
+        "to, 0, channel / 16, tile + first);",
+        EIGHT_BITS,
+        PAIRS,
+    ),
+    Mutant(
+        "the zero point's part is added",
+        "wgmma_ss, epilogue",
+        f"{EPILOGUE}/scaled_sums.h",
+        "int64_t(sum) - int64_t(token.azp) * channel.codes",
+        "int64_t(sum) + int64_t(token.azp) * channel.codes",
+        EIGHT_BITS,
+        (tactic("gemm_w8a8-int8", "sm90a_n128m128k128_s6"),),
+    ),
+)
+
+WGMMA_RS = (
+    Mutant(
+        "scales of a stage's first row for all of its rows",
+        "wgmma_rs",
+        f"{THREADBLOCK}/mma_packed_wgmma_rs.h",
+        "at(kBoxRows > 1 ? box_row(own) : own / kRowSteps);",
+        "at(0);",
+        GROUPED,
+        EXPERTS,
+    ),
+    Mutant(
+        "scales of rows g and g + 8 swapped",
+        "wgmma_rs",
+        "cutlass_ext/gemm/warp/group_scales.h",
+        "(own.channel + lane % 2 * 8) * 2",
+        "(own.channel + (lane + 1) % 2 * 8) * 2",
+        GROUPED,
+        EXPERTS,
+    ),
+    Mutant(
+        "the last step of k of a batch is dropped",
+        "wgmma_rs",
+        f"{THREADBLOCK}/mma_packed_wgmma_rs.h",
+        "      for (int i = 0; i < kBatch; ++i) {\n        int const byte",
+        "      for (int i = 0; i < kBatch - 1; ++i) {\n        int const byte",
+        GROUPED,
+        EXPERTS,
+    ),
+    Mutant(
+        "weights of the first expert for all of them",
+        "wgmma_rs, experts",
+        f"{THREADBLOCK}/mma_packed_wgmma_rs.h",
+        "channel / 16 + (kExperts ? expert_ * args_.tiles_n : 0);",
+        "channel / 16;",
+        GROUPED,
+        EXPERTS,
+    ),
+    Mutant(
+        "the bias of channel g + 8 for token 2t + 1",
+        "wgmma_rs, epilogue",
+        f"{EPILOGUE}/wgmma_epilogue.h",
+        "sums[i] += bias[i / 2 % 2];",
+        "sums[i] += bias[i % 2];",
+        GROUPED,
+        EXPERTS,
+    ),
+    Mutant(
+        "channels g + 8 without the scale of their row",
+        "wgmma_rs, epilogue",
+        f"{EPILOGUE}/wgmma_epilogue.h",
+        "      sums[block * 4 + 2 + i] *= scale;\n",
+        "",
+        GROUPED,
+        EXPERTS,
+    ),
+    Mutant(
+        "the sign of every second e2m1 code is lost",
+        "wgmma_rs, conversion",
+        "cutlass_ext/arch/dequantize_float.h",
+        "return and_or(shift_left<12 - 4 * I>(words[0]), 0x80008000, magnitude);",
+        "return and_or(shift_left<12 - 4 * I>(words[0]), 0x00008000, magnitude);",
+        FLOATS,
+        FLOAT_EXPERTS,
+    ),
+    Mutant(
+        "the global scale is dropped",
+        "wgmma_rs",
+        "cutlass_ext/gemm/warp/float_code_scales.h",
+        "  CUTLASS_DEVICE void apply(float (&sums)[kCount]) const {\n"
+        "    if (global_scale != nullptr) multiply<kCount>(sums);\n",
+        "  CUTLASS_DEVICE void apply(float (&)[kCount]) const {\n",
+        FLOATS,
+        FLOAT_EXPERTS,
+    ),
+)
+
+SHARES_OF_K = (
+    Mutant(
+        "a share is added twice",
+        "wgmma, clusters",
+        f"{EPILOGUE}/row_epilogue.h",
+        "      if (source == rank) continue;\n",
+        "",
+        EIGHT_BITS,
+        CLUSTERS,
+    ),
+    Mutant(
+        "shares begin where those before them have not ended",
+        "wgmma, shares of k",
+        "cutlass_ext/gemm/kernel/packed_gemm_wgmma.h",
+        "first_k = (share * params.stages_a_share + fast_min(share, params.stages_left)) * Shape::kK;",
+        "first_k = share * params.stages_a_share * Shape::kK;",
+        EIGHT_BITS,
+        CLUSTERS,
+    ),
+    Mutant(
+        "every share leaves its sums in the first place, the others stay stale",
+        "wgmma, shares through memory",
+        f"{EPILOGUE}/output_op.h",
+        "data + int64_t(share) * (tokens - token) * stride",
+        "data + int64_t(0 * share) * (tokens - token) * stride",
+        EIGHT_BITS,
+        THROUGH_MEMORY,
+    ),
+    Mutant(
+        "the first of four shares is added four times",
+        "sum of shares",
+        "cuda/copy_rows.cuh",
+        "(from + (first + s) * share)[i]",
+        "(from + first * share)[i]",
+        "launch",
+        THROUGH_MEMORY,
+    ),
+    Mutant(
+        "shares are read before the kernel before has ended",
+        "sum of shares",
+        "cuda/copy_rows.cuh",
+        "  cutlass::arch::wait_for_prior_grids();\n",
+        "",
+        "launch",
+        (*THROUGH_MEMORY, tests("test_repetitions_cuda.py", "[int8-memory]")),
+    ),
+)

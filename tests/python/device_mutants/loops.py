@@ -1,0 +1,232 @@
+"""Faults in the loops of mma.sync: streaming, multistage, blockwise, and their epilogue."""
+
+from __future__ import annotations
+
+from tests.python.device_mutants.mutant import Mutant, tactic, tests
+
+THREADBLOCK = "cutlass_ext/gemm/threadblock"
+EPILOGUE = "cutlass_ext/epilogue"
+
+# Codes with minimums have few kernels, which compile soon, and rows of scales for every 16 columns.
+FEW = "w4a16_minimum"
+FEW_STREAM = (tactic("gemm with minimums-float16 w4", "stream_n64m16k512w4_s3"),)
+FEW_MULTISTAGE = (tactic("gemm with minimums-float16 w4", "sm80_n64m16k128_s3"),)
+
+ADD_BIAS = """\
+    if (params_.bias_type != qcutlass::DType::kNone) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
+    }
+"""
+
+STREAM = (
+    Mutant(
+        "scales of a stage's first row for all of its rows",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "op[i] = load_operands(place, s / kRowSteps, m + i);",
+        "op[i] = load_operands(place, 0, m + i);",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "zeros of the next stage",
+        "stream",
+        f"{THREADBLOCK}/stream_loaders.h",
+        "copy(stage + kZeros, zeros_, args_.zeros, k);",
+        "copy(stage + kZeros, zeros_, args_.zeros, k + kStageK);",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "no wait for the copies of the stage that is read",
+        "stream",
+        f"{THREADBLOCK}/stream_ring.h",
+        "arch::cp_async_wait<kStages - 2>();",
+        "arch::cp_async_wait<kStages - 1>();",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "the last token tile has a row less",
+        "stream",
+        f"{THREADBLOCK}/stream_fragments.h",
+        "fast_min(first_token_ + n * 8 + lane % 8, tokens - 1)",
+        "fast_min(first_token_ + n * 8 + lane % 8, tokens - 2)",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "the last step of k of each stage is dropped",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "    for (int s = 0; s < kSteps; ++s) {\n"
+        "      if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);",
+        "    for (int s = 0; s < kSteps - 1; ++s) {\n"
+        "      if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "scales of rows g and g + 8 swapped",
+        "stream",
+        f"{THREADBLOCK}/stream_fragments.h",
+        "return {float(scales[0]), float(scales[8])};",
+        "return {float(scales[8]), float(scales[0])};",
+        "e4m3a16",
+        (tests("test_float_codes.py", "test_every_tactic[dtype0-e4m3-64-"),),
+    ),
+    Mutant(
+        "zeros ignored",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "offsets_[m] = load_operands(place, 0, m);",
+        "offsets_[m] = Scales::symmetric();",
+        "w4a16_bf16_native_fine",
+        (tactic("gemm-bfloat16 w4 groups of 64", "stream_n64m16k512w4_s3"),),
+    ),
+    Mutant(
+        "activations are read before the kernel before has ended",
+        "stream",
+        "cutlass_ext/gemm/kernel/packed_gemm.h",
+        "    if (params.prefetch) arch::wait_for_prior_grids();\n",
+        "",
+        "w4a16_f16_native_fine",
+        (tests("test_decoder_operators.py", "test_products_behind_a_norm_read_what_it_wrote"),),
+    ),
+)
+
+MULTISTAGE = (
+    Mutant(
+        "no wait for the copies of the stage that is read",
+        "multistage",
+        f"{THREADBLOCK}/multistage_ring.h",
+        "arch::cp_async_wait<kStages - 2>();",
+        "arch::cp_async_wait<kStages - 1>();",
+        FEW,
+        FEW_MULTISTAGE,
+    ),
+    Mutant(
+        "a place is filled again while it is read",
+        "multistage",
+        f"{THREADBLOCK}/multistage_ring.h",
+        "int const free = (place + kStages - 1) % kStages;",
+        "int const free = place;",
+        FEW,
+        FEW_MULTISTAGE,
+    ),
+    Mutant(
+        "scales of a slice's first row for all of its rows",
+        "multistage",
+        f"{THREADBLOCK}/mma_packed_multistage.h",
+        "(this->slice_ * kSliceRows + row) * Ring::GroupLoader::kRowBytes",
+        "(this->slice_ * kSliceRows) * Ring::GroupLoader::kRowBytes",
+        FEW,
+        FEW_MULTISTAGE,
+    ),
+    Mutant(
+        "the last columns of k are dropped",
+        "multistage",
+        f"{THREADBLOCK}/activation_loader.h",
+        "left_ > ahead * kStageK + slice * kRowK;",
+        "left_ > ahead * kStageK + slice * kRowK + kChunkK;",
+        FEW,
+        FEW_MULTISTAGE,
+    ),
+    Mutant(
+        "the last token of a small tile is left out",
+        "multistage",
+        f"{THREADBLOCK}/activation_loader.h",
+        "exists_[i] = kRepeatRows || row < rows;",
+        "exists_[i] = kRepeatRows || row + 1 < rows;",
+        FEW,
+        FEW_MULTISTAGE,
+    ),
+)
+
+BLOCKWISE = (
+    Mutant(
+        "the scale of the neighbouring token",
+        "blockwise",
+        "cutlass_ext/gemm/warp/block_promotion.h",
+        "(i % 2 == 0 ? scale.x : scale.y)",
+        "scale.x",
+        "w8a8_s8_blocks",
+        (tactic("blockwise-blocks of 128", "n128m64k128_s3"),),
+    ),
+    Mutant(
+        "scales of a slice's first block for all of its blocks",
+        "blockwise",
+        f"{THREADBLOCK}/mma_packed_blockwise.h",
+        "int const row = this->slice_ * kPromotions + promotion;",
+        "int const row = this->slice_ * kPromotions;",
+        "w8a8_s8_blocks",
+        (tactic("blockwise-blocks of 32", "sm80_n64m64k128_s3"),),
+    ),
+    Mutant(
+        "scales of a stage's first block for all of its blocks",
+        "stream, blockwise",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "      scales += Ring::BlockLoader::kRowBytes / 4;\n",
+        "",
+        "w8a8_s8_blocks",
+        (tactic("blockwise-blocks of 32", "stream_n64m16k512w4_s3"),),
+    ),
+    Mutant(
+        "the largest output of half a block decides its scale",
+        "blockwise, quantised",
+        f"{EPILOGUE}/blockwise_output.h",
+        "distance < kMostLanes; distance *= 2)",
+        "distance < kMostLanes / 2; distance *= 2)",
+        "w8a8_s8_blocks",
+        (tactic("blockwise, quantised-blocks of 128", "sm80_n128m64k128_s3"),),
+    ),
+)
+
+OUTPUT = (
+    Mutant(
+        "sums of this block in place of another one's of the cluster",
+        "epilogue of mma.sync",
+        f"{EPILOGUE}/transposed_epilogue.h",
+        "add(sum, load(row, 0, block));",
+        "add(sum, load(row, 0, rank));",
+        FEW,
+        (*FEW_STREAM, *FEW_MULTISTAGE),
+    ),
+    Mutant(
+        "a row behind the last one is written",
+        "epilogue of mma.sync",
+        f"{EPILOGUE}/bias_activation.h",
+        "    if (token >= params_.tokens) return;\n    finish(sum);",
+        "    if (token > params_.tokens) return;\n    finish(sum);",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "the bias of the next channel",
+        "epilogue of mma.sync",
+        f"{EPILOGUE}/bias_activation.h",
+        "load_channels(bias_, params.bias, params.bias_type, channel, params.channels);",
+        "load_channels(bias_, params.bias, params.bias_type, channel + 1, params.channels);",
+        FEW,
+        (*FEW_STREAM, *FEW_MULTISTAGE),
+    ),
+    Mutant(
+        "activation before bias",
+        "epilogue of dense products",
+        f"{EPILOGUE}/bias_activation.h",
+        f"{ADD_BIAS}    activate(sum, params_.activation);\n",
+        f"    activate(sum, params_.activation);\n{ADD_BIAS}",
+        "dense",
+        (tests("test_dense_cuda.py", "test_every_scheme[", "-4-groups-everything]"),),
+    ),
+    Mutant(
+        "minimums are added",
+        "conversion",
+        "cutlass_ext/arch/dequantize.h",
+        "__fmaf_rn(q.x, s, -m), __fmaf_rn(q.y, s, -m)",
+        "__fmaf_rn(q.x, s, m), __fmaf_rn(q.y, s, m)",
+        FEW,
+        FEW_STREAM,
+    ),
+)

@@ -1,0 +1,22 @@
+"""All mutants."""
+
+from __future__ import annotations
+
+from tests.python.device_mutants import hopper, loops, others
+from tests.python.device_mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    *loops.STREAM,
+    *loops.MULTISTAGE,
+    *loops.BLOCKWISE,
+    *loops.OUTPUT,
+    *hopper.RINGS_OF_WGMMA,
+    *hopper.WGMMA_SS,
+    *hopper.WGMMA_RS,
+    *hopper.SHARES_OF_K,
+    *others.EXPERTS,
+    *others.STEPS_OF_MIXTURES,
+    *others.NORMS,
+    *others.QUANTISERS,
+    *others.DEQUANTISERS,
+)
