@@ -43,13 +43,56 @@ RINGS_OF_WGMMA = (
     ),
 )
 
+FOUR_BITS = "w4a8_sm90a"
+BY_FLOAT8 = (tactic("gemm_w4a8-fp8, groups of multiples of 32", "sm90a_n128m128k128_s6"),)
+BY_INT8 = (tactic("gemm_w4a8-int8, groups of multiples of 128", "sm90a_n128m128k128_s8"),)
+
+WGMMA_GROUPS = (
+    Mutant(
+        "negative differences are one short",
+        "wgmma, 4 by 8 bits",
+        "cutlass_ext/arch/byte_difference.h",
+        " + (~positive & 0x01010101)",
+        "",
+        FOUR_BITS,
+        BY_FLOAT8,
+    ),
+    Mutant(
+        "the zero of row g for row g + 8",
+        "wgmma, 4 by 8 bits",
+        "cutlass_ext/arch/byte_difference.h",
+        "high = upper + (0x80808080 - zeros[1])",
+        "high = upper + (0x80808080 - zeros[0])",
+        FOUR_BITS,
+        BY_INT8,
+    ),
+    Mutant(
+        "the scale of the first group of a stage for all of them",
+        "wgmma, 4 by 8 bits",
+        f"{THREADBLOCK}/mma_packed_wgmma_groups.h",
+        "scales_[kPlace % 2][row]);",
+        "scales_[kPlace % 2][0]);",
+        FOUR_BITS,
+        BY_FLOAT8,
+    ),
+    Mutant(
+        "the codes of a lane are its own",
+        "wgmma, 4 by 8 bits",
+        f"{THREADBLOCK}/mma_packed_wgmma_groups.h",
+        "(lane / 4 * 4 + lane * 2 % 4) * qcutlass",
+        "(lane / 4 * 4 + lane % 4) * qcutlass",
+        FOUR_BITS,
+        BY_INT8,
+    ),
+)
+
 WGMMA_SS = (
     Mutant(
         "sums of a stage go on from stale ones",
         "wgmma_ss",
         "cutlass_ext/arch/wgmma.h",
-        "first ? ScaleOut::Zero : ScaleOut::One",
-        "ScaleOut::One",
+        "uint64_t a, uint64_t b, bool first) {\n    issue(sums, a, b, first ? ScaleOut::Zero : ScaleOut::One",
+        "uint64_t a, uint64_t b, bool first) {\n    issue(sums, a, b, ScaleOut::One",
         EIGHT_BITS,
         IN_BLOCKS,
     ),

@@ -13,6 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *hopper.RINGS_OF_WGMMA,
     *hopper.WGMMA_SS,
     *hopper.WGMMA_RS,
+    *hopper.WGMMA_GROUPS,
     *hopper.SHARES_OF_K,
     *others.EXPERTS,
     *others.STEPS_OF_MIXTURES,
