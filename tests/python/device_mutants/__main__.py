@@ -105,7 +105,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         if verdict.mutant is not None:
             outcome = verdict.outcome
-            by = verdict.word if not verdict.good or outcome is None else outcome.failed or "its limit of time"
+            by = verdict.word if not verdict.good or outcome is None else outcome.failed or outcome.how
             how = "" if outcome is None else outcome.how
             rows.append(f"| {verdict.mutant.loop} | {verdict.mutant.name} | {by.replace('|', ' ')} | {how} |")
     return "\n".join(rows)
