@@ -60,9 +60,17 @@ def test_descriptions_are_complete(kind: Description) -> None:
     assert {*kind.of_rows, *kind.boxed, *kind.computed, kind.scale} <= there
     assert set(kind.inductor) <= set(kind.cases)
     assert set(kind.layers) <= set(kind.variants)
-    for lists in (kind.rows, kind.fake_rows, kind.faults, kind.inductor, kind.layers, kind.families):
+    for lists in (
+        kind.rows,
+        kind.fake_rows,
+        kind.faults,
+        kind.inductor,
+        kind.layers,
+        kind.families,
+        kind.explained,
+        kind.benched,
+    ):
         assert lists
-    assert kind.has_kernels == bool(kind.explained) == bool(kind.benched)
     for options in (*kind.variants.values(), *kind.asynchronous.values()):
         product = kind.random(kind.full(3, 40, 128, **options), seed=1)
         assert isinstance(product, Product)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.kinds import DESCRIPTIONS, WITH_KERNELS
+from tests.python.kinds import DESCRIPTIONS
 from tests.python.kinds.description import Description, Product
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from qcutlass.products import selection
 from qcutlass.products.kind import FUNCTIONS
 
 H200 = selection.GPUS["h200"]
-kinds = pytest.mark.parametrize("kind", WITH_KERNELS.values(), ids=list(WITH_KERNELS))
+kinds = pytest.mark.parametrize("kind", DESCRIPTIONS.values(), ids=list(DESCRIPTIONS))
 
 
 def operands(
@@ -36,18 +36,6 @@ def operands(
 
 def product_of(kind: Description, m: int = 16, **options: Any) -> Product:
     return kind.random(kind.case(m, 512, 1024, **options), seed=1)
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, id=kind.name) for kind in DESCRIPTIONS.values() if not kind.has_kernels]
-)
-def test_products_without_kernels_are_refused(kind: Description) -> None:
-    product = product_of(kind)
-    for gpu in selection.GPUS:
-        with pytest.raises(qcutlass.UnsupportedError, match=rf"^{product.activations}: no CUDA kernel .*; use .*CPU"):
-            product.explain(device=gpu)
-    with pytest.raises(qcutlass.UnsupportedError, match="no CUDA kernel"):
-        product.tactics()
 
 
 @kinds
@@ -100,7 +88,7 @@ def test_a_forced_tactic_is_told(kind: Description) -> None:
     worst = candidates[-1]
     why = product.explain(device="h200", tactic=worst.tactic, split_k=worst.split_k)
     assert (why.source, why.plan.tactic, why.plan.split_k) == ("forced", worst.tactic, worst.split_k)
-    others = {name for other in WITH_KERNELS.values() for name in product_of(other).tactics()} - set(names)
+    others = {name for other in DESCRIPTIONS.values() for name in product_of(other).tactics()} - set(names)
     for name in ("no_such", *sorted(others)[:1]):
         with pytest.raises(ValueError, match=f"tactic: '{name}'"):
             product.explain(device="h200", tactic=name)

@@ -18,7 +18,6 @@ DESCRIPTIONS: dict[str, Description] = {
     kind.name: kind
     for kind in (WEIGHT_ONLY, MINIMUMS, INT4, INT8, FLOAT8_PRODUCTS, BLOCKWISE, QUANTIZED_BLOCKWISE, FLOAT8_BLOCKWISE)
 }
-WITH_KERNELS = {name: kind for name, kind in DESCRIPTIONS.items() if kind.has_kernels}
 
 
 class Outline(NamedTuple):

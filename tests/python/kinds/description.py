@@ -160,7 +160,6 @@ class Description(ABC):
         boxed: operands whose memory is poisoned around; the others are packed.
         not_finite: operands that may hold NaN and infinity.
         granule: channels and columns that share a scale, at most: sizes for tactics go beyond several.
-        has_kernels: GPUs multiply it. The others are refused there, and have nothing to choose and to bench.
         capability: the least of a GPU, for its instructions.
         needs_wgmma: its kernels are of wgmma alone.
 
@@ -199,7 +198,6 @@ class Description(ABC):
     boxed: tuple[str, ...]
     not_finite: tuple[str, ...]
     granule = 1
-    has_kernels = True
     capability = (8, 0)
     needs_wgmma = False
 
@@ -343,7 +341,7 @@ class Description(ABC):
     def serves(self, gpu: _C.DeviceTraits) -> bool:
         """Whether a GPU has the instructions of this kind's kernels."""
         newer = gpu.compute_capability >= 10 * self.capability[0] + self.capability[1]
-        return self.has_kernels and (gpu.wgmma if self.needs_wgmma else newer)
+        return gpu.wgmma if self.needs_wgmma else newer
 
     def has_instructions(self) -> bool:
         """The same of the current GPU."""

@@ -284,7 +284,7 @@ class Int4(Description):
     faults = FAULTS
 
     layers = ("int8", "fp8")
-    asynchronous = MappingProxyType({f"4 by 8 bits, {name}": {"dtype": dtype} for name, dtype in DTYPES.items()})
+    asynchronous = MappingProxyType({"4 by 8 bits": {"dtype": torch.int8}, "4 by fp8": {"dtype": FP8}})
     explained = MappingProxyType(
         {
             name: (
