@@ -27,7 +27,8 @@ class FourByEightLayer(Layer):
         super().__init__(scheme, shape, scheme.dtype, None)
 
     def reference(self, weight_dtype: torch.dtype) -> testing.Reference:
-        return self.problem.reference(promoted=128 if self.problem.group_size % 128 == 0 else 32)
+        size = self.problem.group_size
+        return self.problem.reference(promoted=128 if size >= self.k or size % 128 == 0 else 32)
 
     @cached_property
     def packed(self) -> list[list[Tensor]]:

@@ -76,7 +76,7 @@ def float_format(name: str) -> WeightOnly:
 class W4A8(Scheme):
     """4-bit weights with a scale, and a zero point, for each group of columns, and activations of 8 bits.
 
-    Each token's activations get their scale when they come. The products are for the CPU alone.
+    Each token's activations get their scale when they come. Of GPUs those of compute capability 9.0 have the products.
 
     Attributes:
         group_size: columns that share a scale; None or -1: one scale a channel.
@@ -153,7 +153,7 @@ class Blockwise(Scheme):
 
     Attributes:
         block_size: 32, 64 or 128.
-        type: "int8", or "fp8": both are e4m3, as in DeepSeek-V3; its products are for the CPU alone.
+        type: "int8", or "fp8": both are e4m3, as in DeepSeek-V3; GPUs have its products in blocks of 128.
 
     Example:
         >>> import qcutlass

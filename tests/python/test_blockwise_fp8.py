@@ -251,6 +251,14 @@ def test_quantisers_agree_with_the_cpu(dtype: torch.dtype, size: int, seeds: Ite
 
 
 @pytest.mark.gpu
+def test_swiglu_of_rows_that_overlap() -> None:
+    """Rows as far apart as outputs are long are not one long row: each has a gate and an up of its own."""
+    rows = torch.randn(128 * 9, device="cuda").unfold(0, 256, 128)
+    for got, expected in zip(fp8_silu_mul_quant(rows), fp8_silu_mul_quant(rows.contiguous()), strict=True):
+        assert torch.equal(got.float(), expected.float())
+
+
+@pytest.mark.gpu
 def test_every_code_comes_back_on_a_gpu() -> None:
     """NaN and subnormals, too."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128)

@@ -38,6 +38,14 @@ def product_of(kind: Description, m: int = 16, **options: Any) -> Product:
     return kind.random(kind.case(m, 512, 1024, **options), seed=1)
 
 
+@pytest.mark.parametrize("gpu", ["a100", "rtx4090", "b200"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_gpus_without_wgmma_are_sent_to_16_bit_activations(gpu: str, dtype: torch.dtype) -> None:
+    product = product_of(DESCRIPTIONS["gemm_w4a8"], dtype=dtype)
+    with pytest.raises(qcutlass.UnsupportedError, match=r"^a_q: .* capability 9\.0 .*; this one has .*Use gemm with"):
+        product.explain(device=gpu)
+
+
 @kinds
 @pytest.mark.parametrize("gpu", selection.GPUS)
 def test_the_choice_is_the_first_candidate(kind: Description, gpu: str) -> None:

@@ -12,7 +12,7 @@
 // With a gate channels come in pairs g, u: out[m, n] = activation(sum_g + bias[g]) * (sum_u + bias[u]) + residual.
 // Whatever follows the sums is computed in fp32, and rounded once.
 //
-// 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3; host alone): out[m, n] = activation(sum * a_scale[m] +
+// 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3): out[m, n] = activation(sum * a_scale[m] +
 // bias[n]), with
 //
 //   sum = sum_g scale[g, n] * sum_{k in group g} a[m, k] * (code[n, k] - zero[g, n])
@@ -31,7 +31,7 @@
 //
 //   sum = sum_kb (sum_{k in block kb} a[m, k] * w[n, k]) * a_scale[m, kb] * w_scale[n / size, kb]
 //
-// whose inner sums are exact in int32, of e4m3 (host alone) in fp32. Outputs of int8 may be quantised, QuantizedOutput.
+// whose inner sums are exact in int32, of e4m3 in fp32. Outputs of int8 may be quantised, QuantizedOutput.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@
 
 namespace qcutlass {
 
-/// Operands that scale the sums of an 8-by-8-bit product. A stride is 1, or 0 where one element serves all.
+/// Operands that scale the sums of a product of 8-bit activations. A stride is 1, or 0 where one element serves all.
 struct SumScales {
   float const* a_scale = nullptr;  ///< [m] or [1]; nullptr where out_type is kInt32
   int a_scale_stride = 0;

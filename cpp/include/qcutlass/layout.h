@@ -14,9 +14,9 @@
 //
 //   lane            4g + t, as in the PTX fragment tables: g = row % 8, t picks a pair of k
 //
-// With 8-bit activations weights are multiplied as they are, so a tile is what instructions read from shared memory: 16
-// rows of 32 bytes in the 32-byte swizzle of wgmma's descriptors and of TMA. wgmma reads it as either operand, mma.sync
-// through ldmatrix, without bank conflicts.
+// With 8-bit weights and activations weights are multiplied as they are, so a tile is what instructions read from
+// shared memory: 16 rows of 32 bytes in the 32-byte swizzle of wgmma's descriptors and of TMA. wgmma reads it as either
+// operand, mma.sync through ldmatrix, without bank conflicts.
 //
 // Padding codes (n >= N or k >= K inside a tile) are zero; no result depends on them.
 #pragma once

@@ -99,7 +99,7 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     return args;
   }
 
-  /// Of weight-only ones.
+  /// Of those that convert weights.
   template <class Mma>
   static typename Mma::Arguments arguments(Launch const& launch) {
     using Shape = typename Mma::Shape;

@@ -122,7 +122,8 @@ double wgmma_compute(Kind const& kind, WgmmaCosts const& costs, Tactic const& t,
   double const promotion = kind.is_promoted() ? costs.promotion + costs.scaling
                            : kind.is_float8() ? costs.promotion
                                               : 0;  // the sums stay in the MMAs
-  double const promotions = warpgroup_outputs(t) / 128 * promotion;
+  double const promotions =
+      warpgroup_outputs(t) / 128 * promotion * (kind.is_promoted() ? kStreamK / promoted_k(kind.mode) : 1);
   double slice = costs.slice + conversions * costs.convert;
   if (t.mainloop == Mainloop::kWgmmaRs) slice *= std::sqrt(64.0 / t.tokens);
   double const issued = warpgroups(t) * (slice + promotions);

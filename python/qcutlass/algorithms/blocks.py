@@ -63,7 +63,7 @@ def act_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: torch
     """The activations that codes stand for: `x * s` of its block, rounded to fp32, then to `output_dtype`.
 
     Args:
-        x: int8 `[..., K]`, or float8_e4m3fn on the CPU.
+        x: int8 or float8_e4m3fn `[..., K]`.
         s: float32 `[..., ceil(K / block_size)]`.
         block_size: 32, 64 or 128.
         output_dtype: float16, bfloat16 or float32.
@@ -113,7 +113,7 @@ def weight_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: to
     """The weights that codes stand for: `x * s` of its block, rounded to fp32, then to `output_dtype`.
 
     Args:
-        x: int8 `[N, K]`, or float8_e4m3fn on the CPU.
+        x: int8 or float8_e4m3fn `[N, K]`.
         s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
         block_size: 32, 64 or 128.
         output_dtype: float16, bfloat16 or float32.

@@ -47,9 +47,9 @@ Quantized = Annotated[
     QuantizedActivations | None,
     typer.Option(
         "--activations",
-        help="On the CPU, weight-only layers quantise their input, which is less exact: int8, which is faster, in "
+        help="Weight-only layers quantise their input, which is less exact: int8, on the CPU, which is faster, in "
         "blocks of 32 columns; fp8, those of 4-bit weights with whole zero points token by token (W4A8), and those of "
-        "e4m3 weights in blocks, as such models do on GPUs with fp8 kernels.",
+        "e4m3 weights in blocks, also on GPUs that have kernels for it.",
     ),
 ]
 Eager = Annotated[

@@ -30,8 +30,8 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
             it, not before.
 
     Returns:
-        Names of the layers. Others are left as they are: with "int8" those with groups that are no multiple of 16
-        columns, or with minimums or floating codes.
+        Names of the layers; with "fp8" none where a GPU has no kernel for any. Others are left as they are: with "int8"
+        those with groups that are no multiple of 16 columns, or with minimums or floating codes.
 
     Raises:
         TypeError: `model` is no module, or `activations` neither a name nor None.
@@ -72,6 +72,7 @@ def check_activations(activations: object, device: torch.device) -> None:
 def _use_fp8(model: nn.Module) -> list[str]:
     """`use_activations` with fp8: other layers in the place of those that can."""
     made: dict[nn.Module, nn.Module] = {}
+    able = False
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         if type(module) is WeightOnlyLinear and module not in made:
@@ -79,10 +80,11 @@ def _use_fp8(model: nn.Module) -> list[str]:
             layer = for_eight_bits(stored, "fp8") if module.weight_dtype is None else in_blocks(stored)
             if layer is None or not name:
                 continue
+            able = True
             quantised = from_layer(layer, name, module.activation).train(module.training)
             if _runs(quantised):
                 made[module] = quantised
-    if not made:
+    if not able:
         raise ValueError(
             "model: expected layers of 4-bit codes with integer zeros, or of e4m3 weights with scales of square blocks "
             "of 32, 64 or 128"

@@ -352,7 +352,8 @@ def load_model(
         folder: also one with floats, which then stay floats.
         device: to which the model is moved.
         dtype: of embeddings, norms and activations; None: float32 on the CPU, on a GPU the configuration's, or float16.
-        activations: "int8" or "fp8": weight-only layers quantise their input, on the CPU; see `layers.use_activations`.
+        activations: "int8", on the CPU, or "fp8": weight-only layers quantise their input, as `layers.use_activations`
+            says.
 
     Raises:
         FileNotFoundError: there is no such folder.

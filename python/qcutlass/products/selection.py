@@ -127,8 +127,8 @@ def explain(
     GPUs), which ranks kernels; `tune` measures. Nothing is launched.
 
     Args:
-        product: the function that computes it: `qcutlass.gemm`, `gemm_w8a8`, `gemm_fp8`, or one of the products in
-            `qcutlass.blockwise`. A tensor is the first operand of `qcutlass.gemm`.
+        product: the function that computes it: `qcutlass.gemm`, `gemm_w4a8`, `gemm_w8a8`, `gemm_fp8`, or one of the
+            products in `qcutlass.blockwise`. A tensor is the first operand of `qcutlass.gemm`.
         operands, options: the arguments of that function but `out`. CPU and meta tensors of 8 or 16-bit types do if
             `device` is given.
         device: "a100", "a10", "l40s", "rtx4090", "h100", "h200" or "b200", or the traits of any other GPU. Default:

@@ -20,7 +20,8 @@ QuantizeTask make_task(QuantizeArguments const& arguments) {
   QuantizeTask task{arguments};
   bool const has_gaps = arguments.a_stride != arguments.columns;
   bool const whole_blocks = arguments.block != 0 && !arguments.square && arguments.columns % arguments.block == 0;
-  if ((arguments.per_tensor || whole_blocks) && arguments.smooth == nullptr && !has_gaps) {  // one long row is as good
+  bool const rows_join = (arguments.per_tensor || whole_blocks) && !arguments.gated;
+  if (rows_join && arguments.smooth == nullptr && !has_gaps) {  // one long row is as good
     task.columns *= task.rows;
     task.rows = task.rows > 0;
     task.a_stride = task.columns;
@@ -105,6 +106,7 @@ void quantize_in_blocks(QuantizeArguments const& arguments, cudaStream_t stream)
   if (arguments.code_type != DType::kFloat8E4M3)
     throw Unsupported(
         "code_type: on a GPU blocks are int8 or float8_e4m3fn codes, and those of gated inputs the latter");
+  if (arguments.gated && arguments.square) throw InvalidArgument("gated needs blocks of one row");
   arguments.gated ? quantize_each_block<In, Float8, true>(arguments, stream)
                   : quantize_each_block<In, Float8, false>(arguments, stream);
 }

@@ -1,5 +1,5 @@
-// The end of 8-by-8-bit products: zero points, scales of tokens and channels, bias, activation, one rounding. The
-// elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one operator:
+// The end of products of 8-bit activations: zero points, scales of tokens and channels, bias, activation, one rounding.
+// The elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one operator:
 // value by value in the registers of wgmma's sums, on vectors of channels after all other main loops.
 #pragma once
 

@@ -22,7 +22,7 @@ struct PackedWeights {
   static constexpr int kWords = 4 / kSteps;
   static constexpr int kRegisterK = kStepK / 8;  // elements of an A fragment's register
 
-  /// The 16 bytes of a tile that a lane names: to a 128-bit load, to have them, or, with 8-bit activations, to
+  /// The 16 bytes of a tile that a lane names: to a 128-bit load, to have them, or, where codes are not converted, to
   /// ldmatrix.x4, for which lane l names row l % 8 of matrix l / 8 and has word l % 4 of row l / 4 of every matrix.
   static constexpr int lane_byte(int lane) {
     if (kConverts) return lane * 16;
@@ -30,7 +30,7 @@ struct PackedWeights {
   }
 
   /// Element `i` of register `reg` of step `step` of a lane's A fragment is taken from this bit of the tile: by the
-  /// register converters (arch/dequantize.h), or, with 8-bit activations, by ldmatrix.
+  /// register converters (arch/dequantize.h), or, where they are not converted, by ldmatrix.
   static constexpr int fragment_bit(int lane, int step, int reg, int i) {
     if (!kConverts) return (lane_byte(8 * reg + lane / 4) + lane % 4 * 4 + i) * 8;
     return lane_byte(lane) * 8 + (kBits == 4 ? step * 32 + (reg + 4 * i) * 4 : step * 64 + (2 * reg + i) * 8);

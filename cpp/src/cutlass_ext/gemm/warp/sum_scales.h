@@ -63,7 +63,7 @@ class SumScales {
       float const scale = half_ ? float(half_t::bitcast(uint16_t(bits))) : __uint_as_float(bits);
       int const zero = int(arch::permute_bytes(zeros_.word(zeros, i), kSymmetric, zero_bytes_));
       constexpr int kLeast = Converter::kLeastZero, kMost = Converter::kMostZero;
-      bool const exact = unsigned(zero - kLeast) <= unsigned(kMost - kLeast);
+      bool const exact = unsigned(zero) - unsigned(kLeast) <= unsigned(kMost - kLeast);
       op.scale[i] = exact ? scale * (1 / Converter::kUnit) : CUDART_NAN_F;
       op.zero[i] = uint32_t(zero) * 0x01010101u;
     }
