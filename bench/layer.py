@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -95,9 +96,19 @@ class Layer(ABC):
         reference = self._rows(contestant.weight_dtype or self.dtype, len(out))
         return testing.assert_close(out, reference, label=(contestant.name, self.name))
 
-    @abstractmethod
     def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
         """qcutlass on the first m rows, through the public function; the tactic is the selected one or forced."""
+        forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
+        products = [self.call(m, index) for index in range(len(self.packed))]
+        calls = [functools.partial(call.function, *call.operands, **call.options, **forced) for call in products]
+
+        def launch(index: int, out: Tensor) -> Tensor:
+            result: Tensor = calls[index](out=out)
+            return result
+
+        function, operands, options = products[0]
+        plan = qcutlass.plan(function, *operands, **options, **forced)
+        return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls))
 
     @abstractmethod
     def call(self, m: int, index: int = 0) -> Call:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import qcutlass
-from bench.gpu_timing import Contestant, rotation
-from bench.layer import Call, Layer, plan_name
+from bench.gpu_timing import rotation
+from bench.layer import Call, Layer
 from bench.schemes import FourByEight
 from bench.shapes import Shape
 from qcutlass import testing
@@ -47,19 +45,6 @@ class FourByEightLayer(Layer):
         p, (packed, *groups) = self.problem, self.packed[index]
         options = {"out_dtype": self.dtype, "group_size": -1 if p.group_size >= self.k else p.group_size}
         return Call(qcutlass.gemm_w4a8, (p.a[:m], packed, p.a_scale[:m], *groups), options)
-
-    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
-        forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
-        products = [self.call(m, index) for index in range(len(self.packed))]
-        calls = [functools.partial(call.function, *call.operands, **call.options, **forced) for call in products]
-
-        def launch(index: int, out: Tensor) -> Tensor:
-            result: Tensor = calls[index](out=out)
-            return result
-
-        function, operands, options = products[0]
-        plan = qcutlass.plan(function, *operands, **options, **forced)
-        return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls))
 
     def moved_bytes(self, m: int) -> int:
         return sum(t.nbytes for t in self.packed[0]) + m * (self.k + 4 + 2 * self.n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 import qcutlass
-from bench.gpu_timing import Contestant, rotation
-from bench.layer import Call, Layer, plan_name
+from bench.gpu_timing import rotation
+from bench.layer import Call, Layer
 from bench.schemes import EightBit
 from bench.shapes import Shape
 from qcutlass import testing
@@ -72,21 +71,6 @@ class EightBitLayer(Layer):
             options |= {"azp": self.azp[:m], "w_sums": w_sums[0]}
         multiply = qcutlass.gemm_w8a8 if self.scheme.operands == "int8" else qcutlass.gemm_fp8
         return Call(multiply, (self.a[:m], w_packed, self.a_scale[:m], w_scale), options)
-
-    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
-        forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
-        products = [self.call(m, index) for index in range(len(self.packed))]
-        calls = [
-            functools.partial(multiply, *operands, **options, **forced) for multiply, operands, options in products
-        ]
-
-        def launch(index: int, out: Tensor) -> Tensor:
-            result: Tensor = calls[index](out=out)
-            return result
-
-        multiply, operands, options = products[0]
-        plan = qcutlass.plan(multiply, *operands, **options, **forced)
-        return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls))
 
     def moved_bytes(self, m: int) -> int:
         of_rows = [t[:m] for t in (self.a, self.a_scale, self.azp) if t is not None]

@@ -73,8 +73,19 @@ class WeightOnly:
         )
 
 
+class _EightBitActivations:
+    """Schemes whose activations are int8 or fp8."""
+
+    a_dtype: torch.dtype
+
+    @property
+    def operands(self) -> Operands:
+        """The type of the tensor cores' operands."""
+        return "int8" if self.a_dtype == torch.int8 else "fp8"
+
+
 @dataclass(frozen=True)
-class EightBit:
+class EightBit(_EightBitActivations):
     """8-bit activations by 8-bit weights, a scale for each token, a scale and a bias for each channel.
 
     Attributes:
@@ -88,11 +99,6 @@ class EightBit:
     a_dtype: torch.dtype
     azp: bool
     dtype: torch.dtype
-
-    @property
-    def operands(self) -> Operands:
-        """The type of the tensor cores' operands."""
-        return "int8" if self.a_dtype == torch.int8 else "fp8"
 
     @property
     def words(self) -> str:
@@ -117,7 +123,7 @@ class EightBit:
 
 
 @dataclass(frozen=True)
-class Blockwise:
+class Blockwise(_EightBitActivations):
     """int8 by int8 or fp8 by fp8, a scale for each block of 1 x 128 and of 128 x 128.
 
     Attributes:
@@ -133,11 +139,6 @@ class Blockwise:
     a_dtype: torch.dtype = torch.int8
 
     @property
-    def operands(self) -> Operands:
-        """The type of the tensor cores' operands."""
-        return "int8" if self.a_dtype == torch.int8 else "fp8"
-
-    @property
     def words(self) -> str:
         """For the titles of figures."""
         output, kind = "int8 in blocks" if self.quantizes else _TYPES[self.dtype], _TYPES[self.a_dtype]
@@ -149,7 +150,7 @@ class Blockwise:
 
 
 @dataclass(frozen=True)
-class FourByEight:
+class FourByEight(_EightBitActivations):
     """8-bit activations with a scale for each token, by 4-bit codes.
 
     Attributes:
@@ -165,11 +166,6 @@ class FourByEight:
     group_size: int | None
     zeros: Literal["none", "int"]
     dtype: torch.dtype
-
-    @property
-    def operands(self) -> Operands:
-        """The type of the tensor cores' operands."""
-        return "int8" if self.a_dtype == torch.int8 else "fp8"
 
     @property
     def words(self) -> str:

@@ -98,19 +98,7 @@ def _eight_bit(layer: EightBitLayer) -> Product:
         "bias": layer.bias,
     }
     config = {"dtype": _CODES[layer.w.dtype], "group_size": 0, "has_zero_point": False}
-    inputs = {"dtype": _CODES[layer.a.dtype], "quant_mode": "dynamic_token"}
-    layers = _layers(layer, tensors, config, input_config=inputs, has_bias=True)
-
-    def contestants(m: int) -> list[Contestant]:
-        a, a_scale = layer.a[:m], layer.a_scale[:m, None]
-
-        def launch(index: int, out: Tensor) -> Tensor:
-            layers[index](a, outputs=out, input_scale=a_scale)
-            return out
-
-        return [Contestant(Humming.key, launch, len(layers))]
-
-    return contestants
+    return _of_codes(layer, tensors, config, layer.a, layer.a_scale, has_bias=True)
 
 
 def _four_by_eight(layer: FourByEightLayer) -> Product:
@@ -126,14 +114,21 @@ def _four_by_eight(layer: FourByEightLayer) -> Product:
         tensors["zero_point"] = pack(p.zeros.to(torch.int32).contiguous(), 4).T.contiguous()
     group_size = 0 if groups == 1 else p.group_size
     config = {"dtype": "uint4", "group_size": group_size, "has_zero_point": p.zeros is not None}
-    inputs = {"dtype": _CODES[p.a.dtype], "quant_mode": "dynamic_token"}
-    layers = _layers(layer, tensors, config, input_config=inputs)
+    return _of_codes(layer, tensors, config, p.a, p.a_scale)
+
+
+def _of_codes(
+    layer: Layer, tensors: dict[str, Tensor], weight: dict[str, Any], a: Tensor, a_scale: Tensor, **options: Any
+) -> Product:
+    """Products of activations that are codes already, with a scale for each token."""
+    inputs = {"dtype": _CODES[a.dtype], "quant_mode": "dynamic_token"}
+    layers = _layers(layer, tensors, weight, input_config=inputs, **options)
 
     def contestants(m: int) -> list[Contestant]:
-        a, a_scale = p.a[:m], p.a_scale[:m, None]
+        rows, scales = a[:m], a_scale[:m, None]
 
         def launch(index: int, out: Tensor) -> Tensor:
-            layers[index](a, outputs=out, input_scale=a_scale)
+            layers[index](rows, outputs=out, input_scale=scales)
             return out
 
         return [Contestant(Humming.key, launch, len(layers))]

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.python import kernel_units
 
 H100, A100, T4, B300 = "9.0, 580.65.06", "8.0, 580.65.06", "7.5, 580.65.06", "12.0, 580.65.06"
 Driver = Callable[..., None]
@@ -272,17 +273,8 @@ def test_cmake_says_what_it_builds(
 
 
 def test_translation_units_hold_every_family_once(repository: Path, tmp_path: Path) -> None:
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("needs cmake")
-    (tmp_path / "write.cmake").write_text(
-        f"include({repository}/cpp/cmake/instances.cmake)\n"
-        'qcutlass_write_instances(units family.cuh Family "" ${QCUTLASS_INSTANCES})\n'
-        "qcutlass_write_instances(units family_wgmma.cuh WgmmaFamily _sm90a ${QCUTLASS_WGMMA_INSTANCES})\n"
-        'qcutlass_write_families("families.inc")\n'
-    )
-    subprocess.run([cmake, "-P", "write.cmake"], cwd=tmp_path, check=True)
-    texts = [path.read_text() for path in (tmp_path / "instances").glob("*.cu")]
+    units = [path.read_text() for path in kernel_units.write(repository, tmp_path).glob("*.cu")]
+    texts = [text for text in units if re.search(r"struct (Wgmma)?Family<", text)]
     rows = re.findall(r"kFamily<(.*), (true|false)>", (tmp_path / "families.inc").read_text())
     for template, families in (
         ("Family", [name for name, _ in rows]),
@@ -291,6 +283,6 @@ def test_translation_units_hold_every_family_once(repository: Path, tmp_path: Pa
         held = [name for text in texts for name in re.findall(rf"template struct {template}<(.*)>;", text)]
         assert sorted(held) == sorted(families)
         assert len(families) > 12
-        headers = {"Family": "family.cuh", "WgmmaFamily": "family_wgmma.cuh"}
-        assert all(f'"cuda/{headers[template]}"' in text for text in texts if f"struct {template}<" in text)
+        header, *_ = kernel_units.LISTS[template]
+        assert all(f'"cuda/{header}"' in text for text in texts if f"struct {template}<" in text)
     assert len(texts) < len(rows) + len([name for name, wgmma in rows if wgmma == "true"])

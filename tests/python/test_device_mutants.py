@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.python import kernel_units
 from tests.python.device_mutants.__main__ import Verdict, judge, table
 from tests.python.device_mutants.building import Unit, slug
 from tests.python.device_mutants.mutant import SOURCES, Mutant
@@ -43,19 +42,8 @@ def test_the_table_covers_the_loops() -> None:
 
 
 def test_units_are_those_of_the_library(repository: Path, tmp_path: Path) -> None:
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("needs cmake")
-    (tmp_path / "write.cmake").write_text(
-        f"include({repository}/cpp/cmake/instances.cmake)\n"
-        'qcutlass_write_instances(units family.cuh Family "" ${QCUTLASS_INSTANCES})\n'
-        "qcutlass_write_instances(units family_grouped.cuh GroupedFamily _grouped ${QCUTLASS_GROUPED_INSTANCES})\n"
-        "qcutlass_write_instances(units family_wgmma.cuh WgmmaFamily _sm90a ${QCUTLASS_WGMMA_INSTANCES})\n"
-        "qcutlass_write_instances(units family_wgmma_grouped.cuh WgmmaGroupedFamily _grouped_sm90a\n"
-        "                         ${QCUTLASS_WGMMA_GROUPED_INSTANCES})\n"
-    )
-    subprocess.run([cmake, "-P", "write.cmake"], cwd=tmp_path, check=True)
-    units = {path.stem for path in itertools.chain((tmp_path / "instances").glob("*.cu"), SOURCES.glob("cuda/**/*.cu"))}
+    written = kernel_units.write(repository, tmp_path).glob("*.cu")
+    units = {path.stem for path in itertools.chain(written, SOURCES.glob("cuda/**/*.cu"))}
     assert {mutant.unit for mutant in MUTANTS} - units == set()
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qcutlass.vllm import interface
 from qcutlass.vllm.cutting import Share, cut_columns, cut_rows, place
 from qcutlass.vllm.products import Products
 from qcutlass.vllm.stored import SUFFIXES, layer_of
-from qcutlass.vllm.waiting import Waiting
+from qcutlass.vllm.waiting import Waiting, register
 
 LORA_MARK: Final = "qweight"
 """The tensor by which vLLM's LoRA tells the device of a quantised layer; one element stays under this name."""
@@ -44,10 +44,7 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
     ) -> None:
         self._sizes, self._k, self._dtype = output_partition_sizes, input_size_per_partition, params_dtype
         self._waiting = Waiting()
-        for suffix in SUFFIXES:
-            parameter: Any = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
-            parameter.weight_loader = self._waiting.loader(suffix)
-            layer.register_parameter(suffix, parameter)
+        register(layer, self._waiting, {suffix: suffix for suffix in SUFFIXES})
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if hasattr(layer, "products"):

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qcutlass.layers.experts import Expert
 from qcutlass.vllm import interface
 from qcutlass.vllm.cutting import place
 from qcutlass.vllm.experts import ExpertLayers, cut_expert, experts_of, of_weights_alone
 from qcutlass.vllm.stored import SUFFIXES, is_float, layer_of
-from qcutlass.vllm.waiting import ExpertPart, WaitingExperts
+from qcutlass.vllm.waiting import ExpertPart, WaitingExperts, register
 
 _NAMES: Final = {f"{stack}_{suffix}": suffix for stack in ("w13", "w2") for suffix in (*SUFFIXES, "bias")}
 """The parameters under which vLLM looks for the loaders of experts' tensors, and the suffixes in the checkpoint."""
@@ -50,10 +50,7 @@ class QCutlassExpertsMethod(interface.FusedMoEMethodBase):
             "intermediate_size_per_partition": intermediate_size_per_partition, "params_dtype": params_dtype,
         }  # fmt: skip
         self._waiting = WaitingExperts(interface.local_expert(layer))
-        for name, suffix in _NAMES.items():
-            parameter: Any = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
-            parameter.weight_loader = self._waiting.loader(suffix)
-            layer.register_parameter(name, parameter)
+        register(layer, self._waiting, _NAMES)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if hasattr(layer, "products"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from qcutlass.errors import UnsupportedError
 
@@ -15,6 +16,14 @@ _PLACES: Final = {"q": 0, "k": 1, "v": 2}
 _PARTS: Final = {"w1": "gate", "w2": "down", "w3": "up"}
 """The layers of an expert, by the names that vLLM has for them."""
 _DONE: Final = "layers of qcutlass take no weights after loading; start the engine anew"
+
+
+def register(layer: Any, waiting: Waiting | WaitingExperts, suffixes: Mapping[str, str]) -> None:
+    """Gives a layer parameters that hold nothing, by name, whose tensors wait under a suffix."""
+    for name, suffix in suffixes.items():
+        parameter: Any = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
+        parameter.weight_loader = waiting.loader(suffix)
+        layer.register_parameter(name, parameter)
 
 
 class Waiting:
