@@ -17,8 +17,7 @@
 //
 // A tactic has an order of its own where
 //   - fp32 code adds scaled sums in the loop, whose multiplications and additions the compiler may fuse, or not, in
-//   each
-//     kernel anew: streamed native groups, blocks, groups of 4 by 8 bits, fp8 by wgmma;
+//     each kernel anew: streamed native groups, blocks, groups of 4 by 8 bits, fp8 by wgmma;
 //   - MMAs are wgmma's: whether shapes that differ in tokens add alike is documented nowhere;
 //   - the epilogue has such code: GELU by tanh.
 #pragma once

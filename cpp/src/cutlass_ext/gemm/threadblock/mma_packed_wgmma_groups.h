@@ -40,7 +40,7 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
           args_(args),
           strip_(warpgroup * 4 + warp),
           lane_(lane),
-          load_(strip_ * 16 + lane / 4, args.scale_type, args.zero_type),
+          sum_scales_(strip_ * 16 + lane / 4, args.scale_type, args.zero_type),
           codes_byte_((lane / 4 * 4 + lane * 2 % 4) * qcutlass::layout::kLaneBytes),
           bytes_of_k_(lane % 4 < 2 ? 0x6420 : 0x7531) {
       CUTLASS_PRAGMA_UNROLL
@@ -171,8 +171,8 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
       int const row = step / kGroupSteps;
       if (step % kGroupSteps == 0) {
         int const box_row = kRows == 1 ? 0 : args_.group_size.group(k_ + step * kStepK) - args_.group_size.group(k_);
-        operands_ = load_.load(storage_.scales(place) + box_row * args_.scale_row,
-                               storage_.zeros(place) + box_row * args_.zero_row);
+        operands_ = sum_scales_.load(storage_.scales(place) + box_row * args_.scale_row,
+                                     storage_.zeros(place) + box_row * args_.zero_row);
         scales_[buffer][row][0] = operands_.scale[0], scales_[buffer][row][1] = operands_.scale[1];
       }
       uint32_t(&fragment)[4] = fragments_[buffer][step];
@@ -189,7 +189,7 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
     SharedStorage& storage_;
     Arguments const& args_;
     int const strip_, lane_;
-    Scales const load_;
+    Scales const sum_scales_;
     int const codes_byte_;       // in a tile, of the two lanes whose codes this one has
     uint32_t const bytes_of_k_;  // of their words
     int k_;                      // of the stage whose codes come next
