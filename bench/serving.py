@@ -4,7 +4,7 @@
 ``python -m bench.serving --model tiny --soak 180``
 
 On a CPU, vLLM's CPU engine is measured. Each contestant runs in a process of its own, offline, with the same prompts of
-random tokens.
+random tokens. Files are written after each contestant; one that fails stops no other.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.serving_checkpoint import MODELS, write_dense, write_gptq
 from qcutlass.formats.specs import METHOD
 
 ROUNDS: Final = 3
+"""Of each figure, by default."""
 _RECORD: Final = "serving: "
 
 
@@ -84,7 +85,9 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measure(folder: Path, batches: list[int], prompt: int, output: int, options: dict[str, Any]) -> list[Row]:
+def measure(
+    folder: Path, batches: list[int], prompt: int, output: int, rounds: int, options: dict[str, Any]
+) -> list[Row]:
     """Figures of each batch, in this process."""
     from vllm import LLM, SamplingParams
 
@@ -104,14 +107,14 @@ def measure(folder: Path, batches: list[int], prompt: int, output: int, options:
         assert [len(one.outputs[0].token_ids) for one in done] == [tokens] * batch
         return passed
 
-    return [figures(batch, output, ready, functools.partial(seconds, batch)) for batch in batches]
+    return [figures(batch, output, rounds, ready, functools.partial(seconds, batch)) for batch in batches]
 
 
-def figures(batch: int, output: int, ready: float, seconds: Callable[[int], float]) -> Row:
+def figures(batch: int, output: int, rounds: int, ready: float, seconds: Callable[[int], float]) -> Row:
     """A row, of the seconds that `seconds(tokens)` says: the best of some rounds."""
     cold = seconds(1)
-    first = min(seconds(1) for _ in range(ROUNDS))
-    total = min(seconds(output) for _ in range(ROUNDS))
+    first = min(seconds(1) for _ in range(rounds))
+    total = min(seconds(output) for _ in range(rounds))
     return {
         "batch": batch,
         "tokens_per_s": batch * output / total,
@@ -122,17 +125,19 @@ def figures(batch: int, output: int, ready: float, seconds: Callable[[int], floa
     }
 
 
-def report(rows: list[Row], model: str, prompt: int, output: int, options: dict[str, Any]) -> Report:
-    """The rows, under what a reader must know of them."""
+def report(rows: list[Row], model: str, asked: Row, failed: list[str]) -> Report:
+    """The rows, under what a reader must know of them: what was `asked` of all contestants, and which `failed`."""
     where = {"GPU": torch.cuda.get_device_name()} if device() == "cuda" else cpu.machine()
     facts: Row = where | {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "vllm": _vllm_version(),
         "model": f"{model}: {MODELS[model]}",
-        "options": options,
-        "method": f"prompts of {prompt} random tokens, {output} tokens each, greedy; the best of {ROUNDS} rounds; "
-        "ms a step: of the tokens behind the first; cold: the first token of the first round of a batch",
+        "options": asked["options"],
+        "method": f"prompts of {asked['prompt']} random tokens, {asked['output']} tokens each, greedy; "
+        f"the best of {asked['rounds']} rounds; ms a step: of the tokens behind the first; "
+        "cold: the first token of the first round of a batch",
+        "failed": failed,
     }
     return Report("Serving with vLLM", facts, COLUMNS, rows)
 
@@ -205,6 +210,7 @@ def main(
     output: Annotated[int, typer.Option(min=2, help="Tokens that each prompt gets.")] = 256,
     options: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as JSON, say tensor_parallel_size.")] = "{}",
     folder: Annotated[Path | None, typer.Option(help="Where checkpoints are made, or lie already.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, of which the best counts.")] = ROUNDS,
     soak: Annotated[float, typer.Option(min=0, help="Instead: random requests for so many seconds.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
@@ -220,6 +226,8 @@ def main(
     given = OPTIONS[device()] | {"skip_tokenizer_init": True} | json.loads(options)
     with tempfile.TemporaryDirectory() as temporary:
         rows: list[Row] = []
+        failed: list[str] = []
+        common = {"batches": batch, "prompt": prompt, "output": output, "rounds": rounds, "options": given}
         for name in names[:1] if soak else names:
             place = _checkpoint(folder or Path(temporary), model, CONTESTANTS[name].dense)
             mine = given | CONTESTANTS[name].options
@@ -227,11 +235,15 @@ def main(
                 found = run_apart(name, place, {"soak": soak, "options": mine})
                 print(f"{name}: {found['line']}", *found["errors"][:10], sep="\n")
                 raise typer.Exit(bool(found["errors"]))
-            asked = {"batches": batch, "prompt": prompt, "output": output, "options": mine}
-            rows += [{"contestant": name, **row} for row in run_apart(name, place, asked)]
-    result = report(rows, model, prompt, output, given)
+            try:
+                rows += [{"contestant": name, **row} for row in run_apart(name, place, common | {"options": mine})]
+            except typer.Exit as exit:
+                failed.append(f"{name} (exit status {exit.exit_code})")
+            result = report(rows, model, common, failed)
+            result.write(json_path, markdown_path)
     result.print(Console(width=None if sys.stdout.isatty() else 240))
-    result.write(json_path, markdown_path)
+    if failed:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_figures_are_of_the_best_rounds() -> None:
     left = {tokens: iter(times) for tokens, times in TIMES.items()}
-    row = serving.figures(8, 5, 3.0, lambda tokens: next(left[tokens]))
+    row = serving.figures(8, 5, 3, 3.0, lambda tokens: next(left[tokens]))
     assert row == {
         "batch": 8, "tokens_per_s": 32.0, "first_token_ms": 250.0, "cold_first_token_ms": 500.0,
         "decode_ms": 250.0, "start_s": 3.0,
@@ -55,16 +55,19 @@ def test_report_of_contestants_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert ("quantization_config" in config) == any(folder.glob("*.safetensors")) == (name == "qcutlass")
         asked.append((name, request))
         left = {tokens: itertools.cycle(times) for tokens, times in TIMES.items()}
-        return [serving.figures(batch, 5, 3.0, lambda tokens: next(left[tokens])) for batch in request["batches"]]
+        return [
+            serving.figures(batch, 5, request["rounds"], 3.0, lambda tokens: next(left[tokens]))
+            for batch in request["batches"]
+        ]
 
     monkeypatch.setattr(serving, "run_apart", run_apart)
     files = [tmp_path / "found" / name for name in ("serving.json", "serving.md")]
-    options = ["--model", "tiny", "--batch", "1", "--batch", "8", "--prompt", "7", "--output", "5"]
+    options = ["--model", "tiny", "--batch", "1", "--batch", "8", "--prompt", "7", "--output", "5", "--rounds", "7"]
     more = ["--options", '{"dtype": "bfloat16"}', "--json", str(files[0]), "--markdown", str(files[1])]
     result = CliRunner().invoke(app(), options + more, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     common = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True}
-    each = {"batches": [1, 8], "prompt": 7, "output": 5}
+    each = {"batches": [1, 8], "prompt": 7, "output": 5, "rounds": 7}
     assert asked == [
         ("qcutlass", {**each, "options": {**common, "quantization": "qcutlass"}}),
         ("dense", {**each, "options": {**common, "load_format": "dummy"}}),
@@ -75,7 +78,31 @@ def test_report_of_contestants_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ]  # fmt: skip
     assert {"processor", "torch", "vllm", "date"} <= set(content["facts"])
     assert content["facts"]["options"] == common
+    assert content["facts"]["failed"] == []
+    assert "the best of 7 rounds" in content["facts"]["method"]
     assert "| dense | 8 | 32.0 | 250.0 | 500.0 | 250.00 | 3.0 |" in files[1].read_text().splitlines()
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_a_contestant_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the others found is written, also what was found before the last one runs."""
+    path = tmp_path / "serving.json"
+    written: list[bool] = []
+
+    def run_apart(name: str, folder: Path, request: dict[str, Any]) -> list[dict[str, Any]]:
+        written.append(path.exists())
+        if name == "qcutlass":
+            raise typer.Exit(3)
+        return [serving.figures(1, 5, 1, 3.0, lambda tokens: float(tokens))]
+
+    monkeypatch.setattr(serving, "run_apart", run_apart)
+    result = CliRunner().invoke(app(), ["--model", "tiny", "--output", "5", "--json", str(path)])
+    assert result.exit_code == 1
+    content = json.loads(path.read_text())
+    assert [(row["contestant"], row["tokens_per_s"]) for row in content["rows"]] == [("dense", 1.0)]
+    assert content["facts"]["failed"] == ["qcutlass (exit status 3)"]
+    assert "failed: qcutlass (exit status 3)" in result.output
+    assert written == [False, True]
 
 
 @pytest.mark.usefixtures("on_a_cpu")
