@@ -125,7 +125,7 @@ double wgmma_compute(Kind const& kind, WgmmaCosts const& costs, Tactic const& t,
   double const promotions =
       warpgroup_outputs(t) / 128 * promotion * (kind.is_promoted() ? kStreamK / promoted_k(kind.mode) : 1);
   double slice = costs.slice + conversions * costs.convert;
-  if (t.mainloop == Mainloop::kWgmmaRs) slice *= std::sqrt(64.0 / t.tokens);
+  if (t.mainloop == Mainloop::kWgmmaRs) slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
   return waves.busiest * waves.stages * t.slices * std::hypot(mmas, issued) / (costs.clock * 1e3);
 }

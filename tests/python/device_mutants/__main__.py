@@ -123,6 +123,9 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=REPOSITORY / "build" / "device_mutants", help="for everything written"
     )
+    parser.add_argument(
+        "--objects", type=Path, help="for units with faults, compiled once for these sources; default: in the folder"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     parser.add_argument("--runs", type=int, default=4, help="runs of tests at a time")
     parser.add_argument("--limit", type=float, default=120, help="seconds for a mutant's tests")
@@ -135,9 +138,10 @@ def main() -> int:
     if not chosen:
         parser.error(f"no mutant's loop, name or unit contains {arguments.only!r}")
     folder: Path = arguments.folder.resolve()
+    objects: Path = folder / "mutants" if arguments.objects is None else arguments.objects.resolve()
     library = None if arguments.library is None else arguments.library.resolve(strict=True)
     with ThreadPoolExecutor(arguments.jobs) as pool, ThreadPoolExecutor(arguments.runs) as runs:
-        session = Session(Build(folder, library, pool), runs, arguments.limit)
+        session = Session(Build(folder, library, pool, objects), runs, arguments.limit)
         session.build.begin()
         order = sorted(chosen, key=by_time(session.build))
         if arguments.compile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -83,11 +84,13 @@ class Build:
         folder: where everything is written.
         library: libqcutlass_cuda.a of the same sources; None: it is compiled.
         pool: where compilers run.
+        objects: where units with faults are kept, for other runs and other machines.
     """
 
     folder: Path
     library: Path | None
     pool: ThreadPoolExecutor
+    objects: Path
     linked: Future[list[str]] = field(init=False)
 
     @cached_property
@@ -165,14 +168,29 @@ class Build:
         if mutant is None:
             self.link(site)
             return extension_of(site)
-        (unit,) = (unit for unit in self.units if unit.name == mutant.unit and unit.target in DEVICE)
-        sources = folder / "cpp"
-        shutil.copytree(REPOSITORY / "cpp", sources)
-        (sources / "src" / mutant.file).write_text(mutant.mutated())
-        read = self.link(site, unit.compile(folder / "mutant.o", sources, mutant.traps))
-        if re.search(rf"(?<!\w){unit.name}\.cu\.o", read):
-            raise RuntimeError(f"{unit.name} was linked twice, with the fault and without it")
+        read = self.link(site, self.compiled(mutant, folder))
+        if re.search(rf"(?<!\w){mutant.unit}\.cu\.o", read):
+            raise RuntimeError(f"{mutant.unit} was linked twice, with the fault and without it")
         return extension_of(site)
+
+    def compiled(self, mutant: Mutant, folder: Path) -> Path:
+        """The unit with the fault."""
+        digest = hashlib.sha256(self.digest + mutant.mutated().encode()).hexdigest()[:16]
+        out = self.objects / f"{slug(mutant)}-{digest}.o"
+        if not out.exists():
+            (unit,) = (unit for unit in self.units if unit.name == mutant.unit and unit.target in DEVICE)
+            sources = folder / "cpp"
+            shutil.copytree(REPOSITORY / "cpp", sources)
+            (sources / "src" / mutant.file).write_text(mutant.mutated())
+            self.objects.mkdir(parents=True, exist_ok=True)
+            shutil.move(unit.compile(folder / "mutant.o", sources, mutant.traps), out)
+        return out
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all sources."""
+        files = sorted(path for path in (REPOSITORY / "cpp").rglob("*") if path.is_file())
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
 
     def start(self, mutant: Mutant | None) -> Future[Path]:
         return self.pool.submit(self.build, mutant)
