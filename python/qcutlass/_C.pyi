@@ -335,13 +335,13 @@ def dequantize(
     threads: int = 1,
 ) -> None: ...
 
-# between the products of a decoder block; by position the members in decoder.h, then threads; then a device, -1 for the
-# host, and its stream, but for rotations, which are on the host alone
-_Heads = tuple[int, int, int, int, int, int, int]
+# between the products of a decoder block; by position the members in decoder.h, then threads, a device, -1 for the
+# host, and its stream
+_Heads = tuple[int, int, int, int, int, int, int, int, int, int]
 
 def add_rms_norm(*arguments: int | float | DType) -> None: ...
 def gate(*arguments: int | DType | Activation) -> None: ...
-def rotate(*arguments: int | float | DType | _Heads) -> None: ...
+def rotate(*arguments: int | float | DType | _Heads | list[tuple[int, int]] | None) -> None: ...
 
 _Norm = tuple[int, DType, float]
 _CachedHeads = tuple[int, int, int, int]

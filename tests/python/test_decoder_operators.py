@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcutlass import quantize, testing
 from qcutlass.layers import QuantLinear
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary, rotary_append
 from qcutlass.testing.decoder import answer_ratio, gate_answer, rms_norm_answer, rotary_answer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -25,10 +25,12 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: 
     return randn(*shape, seed=seed).to(device, dtype)
 
 
-def angles(batch: int, tokens: int, size: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+def angles(
+    batch: int, tokens: int, size: int, dtype: torch.dtype, seed: int, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
     half = 10 * randn(batch, tokens, size // 2, seed=seed)
     whole = torch.cat((half, half), dim=-1)
-    return whole.cos().to(dtype), whole.sin().to(dtype)
+    return whole.cos().to(device, dtype), whole.sin().to(device, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,18 +108,21 @@ def test_gates_far_from_zero(name: str, device: str) -> None:
     assert str(gate(name, special, torch.ones_like(special)).tolist()) == "[inf, nan]"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", [True, False], ids=["one row of angles", "angles of each"])
 @pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "normalised"])
-def test_rotations_are_within_their_bound(with_norms: bool, shared: bool, dtype: torch.dtype, seed: int) -> None:
+def test_rotations_are_within_their_bound(
+    with_norms: bool, shared: bool, dtype: torch.dtype, device: str, seed: int
+) -> None:
     batch, tokens, size = 3, 5, 24
-    rows = numbers(batch, tokens, 7 * size, seed=seed, dtype=dtype)
+    rows = numbers(batch, tokens, 7 * size, seed=seed, dtype=dtype, device=device)
     q, k = (
         rows[..., : 4 * size].view(batch, tokens, 4, size),
         rows[..., 4 * size : 6 * size].view(batch, tokens, 2, size),
     )
-    cos, sin = angles(1 if shared else batch, tokens, size, dtype, seed + 1)
-    norms = [numbers(size, seed=seed + 2 + i, dtype=dtype) if with_norms else None for i in range(2)]
+    cos, sin = angles(1 if shared else batch, tokens, size, dtype, seed + 1, device)
+    norms = [numbers(size, seed=seed + 2 + i, dtype=dtype, device=device) if with_norms else None for i in range(2)]
     found = rotary(q, k, cos, sin, *norms, eps=EPS)
     for out, x, norm in zip(found, (q, k), norms, strict=True):
         assert out.is_contiguous()
@@ -125,6 +130,37 @@ def test_rotations_are_within_their_bound(with_norms: bool, shared: bool, dtype:
     transposed = rotary(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)), cos, sin, *norms, eps=EPS)
     for out, expected in zip(transposed, found, strict=True):
         testing.assert_equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "size", "place"),
+    [(1, 4, 128, 7), (1, 3, 40, 0), (5, 1, 24, 3), (1, 2, 576, 15), (4, 2, 16, 14), (3, 1, 16, -1), (1, 1, 16, 16)],
+)
+def test_rotated_keys_and_values_go_to_their_place(
+    tokens: int, heads: int, size: int, place: int, dtype: torch.dtype, device: str, seed: int
+) -> None:
+    """In the first layer of a cache of two: whatever lies around the place stays as it was."""
+    batch, room = 2, 16
+    rows = numbers(batch, tokens, 4 * heads * size, seed=seed, dtype=dtype, device=device)
+    q, k, v = (
+        part.view(batch, tokens, -1, size)
+        for part in rows.split([2 * heads * size, heads * size, heads * size], dim=-1)
+    )
+    cos, sin = angles(1, tokens, size, dtype, seed + 1, device)
+    caches = numbers(2, 2, batch, heads, room, size, seed=seed + 2, dtype=dtype, device=device)
+    expected = caches.clone()
+    queries, rotated = rotary(q, k, cos, sin)
+    for token in range(tokens):
+        if 0 <= place + token < room:
+            expected[0, 0, :, :, place + token] = rotated[:, token]
+            expected[0, 1, :, :, place + token] = v[:, token]
+    ahead = [rows, caches[1]] if tokens == 1 else []
+    keys, values = caches[0]
+    out = rotary_append(q, k, v, cos, sin, keys, values, torch.tensor([place], device=device), ahead)
+    testing.assert_equal(out, queries)
+    testing.assert_equal(caches, expected)
 
 
 def calls(seed: int) -> dict[str, tuple[Any, ...]]:
@@ -137,6 +173,10 @@ def calls(seed: int) -> dict[str, tuple[Any, ...]]:
         "silu_mul": (x, x + 1),
         "gelu_tanh_mul": (x, x + 1),
         "rotary": (q, k, *angles(2, 3, 16, torch.float32, seed), weight[:16], weight[16:32], EPS),
+        "rotary_append": (
+            *(q, k, k + 1, *angles(2, 3, 16, torch.float32, seed)),
+            *(torch.zeros(2, 2, 9, 16), torch.zeros(2, 2, 9, 16), torch.tensor([4]), [weight], *2 * [weight[:16]], EPS),
+        ),
     }
 
 
@@ -181,6 +221,24 @@ def test_there_may_be_no_rows() -> None:
 
 X = torch.ones(2, 64)
 Q, ANGLES = torch.ones(2, 3, 4, 16), torch.ones(1, 3, 16)
+CACHE = torch.zeros(2, 2, 8, 16)
+
+
+def append(**changed: Tensor) -> Tensor:
+    """A call with some arguments changed."""
+    k = Q[:, :, :2]
+    call: dict[str, Any] = {
+        "q": Q,
+        "k": k,
+        "v": k,
+        "cos": ANGLES,
+        "sin": ANGLES,
+        "keys": CACHE,
+        "values": CACHE.clone(),
+    }
+    return rotary_append(**(call | {"place": torch.tensor([0])} | changed))
+
+
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "type": (lambda: rms_norm(X.double(), X[0], EPS), TypeError, "x: expected a tensor of float16"),
     "no numbers": (lambda: rms_norm(torch.tensor(1.0), X[0], EPS), ValueError, r"x: expected shape \[\.\.\., K\]"),
@@ -194,6 +252,12 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "k": (lambda: rotary(Q, Q[:1], ANGLES, ANGLES), ValueError, r"k: expected shape \[2, 3, heads, 16\]"),
     "cos": (lambda: rotary(Q, Q, ANGLES[:, 1:], ANGLES), ValueError, r"cos: expected shape \[2 or 1, 3, 16\]"),
     "norm": (lambda: rotary(Q, Q, ANGLES, ANGLES, X[0]), ValueError, r"q_norm: expected shape \[size\] = \[16\]"),
+    "v": (lambda: append(v=Q), ValueError, "v: expected the shape of k"),
+    "cache": (lambda: append(keys=CACHE[:, :1]), ValueError, r"keys: expected shape \[2, 2, room, 16\]"),
+    "caches": (lambda: append(values=CACHE[:, :, 1:]), ValueError, "values: expected the shape of keys"),
+    "strides": (lambda: append(keys=CACHE.mT.contiguous().mT), ValueError, "keys: expected unit stride"),
+    "place": (lambda: append(place=torch.tensor(3)), ValueError, r"place: expected shape \[1\]"),
+    "place's type": (lambda: append(place=torch.tensor([3.0])), TypeError, "place: expected a tensor of int64"),
     "gradient": (
         lambda: rms_norm(X, torch.nn.Parameter(torch.ones(64)), EPS),
         RuntimeError,

@@ -1,5 +1,5 @@
-// What a decoder block computes between its products: norms, gates and, on the host, rotations. Each result is computed
-// in fp32 and rounded once.
+// What a decoder block computes between its products: norms, gates, rotations. Each result is computed in fp32 and
+// rounded once.
 #pragma once
 
 #include <cstdint>
@@ -38,19 +38,29 @@ struct GateArguments {
   void* out = nullptr;  ///< written: [rows, columns], no gaps
 };
 
-/// Heads that are rotated: [batch, tokens, heads, size], each first normalised where there is a weight.
+/// Heads of tokens: x, [batch, tokens, heads, size], and where what is made of them goes; unit stride along a head.
 struct RotaryHeads {
   int64_t heads = 0;
-  void const* x = nullptr;  ///< unit stride along a head
+  void const* x = nullptr;
   int64_t batch_stride = 0;
   int64_t token_stride = 0;
   int64_t head_stride = 0;
-  void const* norm = nullptr;  ///< [size], or nullptr: no norm
-  void* out = nullptr;         ///< written: [batch, tokens, heads, size], no gaps
+  void const* norm = nullptr;  ///< [size]: each head is normalised first; nullptr: no norm
+  void* out = nullptr;         ///< written, at strides of its own
+  int64_t out_batch_stride = 0;
+  int64_t out_token_stride = 0;
+  int64_t out_head_stride = 0;
 };
 
+/// Memory that will be read soon.
+struct Ahead {
+  void const* data = nullptr;
+  int64_t bytes = 0;
+};
+inline constexpr int kMostAhead = 2;
+
 /// Rotary embedding of queries and keys: with halves of a head, out = [first * cos - second * sin, second * cos +
-/// first * sin]; cos and sin are [batch or 1, tokens, size].
+/// first * sin]; cos and sin are [batch or 1, tokens, size]. Values are copied.
 struct RotaryArguments {
   int64_t batch = 0;
   int64_t tokens = 0;
@@ -58,12 +68,18 @@ struct RotaryArguments {
   DType type = DType::kNone;  ///< of all but the norms' weights: fp16, bf16, fp32
   RotaryHeads queries;
   RotaryHeads keys;
+  RotaryHeads values;         ///< of no heads: there are none
   void const* cos = nullptr;  ///< unit stride along a head
   void const* sin = nullptr;  ///< with the strides of cos
   int64_t angle_batch_stride = 0;
   int64_t angle_token_stride = 0;
   DType norm_type = DType::kNone;
   float eps = 0.0f;  ///< of the norms
+  /// [1]: the token of the outputs of keys and values that the first one goes to; nullptr: 0. Tokens from `room` on,
+  /// and those before 0, are not written.
+  int64_t const* place = nullptr;
+  int64_t room = 0;
+  Ahead ahead[kMostAhead];  ///< requested into the L2 cache of a GPU meanwhile; a hint
 };
 
 namespace host {
@@ -82,6 +98,7 @@ namespace cuda {
 /// start before it ends, as those of products do. Safe under graph capture.
 void add_rms_norm(NormArguments const& arguments, void* stream);
 void gate(GateArguments const& arguments, void* stream);
+void rotate(RotaryArguments const& arguments, void* stream);
 
 }  // namespace cuda
 

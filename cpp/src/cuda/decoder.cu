@@ -1,5 +1,5 @@
-// Norms and gates between products on a GPU. A kernel of each lets the one behind it start early, so that a product's
-// first weights are on their way while it runs.
+// Norms, gates and rotations between products on a GPU. A kernel of each lets the one behind it start early, so that a
+// product's first weights are on their way while it runs.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -33,10 +33,19 @@ struct alignas(sizeof(Element) * kCount) Vector {
 };
 
 template <int kCount, class Element>
-__device__ void load(float (&numbers)[kCount], Element const* data) {
-  auto const vector = *reinterpret_cast<Vector<Element, kCount> const*>(data);
+__device__ Vector<Element, kCount> load_vector(void const* data, int64_t element) {
+  return *reinterpret_cast<Vector<Element, kCount> const*>(static_cast<Element const*>(data) + element);
+}
+
+template <int kCount, class Element>
+__device__ void convert(float (&numbers)[kCount], Vector<Element, kCount> const& vector) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) numbers[i] = float(vector.values[i]);
+}
+
+template <int kCount, class Element>
+__device__ void load(float (&numbers)[kCount], Element const* data) {
+  convert(numbers, load_vector<kCount, Element>(data, 0));
 }
 
 template <int kCount, class Element>
@@ -74,24 +83,43 @@ __device__ void add_residual(NormArguments const& task, int64_t row, int column,
   for (int i = 0; i < kCount; ++i) x[i] = float(Element(x[i] + residual[i]));
 }
 
+/// `weights`: of this vector, where they are of Element (`alike`).
 template <int kCount, class Element>
-__device__ void store_norm(NormArguments const& task, int64_t row, int column, float factor, float const (&x)[kCount]) {
+__device__ void store_norm(NormArguments const& task, int64_t row, int column, float factor, float const (&x)[kCount],
+                           bool alike, Vector<Element, kCount> const& weights) {
   int64_t const place = row * task.columns + column;
   if (task.residual != nullptr) store(static_cast<Element*>(task.sum) + place, x);
   float out[kCount];
+  if (alike) {
+    convert(out, weights);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    out[i] = x[i] * factor * cutlass::epilogue::thread::load_bias(task.weight, task.weight_type, column + i);
+    for (int i = 0; i < kCount; ++i)
+      out[i] = cutlass::epilogue::thread::load_bias(task.weight, task.weight_type, column + i);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out[i] *= x[i] * factor;
   store(static_cast<Element*>(task.out) + place, out);
 }
 
-/// A block has whole rows, in turn.
+/// Requests a line of memory into the L2 cache. A hint, which reads nothing: it may come before the wait for the
+/// kernels that write there.
+__device__ void prefetch(void const* data) { asm volatile("prefetch.global.L2 [%0];" ::"l"(data)); }
+
+/// A block has whole rows, in turn. Weights, which nothing has read since the step before, are requested first, and
+/// loaded with the first row: a step of one token waits for memory, and for little else.
 template <class Element, bool kWhole>
-__global__ void __launch_bounds__(kNormThreads) add_rms_norm(__grid_constant__ NormArguments const task) {
+__global__ void __launch_bounds__(kNormThreads) add_rms_norm(__grid_constant__ NormArguments const task, bool alike) {
   constexpr int kCount = kVector<Element, kWhole>, kStep = kNormThreads * kCount;
+  int const first = threadIdx.x * kCount, columns = int(task.columns), weight_size = size_of(task.weight_type);
+  if (blockIdx.x == 0)
+    for (int column = first; column < columns; column += kStep)
+      prefetch(static_cast<char const*>(task.weight) + int64_t(column) * weight_size);
   cutlass::arch::allow_next_grid();  // its blocks take places that this grid's leave: all of these have theirs
   cutlass::arch::wait_for_prior_grids();
-  int const first = threadIdx.x * kCount, columns = int(task.columns);
+  auto const weights_of = [&](int column) { return load_vector<kCount, Element>(task.weight, column); };
+  Vector<Element, kCount> weights{};  // of the first vector, the only one of rows that are not long
+  if (alike && first < columns) weights = weights_of(first);
   for (int64_t row = blockIdx.x; row < task.rows; row += gridDim.x) {
     float held[kHeld][kCount];
     float squares = 0.f;
@@ -114,12 +142,14 @@ __global__ void __launch_bounds__(kNormThreads) add_rms_norm(__grid_constant__ N
 #pragma unroll
     for (int v = 0; v < kHeld; ++v) {
       if (first + v * kStep >= columns) break;
-      store_norm<kCount, Element>(task, row, first + v * kStep, factor, held[v]);
+      store_norm<kCount, Element>(task, row, first + v * kStep, factor, held[v], alike,
+                                  alike && v > 0 ? weights_of(first + v * kStep) : weights);
     }
     for (int column = first + kHeld * kStep; column < columns; column += kStep) {
       float x[kCount];
       add_residual<kCount, Element>(task, row, column, x);
-      store_norm<kCount, Element>(task, row, column, factor, x);
+      store_norm<kCount, Element>(task, row, column, factor, x, alike,
+                                  alike ? weights_of(column) : Vector<Element, kCount>{});
     }
   }
 }
@@ -144,6 +174,92 @@ __global__ void __launch_bounds__(kGateThreads) gate_rows(__grid_constant__ Gate
   }
 }
 
+constexpr int kRotaryWarps = 4;        // of a block: one has a head at a time
+constexpr int kAheadBytes = 16 << 10;  // that a thread requests
+constexpr int kAheadStep = 128;        // bytes of a line
+
+/// Requests this block's part of what will be read soon.
+__device__ void request_ahead(Ahead const (&ahead)[kMostAhead], int64_t block) {
+  int64_t first = (block * blockDim.x + threadIdx.x) * kAheadBytes;
+  for (Ahead const& memory : ahead) {
+    if (first >= 0 && first < memory.bytes) {
+      auto const* const data = static_cast<char const*>(memory.data) + first;
+      auto const bytes = int(min(memory.bytes - first, int64_t(kAheadBytes)));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      // One instruction for all of it: whole vectors of 16 bytes, and the rest is left.
+      if (bytes >= 16) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data), "r"(bytes / 16 * 16));
+#else
+      for (int i = 0; i < bytes; i += kAheadStep) prefetch(data + i);
+#endif
+    }
+    first -= (memory.bytes + kAheadBytes - 1) / kAheadBytes * kAheadBytes;
+  }
+}
+
+/// One head of one token, by a warp. `rotates`: or it is copied.
+template <class Element>
+__device__ void rotate_head(RotaryArguments const& task, RotaryHeads const& part, bool rotates, int64_t batch,
+                            int64_t token, int head, int64_t place, int64_t room) {
+  int const lane = threadIdx.x % kWarp, size = int(task.size), half = size / 2;
+  int64_t const to = token + place;
+  if (to < 0 || to >= room) return;
+  auto const* const x = static_cast<Element const*>(part.x) + batch * part.batch_stride + token * part.token_stride +
+                        head * part.head_stride;
+  auto* const out = static_cast<Element*>(part.out) + batch * part.out_batch_stride + to * part.out_token_stride +
+                    head * part.out_head_stride;
+  if (!rotates) {
+    for (int i = lane; i < size; i += kWarp) out[i] = x[i];
+    return;
+  }
+  int64_t const angles = batch * task.angle_batch_stride + token * task.angle_token_stride;
+  auto const* const cos = static_cast<Element const*>(task.cos) + angles;
+  auto const* const sin = static_cast<Element const*>(task.sin) + angles;
+  float factor = 1.f;
+  if (part.norm != nullptr) {
+    float squares = 0.f;
+    for (int i = lane; i < size; i += kWarp) squares += float(x[i]) * float(x[i]);
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+    factor = rsqrtf(squares / float(size) + task.eps);
+  }
+  auto const number = [&](int i) {
+    float const value = float(x[i]);
+    if (part.norm == nullptr) return value;
+    return value * factor * cutlass::epilogue::thread::load_bias(part.norm, task.norm_type, i);
+  };
+  for (int i = lane; i < half; i += kWarp) {
+    float const first = number(i), second = number(half + i);
+    out[i] = Element(first * float(cos[i]) - second * float(sin[i]));
+    out[half + i] = Element(second * float(cos[half + i]) + first * float(sin[half + i]));
+  }
+}
+
+/// Some blocks request what will be read soon, each warp of the others has a head; the grid's second dimension is
+/// tokens.
+template <class Element>
+__global__ void __launch_bounds__(kRotaryWarps* kWarp)
+    rotate_heads(__grid_constant__ RotaryArguments const task, int ahead_blocks) {
+  if (blockIdx.x < unsigned(ahead_blocks)) {
+    if (blockIdx.y == 0) request_ahead(task.ahead, blockIdx.x);
+    return;
+  }
+  cutlass::arch::allow_next_grid();
+  cutlass::arch::wait_for_prior_grids();
+  int64_t const place = task.place == nullptr ? 0 : *task.place;
+  int64_t const room = task.place == nullptr ? task.tokens : task.room;
+  int const queries = int(task.queries.heads), keys = int(task.keys.heads), values = int(task.values.heads);
+  int const head = int(blockIdx.x - ahead_blocks) * kRotaryWarps + int(threadIdx.x / kWarp);
+  for (int64_t index = blockIdx.y; index < task.batch * task.tokens; index += gridDim.y) {
+    int64_t const batch = index / task.tokens, token = index % task.tokens;
+    if (head < queries)
+      rotate_head<Element>(task, task.queries, true, batch, token, head, 0, task.tokens);
+    else if (head < queries + keys)
+      rotate_head<Element>(task, task.keys, true, batch, token, head - queries, place, room);
+    else if (head < queries + keys + values)
+      rotate_head<Element>(task, task.values, false, batch, token, head - queries - keys, place, room);
+  }
+}
+
 /// Whether rows of `columns` elements can be read and written in vectors of 16 bytes.
 bool is_aligned(void const* data, int64_t stride, int64_t columns, DType type) {
   auto const whole = [](uint64_t bytes) { return bytes % 16 == 0; };
@@ -151,8 +267,9 @@ bool is_aligned(void const* data, int64_t stride, int64_t columns, DType type) {
                              whole(uint64_t(columns) * size_of(type)));
 }
 
-template <class Task>
-void launch(void (*kernel)(Task), Task const& task, dim3 grid, int threads, cudaStream_t stream) {
+template <class Task, class... Options>
+void launch(void (*kernel)(Task, Options...), Task const& task, dim3 grid, int threads, cudaStream_t stream,
+            Options... options) {
   cudaLaunchAttribute early;
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -163,7 +280,7 @@ void launch(void (*kernel)(Task), Task const& task, dim3 grid, int threads, cuda
   config.attrs = &early;
   // Older code has no instruction that waits.
   config.numAttrs = device_traits(current_device()).code_capability >= 90 ? 1 : 0;
-  QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, task));
+  QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, task, options...));
 }
 
 /// Calls run(an element of the type).
@@ -190,8 +307,10 @@ void add_rms_norm(NormArguments const& arguments, void* stream) {
   auto const blocks = unsigned(std::min<int64_t>(arguments.rows, kMostBlocksAcross));
   with_element(arguments.type, [&](auto element) {
     using Element = decltype(element);
+    bool const alike = arguments.weight_type == arguments.type &&
+                       is_aligned(arguments.weight, columns, columns, arguments.weight_type);
     launch(whole ? add_rms_norm<Element, true> : add_rms_norm<Element, false>, arguments, dim3(blocks), kNormThreads,
-           static_cast<cudaStream_t>(stream));
+           static_cast<cudaStream_t>(stream), whole && alike);
   });
 }
 
@@ -208,6 +327,24 @@ void gate(GateArguments const& arguments, void* stream) {
                     unsigned(std::min<int64_t>(arguments.rows, kMostBlocksAcross - 1)));
     launch(whole ? gate_rows<Element, true> : gate_rows<Element, false>, arguments, grid, kGateThreads,
            static_cast<cudaStream_t>(stream));
+  });
+}
+
+void rotate(RotaryArguments const& arguments, void* stream) {
+  int64_t const tokens = arguments.batch * arguments.tokens;
+  int64_t const heads = arguments.queries.heads + arguments.keys.heads + arguments.values.heads;
+  if (tokens == 0 || heads == 0) return;
+  constexpr int64_t kMostSize = int64_t(1) << 24;  // offsets within a head and heads are 32-bit in the kernel
+  if (arguments.size > kMostSize || heads > kMostSize)
+    throw Unsupported("q: rotations on a GPU take up to 2^24 heads of up to 2^24 elements");
+  int64_t requests = 0;
+  for (Ahead const& memory : arguments.ahead) requests += (memory.bytes + kAheadBytes - 1) / kAheadBytes;
+  constexpr int kThreads = kRotaryWarps * kWarp;
+  auto const ahead_blocks = int((requests + kThreads - 1) / kThreads);
+  auto const head_blocks = int((heads + kRotaryWarps - 1) / kRotaryWarps);
+  dim3 const grid(unsigned(ahead_blocks + head_blocks), unsigned(std::min<int64_t>(tokens, kMostBlocksAcross - 1)));
+  with_element(arguments.type, [&](auto element) {
+    launch(rotate_heads<decltype(element)>, arguments, grid, kThreads, static_cast<cudaStream_t>(stream), ahead_blocks);
   });
 }
 

@@ -29,6 +29,7 @@ void prepare_activations(GemmArguments const&, void*, int64_t, void*) { throw_no
 void finish(GemmArguments const&, float const*, int64_t, int64_t, int64_t, void*) { throw_not_built(); }
 void add_rms_norm(NormArguments const&, void*) { throw_not_built(); }
 void gate(GateArguments const&, void*) { throw_not_built(); }
+void rotate(RotaryArguments const&, void*) { throw_not_built(); }
 void pack(PackArguments const&, void*) { throw_not_built(); }
 void unpack(PackArguments const&, void*) { throw_not_built(); }
 void dequantize(DequantizeArguments const&, void*) { throw_not_built(); }

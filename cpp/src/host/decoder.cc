@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -87,34 +88,60 @@ struct RotaryScratch {
   float* rotated;
 };
 
-QCUTLASS_INLINE void rotate_heads(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index,
+/// Where heads of a token go; nullptr: nowhere. `place`: of the first token among the outputs, of which there are
+/// `room`.
+QCUTLASS_INLINE char* output_of(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index, int64_t place,
+                                int64_t room) {
+  int64_t const batch = index / arguments.tokens, token = index % arguments.tokens + place;
+  if (token < 0 || token >= room) return nullptr;
+  return static_cast<char*>(part.out) +
+         (batch * part.out_batch_stride + token * part.out_token_stride) * size_of(arguments.type);
+}
+
+int64_t input_offset(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index) {
+  return index / arguments.tokens * part.batch_stride + index % arguments.tokens * part.token_stride;
+}
+
+QCUTLASS_INLINE void rotate_heads(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index, char* out,
                                   RotaryScratch const& scratch) {
-  int64_t const size = arguments.size, half = size / 2;
+  int64_t const size = arguments.size, half = size / 2, first = input_offset(arguments, part, index);
   float const *const cos = scratch.cos, *const sin = scratch.sin;
   float *const x = scratch.x, *const rotated = scratch.rotated;
-  int64_t const batch = index / arguments.tokens, token = index % arguments.tokens;
   if (part.norm != nullptr) load_floats(arguments.norm_type, part.norm, 0, size, scratch.norm);
   for (int64_t head = 0; head < part.heads; ++head) {
-    int64_t const offset = batch * part.batch_stride + token * part.token_stride + head * part.head_stride;
-    load_floats(arguments.type, part.x, offset, size, x);
+    load_floats(arguments.type, part.x, first + head * part.head_stride, size, x);
     if (part.norm != nullptr) normalize(scratch.norm, arguments.eps, size, x);
     for (int64_t i = 0; i < half; ++i) rotated[i] = x[i] * cos[i] - x[half + i] * sin[i];
     for (int64_t i = 0; i < half; ++i) rotated[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
-    store_floats(arguments.type, rotated, size, part.out, (index * part.heads + head) * size);
+    store_floats(arguments.type, rotated, size, out, head * part.out_head_stride);
   }
+}
+
+void copy_heads(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index, char* out) {
+  int64_t const element = size_of(arguments.type);
+  char const* const from = static_cast<char const*>(part.x) + input_offset(arguments, part, index) * element;
+  for (int64_t head = 0; head < part.heads; ++head)
+    std::memcpy(out + head * part.out_head_stride * element, from + head * part.head_stride * element,
+                size_t(arguments.size * element));
 }
 
 /// Of tokens [begin, end) of all sequences.
 QCUTLASS_MULTIVERSION void rotate_tokens(RotaryArguments const& arguments, int64_t begin, int64_t end, float* memory) {
   int64_t const size = arguments.size;
   RotaryScratch const scratch{memory, memory + size, memory + 2 * size, memory + 3 * size, memory + 4 * size};
+  int64_t const place = arguments.place == nullptr ? 0 : *arguments.place;
+  int64_t const room = arguments.place == nullptr ? arguments.tokens : arguments.room;
   for (int64_t index = begin; index < end; ++index) {
     int64_t const angles = index / arguments.tokens * arguments.angle_batch_stride +
                            index % arguments.tokens * arguments.angle_token_stride;
     load_floats(arguments.type, arguments.cos, angles, size, scratch.cos);
     load_floats(arguments.type, arguments.sin, angles, size, scratch.sin);
-    rotate_heads(arguments, arguments.queries, index, scratch);
-    rotate_heads(arguments, arguments.keys, index, scratch);
+    rotate_heads(arguments, arguments.queries, index,
+                 output_of(arguments, arguments.queries, index, 0, arguments.tokens), scratch);
+    char* const keys = output_of(arguments, arguments.keys, index, place, room);
+    if (keys == nullptr) continue;
+    rotate_heads(arguments, arguments.keys, index, keys, scratch);
+    copy_heads(arguments, arguments.values, index, output_of(arguments, arguments.values, index, place, room));
   }
 }
 
@@ -171,7 +198,11 @@ void rotate(RotaryArguments const& arguments, int threads) {
     check_not_null("out", part.out);
     if (part.norm != nullptr) check_floating("norm_type", arguments.norm_type);
   }
-  int64_t const heads = arguments.queries.heads + arguments.keys.heads;
+  if (arguments.values.heads > 0) {
+    check_not_null("values", arguments.values.x);
+    check_not_null("values of the output", arguments.values.out);
+  }
+  int64_t const heads = arguments.queries.heads + arguments.keys.heads + arguments.values.heads;
   parallel_for(tokens, grain_of(heads * arguments.size), threads, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(5 * arguments.size);
     rotate_tokens(arguments, begin, end, scratch.data());

@@ -62,41 +62,36 @@ void add_norm(DecoderBlock const& block, Norm const& norm, Rows const& x, void c
   add_rms_norm(arguments, threads);
 }
 
-/// Appends heads [rows, kv_heads, size], whose rows are `stride` elements apart, to the others.
-void append(DecoderBlock const& block, BlockToken const& token, char const* from, int64_t stride,
-            CachedHeads const& to) {
-  int64_t const element = size_of(block.type), bytes = block.size * element;
-  for (int64_t row = 0; row < token.rows; ++row) {
-    for (int64_t head = 0; head < block.kv_heads; ++head) {
-      int64_t const place = row * to.row_stride + head * to.head_stride + (token.length - 1) * to.token_stride;
-      std::memcpy(static_cast<char*>(to.data) + place * element, from + row * stride * element + head * bytes,
-                  size_t(bytes));
-    }
-  }
+/// Heads of one token of each row, side by side from `x` on, which go to the last token's place of others.
+RotaryHeads appended(DecoderBlock const& block, BlockToken const& token, char const* x, int64_t channels,
+                     void const* norm, CachedHeads const& to) {
+  char* const out = static_cast<char*>(to.data) + (token.length - 1) * to.token_stride * size_of(block.type);
+  return {block.kv_heads, x, channels, channels, block.size, norm, out, to.row_stride, to.token_stride, to.head_stride};
 }
 
 /// Queries, rotated, into `queries`; keys and values to the others.
 void project(DecoderBlock const& block, BlockToken const& token, Rows const& queries, int threads) {
   int64_t const rows = token.rows, channels = block.qkv.weights.n, element = size_of(block.type);
-  Rows const qkv(block, rows, channels), keys(block, rows, block.kv_heads * block.size);
+  Rows const qkv(block, rows, channels);
   multiply(block.qkv, token.x, rows, qkv, threads);
   auto const* const first = static_cast<char const*>(qkv.get());
-  char const* const own_keys = first + block.heads * block.size * element;
+  char const* const keys = first + block.heads * block.size * element;
+  char const* const values = keys + block.kv_heads * block.size * element;
   RotaryArguments rotary;
   rotary.batch = rows;
   rotary.tokens = 1;
   rotary.size = block.size;
   rotary.type = block.type;
-  rotary.queries = {block.heads, first, channels, channels, block.size, block.query_norm.weight, queries.get()};
-  rotary.keys = {block.kv_heads, own_keys, channels, channels, block.size, block.key_norm.weight, keys.get()};
+  rotary.queries = {block.heads,       first, channels,  channels, block.size, block.query_norm.weight, queries.get(),
+                    queries.columns(), 0,     block.size};
+  rotary.keys = appended(block, token, keys, channels, block.key_norm.weight, token.keys);
+  rotary.values = appended(block, token, values, channels, nullptr, token.values);
   rotary.cos = token.cos;
   rotary.sin = token.sin;
   rotary.angle_batch_stride = token.shared_angles ? 0 : block.size;
   rotary.norm_type = block.query_norm.type;
   rotary.eps = block.query_norm.eps;
   rotate(rotary, threads);
-  append(block, token, static_cast<char const*>(keys.get()), keys.columns(), token.keys);
-  append(block, token, own_keys + block.kv_heads * block.size * element, channels, token.values);
 }
 
 /// The gated MLP of `x`, into `out`.

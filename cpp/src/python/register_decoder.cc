@@ -1,7 +1,11 @@
 // What a decoder block computes between its products.
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <optional>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "launch.h"
 #include "qcutlass/decoder.h"
@@ -69,17 +73,21 @@ void gate(int64_t rows, int64_t columns, DType type, Activation activation, uint
     cuda::gate(arguments, to_pointer(stream));
 }
 
-/// Heads: their number, x, its strides along batch, tokens and heads, the norm's weight, out.
-using Heads = std::tuple<int64_t, uintptr_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t>;
+/// Heads: their number, x, its strides along batch, tokens and heads, the norm's weight, out, its strides.
+using Heads =
+    std::tuple<int64_t, uintptr_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t>;
 
 RotaryHeads heads_of(Heads const& given) {
-  auto const [heads, x, batch_stride, token_stride, head_stride, norm, out] = given;
-  return {heads, to_pointer(x), batch_stride, token_stride, head_stride, to_pointer(norm), to_pointer(out)};
+  auto const [heads, x, batch_stride, token_stride, head_stride, norm, out, out_batch_stride, out_token_stride,
+              out_head_stride] = given;
+  return {heads,           to_pointer(x),    batch_stride,     token_stride,   head_stride, to_pointer(norm),
+          to_pointer(out), out_batch_stride, out_token_stride, out_head_stride};
 }
 
 void rotate(int64_t batch, int64_t tokens, int64_t size, DType type, Heads const& queries, Heads const& keys,
-            uintptr_t cos, uintptr_t sin, int64_t angle_batch_stride, int64_t angle_token_stride, DType norm_type,
-            float eps, int threads) {
+            std::optional<Heads> const& values, uintptr_t cos, uintptr_t sin, int64_t angle_batch_stride,
+            int64_t angle_token_stride, DType norm_type, float eps, uintptr_t place, int64_t room,
+            std::vector<std::pair<uintptr_t, int64_t>> const& ahead, int threads, int device, uintptr_t stream) {
   RotaryArguments arguments;
   arguments.batch = batch;
   arguments.tokens = tokens;
@@ -87,14 +95,29 @@ void rotate(int64_t batch, int64_t tokens, int64_t size, DType type, Heads const
   arguments.type = type;
   arguments.queries = heads_of(queries);
   arguments.keys = heads_of(keys);
+  if (values) arguments.values = heads_of(*values);
   arguments.cos = to_pointer(cos);
   arguments.sin = to_pointer(sin);
   arguments.angle_batch_stride = angle_batch_stride;
   arguments.angle_token_stride = angle_token_stride;
   arguments.norm_type = norm_type;
   arguments.eps = eps;
+  arguments.place = static_cast<int64_t const*>(to_pointer(place));
+  arguments.room = room;
+  for (size_t i = 0; i < std::min<size_t>(ahead.size(), kMostAhead); ++i)
+    arguments.ahead[i] = {to_pointer(ahead[i].first), ahead[i].second};
+  if (device != kHost) {
+    int64_t const row = tokens * size * size_of(type);
+    note_output(device, stream, arguments.queries.out, batch * arguments.queries.heads * row);
+    int64_t const kept = arguments.place == nullptr ? row : room * size * size_of(type);
+    for (RotaryHeads const& part : {arguments.keys, arguments.values})
+      if (part.heads > 0) note_output(device, stream, part.out, batch * part.heads * kept);
+  }
   py::gil_scoped_release release;
-  host::rotate(arguments, threads);
+  if (device == kHost)
+    host::rotate(arguments, threads);
+  else
+    cuda::rotate(arguments, to_pointer(stream));
 }
 
 }  // namespace

@@ -12,15 +12,18 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
+from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.fusing import shared_product, version_of
 from qcutlass.models.block_steps import GATES, BlockStep, cache_layer, step_of
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary
+from qcutlass.models.growing_cache import PlacedLayer
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary, rotary_append
 
 Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
 
@@ -31,6 +34,14 @@ _PLAIN: Final = frozenset({"position_ids", "use_cache", "output_attentions", "ou
 def _is_traced_on_gpu(x: Tensor) -> bool:
     """Whether a compiler that fuses by itself what stands between products will see these operations."""
     return not x.is_cpu and torch.compiler.is_compiling()
+
+
+def _placed_layer(cache: Any, index: int, hidden_states: Tensor) -> PlacedLayer | None:
+    """The layer of a cache whose place no host code knows, where one token of each sequence comes."""
+    if hidden_states.shape[1] != 1 or not isinstance(cache, Cache):
+        return None
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    return layer if isinstance(layer, PlacedLayer) and layer.is_initialized else None
 
 
 class FusedNorm(nn.Module):
@@ -95,7 +106,9 @@ class FusedAttention(nn.Module):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         cos, sin = position_embeddings
-        if self.training or _is_traced_on_gpu(hidden_states) or cos.shape[-1] != self.head_dim:
+        layer = _placed_layer(past_key_values, self.layer_idx, hidden_states)
+        traced = _is_traced_on_gpu(hidden_states) and layer is None
+        if self.training or traced or cos.shape[-1] != self.head_dim:
             plain: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -106,15 +119,16 @@ class FusedAttention(nn.Module):
             return plain
         shape = hidden_states.shape[:-1]
         parts = [part.view(*shape, -1, self.head_dim) for part in self._projected(hidden_states)]
-        q_norm, k_norm = self._modules.get("q_norm"), self._modules.get("k_norm")
-        if q_norm is None or k_norm is None:
-            q, k = rotary(parts[0], parts[1], cos, sin)
+        norms = self._head_norms()
+        if layer is None:
+            q, k = rotary(parts[0], parts[1], cos, sin, *norms)
+            queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), parts[2].transpose(1, 2)
+            if past_key_values is not None:
+                keys, values = past_key_values.update(keys, values, self.layer_idx)
         else:
-            eps: Any = q_norm.variance_epsilon
-            q, k = rotary(parts[0], parts[1], cos, sin, q_norm.weight, k_norm.weight, eps)  # type: ignore[arg-type]
-        queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), parts[2].transpose(1, 2)
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+            keys, values, place = layer.keys, layer.values, layer.cumulative_length
+            q = rotary_append(parts[0], parts[1], parts[2], cos, sin, keys, values, place, self._read_behind(), *norms)
+            queries = q.transpose(1, 2)
         weights = None
         if queries.is_cpu and self.config._attn_implementation == "sdpa" and options.keys() <= _PLAIN:
             out = attend(queries, keys, values, attention_mask, self.scaling)
@@ -128,6 +142,17 @@ class FusedAttention(nn.Module):
                 self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **window, **options
             )
         return self.o_proj(out.reshape(*shape, -1)), weights
+
+    def _head_norms(self) -> tuple[Tensor, Tensor, float] | tuple[()]:
+        """Weights of the norms of queries and of keys, and their eps; nothing if there are none."""
+        q_norm: Any = self._modules.get("q_norm")
+        k_norm: Any = self._modules.get("k_norm")
+        return () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+
+    def _read_behind(self) -> list[Tensor]:
+        """Weights of the product behind attention, which leaves memory idle."""
+        packed = self.o_proj.w_packed if isinstance(self.o_proj, QuantLinear) else None
+        return [packed] if isinstance(packed, Tensor) else []
 
     def _projected(self, hidden_states: Tensor) -> Sequence[Tensor]:
         layers: list[Any] = [self._modules[name] for name in ("q_proj", "k_proj", "v_proj")]

@@ -1,13 +1,15 @@
-"""A cache of keys and values that is written in place: transformers' dynamic one copies all of it for every token."""
+"""Caches of keys and values that are written in place: transformers' dynamic one copies all of it for every token, and
+its static one counts tokens anew in every layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 _STEP: Final = 256  # tokens that there is room for at least; then half as many again as there are
 
@@ -94,3 +96,30 @@ def growing_cache(config: Any) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+class PlacedLayer(StaticLayer):  # type: ignore[misc]
+    """Keys and values of a layer in a static cache, `[B, heads, length, size]`, whose layers share one place.
+
+    Attributes:
+        cumulative_length: the place, int64 `[1]`: the token that the next one becomes. Whoever owns it moves it on when
+            all layers have theirs.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, length: int, place: Tensor) -> None:
+        super().__init__(length)
+        self.cumulative_length = place
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes `[B, heads, tokens, size]` at the place; all keys and values, with what lies behind them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        places = self.cumulative_length + torch.arange(key_states.shape[-2], device=key_states.device)
+        self.keys.index_copy_(2, places, key_states)
+        self.values.index_copy_(2, places, value_states)
+        return self.keys, self.values

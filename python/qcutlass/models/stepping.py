@@ -23,6 +23,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qcutlass.errors import UnsupportedError
+from qcutlass.models.growing_cache import PlacedLayer
 
 _WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
 _BLOCK: Final = 128  # keys that flex_attention skips or takes together
@@ -88,9 +89,10 @@ class Decoder:
         self.length = -(-length // _BLOCK) * _BLOCK
         self._model, device = model, model.device
         self._compiled, self._graph = compiled, graph and device.type == "cuda"
-        self._cache = StaticCache(config=model.config, max_cache_len=self.length)
         self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._cache = StaticCache(config=model.config, max_cache_len=self.length)
+        self._cache.layers = [PlacedLayer(self.length, self._place) for _ in self._cache.layers]
         self._mask = torch.zeros(batch, self.length, dtype=torch.bool, device=device)
         self._blocks = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -121,7 +123,7 @@ class Decoder:
                 f"ids: expected [{len(self.tokens)}, 1 to {self.length}] tokens, got {list(ids.shape)}; make another "
                 "Decoder for them"
             )
-        self._cache.reset()
+        self._cache.reset()  # and the place
         whole = torch.ones_like(ids) if mask is None else mask.to(ids.device, ids.dtype)
         self._mask.zero_()
         self._mask[:, :count] = whole.bool()
@@ -195,8 +197,7 @@ class Decoder:
 
     def _state(self) -> list[Tensor]:
         """What a step changes besides keys and values."""
-        lengths = [layer.cumulative_length for layer in self._cache.layers]
-        return [self._mask, self._place, self._positions, *lengths]
+        return [self._mask, self._place, self._positions]
 
     def _capture(self) -> None:
         """Computes this step, then makes steps replays: the state is put back after each try."""

@@ -1,13 +1,14 @@
 """What a decoder block computes between its products: `torch.ops.qcutlass.add_rms_norm`, `rms_norm`, `silu_mul`,
-`gelu_tanh_mul` and `rotary`.
+`gelu_tanh_mul`, `rotary` and `rotary_append`.
 
-Each is one pass of the extension, computed in fp32 and rounded once; but on a GPU the rotation is a composition of
-torch's operations. On a GPU of sm_90 a pass lets the kernel behind it start early: a product then loads its first
-weights meanwhile. The functions here call the extension directly where nothing traces.
+Each is one pass of the extension, computed in fp32 and rounded once. On a GPU of sm_90 a pass lets the kernel behind it
+start early: a product then loads its first weights meanwhile. The functions here call the extension directly where
+nothing traces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -141,6 +142,53 @@ def rotary(
     return found
 
 
+def rotary_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    place: Tensor,
+    ahead: Sequence[Tensor] = (),
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """`rotary`, whose keys go into a static cache, and with them the values.
+
+    Args:
+        q, k, v, cos, sin, q_norm, k_norm, eps: as for `rotary`; v: of the shape of k.
+        keys, values: of that type `[B, heads, room, size]`, unit stride along a head; written.
+        place: int64 `[1]`, on the same device: the token of the cache that the first one becomes. On a GPU no host code
+            reads it. Tokens outside the cache are dropped.
+        ahead: what the kernels behind will read from memory, packed weights say: on a GPU the first two are requested
+            into its L2 cache meanwhile, which changes no result.
+
+    Returns:
+        Queries, rotated, without gaps in memory.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `rotary`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.products.decoder_operators import rotary_append
+        >>> q, k, ones = torch.ones(1, 1, 4, 8), torch.ones(1, 1, 2, 8), torch.ones(1, 1, 8)
+        >>> keys, values = torch.zeros(2, 1, 2, 16, 8)
+        >>> _ = rotary_append(q, k, 3 * k, ones, 0 * ones, keys, values, torch.tensor([5]))
+        >>> float(keys[0, 0, 5, 0]), float(values[0, 0, 5, 0]), float(values.sum())
+        (1.0, 3.0, 48.0)
+    """
+    if is_eager(q, k, v, cos, sin, keys, values, place, q_norm, k_norm, *ahead):
+        return _rotary_append(q, k, v, cos, sin, keys, values, place, ahead, q_norm, k_norm, eps)
+    found: Tensor = torch.ops.qcutlass.rotary_append(
+        q, k, v, cos, sin, keys, values, place, list(ahead), q_norm, k_norm, eps
+    )
+    return found
+
+
 def _check_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> None:
     check_tensor("x", x, FLOATING)
     check_device("x", x)
@@ -193,6 +241,22 @@ def _check_rotary(
         raise TypeError(f"k_norm: expected the type of q_norm, {q_norm.dtype}, got {k_norm.dtype}")
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps}")
+
+
+def _check_append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
+    _check_alike("v", v, "k", k)
+    batch, _, heads, size = k.shape
+    for name, cache in (("keys", keys), ("values", values)):
+        check_operand(name, cache, (k.dtype,), k.device, "q")
+        if cache.dim() != 4 or cache.shape[:2] != (batch, heads) or cache.shape[3] != size:
+            raise ValueError(f"{name}: expected shape [{batch}, {heads}, room, {size}], got {shape_of(cache)}")
+        if cache.stride(3) != 1:
+            raise ValueError(f"{name}: expected unit stride along a head, got {list(cache.stride())}")
+    if keys.shape != values.shape:
+        raise ValueError(f"values: expected the shape of keys, {shape_of(keys)}, got {shape_of(values)}")
+    check_operand("place", place, (torch.int64,), k.device, "q")
+    if place.shape != (1,):
+        raise ValueError(f"place: expected shape [1], got {shape_of(place)}")
 
 
 def _rows(tensor: Tensor) -> tuple[Tensor, int]:
@@ -299,48 +363,88 @@ def _rotary(
     eps: float = 0.0,
 ) -> Pair:
     _check_rotary(q, k, cos, sin, q_norm, k_norm, eps)
-    if q.is_cuda:
-        return _composed_rotary(q, cos, sin, q_norm, eps), _composed_rotary(k, cos, sin, k_norm, eps)
-    _ready(q=q, k=k, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
-    q_out, k_out = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
-    if q_out.numel():
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    return _rotated(q, (k, k_out), None, cos, sin, q_norm, k_norm, eps), k_out
+
+
+def _rotary_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    place: Tensor,
+    ahead: Sequence[Tensor] = (),
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    _check_rotary(q, k, cos, sin, q_norm, k_norm, eps)
+    _check_append(k, v, keys, values, place)
+    _ready(v=v, keys=keys, values=values, place=place)
+    pairs = (k, keys.transpose(1, 2)), (v, values.transpose(1, 2))
+    return _rotated(q, *pairs, cos, sin, q_norm, k_norm, eps, place, ahead)
+
+
+def _rotated(
+    q: Tensor,
+    k: Pair,
+    v: Pair | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    place: Tensor | None = None,
+    ahead: Sequence[Tensor] = (),
+) -> Tensor:
+    """Queries, rotated; keys and values, pairs of input and output `[B, tokens, heads, size]`, are written."""
+    _ready(q=q, k=k[0], cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel():
         batch, tokens, _, size = q.shape
         if cos.stride() != sin.stride() or cos.stride(2) != 1:
             cos, sin = cos.contiguous(), sin.contiguous()
         norm = q_norm if q_norm is not None else k_norm
-        q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
         q_norm, k_norm = (None if weight is None else weight.contiguous() for weight in (q_norm, k_norm))
-        _C.rotate(
-            batch,
-            tokens,
-            size,
-            DTYPES[q.dtype],
-            _heads(q, q_norm, q_out),
-            _heads(k, k_norm, k_out),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            0 if cos.shape[0] == 1 else cos.stride(0),
-            cos.stride(1),
-            _C.DType.NONE if norm is None else DTYPES[norm.dtype],
-            eps,
-            torch.get_num_threads(),
-        )
-    return q_out, k_out
+        parts = [_Heads(q, q_norm, out), _Heads(k[0], k_norm, k[1]), None if v is None else _Heads(v[0], None, v[1])]
+        with current_device(q):
+            _C.rotate(
+                batch,
+                tokens,
+                size,
+                DTYPES[out.dtype],
+                *(None if part is None else part.numbers() for part in parts),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                0 if cos.shape[0] == 1 else cos.stride(0),
+                cos.stride(1),
+                _C.DType.NONE if norm is None else DTYPES[norm.dtype],
+                eps,
+                0 if place is None else place.data_ptr(),
+                0 if place is None else k[1].shape[1],
+                [(tensor.data_ptr(), tensor.nbytes) for tensor in ahead],
+                *_backend(out),
+            )
+    return out
 
 
-def _heads(x: Tensor, norm: Tensor | None, out: Tensor) -> tuple[int, int, int, int, int, int, int]:
-    """What the extension takes for one of the two."""
-    batch, token, head, _ = x.stride()
-    return x.shape[2], x.data_ptr(), batch, token, head, 0 if norm is None else norm.data_ptr(), out.data_ptr()
+class _Heads:
+    """One of the parts of a rotation: it holds the input, of unit stride along a head, for the call."""
 
+    def __init__(self, x: Tensor, norm: Tensor | None, out: Tensor) -> None:
+        self.x = x if x.stride(3) == 1 else x.contiguous()
+        self.norm, self.out = norm, out
 
-def _composed_rotary(x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    numbers = x.float()
-    if norm is not None:
-        numbers = _composed_norm(numbers, norm, eps)
-    first, second = numbers.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (numbers * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).to(x.dtype)
+    def numbers(self) -> _C._Heads:
+        """What the extension takes."""
+        norm = 0 if self.norm is None else self.norm.data_ptr()
+        batch, token, head, _ = self.x.stride()
+        out_batch, out_token, out_head, _ = self.out.stride()
+        x, out = self.x.data_ptr(), self.out.data_ptr()
+        return self.x.shape[2], x, batch, token, head, norm, out, out_batch, out_token, out_head
 
 
 def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Pair:
@@ -371,6 +475,25 @@ def _rotary_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
+def _rotary_append_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    place: Tensor,
+    ahead: Sequence[Tensor] = (),
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    _check_rotary(q, k, cos, sin, q_norm, k_norm, eps)
+    _check_append(k, v, keys, values, place)
+    return q.new_empty(q.shape)
+
+
 def _register() -> None:
     register(
         "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
@@ -389,6 +512,12 @@ def _register() -> None:
         "-> (Tensor, Tensor)",
         _rotary,
         _rotary_fake,
+    )
+    register(
+        "rotary_append(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+        "Tensor place, Tensor[] ahead, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0) -> Tensor",
+        _rotary_append,
+        _rotary_append_fake,
     )
 
 

@@ -66,8 +66,9 @@ def assert_steps_follow_the_sequence(
 
 
 @pytest.mark.parametrize("padding", [0, 40])
-def test_steps_follow_the_sequence(padding: int) -> None:
-    assert_steps_follow_the_sequence("cpu", padding, 1e-4, compiled=False)
+@pytest.mark.parametrize("fused", [False, True], ids=["as it is", "fused"])
+def test_steps_follow_the_sequence(padding: int, fused: bool) -> None:
+    assert_steps_follow_the_sequence("cpu", padding, 1e-4, fused, compiled=False)
 
 
 @gpu
