@@ -24,8 +24,9 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import moe, testing
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
 from qcutlass.products.moe_operators import GATES, gate_rows, sum_slots
+from qcutlass.products.rotary_operators import rotary
 from qcutlass.products.selection import weight_dtype
 from qcutlass.testing import Case, GroupedCase
 from qcutlass.testing.decoder import Answer, answer_ratio, gate_answer, rms_norm_answer, rotary_answer

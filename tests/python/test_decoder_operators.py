@@ -12,7 +12,8 @@ from torch import Tensor
 
 from qcutlass import quantize, testing
 from qcutlass.layers import QuantLinear
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary, rotary_append
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
+from qcutlass.products.rotary_operators import rotary, rotary_append
 from qcutlass.testing.decoder import answer_ratio, gate_answer, rms_norm_answer, rotary_answer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -156,9 +157,8 @@ def test_rotated_keys_and_values_go_to_their_place(
         if 0 <= place + token < room:
             expected[0, 0, :, :, place + token] = rotated[:, token]
             expected[0, 1, :, :, place + token] = v[:, token]
-    ahead = [rows, caches[1]] if tokens == 1 else []
     keys, values = caches[0]
-    out = rotary_append(q, k, v, cos, sin, keys, values, torch.tensor([place], device=device), ahead)
+    out = rotary_append(q, k, v, cos, sin, keys, values, torch.tensor([place], device=device))
     testing.assert_equal(out, queries)
     testing.assert_equal(caches, expected)
 
@@ -175,7 +175,7 @@ def calls(seed: int) -> dict[str, tuple[Any, ...]]:
         "rotary": (q, k, *angles(2, 3, 16, torch.float32, seed), weight[:16], weight[16:32], EPS),
         "rotary_append": (
             *(q, k, k + 1, *angles(2, 3, 16, torch.float32, seed)),
-            *(torch.zeros(2, 2, 9, 16), torch.zeros(2, 2, 9, 16), torch.tensor([4]), [weight], *2 * [weight[:16]], EPS),
+            *(torch.zeros(2, 2, 9, 16), torch.zeros(2, 2, 9, 16), torch.tensor([4]), *2 * [weight[:16]], EPS),
         ),
     }
 

@@ -52,13 +52,6 @@ struct RotaryHeads {
   int64_t out_head_stride = 0;
 };
 
-/// Memory that will be read soon.
-struct Ahead {
-  void const* data = nullptr;
-  int64_t bytes = 0;
-};
-inline constexpr int kMostAhead = 2;
-
 /// Rotary embedding of queries and keys: with halves of a head, out = [first * cos - second * sin, second * cos +
 /// first * sin]; cos and sin are [batch or 1, tokens, size]. Values are copied.
 struct RotaryArguments {
@@ -79,7 +72,6 @@ struct RotaryArguments {
   /// and those before 0, are not written.
   int64_t const* place = nullptr;
   int64_t room = 0;
-  Ahead ahead[kMostAhead];  ///< requested into the L2 cache of a GPU meanwhile; a hint
 };
 
 namespace host {

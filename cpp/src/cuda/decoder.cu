@@ -174,27 +174,7 @@ __global__ void __launch_bounds__(kGateThreads) gate_rows(__grid_constant__ Gate
   }
 }
 
-constexpr int kRotaryWarps = 4;        // of a block: one has a head at a time
-constexpr int kAheadBytes = 16 << 10;  // that a thread requests
-constexpr int kAheadStep = 128;        // bytes of a line
-
-/// Requests this block's part of what will be read soon.
-__device__ void request_ahead(Ahead const (&ahead)[kMostAhead], int64_t block) {
-  int64_t first = (block * blockDim.x + threadIdx.x) * kAheadBytes;
-  for (Ahead const& memory : ahead) {
-    if (first >= 0 && first < memory.bytes) {
-      auto const* const data = static_cast<char const*>(memory.data) + first;
-      auto const bytes = int(min(memory.bytes - first, int64_t(kAheadBytes)));
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      // One instruction for all of it: whole vectors of 16 bytes, and the rest is left.
-      if (bytes >= 16) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data), "r"(bytes / 16 * 16));
-#else
-      for (int i = 0; i < bytes; i += kAheadStep) prefetch(data + i);
-#endif
-    }
-    first -= (memory.bytes + kAheadBytes - 1) / kAheadBytes * kAheadBytes;
-  }
-}
+constexpr int kRotaryWarps = 4;  // of a block: one has a head at a time
 
 /// One head of one token, by a warp. `rotates`: or it is copied.
 template <class Element>
@@ -234,21 +214,15 @@ __device__ void rotate_head(RotaryArguments const& task, RotaryHeads const& part
   }
 }
 
-/// Some blocks request what will be read soon, each warp of the others has a head; the grid's second dimension is
-/// tokens.
+/// Each warp has a head; the grid's second dimension is tokens.
 template <class Element>
-__global__ void __launch_bounds__(kRotaryWarps* kWarp)
-    rotate_heads(__grid_constant__ RotaryArguments const task, int ahead_blocks) {
-  if (blockIdx.x < unsigned(ahead_blocks)) {
-    if (blockIdx.y == 0) request_ahead(task.ahead, blockIdx.x);
-    return;
-  }
+__global__ void __launch_bounds__(kRotaryWarps* kWarp) rotate_heads(__grid_constant__ RotaryArguments const task) {
   cutlass::arch::allow_next_grid();
   cutlass::arch::wait_for_prior_grids();
   int64_t const place = task.place == nullptr ? 0 : *task.place;
   int64_t const room = task.place == nullptr ? task.tokens : task.room;
   int const queries = int(task.queries.heads), keys = int(task.keys.heads), values = int(task.values.heads);
-  int const head = int(blockIdx.x - ahead_blocks) * kRotaryWarps + int(threadIdx.x / kWarp);
+  int const head = int(blockIdx.x) * kRotaryWarps + int(threadIdx.x / kWarp);
   for (int64_t index = blockIdx.y; index < task.batch * task.tokens; index += gridDim.y) {
     int64_t const batch = index / task.tokens, token = index % task.tokens;
     if (head < queries)
@@ -337,14 +311,10 @@ void rotate(RotaryArguments const& arguments, void* stream) {
   constexpr int64_t kMostSize = int64_t(1) << 24;  // offsets within a head and heads are 32-bit in the kernel
   if (arguments.size > kMostSize || heads > kMostSize)
     throw Unsupported("q: rotations on a GPU take up to 2^24 heads of up to 2^24 elements");
-  int64_t requests = 0;
-  for (Ahead const& memory : arguments.ahead) requests += (memory.bytes + kAheadBytes - 1) / kAheadBytes;
-  constexpr int kThreads = kRotaryWarps * kWarp;
-  auto const ahead_blocks = int((requests + kThreads - 1) / kThreads);
-  auto const head_blocks = int((heads + kRotaryWarps - 1) / kRotaryWarps);
-  dim3 const grid(unsigned(ahead_blocks + head_blocks), unsigned(std::min<int64_t>(tokens, kMostBlocksAcross - 1)));
+  dim3 const grid(unsigned((heads + kRotaryWarps - 1) / kRotaryWarps),
+                  unsigned(std::min<int64_t>(tokens, kMostBlocksAcross - 1)));
   with_element(arguments.type, [&](auto element) {
-    launch(rotate_heads<decltype(element)>, arguments, grid, kThreads, static_cast<cudaStream_t>(stream), ahead_blocks);
+    launch(rotate_heads<decltype(element)>, arguments, grid, kRotaryWarps * kWarp, static_cast<cudaStream_t>(stream));
   });
 }
 

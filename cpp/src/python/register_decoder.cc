@@ -1,11 +1,8 @@
 // What a decoder block computes between its products.
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <optional>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "launch.h"
 #include "qcutlass/decoder.h"
@@ -86,8 +83,8 @@ RotaryHeads heads_of(Heads const& given) {
 
 void rotate(int64_t batch, int64_t tokens, int64_t size, DType type, Heads const& queries, Heads const& keys,
             std::optional<Heads> const& values, uintptr_t cos, uintptr_t sin, int64_t angle_batch_stride,
-            int64_t angle_token_stride, DType norm_type, float eps, uintptr_t place, int64_t room,
-            std::vector<std::pair<uintptr_t, int64_t>> const& ahead, int threads, int device, uintptr_t stream) {
+            int64_t angle_token_stride, DType norm_type, float eps, uintptr_t place, int64_t room, int threads,
+            int device, uintptr_t stream) {
   RotaryArguments arguments;
   arguments.batch = batch;
   arguments.tokens = tokens;
@@ -104,8 +101,6 @@ void rotate(int64_t batch, int64_t tokens, int64_t size, DType type, Heads const
   arguments.eps = eps;
   arguments.place = static_cast<int64_t const*>(to_pointer(place));
   arguments.room = room;
-  for (size_t i = 0; i < std::min<size_t>(ahead.size(), kMostAhead); ++i)
-    arguments.ahead[i] = {to_pointer(ahead[i].first), ahead[i].second};
   if (device != kHost) {
     int64_t const row = tokens * size * size_of(type);
     note_output(device, stream, arguments.queries.out, batch * arguments.queries.heads * row);

@@ -19,11 +19,11 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.fusing import shared_product, version_of
 from qcutlass.models.block_steps import GATES, BlockStep, cache_layer, step_of
 from qcutlass.models.growing_cache import PlacedLayer
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rotary, rotary_append
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
+from qcutlass.products.rotary_operators import rotary, rotary_append
 
 Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
 
@@ -127,7 +127,7 @@ class FusedAttention(nn.Module):
                 keys, values = past_key_values.update(keys, values, self.layer_idx)
         else:
             keys, values, place = layer.keys, layer.values, layer.cumulative_length
-            q = rotary_append(parts[0], parts[1], parts[2], cos, sin, keys, values, place, self._read_behind(), *norms)
+            q = rotary_append(parts[0], parts[1], parts[2], cos, sin, keys, values, place, *norms)
             queries = q.transpose(1, 2)
         weights = None
         if queries.is_cpu and self.config._attn_implementation == "sdpa" and options.keys() <= _PLAIN:
@@ -148,11 +148,6 @@ class FusedAttention(nn.Module):
         q_norm: Any = self._modules.get("q_norm")
         k_norm: Any = self._modules.get("k_norm")
         return () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
-
-    def _read_behind(self) -> list[Tensor]:
-        """Weights of the product behind attention, which leaves memory idle."""
-        packed = self.o_proj.w_packed if isinstance(self.o_proj, QuantLinear) else None
-        return [packed] if isinstance(packed, Tensor) else []
 
     def _projected(self, hidden_states: Tensor) -> Sequence[Tensor]:
         layers: list[Any] = [self._modules[name] for name in ("q_proj", "k_proj", "v_proj")]

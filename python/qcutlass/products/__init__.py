@@ -5,6 +5,7 @@
 
 from qcutlass.products import decoder_operators as decoder_operators  # registers its operators
 from qcutlass.products import expert_block as expert_block  # likewise, and those of its steps
+from qcutlass.products import rotary_operators as rotary_operators  # likewise
 from qcutlass.products.functions import gemm, gemm_fp8, gemm_grouped, gemm_w4a8, gemm_w8a8, weight_sums
 from qcutlass.products.operators import register_products
 from qcutlass.products.packing import expand_scales
