@@ -113,6 +113,37 @@ def draw_quality(rows: Sequence[Row], path: Path) -> None:
         _save(figure, path)
 
 
+def draw_serving(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draws tokens a second and the time of a step against the batch, a line for each contestant; `rows` of
+    `bench.serving`. Tokens a second are over the first contestant's, whose own they are beside its points."""
+    with style():
+        names = list(dict.fromkeys(row["contestant"] for row in rows))
+        batches = sorted({row["batch"] for row in rows})
+        figure, (speeds, steps) = _figure(9, 3.6, 2)
+        base = {row["batch"]: row["tokens_per_s"] for row in rows if row["contestant"] == names[0]}
+        for index, name in enumerate(names):
+            here = sorted((row for row in rows if row["contestant"] == name), key=lambda row: int(row["batch"]))
+            x = [batches.index(row["batch"]) for row in here]
+            relative = [row["tokens_per_s"] / base[row["batch"]] for row in here]
+            speeds.plot(x, relative, label=name, **_style(index))
+            steps.plot(x, [row["decode_ms"] for row in here], label=name, **_style(index))
+        for place, batch in enumerate(batches):
+            speeds.annotate(
+                f"{base[batch]:.0f}", (place, 1), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8
+            )
+        speeds.set_ylim(0, 1.15)
+        speeds.set_ylabel(f"tokens/s over {names[0]}'s; higher is better")
+        steps.set_ylim(bottom=0)
+        steps.set_ylabel("ms a step; lower is better")
+        for axes in (speeds, steps):
+            axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+            axes.set_xlabel("sequences at once")
+        steps.legend(fontsize=8)
+        figure.suptitle(title, fontsize=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save(figure, path)
+
+
 def _draw_method(axes: Axes, rows: Sequence[Row], index: int, exact: float) -> None:
     lines: dict[bool, list[tuple[float, float]]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
 """Tokens a second and time to first token through vLLM: a model with random weights, by each of several contestants.
 
-``python -m bench.serving --contestant qcutlass --contestant machete --json serving.json --markdown serving.md``
+``python -m bench.serving --contestant qcutlass --contestant machete --json serving.json --plot serving.png``
 ``python -m bench.serving --model tiny --soak 180``
 
 On a CPU, vLLM's CPU engine is measured. Each contestant runs in a process of its own, offline, with the same prompts of
@@ -27,7 +27,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench import cpu, serving_soak
+from bench import cpu, plots, serving_soak
 from bench.report import Column, Report, Row
 from bench.serving_checkpoint import MODELS, write_dense, write_gptq
 from qcutlass.formats.specs import METHOD
@@ -214,6 +214,7 @@ def main(
     soak: Annotated[float, typer.Option(min=0, help="Instead: random requests for so many seconds.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a figure into this file (matplotlib).")] = None,
     here: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Throughput and latency of vLLM with each contestant; with --soak, whether it bears random arrivals and aborts."""
@@ -242,6 +243,8 @@ def main(
             result = report(rows, model, common, failed)
             result.write(json_path, markdown_path)
     result.print(Console(width=None if sys.stdout.isatty() else 240))
+    if plot_path is not None and rows:
+        plots.draw_serving(rows, f"vLLM, {model}: prompts of {prompt} tokens, {output} made of each", plot_path)
     if failed:
         raise typer.Exit(1)
 

@@ -46,6 +46,17 @@ def test_figures_are_of_the_best_rounds() -> None:
     assert all(next(times, None) is None for times in left.values())
 
 
+def test_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"contestant": name, "batch": batch, "tokens_per_s": 100.0 * batch, "decode_ms": 2.0}
+        for name in ("qcutlass", "marlin")
+        for batch in (1, 8)
+    ]
+    serving.plots.draw_serving(rows, "two contestants", tmp_path / "found" / "serving.png")
+    assert (tmp_path / "found" / "serving.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.usefixtures("on_a_cpu")
 def test_report_of_contestants_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
@@ -64,6 +75,9 @@ def test_report_of_contestants_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     files = [tmp_path / "found" / name for name in ("serving.json", "serving.md")]
     options = ["--model", "tiny", "--batch", "1", "--batch", "8", "--prompt", "7", "--output", "5", "--rounds", "7"]
     more = ["--options", '{"dtype": "bfloat16"}', "--json", str(files[0]), "--markdown", str(files[1])]
+    drawn: list[Any] = []
+    monkeypatch.setattr(serving.plots, "draw_serving", lambda *arguments: drawn.append(arguments))
+    more += ["--plot", "serving.png"]
     result = CliRunner().invoke(app(), options + more, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     common = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True}
@@ -80,6 +94,7 @@ def test_report_of_contestants_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert content["facts"]["options"] == common
     assert content["facts"]["failed"] == []
     assert "the best of 7 rounds" in content["facts"]["method"]
+    assert [(len(rows), str(path)) for rows, _, path in drawn] == [(4, "serving.png")]
     assert "| dense | 8 | 32.0 | 250.0 | 500.0 | 250.00 | 3.0 |" in files[1].read_text().splitlines()
 
 
