@@ -121,17 +121,19 @@ def draw_serving(rows: Sequence[Row], title: str, path: Path) -> None:
         batches = sorted({row["batch"] for row in rows})
         figure, (speeds, steps) = _figure(9, 3.6, 2)
         base = {row["batch"]: row["tokens_per_s"] for row in rows if row["contestant"] == names[0]}
+        most = 1.0
         for index, name in enumerate(names):
             here = sorted((row for row in rows if row["contestant"] == name), key=lambda row: int(row["batch"]))
             x = [batches.index(row["batch"]) for row in here]
             relative = [row["tokens_per_s"] / base[row["batch"]] for row in here]
             speeds.plot(x, relative, label=name, **_style(index))
+            most = max(most, *relative)
             steps.plot(x, [row["decode_ms"] for row in here], label=name, **_style(index))
         for place, batch in enumerate(batches):
             speeds.annotate(
                 f"{base[batch]:.0f}", (place, 1), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8
             )
-        speeds.set_ylim(0, 1.15)
+        speeds.set_ylim(0, 1.15 * most)
         speeds.set_ylabel(f"tokens/s over {names[0]}'s; higher is better")
         steps.set_ylim(bottom=0)
         steps.set_ylabel("ms a step; lower is better")

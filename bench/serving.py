@@ -228,23 +228,30 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         rows: list[Row] = []
         failed: list[str] = []
+
+        def written(name: str) -> Path:
+            return _checkpoint(folder or Path(temporary), model, CONTESTANTS[name].dense)
+
         common = {"batches": batch, "prompt": prompt, "output": output, "rounds": rounds, "options": given}
         for name in names[:1] if soak else names:
-            place = _checkpoint(folder or Path(temporary), model, CONTESTANTS[name].dense)
             mine = given | CONTESTANTS[name].options
             if soak:
-                found = run_apart(name, place, {"soak": soak, "options": mine})
+                found = run_apart(name, written(name), {"soak": soak, "options": mine})
                 print(f"{name}: {found['line']}", *found["errors"][:10], sep="\n")
                 raise typer.Exit(bool(found["errors"]))
             try:
-                rows += [{"contestant": name, **row} for row in run_apart(name, place, common | {"options": mine})]
+                found = run_apart(name, written(name), common | {"options": mine})
+                rows += [{"contestant": name, **row} for row in found]
             except typer.Exit as exit:
                 failed.append(f"{name} (exit status {exit.exit_code})")
+            except OSError as error:  # of its checkpoint
+                failed.append(f"{name} ({error})")
             result = report(rows, model, common, failed)
             result.write(json_path, markdown_path)
+            if plot_path is not None and rows:
+                title = f"vLLM, {model}: prompts of {prompt} tokens, {output} made of each"
+                plots.draw_serving(rows, title, plot_path)
     result.print(Console(width=None if sys.stdout.isatty() else 240))
-    if plot_path is not None and rows:
-        plots.draw_serving(rows, f"vLLM, {model}: prompts of {prompt} tokens, {output} made of each", plot_path)
     if failed:
         raise typer.Exit(1)
 

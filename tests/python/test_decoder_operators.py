@@ -135,32 +135,54 @@ def test_rotations_are_within_their_bound(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side_by_side", [False, True], ids=["apart", "side by side"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "size", "place"),
-    [(1, 4, 128, 7), (1, 3, 40, 0), (5, 1, 24, 3), (1, 2, 576, 15), (4, 2, 16, 14), (3, 1, 16, -1), (1, 1, 16, 16)],
+    [
+        *((1, 4, 128, 7), (1, 3, 40, 0), (5, 1, 24, 3), (1, 2, 576, 15), (4, 2, 16, 14), (3, 1, 16, -1)),
+        *((1, 1, 16, 16), (2, 1, 16, 2**63 - 1), (2, 1, 16, -(2**63))),
+    ],
 )
 def test_rotated_keys_and_values_go_to_their_place(
-    tokens: int, heads: int, size: int, place: int, dtype: torch.dtype, device: str, seed: int
+    tokens: int, heads: int, size: int, place: int, side_by_side: bool, dtype: torch.dtype, device: str, seed: int
 ) -> None:
-    """In the first layer of a cache of two: whatever lies around the place stays as it was."""
+    """In a part of a larger cache: whatever lies around the place stays as it was."""
     batch, room = 2, 16
     rows = numbers(batch, tokens, 4 * heads * size, seed=seed, dtype=dtype, device=device)
-    q, k, v = (
-        part.view(batch, tokens, -1, size)
-        for part in rows.split([2 * heads * size, heads * size, heads * size], dim=-1)
-    )
-    cos, sin = angles(1, tokens, size, dtype, seed + 1, device)
-    caches = numbers(2, 2, batch, heads, room, size, seed=seed + 2, dtype=dtype, device=device)
-    expected = caches.clone()
-    queries, rotated = rotary(q, k, cos, sin)
+    parts = rows.split([2 * heads * size, heads * size, heads * size], dim=-1)
+    q, k, v = (part.view(batch, tokens, -1, size) for part in parts)
+    cos, sin = angles(batch, tokens, size, dtype, seed + 1, device)
+    norms = [numbers(size, seed=seed + 2 + i, device=device) for i in range(2)]
+    if side_by_side:  # keys and values of a token beside each other, one token more than there is room
+        whole = numbers(batch, room + 1, 2, heads, size, seed=seed + 4, dtype=dtype, device=device)
+        views = [whole[:, :room, i].transpose(1, 2) for i in range(2)]
+    else:
+        whole = numbers(2, 2, batch, heads, room, size, seed=seed + 4, dtype=dtype, device=device)
+        views = list(whole[0])
+    before = whole.clone()
+    queries, rotated = rotary(q, k, cos, sin, *norms, eps=EPS)
+    wanted = [view.clone() for view in views]
     for token in range(tokens):
         if 0 <= place + token < room:
-            expected[0, 0, :, :, place + token] = rotated[:, token]
-            expected[0, 1, :, :, place + token] = v[:, token]
-    keys, values = caches[0]
-    out = rotary_append(q, k, v, cos, sin, keys, values, torch.tensor([place], device=device))
+            wanted[0][:, :, place + token] = rotated[:, token]
+            wanted[1][:, :, place + token] = v[:, token]
+    version = views[0]._version
+    gaps = torch.stack((v, v), dim=-1)[..., 0]  # not of unit stride along a head
+    out = rotary_append(q, k, gaps, cos, sin, *views, torch.tensor([place], device=device), *norms, EPS)
+    assert views[0]._version > version, "autograd would not know that they changed"
     testing.assert_equal(out, queries)
-    testing.assert_equal(caches, expected)
+    for view, expected in zip(views, wanted, strict=True):
+        testing.assert_equal(view, expected)
+        view.zero_()
+    (before[:, :room] if side_by_side else before[0]).zero_()
+    testing.assert_equal(whole, before)  # nothing beside the caches was written
+
+
+def test_a_cache_may_have_no_room() -> None:
+    q, empty = torch.ones(1, 1, 2, 8), torch.ones(1, 2, 0, 8)
+    angle = torch.ones(1, 1, 8)
+    out = rotary_append(q, q, q, angle, angle, empty, empty.clone(), torch.tensor([0]))
+    testing.assert_equal(out, rotary(q, q, angle, angle)[0])
 
 
 def calls(seed: int) -> dict[str, tuple[Any, ...]]:
@@ -256,6 +278,9 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "cache": (lambda: append(keys=CACHE[:, :1]), ValueError, r"keys: expected shape \[2, 2, room, 16\]"),
     "caches": (lambda: append(values=CACHE[:, :, 1:]), ValueError, "values: expected the shape of keys"),
     "strides": (lambda: append(keys=CACHE.mT.contiguous().mT), ValueError, "keys: expected unit stride"),
+    "on itself": (lambda: append(keys=CACHE[:, :1].expand(2, 2, 8, 16)), ValueError, "keys: expected elements that do"),
+    "on each other": (lambda: append(values=CACHE), ValueError, "values overlaps keys"),
+    "on an input": (lambda: append(v=CACHE[:, :, 1:4].transpose(1, 2)), ValueError, "keys overlaps v"),
     "place": (lambda: append(place=torch.tensor(3)), ValueError, r"place: expected shape \[1\]"),
     "place's type": (lambda: append(place=torch.tensor([3.0])), TypeError, "place: expected a tensor of int64"),
     "gradient": (

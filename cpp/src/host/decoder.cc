@@ -92,10 +92,10 @@ struct RotaryScratch {
 /// `room`.
 QCUTLASS_INLINE char* output_of(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index, int64_t place,
                                 int64_t room) {
-  int64_t const batch = index / arguments.tokens, token = index % arguments.tokens + place;
-  if (token < 0 || token >= room) return nullptr;
+  int64_t const batch = index / arguments.tokens, token = index % arguments.tokens;
+  if (place < -token || place >= room - token) return nullptr;  // their sum may be too large for 64 bits
   return static_cast<char*>(part.out) +
-         (batch * part.out_batch_stride + token * part.out_token_stride) * size_of(arguments.type);
+         (batch * part.out_batch_stride + (token + place) * part.out_token_stride) * size_of(arguments.type);
 }
 
 int64_t input_offset(RotaryArguments const& arguments, RotaryHeads const& part, int64_t index) {
@@ -192,15 +192,17 @@ void rotate(RotaryArguments const& arguments, int threads) {
   if (tokens == 0) return;
   check_not_null("cos", arguments.cos);
   check_not_null("sin", arguments.sin);
-  for (RotaryHeads const& part : {arguments.queries, arguments.keys}) {
+  bool const has_room = arguments.place == nullptr || arguments.room > 0;
+  for (RotaryHeads const* each : {&arguments.queries, &arguments.keys}) {
+    RotaryHeads const& part = *each;
     check_at_least("heads", part.heads, 1);
     check_not_null("x", part.x);
-    check_not_null("out", part.out);
+    if (&part == &arguments.queries || has_room) check_not_null("out", part.out);
     if (part.norm != nullptr) check_floating("norm_type", arguments.norm_type);
   }
   if (arguments.values.heads > 0) {
     check_not_null("values", arguments.values.x);
-    check_not_null("values of the output", arguments.values.out);
+    if (has_room) check_not_null("values of the output", arguments.values.out);
   }
   int64_t const heads = arguments.queries.heads + arguments.keys.heads + arguments.values.heads;
   parallel_for(tokens, grain_of(heads * arguments.size), threads, [&](int64_t begin, int64_t end) {

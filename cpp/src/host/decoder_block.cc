@@ -2,7 +2,6 @@
 // gemm.h.
 #include "qcutlass/decoder_block.h"
 
-#include <cstring>
 #include <memory>
 #include <string>
 

@@ -104,9 +104,12 @@ void rotate(int64_t batch, int64_t tokens, int64_t size, DType type, Heads const
   if (device != kHost) {
     int64_t const row = tokens * size * size_of(type);
     note_output(device, stream, arguments.queries.out, batch * arguments.queries.heads * row);
-    int64_t const kept = arguments.place == nullptr ? row : room * size * size_of(type);
-    for (RotaryHeads const& part : {arguments.keys, arguments.values})
-      if (part.heads > 0) note_output(device, stream, part.out, batch * part.heads * kept);
+    int64_t const kept = arguments.place == nullptr ? tokens : room;
+    for (RotaryHeads const& part : {arguments.keys, arguments.values}) {  // in caches of any strides
+      int64_t const last = (batch - 1) * part.out_batch_stride + (kept - 1) * part.out_token_stride +
+                           (part.heads - 1) * part.out_head_stride + size;
+      if (part.heads > 0 && kept > 0) note_output(device, stream, part.out, last * size_of(type));
+    }
   }
   py::gil_scoped_release release;
   if (device == kHost)

@@ -39,9 +39,9 @@ def fuse_block(model: nn.Module) -> BlockFusion:
 
     Modules keep their names and children, `state_dict` has the keys and values it had, and caches of every kind serve.
     Each operator computes in fp32 and rounds once, where the model rounded after each of its steps: results differ by
-    rounding alone. On a GPU norms and gates let the product behind them start early; the rotary embedding is an operator
-    of ours there in eager calls, and in the steps of a `Decoder`, where it writes keys and values into the static cache,
-    and is left to the compiler otherwise. In training mode attention is the model's own.
+    rounding alone. On a GPU norms and gates let the product behind them start early; the rotary embedding is an
+    operator there in eager calls, and in the steps of a `Decoder`, where it writes keys and values into the static
+    cache, and is left to the compiler otherwise. In training mode attention is the model's own.
 
     Args:
         model: changed in place. Its linear layers may be of any kind.

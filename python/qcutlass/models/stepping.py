@@ -40,6 +40,8 @@ def obstacle(model: Any) -> str | None:
     layers = StaticCache(config=model.config, max_cache_len=_BLOCK).layers
     if any(type(layer) is not StaticLayer for layer in layers):
         return "not all of its layers attend to all tokens before, as a graph of a step has to"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "its layers are on several devices"
     if not getattr(model, "_supports_flex_attn", False):
         return f"{type(model).__name__} has no flex_attention"
     if "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:

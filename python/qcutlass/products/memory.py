@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from torch import Tensor
@@ -51,14 +52,25 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may share memory; exact where dimensions are nested, as in slices of a larger tensor."""
-    if tensor.numel() == 0:
-        return False
+    return tensor.numel() > 0 and _meet(zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _meet(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether elements of these (stride, size) may lie on each other: each dimension must reach past all smaller."""
     reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
         if stride <= reach:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def interlace(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape, type and strides are slices side by side of a larger one, or lie apart."""
+    if a.stride() != b.stride() or a.shape != b.shape:
+        return not overlap(a, b)
+    distance, rest = divmod(abs(a.data_ptr() - b.data_ptr()), a.element_size())
+    return a.numel() == 0 or not (rest or _meet([*zip(a.stride(), a.shape, strict=True), (distance, 2)]))
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

@@ -18,6 +18,7 @@ from qcutlass.products.checks import (
 from qcutlass.products.decoder_operators import Pair, backend, check_alike, ready
 from qcutlass.products.extension import DTYPES, current_device
 from qcutlass.products.library import is_eager, register
+from qcutlass.products.memory import interlace, overlap, overlaps_itself
 
 
 def rotary(
@@ -84,7 +85,8 @@ def rotary_append(
         Queries, rotated, without gaps in memory.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as for `rotary`.
+        TypeError, ValueError, RuntimeError: as for `rotary`; keys and values have other than unit stride along a head,
+            or lie on themselves, on each other or on what is read.
 
     Example:
         >>> import torch
@@ -174,8 +176,25 @@ def _rotary_append(
     _check_rotary(q, k, cos, sin, q_norm, k_norm, eps)
     _check_append(k, v, keys, values, place)
     ready(v=v, keys=keys, values=values, place=place)
+    _check_caches(keys, values, q=q, k=k, v=v, cos=cos, sin=sin, place=place, q_norm=q_norm, k_norm=k_norm)
     pairs = (k, keys.transpose(1, 2)), (v, values.transpose(1, 2))
-    return _rotated(q, *pairs, cos, sin, q_norm, k_norm, eps, place)
+    out = _rotated(q, *pairs, cos, sin, q_norm, k_norm, eps, place)
+    for cache in (keys, values):
+        if not cache.is_inference():
+            torch.autograd.graph.increment_version(cache)
+    return out
+
+
+def _check_caches(keys: Tensor, values: Tensor, **read: Tensor | None) -> None:
+    """Raises ValueError if writing one of the caches would change itself, the other, or what is read."""
+    for name, cache in (("keys", keys), ("values", values)):
+        if overlaps_itself(cache):
+            raise ValueError(f"{name}: expected elements that do not overlap, got strides {list(cache.stride())}")
+        for other, tensor in read.items():
+            if tensor is not None and overlap(cache, tensor):
+                raise ValueError(f"{name} overlaps {other} in memory: pass a cache with memory of its own")
+    if not interlace(keys, values):
+        raise ValueError("values overlaps keys in memory: pass a cache with memory of its own")
 
 
 def _rotated(

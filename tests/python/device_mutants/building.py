@@ -174,23 +174,30 @@ class Build:
         return extension_of(site)
 
     def compiled(self, mutant: Mutant, folder: Path) -> Path:
-        """The unit with the fault."""
-        digest = hashlib.sha256(self.digest + mutant.mutated().encode()).hexdigest()[:16]
-        out = self.objects / f"{slug(mutant)}-{digest}.o"
+        """The unit with the fault, as it was compiled from the same text with the same options, or anew."""
+        (unit,) = (unit for unit in self.units if unit.name == mutant.unit and unit.target in DEVICE)
+        command = unit.command(folder, traps=mutant.traps)
+        options = [word for word in command if word.startswith("-") and "/" not in word]  # paths are the machine's
+        parts = (self.digest, mutant.mutated().encode(), " ".join(options).encode())
+        out = self.objects / f"{slug(mutant)}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.o"
         if not out.exists():
-            (unit,) = (unit for unit in self.units if unit.name == mutant.unit and unit.target in DEVICE)
             sources = folder / "cpp"
             shutil.copytree(REPOSITORY / "cpp", sources)
             (sources / "src" / mutant.file).write_text(mutant.mutated())
             self.objects.mkdir(parents=True, exist_ok=True)
-            shutil.move(unit.compile(folder / "mutant.o", sources, mutant.traps), out)
+            whole = out.with_suffix(f".{os.getpid()}")  # which may be on another disk than the folder
+            shutil.move(unit.compile(folder / "mutant.o", sources, mutant.traps), whole)
+            whole.replace(out)
         return out
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all sources."""
+        """Of all sources, by their names, and of the compiler."""
         files = sorted(path for path in (REPOSITORY / "cpp").rglob("*") if path.is_file())
-        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
+        found = hashlib.sha256(output_of("nvcc", "--version").encode())
+        for path in files:
+            found.update(f"{path.relative_to(REPOSITORY)} {path.stat().st_size}\n".encode() + path.read_bytes())
+        return found.digest()
 
     def start(self, mutant: Mutant | None) -> Future[Path]:
         return self.pool.submit(self.build, mutant)

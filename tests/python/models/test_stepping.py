@@ -80,6 +80,15 @@ def test_steps_follow_the_sequence_on_a_gpu(padding: int, graph: bool, compiled:
     assert_steps_follow_the_sequence("cuda", padding, 3e-2, fused, compiled=compiled, graph=graph)
 
 
+def test_a_model_on_several_devices_is_refused() -> None:
+    """Its layers would count tokens on devices of their own."""
+    model = model_of("cpu")
+    model.lm_head.to("meta")
+    assert stepping.obstacle(model) == "its layers are on several devices"
+    with pytest.raises(qcutlass.UnsupportedError, match="several devices"):
+        Decoder(model, 1, 8)
+
+
 def generated(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> list[list[int]]:
     out = model.generate(
         ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, pad_token_id=0, do_sample=False, **options
