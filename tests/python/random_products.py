@@ -26,7 +26,7 @@ import qcutlass
 from qcutlass import moe, testing
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
 from qcutlass.products.moe_operators import GATES, gate_rows, sum_slots
-from qcutlass.products.rotary_operators import rotary
+from qcutlass.products.rotary_operators import rotary, rotary_append
 from qcutlass.products.selection import weight_dtype
 from qcutlass.testing import Case, GroupedCase
 from qcutlass.testing.decoder import Answer, answer_ratio, gate_answer, rms_norm_answer, rotary_answer
@@ -278,6 +278,21 @@ def decoder_operators(choose: random.Random, device: str) -> Iterator[Trial]:
     norm = choose.choice([None, numbers(size)])
     turned = within(*(rotary_answer(part, cos, sin, norm, eps) for part in (q, k)))
     yield Trial(f"rotary {size} {label}", lambda: rotary(q, k, cos, sin, norm, norm, eps=eps), turned)
+    room = rows + choose.randrange(1, 9)
+    place = torch.tensor([choose.randrange(room - rows + 1)], device=device)
+
+    def appended() -> tuple[Tensor, ...]:
+        keys, values = torch.zeros(2, 2, 1, room, size, dtype=dtype, device=device)
+        return rotary_append(q, k, k, cos, sin, keys, values, place, norm, norm, eps), keys, values
+
+    def kept() -> tuple[Tensor, ...]:
+        turned_q, turned_k = rotary(q, k, cos, sin, norm, norm, eps=eps)
+        caches = torch.zeros(2, 2, 1, room, size, dtype=dtype, device=device)
+        for cache, part in zip(caches, (turned_k, k), strict=True):
+            cache[:, :, int(place) : int(place) + rows] = part.transpose(1, 2)
+        return turned_q, *caches
+
+    yield Trial(f"rotary_append {size} {label}", appended, equal(kept), exact=True)
 
 
 KINDS: dict[str, Trials] = {
