@@ -34,6 +34,15 @@ def loaded(tensors: dict[str, Tensor], config: dict[str, Any]) -> CanonicalLinea
     return canonical(formats.load(named(tensors, "up"), config=config)["up"])
 
 
+def stored_scales(tensors: dict[str, Tensor]) -> torch.dtype:
+    """The type that scales keep: that of the file, unless they have to be divided."""
+    if "weight_global_scale" not in tensors:
+        return E8M0[0]
+    if reciprocal(tensors["weight_global_scale"], tensors["weight_scale"]) is None:
+        return torch.float32
+    return torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_what_the_package_compresses(name: str, seed: int) -> None:
     """Its dequantised weights, which are bfloat16, bit for bit; and a layer multiplies by these."""
@@ -58,7 +67,7 @@ def test_what_the_package_compresses(name: str, seed: int) -> None:
         expected = compressor.decompress(tensors, whole)["weight"]
         layer = loaded(tensors, config_of(name))
         assert torch.equal(layer.dequantize(torch.bfloat16), expected)
-        assert layer.weight.scales.dtype == (torch.float8_e4m3fn if size == 16 else E8M0[0])
+        assert layer.weight.scales.dtype == stored_scales(tensors)
         linear = qcutlass.QuantLinear.from_checkpoint(named(tensors, "up"), "up", config=config_of(name))
         assert torch.equal(linear(torch.eye(128)).T.bfloat16(), expected)
 
@@ -79,21 +88,28 @@ def test_bytes_of_modelopt_worked_out_by_hand() -> None:
     assert torch.equal(canonical(checkpoint["up"]).dequantize(torch.float32), expected)
 
 
-def test_scales_that_no_reciprocal_serves_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    factor = reciprocal(torch.tensor([3.0]), scales)
+ALL_SCALES = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)  # those above 0 that a file may have
+
+
+def test_scales_are_multiplied_by_a_reciprocal() -> None:
+    factor = reciprocal(torch.tensor([3.0]), ALL_SCALES)
     assert factor is not None
     for dtype in (torch.float16, torch.bfloat16):
-        assert torch.equal((scales.float() * factor).to(dtype), (scales.float() / 3).to(dtype))
-    monkeypatch.setattr("qcutlass.formats.float4.reciprocal", lambda divisor, scales: None)
+        assert torch.equal((ALL_SCALES.float() * factor).to(dtype), (ALL_SCALES.float() / 3).to(dtype))
+
+
+def test_scales_that_no_reciprocal_serves_are_divided() -> None:
+    divisor = torch.tensor([722.491455078125])  # one of some ten thousand; no number near its reciprocal rounds alike
+    assert reciprocal(divisor, ALL_SCALES) is None
     tensors = {
-        "weight_packed": torch.full((1, 8), 0x77, dtype=torch.uint8),
-        "weight_scale": torch.tensor([[5.0]]).to(torch.float8_e4m3fn),
-        "weight_global_scale": torch.tensor([3.0]),
+        "weight_packed": torch.full((1, 8 * len(ALL_SCALES)), 0x77, dtype=torch.uint8),
+        "weight_scale": ALL_SCALES[None],
+        "weight_global_scale": divisor,
     }
     layer = loaded(tensors, config_of("nvfp4-pack-quantized"))
     assert layer.weight.global_scale is None
-    assert torch.equal(layer.dequantize(torch.float32), 6 * (torch.tensor(5.0) / 3).expand(1, 16))
+    expected = 6 * (ALL_SCALES.float() / divisor).repeat_interleave(16)[None]
+    assert torch.equal(layer.dequantize(torch.float32), expected)
 
 
 @pytest.mark.parametrize(
