@@ -20,6 +20,7 @@ import qcutlass
 from bench.report import Column, Report, Row
 from bench.timing import Sample
 from qcutlass import models
+from qcutlass.models.cache_argument import CACHE
 from qcutlass.models.extras import load_tokenizer
 from qcutlass.models.growing_cache import growing_cache
 from qcutlass.models.transformers import load_model
@@ -78,7 +79,7 @@ def ours(name: str, model: Any) -> Contestant:
         cache = growing_cache(model.config)
 
         def likeliest(ids: Tensor) -> int:
-            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
             return int(logits[0, -1].argmax())
 
         begin = time.perf_counter()

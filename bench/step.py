@@ -18,6 +18,7 @@ from bench.limits import machine
 from bench.report import Column, Report, Row
 from bench.schemes import WeightOnly
 from bench.timing import Sample, interleave
+from qcutlass.models.cache_argument import CACHE
 from qcutlass.models.stepping import Decoder
 
 ROUNDS: Final = 9
@@ -89,10 +90,10 @@ def _eager(model: Any, ids: torch.Tensor) -> _Contestant:
 
     def prefill() -> None:
         state[:] = [DynamicCache(config=model.config)]
-        model(ids, past_key_values=state[0], use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: state[0]})
 
     def step() -> None:
-        logits = model(ids[:, :1], past_key_values=state[0], use_cache=True, logits_to_keep=1).logits
+        logits = model(ids[:, :1], use_cache=True, logits_to_keep=1, **{CACHE: state[0]}).logits
         logits[:, -1].argmax(-1)
 
     prefill()

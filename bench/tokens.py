@@ -20,6 +20,7 @@ from bench.schemes import WeightOnly
 from bench.timing import interleave, wall_time
 from qcutlass import models
 from qcutlass.layers import QuantEmbedding, WeightOnlyLinear
+from qcutlass.models.cache_argument import CACHE
 from qcutlass.models.transformers import load_model
 
 PROMPT: Final[int] = 64  # tokens before the first that counts
@@ -119,9 +120,9 @@ class _Decoding:
             ids,
             attention_mask=(self._places <= positions.T)[None, None],
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{CACHE: self._cache},
         ).logits
         self.token.copy_(logits.argmax(-1))
 

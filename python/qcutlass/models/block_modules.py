@@ -18,9 +18,11 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
 from qcutlass.models.block_steps import GATES, BlockStep, cache_layer, step_of
+from qcutlass.models.cache_argument import CACHE, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
 from qcutlass.products.rotary_operators import rotary, rotary_append
@@ -29,6 +31,9 @@ Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
 
 _PLAIN: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments of a block that attention on the CPU need not look at."""
+
+_KNOWN: Final = _PLAIN | TransformersKwargs.__annotations__.keys()
+"""Arguments that change nothing of attention, or that its implementations take."""
 
 
 def _is_traced_on_gpu(x: Tensor) -> bool:
@@ -102,18 +107,18 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         cos, sin = position_embeddings
-        layer = _placed_layer(past_key_values, self.layer_idx, hidden_states)
+        cache = pop_cache(options)
+        layer = _placed_layer(cache, self.layer_idx, hidden_states)
         traced = _is_traced_on_gpu(hidden_states) and layer is None
-        if self.training or traced or cos.shape[-1] != self.head_dim:
+        if self.training or traced or cos.shape[-1] != self.head_dim or not options.keys() <= _KNOWN:
             plain: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
                 **options,
             )
             return plain
@@ -123,8 +128,8 @@ class FusedAttention(nn.Module):
         if layer is None:
             q, k = rotary(parts[0], parts[1], cos, sin, *norms)
             queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), parts[2].transpose(1, 2)
-            if past_key_values is not None:
-                keys, values = past_key_values.update(keys, values, self.layer_idx)
+            if cache is not None:
+                keys, values = cache.update(keys, values, self.layer_idx)
         else:
             keys, values, place = layer.keys, layer.values, layer.cumulative_length
             q = rotary_append(parts[0], parts[1], parts[2], cos, sin, keys, values, place, *norms)
@@ -197,12 +202,12 @@ class FusedBlock(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
-        layer = cache_layer(self, hidden_states, past_key_values)
+        cache = pop_cache(options)
+        layer = cache_layer(self, hidden_states, cache)
         if layer is not None and position_embeddings is not None and attention_mask is None:
             step = step_of(self, hidden_states, *position_embeddings)
             if step is not None and options.keys() <= _PLAIN and self.self_attn.config._attn_implementation == "sdpa":
@@ -214,9 +219,9 @@ class FusedBlock(nn.Module):
             hidden_states=self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
             position_embeddings=position_embeddings,
+            **{CACHE: cache},
             **options,
         )
         norm = self.post_attention_layernorm

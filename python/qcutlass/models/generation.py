@@ -13,6 +13,7 @@ from transformers import DynamicCache, TextStreamer
 
 from qcutlass.models import stepping
 from qcutlass.models.block_modules import FusedBlock
+from qcutlass.models.cache_argument import CACHE
 from qcutlass.models.growing_cache import growing_cache
 from qcutlass.models.sampling import Sampling
 from qcutlass.products.checks import check_integer
@@ -163,8 +164,8 @@ def _run(
             attention_mask=inputs["attention_mask"],
             max_new_tokens=max_new_tokens,
             **sampling.keywords,
+            **{CACHE: _cache_for(model)},
             streamer=stream,
-            past_key_values=_cache_for(model),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
 

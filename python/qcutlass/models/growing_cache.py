@@ -85,13 +85,14 @@ def _new_room(keys: Tensor, values: Tensor, length: int) -> Room:
 
 
 def growing_cache(config: Any) -> DynamicCache:
-    """A cache for a model of this configuration, to be passed as `past_key_values`; layers with a sliding window keep
-    transformers' own kind.
+    """A cache for a model of this configuration; layers with a sliding window keep transformers' own kind.
+
+    Models and their `generate` take it as `cache`, before transformers 5.24 as `past_key_values`.
 
     Example:
         >>> from qcutlass.models.growing_cache import growing_cache
         >>> def continued(model, ids):
-        ...     return model.generate(ids, past_key_values=growing_cache(model.config))
+        ...     return model.generate(ids, cache=growing_cache(model.config))
     """
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]

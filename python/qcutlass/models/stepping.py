@@ -23,6 +23,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qcutlass.errors import UnsupportedError
+from qcutlass.models.cache_argument import CACHE, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 
 _WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
@@ -136,9 +137,9 @@ class Decoder:
                 ids,
                 attention_mask=None if mask is None else whole,
                 position_ids=positions,
-                past_key_values=own,
                 use_cache=True,
                 logits_to_keep=1,
+                **{CACHE: own},
             )
         for index, layer in enumerate(own.layers):
             self._cache.update(layer.keys, layer.values, index)
@@ -188,9 +189,9 @@ class Decoder:
                 self.tokens,
                 attention_mask=self._attended,
                 position_ids=self._positions,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{CACHE: self._cache},
             )
         self._place.add_(1)
         self._positions.add_(1)
@@ -296,12 +297,10 @@ def in_steps(
 
     @functools.wraps(own)
     def forward(input_ids: Tensor, **options: Any) -> CausalLMOutputWithPast:
-        cache = options.get("past_key_values")
+        cache = pop_cache(options)
         if not isinstance(cache, StepCache):
             if cache is not None and cache.get_seq_length() > 0:
-                raise UnsupportedError(
-                    "past_key_values: in_steps continues no cache but its own; call generate outside"
-                )
+                raise UnsupportedError(f"{CACHE}: in_steps continues no cache but its own; call generate outside")
             logits, cache = start(input_ids, options.get("attention_mask"))
         elif input_ids.shape[1] != 1 or len(input_ids) != len(cache.decoder.tokens):
             cache._unsupported()
@@ -315,7 +314,7 @@ def in_steps(
             cache.decoder.tokens.copy_(input_ids)
             logits = cache.decoder.step()
         cache.count += input_ids.shape[1]
-        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+        return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: cache})
 
     forward.replaced = own  # type: ignore[attr-defined]
     model.forward = forward

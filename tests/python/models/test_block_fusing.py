@@ -14,6 +14,7 @@ from torch import Tensor
 import qcutlass
 from qcutlass import WeightOnly, fuse_block, testing
 from qcutlass.layers import FusedProjection
+from qcutlass.models.cache_argument import CACHE
 from qcutlass.testing.models import NOISE, noise_ratio
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -80,7 +81,7 @@ def logits(model: Any, batch: int, seed: int, cache: Any, steps: int = 3, mask: 
     found = []
     for step in range(steps + 1):
         options = {"attention_mask": given} if mask else {}
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options).logits
+        out = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}, **options).logits
         found.append(out[:, -1])
         ids = torch.full((batch, 1), 5 + step % 64)
         given = torch.cat((given, torch.ones_like(ids)), dim=1)

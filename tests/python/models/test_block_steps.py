@@ -14,6 +14,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C
+from qcutlass.models.cache_argument import CACHE
 from qcutlass.testing.models import NOISE, noise_ratio
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -174,14 +175,14 @@ def test_gradients_tracing_and_training_keep_the_way_of_modules(seed: int, count
     cache = growing_cache(together.config)
     token = torch.tensor([[3]])
     with torch.no_grad():
-        together(token, past_key_values=cache)
+        together(token, **{CACHE: cache})
         compiled = torch.compile(together.model.layers[0].mlp, backend="eager")
         compiled(torch.randn(1, 1, 64))
-        assert counter.during(lambda: together(token, past_key_values=cache)) == 3
+        assert counter.during(lambda: together(token, **{CACHE: cache})) == 3
         together.train()
-        assert counter.during(lambda: together(token, past_key_values=cache)) == 0
+        assert counter.during(lambda: together(token, **{CACHE: cache})) == 0
         together.eval()
-    assert counter.during(lambda: together(token, past_key_values=cache)) == 0
+    assert counter.during(lambda: together(token, **{CACHE: cache})) == 0
 
 
 def test_copies_have_steps_of_their_own(seed: int, counter: Counter) -> None:
