@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "qcutlass/error.h"
@@ -27,8 +28,9 @@ void store_sums(GemmArguments const& arguments, host::Parts const&, int64_t stri
 }
 
 std::vector<float> run(WeightArguments const& weights, std::vector<float> const& a, int threads,
-                       host::ByteKernels kernels) {
+                       host::ByteKernels kernels, bool batch_invariant = false) {
   GemmArguments arguments;
+  arguments.batch_invariant = batch_invariant;
   arguments.m = static_cast<int64_t>(a.size()) / weights.k;
   arguments.weights = weights;
   std::vector<float> out(arguments.m * weights.n, std::numeric_limits<float>::quiet_NaN());
@@ -67,8 +69,8 @@ TEST_P(Int8ActivationsTest, EveryKindOfKernelMultipliesQuantizedActivations) {
   int64_t const n = c.weights.n, k = c.weights.k;
   std::vector<float> const a = random_activations(c.m * k, 6);
   for (host::ByteKernels kernels : host::byte_kernels()) {
-    for (int threads : {1, 2}) {
-      std::vector<float> const out = run(weights.arguments(), a, threads, kernels);
+    for (auto const& [threads, batch_invariant] : {std::pair<int, bool>{1, false}, {2, false}, {2, true}}) {
+      std::vector<float> const out = run(weights.arguments(), a, threads, kernels, batch_invariant);
       for (int64_t row = 0; row < c.m; ++row) {
         for (int64_t channel = 0; channel < n; ++channel) {
           double sum = 0, magnitude = 0;
@@ -134,7 +136,7 @@ TEST(Int8Activations, RowsOfTheCallersAreMultipliedExactly) {
   struct Sizes {
     int64_t k, group_size;
   };
-  int64_t const n = 21, m = 13;
+  int64_t const n = 21, most = 13;
   std::mt19937 random(7);
   for (Sizes const size : {Sizes{1, 1},
                            {15, 15},
@@ -153,12 +155,11 @@ TEST(Int8Activations, RowsOfTheCallersAreMultipliedExactly) {
     for (uint8_t& code : codes) code = static_cast<uint8_t>(random() % 16);
     for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(random() % 17);
     host::pack({Packing::kW4A16, n, k, codes.data(), k, packed.data()}, 1);
-    std::vector<float> scales(groups * n), out(m * n);
+    std::vector<float> scales(groups * n), out(most * n);
     for (float& scale : scales) scale = std::ldexp(1.0f, -static_cast<int>(random() % 2));
-    std::vector<int8_t> a(m * stride);
+    std::vector<int8_t> a(most * stride);
     for (int8_t& value : a) value = static_cast<int8_t>(static_cast<int>(random() % 256) - 128);
     GemmArguments arguments;
-    arguments.m = m;
     arguments.weights = {
         Packing::kW4A16, n, k, size.group_size, packed.data(), DType::kFloat32, scales.data(), n, DType::kUInt8,
         zeros.data(),    n};
@@ -167,30 +168,38 @@ TEST(Int8Activations, RowsOfTheCallersAreMultipliedExactly) {
     arguments.a_stride = stride;
     arguments.out = out.data();
     for (host::ByteKernels kernels : host::byte_kernels()) {
-      host::gemm_int8_rows(arguments, 2, store_sums, kernels);
-      for (int64_t row = 0; row < m; ++row) {
-        for (int64_t channel = 0; channel < n; ++channel) {
-          double sum = 0;
-          for (int64_t i = 0; i < k; ++i) {
-            int64_t const at = i / size.group_size * n + channel;
-            sum += double(scales[at]) * a[row * stride + i] * (codes[channel * k + i] - zeros[at]);
+      for (int64_t m : {int64_t{1}, int64_t{3}, most}) {
+        arguments.m = m;
+        host::gemm_int8_rows(arguments, 2, store_sums, kernels);
+        for (int64_t row = 0; row < m; ++row) {
+          for (int64_t channel = 0; channel < n; ++channel) {
+            double sum = 0;
+            for (int64_t i = 0; i < k; ++i) {
+              int64_t const at = i / size.group_size * n + channel;
+              sum += double(scales[at]) * a[row * stride + i] * (codes[channel * k + i] - zeros[at]);
+            }
+            ASSERT_EQ(out[row * n + channel], sum) << "kernels " << int(kernels) << ", k " << k << ", m " << m;
           }
-          ASSERT_EQ(out[row * n + channel], sum) << "kernels " << int(kernels) << ", k " << k;
         }
       }
     }
   }
 }
 
+/// Few rows are multiplied otherwise than many, unless rows shall not depend on their number.
 TEST(Int8Activations, RowsDoNotDependOnTheOnesBesideThem) {
   test::RandomWeights const weights({Packing::kW4A16, 40, 300, 32, DType::kFloat16, DType::kFloat16}, 1);
-  std::vector<float> const a = random_activations(13 * 300, 2);
   host::ByteKernels const kernels = host::byte_kernels().back();
-  std::vector<float> const all = run(weights.arguments(), a, 1, kernels);
-  for (int64_t row = 0; row < 13; ++row) {
-    std::vector<float> const alone(a.begin() + row * 300, a.begin() + (row + 1) * 300);
-    std::vector<float> const out = run(weights.arguments(), alone, 1, kernels);
-    for (int64_t i = 0; i < 40; ++i) ASSERT_EQ(out[i], all[row * 40 + i]);
+  for (auto const& [rows, batch_invariant] : {std::pair<int64_t, bool>{4, false}, {13, true}}) {
+    std::vector<float> const a = random_activations(rows * 300, 2);
+    std::vector<float> const all = run(weights.arguments(), a, 1, kernels, batch_invariant);
+    for (int64_t first = 0; first < rows; ++first) {
+      for (int64_t count = 1; count < std::min<int64_t>(rows - first, 4); ++count) {
+        std::vector<float> const some(a.begin() + first * 300, a.begin() + (first + count) * 300);
+        std::vector<float> const out = run(weights.arguments(), some, 1, kernels, batch_invariant);
+        for (int64_t i = 0; i < count * 40; ++i) ASSERT_EQ(out[i], all[first * 40 + i]);
+      }
+    }
   }
 }
 
