@@ -6,7 +6,6 @@
 #include <cmath>
 #include <limits>
 #include <random>
-#include <utility>
 #include <vector>
 
 #include "qcutlass/error.h"
@@ -28,9 +27,8 @@ void store_sums(GemmArguments const& arguments, host::Parts const&, int64_t stri
 }
 
 std::vector<float> run(WeightArguments const& weights, std::vector<float> const& a, int threads,
-                       host::ByteKernels kernels, bool batch_invariant = false) {
+                       host::ByteKernels kernels) {
   GemmArguments arguments;
-  arguments.batch_invariant = batch_invariant;
   arguments.m = static_cast<int64_t>(a.size()) / weights.k;
   arguments.weights = weights;
   std::vector<float> out(arguments.m * weights.n, std::numeric_limits<float>::quiet_NaN());
@@ -69,8 +67,8 @@ TEST_P(Int8ActivationsTest, EveryKindOfKernelMultipliesQuantizedActivations) {
   int64_t const n = c.weights.n, k = c.weights.k;
   std::vector<float> const a = random_activations(c.m * k, 6);
   for (host::ByteKernels kernels : host::byte_kernels()) {
-    for (auto const& [threads, batch_invariant] : {std::pair<int, bool>{1, false}, {2, false}, {2, true}}) {
-      std::vector<float> const out = run(weights.arguments(), a, threads, kernels, batch_invariant);
+    for (int threads : {1, 2}) {
+      std::vector<float> const out = run(weights.arguments(), a, threads, kernels);
       for (int64_t row = 0; row < c.m; ++row) {
         for (int64_t channel = 0; channel < n; ++channel) {
           double sum = 0, magnitude = 0;
@@ -186,18 +184,20 @@ TEST(Int8Activations, RowsOfTheCallersAreMultipliedExactly) {
   }
 }
 
-/// Few rows are multiplied otherwise than many, unless rows shall not depend on their number.
+/// Few rows are multiplied otherwise than many, to the same bits.
 TEST(Int8Activations, RowsDoNotDependOnTheOnesBesideThem) {
-  test::RandomWeights const weights({Packing::kW4A16, 40, 300, 32, DType::kFloat16, DType::kFloat16}, 1);
-  host::ByteKernels const kernels = host::byte_kernels().back();
-  for (auto const& [rows, batch_invariant] : {std::pair<int64_t, bool>{4, false}, {13, true}}) {
-    std::vector<float> const a = random_activations(rows * 300, 2);
-    std::vector<float> const all = run(weights.arguments(), a, 1, kernels, batch_invariant);
-    for (int64_t first = 0; first < rows; ++first) {
-      for (int64_t count = 1; count < std::min<int64_t>(rows - first, 4); ++count) {
-        std::vector<float> const some(a.begin() + first * 300, a.begin() + (first + count) * 300);
-        std::vector<float> const out = run(weights.arguments(), some, 1, kernels, batch_invariant);
-        for (int64_t i = 0; i < count * 40; ++i) ASSERT_EQ(out[i], all[first * 40 + i]);
+  for (Case const& c : cases()) {
+    test::RandomWeights const weights(c.weights, 1);
+    int64_t const n = c.weights.n, k = c.weights.k;
+    std::vector<float> const a = random_activations(13 * k, 2);
+    for (host::ByteKernels kernels : host::byte_kernels()) {
+      std::vector<float> const all = run(weights.arguments(), a, 1, kernels);
+      for (int64_t first = 0; first < 13; ++first) {
+        for (int64_t count = 1; count <= std::min<int64_t>(13 - first, 4); ++count) {
+          std::vector<float> const some(a.begin() + first * k, a.begin() + (first + count) * k);
+          std::vector<float> const out = run(weights.arguments(), some, 1, kernels);
+          for (int64_t i = 0; i < count * n; ++i) ASSERT_EQ(out[i], all[first * n + i]) << "kernels " << int(kernels);
+        }
       }
     }
   }

@@ -87,15 +87,9 @@ class ByteTiles {
       ChannelParameters const& group = groups_[group_of_[run]];
 #pragma GCC unroll 2
       for (int part = 0; part < kParts; ++part) {
-        Float scale, zero;
-        std::memcpy(&scale, group.scales + part * kLanes, sizeof(scale));
-        std::memcpy(&zero, group.offsets + part * kLanes, sizeof(zero));
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          QuantizedRows::Run const& of_row = parameters[row];
-          Float const difference = __builtin_convertvector(dots[row].part[part], Float) - zero * of_row.sum;
-          total[row][part] += difference * of_row.scale * scale;
-        }
+        for (int row = 0; row < kRows; ++row)
+          total[row][part] += sum_of_run<Float>(dots[row].part[part], parameters[row], group, part * kLanes);
       }
       parameters += kRows;
     }

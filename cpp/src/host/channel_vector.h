@@ -15,6 +15,7 @@ template <int kLanes>
 struct Vectors {
   typedef float Float __attribute__((vector_size(4 * kLanes)));
   typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
+  typedef uint16_t Words __attribute__((vector_size(2 * kLanes)));
   typedef __int128 Quads __attribute__((vector_size(4 * kLanes)));  ///< as quads of lanes
 };
 

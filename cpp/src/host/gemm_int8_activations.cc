@@ -65,31 +65,18 @@ MultiplyBytes choose(ByteKernels kernels) {
 void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, int threads, StorePart store,
                    ByteKernels kernels) {
   WeightArguments const& weights = arguments.weights;
+  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
+  auto const multiply_all = [&](auto const& multiply) {
+    auto const multiply_one = [&](int64_t strip, float* sums) {
+      ChannelParameters::prefetch(weights, strip + 1);
+      multiply(strip, sums);
+    };
+    multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
+  };
+  if (arguments.m <= kFewByteRows) return multiply_all(few_byte_rows(weights, rows, kernels));
   MultiplyBytes const multiply =
       weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
-  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
-  auto const multiply_one = [&](int64_t strip, float* sums) {
-    ChannelParameters::prefetch(weights, strip + 1);
-    multiply(weights, rows, strip, sums);
-  };
-  multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
-}
-
-/// Few rows, whose sums are others than those of the same rows among many.
-bool serves_few(GemmArguments const& arguments) {
-  return arguments.m <= FewByteRows::kMost && !arguments.batch_invariant;
-}
-
-void multiply_few(GemmArguments const& arguments, FewByteRows const& rows, int threads, StorePart store) {
-  WeightArguments const& weights = arguments.weights;
-  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k);
-  multiply_strips(
-      arguments, rows.count, grain, threads,
-      [&](int64_t strip, float* sums) {
-        ChannelParameters::prefetch(weights, strip + 1);
-        rows.multiply(strip, sums);
-      },
-      store);
+  multiply_all([&](int64_t strip, float* sums) { multiply(weights, rows, strip, sums); });
 }
 
 /// The largest power of two that divides a group of weights, the extent of whole tiles and what is decoded at once.
@@ -122,10 +109,6 @@ void check_int8_activations(WeightArguments const& weights) {
 void gemm_int8_activations(GemmArguments const& arguments, float const* activations, int threads, StorePart store,
                            ByteKernels kernels) {
   WeightArguments const& weights = arguments.weights;
-  if (serves_few(arguments)) {
-    FewByteRows const rows = FewByteRows::quantized(weights, activations, arguments.m, kernels);
-    return multiply_few(arguments, rows, threads, store);
-  }
   int const run = weights.groups() > 1 && weights.group_size % kActivationBlock != 0 ? kStepK : kActivationBlock;
   QuantizedRows const rows = quantize_rows(weights.packing, activations, arguments.m, weights.k, run, threads);
   multiply_rows(arguments, rows, threads, store, kernels);
@@ -133,12 +116,8 @@ void gemm_int8_activations(GemmArguments const& arguments, float const* activati
 
 void gemm_int8_rows(GemmArguments const& arguments, int threads, StorePart store, ByteKernels kernels) {
   WeightArguments const& weights = arguments.weights;
-  auto const* const codes = static_cast<int8_t const*>(arguments.a);
-  if (serves_few(arguments)) {
-    FewByteRows const rows = FewByteRows::of_codes(weights, codes, arguments.a_stride, arguments.m, kernels);
-    return multiply_few(arguments, rows, threads, store);
-  }
-  QuantizedRows const rows = arrange_rows(codes, arguments.a_stride, arguments.m, weights.k, run_of(weights), threads);
+  QuantizedRows const rows = arrange_rows(static_cast<int8_t const*>(arguments.a), arguments.a_stride, arguments.m,
+                                          weights.k, run_of(weights), threads);
   multiply_rows(arguments, rows, threads, store, kernels);
 }
 

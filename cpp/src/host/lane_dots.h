@@ -1,128 +1,229 @@
-// The product of few rows of int8 activations with a strip of 16 channels, k across vector lanes: bytes go from memory
-// through registers into integer dot products. Activations lie in the order of the codes, so that no code moves.
+// The product of few rows of int8 activations with a strip of 16 channels: packed bytes go from memory through
+// registers into integer dot products, k across vector lanes, of which each channel has a vector. At the end of a run
+// of columns the lanes of each channel are added up, which leaves a vector that has a lane for each channel.
+//
+// The sums are those of ByteTiles, in the same order: exact integers of a run, finished by the same function.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
-#include "host/byte_dot.h"
+#include "host/byte_product.h"
+#include "host/channel_parameters.h"
 #include "host/channel_vector.h"
-#include "host/lane_product.h"
 #include "host/lane_words.h"
 #include "host/multiversion.h"
+#include "host/quantized_rows.h"
 #include "host/strip_parameters.h"
 #include "qcutlass/layout.h"
 
 namespace qcutlass::host {
 
-/// A row's activations for a tile of codes. The four bytes of a word of 8-bit codes belong to two channels, g and
-/// g + 8: there are two vectors for them, each with zeros where the other channel's codes are.
+/// A row's activations for a tile of codes, in the order of its words. The four bytes of a word of 8-bit codes belong
+/// to two channels, g and g + 8: there is a vector for each, with zeros where the other's codes are.
 template <Packing kPacking>
 struct alignas(64) LaneBytes {
-  static constexpr int kWords = LaneWords<kPacking>::kWords, kCodes = LaneWords<kPacking>::kCodes;
-  static constexpr int kHalves = 4 / kCodes;
+  using Words = LaneWords<kPacking>;
+  static constexpr int kHalves = 4 / Words::kCodes;
 
-  int8_t codes[kHalves][kWords][4];
-  float scales[kWords];  ///< of the codes that meet each word
-  float sums[kWords];    ///< of these codes
+  int8_t codes[kHalves][Words::kWords][4];
 
-  /// `natural`: codes in the order of k, zeros past its end. `scale_of(k)`: of the code in column k of the tile; one
-  /// for all columns that meet a word.
-  template <class ScaleOf>
-  void arrange(int8_t const* natural, ScaleOf const& scale_of) {
-    for (int word = 0; word < kWords; ++word) {
-      int32_t sum = 0;
-      for (int half = 0; half < kHalves; ++half) std::fill_n(codes[half][word], 4, int8_t{0});
-      for (int i = 0; i < kCodes; ++i) {
-        int8_t const code = natural[LaneWords<kPacking>::kColumn[word * kCodes + i]];
-        for (int half = 0; half < kHalves; ++half) codes[half][word][half * kCodes + i] = code;
-        sum += code;
+  /// `natural`: codes in the order of k.
+  void arrange(int8_t const* natural) {
+    for (int half = 0; half < kHalves; ++half) {
+      for (int word = 0; word < Words::kWords; ++word) {
+        std::fill_n(codes[half][word], 4, int8_t{0});
+        for (int i = 0; i < Words::kCodes; ++i)
+          codes[half][word][half * Words::kCodes + i] = natural[Words::kColumn[word * Words::kCodes + i]];
       }
-      scales[word] = scale_of(LaneWords<kPacking>::kColumn[word * kCodes]);
-      sums[word] = static_cast<float>(sum);
     }
   }
 };
 
-/// `Bytes`: a class of byte_dot.h. `kSteps`: as StripParameters has it.
-template <class Bytes, Packing kPacking, int kSteps, int kRows>
-class LaneDots {
-  static constexpr int kLanes = Bytes::kLanes, kBits = bits_of(kPacking);
-  using Words = LaneWords<kPacking>;
-  using Row = LaneBytes<kPacking>;
-  using Float = typename Vectors<kLanes>::Float;
-  using Int = typename Bytes::Int;
-  using Parameters = StripParameters<kPacking, kSteps>;
-  using Sums = LaneSums<kLanes, kRows>;
+/// Rows for LaneDots. `run`: a power of two, as QuantizedRows has it.
+template <Packing kPacking>
+struct LaneRows {
+  int64_t count;
+  int run;
+  std::vector<LaneBytes<kPacking>> tiles;      ///< [tile][row]
+  std::vector<QuantizedRows::Run> parameters;  ///< [run][row]
+};
 
-  static_assert(kBits == 8 ? Words::kUpperShift == 16 : Words::kUpperShift == 4);
+/// The sums over lanes of 16 channels. Lane w of a channel's vector belongs to step w % 4 of a tile; there is a sum for
+/// each of kRuns equal parts of the steps.
+template <class Bytes, int kRuns>
+class LaneSteps {
+  static constexpr int kLanes = Bytes::kLanes, kParts = layout::kTileN / kLanes;
+  using Int = typename Bytes::Int;
 
  public:
-  /// sums[row][channel] = the products of the strip's channels with the rows. `rows`: [tile][kRows].
-  static QCUTLASS_INLINE void multiply(WeightArguments const& weights, Row const* rows, int64_t strip, float* sums) {
-    int64_t const tiles = layout::tiles_k(kPacking, weights.k);
-    uint8_t const* packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles * layout::kTileBytes;
-    Parameters parameters(weights, strip);
-    Sums partial = {};
-    for (int64_t tile = 0; tile < tiles; tile += Parameters::kTiles) {
-      int const count = static_cast<int>(std::min<int64_t>(Parameters::kTiles, tiles - tile));
-      Parameters::load(parameters, count);
-      for (int g = 0; g < Words::kGroups; ++g) add_channels(parameters, g, packed, rows, count, partial);
-      packed += Parameters::kTiles * layout::kTileBytes;
-      rows += Parameters::kTiles * kRows;
-    }
-    Sums::reduce(partial, sums);
-  }
-
- private:
-  /// Adds the products of channels g and g + 8 with `count` tiles.
-  static QCUTLASS_INLINE void add_channels(Parameters const& parameters, int g, uint8_t const* packed, Row const* rows,
-                                           int count, Sums& partial) {
-    int const upper = Words::kGroups + g;
-    Float lower_sums[kRows], upper_sums[kRows];
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) {
-      lower_sums[row] = partial.sums[g][row];
-      upper_sums[row] = partial.sums[upper][row];
-    }
-    packed += g * Words::kWords * 4;
-    for (int tile = 0; tile < count; ++tile, packed += layout::kTileBytes, rows += kRows) {
-      __builtin_prefetch(packed + Parameters::kTiles * layout::kTileBytes);
-      auto const lower_scale = parameters.template scales<kLanes>(tile, g);
-      auto const lower_zero = parameters.template offsets<kLanes>(tile, g);
-      auto const upper_scale = parameters.template scales<kLanes>(tile, upper);
-      auto const upper_zero = parameters.template offsets<kLanes>(tile, upper);
+  static QCUTLASS_INLINE void add_up(Int (&lanes)[layout::kTileN], ChannelSums<Bytes> (&sums)[kRuns]) {
 #pragma GCC unroll 2
-      for (int word = 0; word < Words::kWords; word += kLanes) {
-        Int const words = load<Int>(packed + 4 * word);
-        Int const lower_codes = kBits == 4 ? words & 0x0f0f0f0f : words;
-        Int const upper_codes = kBits == 4 ? (words >> 4) & 0x0f0f0f0f : words;
+    for (int part = 0; part < kParts; ++part) {
+      Int steps[4];  // [channel % 4], quad q of lanes: the four steps of channel 4 q + channel % 4
+      if constexpr (kParts == 1) {
+        Int halves[8];
+#pragma GCC unroll 8
+        for (int c = 0; c < 8; ++c) halves[c] = add_halves(lanes[c], lanes[c + 8]);
 #pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row) {
-          Row const& a = rows[row];
-          Float const scales = load<Float>(a.scales + word), code_sums = load<Float>(a.sums + word);
-          Int lower_dots = {}, upper_dots = {};
-          Bytes::template add_dot<kBits>(lower_dots, lower_codes, load<Int>(a.codes[0][word]));
-          Bytes::template add_dot<kBits>(upper_dots, upper_codes, load<Int>(a.codes[Row::kHalves - 1][word]));
-          // The difference first, which is exact where zeros are integers.
-          Float const below = __builtin_convertvector(lower_dots, Float) - lower_zero * code_sums;
-          Float const above = __builtin_convertvector(upper_dots, Float) - upper_zero * code_sums;
-          lower_sums[row] += below * scales * lower_scale;
-          upper_sums[row] += above * scales * upper_scale;
+        for (int c = 0; c < 4; ++c) steps[c] = add_quads(halves[c], halves[c + 4]);
+      } else {
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) steps[c] = add_quads(lanes[8 * part + c], lanes[8 * part + c + 4]);
+      }
+      if constexpr (kRuns == 4) {
+        Int const low02 = interleave<0>(steps[0], steps[2]), low13 = interleave<0>(steps[1], steps[3]);
+        Int const high02 = interleave<2>(steps[0], steps[2]), high13 = interleave<2>(steps[1], steps[3]);
+        sums[0].part[part] = interleave<0>(low02, low13);
+        sums[1].part[part] = interleave<2>(low02, low13);
+        sums[2].part[part] = interleave<0>(high02, high13);
+        sums[3].part[part] = interleave<2>(high02, high13);
+      } else {
+        Int const even = add_neighbours(steps[0], steps[2]), odd = add_neighbours(steps[1], steps[3]);
+        Int const first = interleave<0>(even, odd), second = interleave<2>(even, odd);
+        if constexpr (kRuns == 2) {
+          sums[0].part[part] = first;
+          sums[1].part[part] = second;
+        } else {
+          sums[0].part[part] = first + second;
         }
       }
     }
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) {
-      partial.sums[g][row] = lower_sums[row];
-      partial.sums[upper][row] = upper_sums[row];
+  }
+
+ private:
+  /// Lanes 0 to 7 plus 8 to 15: of x, then of y.
+  static QCUTLASS_INLINE Int add_halves(Int const& x, Int const& y) {
+    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+
+  /// Of each eight lanes the lower four plus the upper ones: of x, then of y.
+  static QCUTLASS_INLINE Int add_quads(Int const& x, Int const& y) {
+    if constexpr (kLanes == 16) {
+      return __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+             __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    } else {
+      return __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11) +
+             __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
     }
   }
 
-  template <class Vector>
-  static QCUTLASS_INLINE Vector load(void const* from) {
-    Vector vector;
+  /// Of each quad x0 + x1, y0 + y1, x2 + x3, y2 + y3.
+  static QCUTLASS_INLINE Int add_neighbours(Int const& x, Int const& y) {
+    Int const low = interleave<0>(x, y), high = interleave<2>(x, y);  // x0 y0 x1 y1, x2 y2 x3 y3
+    return pairs<0>(low, high) + pairs<2>(low, high);
+  }
+
+  /// Of each quad lanes kFirst and kFirst + 1 of both, in turns.
+  template <int kFirst>
+  static QCUTLASS_INLINE Int interleave(Int const& x, Int const& y) {
+    return in_quads<kFirst, kLanes + kFirst, kFirst + 1, kLanes + kFirst + 1>(x, y);
+  }
+
+  /// Of each quad lanes kFirst and kFirst + 1 of x, then of y.
+  template <int kFirst>
+  static QCUTLASS_INLINE Int pairs(Int const& x, Int const& y) {
+    return in_quads<kFirst, kFirst + 1, kLanes + kFirst, kLanes + kFirst + 1>(x, y);
+  }
+
+  template <int a, int b, int c, int d>
+  static QCUTLASS_INLINE Int in_quads(Int const& x, Int const& y) {
+    if constexpr (kLanes == 16) {
+      return __builtin_shufflevector(x, y, a, b, c, d, 4 + a, 4 + b, 4 + c, 4 + d, 8 + a, 8 + b, 8 + c, 8 + d, 12 + a,
+                                     12 + b, 12 + c, 12 + d);
+    } else {
+      return __builtin_shufflevector(x, y, a, b, c, d, 4 + a, 4 + b, 4 + c, 4 + d);
+    }
+  }
+};
+
+/// `Bytes`: a class of byte_dot.h. kRuns: runs of a tile; 1: a run is one tile or several.
+template <class Bytes, Packing kPacking, int kRuns, int kRows>
+class LaneDots {
+  static constexpr int kLanes = Bytes::kLanes, kBits = bits_of(kPacking), kParts = layout::kTileN / kLanes;
+  using Words = LaneWords<kPacking>;
+  using Tile = LaneBytes<kPacking>;
+  using Float = typename Vectors<kLanes>::Float;
+  using Int = typename Bytes::Int;
+
+  static_assert(kBits == 8 ? Words::kUpperShift == 16 : Words::kUpperShift == 4);
+  static_assert(Words::kSteps == 4);
+
+ public:
+  /// sums[row][channel] = the products of the strip's channels with the rows, of which there are kRows.
+  static QCUTLASS_INLINE void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip,
+                                       float* sums) {
+    int64_t const tiles = layout::tiles_k(kPacking, weights.k), last = weights.groups() - 1;
+    int64_t const tiles_of_run = std::max(rows.run / Words::kTileK, 1);
+    uint8_t const* packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles * layout::kTileBytes;
+    Tile const* activations = rows.tiles.data();
+    QuantizedRows::Run const* parameters = rows.parameters.data();
+    ChannelParameters groups[kGroups];
+    int64_t group = 0, group_end = last == 0 ? weights.k : weights.group_size, loaded = 0;
+    Float total[kRows][kParts] = {};
+    for (int64_t tile = 0, k = 0; tile < tiles; tile += tiles_of_run) {
+      Int dots[kRows][layout::kTileN] = {};
+      for (int64_t i = std::min(tiles_of_run, tiles - tile); i > 0; --i) {
+        add_tile(packed, activations, dots);
+        packed += layout::kTileBytes;
+        activations += kRows;
+      }
+      ChannelSums<Bytes> runs[kRows][kRuns];
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) LaneSteps<Bytes, kRuns>::add_up(dots[row], runs[row]);
+#pragma GCC unroll 4
+      for (int run = 0; run < kRuns; ++run, k += rows.run, parameters += kRows) {
+        if (k >= weights.k) break;
+        if (k >= group_end) {
+          ++group;
+          group_end = group == last ? weights.k : group_end + weights.group_size;
+        }
+        if (group >= loaded) {
+          int64_t const count = std::min<int64_t>(kGroups, last + 1 - loaded);
+          load_groups(weights, strip, loaded, count, groups);
+          loaded += count;
+        }
+        ChannelParameters const& of_run = groups[group % kGroups];
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+          for (int part = 0; part < kParts; ++part)
+            total[row][part] += sum_of_run<Float>(runs[row][run].part[part], parameters[row], of_run, part * kLanes);
+        }
+      }
+    }
+    std::memcpy(sums, total, sizeof(total));
+  }
+
+ private:
+  static constexpr int kGroups = 16;  ///< whose scales and zeros are loaded at once
+
+  static QCUTLASS_INLINE void add_tile(uint8_t const* packed, Tile const* rows, Int (&dots)[kRows][layout::kTileN]) {
+#pragma GCC unroll 8
+    for (int g = 0; g < Words::kGroups; ++g) {
+      __builtin_prefetch(packed + kAhead + g * Words::kWords * 4);
+#pragma GCC unroll 2
+      for (int word = 0; word < Words::kWords; word += kLanes) {
+        Int const words = load(packed + (g * Words::kWords + word) * 4);
+        Int const lower = kBits == 4 ? words & 0x0f0f0f0f : words;
+        Int const upper = kBits == 4 ? (words >> 4) & 0x0f0f0f0f : words;
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) {
+          auto const& codes = rows[row].codes;
+          Bytes::template add_dot<kBits>(dots[row][g], lower, load(codes[0][word]));
+          Bytes::template add_dot<kBits>(dots[row][Words::kGroups + g], upper, load(codes[Tile::kHalves - 1][word]));
+        }
+      }
+    }
+  }
+
+  static constexpr int64_t kAhead = 4096;  ///< bytes: some 300 ns at 14 GB/s, what memory takes to answer
+
+  static QCUTLASS_INLINE Int load(void const* from) {
+    Int vector;
     std::memcpy(&vector, from, sizeof(vector));
     return vector;
   }
