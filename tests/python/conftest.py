@@ -6,7 +6,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 import qcutlass
 from qcutlass import testing, tuning
 
-_SESSION_SEED = int(os.environ.get("QCUTLASS_TEST_SEED", random.SystemRandom().randrange(2**31)))
+# In the environment, so that all processes of a session have the same.
+_SESSION_SEED = int(os.environ.setdefault("QCUTLASS_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
 
 def _gpu_obstacle() -> str | None:
@@ -73,8 +74,28 @@ class Ledger:
         self.identity_error = max(self.identity_error, float(error.max().nan_to_num(nan=float("inf"))))
         self.equal(out, expected, label)
 
+    def add(self, other: Ledger) -> None:
+        """The record of another process."""
+        self.cases += other.cases
+        if other.ratio > self.ratio:
+            self.ratio, self.ratio_label = other.ratio, other.ratio_label
+        self.identity_error = max(self.identity_error, other.identity_error)
+        self.tactics |= other.tactics
+
 
 _LEDGER = Ledger()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+        session.config.workeroutput["ledger"] = asdict(_LEDGER)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    record = getattr(node, "workeroutput", {}).get("ledger")  # there is none of a process that crashed
+    if record is not None:
+        _LEDGER.add(Ledger(**record))
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,9 @@ namespace {
 /// Products that one range of the parallel loop should at least hold: some 10 microseconds.
 constexpr int64_t kGrainOperations = int64_t{1} << 19;
 
+/// The same of few rows, which wait for the weights: 64 KB of 4-bit codes.
+constexpr int64_t kFewRowsGrain = int64_t{1} << 17;
+
 /// Adds the products of one strip of 16 channels to sums [m][16].
 template <class Bytes, Packing kPacking>
 QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
@@ -65,7 +68,8 @@ MultiplyBytes choose(ByteKernels kernels) {
 void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, int threads, StorePart store,
                    ByteKernels kernels) {
   WeightArguments const& weights = arguments.weights;
-  int64_t const grain = kGrainOperations / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
+  bool const few = arguments.m <= kFewByteRows;
+  int64_t const grain = (few ? kFewRowsGrain : kGrainOperations) / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
   auto const multiply_all = [&](auto const& multiply) {
     auto const multiply_one = [&](int64_t strip, float* sums) {
       ChannelParameters::prefetch(weights, strip + 1);
@@ -73,7 +77,7 @@ void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, in
     };
     multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
   };
-  if (arguments.m <= kFewByteRows) return multiply_all(few_byte_rows(weights, rows, kernels));
+  if (few) return multiply_all(few_byte_rows(weights, rows, kernels));
   MultiplyBytes const multiply =
       weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
   multiply_all([&](int64_t strip, float* sums) { multiply(weights, rows, strip, sums); });

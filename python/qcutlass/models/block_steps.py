@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Final
 
 import torch
@@ -85,35 +86,32 @@ def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep
 
 
 class _Held:
-    """What a block has where: children, tensors, hooks, options."""
+    """What a block has where: children, tensors, hooks, options.
+
+    Each token of each block looks at some hundred of them, so that they are compared without a loop in Python.
+    """
 
     def __init__(self, block: Any) -> None:
         attention, mlp = block.self_attn, block.mlp
         owners = block, attention, mlp, *attention.children(), *mlp.children()
         called = _stands_for(block)
         places = [owner._modules for owner in owners] + [module._buffers for module in called]
-        self._entries: list[tuple[Any, str, object]] = [
-            (place, name, value) for place in places for name, value in place.items()
-        ]
-        weights = [weight for module in called for weight in module._parameters.values() if weight is not None]
-        self._weights = [(weight, weight.data_ptr()) for weight in weights]
+        entries = [(place, name, value) for place in places for name, value in place.items()]
+        entries += [(vars(layer), "activations", layer.activations) for layer in _layers(block)]
+        entries += [(vars(block), name, getattr(block, name)) for name in ("training", "following")]
+        options = vars(attention.config)  # to ask the configuration itself takes longer than all of this
+        entries += [(options, name, value) for name, value in options.items() if "attn_implementation" in name]
+        self._places, self._names, self._values = zip(*entries, strict=True)
+        self._weights = [weight for module in called for weight in module._parameters.values() if weight is not None]
+        self._addresses = [weight.data_ptr() for weight in self._weights]
         self._hooks = [hooks for module in called for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._options = [(layer, layer.activations) for layer in _layers(block)]
-        self._block, self._following = block, block.following
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
-        for place, name, value in self._entries:
-            if place.get(name) is not value:
-                return False
-        for weight, address in self._weights:  # which moves keep as they are, with other memory
-            if weight.data_ptr() != address:
-                return False
-        for layer, activations in self._options:
-            if layer.activations is not activations:
-                return False
-        block = self._block
-        return not (any(self._hooks) or block.training) and block.following is self._following
+        if not all(map(operator.is_, map(dict.get, self._places, self._names), self._values)):
+            return False
+        # Moves keep parameters as they are, with other memory.
+        return not any(self._hooks) and self._addresses == [weight.data_ptr() for weight in self._weights]
 
 
 def _layers(block: Any) -> tuple[Any, Any, Any, Any]:
@@ -147,7 +145,7 @@ def _is_plain(block: Any) -> bool:
     """Whether the block's modules do what a step does in their place."""
     norms = [norm for norm in _head_norms(block.self_attn) if norm is not None]
     kinds = {(norm.weight.dtype, norm.variance_epsilon) for norm in norms}
-    if block.training or len(kinds) > 1 or len(norms) == 1:
+    if block.training or len(kinds) > 1 or len(norms) == 1 or block.self_attn.config._attn_implementation != "sdpa":
         return False
     if not all(isinstance(layer, WeightOnlyLinear) for layer in _layers(block)):
         return False
