@@ -166,7 +166,7 @@ TEST(Int8Activations, RowsOfTheCallersAreMultipliedExactly) {
     arguments.a_stride = stride;
     arguments.out = out.data();
     for (host::ByteKernels kernels : host::byte_kernels()) {
-      for (int64_t m : {int64_t{1}, int64_t{3}, most}) {
+      for (int64_t m : {int64_t{1}, int64_t{2}, int64_t{3}, most}) {
         arguments.m = m;
         host::gemm_int8_rows(arguments, 2, store_sums, kernels);
         for (int64_t row = 0; row < m; ++row) {

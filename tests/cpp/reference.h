@@ -26,6 +26,8 @@ inline std::string name_of(DType type) {
     case DType::kInt32: return "i32";
     case DType::kFloat8E4M3: return "e4m3";
     case DType::kFloat8E5M2: return "e5m2";
+    case DType::kFloat8E8M0: return "e8m0";
+    case DType::kFloat4E2M1: return "e2m1";
     case DType::kUInt4: return "u4";
   }
   return "?";
@@ -36,6 +38,9 @@ inline std::string name_of(Packing packing) {
     case Packing::kW4A16: return "w4a16";
     case Packing::kW8A16: return "w8a16";
     case Packing::kW8A8: return "w8a8";
+    case Packing::kW4A8: return "w4a8";
+    case Packing::kE2M1A16: return "e2m1a16";
+    case Packing::kE4M3A16: return "e4m3a16";
   }
   return "?";
 }
@@ -106,6 +111,8 @@ inline double get(DType type, void const* data, int64_t index) {
     case DType::kFloat8E4M3: return value_of_e4m3(static_cast<uint8_t const*>(data)[index]);
     case DType::kFloat8E5M2: return value_of_e5m2(static_cast<uint8_t const*>(data)[index]);
     case DType::kNone:
+    case DType::kFloat8E8M0:
+    case DType::kFloat4E2M1:
     case DType::kUInt4: break;
   }
   return 0;
@@ -144,7 +151,10 @@ inline void set(DType type, void* data, int64_t index, double value) {
         if (get(type, data, index) == value) return;
       }
       return;
-    case DType::kNone: return;
+    case DType::kNone:
+    case DType::kFloat8E8M0:
+    case DType::kFloat4E2M1:
+    case DType::kUInt4: return;
   }
 }
 

@@ -18,8 +18,9 @@ from torch import Tensor
 import qcutlass
 from qcutlass import testing, tuning
 
-# In the environment, so that all processes of a session have the same.
-_SESSION_SEED = int(os.environ.setdefault("QCUTLASS_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
+# All processes of a session have the same: they inherit it, or draw it from the number that pytest-xdist gave it.
+_DRAWN = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**31)
+_SESSION_SEED = int(os.environ.setdefault("QCUTLASS_TEST_SEED", str(_DRAWN)))
 
 
 def _gpu_obstacle() -> str | None:

@@ -6,7 +6,9 @@
 #include <type_traits>
 
 #include "host/byte_dot.h"
+#include "host/channel_parameters.h"
 #include "host/multiversion.h"
+#include "host/quantized_rows.h"
 #include "qcutlass/layout.h"
 
 namespace qcutlass::host {
@@ -87,6 +89,17 @@ QCUTLASS_INLINE void add_dots(int32_t const* codes, int8_t const* a, int words, 
       }
     }
   }
+}
+
+/// What a run adds to sums of channels `first` and following: `dots` are those of a row's codes with theirs. The
+/// difference comes first, which is exact where zeros are integers.
+template <class Float, class Int>
+QCUTLASS_INLINE Float sum_of_run(Int const& dots, QuantizedRows::Run const& run, ChannelParameters const& group,
+                                 int first) {
+  Float scale, zero;
+  std::memcpy(&scale, group.scales + first, sizeof(scale));
+  std::memcpy(&zero, group.offsets + first, sizeof(zero));
+  return (__builtin_convertvector(dots, Float) - zero * run.sum) * run.scale * scale;
 }
 
 /// The 32-bit words of a tile with the upper half of their positions moved between the lower ones: times 2, modulo 127.

@@ -13,7 +13,9 @@
 
 namespace qcutlass::host {
 
-/// Eight fp16 numbers, by arithmetic on integers.
+// Eight numbers of 16 bits, or eight integers that were widened to them, as fp32.
+
+/// fp16 by arithmetic on integers.
 struct PlainHalves {
   static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
     return decode_half<Vectors<8>::Float>(__builtin_convertvector(words, Vectors<8>::Int));
@@ -32,6 +34,25 @@ struct F16cHalves {
 #else
 using F16cHalves = PlainHalves;
 #endif
+
+struct BFloat16s {
+  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
+    return bit_cast<Vectors<8>::Float>(__builtin_convertvector(words, Vectors<8>::Int) << 16);
+  }
+};
+
+struct UnsignedBytes {
+  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
+    return __builtin_convertvector(__builtin_convertvector(words, Vectors<8>::Int), Vectors<8>::Float);
+  }
+};
+
+struct SignedBytes {
+  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
+    Vectors<8>::Int const bits = __builtin_convertvector(words, Vectors<8>::Int);
+    return __builtin_convertvector((bits ^ 0x80) - 0x80, Vectors<8>::Float);
+  }
+};
 
 struct ChannelParameters {
   float scales[layout::kTileN];
@@ -95,15 +116,8 @@ struct ChannelParameters {
 
   using Channels = float[layout::kTileN];
   using Float = Vectors<8>::Float;
-  using Int = Vectors<8>::Int;
   using Words = Vectors<8>::Words;
   typedef uint8_t Bytes __attribute__((vector_size(16)));
-
-  template <class Halves>
-  static constexpr auto kDecodeHalves = [](Words const& x) { return Halves::decode(x); };
-  static constexpr auto kToFloats = [](Words const& x) {
-    return __builtin_convertvector(__builtin_convertvector(x, Int), Float);
-  };
 
   static float implied_offset(WeightArguments const& weights) {
     return weights.offsets().type == DType::kNone ? static_cast<float>(symmetric_zero(weights.packing)) : 0.0f;
@@ -115,34 +129,23 @@ struct ChannelParameters {
   static QCUTLASS_INLINE void load_all(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
                                        int64_t channels, float other, Channels ChannelParameters::*values,
                                        ChannelParameters* groups) {
-    auto const each = [&](auto const& load) {
-      for (int64_t i = 0; i < count; ++i) load((first + i) * from.stride + n, groups[i].*values);
-    };
-    void const* const data = from.data;
     bool const is_whole = channels == layout::kTileN;
-    if (is_whole && from.supers != nullptr) {
-      load_super_blocks<Halves>(from, n, first, count, values, groups);
-    } else if (from.supers != nullptr) {
-      for (int64_t i = 0; i < count; ++i) {
-        std::fill_n(groups[i].*values, layout::kTileN, other);
-        load(from, first + i, n, channels, groups[i].*values);
-      }
-    } else if (is_whole && from.type == DType::kFloat16) {
-      each([&](int64_t at, float* out) { load_words(data, at, out, kDecodeHalves<Halves>); });
-    } else if (is_whole && from.type == DType::kBFloat16) {
-      each([&](int64_t at, float* out) {
-        load_words(data, at, out,
-                   [](Words const& x) { return bit_cast<Float>(__builtin_convertvector(x, Int) << 16); });
-      });
-    } else if (is_whole && from.type == DType::kFloat32) {
-      each([&](int64_t at, float* out) { std::memcpy(out, static_cast<float const*>(data) + at, sizeof(Channels)); });
-    } else if (is_whole && from.type == DType::kUInt8) {
-      each([&](int64_t at, float* out) { load_bytes(data, at, out, kToFloats); });
-    } else {
-      each([&](int64_t at, float* out) {
+    if (is_whole && from.supers != nullptr) return load_super_blocks<Halves>(from, n, first, count, values, groups);
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t const at = (first + i) * from.stride + n;
+      float* const out = groups[i].*values;
+      if (is_whole && from.type == DType::kFloat16) {
+        load_words<Halves>(from.data, at, out);
+      } else if (is_whole && from.type == DType::kBFloat16) {
+        load_words<BFloat16s>(from.data, at, out);
+      } else if (is_whole && from.type == DType::kFloat32) {
+        std::memcpy(out, static_cast<float const*>(from.data) + at, sizeof(Channels));
+      } else if (is_whole && from.type == DType::kUInt8) {
+        load_bytes<UnsignedBytes>(from.data, at, out);
+      } else {
         std::fill_n(out, layout::kTileN, other);
-        load_floats(from.type, data, at, channels, out);
-      });
+        load(from, first + i, n, channels, out);
+      }
     }
   }
 
@@ -155,16 +158,14 @@ struct ChannelParameters {
       int64_t const block = (first + i) / from.super_groups;
       int64_t const end = std::min(count, (block + 1) * from.super_groups - first);
       Channels supers;
-      load_words(from.supers, block * from.super_stride + n, supers, kDecodeHalves<Halves>);
+      load_words<Halves>(from.supers, block * from.super_stride + n, supers);
       for (; i < end; ++i) {
         int64_t const at = (first + i) * from.stride + n;
         float* const out = groups[i].*values;
         if (has_sign)
-          load_bytes(from.data, at, out, [](Words const& x) {
-            return __builtin_convertvector((__builtin_convertvector(x, Int) ^ 0x80) - 0x80, Float);
-          });
+          load_bytes<SignedBytes>(from.data, at, out);
         else
-          load_bytes(from.data, at, out, kToFloats);
+          load_bytes<UnsignedBytes>(from.data, at, out);
         multiply(out, supers);
       }
     }
@@ -180,25 +181,30 @@ struct ChannelParameters {
     }
   }
 
-  template <class ToFloat>
-  static QCUTLASS_INLINE void load_words(void const* data, int64_t offset, float* out, ToFloat const& to_float) {
+  /// `Decode`: a class from above.
+  template <class Decode>
+  static QCUTLASS_INLINE void load_words(void const* data, int64_t offset, float* out) {
     for (int i = 0; i < layout::kTileN; i += 8) {
       Words words;
       std::memcpy(&words, static_cast<uint16_t const*>(data) + offset + i, sizeof(words));
-      Float const values = to_float(words);
+      Float const values = Decode::decode(words);
       std::memcpy(out + i, &values, sizeof(values));
     }
   }
 
-  template <class ToFloat>
-  static QCUTLASS_INLINE void load_bytes(void const* data, int64_t offset, float* out, ToFloat const& to_float) {
+  template <class Decode>
+  static QCUTLASS_INLINE void load_bytes(void const* data, int64_t offset, float* out) {
     Bytes bytes;
     std::memcpy(&bytes, static_cast<uint8_t const*>(data) + offset, sizeof(bytes));
     Bytes const words[] = {
         __builtin_shufflevector(bytes, Bytes{}, 0, 16, 1, 16, 2, 16, 3, 16, 4, 16, 5, 16, 6, 16, 7, 16),
         __builtin_shufflevector(bytes, Bytes{}, 8, 16, 9, 16, 10, 16, 11, 16, 12, 16, 13, 16, 14, 16, 15, 16)};
-    load_words(words, 0, out, to_float);
+    load_words<Decode>(words, 0, out);
   }
 };
+
+/// Loads groups [first, first + count) of a strip as this machine does it fastest.
+void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+                 ChannelParameters* groups);
 
 }  // namespace qcutlass::host

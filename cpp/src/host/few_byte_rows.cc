@@ -53,7 +53,9 @@ Multiply<kPacking> choose(int64_t rows) {
 template <class Set, Packing kPacking>
 Multiply<kPacking> choose(LaneRows<kPacking> const& rows) {
   constexpr int kTileK = layout::tile_k(kPacking);
-  if (kTileK == 4 * rows.run) return choose<Set, kPacking, 4>(rows.count);
+  if constexpr (kTileK == 4 * kStepK) {
+    if (rows.run == kStepK) return choose<Set, kPacking, 4>(rows.count);
+  }
   if (kTileK == 2 * rows.run) return choose<Set, kPacking, 2>(rows.count);
   return choose<Set, kPacking, 1>(rows.count);
 }

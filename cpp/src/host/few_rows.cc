@@ -11,25 +11,6 @@ namespace qcutlass::host {
 
 namespace {
 
-void load_groups_anywhere(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
-                          ChannelParameters* groups) {
-  ChannelParameters::load<PlainHalves>(weights, strip, first, count, groups);
-}
-QCUTLASS_AVX2 void load_groups_avx2(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
-                                    ChannelParameters* groups) {
-  ChannelParameters::load<F16cHalves>(weights, strip, first, count, groups);
-}
-
-}  // namespace
-
-void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
-                 ChannelParameters* groups) {
-  bool const has_instructions = vector_level() != VectorLevel::kBaseline;
-  (has_instructions ? load_groups_avx2 : load_groups_anywhere)(weights, strip, first, count, groups);
-}
-
-namespace {
-
 constexpr int64_t kAlignment = 64;  ///< of the activations: a cache line, the widest vector
 
 // Instruction sets. Vectors are their registers; rows are as many as their sums fit into the registers.

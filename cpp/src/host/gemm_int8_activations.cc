@@ -14,7 +14,7 @@ namespace {
 /// Products that one range of the parallel loop should at least hold: some 10 microseconds.
 constexpr int64_t kGrainOperations = int64_t{1} << 19;
 
-/// The same of few rows, which wait for the weights: 64 KB of 4-bit codes.
+/// The same of few rows, whose time is that of reading weights: 64 KB of 4-bit codes.
 constexpr int64_t kFewRowsGrain = int64_t{1} << 17;
 
 /// Adds the products of one strip of 16 channels to sums [m][16].

@@ -16,7 +16,6 @@
 #include "host/lane_words.h"
 #include "host/multiversion.h"
 #include "host/quantized_rows.h"
-#include "host/strip_parameters.h"
 #include "qcutlass/layout.h"
 
 namespace qcutlass::host {

@@ -9,11 +9,8 @@
 
 #include <array>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
-#include "host/channel_parameters.h"
-#include "host/multiversion.h"
 #include "qcutlass/layout.h"
 
 namespace qcutlass::host {
@@ -52,17 +49,6 @@ struct QuantizedRows {
   std::vector<int8_t> codes;    ///< of each block [stride / 4][rows][4], each step in step_order()
   std::vector<Run> parameters;  ///< of each block [runs][rows]
 };
-
-/// What a run adds to sums of channels `first` and following: `dots` are those of a row's codes with theirs. The
-/// difference comes first, which is exact where zeros are integers.
-template <class Float, class Int>
-QCUTLASS_INLINE Float sum_of_run(Int const& dots, QuantizedRows::Run const& run, ChannelParameters const& group,
-                                 int first) {
-  Float scale, zero;
-  std::memcpy(&scale, group.scales + first, sizeof(scale));
-  std::memcpy(&zero, group.offsets + first, sizeof(zero));
-  return (__builtin_convertvector(dots, Float) - zero * run.sum) * run.scale * scale;
-}
 
 /// Quantises `m` rows of `k` activations that lie together. `run`: kActivationBlock or kStepK columns.
 QuantizedRows quantize_rows(Packing packing, float const* activations, int64_t m, int64_t k, int run, int threads);

@@ -12,10 +12,6 @@
 
 namespace qcutlass::host {
 
-/// Loads groups [first, first + count).
-void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
-                 ChannelParameters* groups);
-
 /// Reads the tiles of a strip in their order, up to kTiles at a time. `kSteps`: parts of a tile that have parameters of
 /// their own, 1, 2 or 4; no group ends inside one.
 template <Packing kPacking, int kSteps>

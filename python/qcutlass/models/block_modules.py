@@ -12,7 +12,6 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
@@ -21,15 +20,15 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
-from qcutlass.models.block_steps import GATES, BlockStep, cache_layer, step_of
-from qcutlass.models.cache_argument import CACHE, pop_cache
+from qcutlass.models.block_steps import GATES, BlockStep, growing_layer, step_of
+from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
 from qcutlass.products.rotary_operators import rotary, rotary_append
 
 Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
 
-_PLAIN: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+_PLAIN: Final = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments of a block that attention on the CPU need not look at."""
 
 _KNOWN: Final = _PLAIN | TransformersKwargs.__annotations__.keys()
@@ -39,14 +38,6 @@ _KNOWN: Final = _PLAIN | TransformersKwargs.__annotations__.keys()
 def _is_traced_on_gpu(x: Tensor) -> bool:
     """Whether a compiler that fuses by itself what stands between products will see these operations."""
     return not x.is_cpu and torch.compiler.is_compiling()
-
-
-def _placed_layer(cache: Any, index: int, hidden_states: Tensor) -> PlacedLayer | None:
-    """The layer of a cache whose place no host code knows, where one token of each sequence comes."""
-    if hidden_states.shape[1] != 1 or not isinstance(cache, Cache):
-        return None
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    return layer if isinstance(layer, PlacedLayer) and layer.is_initialized else None
 
 
 class FusedNorm(nn.Module):
@@ -111,7 +102,8 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         cos, sin = position_embeddings
         cache = pop_cache(options)
-        layer = _placed_layer(cache, self.layer_idx, hidden_states)
+        # The layer of a cache whose place no host code knows, where one token of each sequence comes.
+        layer = cache_layer(cache, self.layer_idx, PlacedLayer) if hidden_states.shape[1] == 1 else None
         traced = _is_traced_on_gpu(hidden_states) and layer is None
         if self.training or traced or cos.shape[-1] != self.head_dim or not options.keys() <= _KNOWN:
             plain: tuple[Tensor, Tensor | None] = super().forward(
@@ -207,10 +199,11 @@ class FusedBlock(nn.Module):
         **options: Any,
     ) -> Tensor:
         cache = pop_cache(options)
-        layer = cache_layer(self, hidden_states, cache)
-        if layer is not None and position_embeddings is not None and attention_mask is None:
+        layer = growing_layer(self, hidden_states, cache)
+        plain = attention_mask is None and options.keys() <= _PLAIN
+        if layer is not None and plain and position_embeddings is not None:
             step = step_of(self, hidden_states, *position_embeddings)
-            if step is not None and options.keys() <= _PLAIN:
+            if step is not None:
                 normed = self.input_layernorm.forward(hidden_states)
                 total, normed = step.run(normed, hidden_states, *position_embeddings, layer)
                 self.following[0].hand_out(total, normed)

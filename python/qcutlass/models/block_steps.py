@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -10,12 +11,16 @@ from torch import Tensor, nn
 
 from qcutlass.layers.fusing import shared_product
 from qcutlass.layers.weight_only import WeightOnlyLinear
+from qcutlass.models.cache_argument import cache_layer
 from qcutlass.models.growing_cache import GrowingLayer
 from qcutlass.products.decoder_block import DecoderBlock, Norm
 from qcutlass.products.library import is_eager
 
 GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
 """The operator of a gated MLP, by the class of its activation."""
+
+_OPTIONS: Final = ("forward", "activations", "following", "config", "scaling", "variance_epsilon")
+"""Attributes of modules that a step has taken over, or that would have it computed otherwise."""
 
 
 class BlockStep:
@@ -63,15 +68,13 @@ class BlockStep:
         return found
 
 
-def cache_layer(block: Any, hidden_states: Tensor, cache: Any) -> GrowingLayer | None:
+def growing_layer(block: Any, hidden_states: Tensor, cache: Any) -> GrowingLayer | None:
     """The layer of the cache, where one token of each sequence comes to a block in an ordinary call on the CPU."""
-    if cache is None or hidden_states.shape[1] != 1 or not is_eager(hidden_states):
+    if hidden_states.shape[1] != 1 or not hidden_states.is_cpu or not is_eager(hidden_states):
         return None
     if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
         return None
-    index, layers = block.self_attn.layer_idx, cache.layers
-    layer = layers[index] if index < len(layers) else None
-    return layer if type(layer) is GrowingLayer and layer.is_initialized and hidden_states.is_cpu else None
+    return cache_layer(cache, block.self_attn.layer_idx, GrowingLayer)
 
 
 def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep | None:
@@ -95,23 +98,30 @@ class _Held:
         attention, mlp = block.self_attn, block.mlp
         owners = block, attention, mlp, *attention.children(), *mlp.children()
         called = _stands_for(block)
-        places = [owner._modules for owner in owners] + [module._buffers for module in called]
+        places = [owner._modules for owner in owners]
+        places += [tensors for module in called for tensors in (module._parameters, module._buffers)]
         entries = [(place, name, value) for place in places for name, value in place.items()]
-        entries += [(vars(layer), "activations", layer.activations) for layer in _layers(block)]
-        entries += [(vars(block), name, getattr(block, name)) for name in ("training", "following")]
+        entries += [(vars(module), name, vars(module).get(name)) for module in (block, *called) for name in _OPTIONS]
+        entries += [(vars(module), "training", module.training) for module in (block, attention, mlp)]
         options = vars(attention.config)  # to ask the configuration itself takes longer than all of this
         entries += [(options, name, value) for name, value in options.items() if "attn_implementation" in name]
         self._places, self._names, self._values = zip(*entries, strict=True)
-        self._weights = [weight for module in called for weight in module._parameters.values() if weight is not None]
-        self._addresses = [weight.data_ptr() for weight in self._weights]
-        self._hooks = [hooks for module in called for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._hooks = _hooks(called)
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
         if not all(map(operator.is_, map(dict.get, self._places, self._names), self._values)):
             return False
-        # Moves keep parameters as they are, with other memory.
-        return not any(self._hooks) and self._addresses == [weight.data_ptr() for weight in self._weights]
+        # A tensor that moves, or is given other data, stays the same object.
+        return not any(self._hooks) and self._addresses == [tensor.data_ptr() for tensor in self._tensors]
+
+
+def _hooks(modules: Sequence[nn.Module]) -> list[Any]:
+    """The hooks that calls of modules run, those of all modules of torch among them."""
+    own = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    return [*own, nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
 
 
 def _layers(block: Any) -> tuple[Any, Any, Any, Any]:
@@ -143,13 +153,15 @@ def _stands_for(block: Any) -> list[nn.Module]:
 
 def _is_plain(block: Any) -> bool:
     """Whether the block's modules do what a step does in their place."""
-    norms = [norm for norm in _head_norms(block.self_attn) if norm is not None]
+    norms, called = [norm for norm in _head_norms(block.self_attn) if norm is not None], _stands_for(block)
     kinds = {(norm.weight.dtype, norm.variance_epsilon) for norm in norms}
-    if block.training or len(kinds) > 1 or len(norms) == 1 or block.self_attn.config._attn_implementation != "sdpa":
+    if len(kinds) > 1 or len(norms) == 1 or block.self_attn.config._attn_implementation != "sdpa":
         return False
-    if not all(isinstance(layer, WeightOnlyLinear) for layer in _layers(block)):
+    if not all(isinstance(layer, WeightOnlyLinear) for layer in _layers(block)) or any(_hooks(called)):
         return False
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in _stands_for(block))
+    if block.training or block.self_attn.training or block.mlp.training:
+        return False
+    return not any("forward" in vars(module) for module in (block, *called))
 
 
 def _described(norm: Any) -> Norm | None:

@@ -90,9 +90,10 @@ def growing_cache(config: Any) -> DynamicCache:
     Models and their `generate` take it as `cache`, before transformers 5.24 as `past_key_values`.
 
     Example:
+        >>> from qcutlass.models.cache_argument import CACHE
         >>> from qcutlass.models.growing_cache import growing_cache
         >>> def continued(model, ids):
-        ...     return model.generate(ids, cache=growing_cache(model.config))
+        ...     return model.generate(ids, **{CACHE: growing_cache(model.config)})
     """
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]

@@ -16,11 +16,13 @@ from typing import Any, Final
 
 import platformdirs
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from qcutlass.errors import UnsupportedError
 from qcutlass.models.cache_argument import CACHE, pop_cache
@@ -38,6 +40,8 @@ def compiled_code() -> str:
 
 def obstacle(model: Any) -> str | None:
     """The reason why a `Decoder` cannot hold this model; None if it can."""
+    if "cache_position" in inspect.signature(LlamaModel.forward).parameters:
+        return f"transformers {transformers.__version__} asks for more than a step has; update it"
     layers = StaticCache(config=model.config, max_cache_len=_BLOCK).layers
     if any(type(layer) is not StaticLayer for layer in layers):
         return "not all of its layers attend to all tokens before, as a graph of a step has to"

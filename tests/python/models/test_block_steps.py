@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,23 @@ def _scales_in_place(model: Any) -> None:
     model.model.layers[1].self_attn.o_proj.scales.mul_(2)
 
 
+def _scales_with_other_data(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.scales.data = 2 * layer.scales
+
+
+def _another_norm_weight(model: Any) -> None:
+    model.model.layers[1].post_attention_layernorm.weight = torch.nn.Parameter(torch.full((64,), 2.0))
+
+
+def _another_epsilon(model: Any) -> None:
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 1.0
+
+
+def _another_scaling(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.01
+
+
 def _other_norm(model: Any) -> None:
     model.model.layers[2].input_layernorm.weight.data = torch.full((64,), 2.0)
 
@@ -127,7 +145,17 @@ def _quantized_activations(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_other_down, _other_scales, _scales_in_place, _other_norm, _quantized_activations],
+    [
+        _other_down,
+        _other_scales,
+        _scales_in_place,
+        _scales_with_other_data,
+        _other_norm,
+        _another_norm_weight,
+        _another_epsilon,
+        _another_scaling,
+        _quantized_activations,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_changes_of_the_model_count(change: Callable[[Any], None], seed: int, counter: Counter) -> None:
@@ -166,6 +194,53 @@ def test_hooks_run_wherever_they_are(name: str, seed: int, counter: Counter) -> 
     handle.remove()
     assert counter.during(lambda: made(together, seed)) == STEPS * 3
     assert torch.equal(made(together, seed), expected)
+
+
+def _forward_of_its_own(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
+
+
+def _a_hook_of_all_modules(model: Any) -> None:
+    torch.nn.modules.module.register_module_forward_hook(lambda module, x, out: None)
+
+
+def _another_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def _a_part_in_training(model: Any) -> None:
+    model.model.layers[1].mlp.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [(_forward_of_its_own, 2), (_a_hook_of_all_modules, 0), (_another_attention, 0), (_a_part_in_training, 2)],
+)
+def test_what_a_step_does_not_have_keeps_the_way_of_modules(
+    change: Callable[[Any], None], steps: int, seed: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        monkeypatch.setattr(torch.nn.modules.module, name, OrderedDict())  # which the test may change
+    together = fused(tiny("Llama", seed))
+    before = made(together, seed)
+    change(together)
+    assert counter.during(lambda: made(together, seed)) == STEPS * steps
+    assert torch.equal(made(together, seed), before) == (change in (_a_hook_of_all_modules, _a_part_in_training))
+
+
+def test_caches_of_other_kinds(seed: int) -> None:
+    """Continuous batching has a cache without layers, which its attention takes."""
+    model = tiny("Llama", seed)
+    model.set_attn_implementation("paged|sdpa")
+    prompts = [[3, 4, 5, 6, 7], [9, 8]]
+    options = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, num_blocks=16)
+
+    def tokens(model: Any) -> list[list[int]]:
+        found = model.generate_batch(prompts, generation_config=options, progress_bar=False)
+        return [found[name].generated_tokens for name in sorted(found)]
+
+    assert tokens(fused(model)) == tokens(model)
 
 
 def test_gradients_tracing_and_training_keep_the_way_of_modules(seed: int, counter: Counter) -> None:
