@@ -110,6 +110,31 @@ using Avx512VnniBytes = PlainBytes;
 /// Which of the classes.
 enum class ByteKernels : uint8_t { kPlain, kAvx2, kAvxVnni, kAvx512Vnni };
 
+/// A function for each kind of processor: Kernel::multiply<Bytes>, which is QCUTLASS_INLINE, so that it is compiled for
+/// the instructions of its caller.
+template <class Kernel, class... Arguments>
+struct ByteFunctions {
+  using Function = void (*)(Arguments... arguments);
+
+  static Function choose(ByteKernels kernels) {
+    switch (kernels) {
+      case ByteKernels::kAvx2: return avx2;
+      case ByteKernels::kAvxVnni: return avx_vnni;
+      case ByteKernels::kAvx512Vnni: return avx512_vnni;
+      case ByteKernels::kPlain: break;
+    }
+    return plain;
+  }
+
+ private:
+  static void plain(Arguments... arguments) { Kernel::template multiply<PlainBytes>(arguments...); }
+  QCUTLASS_AVX2 static void avx2(Arguments... arguments) { Kernel::template multiply<Avx2Bytes>(arguments...); }
+  QCUTLASS_AVX2 static void avx_vnni(Arguments... arguments) { Kernel::template multiply<AvxVnniBytes>(arguments...); }
+  QCUTLASS_AVX512_VNNI static void avx512_vnni(Arguments... arguments) {
+    Kernel::template multiply<Avx512VnniBytes>(arguments...);
+  }
+};
+
 /// Those that this processor can run, the fastest one last.
 inline std::vector<ByteKernels> byte_kernels() {
   std::vector<ByteKernels> found{ByteKernels::kPlain};

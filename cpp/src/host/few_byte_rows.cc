@@ -9,66 +9,37 @@ namespace qcutlass::host {
 
 namespace {
 
-// Instruction sets.
-
-struct Plain {
-  template <Packing kPacking, int kRuns, int kRows>
-  static void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip, float* sums) {
-    LaneDots<PlainBytes, kPacking, kRuns, kRows>::multiply(weights, rows, strip, sums);
-  }
-};
-
-struct Avx2 {
-  template <Packing kPacking, int kRuns, int kRows>
-  QCUTLASS_AVX2 static void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip,
-                                     float* sums) {
-    LaneDots<Avx2Bytes, kPacking, kRuns, kRows>::multiply(weights, rows, strip, sums);
-  }
-};
-
-struct AvxVnni {
-  template <Packing kPacking, int kRuns, int kRows>
-  QCUTLASS_AVX2 static void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip,
-                                     float* sums) {
-    LaneDots<AvxVnniBytes, kPacking, kRuns, kRows>::multiply(weights, rows, strip, sums);
-  }
-};
-
-struct Avx512Vnni {
-  template <Packing kPacking, int kRuns, int kRows>
-  QCUTLASS_AVX512_VNNI static void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows,
-                                            int64_t strip, float* sums) {
-    LaneDots<Avx512VnniBytes, kPacking, kRuns, kRows>::multiply(weights, rows, strip, sums);
+template <Packing kPacking, int kRuns, int kRows>
+struct FewRowsKernel {
+  template <class Bytes>
+  static QCUTLASS_INLINE void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip,
+                                       float* sums) {
+    LaneDots<Bytes, kPacking, kRuns, kRows>::multiply(weights, rows, strip, sums);
   }
 };
 
 template <Packing kPacking>
 using Multiply = void (*)(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip, float* sums);
 
-template <class Set, Packing kPacking, int kRuns>
-Multiply<kPacking> choose(int64_t rows) {
-  return rows == 1 ? &Set::template multiply<kPacking, kRuns, 1> : &Set::template multiply<kPacking, kRuns, 2>;
+template <class Kernel, Packing kPacking>
+Multiply<kPacking> choose(ByteKernels kernels) {
+  return ByteFunctions<Kernel, WeightArguments const&, LaneRows<kPacking> const&, int64_t, float*>::choose(kernels);
 }
 
-template <class Set, Packing kPacking>
-Multiply<kPacking> choose(LaneRows<kPacking> const& rows) {
-  constexpr int kTileK = layout::tile_k(kPacking);
-  if constexpr (kTileK == 4 * kStepK) {
-    if (rows.run == kStepK) return choose<Set, kPacking, 4>(rows.count);
-  }
-  if (kTileK == 2 * rows.run) return choose<Set, kPacking, 2>(rows.count);
-  return choose<Set, kPacking, 1>(rows.count);
+template <Packing kPacking, int kRuns>
+Multiply<kPacking> choose(int64_t rows, ByteKernels kernels) {
+  return rows == 1 ? choose<FewRowsKernel<kPacking, kRuns, 1>, kPacking>(kernels)
+                   : choose<FewRowsKernel<kPacking, kRuns, 2>, kPacking>(kernels);
 }
 
 template <Packing kPacking>
 Multiply<kPacking> choose(LaneRows<kPacking> const& rows, ByteKernels kernels) {
-  switch (kernels) {
-    case ByteKernels::kAvx2: return choose<Avx2>(rows);
-    case ByteKernels::kAvxVnni: return choose<AvxVnni>(rows);
-    case ByteKernels::kAvx512Vnni: return choose<Avx512Vnni>(rows);
-    case ByteKernels::kPlain: break;
+  constexpr int kTileK = layout::tile_k(kPacking);
+  if constexpr (kTileK == 4 * kStepK) {
+    if (rows.run == kStepK) return choose<kPacking, 4>(rows.count, kernels);
   }
-  return choose<Plain>(rows);
+  if (kTileK == 2 * rows.run) return choose<kPacking, 2>(rows.count, kernels);
+  return choose<kPacking, 1>(rows.count, kernels);
 }
 
 /// The rows of a block that lie as ByteTiles takes them, [words of four codes][row], each step in step_order().
@@ -94,7 +65,7 @@ LaneRows<kPacking> arrange(QuantizedRows const& rows) {
 template <Packing kPacking>
 FewByteRows arranged(WeightArguments const& weights, QuantizedRows const& quantized, ByteKernels kernels) {
   LaneRows<kPacking> rows = arrange<kPacking>(quantized);
-  auto const multiply = choose<kPacking>(rows, kernels);
+  auto const multiply = choose(rows, kernels);
   return [&weights, multiply, rows = std::move(rows)](int64_t strip, float* sums) {
     multiply(weights, rows, strip, sums);
   };

@@ -89,17 +89,19 @@ QCUTLASS_INLINE void add_blocks(GemmArguments const& arguments, Rows const& rows
   }
 }
 
-template <class Bytes>
-QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip, int64_t width,
-                              int32_t* sums, float* out) {
-  uint8_t const* const packed = strip_of(arguments.weights, strip);
-  Int8Tiles<Bytes> weights;
-  add_blocks(arguments, rows, strip, width, sums, out, [&](int64_t tile, int64_t count, int64_t block) {
-    weights.decode(packed + tile * layout::kTileBytes, count);
-    rows.start(block, sums);
-    weights.multiply(rows, tile * kTileK, count * kTileK, sums);
-  });
-}
+struct Int8Kernel {
+  template <class Bytes>
+  static QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
+                                       int64_t width, int32_t* sums, float* out) {
+    uint8_t const* const packed = strip_of(arguments.weights, strip);
+    Int8Tiles<Bytes> weights;
+    add_blocks(arguments, rows, strip, width, sums, out, [&](int64_t tile, int64_t count, int64_t block) {
+      weights.decode(packed + tile * layout::kTileBytes, count);
+      rows.start(block, sums);
+      weights.multiply(rows, tile * kTileK, count * kTileK, sums);
+    });
+  }
+};
 
 template <int kLanes>
 QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Float8Rows const& rows, int64_t strip, int64_t width,
@@ -115,23 +117,6 @@ QCUTLASS_INLINE void multiply(GemmArguments const& arguments, Float8Rows const& 
                        static_cast<int>(std::min<int64_t>(kTileK, arguments.weights.k - k)), sums);
     }
   });
-}
-
-void multiply_strip(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip, int64_t width, int32_t* sums,
-                    float* out) {
-  multiply<PlainBytes>(arguments, rows, strip, width, sums, out);
-}
-QCUTLASS_AVX2 void multiply_strip_avx2(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
-                                       int64_t width, int32_t* sums, float* out) {
-  multiply<Avx2Bytes>(arguments, rows, strip, width, sums, out);
-}
-QCUTLASS_AVX2 void multiply_strip_avx_vnni(GemmArguments const& arguments, Int8Rows const& rows, int64_t strip,
-                                           int64_t width, int32_t* sums, float* out) {
-  multiply<AvxVnniBytes>(arguments, rows, strip, width, sums, out);
-}
-QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(GemmArguments const& arguments, Int8Rows const& rows,
-                                                     int64_t strip, int64_t width, int32_t* sums, float* out) {
-  multiply<Avx512VnniBytes>(arguments, rows, strip, width, sums, out);
 }
 
 // Eight lanes are an AVX register; other instruction sets than AVX-512 split them.
@@ -150,13 +135,9 @@ using MultiplyStrip = void (*)(GemmArguments const& arguments, Rows const& rows,
                                Sum* sums, float* out);
 
 MultiplyStrip<Int8Rows, int32_t> choose_multiply_int8(ByteKernels kernels) {
-  switch (kernels) {
-    case ByteKernels::kAvx2: return multiply_strip_avx2;
-    case ByteKernels::kAvxVnni: return multiply_strip_avx_vnni;
-    case ByteKernels::kAvx512Vnni: return multiply_strip_avx512_vnni;
-    case ByteKernels::kPlain: break;
-  }
-  return multiply_strip;
+  using Functions =
+      ByteFunctions<Int8Kernel, GemmArguments const&, Int8Rows const&, int64_t, int64_t, int32_t*, float*>;
+  return Functions::choose(kernels);
 }
 
 MultiplyStrip<Float8Rows, float> choose_multiply_float8() {

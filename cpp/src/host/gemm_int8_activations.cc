@@ -17,53 +17,27 @@ constexpr int64_t kGrainOperations = int64_t{1} << 19;
 /// The same of few rows, whose time is that of reading weights: 64 KB of 4-bit codes.
 constexpr int64_t kFewRowsGrain = int64_t{1} << 17;
 
-/// Adds the products of one strip of 16 channels to sums [m][16].
-template <class Bytes, Packing kPacking>
-QCUTLASS_INLINE void multiply_strip(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
-                                    float* sums) {
-  using Tiles = ByteTiles<Bytes, kPacking>;
-  int64_t const tiles_k = layout::tiles_k(kPacking, weights.k);
-  uint8_t const* const packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles_k * layout::kTileBytes;
-  Tiles tiles(rows.run);
-  for (int64_t tile = 0; tile < tiles_k; tile += Tiles::kTiles) {
-    int64_t const count = std::min<int64_t>(Tiles::kTiles, tiles_k - tile), begin = tile * Tiles::kTileK;
-    tiles.load(weights, strip, begin, packed + tile * layout::kTileBytes, count);
-    tiles.multiply(rows, begin, std::min(count * Tiles::kTileK, weights.k - begin), sums);
+template <Packing kPacking>
+struct TilesKernel {
+  /// Adds the products of one strip of 16 channels to sums [m][16].
+  template <class Bytes>
+  static QCUTLASS_INLINE void multiply(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
+                                       float* sums) {
+    using Tiles = ByteTiles<Bytes, kPacking>;
+    int64_t const tiles_k = layout::tiles_k(kPacking, weights.k);
+    uint8_t const* const packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles_k * layout::kTileBytes;
+    Tiles tiles(rows.run);
+    for (int64_t tile = 0; tile < tiles_k; tile += Tiles::kTiles) {
+      int64_t const count = std::min<int64_t>(Tiles::kTiles, tiles_k - tile), begin = tile * Tiles::kTileK;
+      tiles.load(weights, strip, begin, packed + tile * layout::kTileBytes, count);
+      tiles.multiply(rows, begin, std::min(count * Tiles::kTileK, weights.k - begin), sums);
+    }
   }
-}
-
-using MultiplyBytes = void (*)(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums);
+};
 
 template <Packing kPacking>
-void multiply_plain(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip, float* sums) {
-  multiply_strip<PlainBytes, kPacking>(weights, rows, strip, sums);
-}
-template <Packing kPacking>
-QCUTLASS_AVX2 void multiply_avx2(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
-                                 float* sums) {
-  multiply_strip<Avx2Bytes, kPacking>(weights, rows, strip, sums);
-}
-template <Packing kPacking>
-QCUTLASS_AVX2 void multiply_avx_vnni(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
-                                     float* sums) {
-  multiply_strip<AvxVnniBytes, kPacking>(weights, rows, strip, sums);
-}
-template <Packing kPacking>
-QCUTLASS_AVX512_VNNI void multiply_avx512_vnni(WeightArguments const& weights, QuantizedRows const& rows, int64_t strip,
-                                               float* sums) {
-  multiply_strip<Avx512VnniBytes, kPacking>(weights, rows, strip, sums);
-}
-
-template <Packing kPacking>
-MultiplyBytes choose(ByteKernels kernels) {
-  switch (kernels) {
-    case ByteKernels::kAvx2: return multiply_avx2<kPacking>;
-    case ByteKernels::kAvxVnni: return multiply_avx_vnni<kPacking>;
-    case ByteKernels::kAvx512Vnni: return multiply_avx512_vnni<kPacking>;
-    case ByteKernels::kPlain: break;
-  }
-  return multiply_plain<kPacking>;
-}
+using TilesFunctions =
+    ByteFunctions<TilesKernel<kPacking>, WeightArguments const&, QuantizedRows const&, int64_t, float*>;
 
 void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, int threads, StorePart store,
                    ByteKernels kernels) {
@@ -78,8 +52,8 @@ void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, in
     multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
   };
   if (few) return multiply_all(few_byte_rows(weights, rows, kernels));
-  MultiplyBytes const multiply =
-      weights.packing == Packing::kW4A16 ? choose<Packing::kW4A16>(kernels) : choose<Packing::kW8A16>(kernels);
+  auto const multiply = weights.packing == Packing::kW4A16 ? TilesFunctions<Packing::kW4A16>::choose(kernels)
+                                                           : TilesFunctions<Packing::kW8A16>::choose(kernels);
   multiply_all([&](int64_t strip, float* sums) { multiply(weights, rows, strip, sums); });
 }
 

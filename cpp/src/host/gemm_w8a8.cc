@@ -96,19 +96,12 @@ QCUTLASS_INLINE void multiply_float8(uint8_t const* packed, Float8Rows const& ro
   }
 }
 
-void multiply_strip(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
-  multiply_int8<PlainBytes>(packed, rows, sums);
-}
-QCUTLASS_AVX2 void multiply_strip_avx2(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
-  multiply_int8<Avx2Bytes>(packed, rows, sums);
-}
-QCUTLASS_AVX2 void multiply_strip_avx_vnni(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
-  multiply_int8<AvxVnniBytes>(packed, rows, sums);
-}
-QCUTLASS_AVX512_VNNI void multiply_strip_avx512_vnni(uint8_t const* packed, Int8Rows const& rows, int64_t,
-                                                     int32_t* sums) {
-  multiply_int8<Avx512VnniBytes>(packed, rows, sums);
-}
+struct Int8Kernel {
+  template <class Bytes>
+  static QCUTLASS_INLINE void multiply(uint8_t const* packed, Int8Rows const& rows, int64_t, int32_t* sums) {
+    multiply_int8<Bytes>(packed, rows, sums);
+  }
+};
 // Eight lanes are an AVX register; other instruction sets than AVX-512 split them.
 QCUTLASS_MULTIVERSION void multiply_strip(uint8_t const* packed, Float8Rows const& rows, int64_t k, float* sums) {
   multiply_float8<8>(packed, rows, k, sums);
@@ -122,13 +115,7 @@ template <class Rows, class Sum>
 using MultiplyStrip = void (*)(uint8_t const* packed, Rows const& rows, int64_t k, Sum* sums);
 
 MultiplyStrip<Int8Rows, int32_t> choose_multiply_int8(ByteKernels kernels) {
-  switch (kernels) {
-    case ByteKernels::kAvx2: return multiply_strip_avx2;
-    case ByteKernels::kAvxVnni: return multiply_strip_avx_vnni;
-    case ByteKernels::kAvx512Vnni: return multiply_strip_avx512_vnni;
-    case ByteKernels::kPlain: break;
-  }
-  return multiply_strip;
+  return ByteFunctions<Int8Kernel, uint8_t const*, Int8Rows const&, int64_t, int32_t*>::choose(kernels);
 }
 MultiplyStrip<Float8Rows, float> choose_multiply_float8() {
   if (has_avx512()) return multiply_strip_avx512;
