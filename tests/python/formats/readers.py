@@ -172,7 +172,7 @@ def work_readers() -> dict[str, Reader]:
     """The record of a block, and the manifest, in the folder of a run that was killed."""
     with tempfile.TemporaryDirectory() as root:
         destination = Path(root) / "new"
-        with suppress(KeyboardInterrupt), work_folder(destination, RUN, False) as made:
+        with suppress(KeyboardInterrupt), work_folder(destination, RUN) as made:
             codes = qcutlass_quantized()
             destination.mkdir()
             (destination / "config.json").write_text("{}")
@@ -215,7 +215,7 @@ def read_work(folder: Path) -> int:
 
 def read_manifest(folder: Path) -> int:
     """Whether it is of this run, and whether that has made its destination."""
-    with suppress(KeyboardInterrupt), work_folder(folder.with_suffix(""), RUN, False) as work:
+    with suppress(KeyboardInterrupt), work_folder(folder.with_suffix(""), RUN) as work:
         work.made(folder)
         raise KeyboardInterrupt
     return 1

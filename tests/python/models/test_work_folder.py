@@ -110,6 +110,28 @@ def test_a_run_that_was_killed_at_its_begin_is_begun_again(state: str, source: P
     assert names(tmp_path) == ["new", "source"]
 
 
+def test_another_run_that_has_ended_since_the_checks(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before any work, not after all of it; what the other has made stays, and no folder of work."""
+    checked = run.open_model
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        opened = checked(*args, **options)
+        monkeypatch.setattr(run, "open_model", checked)
+        quantize(source)
+        return opened
+
+    monkeypatch.setattr(run, "open_model", meanwhile)
+    with pytest.raises(FileExistsError, match="new: exists"):
+        quantize(source)
+    made = contents(tmp_path / "new")
+    assert names(tmp_path) == ["new", "source"]
+    assert quantize(source, overwrite=True).resumed == 0
+    assert contents(tmp_path / "new") == made
+    assert names(tmp_path) == ["new", "source"]
+
+
 def test_records_that_are_not_as_they_were_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,9 +230,7 @@ def test_killed_at_every_line(tmp_path: Path) -> None:
     destination, outcomes = tmp_path / "new", set()
 
     def act() -> str:
-        if not work.is_made(destination):
-            replacing.check_new(destination, False)
-        with work.work_folder(destination, {"bits": 4}, False) as found:
+        with work.work_folder(destination, {"bits": 4}) as found:
             if found.made(destination) is not None:
                 replacing.remove_leftovers(destination)
                 return "made"

@@ -33,8 +33,8 @@ from qcutlass.models.quantizing.decoder import Call, Decoder, run
 from qcutlass.models.quantizing.methods import BlockResult, Method, in_place, quantize_block, record
 from qcutlass.models.quantizing.unrolling import expert_groups
 from qcutlass.models.quantizing.wiring import InputGroup, find_groups
-from qcutlass.models.quantizing.work import Work, file_stats, is_made, work_folder
-from qcutlass.models.replacing import check_new, new_folder, remove_leftovers
+from qcutlass.models.quantizing.work import Work, check_destination, file_stats, work_folder
+from qcutlass.models.replacing import new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer, check_tensor
 from qcutlass.version import __version__
@@ -123,8 +123,7 @@ def open_model(
 ) -> ModelSource:
     """The opened source of `quantize_model`; raises as that does for places, and for models that it does not take."""
     check_places(source, destination, overwrite)
-    if restart or not is_made(destination):
-        check_new(destination, overwrite)
+    check_destination(destination, overwrite, restart)
     with memory_told(source):
         return open_source(source, format, config)
 
@@ -204,7 +203,7 @@ def quantize_model(
     report = progress or (lambda name, count, total: None)
     run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
     description = _description(old, opened, chosen, ids, skip, lm_head, device)
-    with memory_told(old), work_folder(new, description, restart) as work:
+    with memory_told(old), work_folder(new, description, overwrite=overwrite, restart=restart) as work:
         told = work.made(new)
         if told is not None:
             remove_leftovers(new)

@@ -20,6 +20,7 @@ from qcutlass.formats.config import read_json
 from qcutlass.formats.layers import LAYERS
 from qcutlass.formats.source import SafetensorsSource
 from qcutlass.models.marks import MARK, is_marked, mark, short_name
+from qcutlass.models.replacing import check_new
 from qcutlass.models.shards import sync, write_json, write_tensors
 
 _MANIFEST: Final = "manifest.json"
@@ -180,21 +181,37 @@ def is_made(destination: Path) -> bool:
     return Work(folder).made(destination) is not None
 
 
+def check_destination(destination: Path, overwrite: bool, restart: bool) -> None:
+    """Raises FileExistsError if `destination` is there, not to be overwritten, and not made by a run to go on with."""
+    if restart or not is_made(destination):
+        check_new(destination, overwrite)
+
+
 @contextmanager
-def work_folder(destination: Path, run: Mapping[str, Any], restart: bool) -> Iterator[Work]:
+def work_folder(
+    destination: Path, run: Mapping[str, Any], *, overwrite: bool = False, restart: bool = False
+) -> Iterator[Work]:
     """The folder `work_path` of a run; removed when the block ends, kept when it is left by an error.
 
     Args:
         run: what makes a run: of another one nothing may be taken over.
+        overwrite: whether the run may replace what is at `destination`.
         restart: removes what an earlier run has left.
 
     Raises:
-        FileExistsError: another process uses it, it is another run's, or it holds files that no run has left.
+        FileExistsError: another process uses it, it is another run's, it holds files that no run has left, or
+            `destination` is there.
     """
     folder = work_path(destination)
     lock = _locked(folder)
     try:
         _check_own(folder)
+        try:
+            check_destination(destination, overwrite, restart)  # one that held the lock until now may have made it
+        except FileExistsError:
+            with suppress(OSError):
+                folder.rmdir()  # an empty one, made for the lock
+            raise
         if restart:
             _empty(folder)
         if not is_marked(folder):
