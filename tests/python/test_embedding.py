@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass.formats.affine import from_minima
 from qcutlass.layers import QuantEmbedding, TiedLinear, WeightOnlyLinear
 from qcutlass.testing.models import NOISE, noise_ratio
 
@@ -168,84 +167,3 @@ def test_rows_on_a_gpu_within_a_graph(bits: int, seed: int) -> None:
     ids.copy_(torch.tensor([49, 3, 16, 15, 8, 3]))
     graph.replay()
     assert torch.equal(rows.cpu(), weight.dequantize(torch.float16)[ids.cpu()])
-
-
-def q4_1(n: int, k: int, seed: int, dtype: torch.dtype = torch.float16) -> qcutlass.QuantizedTensor:
-    """Groups of 32 of scales and minima, some of which are 0."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
-    scales, minima = (torch.randn(k // 32, n, generator=generator).mul(size).to(dtype) for size in (0.02, 0.1))
-    scales[0, 0] = scales[0, 1] = minima[0, 1] = minima[0, 2] = 0
-    scales[1, 3] = 6e-8  # the smallest of float16, which is not normal
-    return from_minima(codes, scales, minima, 4, 32)
-
-
-@pytest.mark.parametrize("kind", [WeightOnlyLinear, lambda weight: QuantEmbedding(WeightOnlyLinear(weight))])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_zeros_are_stored_as_the_minima_that_they_come_from(kind: Any, dtype: torch.dtype, seed: int) -> None:
-    layer = kind(q4_1(48, 96, seed, dtype))
-    zeros = layer.zeros.clone()
-    assert zeros.dtype == torch.float32
-    layer.narrow()
-    state = layer.state_dict()
-    assert "zeros" not in state
-    assert (state["minima"].dtype, state["minima"].shape) == (dtype, zeros.shape)
-    assert dict(layer.spec.buffers)["minima"] == str(dtype).removeprefix("torch.")
-    assert "zeros" not in dict(layer.spec.buffers)
-    assert layer.spec.words == "w4 g32 real zeros"
-    other = kind(q4_1(48, 96, seed + 1, dtype))
-    other.load_state_dict(state)
-    assert torch.equal(other.zeros, zeros)
-    assert torch.equal(other.weights(), layer.weights())
-    assert other.state_dict().keys() == state.keys()
-
-
-def test_zeros_that_come_from_no_minima_stay(seed: int) -> None:
-    weight = quantized(48, 96, 32, 4, "real", seed)
-    layer = WeightOnlyLinear(
-        qcutlass.QuantizedTensor(weight.codes, weight.scales.half(), weight.zeros, 4, weight.group_size)
-    )
-    before = layer.weights()
-    layer.narrow()
-    assert layer.state_dict()["zeros"].dtype == torch.float32
-    assert torch.equal(layer.weights(), before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scales_and_zeros_take_the_smallest_type_that_holds_them(dtype: torch.dtype, seed: int) -> None:
-    weight = quantized(48, 96, 32, 4, "real", seed)
-    assert weight.zeros is not None
-    scales = (weight.scales * (1e-3 if dtype == torch.float16 else 1e-20)).to(dtype).float()
-    zeros = weight.zeros.half().float()
-    layer = WeightOnlyLinear(qcutlass.QuantizedTensor(weight.codes, scales, zeros, 4, 32))
-    before = layer.weights()
-    layer.narrow()
-    assert layer.scales.dtype == dtype
-    assert layer.zeros is not None
-    assert layer.zeros.dtype == torch.float16
-    assert "minima" not in layer.state_dict()
-    assert torch.equal(layer.weights(), before)
-    wide = WeightOnlyLinear(weight)
-    wide.narrow()
-    assert wide.scales.dtype == torch.float32
-
-
-def test_fused_layers_are_stored_as_they_were(seed: int) -> None:
-    model = nn.ModuleDict({name: WeightOnlyLinear(q4_1(48, 96, seed)) for name in ("gate_proj", "up_proj")})
-    for layer in model.children():
-        layer.narrow()  # type: ignore[operator]
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    qcutlass.fuse_projections(model)
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    model.load_state_dict(before)
-
-
-def test_wrong_minima_are_refused(seed: int) -> None:
-    layer = WeightOnlyLinear(q4_1(48, 96, seed))
-    layer.narrow()
-    state = layer.state_dict()
-    for wrong in (state["minima"][:1], state["minima"].int()):
-        with pytest.raises(RuntimeError, match="minima: expected floating, of the shape of scales"):
-            layer.load_state_dict(state | {"minima": wrong})

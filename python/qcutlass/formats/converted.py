@@ -18,7 +18,7 @@ from qcutlass.formats.specs import GUARD, METHOD, PARTS, LayerSpec, ModelSpec
 
 CONFIG: Final = "config.json"
 QUANTIZATION: Final = "quantization_config"
-_MARKS: Final = ("layout", "w_packed", "scales", "w_scale")
+_MARKS: Final = ("layout", "w_packed", "scales", "levels", "w_scale")
 """Suffixes of which every layer has three: two make one that may be damaged, one may be any module's tensor."""
 
 

@@ -20,6 +20,8 @@ METHOD: Final = "qcutlass"
 VERSION: Final = 2
 """Of the folder's format, which has guards since 2; the packed layout has a version of its own."""
 _READ_VERSIONS: Final = (1, 2)
+CODE_TABLE: Final = 16
+"""Codes in the table of a layer whose packed weights are places in one."""
 GUARD: Final = "weight"
 """Suffix of a tensor of one byte beside those of each layer: who looks for floats there finds a shape that fits none.
 
@@ -77,9 +79,16 @@ class LayerSpec:
         present = tuple((name, short(part.dtype)) for name, part in held.items() if part is not None)
         is_size = group_size in (found.sizes or ()) or group_size < k
         supers, scales, super_size = held.get("super_scales"), held.get("scales"), None
+        if scales is None:
+            scales = held.get("levels")
         if supers is not None and scales is not None:
             super_size = group_size * (len(scales) // len(supers))
         return LayerSpec(kind, bits, group_size if is_size else -1, present, weight_dtype, super_size)
+
+    @property
+    def has_minimums(self) -> bool:
+        """Whether its layers have minimums."""
+        return not {"minimums", "levels"}.isdisjoint(dict(self.buffers))
 
     @property
     def words(self) -> str:
@@ -106,19 +115,22 @@ class LayerSpec:
         if kind.sizes is not None and group_size not in kind.sizes:
             sizes = " or ".join(map(str, kind.sizes))
             raise CheckpointError(f"{where}: expected group_size {sizes} of kind {values['kind']}, got {group_size}")
-        weight_dtype, super_size = _weight_dtype(values, where), _super_size(values, where)
         for name, dtype in values.items():
             if name not in _NUMBERS and dtype not in kind.buffers.get(name, ()):
                 raise CheckpointError(
                     f"{where}: {name}: expected one of {kind.buffers.get(name, ())}, got {dtype!r:.40}"
                 )
+        held = _separate_levels(values, where)
         for name in kind.required:
-            if name not in values:
+            if name not in held:
                 raise CheckpointError(f"{where}: expected the type of {name}")
-        if "zeros" in values and "minima" in values:
+        if "zeros" in held and "minima" in held:
             raise CheckpointError(f"{where}: expected zeros or minima, which they follow from, got both")
-        if "minimums" in values and ("zeros" in values or "minima" in values):
+        if "minimums" in held and ("zeros" in held or "minima" in held):
             raise CheckpointError(f"{where}: expected zeros or minimums, got both")
+        weight_dtype, super_size = _weight_dtype(held, where), _super_size(held, where)
+        if "code_table" in held and (bits != 8 or weight_dtype is not None):
+            raise CheckpointError(f"{where}: expected a code_table of integer codes of 8 bits, got {values!r:.200}")
         present = tuple((name, values[name]) for name in kind.buffers if name in values)
         return LayerSpec(values["kind"], bits, group_size, present, weight_dtype, super_size)
 
@@ -136,15 +148,26 @@ class LayerSpec:
     def tensors(self, n: int, k: int) -> dict[str, Tensor]:
         """The tensors of `buffers` without values, on the meta device, for a layer `[N, K]`."""
         groups = (ceil_div(k, self.columns(k)), n)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("scales", "zeros", "minima", "minimums"), groups)
+        of_groups = ("scales", "zeros", "minima", "minimums", "levels")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(of_groups, groups)
         if self.super_size is not None:
             blocks = ceil_div(groups[0], max(1, self.super_size // self.columns(k)))
             shapes |= dict.fromkeys(("super_scales", "super_minimums"), (blocks, n))
-        shapes |= {"bias": (n,), "a_scale": (1,), "global_scale": (1,)}
+        shapes |= {"bias": (n,), "a_scale": (1,), "global_scale": (1,), "code_table": (CODE_TABLE,)}
         return {
             name: torch.empty(shapes.get(name, (k,)), dtype=_DTYPES[dtype], device="meta")
             for name, dtype in self.buffers
         }
+
+
+def _separate_levels(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The same with the integer scales and minimums that `levels` hold; CheckpointError where these are named, too."""
+    if "levels" not in values:
+        return values
+    both = dict.fromkeys(("scales", "minimums"), values["levels"])
+    if not both.keys().isdisjoint(values):
+        raise CheckpointError(f"{where}: expected levels, or scales and minimums, got {values!r:.200}")
+    return {**values, **both}
 
 
 def _super_size(values: Mapping[str, Any], where: str) -> int | None:
@@ -192,7 +215,7 @@ def _weight_only_words(spec: LayerSpec) -> str:
         scales = {"float8_e8m0fnu": " e8m0 scales", "float8_e4m3fn": " e4m3 scales"}.get(types["scales"], "")
         return f"{spec.weight_dtype} {groups}{scales}" + _input_words(types)
     zeros = {None: "sym", "uint8": "int zeros"}.get(types.get("zeros", types.get("minima")), "real zeros")
-    if "minimums" in types:
+    if spec.has_minimums:
         zeros = "minimums"
     return f"w{spec.bits} {groups} {zeros}" + _input_words(types)
 
@@ -250,6 +273,7 @@ _WEIGHT_ONLY: Final = {
     "scales": (*_FLOATS, *_INTEGERS, "float8_e8m0fnu", "float8_e4m3fn"), "zeros": (*_FLOATS, "uint8"),
     "minima": ("float16", "bfloat16"), "global_scale": ("float32",), "bias": _FLOATS,
     "act_scale": _FLOATS, "perm": ("int32",), "minimums": (*_FLOATS, *_INTEGERS),
+    "levels": ("uint8",), "code_table": ("uint8",),
     "super_scales": ("float16",), "super_minimums": ("float16",),
 }  # fmt: skip
 _INT4: Final = {

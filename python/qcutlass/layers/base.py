@@ -16,7 +16,6 @@ from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
-from qcutlass.layers.short_codes import stored_bits
 from qcutlass.products import unpack_weights
 from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
 from qcutlass.quantized import QuantizedTensor
@@ -61,8 +60,6 @@ class QuantLinear(PackedModule):
     _stored: ClassVar[str | None] = None
 
     bias: Tensor | None
-    stored_bits: int | None = None
-    """Of codes in the state, where these are fewer than `bits`."""
 
     def __init_subclass__(
         cls, scheme: type[Scheme] | None = None, stored: str | tuple[str, ...] = (), **keywords: Any
@@ -248,6 +245,9 @@ class QuantLinear(PackedModule):
     def narrow(self) -> None:
         """Holds scales and zeros, and has its state hold them, in the smallest form that says the same to the bit."""
 
+    def expect_packed(self, shape: tuple[int, ...]) -> None:
+        """Has the state hold `w_packed` in this shape, that of a file, where the kind has several."""
+
     def weights(self) -> Tensor:
         """The weights float32 `[N, K]`, dequantised from the packed ones; see `qcutlass.models.weights_of`."""
         raise TypeError(f"layer: expected a layer of qcutlass.layers, got {type(self).__name__}")
@@ -316,10 +316,10 @@ def empty_layer(packed: PackedLinear) -> QuantLinear:
         CheckpointError: they are not those that the folder describes.
     """
     layer = from_spec(packed.spec, *packed.shape)
+    layer.expect_packed(packed.packed_shape)
     expected = list(layer.state_dict())
     if sorted(packed.suffixes) != sorted(expected):
         raise CheckpointError(f"{packed.where}: expected {', '.join(expected)}, got {', '.join(packed.suffixes)}")
-    layer.stored_bits = stored_bits(packed.packed_shape, layer.bits)
     return layer
 
 

@@ -49,7 +49,7 @@ class QuantEmbedding(WeightOnlyLinear):
         QuantLinear.__init__(
             self, layer.in_features, layer.out_features, layer.bits, layer.group_size, layer.activation, parts
         )
-        self.dtype, self.as_minima, self.stored_bits = dtype, layer.as_minima, layer.stored_bits
+        self.dtype, self.stored_form = dtype, layer.stored_form
         self.train(layer.training)
 
     @property

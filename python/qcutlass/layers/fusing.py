@@ -127,7 +127,7 @@ class FusedProjection(nn.Module):
         copies = {name: None if part is None else part.clone() for name, part in parts.items()}
         options = product.bits, product.group_size, product.activation
         layer = WeightOnlyLinear.of_parts(self.in_features, self.out_features, *options, copies, product.weight_dtype)
-        layer.as_minima, layer.stored_bits = product.stored_as[self._index]
+        layer.stored_form = product.stored_forms[self._index]
         layer.activations = product.activations
         return layer.train(self.training)
 
@@ -172,7 +172,7 @@ class _FusedLinear(WeightOnlyLinear):
         QuantLinear.__init__(self, first.in_features, sum(sizes), *options, parts, first.weight_dtype)
         self.activations = first.activations
         self.sizes = sizes
-        self.stored_as = [(member.as_minima, member.stored_bits) for member in members]
+        self.stored_forms = [member.stored_form for member in members]
         self._pending: _Pending | None = None
 
     def part(self, a: Tensor, index: int) -> Tensor:
@@ -215,7 +215,7 @@ class _FusedLinear(WeightOnlyLinear):
             if name in _SHARED and index > 0 and view is not None and not torch.equal(view, found.to(view.device)):  # type: ignore[union-attr]
                 raise ValueError(f"{name}: expected that of the layers it is fused with, got another")
         self._pending = None
-        self.stored_as[index] = layer.as_minima, layer.stored_bits
+        self.stored_forms[index] = layer.stored_form
         with torch.no_grad():
             for name, view in views.items():
                 if view is not None:

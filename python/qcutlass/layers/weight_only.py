@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.formats import CanonicalLinear
-from qcutlass.formats.affine import are_minima, minima_of, zeros_of
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.formats.tensors import narrowed
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
-from qcutlass.layers.short_codes import least_bits, restored, short_shape, shortened, stored_bits
+from qcutlass.layers.short_codes import stored_bits
+from qcutlass.layers.stored_form import STORED, StoredForm, from_stored
 from qcutlass.products import dequantize, preprocess_weights
-from qcutlass.products.checks import ceil_div, shape_of, short
+from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.multiplying import compute
-from qcutlass.products.packing import TILE, TILE_BITS, TILE_N
+from qcutlass.products.packing import TILE_BITS, TILE_N
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import WeightOnly
@@ -40,8 +40,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     Buffers: `w_packed`, `scales`, `zeros`, `global_scale`, `bias`, `act_scale`, `perm`, `minimums`, `super_scales`,
     `super_minimums`, as `gemm` takes them; all but the first two may be None. Scales of two levels become float32 ones
     where the layer is on a GPU, and stay so. In converted folders, and in the state of layers that come from there,
-    `minima` of 16 bits may stand for float32 `zeros`: `zeros = -minima / scales`; and `w_packed` may hold codes in
-    fewer bits than products take.
+    other tensors may say the same in fewer bytes: see `StoredForm`.
 
     Args:
         quantized: codes, scales, and zeros or minimums of an `[N, K]` matrix.
@@ -64,11 +63,11 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     )  # fmt: skip
 
     activations: str | None = None
+    stored_form: StoredForm = StoredForm()
+    """How the state holds the buffers."""
     w_packed: Tensor
     scales: Tensor
     zeros: Tensor | None
-    as_minima: bool = False
-    """Whether the state has `minima` in place of `zeros`."""
     global_scale: Tensor | None
     act_scale: Tensor | None
     perm: Tensor | None
@@ -126,17 +125,17 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
     @classmethod
     def _empty(cls, spec: LayerSpec, n: int, k: int) -> WeightOnlyLinear:
-        buffers: dict[str, Any] = spec.tensors(n, k)
+        stored = spec.tensors(n, k)
+        parts: dict[str, Any] = from_stored(stored, spec.bits, spec.weight_dtype)
         codes = torch.empty((n, k), dtype=torch.uint8, device="meta")
-        scales, minima = buffers.pop("scales"), buffers.pop("minima", None)
-        zeros = buffers.pop("zeros", None) if minima is None else zeros_of(scales, minima, spec.bits)
+        scales, zeros = parts.pop("scales"), parts.pop("zeros", None)
         names = "global_scale", "minimums", "super_scales", "super_minimums"
-        options = {name: buffers.pop(name, None) for name in names}
+        options = {name: parts.pop(name, None) for name in names}
         weight = QuantizedTensor(
             codes, scales, zeros, spec.bits, spec.columns(k), weight_dtype=spec.weight_dtype, **options
         )
-        layer = WeightOnlyLinear(weight, **buffers)
-        layer.as_minima = minima is not None
+        layer = WeightOnlyLinear(weight, **parts)
+        layer.stored_form = StoredForm.of(stored, spec.bits)
         return layer
 
     @staticmethod
@@ -200,54 +199,43 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     @property
     def spec(self) -> LayerSpec:
         """The description that a converted folder has of the layer."""
-        held: dict[str, Tensor | None] = dict(self._buffers)
-        if self.as_minima:
-            held |= {"zeros": None, "minima": self.scales}
+        shapes = {name: None if part is None else part.to("meta") for name, part in self._buffers.items()}
+        held = self._stored_parts(shapes)
         return LayerSpec.of("weight_only", self.bits, self.group_size, self.in_features, held, self.weight_dtype)
 
-    @property
-    def _is_symmetric(self) -> bool:
-        """Whether its codes lie around their middle."""
-        offsets = self.zeros, self.minimums, self._buffers.get("minima")
-        return self.weight_dtype is None and all(part is None for part in offsets)
+    def _stored_parts(self, parts: Parts) -> dict[str, Tensor | None]:
+        """What the state has of buffers."""
+        return self.stored_form.stored(parts, self.bits, self.weight_dtype)
 
     def narrow(self) -> None:
-        tile_k = TILE_BITS // self.bits
-        if self.out_features % TILE_N == 0 and self.in_features % tile_k == 0:  # padding would be other codes
-            stored = least_bits(self.w_packed, self.bits, self._is_symmetric)
-            self.stored_bits = stored if stored < self.bits else None
         self.scales = narrowed(self.scales)
-        self.as_minima = are_minima(self.scales, self.zeros, self.bits)
-        if self.zeros is not None and not self.as_minima:
+        is_padded = self.out_features % TILE_N > 0 or self.in_features % (TILE_BITS // self.bits) > 0
+        self.stored_form = StoredForm.smallest(self._buffers, self.bits, self.weight_dtype, is_padded=is_padded)
+        if self.zeros is not None and not self.stored_form.minima:
             self.zeros = narrowed(self.zeros)
         if self.minimums is not None:
             self.minimums = narrowed(self.minimums)
 
+    def expect_packed(self, shape: tuple[int, ...]) -> None:
+        self.stored_form = self.stored_form._replace(code_bits=stored_bits(shape, self.bits))
+
     def begin_loading(self) -> None:
-        if self.as_minima:
-            assert self.zeros is not None
-            self.register_buffer("minima", minima_of(self.scales, self.zeros))
-            self.zeros = None
-        if self.stored_bits is not None:
-            shape = short_shape(tuple(self.w_packed.shape), self.bits, self.stored_bits)
-            self.w_packed = self.w_packed.new_empty(shape)
+        self._buffers.update(self._stored_parts(self._buffers))
 
     def end_loading(self) -> None:
-        if stored_bits(tuple(self.w_packed.shape), self.bits) is not None:
-            self.w_packed = restored(self.w_packed, self.bits, self._is_symmetric)
-        minima = self._buffers.pop("minima", None)
-        if minima is not None:
-            self.zeros = zeros_of(self.scales, minima, self.bits)
+        parts = from_stored(self._buffers, self.bits, self.weight_dtype)
+        for name in STORED:
+            self._buffers.pop(name, None)
+        self._buffers.update(parts)
         super().end_loading()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.as_minima and self.zeros is not None:
-            del destination[f"{prefix}zeros"]
-            destination[f"{prefix}minima"] = minima_of(self.scales, self.zeros)
-        if self.stored_bits is not None and self.w_packed.shape[-1] == TILE[-1]:
-            short = shortened(self.w_packed, self.bits, self.stored_bits, self._is_symmetric)
-            destination[f"{prefix}w_packed"] = short
+        for name, part in self._stored_parts(self._buffers).items():
+            if part is None:
+                destination.pop(f"{prefix}{name}", None)
+            elif part is not self._buffers.get(name):
+                destination[f"{prefix}{name}"] = part
 
     def _load_from_state_dict(
         self,
@@ -259,30 +247,21 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        minima, scales = state_dict.get(f"{prefix}minima"), state_dict.get(f"{prefix}scales")
-        errors = len(error_msgs)
-        if minima is not None and scales is not None and f"{prefix}zeros" not in state_dict:
-            if minima.shape != scales.shape or not minima.is_floating_point():
-                name = prefix.rstrip(".") or type(self).__name__
-                expected = f"floating, of the shape of scales, {shape_of(scales)}"
-                error_msgs.append(f"{name}: minima: expected {expected}, got {short(minima.dtype)} {shape_of(minima)}")
-                return
-            del state_dict[f"{prefix}minima"]
-            state_dict[f"{prefix}zeros"] = zeros_of(scales, minima, self.bits)
-        packed, stored = state_dict.get(f"{prefix}w_packed"), None
-        if packed is not None and packed.dtype == torch.uint8:
-            stored = stored_bits(tuple(packed.shape), self.bits)
-        if packed is not None and stored is not None:
-            offsets = (state_dict.get(f"{prefix}{name}") for name in ("zeros", "minimums"))
-            symmetric = self.weight_dtype is None and all(part is None for part in offsets)
-            state_dict[f"{prefix}w_packed"] = restored(packed, self.bits, symmetric)
+        names = [name for name in (*self._buffers, *STORED) if f"{prefix}{name}" in state_dict]
+        stored, errors = {name: state_dict[f"{prefix}{name}"] for name in names}, len(error_msgs)
+        try:
+            parts = from_stored(stored, self.bits, self.weight_dtype)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+            return
+        for name in STORED:
+            state_dict.pop(f"{prefix}{name}", None)
+        state_dict.update({f"{prefix}{name}": part for name, part in parts.items()})
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if packed is not None and len(error_msgs) == errors:
-            self.stored_bits = stored
-        if scales is not None and len(error_msgs) == errors:
-            self.as_minima = minima is not None
+        if names and len(error_msgs) == errors:
+            self.stored_form = StoredForm.of(stored, self.bits)
 
     @property
     def quantizes_activations(self) -> bool:

@@ -212,7 +212,7 @@ class ExpertBlocks:
 
 def _described(spec: LayerSpec) -> tuple[Any, ...]:
     """What the layers of a stack have in common."""
-    minimums = ("minimums",) if "minimums" in dict(spec.buffers) else ()
+    minimums = ("minimums",) if spec.has_minimums else ()
     return (spec.weight_dtype or f"{spec.bits} bits", f"group_size {spec.group_size}", *minimums)
 
 

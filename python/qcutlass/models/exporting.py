@@ -189,7 +189,7 @@ def _common(source: ConvertedFolder, layers: Sequence[str]) -> _Common:
             raise UnsupportedError(f"{name}: expected bits and groups as in the other layers; export needs one scheme")
         if spec.weight_dtype is not None:
             raise UnsupportedError(f"{name}: {spec.weight_dtype} weights for 16-bit activations are not exported")
-        if "minimums" in held:
+        if spec.has_minimums:
             raise UnsupportedError(
                 f"{name}: it has minimums, which other formats do not hold; quantise the model anew: qcutlass quantize "
                 "makes whole zero points"

@@ -13,6 +13,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalFp8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.specs import PARTS, LayerSpec
 from qcutlass.layers.base import from_spec
+from qcutlass.layers.stored_form import from_stored
 from qcutlass.products.packing import one_level
 from qcutlass.quantized import QuantizedTensor
 
@@ -98,17 +99,22 @@ def with_scales(layer: Layer, dtype: torch.dtype) -> Layer:
 def _of_packed(tensors: Mapping[str, Tensor], name: str, device: torch.device) -> Layer:
     """The layer of a converted folder."""
     held = {suffix: tensor.detach().to(device) for suffix, tensor in tensors.items() if suffix != "weight"}  # the guard
-    held = {suffix: tensor for suffix, tensor in one_level(held).items() if tensor is not None}
     if not {"layout", "w_packed"} <= set(held):
         raise CheckpointError(f"{name}: expected layout and w_packed of a packed layer, got {', '.join(held)}")
     _, bits, n, k, group_size = held["layout"].tolist()
+    weight_dtype = _FLOATS_OF.get(bits)
+    try:
+        parts = one_level(from_stored(held, abs(bits), weight_dtype))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name}: {error}; convert the model again") from error
+    held = {suffix: tensor for suffix, tensor in parts.items() if tensor is not None}
     kind = _KIND_OF_PACKED.get(held["w_packed"].dtype)
     if kind is None:
         raise UnsupportedError(f"{name}: packed weights of type {held['w_packed'].dtype} are not read")
     scale = held.get("w_scale")  # `[N]`, but of blocks a matrix, also where a block has all columns
     if scale is not None and scale.dim() == 2:
         kind = _BLOCKS
-    spec = LayerSpec.of(kind, abs(bits), group_size, k, held, _FLOATS_OF.get(bits))
+    spec = LayerSpec.of(kind, abs(bits), group_size, k, held, weight_dtype)
     layer = from_spec(spec, n, k)
     try:
         layer.load_state_dict(held, assign=True)

@@ -215,6 +215,9 @@ def converted_folders() -> dict[str, Files]:
             found[f"converted w4a8 {activations}"] = packed_folder("up", layer)
         found["converted minimums"] = packed_folder("up", with_minimums())
         found["converted super-blocks"] = packed_folder("up", with_super_blocks())
+        for label, layer in (("levels of 4 bits", with_super_blocks()), ("a table of codes", with_few_codes())):
+            layer.narrow()
+            found[f"converted {label}"] = packed_folder("up", layer)
     return found
 
 
@@ -232,6 +235,12 @@ def with_super_blocks() -> QuantLinear:
     of_scales, of_minimums = (torch.ones(2, 32, dtype=torch.float16) for _ in range(2))
     levels = {"minimums": minimums, "super_scales": of_scales, "super_minimums": of_minimums}
     return from_layer(CanonicalLinear(QuantizedTensor(codes, scales, None, 4, 16, **levels)), "up")
+
+
+def with_few_codes() -> QuantLinear:
+    """A layer as those of IQ4."""
+    codes = 17 * (torch.arange(32 * 64, dtype=torch.uint8).view(32, 64) % 16)
+    return from_layer(CanonicalLinear(QuantizedTensor(codes, torch.ones(2, 32), None, 8, 32)), "up")
 
 
 def packed_folder(name: str, layer: QuantLinear) -> Files:

@@ -101,9 +101,9 @@ def test_states_folders_and_fused_models_keep_minimums(tiny: Any, ids: Tensor, t
 NAMES = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "token_embd", "output"
 
 
-@pytest.mark.parametrize("mix", ["Q4_K_M", "Q4_K", "Q3_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS"])
 def test_folders_are_as_small_as_their_files(mix: str, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both levels of scales are kept, in a byte for 6 bits, and codes take as many bits as in the file."""
+    """Both levels of scales are kept, in half a byte or one, and codes take as many bits as in the file."""
     if mix not in MIXES:
         monkeypatch.setitem(MIXES, mix, dict.fromkeys(NAMES, mix))
     monkeypatch.setattr(test_gguf_models, "LARGE", 512)  # columns: names and sizes of tensors weigh little then
