@@ -357,11 +357,15 @@ def decode_command(
     count: Annotated[int, typer.Option("--tokens", min=2, help="Tokens behind it.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="That count.")] = 5,
     dtype: Annotated[list[str], typer.Option(help="f16, bf16 or f32; repeatable.")] = ["f32", "bf16"],  # noqa: B006
+    k_quants: Annotated[
+        bool, typer.Option("--k-quants", help="A random model of Q4_K and Q6_K with the file's tokenizer instead.")
+    ] = False,
     json_path: Json = None,
     markdown_path: Markdown = None,
 ) -> None:
     """Tokens a second of a whole model on the CPU beside llama.cpp; needs transformers and gguf."""
     from bench import decode  # which imports transformers
+    from bench import k_quants as random_file
     from qcutlass.cli.quickstart import default_model
 
     types = _parsed(lambda: [schemes.parse_dtype(name) for name in dtype])
@@ -369,6 +373,8 @@ def decode_command(
     found: list[decode.Contestant] = []
     note = None
     with TemporaryDirectory() as scratch:
+        if k_quants:
+            path = random_file.write(Path(scratch) / "random-Q4_K_M.gguf", path)
         folder = decode.converted(path, Path(scratch))
         ids = _parsed(lambda: decode.text(folder, prompt))
         try:

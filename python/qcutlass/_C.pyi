@@ -366,6 +366,10 @@ class DecoderBlock(metaclass=_pybind11_type):
     ) -> None: ...
     def run(self, *arguments: int | float | _CachedHeads) -> None: ...  # the members of BlockToken, then threads
 
+def hold(
+    places: tuple[dict[str, object], ...], names: tuple[str, ...], values: tuple[object, ...], /
+) -> bool: ...  # whether each of the places has this very value under this name; None: none
+
 # the steps of a mixture of experts around its products; by position the members in moe.h, device as above
 MOST_EXPERTS: int
 

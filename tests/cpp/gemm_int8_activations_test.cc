@@ -66,6 +66,12 @@ TEST_P(Int8ActivationsTest, EveryKindOfKernelMultipliesQuantizedActivations) {
   test::RandomWeights const weights(c.weights, 5);
   int64_t const n = c.weights.n, k = c.weights.k;
   std::vector<float> const a = random_activations(c.m * k, 6);
+  // Codes reach 2^bits - 1, whatever is left of them when zeros are taken off; scales and minimums as RandomWeights has
+  // them.
+  bool const two_levels = c.weights.super_groups != 0;
+  double const codes = 1 << weights.arguments().bits();
+  double const minimum = !c.weights.minimums ? 0 : two_levels ? 255 * 1e-3 : 0.01 * codes;
+  double const largest = codes * (two_levels ? 255 * 5e-5 : 0.011) + minimum;
   for (host::ByteKernels kernels : host::byte_kernels()) {
     for (int threads : {1, 2}) {
       std::vector<float> const out = run(weights.arguments(), a, threads, kernels);
@@ -75,8 +81,7 @@ TEST_P(Int8ActivationsTest, EveryKindOfKernelMultipliesQuantizedActivations) {
           for (int64_t i = 0; i < k; ++i) {
             double const x = quantized(a.data() + row * k, i, k);
             sum += x * weights.weight(channel, i);
-            // Codes reach 2^bits - 1, whatever is left of them when zeros are taken off.
-            magnitude += std::fabs(x) * (1 << weights.arguments().bits()) * 0.011;
+            magnitude += std::fabs(x) * largest;
           }
           // Roundings: of each run's difference, its two scales and the additions that follow, and of the weights here.
           double const bound = std::ldexp(magnitude, -24) * static_cast<double>(k / 16 + 6);
@@ -97,6 +102,14 @@ std::vector<Case> cases() {
       result.push_back({{packing, 17, 300, group, f16, DType::kUInt8}, 2});
     }
     for (int64_t m : {1, 2, 4, 7, 8, 9, 15, 16, 31}) result.push_back({{packing, 16, 96, 32, f16, DType::kUInt8}, m});
+    for (int64_t m : {1, 2, 9}) {
+      for (int64_t group : {16, 32, 80, 10000}) {
+        result.push_back({{packing, 37, 480, group, f16, f16, true}, m});
+        if (group > 32) continue;
+        result.push_back({{packing, 37, 480, group, DType::kInt8, DType::kUInt8, true, 5}, m});
+        result.push_back({{packing, 37, 480, group, DType::kUInt8, DType::kNone, false, 5}, m});
+      }
+    }
     for (int64_t k : {1, 15, 31, 33, 63, 65, 511, 512, 513, 1100}) {
       result.push_back({{packing, 5, k, 10000, f16, f16}, 1});
     }
@@ -196,7 +209,9 @@ TEST(Int8Activations, RowsDoNotDependOnTheOnesBesideThem) {
         for (int64_t count = 1; count <= std::min<int64_t>(13 - first, 4); ++count) {
           std::vector<float> const some(a.begin() + first * k, a.begin() + (first + count) * k);
           std::vector<float> const out = run(weights.arguments(), some, 1, kernels);
-          for (int64_t i = 0; i < count * n; ++i) ASSERT_EQ(out[i], all[first * n + i]) << "kernels " << int(kernels);
+          for (int64_t i = 0; i < count * n; ++i)
+            ASSERT_EQ(out[i], all[first * n + i])
+                << "kernels " << int(kernels) << ", " << count << " rows of " << test::name_of(c.weights);
         }
       }
     }

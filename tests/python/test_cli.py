@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.python.formats.gguf_files import KINDS, random_weights
+from tests.python.formats.gguf_files import KINDS
 from typer.testing import CliRunner
 
 import qcutlass
@@ -22,6 +22,7 @@ from qcutlass import formats, testing
 from qcutlass.cli import app
 from qcutlass.cli.quickstart import default_model
 from qcutlass.formats import CanonicalLinear
+from qcutlass.testing.gguf_weights import random_gguf_weights
 
 GGUF_TYPES = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0")}
 SHAPE = (48, 96)
@@ -135,7 +136,7 @@ def test_quickstart_multiplies_by_what_is_stored(
     monkeypatch.setattr("qcutlass.cli.quickstart.gemm", recorded)
     path = tmp_path / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    blocks = random_weights(np.random.default_rng(seed), 48, 512, kind, 0.05)
+    blocks = random_gguf_weights(np.random.default_rng(seed), 48, 512, kind, 0.05)
     writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=KINDS[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -76,7 +76,7 @@ def test_exact_sums(bits: int, seeds: Iterator[int]) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("zeros", ["none", "int", "real"])
+@pytest.mark.parametrize("zeros", ["none", "int", "real", "minimum"])
 @pytest.mark.parametrize("group_size", GROUPS)
 def test_schemes(group_size: int, zeros: testing.Zeros, bits: int, seeds: Iterator[int]) -> None:
     choose = random.Random(next(seeds))
@@ -85,6 +85,20 @@ def test_schemes(group_size: int, zeros: testing.Zeros, bits: int, seeds: Iterat
         types["zero_dtype"] = choose.choice([torch.uint8, torch.int32] if zeros == "int" else DTYPES)
         m, k = choose.choice(ROWS), choose.choice([64, 333, 448, 1100])
         problem = Case(m, 50, k, bits, group_size, zeros, **types).random(seed=next(seeds))
+        testing.assert_close(multiply(problem), testing.int8_activations_reference(problem), label=problem)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", ["none", "minimum"])
+@pytest.mark.parametrize(("group_size", "super_groups"), [(16, 16), (32, 8), (32, 3)])
+def test_scales_of_two_levels(
+    group_size: int, super_groups: int, zeros: testing.Zeros, bits: int, seeds: Iterator[int]
+) -> None:
+    choose = random.Random(next(seeds))
+    k = 2 * group_size * super_groups
+    for m in ROWS:
+        case = Case(m, 50, k, bits, group_size, zeros, dtype=choose.choice(DTYPES), super_groups=super_groups)
+        problem = case.random(seed=next(seeds))
         testing.assert_close(multiply(problem), testing.int8_activations_reference(problem), label=problem)
 
 
@@ -183,6 +197,19 @@ class ZeroOfTheNextGroup(Model):
         return replace(self.p, zeros=zeros).weight()
 
 
+class MinimumOfTheNextGroup(Model):
+    def weight(self) -> Tensor:
+        assert self.p.minimums is not None
+        minimums = self.p.minimums.clone()
+        minimums[2] = minimums[3]
+        return replace(self.p, minimums=minimums).weight()
+
+
+class MinimumsAsZeros(Model):
+    def weight(self) -> Tensor:
+        return replace(self.p, zeros=self.p.minimums, minimums=None).weight()
+
+
 class NoZeros(Model):
     def weight(self) -> Tensor:
         assert self.p.zeros is not None
@@ -226,6 +253,19 @@ FAULTS = [
     NotQuantized,
     BlocksBeforeThePermutation,
 ]
+
+
+def with_minimums(problem: Problem) -> Problem:
+    """The same weights but for rounding, with minimums."""
+    assert problem.zeros is not None
+    return replace(problem, zeros=None, minimums=problem.zeros.float() * problem.scales.float())
+
+
+@pytest.mark.parametrize("fault", [Model, LastKDropped, ScaleOfTheNextGroup, MinimumOfTheNextGroup, MinimumsAsZeros])
+def test_the_oracle_rejects_faults_of_minimums(fault: type[Model], seed: int) -> None:
+    problem = with_minimums(Case(8, 64, 1000, group_size=64, dtype=torch.float32).random(seed=seed))
+    ratio = testing.error_ratio(fault(problem).run(), testing.int8_activations_reference(problem))
+    assert (ratio <= 1) == (fault is Model), ratio
 
 
 @pytest.mark.parametrize("fault", [Model, *FAULTS])

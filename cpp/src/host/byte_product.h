@@ -92,14 +92,18 @@ QCUTLASS_INLINE void add_dots(int32_t const* codes, int8_t const* a, int words, 
 }
 
 /// What a run adds to sums of channels `first` and following: `dots` are those of a row's codes with theirs. The
-/// difference comes first, which is exact where zeros are integers.
-template <class Float, class Int>
+/// difference to zeros comes first, which is exact where these are integers.
+template <bool kMinimums, class Float, class Int>
 QCUTLASS_INLINE Float sum_of_run(Int const& dots, QuantizedRows::Run const& run, ChannelParameters const& group,
                                  int first) {
-  Float scale, zero;
+  Float scale, offset;
   std::memcpy(&scale, group.scales + first, sizeof(scale));
-  std::memcpy(&zero, group.offsets + first, sizeof(zero));
-  return (__builtin_convertvector(dots, Float) - zero * run.sum) * run.scale * scale;
+  std::memcpy(&offset, group.offsets + first, sizeof(offset));
+  Float const codes = __builtin_convertvector(dots, Float);
+  if constexpr (kMinimums)
+    return (codes * scale - offset * run.sum) * run.scale;
+  else
+    return (codes - offset * run.sum) * run.scale * scale;
 }
 
 /// The 32-bit words of a tile with the upper half of their positions moved between the lower ones: times 2, modulo 127.

@@ -31,6 +31,7 @@ class ByteTiles {
     for (int64_t tile = 0; tile < count; ++tile) {
       decode(packed + tile * layout::kTileBytes, codes_ + tile * kTileK / 4 * layout::kTileN);
     }
+    has_minimums_ = weights.has_minimums();
     int64_t const end = std::min(begin + count * kTileK, weights.k), last = weights.groups() - 1;
     int64_t group = std::min(begin / weights.group_size, last);
     int64_t group_end = group == last ? end : (group + 1) * weights.group_size;
@@ -47,12 +48,10 @@ class ByteTiles {
 
   /// sums[row][channel] += the products of every row with the columns [begin, begin + columns) that were loaded.
   QCUTLASS_INLINE void multiply(QuantizedRows const& rows, int64_t begin, int64_t columns, float* sums) const {
-    for_row_blocks(rows.count, [&](auto size, int64_t row) {
-      constexpr int kRows = decltype(size)::value;
-      multiply_rows<kRows>(rows.codes.data() + row * rows.stride + begin * kRows,
-                           rows.parameters.data() + row * rows.runs + begin / run_ * kRows,
-                           static_cast<int>(layout::ceil_div(columns, run_)), sums + row * layout::kTileN);
-    });
+    if (has_minimums_)
+      multiply_offset<true>(rows, begin, columns, sums);
+    else
+      multiply_offset<false>(rows, begin, columns, sums);
   }
 
  private:
@@ -64,7 +63,17 @@ class ByteTiles {
   using Float = typename Vectors<kLanes>::Float;
   using Half = Vectors<layout::kTileN / 2>::Int;
 
-  template <int kRows>
+  template <bool kMinimums>
+  QCUTLASS_INLINE void multiply_offset(QuantizedRows const& rows, int64_t begin, int64_t columns, float* sums) const {
+    for_row_blocks(rows.count, [&](auto size, int64_t row) {
+      constexpr int kRows = decltype(size)::value;
+      multiply_rows<kRows, kMinimums>(rows.codes.data() + row * rows.stride + begin * kRows,
+                                      rows.parameters.data() + row * rows.runs + begin / run_ * kRows,
+                                      static_cast<int>(layout::ceil_div(columns, run_)), sums + row * layout::kTileN);
+    });
+  }
+
+  template <int kRows, bool kMinimums>
   QCUTLASS_INLINE void multiply_rows(int8_t const* __restrict a, QuantizedRows::Run const* __restrict parameters,
                                      int runs, float* __restrict sums) const {
     Float total[kRows][kParts];
@@ -89,7 +98,7 @@ class ByteTiles {
       for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row)
-          total[row][part] += sum_of_run<Float>(dots[row].part[part], parameters[row], group, part * kLanes);
+          total[row][part] += sum_of_run<kMinimums, Float>(dots[row].part[part], parameters[row], group, part * kLanes);
       }
       parameters += kRows;
     }
@@ -186,6 +195,7 @@ class ByteTiles {
   alignas(64) ChannelParameters groups_[kColumns / kStepK];
   int16_t group_of_[kColumns / kStepK];
   int run_;
+  bool has_minimums_ = false;  ///< of the weights that were loaded: in place of zeros
 };
 
 }  // namespace qcutlass::host

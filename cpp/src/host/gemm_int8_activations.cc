@@ -77,8 +77,6 @@ bool has_whole_steps(WeightArguments const& weights) {
 
 void check_int8_activations(WeightArguments const& weights) {
   if (has_float_codes(weights.packing)) throw Unsupported("activations: only products of integer codes quantise them");
-  if (weights.has_minimums())
-    throw Unsupported("minimums: int8 activations take zeros only; multiply the activations as they are");
   if (!has_whole_steps(weights))
     throw Unsupported("group_size: int8 activations take groups of multiples of " + std::to_string(kStepK) +
                       " columns, or one group a channel, got " + std::to_string(weights.group_size));

@@ -2,6 +2,10 @@
 //
 //   sum = sum_r (sum_{k in run r} (code[n, k] - zero[g, n]) * a_q[m, k]) * a_scale[m, r] * w_scale[g, n]
 //
+// or, with minimums in place of zeros,
+//
+//   sum = sum_r (sum_k code[n, k] * a_q[m, k] * w_scale[g, n] - minimum[g, n] * sum_k a_q[m, k]) * a_scale[m, r]
+//
 // A run is a block of activations (quantized_rows.h), or a step where a block may belong to two groups g; of the
 // caller's activations, whose scales follow, as many columns of a group as possible. The inner sum is an exact integer
 // where zeros are; the rest is fp32.

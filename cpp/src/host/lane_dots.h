@@ -155,6 +155,16 @@ class LaneDots {
   /// sums[row][channel] = the products of the strip's channels with the rows, of which there are kRows.
   static QCUTLASS_INLINE void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip,
                                        float* sums) {
+    if (weights.has_minimums())
+      multiply_offset<true>(weights, rows, strip, sums);
+    else
+      multiply_offset<false>(weights, rows, strip, sums);
+  }
+
+ private:
+  template <bool kMinimums>
+  static QCUTLASS_INLINE void multiply_offset(WeightArguments const& weights, LaneRows<kPacking> const& rows,
+                                              int64_t strip, float* sums) {
     int64_t const tiles = layout::tiles_k(kPacking, weights.k), last = weights.groups() - 1;
     int64_t const tiles_of_run = std::max(rows.run / Words::kTileK, 1);
     uint8_t const* packed = static_cast<uint8_t const*>(weights.packed) + strip * tiles * layout::kTileBytes;
@@ -190,14 +200,14 @@ class LaneDots {
         for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 2
           for (int part = 0; part < kParts; ++part)
-            total[row][part] += sum_of_run<Float>(runs[row][run].part[part], parameters[row], of_run, part * kLanes);
+            total[row][part] +=
+                sum_of_run<kMinimums, Float>(runs[row][run].part[part], parameters[row], of_run, part * kLanes);
         }
       }
     }
     std::memcpy(sums, total, sizeof(total));
   }
 
- private:
   static constexpr int kGroups = 16;  ///< whose scales and zeros are loaded at once
 
   static QCUTLASS_INLINE void add_tile(uint8_t const* packed, Tile const* rows, Int (&dots)[kRows][layout::kTileN]) {

@@ -31,7 +31,7 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
 
     Returns:
         Names of the layers; with "fp8" none where a GPU has no kernel for any. Others are left as they are: with "int8"
-        those with groups that are no multiple of 16 columns, or with minimums or floating codes.
+        those with groups that are no multiple of 16 columns, or with floating codes.
 
     Raises:
         TypeError: `model` is no module, or `activations` neither a name nor None.

@@ -265,9 +265,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
     @property
     def quantizes_activations(self) -> bool:
-        """Whether its codes and groups, and the lack of minimums, allow `activations="int8"`."""
-        plain = self.weight_dtype is None and self.minimums is None
-        return plain and has_whole_steps(self.group_size, self.in_features)
+        """Whether its codes and groups allow `activations="int8"`."""
+        return self.weight_dtype is None and has_whole_steps(self.group_size, self.in_features)
 
     def canonical(self) -> CanonicalLinear:
         """The layer with its codes unpacked, as loaders of checkpoints yield it."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from qcutlass import _C
 from qcutlass.layers.fusing import shared_product
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.models.cache_argument import cache_layer
@@ -91,7 +91,7 @@ def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep
 class _Held:
     """What a block has where: children, tensors, hooks, options.
 
-    Each token of each block looks at some hundred of them, so that they are compared without a loop in Python.
+    Each token of each block looks at some hundred of them, so that the extension compares them.
     """
 
     def __init__(self, block: Any) -> None:
@@ -112,7 +112,7 @@ class _Held:
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
-        if not all(map(operator.is_, map(dict.get, self._places, self._names), self._values)):
+        if not _C.hold(self._places, self._names, self._values):
             return False
         # A tensor that moves, or is given other data, stays the same object.
         return not any(self._hooks) and self._addresses == [tensor.data_ptr() for tensor in self._tensors]

@@ -88,7 +88,7 @@ def gemm(
         split_k: number of blocks that share the K extent of an output tile; of several waves of wgmma tiles only the
             last one's are shared. 0: chosen. CUDA only.
         activations: None: as they are; "int8": quantised. CPU only, for integer codes in groups of a multiple of 16
-            columns, or one; not with minimums.
+            columns, or one.
         weight_dtype: None: codes are integers; "e2m1": 4-bit floats, a sign in bit 3 and 0, 0.5, 1, 1.5, 2, 3, 4 or 6;
             "e4m3": the bytes of float8_e4m3fn.
         global_scale: float32 `[1]`, beside scales of float8_e4m3fn; None: 1.

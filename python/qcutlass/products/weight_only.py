@@ -128,10 +128,6 @@ class GemmCall(NamedTuple):
             check_out("a", a, out, columns, a.dtype)
         check_quantized_activations(self.activations, device)
         check_groups(shape, device)
-        if self.activations is not None and self.minimums is not None:
-            raise UnsupportedError(
-                f"minimums: activations={self.activations!r} takes weights with zeros only; leave activations out"
-            )
         if self.weight_dtype is not None and self.activations is not None:
             raise UnsupportedError(
                 f"activations: {self.activations!r} is for integer codes, got weight_dtype={self.weight_dtype!r}; "

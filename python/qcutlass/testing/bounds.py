@@ -65,7 +65,7 @@ def numbers_of_codes(codes: Tensor, weight_dtype: str) -> Tensor:
     return torch.where(codes < 8, magnitudes, -magnitudes)
 
 
-def _whole(integers: Tensor, supers: Tensor | None) -> Tensor:
+def combined_levels(integers: Tensor, supers: Tensor | None) -> Tensor:
     """float32 `[G, N]` of both levels."""
     if supers is None:
         return integers.float()
@@ -109,9 +109,9 @@ def dequantized_weight(
         `[N, K]`.
     """
     n, k = codes.shape
-    scales = _whole(scales.reshape(-1, n), super_scales)
+    scales = combined_levels(scales.reshape(-1, n), super_scales)
     if minimums is not None:
-        minimums = _whole(minimums.reshape(-1, n), super_minimums)
+        minimums = combined_levels(minimums.reshape(-1, n), super_minimums)
         scale, minimum = (
             part.reshape(-1, n).double().T.repeat_interleave(min(group_size, k), dim=1)[:, :k]
             for part in (scales, minimums)

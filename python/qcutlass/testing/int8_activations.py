@@ -8,7 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import EXACT_LIMIT, UNIT_ROUNDOFF, Reference, finished_by, scaled_activations
+from qcutlass.testing.bounds import (
+    EXACT_LIMIT,
+    UNIT_ROUNDOFF,
+    Reference,
+    combined_levels,
+    finished_by,
+    scaled_activations,
+)
 from qcutlass.testing.problems import Problem
 
 BLOCK: Final = 32
@@ -31,11 +38,13 @@ class Int8ActivationsReference(Reference):
 
         |x' - x| <= 2^-24 * (sum|z * s * a_scale * w_scale| + (R + 3) * sum|t|),
 
-    beside what `bound` adds for the bias, the activation and the output.
+    beside what `bound` adds for the bias, the activation and the output. With a minimum m both products of
+    (d * w_scale - m * s) * a_scale are rounded, so that sum|d * w_scale * a_scale| + sum|m * s * a_scale| takes the
+    first sum's place.
 
     Attributes:
         magnitude: float64 `[M, N]`, sum|t|.
-        offset: float64 `[M, N]`, the first sum, of the products z * s that are rounded.
+        offset: float64 `[M, N]`, the first sum, of the products that are rounded before a difference.
         runs: R.
     """
 
@@ -90,7 +99,10 @@ def int8_activations_reference(problem: Problem) -> Int8ActivationsReference:
     run = STEP if grouped and problem.group_size % BLOCK else BLOCK
     x = scaled_activations(problem.a, problem.act_scale, problem.perm).reshape(-1, k)
     codes, a_scales = int8_activations(x)
-    w_scales = problem.scales.reshape(-1, n).double()
+    w_scales = combined_levels(problem.scales.reshape(-1, n), problem.super_scales).double()
+    minimums = problem.minimums
+    if minimums is not None:
+        minimums = combined_levels(minimums.reshape(-1, n), problem.super_minimums).double()
     if problem.zeros is None:
         zeros = torch.full_like(w_scales, 2.0 ** (problem.bits - 1))
     else:
@@ -100,12 +112,17 @@ def int8_activations_reference(problem: Problem) -> Int8ActivationsReference:
     for begin in range(0, k, run):
         columns, group = slice(begin, min(begin + run, k)), begin // problem.group_size if grouped else 0
         a_q, w_q = codes[:, columns].double(), problem.codes[:, columns].double()
-        scale = a_scales[:, begin // BLOCK, None].double() * w_scales[group]
-        shift = a_q.sum(1, keepdim=True) * zeros[group]
-        term = (a_q @ w_q.T - shift) * scale
+        a_scale, dots, codes_sum = a_scales[:, begin // BLOCK, None].double(), a_q @ w_q.T, a_q.sum(1, keepdim=True)
+        if minimums is None:
+            shift, scale = codes_sum * zeros[group], a_scale * w_scales[group]
+            term = (dots - shift) * scale
+            offset += (shift * scale).abs() * ((shift.abs() > EXACT_LIMIT) | real)
+        else:
+            product, shift = dots * w_scales[group] * a_scale, codes_sum * minimums[group] * a_scale
+            term = product - shift
+            offset += product.abs() + shift.abs()
         total += term
         magnitude += term.abs()
-        offset += (shift * scale).abs() * ((shift.abs() > EXACT_LIMIT) | real)
     bias = None if problem.bias is None else problem.bias.double()
     runs = -(-k // run)
     sums = total, total, k, bias, problem.activation, problem.a.dtype

@@ -20,18 +20,3 @@ def random_blocks(random: np.random.Generator, n: int, count: int, kind: str) ->
         blocks[:, :, begin : begin + 2] = heads.view(np.uint8)
     blocks[0, 0, QUANTIZED[kind].halves[0] : QUANTIZED[kind].halves[0] + 2] = 0
     return blocks.reshape(n, -1)
-
-
-def random_weights(random: np.random.Generator, n: int, k: int, kind: str, deviation: float) -> np.ndarray:
-    """uint8 `[n, bytes]`: blocks of weights with about this standard deviation."""
-    columns, size = gguf.GGML_QUANT_SIZES[KINDS[kind]]
-    blocks = random.integers(0, 256, (n, k // columns, size), dtype=np.uint8)
-    heads = {begin: random.uniform(0.5, 1, (n, k // columns, 1)) for begin in QUANTIZED[kind].halves}
-
-    def with_heads(factor: float) -> np.ndarray:
-        for begin, values in heads.items():
-            blocks[:, :, begin : begin + 2] = (values * factor).astype(np.float16).view(np.uint8)
-        return blocks.reshape(n, -1)
-
-    found = gguf.quants.dequantize(with_heads(1), KINDS[kind])
-    return with_heads(deviation / float(found.std()))

@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.python.formats.gguf_files import random_weights
 from tests.python.models.mixtures import EXPERTS, VOCABULARY, model_of
 from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import check_structure, load, logits
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.models.gguf import GGUFModel
+from qcutlass.testing.gguf_weights import random_gguf_weights
 from qcutlass.testing.models import NOISE, noise_ratio
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -108,7 +108,7 @@ class Written:
         kind = gguf.GGMLQuantizationType[label]
         if label.endswith("_K"):
             rows, columns = weight.shape
-            data = random_weights(self._random, rows, columns, label, columns**-0.5)
+            data = random_gguf_weights(self._random, rows, columns, label, columns**-0.5)
         else:
             data = gguf.quants.quantize(weight.numpy(), kind)
         return data, kind, torch.from_numpy(gguf.quants.dequantize(data, kind)).view(weight.shape)

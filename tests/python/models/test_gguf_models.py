@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.python.formats.gguf_files import random_weights
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.models.gguf import GGUFModel
+from qcutlass.testing.gguf_weights import random_gguf_weights
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -75,7 +75,7 @@ def write_gguf(
         if len(shape) == 1:
             writer.add_tensor(name, data)
         elif MIXES[mix]:
-            writer.add_tensor(name, random_weights(random, *shape, label, 0.1), raw_dtype=kind)  # type: ignore[call-arg]
+            writer.add_tensor(name, random_gguf_weights(random, *shape, label, 0.1), raw_dtype=kind)  # type: ignore[call-arg]
         else:
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
 

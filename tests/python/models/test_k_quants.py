@@ -127,16 +127,20 @@ def test_what_minimums_rule_out(tiny: Any, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="minimums"):
             models.export_model(folder, tmp_path / kind, kind)
         assert not (tmp_path / kind).exists()
-    model = load(folder)
-    able = use_activations(model, "int8")
-    assert able
-    kept = {name for name, layer in model.named_modules() if getattr(layer, "minimums", None) is not None}
-    assert kept
-    assert not kept & set(able)
-    layer: Any = model.get_submodule(min(kept - {EMBEDDINGS}))
-    layer.activations = "int8"
-    with pytest.raises(UnsupportedError, match="minimums: activations='int8' takes weights with zeros only"):
-        layer(torch.ones(1, layer.in_features))
+
+
+def test_activations_of_8_bits(tiny: Any, ids: Tensor) -> None:
+    """Every layer takes them, whatever its blocks; a row's logits are those of the products alone."""
+    for mix in ("Q4_K_M", "others"):
+        _, folder = tiny(mix)
+        model = load(folder)
+        expected = logits(model, ids)
+        quantized = {name for name, layer in model.named_modules() if isinstance(layer, WeightOnlyLinear)}
+        assert set(use_activations(model, "int8")) == quantized
+        found = logits(model, ids)
+        assert not torch.equal(found, expected)
+        error = float((found - expected).norm() / expected.norm())
+        assert error < 0.05, error
 
 
 def test_zeros_and_minimums_exclude_each_other() -> None:
