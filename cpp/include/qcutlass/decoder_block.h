@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "qcutlass/gemm.h"
 #include "qcutlass/types.h"
@@ -16,16 +17,21 @@ struct Norm {
   float eps = 0.0f;
 };
 
-/// The block. Plain data: nothing is owned. K: columns of the residual stream.
+/// Products of the same activations, whose channels follow one another. They are several where weights are stored in
+/// several ways, as queries, keys and values of K-quants are.
+using JoinedProducts = std::vector<GemmArguments>;
+
+/// The block. Weights are not owned. K: columns of the residual stream.
 struct DecoderBlock {
   DType type = DType::kNone;  ///< of all activations: fp16, bf16, fp32
   int64_t heads = 0;          ///< of queries
   int64_t kv_heads = 0;
   int64_t size = 0;  ///< of a head, even
   Activation activation = Activation::kSilu;
-  /// Weights and what belongs to them; m, a and out are the calls'. Channels of qkv: queries, keys, values; of gate_up:
-  /// the gate, then what it multiplies.
-  GemmArguments qkv, output, gate_up, down;
+  // Weights and what belongs to them; m, a and out are the calls'.
+  JoinedProducts qkv;      ///< channels of queries, of keys, of values
+  JoinedProducts gate_up;  ///< of the gate, then of what it multiplies
+  GemmArguments output, down;
   Norm query_norm, key_norm;  ///< [size] each, of every head before it is rotated
   Norm mlp_norm;              ///< [K], between attention and MLP
   Norm next_norm;             ///< [K], of what reads the block's output

@@ -4,21 +4,28 @@ namespace qcutlass::host {
 
 namespace {
 
-void load_groups_anywhere(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
-                          ChannelParameters* groups) {
-  ChannelParameters::load<PlainHalves>(weights, strip, first, count, groups);
+void load_anywhere(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+                   ChannelParameters* groups) {
+  ChannelParameters::load<PlainNumbers>(weights, strip, first, count, groups);
 }
-QCUTLASS_AVX2 void load_groups_avx2(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
-                                    ChannelParameters* groups) {
-  ChannelParameters::load<F16cHalves>(weights, strip, first, count, groups);
+QCUTLASS_AVX2 void load_avx2(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+                             ChannelParameters* groups) {
+  ChannelParameters::load<Avx2Numbers>(weights, strip, first, count, groups);
+}
+QCUTLASS_AVX512 void load_avx512(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+                                 ChannelParameters* groups) {
+  ChannelParameters::load<Avx512Numbers>(weights, strip, first, count, groups);
 }
 
 }  // namespace
 
 void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
                  ChannelParameters* groups) {
-  bool const has_instructions = vector_level() != VectorLevel::kBaseline;
-  (has_instructions ? load_groups_avx2 : load_groups_anywhere)(weights, strip, first, count, groups);
+  switch (vector_level()) {
+    case VectorLevel::kAvx512: return load_avx512(weights, strip, first, count, groups);
+    case VectorLevel::kAvx2: return load_avx2(weights, strip, first, count, groups);
+    case VectorLevel::kBaseline: return load_anywhere(weights, strip, first, count, groups);
+  }
 }
 
 }  // namespace qcutlass::host

@@ -5,54 +5,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "host/channel_vector.h"
+#include "host/channel_numbers.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "qcutlass/layout.h"
 #include "qcutlass/scheme.h"
 
 namespace qcutlass::host {
-
-// Eight numbers of 16 bits, or eight integers that were widened to them, as fp32.
-
-/// fp16 by arithmetic on integers.
-struct PlainHalves {
-  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
-    return decode_half<Vectors<8>::Float>(__builtin_convertvector(words, Vectors<8>::Int));
-  }
-};
-
-/// The same in one instruction of x86-64-v3. GCC 12 converts vectors of _Float16 one by one.
-#if defined(QCUTLASS_X86_LEVELS)
-struct F16cHalves {
-  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
-    Vectors<8>::Float numbers;
-    asm("vcvtph2ps %1, %0" : "=x"(numbers) : "x"(words));
-    return numbers;
-  }
-};
-#else
-using F16cHalves = PlainHalves;
-#endif
-
-struct BFloat16s {
-  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
-    return bit_cast<Vectors<8>::Float>(__builtin_convertvector(words, Vectors<8>::Int) << 16);
-  }
-};
-
-struct UnsignedBytes {
-  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
-    return __builtin_convertvector(__builtin_convertvector(words, Vectors<8>::Int), Vectors<8>::Float);
-  }
-};
-
-struct SignedBytes {
-  static QCUTLASS_INLINE Vectors<8>::Float decode(Vectors<8>::Words const& words) {
-    Vectors<8>::Int const bits = __builtin_convertvector(words, Vectors<8>::Int);
-    return __builtin_convertvector((bits ^ 0x80) - 0x80, Vectors<8>::Float);
-  }
-};
 
 struct ChannelParameters {
   float scales[layout::kTileN];
@@ -70,26 +29,26 @@ struct ChannelParameters {
   }
 
   /// Loads groups [first, first + count): for callers to which loading is a large part of the work. Inlined beside a
-  /// product of many rows its branches cost more than they save. `Halves`: a class from above.
-  template <class Halves>
+  /// product of many rows its branches cost more than they save. `Numbers`: a class of channel_numbers.h.
+  template <class Numbers>
   static QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
                                    ChannelParameters* groups) {
     int64_t const n = strip * layout::kTileN;
     int64_t const channels = std::min<int64_t>(layout::kTileN, weights.n - n);
-    load_all<Halves>(weights.group_scales(), n, first, count, channels, 0.0f, &ChannelParameters::scales, groups);
-    load_all<Halves>(weights.offsets(), n, first, count, channels, implied_offset(weights), &ChannelParameters::offsets,
-                     groups);
+    load_all<Numbers>(weights.group_scales(), n, first, count, channels, 0.0f, &ChannelParameters::scales, groups);
+    load_all<Numbers>(weights.offsets(), n, first, count, channels, implied_offset(weights),
+                      &ChannelParameters::offsets, groups);
     for (int64_t i = 0; i < count; ++i) apply_global_scale(weights, groups[i]);
   }
 
-  /// Asks for the scales and offsets of all groups of a strip, if there is such a strip. They lie a row of all channels
-  /// apart, which no hardware foresees: a strip is multiplied in the time of a few misses, and has two for each group.
-  static QCUTLASS_INLINE void prefetch(WeightArguments const& weights, int64_t strip) {
-    int64_t const n = strip * layout::kTileN;
-    if (n >= weights.n) return;
+  /// Asks for the scales and offsets of strips behind one. They lie a row of all channels apart, which no hardware
+  /// foresees, and a strip is multiplied in the time of a few misses. Each of the strips of a line asks for its share
+  /// of the next lines, as only so many may be on their way at once.
+  static QCUTLASS_INLINE void prefetch_behind(WeightArguments const& weights, int64_t strip) {
     for (GroupParameters const& from : {weights.group_scales(), weights.offsets()}) {
-      prefetch(from.data, from.type, n, from.stride, weights.groups());
-      if (from.supers != nullptr) prefetch(from.supers, DType::kFloat16, n, from.super_stride, weights.super_blocks());
+      prefetch_behind(from.data, from.type, strip, weights.n, from.stride, weights.groups());
+      if (from.supers != nullptr)
+        prefetch_behind(from.supers, DType::kFloat16, strip, weights.n, from.super_stride, weights.super_blocks());
     }
   }
 
@@ -99,11 +58,17 @@ struct ChannelParameters {
     for (float& scale : parameters.scales) scale *= *weights.global_scale;
   }
 
-  static QCUTLASS_INLINE void prefetch(void const* data, DType type, int64_t offset, int64_t stride, int64_t count) {
+  static QCUTLASS_INLINE void prefetch_behind(void const* data, DType type, int64_t strip, int64_t n, int64_t stride,
+                                              int64_t count) {
     if (type == DType::kNone) return;
-    char const* line = static_cast<char const*>(data) + offset * size_of(type);
-    for (int64_t i = 0; i < count; ++i, line += stride * size_of(type)) __builtin_prefetch(line);
+    int64_t const size = size_of(type), strips = std::max<int64_t>(kLineBytes / (layout::kTileN * size), 1);
+    int64_t const channel = (strip + strips) * layout::kTileN, first = strip % strips;
+    if (channel >= n) return;
+    char const* line = static_cast<char const*>(data) + (first * stride + channel) * size;
+    for (int64_t i = first; i < count; i += strips, line += strips * stride * size) __builtin_prefetch(line);
   }
+
+  static constexpr int64_t kLineBytes = 64;  ///< of a cache
 
   /// `count` channels from n on of one group.
   static QCUTLASS_INLINE void load(GroupParameters const& from, int64_t group, int64_t n, int64_t count, float* out) {
@@ -115,9 +80,6 @@ struct ChannelParameters {
   }
 
   using Channels = float[layout::kTileN];
-  using Float = Vectors<8>::Float;
-  using Words = Vectors<8>::Words;
-  typedef uint8_t Bytes __attribute__((vector_size(16)));
 
   static float implied_offset(WeightArguments const& weights) {
     return weights.offsets().type == DType::kNone ? static_cast<float>(symmetric_zero(weights.packing)) : 0.0f;
@@ -125,81 +87,67 @@ struct ChannelParameters {
 
   /// Loads groups [first, first + count), over the value that others than the `channels` get. Whole strips of the usual
   /// types are vectors: the compiler would unroll loops of kTileN before it sees vectors in them.
-  template <class Halves>
+  template <class Numbers>
   static QCUTLASS_INLINE void load_all(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
                                        int64_t channels, float other, Channels ChannelParameters::*values,
                                        ChannelParameters* groups) {
+    char const* const data = static_cast<char const*>(from.data);
+    auto const load_strips = [&](auto const& load_numbers) {
+      int64_t const size = size_of(from.type), stride = from.stride * size;
+      char const* at = data + (first * from.stride + n) * size;
+      for (int64_t i = 0; i < count; ++i, at += stride) load_strip<Numbers>(at, size, load_numbers, groups[i].*values);
+    };
     bool const is_whole = channels == layout::kTileN;
-    if (is_whole && from.supers != nullptr) return load_super_blocks<Halves>(from, n, first, count, values, groups);
+    if (is_whole && from.supers != nullptr) return load_super_blocks<Numbers>(from, n, first, count, values, groups);
+    if (is_whole && from.type == DType::kFloat16) return load_strips(Numbers::halves);
+    if (is_whole && from.type == DType::kBFloat16) return load_strips(Numbers::bfloat16s);
+    if (is_whole && from.type == DType::kFloat32) return load_strips(loaded<typename Numbers::Float>);
+    if (is_whole && from.type == DType::kUInt8) return load_strips(Numbers::unsigned_bytes);
     for (int64_t i = 0; i < count; ++i) {
-      int64_t const at = (first + i) * from.stride + n;
-      float* const out = groups[i].*values;
-      if (is_whole && from.type == DType::kFloat16) {
-        load_words<Halves>(from.data, at, out);
-      } else if (is_whole && from.type == DType::kBFloat16) {
-        load_words<BFloat16s>(from.data, at, out);
-      } else if (is_whole && from.type == DType::kFloat32) {
-        std::memcpy(out, static_cast<float const*>(from.data) + at, sizeof(Channels));
-      } else if (is_whole && from.type == DType::kUInt8) {
-        load_bytes<UnsignedBytes>(from.data, at, out);
-      } else {
-        std::fill_n(out, layout::kTileN, other);
-        load(from, first + i, n, channels, out);
-      }
+      std::fill_n(groups[i].*values, layout::kTileN, other);
+      load(from, first + i, n, channels, groups[i].*values);
     }
   }
 
   /// Integers of whole strips, each times the number of its super-block, which is loaded once.
-  template <class Halves>
+  template <class Numbers>
   static QCUTLASS_INLINE void load_super_blocks(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
                                                 Channels ChannelParameters::*values, ChannelParameters* groups) {
-    bool const has_sign = from.type == DType::kInt8;
+    if (from.type == DType::kInt8)
+      load_integers<Numbers>(from, n, first, count, Numbers::signed_bytes, values, groups);
+    else
+      load_integers<Numbers>(from, n, first, count, Numbers::unsigned_bytes, values, groups);
+  }
+
+  template <class Numbers, class Load>
+  static QCUTLASS_INLINE void load_integers(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
+                                            Load const& load_numbers, Channels ChannelParameters::*values,
+                                            ChannelParameters* groups) {
+    using Float = typename Numbers::Float;
+    auto const* const supers = static_cast<uint16_t const*>(from.supers);
+    auto const* at = static_cast<uint8_t const*>(from.data) + first * from.stride + n;
     for (int64_t i = 0; i < count;) {
       int64_t const block = (first + i) / from.super_groups;
       int64_t const end = std::min(count, (block + 1) * from.super_groups - first);
-      Channels supers;
-      load_words<Halves>(from.supers, block * from.super_stride + n, supers);
-      for (; i < end; ++i) {
-        int64_t const at = (first + i) * from.stride + n;
-        float* const out = groups[i].*values;
-        if (has_sign)
-          load_bytes<SignedBytes>(from.data, at, out);
-        else
-          load_bytes<UnsignedBytes>(from.data, at, out);
-        multiply(out, supers);
+      Float of_block[layout::kTileN / Numbers::kLanes];
+      load_strip<Numbers>(supers + block * from.super_stride + n, sizeof(*supers), Numbers::halves, of_block);
+      for (; i < end; ++i, at += from.stride) {
+        auto const scaled = [&](uint8_t const* lanes) {
+          return load_numbers(lanes) * of_block[(lanes - at) / Numbers::kLanes];
+        };
+        load_strip<Numbers>(at, 1, scaled, groups[i].*values);
       }
     }
   }
 
-  static QCUTLASS_INLINE void multiply(float* values, float const* factors) {
-    for (int lane = 0; lane < layout::kTileN; lane += 8) {
-      Float value, factor;
-      std::memcpy(&value, values + lane, sizeof(value));
-      std::memcpy(&factor, factors + lane, sizeof(factor));
-      value *= factor;
-      std::memcpy(values + lane, &value, sizeof(value));
+  /// 16 numbers of `size` bytes that lie together.
+  template <class Numbers, class Load>
+  static QCUTLASS_INLINE void load_strip(void const* from, int64_t size, Load const& load_numbers, void* out) {
+#pragma GCC unroll 2
+    for (int lane = 0; lane < layout::kTileN; lane += Numbers::kLanes) {
+      typename Numbers::Float const numbers = load_numbers(static_cast<uint8_t const*>(from) + lane * size);
+      std::memcpy(static_cast<float*>(out) + lane, &numbers, sizeof(numbers));
     }
-  }
-
-  /// `Decode`: a class from above.
-  template <class Decode>
-  static QCUTLASS_INLINE void load_words(void const* data, int64_t offset, float* out) {
-    for (int i = 0; i < layout::kTileN; i += 8) {
-      Words words;
-      std::memcpy(&words, static_cast<uint16_t const*>(data) + offset + i, sizeof(words));
-      Float const values = Decode::decode(words);
-      std::memcpy(out + i, &values, sizeof(values));
-    }
-  }
-
-  template <class Decode>
-  static QCUTLASS_INLINE void load_bytes(void const* data, int64_t offset, float* out) {
-    Bytes bytes;
-    std::memcpy(&bytes, static_cast<uint8_t const*>(data) + offset, sizeof(bytes));
-    Bytes const words[] = {
-        __builtin_shufflevector(bytes, Bytes{}, 0, 16, 1, 16, 2, 16, 3, 16, 4, 16, 5, 16, 6, 16, 7, 16),
-        __builtin_shufflevector(bytes, Bytes{}, 8, 16, 9, 16, 10, 16, 11, 16, 12, 16, 13, 16, 14, 16, 15, 16)};
-    load_words<Decode>(words, 0, out);
   }
 };
 

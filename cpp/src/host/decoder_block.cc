@@ -27,20 +27,34 @@ class Rows {
   std::unique_ptr<char[]> memory_;  // not initialised
 };
 
-void check_product(char const* name, DecoderBlock const& block, GemmArguments const& product, int64_t n, int64_t k) {
-  check(product.weights.n == n && product.weights.k == k,
-        std::string(name) + ": expected " + std::to_string(n) + " channels of " + std::to_string(k) + " columns, got " +
-            std::to_string(product.weights.n) + " of " + std::to_string(product.weights.k));
-  check(product.a_type == block.type, std::string(name) + ": expected activations of the block's type");
+void check_products(char const* name, DecoderBlock const& block, JoinedProducts const& products, int64_t n, int64_t k) {
+  int64_t channels = 0;
+  for (GemmArguments const& product : products) {
+    check(product.weights.k == k,
+          std::string(name) + ": expected " + std::to_string(k) + " columns, got " + std::to_string(product.weights.k));
+    check(product.a_type == block.type, std::string(name) + ": expected activations of the block's type");
+    channels += product.weights.n;
+  }
+  check(channels == n,
+        std::string(name) + ": expected " + std::to_string(n) + " channels, got " + std::to_string(channels));
 }
 
-void multiply(GemmArguments product, void const* a, int64_t rows, Rows const& out, int threads) {
+/// Writes the channels of a product from `channel` on.
+void multiply(GemmArguments product, void const* a, int64_t rows, Rows const& out, int threads, int64_t channel = 0) {
   product.m = rows;
   product.a = a;
   product.a_stride = product.weights.k;
-  product.out = out.get();
+  product.out = static_cast<char*>(out.get()) + channel * size_of(product.a_type);
   product.out_stride = out.columns();
   gemm(product, threads);
+}
+
+void multiply(JoinedProducts const& products, void const* a, int64_t rows, Rows const& out, int threads) {
+  int64_t channel = 0;
+  for (GemmArguments const& product : products) {
+    multiply(product, a, rows, out, threads, channel);
+    channel += product.weights.n;
+  }
 }
 
 void add_norm(DecoderBlock const& block, Norm const& norm, Rows const& x, void const* residual, int64_t rows, void* sum,
@@ -70,7 +84,8 @@ RotaryHeads appended(DecoderBlock const& block, BlockToken const& token, char co
 
 /// Queries, rotated, into `queries`; keys and values to the others.
 void project(DecoderBlock const& block, BlockToken const& token, Rows const& queries, int threads) {
-  int64_t const rows = token.rows, channels = block.qkv.weights.n, element = size_of(block.type);
+  int64_t const rows = token.rows, element = size_of(block.type);
+  int64_t const channels = (block.heads + 2 * block.kv_heads) * block.size;
   Rows const qkv(block, rows, channels);
   multiply(block.qkv, token.x, rows, qkv, threads);
   auto const* const first = static_cast<char const*>(qkv.get());
@@ -123,10 +138,10 @@ void check_block(DecoderBlock const& block) {
                                                ", got " + std::to_string(block.heads));
   check(block.size % 2 == 0, "size must be even, got " + std::to_string(block.size));
   int64_t const columns = block.output.weights.n, inner = block.down.weights.k;
-  check_product("qkv", block, block.qkv, (block.heads + 2 * block.kv_heads) * block.size, columns);
-  check_product("output", block, block.output, columns, block.heads * block.size);
-  check_product("gate_up", block, block.gate_up, 2 * inner, columns);
-  check_product("down", block, block.down, columns, inner);
+  check_products("qkv", block, block.qkv, (block.heads + 2 * block.kv_heads) * block.size, columns);
+  check_products("output", block, {block.output}, columns, block.heads * block.size);
+  check_products("gate_up", block, block.gate_up, 2 * inner, columns);
+  check_products("down", block, {block.down}, columns, inner);
   check((block.query_norm.weight == nullptr) == (block.key_norm.weight == nullptr),
         "query_norm, key_norm: expected both or neither");
   check(block.query_norm.type == block.key_norm.type && block.query_norm.eps == block.key_norm.eps,

@@ -142,7 +142,7 @@ void multiply(GemmArguments const& arguments, int threads) {
   if (few) {
     FewRows const rows(weights, activations.data(), arguments.m);
     return multiply_strips(arguments, rows.rows(), grain, threads, [&](int64_t strip, float* sums) {
-      ChannelParameters::prefetch(weights, strip + 1);
+      ChannelParameters::prefetch_behind(weights, strip);
       rows.multiply(strip, sums);
     });
   }

@@ -46,7 +46,7 @@ void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, in
   int64_t const grain = (few ? kFewRowsGrain : kGrainOperations) / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
   auto const multiply_all = [&](auto const& multiply) {
     auto const multiply_one = [&](int64_t strip, float* sums) {
-      ChannelParameters::prefetch(weights, strip + 1);
+      ChannelParameters::prefetch_behind(weights, strip);
       multiply(strip, sums);
     };
     multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);

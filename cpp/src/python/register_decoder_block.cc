@@ -27,7 +27,7 @@ CachedHeads heads_of(HeadsTuple const& given) {
 }
 
 DecoderBlock block_of(DType type, int64_t heads, int64_t kv_heads, int64_t size, Activation activation,
-                      GemmArguments const& qkv, GemmArguments const& output, GemmArguments const& gate_up,
+                      JoinedProducts const& qkv, GemmArguments const& output, JoinedProducts const& gate_up,
                       GemmArguments const& down, NormTuple const& query_norm, NormTuple const& key_norm,
                       NormTuple const& mlp_norm, NormTuple const& next_norm) {
   DecoderBlock block{type,
@@ -36,8 +36,8 @@ DecoderBlock block_of(DType type, int64_t heads, int64_t kv_heads, int64_t size,
                      size,
                      activation,
                      qkv,
-                     output,
                      gate_up,
+                     output,
                      down,
                      norm_of(query_norm),
                      norm_of(key_norm),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from qcutlass.models.cache_argument import cache_layer
 from qcutlass.models.growing_cache import GrowingLayer
 from qcutlass.products.decoder_block import DecoderBlock, Norm
 from qcutlass.products.library import is_eager
+from qcutlass.products.weight_only import GemmCall
 
 GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
 """The operator of a gated MLP, by the class of its activation."""
@@ -28,13 +29,22 @@ class BlockStep:
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
         attention, layers = block.self_attn, _layers(block)
+        size = attention.head_dim
+
+        def call(layer: Any) -> GemmCall:
+            return layer.call(torch.empty((1, layer.in_features), dtype=dtype))  # type: ignore[no-any-return]
+
         q_norm, k_norm, mlp_norm, next_norm = map(_described, (*_head_norms(attention), *_norms(block)))
-        self._dtype, self._size, self._scaling = dtype, attention.head_dim, attention.scaling
+        self._dtype, self._size, self._scaling = dtype, size, attention.scaling
         self._held = _Held(block)
         self._block = DecoderBlock(
-            [layer.call(torch.empty((1, layer.in_features), dtype=dtype)) for layer in layers],
-            sizes=layers[0].sizes,
-            head_size=attention.head_dim,
+            qkv=list(map(call, layers.qkv)),
+            output=call(layers.output),
+            gate_up=list(map(call, layers.gate_up)),
+            down=call(layers.down),
+            heads=attention.q_proj.out_features // size,
+            kv_heads=attention.k_proj.out_features // size,
+            head_size=size,
             gate=GATES[type(block.mlp.act_fn).__name__],
             head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
             mlp_norm=mlp_norm,
@@ -124,15 +134,28 @@ def _hooks(modules: Sequence[nn.Module]) -> list[Any]:
     return [*own, nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
 
 
-def _layers(block: Any) -> tuple[Any, Any, Any, Any]:
-    """The block's products; None in place of one that is not fused, or has hooks."""
+class _Layers(NamedTuple):
+    """The block's products: of those that read the same one that they share, or their own."""
+
+    qkv: tuple[Any, ...]
+    output: Any
+    gate_up: tuple[Any, ...]
+    down: Any
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        return (*self.qkv, self.output, *self.gate_up, self.down)
+
+
+def _layers(block: Any) -> _Layers:
     attention, mlp = block.self_attn, block.mlp
-    return (
-        shared_product(attention.q_proj, attention.k_proj, attention.v_proj),
-        attention.o_proj,
-        shared_product(mlp.gate_proj, mlp.up_proj),
-        mlp.down_proj,
-    )
+    qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+    return _Layers(qkv, attention.o_proj, _joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
+
+
+def _joined(*layers: Any) -> tuple[Any, ...]:
+    product = shared_product(*layers)
+    return layers if product is None else (product,)
 
 
 def _head_norms(attention: Any) -> tuple[Any, Any]:
@@ -147,7 +170,7 @@ def _norms(block: Any) -> tuple[Any, Any]:
 def _stands_for(block: Any) -> list[nn.Module]:
     """The modules that are not called where a step is taken."""
     attention, mlp = block.self_attn, block.mlp
-    called = attention, *attention.children(), mlp, *mlp.children(), *_layers(block)
+    called = attention, *attention.children(), mlp, *mlp.children(), *_layers(block).all
     return [module for module in (block.input_layernorm, *called, *_norms(block)) if module is not None]
 
 
@@ -157,7 +180,7 @@ def _is_plain(block: Any) -> bool:
     kinds = {(norm.weight.dtype, norm.variance_epsilon) for norm in norms}
     if len(kinds) > 1 or len(norms) == 1 or block.self_attn.config._attn_implementation != "sdpa":
         return False
-    if not all(isinstance(layer, WeightOnlyLinear) for layer in _layers(block)) or any(_hooks(called)):
+    if not all(isinstance(layer, WeightOnlyLinear) for layer in _layers(block).all) or any(_hooks(called)):
         return False
     if block.training or block.self_attn.training or block.mlp.training:
         return False

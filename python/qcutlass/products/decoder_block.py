@@ -28,8 +28,9 @@ class DecoderBlock:
     """The block, prepared. It keeps alive what it points into.
 
     Args:
-        calls: the products of one row each: queries, keys and values; attention's output; gate and up; down.
-        sizes: channels of queries, keys and values.
+        qkv, gate_up: products of one row each whose channels follow one another: one or several.
+        output, down: of attention; of the MLP.
+        heads, kv_heads: of queries, and of keys and values.
         head_size: of a head.
         gate: a key of `ACTIVATION_OF_GATE`.
         head_norms: of queries and of keys, before they are rotated; None: there are none.
@@ -42,30 +43,35 @@ class DecoderBlock:
 
     def __init__(
         self,
-        calls: Sequence[GemmCall],
         *,
-        sizes: Sequence[int],
+        qkv: Sequence[GemmCall],
+        output: GemmCall,
+        gate_up: Sequence[GemmCall],
+        down: GemmCall,
+        heads: int,
+        kv_heads: int,
         head_size: int,
         gate: str,
         head_norms: tuple[Norm, Norm] | None,
         mlp_norm: Norm | None,
         next_norm: Norm | None,
     ) -> None:
-        products = [_product(call) for call in calls]
+        products = [_product(call) for call in (*qkv, *gate_up, output, down)]
+        arguments = [product.arguments for product in products]
         norms = [*(head_norms or (None, None)), mlp_norm, next_norm]
         # `.data`: the memory stays, whatever is assigned to a parameter's data.
         self._alive: Final = products, [norm.weight.data for norm in norms if norm is not None]
         query_norm, key_norm, mlp, following = (_NO_NORM if norm is None else _described(norm) for norm in norms)
         self._block: Final = _C.DecoderBlock(
-            type=DTYPES[calls[0].a.dtype],
-            heads=sizes[0] // head_size,
-            kv_heads=sizes[1] // head_size,
+            type=DTYPES[down.a.dtype],
+            heads=heads,
+            kv_heads=kv_heads,
             size=head_size,
             activation=ACTIVATION_OF_GATE[gate],
-            qkv=products[0].arguments,
-            output=products[1].arguments,
-            gate_up=products[2].arguments,
-            down=products[3].arguments,
+            qkv=arguments[: len(qkv)],
+            gate_up=arguments[len(qkv) : -2],
+            output=arguments[-2],
+            down=arguments[-1],
             query_norm=query_norm,
             key_norm=key_norm,
             mlp_norm=mlp,

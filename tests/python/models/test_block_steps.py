@@ -282,15 +282,17 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         norm, none = (4096, _C.DType.FLOAT32, 1e-5), (0, _C.DType.NONE, 0.0)
         parts: dict[str, Any] = {
             "type": _C.DType.FLOAT32, "heads": 4, "kv_heads": 2, "size": 16, "activation": _C.Activation.SILU,
-            "qkv": product(128, 64), "output": product(64, 64), "gate_up": product(320, 64), "down": product(64, 160),
-            "query_norm": none, "key_norm": none, "mlp_norm": norm, "next_norm": norm,
+            "qkv": [product(128, 64)], "output": product(64, 64), "gate_up": [product(320, 64)],
+            "down": product(64, 160), "query_norm": none, "key_norm": none, "mlp_norm": norm, "next_norm": norm,
         }  # fmt: skip
         return _C.DecoderBlock(**{**parts, **changes})
 
     block()
+    block(qkv=[product(64, 64), product(32, 64), product(32, 64)], gate_up=[product(160, 64)] * 2)
     for changes, message in (
-        ({"qkv": product(96, 64)}, "qkv: expected 128 channels of 64 columns, got 96 of 64"),
-        ({"gate_up": product(160, 64)}, "gate_up: expected 320 channels"),
+        ({"qkv": [product(96, 64)]}, "qkv: expected 128 channels, got 96"),
+        ({"qkv": [product(64, 64), product(64, 32)]}, "qkv: expected 64 columns, got 32"),
+        ({"gate_up": [product(160, 64)]}, "gate_up: expected 320 channels, got 160"),
         ({"heads": 5}, "heads: expected a multiple of kv_heads, 2, got 5"),
         ({"size": 15}, "size must be even, got 15"),
         ({"query_norm": (4096, _C.DType.FLOAT32, 1e-5)}, "query_norm, key_norm: expected both or neither"),
