@@ -8,7 +8,7 @@ from typing import Final
 import gguf
 import numpy as np
 
-from qcutlass.testing.gguf_weights import random_gguf_weights
+from bench.gguf_weights import random_gguf_weights
 
 HIDDEN: Final = 768
 INTERMEDIATE: Final = 2048

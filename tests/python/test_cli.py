@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from bench.gguf_weights import random_gguf_weights
 from safetensors.torch import save_file
 from tests.python.formats.gguf_files import KINDS
 from typer.testing import CliRunner
@@ -22,7 +23,6 @@ from qcutlass import formats, testing
 from qcutlass.cli import app
 from qcutlass.cli.quickstart import default_model
 from qcutlass.formats import CanonicalLinear
-from qcutlass.testing.gguf_weights import random_gguf_weights
 
 GGUF_TYPES = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0")}
 SHAPE = (48, 96)

@@ -8,12 +8,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qcutlass import _C
 from qcutlass.layers.fusing import shared_product
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.models.cache_argument import cache_layer
 from qcutlass.models.growing_cache import GrowingLayer
-from qcutlass.products.decoder_block import DecoderBlock, Norm
+from qcutlass.products.decoder_block import DecoderBlock, Norm, hold
 from qcutlass.products.library import is_eager
 from qcutlass.products.weight_only import GemmCall
 
@@ -122,7 +121,7 @@ class _Held:
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
-        if not _C.hold(self._places, self._names, self._values):
+        if not hold(self._places, self._names, self._values):
             return False
         # A tensor that moves, or is given other data, stays the same object.
         return not any(self._hooks) and self._addresses == [tensor.data_ptr() for tensor in self._tensors]

@@ -16,6 +16,9 @@ from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
 _NO_NORM: Final = 0, _C.DType.NONE, 0.0
 
+hold: Final = _C.hold
+"""hold(places, names, values): whether each dictionary has this very value under this name; None: or lacks it."""
+
 
 class Norm(NamedTuple):
     """An RMS norm: its weight, a vector without gaps, and what is added to the mean square."""

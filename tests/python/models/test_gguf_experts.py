@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from bench.gguf_weights import random_gguf_weights
 from tests.python.models.mixtures import EXPERTS, VOCABULARY, model_of
 from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import check_structure, load, logits
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.models.gguf import GGUFModel
-from qcutlass.testing.gguf_weights import random_gguf_weights
 from qcutlass.testing.models import NOISE, noise_ratio
 
 pytest.importorskip("transformers", reason="needs transformers")

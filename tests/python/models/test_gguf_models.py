@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from bench.gguf_weights import random_gguf_weights
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.models.gguf import GGUFModel
-from qcutlass.testing.gguf_weights import random_gguf_weights
 
 pytest.importorskip("transformers", reason="needs transformers")
 

@@ -22,7 +22,7 @@ def random_gguf_weights(random: np.random.Generator, n: int, k: int, kind: str, 
 
     Example:
         >>> import gguf, numpy as np
-        >>> from qcutlass.testing.gguf_weights import random_gguf_weights
+        >>> from bench.gguf_weights import random_gguf_weights
         >>> blocks = random_gguf_weights(np.random.default_rng(0), 64, 512, "Q4_K", 0.1)
         >>> blocks.shape
         (64, 288)
