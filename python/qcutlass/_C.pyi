@@ -364,8 +364,14 @@ class DecoderBlock(metaclass=_pybind11_type):
         mlp_norm: _Norm,
         next_norm: _Norm,
     ) -> None: ...
-    def run(self, *arguments: int | float | _CachedHeads) -> None: ...  # the members of BlockToken, then threads
 
+# places: keys, values, length, scaling, sum and out of each; then rows, x, residual, cos, sin, shared_angles, threads
+def run_decoder_blocks(
+    blocks: Sequence[DecoderBlock],
+    places: Sequence[tuple[_CachedHeads, _CachedHeads, int, float, int, int]],
+    /,
+    *arguments: int,
+) -> None: ...
 def hold(
     places: tuple[dict[str, object], ...], names: tuple[str, ...], values: tuple[object, ...], /
 ) -> bool: ...  # whether each of the places has this very value under this name; None: none

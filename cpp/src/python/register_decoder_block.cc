@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <tuple>
+#include <vector>
 
 #include "qcutlass/decoder_block.h"
 #include "register.h"
@@ -15,6 +16,8 @@ namespace {
 
 using NormTuple = std::tuple<uintptr_t, DType, float>;                // weight, its type, eps
 using HeadsTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t>;  // address, strides of rows, heads, tokens
+/// What differs from block to block: keys, values, length, scaling, sum, out.
+using PlaceTuple = std::tuple<HeadsTuple, HeadsTuple, int64_t, float, uintptr_t, uintptr_t>;
 
 Norm norm_of(NormTuple const& given) {
   auto const [weight, type, eps] = given;
@@ -47,24 +50,29 @@ DecoderBlock block_of(DType type, int64_t heads, int64_t kv_heads, int64_t size,
   return block;
 }
 
-void run(DecoderBlock const& block, int64_t rows, uintptr_t x, uintptr_t residual, uintptr_t cos, uintptr_t sin,
-         bool shared_angles, HeadsTuple const& keys, HeadsTuple const& values, int64_t length, float scaling,
-         uintptr_t sum, uintptr_t out, int threads) {
+/// Blocks of a stack: each reads what the one before it wrote.
+void run(std::vector<DecoderBlock const*> const& blocks, std::vector<PlaceTuple> const& places, int64_t rows,
+         uintptr_t x, uintptr_t residual, uintptr_t cos, uintptr_t sin, bool shared_angles, int threads) {
   BlockToken token;
   token.rows = rows;
-  token.x = to_pointer(x);
-  token.residual = to_pointer(residual);
+  token.out = to_pointer(x);
+  token.sum = to_pointer(residual);
   token.cos = to_pointer(cos);
   token.sin = to_pointer(sin);
   token.shared_angles = shared_angles;
-  token.keys = heads_of(keys);
-  token.values = heads_of(values);
-  token.length = length;
-  token.scaling = scaling;
-  token.sum = to_pointer(sum);
-  token.out = to_pointer(out);
   py::gil_scoped_release release;
-  host::run_block(block, token, threads);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    auto const& [keys, values, length, scaling, sum, out] = places.at(i);
+    token.x = token.out;
+    token.residual = token.sum;
+    token.keys = heads_of(keys);
+    token.values = heads_of(values);
+    token.length = length;
+    token.scaling = scaling;
+    token.sum = to_pointer(sum);
+    token.out = to_pointer(out);
+    host::run_block(*blocks[i], token, threads);
+  }
 }
 
 /// Whether each dictionary has this very value under this name, or lacks the name where the value is None. A step asks
@@ -83,9 +91,9 @@ bool hold(py::tuple const& places, py::tuple const& names, py::tuple const& valu
 void register_decoder_block(py::module_& module) {
   py::class_<DecoderBlock>(module, "DecoderBlock")
       .def(py::init(&block_of), py::kw_only(), "type"_a, "heads"_a, "kv_heads"_a, "size"_a, "activation"_a, "qkv"_a,
-           "output"_a, "gate_up"_a, "down"_a, "query_norm"_a, "key_norm"_a, "mlp_norm"_a, "next_norm"_a)
-      // Positional arguments alone: names would take longer than a small call.
-      .def("run", &run);
+           "output"_a, "gate_up"_a, "down"_a, "query_norm"_a, "key_norm"_a, "mlp_norm"_a, "next_norm"_a);
+  // Positional arguments alone: names would take longer than a small call.
+  module.def("run_decoder_blocks", &run);
   module.def("hold", &hold);
 }
 

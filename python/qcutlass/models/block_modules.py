@@ -20,7 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
-from qcutlass.models.block_steps import GATES, BlockStep, growing_layer, step_of
+from qcutlass.models.block_steps import GATES, BlockStep, stepped
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
@@ -199,14 +199,9 @@ class FusedBlock(nn.Module):
         **options: Any,
     ) -> Tensor:
         cache = pop_cache(options)
-        layer = growing_layer(self, hidden_states, cache)
-        plain = attention_mask is None and options.keys() <= _PLAIN
-        if layer is not None and plain and position_embeddings is not None:
-            step = step_of(self, hidden_states, *position_embeddings)
-            if step is not None:
-                normed = self.input_layernorm.forward(hidden_states)
-                total, normed = step.run(normed, hidden_states, *position_embeddings, layer)
-                self.following[0].hand_out(total, normed)
+        if attention_mask is None and position_embeddings is not None and options.keys() <= _PLAIN:
+            total = stepped(self, hidden_states, position_embeddings, cache)
+            if total is not None:
                 return total
         attended, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.fusing import shared_product
+from qcutlass.layers.fusing import shared_product, version_of
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.models.cache_argument import cache_layer
-from qcutlass.models.growing_cache import GrowingLayer
-from qcutlass.products.decoder_block import DecoderBlock, Norm, hold
+from qcutlass.models.growing_cache import GrowingLayer, Room
+from qcutlass.products.decoder_block import DecoderBlock, Norm, Place, hold, run_blocks
 from qcutlass.products.library import is_eager
 from qcutlass.products.weight_only import GemmCall
 
@@ -36,7 +38,7 @@ class BlockStep:
         q_norm, k_norm, mlp_norm, next_norm = map(_described, (*_head_norms(attention), *_norms(block)))
         self._dtype, self._size, self._scaling = dtype, size, attention.scaling
         self._held = _Held(block)
-        self._block = DecoderBlock(
+        self.block = DecoderBlock(
             qkv=list(map(call, layers.qkv)),
             output=call(layers.output),
             gate_up=list(map(call, layers.gate_up)),
@@ -62,28 +64,140 @@ class BlockStep:
             and self._held.is_unchanged()
         )
 
-    def run(
-        self, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: GrowingLayer
-    ) -> tuple[Tensor, ...]:
-        """The residual stream behind the block, and the norm of what follows; `layer` gets the keys and values.
-
-        Args:
-            normed, residual: `[B, 1, K]`, the stream before the block and its norm.
-            cos, sin: `[B or 1, 1, size]`.
-        """
-        room = layer.room_for_one()
-        found = self._block.run(normed, residual, (cos, sin), (room.keys, room.values), room.used, self._scaling)
-        layer.append_written(room)
-        return found
+    def place(self, room: Room) -> Place:
+        """Where it writes keys and values of a token."""
+        return Place(room.keys, room.values, room.used, self._scaling)
 
 
-def growing_layer(block: Any, hidden_states: Tensor, cache: Any) -> GrowingLayer | None:
-    """The layer of the cache, where one token of each sequence comes to a block in an ordinary call on the CPU."""
+class _Computed(NamedTuple):
+    """What a block has made of one token, perhaps before it was called: of what, for which layer of a cache."""
+
+    hidden_states: Tensor
+    version: int | None
+    angles: tuple[Tensor, Tensor]
+    cache: Any
+    layer: GrowingLayer
+    room: Room
+    used: int
+    total: Tensor
+    normed: Tensor
+
+    def is_for(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> bool:
+        """Whether a block that is called so would make the same."""
+        return (
+            self.hidden_states is hidden_states
+            and self.version == version_of(hidden_states)
+            and self.cache is cache
+            and self.angles[0] is angles[0]
+            and self.angles[1] is angles[1]
+            and self.layer.is_as(self.room, self.used)
+        )
+
+    def taken(self, block: Any) -> Tensor:
+        """The block's output, when it is called."""
+        self.layer.append_written(self.room)
+        block.following[0].hand_out(self.total, self.normed)
+        return self.total
+
+
+class _Run:
+    """One call of the model that holds blocks: nothing but the blocks runs between them, so that the first one computes
+    the others, too: from block to block Python and its data would leave the caches for weights and come back."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        self.blocks = blocks
+        self._found: dict[int, _Computed] = {}
+
+    def take(self, block: Any) -> _Computed | None:
+        """What an earlier block has computed for this one, once."""
+        return self._found.pop(id(block), None)
+
+    def behind(self, block: Any) -> Iterator[Any]:
+        """Blocks that follow one, as far as nothing is called between them and the norm of one's output is theirs."""
+        blocks = list(self.blocks)
+        for before, after in itertools.pairwise(blocks):
+            if before is block:
+                is_next = before.following[0] is after._modules.get("input_layernorm") and hasattr(after, "following")
+                if not is_next or _has_hooks(before, after):
+                    return
+                block = after
+                yield after
+
+    def keep(self, block: Any, computed: _Computed) -> None:
+        self._found[id(block)] = computed
+
+
+class _Runs(threading.local):
+    """Those of this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.all: list[_Run] = []
+
+
+_runs: Final = _Runs()
+
+
+def run_ahead(stack: nn.Module) -> None:
+    """Lets the blocks of a model compute those that follow them, while the model runs."""
+    if _begin not in stack._forward_pre_hooks.values():
+        stack.register_forward_pre_hook(_begin)
+        stack.register_forward_hook(_end, always_call=True)
+
+
+def _begin(stack: Any, arguments: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _runs.all.append(_Run(stack.layers))
+
+
+def _end(stack: Any, arguments: Any, output: Any) -> None:
+    if _runs.all and _runs.all[-1].blocks is stack.layers:
+        _runs.all.pop()
+
+
+def stepped(block: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
+    """The output of a block for one token of each sequence; None where a step would not do what its modules do."""
+    run = _runs.all[-1] if _runs.all else None
+    computed = None if run is None else run.take(block)
+    if computed is not None and computed.is_for(hidden_states, angles, cache):
+        return computed.taken(block)
+    if not _is_one_token(hidden_states):
+        return None
+    blocks, steps, layers = [], [], []
+    for each in (block, *(() if run is None else run.behind(block))):
+        layer = cache_layer(cache, each.self_attn.layer_idx, GrowingLayer)
+        step = None if layer is None else step_of(each, hidden_states, *angles)
+        if layer is None or step is None:
+            break
+        blocks.append(each)
+        steps.append(step)
+        layers.append(layer)
+    if not blocks:
+        return None
+    rooms = [layer.room_for_one() for layer in layers]
+    places = [step.place(room) for step, room in zip(steps, rooms, strict=True)]
+    normed = block.input_layernorm.forward(hidden_states)
+    results = run_blocks([step.block for step in steps], places, normed, hidden_states, angles)
+    given = hidden_states
+    for each, layer, room, (total, following) in zip(blocks, layers, rooms, results, strict=True):
+        found = _Computed(given, version_of(given), angles, cache, layer, room, room.used, total, following)
+        if each is block:
+            computed = found
+        elif run is not None:
+            run.keep(each, found)
+        given = total
+    assert computed is not None
+    return computed.taken(block)
+
+
+def _is_one_token(hidden_states: Tensor) -> bool:
+    """Whether one token of each sequence comes to a block in an ordinary call on the CPU."""
     if hidden_states.shape[1] != 1 or not hidden_states.is_cpu or not is_eager(hidden_states):
-        return None
-    if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
-        return None
-    return cache_layer(cache, block.self_attn.layer_idx, GrowingLayer)
+        return False
+    return not torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0
+
+
+def _has_hooks(*modules: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep | None:
@@ -110,13 +224,14 @@ class _Held:
         places = [owner._modules for owner in owners]
         places += [tensors for module in called for tensors in (module._parameters, module._buffers)]
         entries = [(place, name, value) for place in places for name, value in place.items()]
-        entries += [(vars(module), name, vars(module).get(name)) for module in (block, *called) for name in _OPTIONS]
+        options = ((module, name) for module in (block, *called) for name in _OPTIONS if hasattr(module, name))
+        entries += [(vars(module), name, vars(module).get(name)) for module, name in options]
         entries += [(vars(module), "training", module.training) for module in (block, attention, mlp)]
-        options = vars(attention.config)  # to ask the configuration itself takes longer than all of this
-        entries += [(options, name, value) for name, value in options.items() if "attn_implementation" in name]
+        config = vars(attention.config)  # to ask the configuration itself takes longer than all of this
+        entries += [(config, name, value) for name, value in config.items() if "attn_implementation" in name]
         self._places, self._names, self._values = zip(*entries, strict=True)
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._tensors = list({id(value): value for value in self._values if isinstance(value, Tensor)}.values())
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._hooks = _hooks(called)
 
     def is_unchanged(self) -> bool:
@@ -124,7 +239,7 @@ class _Held:
         if not hold(self._places, self._names, self._values):
             return False
         # A tensor that moves, or is given other data, stays the same object.
-        return not any(self._hooks) and self._addresses == [tensor.data_ptr() for tensor in self._tensors]
+        return not any(self._hooks) and self._addresses == list(map(Tensor.data_ptr, self._tensors))
 
 
 def _hooks(modules: Sequence[nn.Module]) -> list[Any]:
@@ -170,7 +285,8 @@ def _stands_for(block: Any) -> list[nn.Module]:
     """The modules that are not called where a step is taken."""
     attention, mlp = block.self_attn, block.mlp
     called = attention, *attention.children(), mlp, *mlp.children(), *_layers(block).all
-    return [module for module in (block.input_layernorm, *called, *_norms(block)) if module is not None]
+    modules = block.input_layernorm, *called, *_norms(block)
+    return list(dict.fromkeys(module for module in modules if module is not None))
 
 
 def _is_plain(block: Any) -> bool:

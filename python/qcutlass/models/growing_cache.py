@@ -58,6 +58,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             room = self._room_for(self.keys[:, :, :1], self.values[:, :, :1])
         return room
 
+    def is_as(self, room: Room, used: int) -> bool:
+        """Whether its tokens are still these of a room."""
+        return self._room is room and room.used == used and self.keys is self._shown
+
     def append_written(self, room: Room) -> None:
         """Counts one more token, whose keys and values were written behind the others of the room."""
         room.used += 1

@@ -81,42 +81,55 @@ class DecoderBlock:
             next_norm=following,
         )
 
-    def run(
-        self,
-        normed: Tensor,
-        residual: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: tuple[Tensor, Tensor],
-        used: int,
-        scaling: float,
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream behind the block, and the norm of what follows, `[B, 1, K]`. Nothing is checked.
 
-        Args:
-            normed, residual: `[B, 1, K]` without gaps, of the type of the products: the stream's norm, and the stream.
-            angles: cosines and sines, `[B or 1, 1, size]`, of that type.
-            cache: keys and values, `[B, heads, tokens, size]`, with room for one token behind `used` others; written.
-            scaling: of the products of queries and keys.
-        """
-        total, out = torch.empty_like(residual), torch.empty_like(residual)
-        cos, sin = (each.contiguous() for each in angles)
-        keys, values = map(_heads, cache)
-        self._block.run(
-            len(residual),
-            normed.data_ptr(),
-            residual.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            len(cos) == 1,
-            keys,
-            values,
-            used + 1,
-            scaling,
-            total.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return total, out
+class Place(NamedTuple):
+    """Where one token more goes in a block's cache, and how attention scales.
+
+    Attributes:
+        keys, values: `[B, heads, tokens, size]`, with room for one token behind `used` others; written.
+        used: tokens that are there.
+        scaling: of the products of queries and keys.
+    """
+
+    keys: Tensor
+    values: Tensor
+    used: int
+    scaling: float
+
+
+def run_blocks(
+    blocks: Sequence[DecoderBlock],
+    places: Sequence[Place],
+    normed: Tensor,
+    residual: Tensor,
+    angles: tuple[Tensor, Tensor],
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each block the residual stream behind it, and the norm of what follows, `[B, 1, K]`. Nothing is checked.
+
+    Args:
+        blocks: each of which reads what the one before it makes.
+        places: of each block.
+        normed, residual: `[B, 1, K]` without gaps, of the type of the products: the norm of the stream before the first
+            block, and the stream.
+        angles: cosines and sines, `[B or 1, 1, size]`, of that type.
+    """
+    found = [(torch.empty_like(residual), torch.empty_like(residual)) for _ in blocks]
+    cos, sin = (each.contiguous() for each in angles)
+    _C.run_decoder_blocks(
+        [block._block for block in blocks],
+        [
+            (_heads(place.keys), _heads(place.values), place.used + 1, place.scaling, total.data_ptr(), out.data_ptr())
+            for place, (total, out) in zip(places, found, strict=True)
+        ],
+        len(residual),
+        normed.data_ptr(),
+        residual.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        len(cos) == 1,
+        torch.get_num_threads(),
+    )
+    return found
 
 
 def _product(call: GemmCall) -> Product:

@@ -24,19 +24,25 @@ STEPS = 4
 
 
 class Counter:
-    """How often blocks ran as one call."""
+    """How many blocks took a step, and in how many calls of the extension they were computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from qcutlass.models.block_steps import BlockStep
+        from qcutlass.models import block_steps
+        from qcutlass.models.growing_cache import GrowingLayer
 
-        self.count = 0
-        run = BlockStep.run
+        self.count = self.calls = 0
+        append, run = GrowingLayer.append_written, block_steps.run_blocks
 
-        def counted(*arguments: Any) -> tuple[Tensor, Tensor]:
+        def counted(*arguments: Any) -> None:
             self.count += 1
+            append(*arguments)
+
+        def called(*arguments: Any) -> list[tuple[Tensor, Tensor]]:
+            self.calls += 1
             return run(*arguments)
 
-        monkeypatch.setattr(BlockStep, "run", counted)
+        monkeypatch.setattr(GrowingLayer, "append_written", counted)
+        monkeypatch.setattr(block_steps, "run_blocks", called)
 
     def during(self, call: Callable[[], object]) -> int:
         before = self.count

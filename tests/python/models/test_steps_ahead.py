@@ -1,0 +1,191 @@
+"""Blocks that compute those behind them in one call: what may come between them, whose results count then."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.python.models.test_block_fusing import fused, tiny
+from tests.python.models.test_block_steps import STEPS, Counter, made
+from torch import Tensor
+
+import qcutlass
+from qcutlass.models.cache_argument import CACHE
+
+pytest.importorskip("transformers", reason="needs transformers")
+from qcutlass.models import block_steps
+from qcutlass.models.growing_cache import growing_cache
+
+BLOCKS = 3
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    return Counter(monkeypatch)
+
+
+def by_blocks(model: Any) -> Any:
+    """The same model, each of whose blocks computes itself."""
+    twin = copy.deepcopy(model)
+    twin.model._forward_pre_hooks.clear()
+    twin.model._forward_hooks.clear()
+    return twin
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_token_is_one_call(family: str, batch: int, seed: int, counter: Counter) -> None:
+    together = fused(tiny(family, seed))
+    found = made(together, seed, batch)
+    assert (counter.count, counter.calls) == (STEPS * BLOCKS, STEPS)
+    assert torch.equal(made(by_blocks(together), seed, batch), found)
+    assert counter.calls == STEPS + STEPS * BLOCKS
+    assert block_steps._runs.all == []
+
+
+def test_copies_and_a_second_fusing(seed: int, counter: Counter) -> None:
+    together = fused(tiny("Llama", seed))
+    expected = made(together, seed)
+    qcutlass.fuse_block(together)
+    for twin in (together, copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
+        assert len(twin.model._forward_pre_hooks) == len(twin.model._forward_hooks) == 1
+        before = counter.calls
+        assert torch.equal(made(twin, seed), expected)
+        assert counter.calls == before + STEPS
+
+
+def _other_input(block: Any) -> Any:
+    return block.register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
+
+
+def _other_output(block: Any) -> Any:
+    return block.register_forward_hook(lambda _, given, out: out + 1)
+
+
+def _other_weights(block: Any) -> Any:
+    def change(*_: Any) -> None:
+        block.mlp.down_proj.scales.mul_(1.5)
+
+    return block.register_forward_pre_hook(change)
+
+
+@pytest.mark.parametrize("index", range(BLOCKS))
+@pytest.mark.parametrize("hook", [_other_input, _other_output, _other_weights])
+def test_hooks_of_blocks(hook: Callable[[Any], Any], index: int, seed: int, counter: Counter) -> None:
+    together = fused(tiny("Llama", seed))
+    plain = made(together, seed)
+    one, other = copy.deepcopy(together), by_blocks(together)
+    for model in (one, other):
+        hook(model.model.layers[index])
+    found = made(one, seed)
+    assert not torch.equal(found, plain)
+    assert torch.equal(found, made(other, seed))
+
+
+def test_hidden_states_of_all_blocks(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    states = []
+    for model in (together, by_blocks(together)):
+        cache = growing_cache(model.config)
+        with torch.inference_mode():
+            model(torch.tensor([[3, 4]]), **{CACHE: cache})
+            found = model(torch.tensor([[5]]), output_hidden_states=True, **{CACHE: cache}).hidden_states
+        assert len(found) == BLOCKS + 1
+        states.append(torch.stack(found))
+    assert torch.equal(*states)
+
+
+class _Skipping(torch.nn.Module):
+    """Leaves a block out of the model's loop, or calls another one in its place."""
+
+    def __init__(self, block: Any, other: Any) -> None:
+        super().__init__()
+        self.block, self.other = block, other
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        out: Tensor = hidden_states if self.other is None else self.other(hidden_states, *arguments, **options)
+        return out
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_blocks_that_are_left_out_or_replaced(replaced: bool, seed: int, counter: Counter) -> None:
+    together = fused(tiny("Llama", seed))
+    twin = by_blocks(together)
+    for model in (together, twin):
+        layers = model.model.layers
+        layers[1] = _Skipping(layers[1], layers[1] if replaced else None)
+    assert torch.equal(made(together, seed), made(twin, seed))
+
+
+def test_a_cache_that_is_cropped_between(seed: int) -> None:
+    """By the model's own code: what was computed ahead is for another length."""
+    together = fused(tiny("Llama", seed))
+    outs = []
+    for model in (together, by_blocks(together)):
+        cache = growing_cache(model.config)
+        with torch.inference_mode():
+            model(torch.tensor([[3, 4, 5, 6]]), **{CACHE: cache})
+            block = model.model.layers[0]
+            handle = block.register_forward_hook(lambda *_, cache=cache: cache.layers[1].crop(-2))
+            outs.append(model(torch.tensor([[7]]), **{CACHE: cache}).logits)
+            handle.remove()
+            assert [layer.get_seq_length() for layer in cache.layers] == [5, 3, 5]
+    assert torch.equal(*outs)
+
+
+def test_blocks_that_are_called_by_hand_compute_themselves(seed: int, counter: Counter) -> None:
+    """Between them anything may happen: here weights come when they are needed."""
+    together = fused(tiny("Llama", seed))
+    cache = growing_cache(together.config)
+    with torch.inference_mode():
+        together(torch.tensor([[3, 4]]), **{CACHE: cache})
+        hidden = together.model.embed_tokens(torch.tensor([[5]]))
+        angles = together.model.rotary_emb(hidden, torch.tensor([[2]]))
+        for block in together.model.layers:
+            block.mlp.down_proj.scales.mul_(1.5)
+            hidden = block(hidden, position_embeddings=angles, **{CACHE: cache})
+    assert (counter.count, counter.calls) == (BLOCKS, BLOCKS)
+
+
+def test_an_error_ends_a_run(seed: int, counter: Counter) -> None:
+    together = fused(tiny("Llama", seed))
+    expected = made(together, seed)
+    handle = together.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made(together, seed)
+    handle.remove()
+    assert block_steps._runs.all == []
+    assert torch.equal(made(together, seed), expected)
+
+
+def test_threads_have_runs_of_their_own(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    expected = [made(together, seed, batch) for batch in (1, 2, 3)]
+    found: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+
+    def work(index: int) -> None:
+        found[index] += [made(together, seed, index + 1) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, outs in found.items():
+        assert len(outs) == 5
+        assert all(torch.equal(out, expected[index]) for out in outs)
+
+
+def test_a_compiled_model_is_as_before(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.inference_mode():
+        expected = together(ids, use_cache=False).logits
+        found = torch.compile(together, backend="eager")(ids, use_cache=False).logits
+    assert torch.equal(found, expected)
+    assert block_steps._runs.all == []
