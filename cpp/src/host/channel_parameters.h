@@ -13,6 +13,14 @@
 
 namespace qcutlass::host {
 
+/// Neighbouring strips of 16 channels, whose parameters share lines of the cache.
+struct StripRange {
+  static constexpr int kMost = 4;  ///< a line has bytes for 64 channels
+
+  int64_t first;
+  int count;
+};
+
 struct ChannelParameters {
   float scales[layout::kTileN];
   float offsets[layout::kTileN];  ///< zeros or minimums
@@ -28,27 +36,30 @@ struct ChannelParameters {
     apply_global_scale(weights, *this);
   }
 
-  /// Loads groups [first, first + count): for callers to which loading is a large part of the work. Inlined beside a
-  /// product of many rows its branches cost more than they save. `Numbers`: a class of channel_numbers.h.
+  /// Loads groups [first, first + count) of some strips, [group][strip]: for callers to which loading is a large part
+  /// of the work. Inlined beside a product of many rows its branches cost more than they save. Row by row: rows lie a
+  /// power of two apart where that divides n, so that few of them are in the first-level cache at once. `Numbers`: a
+  /// class of channel_numbers.h.
   template <class Numbers>
-  static QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+  static QCUTLASS_INLINE void load(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count,
                                    ChannelParameters* groups) {
-    int64_t const n = strip * layout::kTileN;
-    int64_t const channels = std::min<int64_t>(layout::kTileN, weights.n - n);
-    load_all<Numbers>(weights.group_scales(), n, first, count, channels, 0.0f, &ChannelParameters::scales, groups);
-    load_all<Numbers>(weights.offsets(), n, first, count, channels, implied_offset(weights),
+    load_all<Numbers>(weights.group_scales(), weights.n, strips, first, count, 0.0f, &ChannelParameters::scales,
+                      groups);
+    load_all<Numbers>(weights.offsets(), weights.n, strips, first, count, implied_offset(weights),
                       &ChannelParameters::offsets, groups);
-    for (int64_t i = 0; i < count; ++i) apply_global_scale(weights, groups[i]);
+    if (weights.global_scale == nullptr) return;
+    for (int64_t i = 0; i < count * strips.count; ++i) apply_global_scale(weights, groups[i]);
   }
 
-  /// Asks for the scales and offsets of strips behind one. They lie a row of all channels apart, which no hardware
-  /// foresees, and a strip is multiplied in the time of a few misses. Each of the strips of a line asks for its share
-  /// of the next lines, as only so many may be on their way at once.
-  static QCUTLASS_INLINE void prefetch_behind(WeightArguments const& weights, int64_t strip) {
+  /// Asks for groups [first, first + count) of some strips. They lie a row of all channels apart, which no hardware
+  /// foresees.
+  static QCUTLASS_INLINE void prefetch(WeightArguments const& weights, StripRange strips, int64_t first,
+                                       int64_t count) {
     for (GroupParameters const& from : {weights.group_scales(), weights.offsets()}) {
-      prefetch_behind(from.data, from.type, strip, weights.n, from.stride, weights.groups());
-      if (from.supers != nullptr)
-        prefetch_behind(from.supers, DType::kFloat16, strip, weights.n, from.super_stride, weights.super_blocks());
+      prefetch(from.data, from.type, from.stride, strips, first, count);
+      if (from.supers == nullptr || count == 0) continue;
+      int64_t const block = first / from.super_groups, end = (first + count - 1) / from.super_groups + 1;
+      prefetch(from.supers, DType::kFloat16, from.super_stride, strips, block, end - block);
     }
   }
 
@@ -58,17 +69,16 @@ struct ChannelParameters {
     for (float& scale : parameters.scales) scale *= *weights.global_scale;
   }
 
-  static QCUTLASS_INLINE void prefetch_behind(void const* data, DType type, int64_t strip, int64_t n, int64_t stride,
-                                              int64_t count) {
+  static QCUTLASS_INLINE void prefetch(void const* data, DType type, int64_t stride, StripRange strips, int64_t first,
+                                       int64_t count) {
+    constexpr int64_t kLine = 64;
     if (type == DType::kNone) return;
-    int64_t const size = size_of(type), strips = std::max<int64_t>(kLineBytes / (layout::kTileN * size), 1);
-    int64_t const channel = (strip + strips) * layout::kTileN, first = strip % strips;
-    if (channel >= n) return;
-    char const* line = static_cast<char const*>(data) + (first * stride + channel) * size;
-    for (int64_t i = first; i < count; i += strips, line += strips * stride * size) __builtin_prefetch(line);
+    int64_t const size = size_of(type), bytes = strips.count * layout::kTileN * size;
+    char const* row = static_cast<char const*>(data) + (first * stride + strips.first * layout::kTileN) * size;
+    for (int64_t i = 0; i < count; ++i, row += stride * size) {
+      for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(row + byte);
+    }
   }
-
-  static constexpr int64_t kLineBytes = 64;  ///< of a cache
 
   /// `count` channels from n on of one group.
   static QCUTLASS_INLINE void load(GroupParameters const& from, int64_t group, int64_t n, int64_t count, float* out) {
@@ -85,57 +95,76 @@ struct ChannelParameters {
     return weights.offsets().type == DType::kNone ? static_cast<float>(symmetric_zero(weights.packing)) : 0.0f;
   }
 
-  /// Loads groups [first, first + count), over the value that others than the `channels` get. Whole strips of the usual
-  /// types are vectors: the compiler would unroll loops of kTileN before it sees vectors in them.
+  /// Loads groups [first, first + count), over the value that channels past n get. Whole strips of the usual types are
+  /// vectors: the compiler would unroll loops of kTileN before it sees vectors in them.
   template <class Numbers>
-  static QCUTLASS_INLINE void load_all(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
-                                       int64_t channels, float other, Channels ChannelParameters::*values,
+  static QCUTLASS_INLINE void load_all(GroupParameters const& from, int64_t n, StripRange strips, int64_t first,
+                                       int64_t count, float other, Channels ChannelParameters::*values,
                                        ChannelParameters* groups) {
-    char const* const data = static_cast<char const*>(from.data);
-    auto const load_strips = [&](auto const& load_numbers) {
-      int64_t const size = size_of(from.type), stride = from.stride * size;
-      char const* at = data + (first * from.stride + n) * size;
-      for (int64_t i = 0; i < count; ++i, at += stride) load_strip<Numbers>(at, size, load_numbers, groups[i].*values);
-    };
-    bool const is_whole = channels == layout::kTileN;
-    if (is_whole && from.supers != nullptr) return load_super_blocks<Numbers>(from, n, first, count, values, groups);
-    if (is_whole && from.type == DType::kFloat16) return load_strips(Numbers::halves);
-    if (is_whole && from.type == DType::kBFloat16) return load_strips(Numbers::bfloat16s);
-    if (is_whole && from.type == DType::kFloat32) return load_strips(loaded<typename Numbers::Float>);
-    if (is_whole && from.type == DType::kUInt8) return load_strips(Numbers::unsigned_bytes);
+    int const whole = load_vectors<Numbers>(from, n, strips, first, count, values, groups);
     for (int64_t i = 0; i < count; ++i) {
-      std::fill_n(groups[i].*values, layout::kTileN, other);
-      load(from, first + i, n, channels, groups[i].*values);
+      for (int strip = whole; strip < strips.count; ++strip) {
+        float* const out = groups[i * strips.count + strip].*values;
+        int64_t const channel = (strips.first + strip) * layout::kTileN;
+        std::fill_n(out, layout::kTileN, other);
+        load(from, first + i, channel, std::min<int64_t>(layout::kTileN, n - channel), out);
+      }
     }
   }
 
-  /// Integers of whole strips, each times the number of its super-block, which is loaded once.
+  /// Loads those of the first strips; how many.
   template <class Numbers>
-  static QCUTLASS_INLINE void load_super_blocks(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
-                                                Channels ChannelParameters::*values, ChannelParameters* groups) {
-    if (from.type == DType::kInt8)
-      load_integers<Numbers>(from, n, first, count, Numbers::signed_bytes, values, groups);
-    else
-      load_integers<Numbers>(from, n, first, count, Numbers::unsigned_bytes, values, groups);
+  static QCUTLASS_INLINE int load_vectors(GroupParameters const& from, int64_t n, StripRange strips, int64_t first,
+                                          int64_t count, Channels ChannelParameters::*values,
+                                          ChannelParameters* groups) {
+    auto const whole = static_cast<int>(std::min<int64_t>(strips.count, n / layout::kTileN - strips.first));
+    auto const load_rows = [&](auto const& load_numbers) {
+      int64_t const size = size_of(from.type), channel = strips.first * layout::kTileN;
+      char const* row = static_cast<char const*>(from.data) + (first * from.stride + channel) * size;
+      for (int64_t i = 0; i < count; ++i, row += from.stride * size) {
+        for (int strip = 0; strip < whole; ++strip)
+          load_strip<Numbers>(row + strip * layout::kTileN * size, size, load_numbers,
+                              groups[i * strips.count + strip].*values);
+      }
+      return whole;
+    };
+    auto const load_integers = [&](auto const& load_numbers) {
+      load_super_blocks<Numbers>(from, strips, whole, first, count, load_numbers, values, groups);
+      return whole;
+    };
+    if (from.supers != nullptr && from.type == DType::kInt8) return load_integers(Numbers::signed_bytes);
+    if (from.supers != nullptr) return load_integers(Numbers::unsigned_bytes);
+    if (from.type == DType::kFloat16) return load_rows(Numbers::halves);
+    if (from.type == DType::kBFloat16) return load_rows(Numbers::bfloat16s);
+    if (from.type == DType::kFloat32) return load_rows(loaded<typename Numbers::Float>);
+    if (from.type == DType::kUInt8) return load_rows(Numbers::unsigned_bytes);
+    return 0;
   }
 
+  /// Integers of `whole` strips, each times the number of its super-block, which is loaded once.
   template <class Numbers, class Load>
-  static QCUTLASS_INLINE void load_integers(GroupParameters const& from, int64_t n, int64_t first, int64_t count,
-                                            Load const& load_numbers, Channels ChannelParameters::*values,
-                                            ChannelParameters* groups) {
-    using Float = typename Numbers::Float;
-    auto const* const supers = static_cast<uint16_t const*>(from.supers);
-    auto const* at = static_cast<uint8_t const*>(from.data) + first * from.stride + n;
+  static QCUTLASS_INLINE void load_super_blocks(GroupParameters const& from, StripRange strips, int whole,
+                                                int64_t first, int64_t count, Load const& load_numbers,
+                                                Channels ChannelParameters::*values, ChannelParameters* groups) {
+    constexpr int kParts = layout::kTileN / Numbers::kLanes;
+    typename Numbers::Float of_block[StripRange::kMost][kParts];
+    int64_t const channel = strips.first * layout::kTileN;
+    auto const* const supers = static_cast<uint16_t const*>(from.supers) + channel;
+    auto const* row = static_cast<uint8_t const*>(from.data) + first * from.stride + channel;
     for (int64_t i = 0; i < count;) {
       int64_t const block = (first + i) / from.super_groups;
       int64_t const end = std::min(count, (block + 1) * from.super_groups - first);
-      Float of_block[layout::kTileN / Numbers::kLanes];
-      load_strip<Numbers>(supers + block * from.super_stride + n, sizeof(*supers), Numbers::halves, of_block);
-      for (; i < end; ++i, at += from.stride) {
-        auto const scaled = [&](uint8_t const* lanes) {
-          return load_numbers(lanes) * of_block[(lanes - at) / Numbers::kLanes];
-        };
-        load_strip<Numbers>(at, 1, scaled, groups[i].*values);
+      for (int strip = 0; strip < whole; ++strip)
+        load_strip<Numbers>(supers + block * from.super_stride + strip * layout::kTileN, sizeof(*supers),
+                            Numbers::halves, of_block[strip]);
+      for (; i < end; ++i, row += from.stride) {
+        for (int strip = 0; strip < whole; ++strip) {
+          uint8_t const* const integers = row + strip * layout::kTileN;
+          auto const scaled = [&](uint8_t const* lanes) {
+            return load_numbers(lanes) * of_block[strip][(lanes - integers) / Numbers::kLanes];
+          };
+          load_strip<Numbers>(integers, 1, scaled, groups[i * strips.count + strip].*values);
+        }
       }
     }
   }
@@ -151,8 +180,9 @@ struct ChannelParameters {
   }
 };
 
-/// Loads groups [first, first + count) of a strip as this machine does it fastest.
-void load_groups(WeightArguments const& weights, int64_t strip, int64_t first, int64_t count,
+/// Loads groups [first, first + count) of at most StripRange::kMost strips, [group][strip], as this machine does it
+/// fastest.
+void load_groups(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count,
                  ChannelParameters* groups);
 
 }  // namespace qcutlass::host

@@ -12,18 +12,19 @@ namespace {
 template <Packing kPacking, int kRuns, int kRows>
 struct FewRowsKernel {
   template <class Bytes>
-  static QCUTLASS_INLINE void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip,
-                                       float* sums) {
-    LaneDots<Bytes, kPacking, kRuns, kRows>::multiply(weights, rows, strip, sums);
+  static QCUTLASS_INLINE void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows,
+                                       StripRange strips, float* sums) {
+    LaneDots<Bytes, kPacking, kRuns, kRows>::multiply(weights, rows, strips, sums);
   }
 };
 
 template <Packing kPacking>
-using Multiply = void (*)(WeightArguments const& weights, LaneRows<kPacking> const& rows, int64_t strip, float* sums);
+using Multiply = void (*)(WeightArguments const& weights, LaneRows<kPacking> const& rows, StripRange strips,
+                          float* sums);
 
 template <class Kernel, Packing kPacking>
 Multiply<kPacking> choose(ByteKernels kernels) {
-  return ByteFunctions<Kernel, WeightArguments const&, LaneRows<kPacking> const&, int64_t, float*>::choose(kernels);
+  return ByteFunctions<Kernel, WeightArguments const&, LaneRows<kPacking> const&, StripRange, float*>::choose(kernels);
 }
 
 template <Packing kPacking, int kRuns>
@@ -66,8 +67,8 @@ template <Packing kPacking>
 FewByteRows arranged(WeightArguments const& weights, QuantizedRows const& quantized, ByteKernels kernels) {
   LaneRows<kPacking> rows = arrange<kPacking>(quantized);
   auto const multiply = choose(rows, kernels);
-  return [&weights, multiply, rows = std::move(rows)](int64_t strip, float* sums) {
-    multiply(weights, rows, strip, sums);
+  return [&weights, multiply, rows = std::move(rows)](StripRange strips, float* sums) {
+    multiply(weights, rows, strips, sums);
   };
 }
 

@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "host/byte_dot.h"
+#include "host/channel_parameters.h"
 #include "host/quantized_rows.h"
 #include "qcutlass/scheme.h"
 
@@ -14,8 +15,8 @@ namespace qcutlass::host {
 /// decoded once for all (byte_tiles.h).
 inline constexpr int64_t kFewByteRows = 2;
 
-/// sums[row][channel] = the products of the 16 channels of a strip, the same bits as those of ByteTiles.
-using FewByteRows = std::function<void(int64_t strip, float* sums)>;
+/// Adds the products of strips to sums [strip][row][channel], the same bits as those of ByteTiles.
+using FewByteRows = std::function<void(StripRange strips, float* sums)>;
 
 /// The product of at most kFewByteRows rows with groups of whole steps of the layout. It refers to `weights`.
 FewByteRows few_byte_rows(WeightArguments const& weights, QuantizedRows const& rows, ByteKernels kernels);

@@ -142,7 +142,8 @@ void multiply(GemmArguments const& arguments, int threads) {
   if (few) {
     FewRows const rows(weights, activations.data(), arguments.m);
     return multiply_strips(arguments, rows.rows(), grain, threads, [&](int64_t strip, float* sums) {
-      ChannelParameters::prefetch_behind(weights, strip);
+      if (strip + 1 < layout::tiles_n(weights.n))
+        ChannelParameters::prefetch(weights, {strip + 1, 1}, 0, weights.groups());
       rows.multiply(strip, sums);
     });
   }

@@ -44,17 +44,18 @@ void multiply_rows(GemmArguments const& arguments, QuantizedRows const& rows, in
   WeightArguments const& weights = arguments.weights;
   bool const few = arguments.m <= kFewByteRows;
   int64_t const grain = (few ? kFewRowsGrain : kGrainOperations) / (layout::kTileN * weights.k) / (arguments.m / 8 + 1);
-  auto const multiply_all = [&](auto const& multiply) {
-    auto const multiply_one = [&](int64_t strip, float* sums) {
-      ChannelParameters::prefetch_behind(weights, strip);
-      multiply(strip, sums);
-    };
-    multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
-  };
-  if (few) return multiply_all(few_byte_rows(weights, rows, kernels));
+  if (few) {
+    FewByteRows const multiply = few_byte_rows(weights, rows, kernels);
+    return multiply_ranges<StripRange::kMost>(arguments, arguments.m, grain, threads, multiply, store);
+  }
   auto const multiply = weights.packing == Packing::kW4A16 ? TilesFunctions<Packing::kW4A16>::choose(kernels)
                                                            : TilesFunctions<Packing::kW8A16>::choose(kernels);
-  multiply_all([&](int64_t strip, float* sums) { multiply(weights, rows, strip, sums); });
+  auto const multiply_one = [&](int64_t strip, float* sums) {
+    if (strip + 1 < layout::tiles_n(weights.n))
+      ChannelParameters::prefetch(weights, {strip + 1, 1}, 0, weights.groups());
+    multiply(weights, rows, strip, sums);
+  };
+  multiply_strips(arguments, arguments.m, grain, threads, multiply_one, store);
 }
 
 /// The largest power of two that divides a group of weights, the extent of whole tiles and what is decoded at once.
