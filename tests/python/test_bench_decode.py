@@ -8,16 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs transformers")
 
-from bench import decode, llama, schemes
+from bench import decode, k_quants, llama, schemes
 from bench.__main__ import app
+from tests.python.models.test_gguf_models import write_gguf
+from tests.python.models.test_heads import load
 
 import qcutlass
+from qcutlass import models
+from qcutlass.models.gguf import GGUFModel
 
 SCHEME = schemes.parse_weight_only("w4a16_g64_int")
 
@@ -58,3 +63,30 @@ def test_the_command_goes_on_without_the_peer(tmp_path: Path, monkeypatch: pytes
     assert "pip install llama-cpp-python" in result.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {"float32", "float32, not fused"} <= {row["contestant"] for row in rows}
+
+
+def test_a_file_of_k_quants_has_the_tokenizer_of_another(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And converts into a folder as large, each linear layer in a type of llama.cpp's mix."""
+    monkeypatch.setattr(GGUFModel, "write_files", lambda self, folder: None)  # the tokenizer of the source is none
+    source = write_gguf(tmp_path / "source.gguf", "llama", seed)
+    path = k_quants.write(tmp_path / "random.gguf", source, blocks=8, seed=seed)
+    ours, theirs = (
+        {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items() if key.startswith("tokenizer.")}
+        for file in (path, source)
+    )
+    assert ours == theirs
+    folder = decode.converted(path, tmp_path)
+    layers = models.ConvertedFolder(folder)
+    words = {name: layers[name].spec.words for name in layers.names}
+    assert set(words.values()) == {"w4 g32 minimums", "w8 g16 sym"}
+    assert {name for name, found in words.items() if found == "w8 g16 sym"} == {
+        "model.embed_tokens",
+        *(f"model.layers.{i}.{name}" for i in (0, 3, 6, 7) for name in ("self_attn.v_proj", "mlp.down_proj")),
+    }
+    assert len(words) == 8 * 7 + 1
+    assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= 1.05 * path.stat().st_size
+    model = load(folder)
+    qcutlass.fuse_block(model)
+    assert len(decode.ours("ours", model).run(range(16), 4, 1).tokens) == 4
