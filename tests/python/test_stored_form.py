@@ -116,12 +116,21 @@ def test_codes_of_a_table_are_stored_as_their_places(count: int, seed: int) -> N
     assert same(reloaded(layer), layer)
 
 
-def test_few_codes_in_a_row_need_no_table(seed: int) -> None:
-    """Fewer bits say them already."""
-    layer = table_codes(seed, torch.arange(120, 136, dtype=torch.uint8))
+@pytest.mark.parametrize("count", [8, 16])
+def test_few_codes_in_a_row_need_no_table(count: int, seed: int) -> None:
+    """Fewer bits say them already; as many bits as places have are always places."""
+    layer = table_codes(seed, torch.arange(128 - count // 2, 128 + count // 2, dtype=torch.uint8))
     layer.narrow()
-    assert "code_table" not in layer.state_dict()
-    assert layer.stored_form.code_bits == TABLE_BITS
+    assert ("code_table" in layer.state_dict()) == (count == 16)
+    assert layer.stored_form.code_bits == (TABLE_BITS if count == 16 else 3)
+    assert same(reloaded(layer), layer)
+
+
+def test_floating_codes_have_no_table(seed: int) -> None:
+    codes = torch.tensor([0x38, 0xB8, 0], dtype=torch.uint8)[torch.randint(0, 3, (48, 128))]
+    layer = WeightOnlyLinear(qcutlass.QuantizedTensor(codes, torch.ones(4, 48), None, 8, 32, "e4m3"))
+    layer.narrow()
+    assert not layer.stored_form.code_table
     assert same(reloaded(layer), layer)
 
 
@@ -150,6 +159,7 @@ def test_a_layer_changed_since_is_stored_as_it_is(seed: int) -> None:
     for layer, name in zip(layers, ("code_table", "levels"), strict=True):
         state = layer.state_dict()
         assert name not in state
+        assert set(dict(layer.spec.buffers)) <= set(state)
         other = q2_k(seed + 1) if name == "levels" else table_codes(seed + 1)
         other.load_state_dict(state)
         assert same(other, layer)
@@ -185,14 +195,29 @@ def test_fused_layers_and_embeddings_keep_the_form(seed: int) -> None:
 
 
 def test_what_does_not_go_together_is_refused(seed: int) -> None:
-    codes, levels = table_codes(seed), q2_k(seed)
-    for layer in (codes, levels):
+    codes, levels, minima = table_codes(seed), q2_k(seed), WeightOnlyLinear(q4_1(48, 96, seed))
+    for layer in (codes, levels, minima):
         layer.narrow()
+    for layer, absent, message in (
+        (codes, "code_table", "code_table: expected it beside w_packed of 4 bits; it is absent"),
+        (levels, "super_scales", r"levels: .*got \[32, 48\] beside super_minimums"),
+    ):
+        before, state = layer.weights(), layer.state_dict()
+        del state[absent]
+        with pytest.raises(RuntimeError, match=message):
+            layer.load_state_dict(state)
+        assert torch.equal(layer.weights(), before)
     for layer, changes, message in (
         (codes, {"code_table": torch.zeros(15, dtype=torch.uint8)}, r"code_table: expected shape \[codes\] = \[16\]"),
         (codes, {"code_table": torch.zeros(16)}, "code_table: expected a tensor of uint8"),
         (codes, {"w_packed": codes.w_packed}, "w_packed: expected places of 4 bits beside a code_table"),
         (levels, {"levels": torch.zeros(32, 48)}, "levels: expected a tensor of uint8"),
+        (
+            levels,
+            {"levels": levels.scales[0]},
+            r"levels: expected shape \[G, N\] beside super_scales and super_minimums",
+        ),
+        (minima, {"zeros": minima.zeros}, "minima: expected these or zeros"),
         (levels, {"scales": levels.scales}, "levels: expected these alone, got scales or minimums as well"),
     ):
         before = layer.weights()

@@ -162,7 +162,7 @@ class LaneDots {
   }
 
  private:
-  /// Columns at a time whose groups are loaded at once, strip by strip.
+  /// So many columns at a time that the parameters of their groups, for all strips, are loaded at once.
   template <bool kMinimums>
   static QCUTLASS_INLINE void multiply_offset(WeightArguments const& weights, LaneRows<kPacking> const& rows,
                                               StripRange strips, float* sums) {

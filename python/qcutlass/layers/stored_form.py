@@ -55,7 +55,7 @@ class StoredForm(NamedTuple):
         if is_padded:
             return StoredForm(minima, levels)
         least = least_bits(w_packed, bits, _is_symmetric(parts, weight_dtype))
-        if least > TABLE_BITS and code_table(w_packed) is not None:
+        if _may_have_table(bits, weight_dtype) and least >= TABLE_BITS and code_table(w_packed) is not None:
             return StoredForm(minima, levels, TABLE_BITS, code_table=True)
         return StoredForm(minima, levels, least if least < bits else None)
 
@@ -67,24 +67,30 @@ class StoredForm(NamedTuple):
         minima, levels, table = (stored.get(name) is not None for name in STORED)
         return StoredForm(minima, levels, code_bits, table)
 
+    def fitting(self, parts: Parts) -> StoredForm:
+        """The form that holds these buffers, which may have been changed since this one was chosen."""
+        form, w_packed = self, parts.get("w_packed")
+        levels = [level for level in map(parts.get, _LEVELS) if level is not None]
+        if self.levels and not _have_few_bits(*levels):
+            form = form._replace(levels=False)
+        if self.code_table and w_packed is not None and w_packed.shape[-1] == TILE[-1] and code_table(w_packed) is None:
+            form = form._replace(code_bits=None, code_table=False)
+        return form
+
     def stored(self, parts: Parts, bits: int, weight_dtype: str | None) -> dict[str, Tensor | None]:
-        """The tensors of the state, of buffers; None for those that others stand for."""
+        """The tensors of the state, of buffers that this form fits; None for those that others stand for."""
         found, is_symmetric = dict(parts), _is_symmetric(parts, weight_dtype)
         zeros, scales, minimums = (parts.get(name) for name in ("zeros", *_LEVELS))
         if self.minima and scales is not None and zeros is not None:
             found |= {"minima": minima_of(scales, zeros), "zeros": None}
-        if self.levels and scales is not None and minimums is not None and _have_few_bits(scales, minimums):
+        if self.levels and scales is not None and minimums is not None:
             found |= {"levels": scales | minimums << _LEVEL_BITS, **dict.fromkeys(_LEVELS)}
         w_packed = parts.get("w_packed")
         if self.code_bits is not None and w_packed is not None and w_packed.shape[-1] == TILE[-1]:
             table = code_table(w_packed) if self.code_table else None
             if table is not None:
-                found |= {
-                    "code_table": table,
-                    "w_packed": shortened(as_places(w_packed, table), bits, TABLE_BITS, False),
-                }
-            elif not self.code_table:
-                found["w_packed"] = shortened(w_packed, bits, self.code_bits, is_symmetric)
+                found["code_table"], w_packed = table, as_places(w_packed, table)
+            found["w_packed"] = shortened(w_packed, bits, self.code_bits, is_symmetric and table is None)
         return found
 
 
@@ -98,6 +104,8 @@ def from_stored(stored: Parts, bits: int, weight_dtype: str | None) -> dict[str,
     minima, levels, table = map(stored.get, STORED)
     scales, w_packed = stored.get("scales"), stored.get("w_packed")
     if minima is not None:
+        if stored.get("zeros") is not None:
+            raise ValueError("minima: expected these or zeros, which follow from them, got both")
         if scales is None or minima.shape != scales.shape or not minima.is_floating_point():
             shape = "none" if scales is None else shape_of(scales)
             expected = f"floating, of the shape of scales, {shape}"
@@ -107,10 +115,18 @@ def from_stored(stored: Parts, bits: int, weight_dtype: str | None) -> dict[str,
         check_tensor("levels", levels, (torch.uint8,))
         if any(stored.get(name) is not None for name in _LEVELS):
             raise ValueError("levels: expected these alone, got scales or minimums as well")
+        supers = [name for name in ("super_scales", "super_minimums") if stored.get(name) is not None]
+        if levels.dim() != 2 or len(supers) != 2:
+            raise ValueError(
+                f"levels: expected shape [G, N] beside super_scales and super_minimums, got {shape_of(levels)} beside "
+                f"{' and '.join(supers) or 'neither'}"
+            )
         found |= {"scales": levels & 2**_LEVEL_BITS - 1, "minimums": levels >> _LEVEL_BITS}
     code_bits = None
     if w_packed is not None and w_packed.dtype == torch.uint8:
         code_bits = stored_bits(tuple(w_packed.shape), bits)
+    if code_bits == TABLE_BITS and _may_have_table(bits, weight_dtype) and table is None:
+        raise ValueError(f"code_table: expected it beside w_packed of {TABLE_BITS} bits; it is absent")
     if code_bits is not None:
         assert w_packed is not None
         found["w_packed"] = restored(w_packed, bits, _is_symmetric(stored, weight_dtype) and table is None)
@@ -129,6 +145,11 @@ def _is_symmetric(parts: Parts, weight_dtype: str | None) -> bool:
     """Whether codes lie around their middle."""
     offsets = ("zeros", "minima", "minimums", "levels")
     return weight_dtype is None and all(parts.get(name) is None for name in offsets)
+
+
+def _may_have_table(bits: int, weight_dtype: str | None) -> bool:
+    """Whether codes may be stored as places in a table; 4 bits of others are these."""
+    return bits == 8 and weight_dtype is None
 
 
 def _have_few_bits(*levels: Tensor) -> bool:

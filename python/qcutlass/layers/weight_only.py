@@ -200,12 +200,12 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     def spec(self) -> LayerSpec:
         """The description that a converted folder has of the layer."""
         shapes = {name: None if part is None else part.to("meta") for name, part in self._buffers.items()}
-        held = self._stored_parts(shapes)
+        held = self.stored_form.fitting(self._buffers).stored(shapes, self.bits, self.weight_dtype)
         return LayerSpec.of("weight_only", self.bits, self.group_size, self.in_features, held, self.weight_dtype)
 
     def _stored_parts(self, parts: Parts) -> dict[str, Tensor | None]:
         """What the state has of buffers."""
-        return self.stored_form.stored(parts, self.bits, self.weight_dtype)
+        return self.stored_form.fitting(parts).stored(parts, self.bits, self.weight_dtype)
 
     def narrow(self) -> None:
         self.scales = narrowed(self.scales)

@@ -36,8 +36,9 @@ def fuse_block(model: nn.Module) -> BlockFusion:
     - a residual addition and the norm behind it are one operator, so are the activation of a gated MLP and its
       multiplication, and the rotary embedding of queries and keys (with the norms of heads that Qwen3 has);
     - attention on the CPU reads grouped keys and values without repeating them;
-    - on the CPU a token of each sequence goes through all blocks in one call, with a cache of `growing_cache`, where
-      layers are weight-only and nothing has a hook.
+    - a token of each sequence goes through all blocks in one call of the extension, with a cache of `growing_cache` and
+      without gradients and masks, where the model was on the CPU when it was fused, its layers are weight-only and
+      nothing has a hook.
 
     Modules keep their names and children, `state_dict` has the keys and values it had, and caches of every kind serve.
     Each operator computes in fp32 and rounds once, where the model rounded after each of its steps: results differ by

@@ -20,7 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
-from qcutlass.models.block_steps import GATES, BlockStep, stepped
+from qcutlass.models.block_steps import EXACT, GATES, BlockStep, stepped
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
@@ -238,5 +238,5 @@ for _file, _family in (
     ):
         _base = getattr(_file, _name)
         FUSED[_base] = globals()[f"Fused{_name}"] = type(
-            f"Fused{_name}", (_own, _base), {"__module__": __name__, "__doc__": _own.__doc__}
+            f"Fused{_name}", (_own, _base), {"__module__": __name__, "__doc__": _own.__doc__, EXACT: True}
         )

@@ -21,6 +21,9 @@ from qcutlass.products.weight_only import GemmCall
 GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
 """The operator of a gated MLP, by the class of its activation."""
 
+EXACT: Final = "is_exact"
+"""In the namespace of classes whose modules a step may stand for."""
+
 _OPTIONS: Final = ("forward", "activations", "following", "config", "scaling", "variance_epsilon")
 """Attributes of modules that a step has taken over, or that would have it computed otherwise."""
 
@@ -37,6 +40,7 @@ class BlockStep:
 
         q_norm, k_norm, mlp_norm, next_norm = map(_described, (*_head_norms(attention), *_norms(block)))
         self._dtype, self._size, self._scaling = dtype, size, attention.scaling
+        self._kv_heads = attention.k_proj.out_features // size
         self._held = _Held(block)
         self.block = DecoderBlock(
             qkv=list(map(call, layers.qkv)),
@@ -44,7 +48,7 @@ class BlockStep:
             gate_up=list(map(call, layers.gate_up)),
             down=call(layers.down),
             heads=attention.q_proj.out_features // size,
-            kv_heads=attention.k_proj.out_features // size,
+            kv_heads=self._kv_heads,
             head_size=size,
             gate=GATES[type(block.mlp.act_fn).__name__],
             head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
@@ -54,15 +58,24 @@ class BlockStep:
 
     def fits(self, residual: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Whether the block is as it was, and these tensors are what it was prepared for."""
-        dtype = self._dtype
+        angles = cos.shape
         return (
-            residual.dtype == dtype
-            and cos.dtype == dtype
-            and sin.dtype == dtype
-            and cos.shape[-1] == self._size
+            residual.dtype == cos.dtype == sin.dtype == self._dtype
+            and angles == sin.shape
+            and angles[1:] == (1, self._size)
+            and angles[0] in (1, len(residual))
+            and cos.is_cpu
+            and sin.is_cpu
             and residual.is_contiguous()
             and self._held.is_unchanged()
         )
+
+    def takes(self, rows: int, layer: GrowingLayer) -> bool:
+        """Whether keys and values of one more token of so many sequences can be written behind those of a layer."""
+        keys, values = layer.keys, layer.values
+        shape = rows, self._kv_heads, keys.shape[-2], self._size
+        is_same = keys.dtype == values.dtype == self._dtype and keys.shape == values.shape == shape
+        return bool(is_same and keys.is_cpu and values.is_cpu)
 
     def place(self, room: Room) -> Place:
         """Where it writes keys and values of a token."""
@@ -101,11 +114,12 @@ class _Computed(NamedTuple):
 
 
 class _Run:
-    """One call of the model that holds blocks: nothing but the blocks runs between them, so that the first one computes
-    the others, too: from block to block Python and its data would leave the caches for weights and come back."""
+    """One call of the model that holds blocks. Its own code does nothing between them but call them, so that the first
+    one computes the others, too, as far as they have no hooks: from block to block Python and its data would leave the
+    processor's caches for weights, and come back."""
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
-        self.blocks = blocks
+    def __init__(self, stack: Any) -> None:
+        self.stack = stack
         self._found: dict[int, _Computed] = {}
 
     def take(self, block: Any) -> _Computed | None:
@@ -114,12 +128,13 @@ class _Run:
 
     def behind(self, block: Any) -> Iterator[Any]:
         """Blocks that follow one, as far as nothing is called between them and the norm of one's output is theirs."""
-        blocks = list(self.blocks)
-        for before, after in itertools.pairwise(blocks):
+        seen = {id(block)}
+        for before, after in itertools.pairwise(self.stack.layers):
             if before is block:
                 is_next = before.following[0] is after._modules.get("input_layernorm") and hasattr(after, "following")
-                if not is_next or _has_hooks(before, after):
+                if not is_next or id(after) in seen or _has_hooks(before, after):
                     return
+                seen.add(id(after))
                 block = after
                 yield after
 
@@ -132,6 +147,13 @@ class _Runs(threading.local):
 
     def __init__(self) -> None:
         self.all: list[_Run] = []
+
+    def end(self, stack: Any) -> None:
+        """Forgets the run of a model, and those within it, which Ctrl-C may have ended without a word."""
+        for index, run in enumerate(self.all):
+            if run.stack is stack:
+                del self.all[index:]
+                return
 
 
 _runs: Final = _Runs()
@@ -146,12 +168,12 @@ def run_ahead(stack: nn.Module) -> None:
 
 def _begin(stack: Any, arguments: Any) -> None:
     if not torch.compiler.is_compiling():
-        _runs.all.append(_Run(stack.layers))
+        _runs.end(stack)
+        _runs.all.append(_Run(stack))
 
 
 def _end(stack: Any, arguments: Any, output: Any) -> None:
-    if _runs.all and _runs.all[-1].blocks is stack.layers:
-        _runs.all.pop()
+    _runs.end(stack)
 
 
 def stepped(block: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
@@ -162,11 +184,14 @@ def stepped(block: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], ca
         return computed.taken(block)
     if not _is_one_token(hidden_states):
         return None
-    blocks, steps, layers = [], [], []
+    blocks, steps = [], []
+    layers: list[GrowingLayer] = []
     for each in (block, *(() if run is None else run.behind(block))):
-        layer = cache_layer(cache, each.self_attn.layer_idx, GrowingLayer)
-        step = None if layer is None else step_of(each, hidden_states, *angles)
-        if layer is None or step is None:
+        step = step_of(each, hidden_states, *angles)
+        layer = None if step is None else cache_layer(cache, each.self_attn.layer_idx, GrowingLayer)
+        if step is None or layer is None or not step.takes(len(hidden_states), layer):
+            break
+        if any(layer is other for other in layers):  # whose room for a token is that of another block
             break
         blocks.append(each)
         steps.append(step)
@@ -177,16 +202,14 @@ def stepped(block: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], ca
     places = [step.place(room) for step, room in zip(steps, rooms, strict=True)]
     normed = block.input_layernorm.forward(hidden_states)
     results = run_blocks([step.block for step in steps], places, normed, hidden_states, angles)
-    given = hidden_states
-    for each, layer, room, (total, following) in zip(blocks, layers, rooms, results, strict=True):
-        found = _Computed(given, version_of(given), angles, cache, layer, room, room.used, total, following)
-        if each is block:
-            computed = found
-        elif run is not None:
-            run.keep(each, found)
+    given, found = hidden_states, []
+    for layer, room, (total, following) in zip(layers, rooms, results, strict=True):
+        found.append(_Computed(given, version_of(given), angles, cache, layer, room, room.used, total, following))
         given = total
-    assert computed is not None
-    return computed.taken(block)
+    if run is not None:
+        for each, computed in zip(blocks[1:], found[1:], strict=True):
+            run.keep(each, computed)
+    return found[0].taken(block)
 
 
 def _is_one_token(hidden_states: Tensor) -> bool:
@@ -233,13 +256,16 @@ class _Held:
         self._tensors = list({id(value): value for value in self._values if isinstance(value, Tensor)}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._hooks = _hooks(called)
+        self._called, self._types = called, list(map(type, called))
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
         if not hold(self._places, self._names, self._values):
             return False
+        if any(self._hooks) or self._types != list(map(type, self._called)):
+            return False
         # A tensor that moves, or is given other data, stays the same object.
-        return not any(self._hooks) and self._addresses == list(map(Tensor.data_ptr, self._tensors))
+        return self._addresses == list(map(Tensor.data_ptr, self._tensors))
 
 
 def _hooks(modules: Sequence[nn.Module]) -> list[Any]:
@@ -291,15 +317,30 @@ def _stands_for(block: Any) -> list[nn.Module]:
 
 def _is_plain(block: Any) -> bool:
     """Whether the block's modules do what a step does in their place."""
+    if not all(map(_is_fused, (block.self_attn, block.mlp, block.input_layernorm, *_norms(block)))):
+        return False
     norms, called = [norm for norm in _head_norms(block.self_attn) if norm is not None], _stands_for(block)
     kinds = {(norm.weight.dtype, norm.variance_epsilon) for norm in norms}
     if len(kinds) > 1 or len(norms) == 1 or block.self_attn.config._attn_implementation != "sdpa":
         return False
-    if not all(isinstance(layer, WeightOnlyLinear) for layer in _layers(block).all) or any(_hooks(called)):
+    if not all(map(_is_product, _layers(block).all)) or any(_hooks(called)):
         return False
     if block.training or block.self_attn.training or block.mlp.training:
         return False
     return not any("forward" in vars(module) for module in (block, *called))
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether it is of a class that `fuse_block` gives, and of none that is derived from it."""
+    return EXACT in vars(type(module))
+
+
+def _is_product(layer: Any) -> bool:
+    """Whether a layer computes what `WeightOnlyLinear` does."""
+    kind: Any = type(layer)
+    return isinstance(layer, WeightOnlyLinear) and all(
+        getattr(kind, name) is getattr(WeightOnlyLinear, name) for name in ("forward", "call")
+    )
 
 
 def _described(norm: Any) -> Norm | None:

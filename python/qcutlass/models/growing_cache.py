@@ -32,14 +32,14 @@ class Room:
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of a layer: `keys` and `values` are the used part of a room that grows by half when it is full.
 
-    All else is `DynamicLayer`'s. Where something replaces `keys` (cropping, reordering), or another copy of the layer
-    wrote into the room, the next update takes a new room.
+    All else is `DynamicLayer`'s. Where something replaces `keys` or `values` (cropping, reordering), or another copy of
+    the layer wrote into the room, the next update takes a new room.
     """
 
     keys: Any
     values: Any
     _room: Room | None = None
-    _shown: Tensor | None = None
+    _shown: tuple[Tensor, Tensor] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any
@@ -54,13 +54,20 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def room_for_one(self) -> Room:
         """Memory with a place for one more token of each sequence, behind those that are there, which are some."""
         room = self._room
-        if room is None or self.keys is not self._shown or not room.used < room.keys.shape[-2]:
+        if room is None or not self.is_as(room, self.keys.shape[-2]) or not room.used < room.keys.shape[-2]:
             room = self._room_for(self.keys[:, :, :1], self.values[:, :, :1])
         return room
 
     def is_as(self, room: Room, used: int) -> bool:
-        """Whether its tokens are still these of a room."""
-        return self._room is room and room.used == used and self.keys is self._shown
+        """Whether its tokens are all of those in a room, so many."""
+        shown = self._shown
+        return (
+            self._room is room
+            and room.used == used == self.keys.shape[-2]
+            and shown is not None
+            and self.keys is shown[0]
+            and self.values is shown[1]
+        )
 
     def append_written(self, room: Room) -> None:
         """Counts one more token, whose keys and values were written behind the others of the room."""
@@ -70,16 +77,16 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def _room_for(self, key_states: Tensor, value_states: Tensor) -> Room:
         """Memory with the tokens that there are, and places for these."""
         room, length, count = self._room, self.get_seq_length(), key_states.shape[-2]
-        if room is None or self.keys is not self._shown or room.used != length or length + count > room.keys.shape[-2]:
+        if room is None or not self.is_as(room, length) or length + count > room.keys.shape[-2]:
             room = self._room = _new_room(key_states, value_states, length + count)
             if length:
                 room.append(self.keys, self.values)
         return room
 
     def _show(self, room: Room) -> tuple[Tensor, Tensor]:
-        self.keys = self._shown = room.keys.narrow(-2, 0, room.used)
-        self.values = room.values.narrow(-2, 0, room.used)
-        return self.keys, self.values
+        self._shown = room.keys.narrow(-2, 0, room.used), room.values.narrow(-2, 0, room.used)
+        self.keys, self.values = self._shown
+        return self._shown
 
 
 def _new_room(keys: Tensor, values: Tensor, length: int) -> Room:

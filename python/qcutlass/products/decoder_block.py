@@ -104,7 +104,10 @@ def run_blocks(
     residual: Tensor,
     angles: tuple[Tensor, Tensor],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each block the residual stream behind it, and the norm of what follows, `[B, 1, K]`. Nothing is checked.
+    """Of each block the residual stream behind it, and the norm of what follows, `[B, 1, K]`.
+
+    Nothing is checked here: types, shapes and devices are the caller's affair, and memory is read and written as they
+    are described.
 
     Args:
         blocks: each of which reads what the one before it makes.
