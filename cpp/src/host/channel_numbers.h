@@ -47,43 +47,11 @@ struct PlainNumbers {
 };
 
 #if defined(QCUTLASS_X86_LEVELS)
-/// For functions of QCUTLASS_AVX2.
-struct Avx2Numbers {
-  static constexpr int kLanes = 8;
-  using Float = Vectors<kLanes>::Float;
-
-  static QCUTLASS_INLINE Float halves(void const* from) {
-    Float numbers;
-    asm("vcvtph2ps %1, %0" : "=x"(numbers) : "x"(loaded<Bytes16>(from)));
-    return numbers;
-  }
-  static QCUTLASS_INLINE Float bfloat16s(void const* from) {
-    Int words;
-    asm("vpmovzxwd %1, %0" : "=x"(words) : "x"(loaded<Bytes16>(from)));
-    return bit_cast<Float>(words << 16);
-  }
-  static QCUTLASS_INLINE Float unsigned_bytes(void const* from) {
-    Int bytes;
-    asm("vpmovzxbd %1, %0" : "=x"(bytes) : "x"(eight(from)));
-    return __builtin_convertvector(bytes, Float);
-  }
-  static QCUTLASS_INLINE Float signed_bytes(void const* from) {
-    Int bytes;
-    asm("vpmovsxbd %1, %0" : "=x"(bytes) : "x"(eight(from)));
-    return __builtin_convertvector(bytes, Float);
-  }
-
- private:
-  using Int = Vectors<kLanes>::Int;
-  typedef int64_t Pair __attribute__((vector_size(16)));
-
-  static QCUTLASS_INLINE Pair eight(void const* from) { return Pair{loaded<int64_t>(from), 0}; }
-};
-
-/// For functions of QCUTLASS_AVX512.
-struct Avx512Numbers {
-  static constexpr int kLanes = 16;
-  using Float = Vectors<kLanes>::Float;
+/// By the instruction of x86-64-v3 or -v4 that converts so many numbers, 8 or 16, at once.
+template <int kNumbers>
+struct X86Numbers {
+  static constexpr int kLanes = kNumbers;
+  using Float = typename Vectors<kLanes>::Float;
 
   static QCUTLASS_INLINE Float halves(void const* from) {
     Float numbers;
@@ -97,19 +65,29 @@ struct Avx512Numbers {
   }
   static QCUTLASS_INLINE Float unsigned_bytes(void const* from) {
     Int bytes;
-    asm("vpmovzxbd %1, %0" : "=v"(bytes) : "v"(loaded<Bytes16>(from)));
+    asm("vpmovzxbd %1, %0" : "=v"(bytes) : "v"(loaded_bytes(from)));
     return __builtin_convertvector(bytes, Float);
   }
   static QCUTLASS_INLINE Float signed_bytes(void const* from) {
     Int bytes;
-    asm("vpmovsxbd %1, %0" : "=v"(bytes) : "v"(loaded<Bytes16>(from)));
+    asm("vpmovsxbd %1, %0" : "=v"(bytes) : "v"(loaded_bytes(from)));
     return __builtin_convertvector(bytes, Float);
   }
 
  private:
-  using Int = Vectors<kLanes>::Int;
-  using Words = Vectors<kLanes>::Words;
+  using Int = typename Vectors<kLanes>::Int;
+  using Words = typename Vectors<kLanes>::Words;
+  typedef int64_t Pair __attribute__((vector_size(16)));
+
+  /// As many bytes as there are lanes, in the low part of a register.
+  static QCUTLASS_INLINE Pair loaded_bytes(void const* from) {
+    if constexpr (kLanes == 16) return loaded<Pair>(from);
+    return Pair{loaded<int64_t>(from), 0};
+  }
 };
+
+using Avx2Numbers = X86Numbers<8>;     ///< for functions of QCUTLASS_AVX2
+using Avx512Numbers = X86Numbers<16>;  ///< for functions of QCUTLASS_AVX512
 #else
 using Avx2Numbers = PlainNumbers;
 using Avx512Numbers = PlainNumbers;
