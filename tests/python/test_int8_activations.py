@@ -44,9 +44,12 @@ def exact(m: int, n: int, k: int, group_size: int, bits: int, dtype: torch.dtype
     a = integers(-126, 126, m, k)
     terms = testing.bounds.EXACT_LIMIT * _UNIT / (127 * span)  # so many may be as large as they come
     a *= torch.rand(m, k, generator=g) < terms / k - 1 / 32
+    blocks = -(-k // 32)
+    filled = torch.rand(m, blocks, generator=g) < terms / blocks  # all, unless k is large: the others are zeros
     for begin in range(0, k, 32):
         rows, columns = torch.arange(m), begin + integers(0, min(32, k - begin) - 1, m)
         a[rows, columns] = 127 * (2 * integers(0, 1, m) - 1)
+        a[~filled[:, begin // 32], begin : begin + 32] = 0
     scales = torch.exp2(-integers(0, 2, groups, n).double())
     zeros = integers(0, span - 1, groups, n).to(torch.uint8)
     codes = integers(0, span - 1, n, k).to(torch.uint8)
