@@ -1,4 +1,4 @@
-"""Single tokens through a fused decoder block on the CPU, in one call of the extension."""
+"""Single tokens through fused decoder blocks on the CPU, in one call of the extension for as many as may go together."""
 
 from __future__ import annotations
 
