@@ -1,4 +1,4 @@
-"""Single tokens through fused decoder blocks on the CPU, in one call of the extension for as many as may go together."""
+"""Single tokens through fused decoder blocks on the CPU: one call of the extension for as many as go together."""
 
 from __future__ import annotations
 
