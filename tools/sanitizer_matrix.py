@@ -14,7 +14,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +25,9 @@ from qcutlass import blockwise, testing
 from qcutlass.products.selection import weight_dtype
 
 # (M, N, K): no extent is a multiple of any tile's; the second has whole tiles of every configuration as well, and more
-# stages than any pipeline; the third has pairs of tiles of 64 and of 128 tokens. K % 8 decides how activations are
-# copied.
-SHAPES = [(5, 45, 333), (131, 300, 2200), (200, 150, 400)]
+# stages than any pipeline; the third has pairs of tiles of 64 and of 128 tokens, and turns of gates. K % 8 decides
+# how activations are copied.
+SHAPES = [(5, 45, 333), (131, 300, 2200), (200, 160, 400)]
 # Each kind of scales and zeros has kernels of its own.
 SCHEMES: list[dict[str, Any]] = [
     {"group_size": 64, "zeros": "none"},
@@ -39,6 +39,7 @@ SCHEMES: list[dict[str, Any]] = [
     {"group_size": 16, "zeros": "minimum", "scale_dtype": torch.float32},
 ]
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
+GATES = list(testing.bounds.GATES)
 
 _Problem = TypeVar("_Problem", testing.Problem, testing.EightBitProblem, testing.BlockwiseProblem)
 
@@ -48,11 +49,17 @@ def cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Case]:
     choose = random.Random(1)
     kinds = itertools.product((4, 8), (torch.float16, torch.bfloat16), SCHEMES, shapes)
     for bits, dtype, scheme, (m, n, k) in kinds:
-        bias, act_scale, perm = (choose.random() < 0.5 for _ in range(3))
+        bias, act_scale, perm, residual = (choose.random() < 0.5 for _ in range(4))
         yield testing.Case(
-            m, n, k, bits=bits, dtype=dtype, bias=bias, act_scale=act_scale, perm=perm,
-            activation=choose.choice(ACTIVATIONS), **scheme,
+            m, n, k, bits=bits, dtype=dtype, bias=bias, act_scale=act_scale, perm=perm, residual=residual,
+            activation=choose.choice(GATES if n % 32 == 0 else ACTIVATIONS), **scheme,
         )  # fmt: skip
+
+
+def rounded_between(reference: testing.Reference) -> testing.Reference:
+    """Kernels for GPUs round before gates and residuals."""
+    follows = reference.activation in GATES or reference.residual is not None
+    return replace(reference, rounds_between=follows)
 
 
 def on_gpu(problem: _Problem) -> _Problem:
@@ -112,7 +119,7 @@ def run_weight_only(run: Run, case: testing.Case, seed: int) -> None:
     names = qcutlass.tactics(qcutlass.gemm, problem.a, on_cpu, problem.scales, problem.zeros, **problem.keywords)
     if not run.tactics(names):
         return
-    references = {dtype: problem.reference(dtype) for dtype in (case.dtype, torch.float32)}
+    references = {dtype: rounded_between(problem.reference(dtype)) for dtype in (case.dtype, torch.float32)}
     gpu = on_gpu(problem)
     operands = (gpu.a, check_weights(problem, gpu), gpu.scales, gpu.zeros)
 
@@ -130,7 +137,10 @@ def eight_bit_cases(shapes: list[tuple[int, int, int]]) -> Iterator[testing.Eigh
     outputs = itertools.cycle([torch.float16, torch.bfloat16, torch.float32])
     for (m, n, k), dtype in itertools.product(shapes, (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)):
         azp: testing.Scope = "each" if dtype == torch.int8 else "none"
-        yield testing.EightBitCase(m, n, k, dtype=dtype, out_dtype=next(outputs), azp=azp, bias=True, activation="silu")
+        activation = GATES[0] if n % 32 == 0 else "silu"
+        yield testing.EightBitCase(
+            m, n, k, dtype=dtype, out_dtype=next(outputs), azp=azp, bias=True, activation=activation, residual=True
+        )  # fmt: skip
 
 
 def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
@@ -142,7 +152,7 @@ def run_eight_bit(run: Run, case: testing.EightBitCase, seed: int) -> None:
     names = qcutlass.tactics(multiply, problem.a, on_cpu, problem.a_scale, problem.w_scale, **problem.keywords)
     if not run.tactics(names):
         return
-    references = {aligned: problem.reference(aligned=aligned) for aligned in (False, True)}
+    references = {aligned: rounded_between(problem.reference(aligned=aligned)) for aligned in (False, True)}
     gpu = on_gpu(problem)
     packed = qcutlass.preprocess_weights(gpu.w, bits=8, activations="int8" if is_int8 else "fp8")
     operands: tuple[Any, ...] = (gpu.a, packed, gpu.a_scale, gpu.w_scale)

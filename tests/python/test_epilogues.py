@@ -1,7 +1,4 @@
-"""Gates and residuals behind the sums of products: both oracles, faults that they reject, wrong arguments, torch.
-
-On GPUs they are composed of torch's operations; the same composition runs here on the CPU.
-"""
+"""Gates and residuals behind the sums of products: both oracles, faults that they reject, wrong arguments, torch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
-from qcutlass.products import epilogue, launching
+from qcutlass.products import launching
 from qcutlass.products.product import Product
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 from qcutlass.testing import Case, EightBitCase, EightBitProblem, Problem, Reference, bounds
@@ -44,19 +41,12 @@ def multiply(p: Problem, **options: Any) -> Tensor:
     return qcutlass.gemm(p.a, packed, p.scales, p.zeros, **p.keywords | options)
 
 
-def multiply_eight(p: EightBitProblem) -> Tensor:
+def multiply_eight(p: EightBitProblem, **options: Any) -> Tensor:
     is_int8 = p.w.dtype == torch.int8
     packed = qcutlass.preprocess_weights(p.w, 8, "int8" if is_int8 else "fp8")
     function: Any = qcutlass.gemm_w8a8 if is_int8 else qcutlass.gemm_fp8
-    out: Tensor = function(p.a, packed, p.a_scale, p.w_scale, n=p.shape[1], **p.keywords)
+    out: Tensor = function(p.a, packed, p.a_scale, p.w_scale, n=p.shape[1], **p.keywords | options)
     return out
-
-
-@pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products on the CPU leave gates and residuals to torch, as those of GPUs do."""
-    launching.forget()
-    monkeypatch.setattr(epilogue, "is_composed", lambda call: epilogue.bare(call) is not call)
 
 
 @pytest.mark.parametrize("codes", CODES)
@@ -117,14 +107,17 @@ def test_what_the_extension_refuses() -> None:
     packed = qcutlass.preprocess_weights(problem.codes, bits=4)
     call = GemmCall(problem.a, packed, problem.scales, problem.zeros, activation="silu_mul")
     arguments = Product(WEIGHT_ONLY, call, call.check(None), half(2, 32)).arguments
-    with pytest.raises(qcutlass.UnsupportedError, match="gate, residual: no CUDA kernel"):
-        _C.tactics(arguments)
     arguments.activation = _C.Activation.RELU
-    with pytest.raises(ValueError, match="silu or gelu_tanh"):
-        _C.gemm_host(arguments, 1)
+    for refuse in (lambda: _C.gemm_host(arguments, 1), lambda: _C.tactics(arguments)):
+        with pytest.raises(ValueError, match="silu or gelu_tanh"):
+            refuse()
     arguments.activation, arguments.weights.n = _C.Activation.SILU, 48
-    with pytest.raises(ValueError, match="multiple of 32"):
-        _C.gemm_host(arguments, 1)
+    for refuse in (lambda: _C.gemm_host(arguments, 1), lambda: _C.tactics(arguments)):
+        with pytest.raises(ValueError, match="multiple of 32"):
+            refuse()
+    arguments.weights.n, arguments.a_type, arguments.out_type = 64, _C.DType.INT8, _C.DType.FLOAT16
+    with pytest.raises(qcutlass.UnsupportedError, match="gate, residual: no CUDA kernel of this kind"):
+        _C.tactics(arguments)
 
 
 @devices
@@ -309,37 +302,8 @@ def test_the_bound_grows_with_what_the_error_is_multiplied_by() -> None:
     assert float(parts[1].min()) > 500 * float(parts[0].max())
 
 
-@pytest.mark.usefixtures("composed")
-@pytest.mark.parametrize("activation", [*GATES, "silu", None])
-def test_the_composition_of_gpus(activation: str | None, seeds: Iterator[int]) -> None:
-    for m in (0, 1, 20):
-        for dtype in FLOATS:
-            problem = Case(m, 96, 128, dtype=dtype, activation=activation, bias=True, residual=True).random(
-                seed=next(seeds)
-            )
-            ref = replace(problem.reference(), rounds_between=True)
-            testing.assert_close(multiply(problem), ref, label=problem)
-            out = torch.full_like(problem.residual, torch.nan)  # type: ignore[arg-type]
-            assert multiply(problem, out=out) is out
-            testing.assert_close(out, ref, label=problem)
-    for kind in EIGHT[:2]:
-        eight = EightBitCase(9, 64, 128, kind, activation=activation, bias=True, residual=True).random(seed=next(seeds))
-        testing.assert_close(multiply_eight(eight), replace(eight.reference(), rounds_between=True), label=eight)
-
-
-@pytest.mark.usefixtures("composed")
-def test_the_composition_refuses_what_products_refuse(seed: int) -> None:
-    problem = Case(3, 64, 128, activation="silu_mul", residual=True).random(seed=seed)
-    with pytest.raises(ValueError, match=r"residual: expected the output's shape \[3, 32\], got \[2, 32\]"):
-        multiply(replace(problem, residual=half(2, 32)))
-    with pytest.raises(ValueError, match="out overlaps residual"):
-        multiply(problem, out=problem.residual)
-    with pytest.raises(RuntimeError, match="residual requires grad"):
-        multiply(replace(problem, residual=half(3, 32).requires_grad_()))
-
-
 @devices
-def test_compositions_and_products_are_compiled_whole(device: str, seed: int) -> None:
+def test_products_are_compiled_whole(device: str, seed: int) -> None:
     problem = Case(4, 64, 128, activation="silu_mul", residual=True).random(seed=seed, device=device)
     packed = qcutlass.preprocess_weights(problem.codes, bits=4)
 
@@ -349,27 +313,6 @@ def test_compositions_and_products_are_compiled_whole(device: str, seed: int) ->
     assert problem.residual is not None
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     testing.assert_close(compiled(problem.a, problem.residual), problem.reference(), label=problem)
-
-
-@pytest.mark.usefixtures("composed")
-def test_a_composition_is_compiled_whole(seed: int) -> None:
-    problem = Case(4, 64, 128, activation="silu_mul", residual=True).random(seed=seed)
-    compiled = torch.compile(lambda a: multiply(replace(problem, a=a)), fullgraph=True, backend="aot_eager")
-    expected = replace(problem.reference(), rounds_between=True)
-    testing.assert_close(compiled(problem.a), expected, label=problem)
-
-
-@pytest.mark.gpu
-def test_graphs_replay_compositions(seed: int) -> None:
-    problem = Case(4, 64, 128, activation="silu_mul", residual=True).random(seed=seed, device="cuda")
-    out = half(4, 32).cuda()
-    multiply(problem, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        multiply(problem, out=out)
-    out.fill_(torch.nan)
-    graph.replay()
-    testing.assert_close(out, problem.reference(), label=problem)
 
 
 def test_operators_and_tensors_without_data(seed: int) -> None:
@@ -382,12 +325,12 @@ def test_operators_and_tensors_without_data(seed: int) -> None:
     assert (out.shape, out.dtype) == ((4, 32), torch.float16)
 
 
-def test_explain_says_what_torch_does() -> None:
+def test_explain_says_what_follows_the_product() -> None:
     problem = Case(16, 4096, 1024, activation="silu_mul", residual=True).random()
     packed = qcutlass.preprocess_weights(problem.codes, bits=4)
     given = (qcutlass.gemm, problem.a, packed, problem.scales, problem.zeros)
     why = qcutlass.explain(*given, device="h200", **problem.keywords)
-    assert why.problem.endswith("uint8 zeros, silu_mul, residual in operations of torch behind the product")
+    assert why.problem.endswith("uint8 zeros, silu_mul, residual")
     bare = qcutlass.explain(*given, device="h200")
     assert why.plan.tactic == bare.plan.tactic
     assert qcutlass.tactics(*given, **problem.keywords) == qcutlass.tactics(*given)

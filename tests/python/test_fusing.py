@@ -344,6 +344,52 @@ def test_groups_by_other_names_and_wrong_inputs(seed: int) -> None:
         model["a"](None)
 
 
+def mlp(seed: int, **options: Any) -> nn.ModuleDict:
+    return attention(seed, {"gate_proj": 48, "up_proj": 48}, **options)
+
+
+GATED = {name: options for name, options in CASES.items() if "activation" not in options} | {
+    "8 bits, bias": {"bits": 8, "zeros": "none", "bias": True}
+}
+
+
+@pytest.mark.parametrize("options", GATED.values(), ids=GATED)
+def test_interleaved_layers_are_the_same_layers(options: dict[str, Any], seed: int) -> None:
+    model = mlp(seed, **options)
+    together: Any = fused(model)
+    product, a = together["gate_proj"].product, randn(2, 3, K, seed=seed)
+    expected = outputs(model, a)
+    assert product.interleave()
+    assert product.interleave()  # and are once
+    for out, wanted in zip(outputs(together, a), expected, strict=True):
+        testing.assert_equal(out, wanted)
+    for name, function in (("silu_mul", "silu"), ("gelu_tanh_mul", "gelu_tanh")):
+        out = product.gated(a.double().float(), name)
+        assert out.shape == (2, 3, 48)
+        torch.testing.assert_close(out, testing.activate(expected[0], function) * expected[1])
+    assert_same_state(together, snapshot(model))
+    assert_same_state(nn.ModuleDict({name: part.separate() for name, part in together.items()}), snapshot(model))
+    assert_same_state(copy.deepcopy(together), snapshot(model))
+    other = mlp(seed + 10, **options)
+    together.load_state_dict(other.state_dict())
+    assert_same_state(together, snapshot(other))
+    for out, wanted in zip(outputs(together, a), outputs(other, a), strict=True):
+        testing.assert_equal(out, wanted)
+
+
+@pytest.mark.parametrize("sizes", [{"gate_proj": 48, "up_proj": 32}, {"gate_proj": 48, "up_proj": 40}, SIZES], ids=str)
+def test_layers_that_are_no_pair_are_not_interleaved(sizes: dict[str, int], seed: int) -> None:
+    together: Any = nn.ModuleDict(attention(seed, sizes))
+    assert fuse_projections(together, [tuple(sizes)]).skipped == {}
+    product = next(iter(together.values())).product
+    before = product.w_packed.clone()
+    assert not product.interleave()
+    assert not product.interleaved
+    assert torch.equal(product.w_packed, before)
+    active: Any = fused(mlp(seed, activation="relu"))
+    assert not active["gate_proj"].product.interleave()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 16, 100, 2048])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -10,7 +10,8 @@
 //   a'[m, k] ~ a_q[m, k] * scale[m, kb],  scale = max |a'[m, k in kb]| / 127,  a_q = round(a' / scale)
 //
 // With a gate channels come in pairs g, u: out[m, n] = activation(sum_g + bias[g]) * (sum_u + bias[u]) + residual.
-// Whatever follows the sums is computed in fp32, and rounded once.
+// Whatever follows the sums is computed in fp32, and rounded once; on GPUs also before a gate, and before a residual
+// where there is none, as separate operators do: their bits are the same.
 //
 // 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3): out[m, n] = activation(sum * a_scale[m] +
 // bias[n]), with
@@ -130,7 +131,8 @@ struct GemmArguments {
   /// change from call to call, on one machine and GPU model.
   bool batch_invariant = false;
   ExpertRows experts;
-  /// On the host alone, as residuals: of kSilu or kGeluTanh, and for multiples of 32 channels.
+  /// Of kSilu or kGeluTanh, and for multiples of 32 channels. Neither gates nor residuals are for experts, and on GPUs
+  /// not for blockwise products and those of 4 by 8 bits.
   Gate gate = Gate::kNone;
   void const* residual = nullptr;  ///< [m, out_columns()], of the output's type; nullptr: none
   int64_t residual_stride = 0;
@@ -245,8 +247,8 @@ void gemm(GemmArguments const& arguments, Plan const& plan, void* stream);
 ///
 /// Writes the activations as the product sees them, permuted and scaled: `a_out` [m, k].
 void prepare_activations(GemmArguments const& arguments, void* a_out, int64_t a_out_stride, void* stream);
-/// Writes channels [begin, end) of out from the sums over k: activation(sums + bias), rounded once. `sums`
-/// [m, end - begin], 32-byte aligned, its stride a multiple of 8.
+/// Finishes the sums over k of channels [begin, end), with a gate multiples of 32, and writes what they give of out.
+/// `sums` [m, end - begin], 32-byte aligned, its stride a multiple of 8.
 void finish(GemmArguments const& arguments, float const* sums, int64_t sums_stride, int64_t begin, int64_t end,
             void* stream);
 

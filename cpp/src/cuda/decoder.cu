@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(kGateThreads) gate_rows(__grid_constant__ Gate
       float gate[kCount], up[kCount];
       load(gate, static_cast<Element const*>(task.gate) + row * task.gate_stride + column);
       load(up, static_cast<Element const*>(task.up) + row * task.up_stride + column);
-      cutlass::epilogue::thread::activate(gate, task.activation);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) gate[i] *= up[i];
+      for (int i = 0; i < kCount; ++i)
+        gate[i] = cutlass::epilogue::thread::gate_value(gate[i], task.activation) * up[i];
       store(static_cast<Element*>(task.out) + row * task.columns + column, gate);
     }
   }

@@ -18,12 +18,18 @@ void prepare(GemmArguments const& a, void* out, int64_t out_stride, cudaStream_t
 template <class Element>
 void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int64_t begin, int64_t end,
             cudaStream_t stream) {
-  Element* const out = static_cast<Element*>(a.out) + begin;
+  // Slices begin with whole turns of a gate.
+  bool const gated = a.gate != Gate::kNone;
+  int64_t const first = gated ? begin / 2 : begin, columns = gated ? (end - begin) / 2 : end - begin;
+  Element* const out = static_cast<Element*>(a.out) + first;
+  Element const* const residual = a.residual == nullptr ? nullptr : static_cast<Element const*>(a.residual) + first;
   auto const* const bias = static_cast<char const*>(a.bias) + begin * size_of(a.bias_type);
-  bool const vectors = stores_vectors(out, a.out_stride, end - begin, a.m, a.a_type);
+  bool const vectors = stores_vectors(out, a.out_stride, columns, a.m, a.a_type) &&
+                       (residual == nullptr || stores_vectors(residual, a.residual_stride, columns, a.m, a.a_type));
   using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
-  cutlass::epilogue::thread::OutputArguments const output = {
-      {out, a.a_type, a.out_stride, int(a.m), int(end - begin), vectors, bias, a.bias_type, a.activation}};
+  cutlass::epilogue::thread::OutputArguments const output = {{out, a.a_type, a.out_stride, int(a.m), int(end - begin),
+                                                              vectors, bias, a.bias_type, a.activation, a.gate,
+                                                              residual, a.residual_stride}};
   reduce_partials<OutputOp><<<row_grid(sums_stride / OutputOp::kVector, a.m), kCopyThreads, 0, stream>>>(
       cutlass::epilogue::thread::PartialSums<float const>{sums, sums_stride, 0, 0}, 1,
       typename OutputOp::Params(output));

@@ -108,8 +108,11 @@ void order_rows(Launch& launch, int64_t size, void* to, int64_t to_stride, cudaS
 }
 
 cutlass::epilogue::thread::OutputArguments output_arguments(GemmArguments const& a, DType type) {
-  bool const vectors = stores_vectors(a.out, a.out_stride, a.weights.n, a.m, type);
-  return {{a.out, type, a.out_stride, int(a.m), int(a.weights.n), vectors, a.bias, a.bias_type, a.activation},
+  int64_t const columns = a.out_columns();
+  bool const vectors = stores_vectors(a.out, a.out_stride, columns, a.m, type) &&
+                       (a.residual == nullptr || stores_vectors(a.residual, a.residual_stride, columns, a.m, type));
+  return {{a.out, type, a.out_stride, int(a.m), int(a.weights.n), vectors, a.bias, a.bias_type, a.activation, a.gate,
+           a.residual, a.residual_stride},
           a.sums,
           a.quantized};
 }

@@ -46,23 +46,6 @@ QCUTLASS_INLINE void apply_gate(Activation activation, int64_t count, float* __r
   }
 }
 
-/// Throws InvalidArgument for gates and residuals that do not fit the product.
-inline void check_epilogue(GemmArguments const& arguments) {
-  if (arguments.gate != Gate::kNone) {
-    check(arguments.activation == Activation::kSilu || arguments.activation == Activation::kGeluTanh,
-          "activation must be silu or gelu_tanh with a gate");
-    check(arguments.weights.n % (2 * layout::kTileN) == 0,
-          "n must be a multiple of 32 with a gate, got " + std::to_string(arguments.weights.n));
-  }
-  bool const is_plain = is_floating(arguments.type_of_out()) && arguments.experts.count == 0;
-  check(is_plain || (arguments.gate == Gate::kNone && arguments.residual == nullptr),
-        "gate, residual: expected one matrix of weights, and an output of float16, bfloat16 or float32");
-  if (arguments.m > 1) {
-    check_at_least("out_stride", arguments.out_stride, arguments.out_columns());
-    if (arguments.residual != nullptr) check_at_least("residual_stride", arguments.residual_stride, 0);
-  }
-}
-
 /// How channels are put together whose sums are finished together: some strips of 16, with a gate those of 16 gates and
 /// of what they multiply.
 class Parts {

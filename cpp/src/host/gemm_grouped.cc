@@ -13,6 +13,7 @@
 #include "host/parallel.h"
 #include "host/steady_rows.h"
 #include "host/strips.h"
+#include "plan/problem.h"
 
 namespace qcutlass::host {
 

@@ -13,6 +13,7 @@
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
+#include "plan/problem.h"
 
 namespace qcutlass::host {
 

@@ -4,6 +4,7 @@
 
 #include "plan/tactics.h"
 #include "qcutlass/error.h"
+#include "qcutlass/layout.h"
 
 namespace qcutlass {
 namespace {
@@ -220,9 +221,32 @@ Kind kind_of(GemmArguments const& arguments) {
   return {arguments.a_type, packing, scale_mode(arguments)};
 }
 
+void check_epilogue(GemmArguments const& arguments) {
+  bool const gated = arguments.gate != Gate::kNone, adds = arguments.residual != nullptr;
+  if (arguments.out != nullptr && arguments.m > 1 && arguments.out_stride < arguments.out_columns())
+    throw InvalidArgument("out_stride must be at least " + std::to_string(arguments.out_columns()) + ", got " +
+                          std::to_string(arguments.out_stride));
+  if (!gated && !adds) return;
+  if (!is_floating(arguments.type_of_out()) || arguments.experts.count != 0)
+    throw InvalidArgument(
+        "gate, residual: expected one matrix of weights, and an output of float16, bfloat16 or float32");
+  if (gated) {
+    if (arguments.activation != Activation::kSilu && arguments.activation != Activation::kGeluTanh)
+      throw InvalidArgument("activation must be silu or gelu_tanh with a gate");
+    if (arguments.weights.n % (2 * layout::kTileN) != 0)
+      throw InvalidArgument("n must be a multiple of 32 with a gate, got " + std::to_string(arguments.weights.n));
+  }
+  if (adds && arguments.m > 1 && arguments.residual_stride < 0)
+    throw InvalidArgument("residual_stride must be at least 0, got " + std::to_string(arguments.residual_stride));
+}
+
 Problem make_problem(GemmArguments const& arguments) {
-  if (arguments.gate != Gate::kNone || arguments.residual != nullptr)
-    throw Unsupported("gate, residual: no CUDA kernel has them; multiply without, and compute them of the product");
+  check_epilogue(arguments);
+  bool const gated = arguments.gate != Gate::kNone, adds = arguments.residual != nullptr;
+  if ((gated || adds) && (arguments.blocks.size != 0 || arguments.has_eight_bit_activations()))
+    throw Unsupported(
+        "gate, residual: no CUDA kernel of this kind has them; multiply without, and compute them of the "
+        "product");
   if (arguments.blocks.size != 0)
     check_blockwise(arguments);
   else if (arguments.quantized.size != 0)
@@ -248,7 +272,8 @@ Problem make_problem(GemmArguments const& arguments) {
   problem.gathers_rows = problem.grouped && arguments.experts.rows != nullptr;
   problem.gathers = arguments.perm != nullptr || arguments.act_scale != nullptr;
   problem.activation = arguments.activation;
-  problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone;
+  problem.gated = gated;
+  problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone || adds;
   return problem;
 }
 

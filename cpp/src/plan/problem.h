@@ -133,7 +133,8 @@ struct Problem {
   Kind kind;
   bool gathers_rows = false;  ///< of the activations: rows of experts are anywhere
   bool gathers = false;       ///< the activations' columns are permuted or scaled before
-  bool finishes = false;      ///< a bias or an activation follows
+  bool finishes = false;      ///< a bias, an activation or a residual follows
+  bool gated = false;         ///< channels are gates, and what they multiply, in turns
   Activation activation = Activation::kNone;
 
   /// Rows of the weights' scales, of all matrices.
@@ -154,6 +155,9 @@ struct Problem {
 
 /// The kind of any product, whether or not the CUDA kernels cover it.
 Kind kind_of(GemmArguments const& arguments);
+
+/// Throws InvalidArgument for gates, residuals and rows of the output that do not fit the product, on any device.
+void check_epilogue(GemmArguments const& arguments);
 
 /// Throws InvalidArgument or Unsupported, with the reason, for what no CUDA kernel covers.
 Problem make_problem(GemmArguments const& arguments);

@@ -38,8 +38,9 @@ bool has_kernel(Problem const& problem, Tactic const& t) {
   return problem.grouped ? is_compiled_for_experts(t, problem.kind) : t.serves(problem.kind);
 }
 
-/// Blocks of channels that are quantised together lie within a tile.
+/// Blocks of channels that are quantised together lie within a tile, and so do gates with what they multiply.
 bool fits_output(Problem const& problem, Tactic const& t) {
+  if (problem.gated && t.channels % (2 * layout::kTileN) != 0) return false;
   return problem.output.granularity != Granularity::kBlock || t.channels % problem.output.group == 0;
 }
 

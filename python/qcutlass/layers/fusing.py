@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import ceil_div, short
+from qcutlass.products.epilogue import GATE_STEP
+from qcutlass.products.multiplying import compute
+from qcutlass.products.weight_only import WEIGHT_ONLY
+from qcutlass.quantized import interleave_gate_up
 
 GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, in Llama-like models, of the layers of attention, and of a gated MLP, that read the same input."""
@@ -161,7 +165,14 @@ class FusedProjection(nn.Module):
 
 
 class _FusedLinear(WeightOnlyLinear):
-    """The product of a group. It is a child of each of the group's modules, which save and load its parts."""
+    """The product of a group. It is a child of each of the group's modules, which save and load its parts.
+
+    Attributes:
+        sizes: channels of each member.
+        interleaved: the channels of two members lie in turns, as `interleave` puts them, or one's behind the other's.
+    """
+
+    interleaved: bool = False
 
     def __init__(self, members: Sequence[WeightOnlyLinear]) -> None:
         first = members[0]
@@ -183,23 +194,55 @@ class _FusedLinear(WeightOnlyLinear):
             outs = pending[2]
         out = outs[index] if outs else None
         if out is None:  # or handed out already
-            outs = self(a).split(self.sizes, dim=-1)
+            outs = self._members(self(a))
             out = outs[index]
         assert out is not None
         left = tuple(None if i == index else other for i, other in enumerate(outs))
         self._pending = None if all(other is None for other in left) else (a, version, left)
         return out
 
+    def interleave(self) -> bool:
+        """Puts the channels of a gate and of what it multiplies in turns, for `gated`; False: they are not such two."""
+        if len(self.sizes) != 2 or self.sizes[0] != self.sizes[1] or self.sizes[0] % GATE_STEP or self.activation:
+            return False
+        if not self.interleaved:
+            for name, part in self._buffers.items():
+                if part is not None and name not in ("layout", *_SHARED):
+                    dim = _dimension(name)
+                    self._buffers[name] = interleave_gate_up(*part.chunk(2, dim), dim=dim)
+            self.interleaved, self._pending = True, None
+        return True
+
+    def gated(self, a: Tensor, gate: str) -> Tensor:
+        """The activation of one member's output times the other's, by one product: `gate` as `gemm` takes it."""
+        self._check_input(a)
+        return compute(WEIGHT_ONLY, self.call(a, gate), None)
+
+    def _members(self, out: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the members, from that of the product."""
+        if not self.interleaved:
+            return torch.split(out, self.sizes, dim=-1)
+        return tuple(part.flatten(-2) for part in _turns(out).unbind(-2))
+
     def views(self, index: int) -> dict[str, Tensor | None]:
-        """The buffers of one member."""
+        """The buffers of one member; of interleaved ones some are copies."""
+        own: dict[str, Tensor | None] = {}
+        for name, part in self._buffers.items():
+            if name != "layout":
+                view = None if part is None else self._view(name, part, index)
+                is_flat = view is None or part is None or view.dim() == part.dim()
+                own[name] = view if is_flat else view.flatten(-2)  # type: ignore[union-attr]
+        return own
+
+    def _view(self, name: str, part: Tensor, index: int) -> Tensor:
+        """The part of a buffer that is one member's: in turns of channels where these are interleaved."""
+        if name in _SHARED:
+            return part
+        if self.interleaved:
+            return part[index::2] if name == "w_packed" else _turns(part).select(-2, index)
         begin = sum(self.sizes[:index])
         end = begin + self.sizes[index]
-        strips = slice(begin // _STRIP, ceil_div(end, _STRIP))
-        cuts = {"w_packed": self.w_packed[strips]}
-        for name, part in self._buffers.items():
-            if part is not None and name not in ("w_packed", "layout", *_SHARED):
-                cuts[name] = part[..., begin:end]
-        return {name: cuts.get(name, part) for name, part in self._buffers.items() if name != "layout"}
+        return part[begin // _STRIP : ceil_div(end, _STRIP)] if name == "w_packed" else part[..., begin:end]
 
     def write(self, index: int, layer: WeightOnlyLinear) -> None:
         """Takes a member's buffers over; ValueError if they do not suit the product."""
@@ -217,9 +260,11 @@ class _FusedLinear(WeightOnlyLinear):
         self._pending = None
         self.stored_forms[index] = layer.stored_form
         with torch.no_grad():
-            for name, view in views.items():
-                if view is not None:
-                    view.copy_(layer._buffers[name])  # type: ignore[arg-type]
+            for name, own in self._buffers.items():
+                found = layer._buffers[name]
+                if own is not None and found is not None and name != "layout":
+                    view = self._view(name, own, index)
+                    view.copy_(found.reshape(view.shape))
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         """The members do."""
@@ -298,7 +343,17 @@ def _joined(name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
     if not tensors or name in _SHARED:
         return parts[0]
-    return torch.cat(tensors, dim=0 if name == "w_packed" else -1)
+    return torch.cat(tensors, dim=_dimension(name))
+
+
+def _dimension(name: str) -> int:
+    """That of the channels in a buffer."""
+    return 0 if name == "w_packed" else -1
+
+
+def _turns(channels: Tensor) -> Tensor:
+    """`[..., N]` of two interleaved layers as `[..., N / 32, 2, 16]`."""
+    return torch.unflatten(channels, -1, (-1, 2, GATE_STEP))
 
 
 def version_of(a: Tensor) -> int | None:

@@ -174,8 +174,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         self._check_input(a)
         return compute(WEIGHT_ONLY, self.call(a), None)
 
-    def call(self, a: Tensor) -> GemmCall:
-        """The product that the layer computes of `a`."""
+    def call(self, a: Tensor, gate: str | None = None) -> GemmCall:
+        """The product that the layer computes of `a`; `gate`: an activation in place of its own."""
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         return GemmCall(
             a,
@@ -183,7 +183,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             parts["scales"],
             parts["zeros"],
             parts["bias"],
-            self.activation,
+            gate or self.activation,
             parts["act_scale"],
             parts["perm"],
             self.group_size,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from qcutlass.layers.fusing import GROUPS, FusedProjection, fuse_projections
+from qcutlass.layers.fusing import GROUPS, FusedProjection, fuse_projections, shared_product
 
 _FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")  # of transformers.models
 
@@ -34,7 +34,8 @@ def fuse_block(model: nn.Module) -> BlockFusion:
 
     - q, k and v are one product, gate and up another, as `fuse_projections` has it;
     - a residual addition and the norm behind it are one operator, so are the activation of a gated MLP and its
-      multiplication, and the rotary embedding of queries and keys (with the norms of heads that Qwen3 has);
+      multiplication (a part of the product before, where the model was on a GPU when it was fused), and the rotary
+      embedding of queries and keys (with the norms of heads that Qwen3 has);
     - attention on the CPU reads grouped keys and values without repeating them;
     - a token of each sequence goes through all blocks in one call of the extension, with a cache of `growing_cache` and
       without gradients and masks, where the model was on the CPU when it was fused, its layers are weight-only and
@@ -152,4 +153,15 @@ def _projections(stack: nn.Module) -> dict[tuple[str, ...], str]:
     if not any(name.rpartition(".")[2] in group for name in names for group in GROUPS):
         return {}
     skipped = fuse_projections(stack).skipped
+    _interleave(stack)
     return {group: why for group, why in skipped.items() if not isinstance(names[group[0]], FusedProjection)}
+
+
+def _interleave(stack: nn.Module) -> None:
+    """On a GPU, where the epilogue of the product has the gate. On a CPU a token passes through all blocks in one call,
+    which was measured to be faster with the gate behind the product."""
+    for mlp in stack.modules():
+        if isinstance(mlp, _classes().FusedMLP):
+            product = shared_product(*(getattr(mlp, name, mlp) for name in GROUPS[1]))
+            if product is not None and product.w_packed.is_cuda:
+                product.interleave()

@@ -70,7 +70,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """A gated MLP whose gate is one operator."""
+    """A gated MLP whose gate is one operator, or a part of the product before it."""
 
     act_fn: nn.Module
     down_proj: nn.Module
@@ -78,9 +78,13 @@ class FusedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first: Any = self._modules["gate_proj"]
         second: Any = self._modules["up_proj"]
-        product = shared_product(first, second)
-        gated, up = (first(x), second(x)) if product is None else product(x).split(product.sizes, dim=-1)
-        out: Tensor = self.down_proj(gate(GATES[type(self.act_fn).__name__], gated, up))
+        product, name = shared_product(first, second), GATES[type(self.act_fn).__name__]
+        if product is not None and product.interleaved:
+            hidden = product.gated(x, name)
+        else:
+            halves = (first(x), second(x)) if product is None else product(x).split(product.sizes, dim=-1)
+            hidden = gate(name, *halves)
+        out: Tensor = self.down_proj(hidden)
         return out
 
 

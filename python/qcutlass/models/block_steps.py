@@ -295,7 +295,7 @@ def _layers(block: Any) -> _Layers:
 
 def _joined(*layers: Any) -> tuple[Any, ...]:
     product = shared_product(*layers)
-    return layers if product is None else (product,)
+    return layers if product is None or product.interleaved else (product,)
 
 
 def _head_norms(attention: Any) -> tuple[Any, Any]:

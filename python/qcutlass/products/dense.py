@@ -36,9 +36,10 @@ class _Started(threading.local):
 _started: Final = _Started()
 
 
-def is_available(bias: Tensor | None, activation: str | None) -> bool:
-    """Whether this torch can: what follows the sum in fp32 needs a product of 16-bit matrices with an fp32 result."""
-    return _HAS_OUT_DTYPE or (bias is None and activation is None)
+def is_available(*follows: object) -> bool:
+    """Whether this torch can: what `follows` the sum in fp32, if it is not None, needs a product of 16-bit matrices
+    with an fp32 result."""
+    return _HAS_OUT_DTYPE or all(each is None for each in follows)
 
 
 def is_ready(device: int) -> bool:
@@ -81,7 +82,7 @@ def run(arguments: _C.GemmArguments, plan: _C.Plan, a: Tensor, out: Tensor) -> N
         arguments: of the product, with the addresses of its operands.
         plan: a dense one.
         a: `[M, K]`, the activations that `arguments` points to.
-        out: `[M, N]` with unit stride along N, where `arguments` has the result written.
+        out: `[M, columns]` with unit stride along them, where `arguments` has the result written.
     """
     weights, device = arguments.weights, out.get_device()
     m, n, k, stream = arguments.m, weights.n, weights.k, torch._C._cuda_getCurrentRawStream(device)
@@ -89,7 +90,8 @@ def run(arguments: _C.GemmArguments, plan: _C.Plan, a: Tensor, out: Tensor) -> N
         if arguments.act_scale or arguments.perm:
             a = a.new_empty((m, k))
             _C.prepare_activations(arguments, a.data_ptr(), k, stream)
-        finishes = arguments.bias_type != _C.DType.NONE or arguments.activation != _C.Activation.NONE
+        follows = arguments.bias_type != _C.DType.NONE, arguments.activation != _C.Activation.NONE, arguments.residual
+        finishes = any(follows)
         dequantized = a.new_empty((plan.slice, k))
         sums = a.new_empty((m, -(-plan.slice // _VECTOR) * _VECTOR), dtype=torch.float32) if finishes else out
         for begin in range(0, n, plan.slice):

@@ -1,12 +1,12 @@
 """What follows the sums of a product besides bias and activation: gates of gated MLPs, residuals.
 
-The CPU computes them where it finishes the sums, in fp32, and rounds once. No kernel for GPUs has them: there they are
-composed of the product without them, rounded, and of torch's operations behind it, in fp32, rounded again.
+Both are computed where the sums are finished, in fp32. The CPU rounds once; kernels for GPUs round the sums before as
+well, and so give the bits that separate operators give.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,6 @@ from qcutlass.products.memory import as_rows
 
 GATE_STEP: Final = 16
 """Channels of the gate that lie together, before as many of what they multiply."""
-
-_ACTIVATE: Final = {
-    "silu_mul": torch.nn.functional.silu,
-    "gelu_tanh_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-}
 
 
 class Finishing(Protocol):
@@ -38,9 +33,6 @@ class Finishing(Protocol):
 
     @property
     def out_dtype(self) -> torch.dtype: ...
-
-
-_Call = TypeVar("_Call", bound=Finishing)
 
 
 def is_gate(activation: str | None) -> bool:
@@ -81,27 +73,3 @@ def fill_epilogue(call: Finishing, arguments: _C.GemmArguments) -> list[Tensor]:
     residual = as_rows(call.residual)
     arguments.residual, arguments.residual_stride = residual.data_ptr(), residual.stride(0)
     return [residual]
-
-
-def is_composed(call: Finishing) -> bool:
-    """Whether gate or residual are left to torch. The call need not be checked."""
-    return (call.residual is not None or is_gate(call.activation)) and isinstance(call.a, Tensor) and call.a.is_cuda
-
-
-def bare(call: _Call) -> _Call:
-    """The call without gate and residual: what the kernels of GPUs compute of it."""
-    if call.residual is None and not is_gate(call.activation):
-        return call
-    activation = None if is_gate(call.activation) else call.activation
-    without: _Call = call._replace(activation=activation, residual=None)  # type: ignore[attr-defined]
-    return without
-
-
-def finish(call: Finishing, product: Tensor) -> Tensor:
-    """Gate and residual of a call, from the bare product: float32, to be rounded."""
-    out = product.float()
-    if call.activation in _ACTIVATE:
-        *leading, n = out.shape
-        gate, up = out.view(*leading, n // (2 * GATE_STEP), 2, GATE_STEP).unbind(-2)
-        out = (_ACTIVATE[call.activation](gate) * up).flatten(-2)
-    return out if call.residual is None else out + call.residual.float()

@@ -37,8 +37,6 @@ def multiply(kind: Kind, call: Call) -> Tensor:
     """The product in a new tensor."""
     shape, leading = call.check(None), kind.leading(call)
     check_memory(tensors_of(call))
-    if epilogue.is_composed(call):
-        return _composed(kind, call).to(call.out_dtype)
     columns = epilogue.columns(call, shape.n)
     out = call.a.new_empty((kind.rows(call), columns), dtype=call.out_dtype)
     if out.numel():
@@ -51,9 +49,6 @@ def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
     shape = call.check(out)
     check_memory(tensors_of(call) | {"out": out})
     check_out_memory(out, call)
-    if epilogue.is_composed(call):
-        out.copy_(_composed(kind, call))
-        return
     if not out.numel():
         return
     target = _as_matrix(out)
@@ -62,13 +57,6 @@ def multiply_out(kind: Kind, call: Call, out: Tensor) -> None:
         out.copy_(target.view(out.shape))
     elif not out.is_inference():
         torch.autograd.graph.increment_version(out)
-
-
-def _composed(kind: Kind, call: Call) -> Tensor:
-    """The product in float32, its gate and residual in operations of torch behind it."""
-    bare = epilogue.bare(call)
-    product = launching.repeat(kind, bare, None)
-    return epilogue.finish(call, multiply(kind, bare) if product is None else product)
 
 
 def _as_matrix(out: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Product:
 
     def can_be_dense(self) -> bool:
         """Whether a dense product of dequantised weights may serve it."""
-        return self.can_be_tuned() and dense.is_available(self.call.bias, self.call.activation)
+        return self.can_be_tuned() and dense.is_available(self.call.bias, self.call.activation, self.call.residual)
 
     def can_be_tuned(self) -> bool:
         """Whether plans that were measured may serve it: each for some numbers of rows, so not where those may not

@@ -222,8 +222,6 @@ def _describe(kind: Kind, call: Call, shape: WeightShape) -> str:
     sizes = f"{kind.rows(call)} x {shape.k} {activations} activations by {shape.n} x {shape.k} {weights}"
     finished = [] if call.activation is None else [call.activation]
     finished += [] if call.residual is None else ["residual"]
-    if epilogue.bare(call) is not call:
-        finished[-1] += " in operations of torch behind the product"
     return ", ".join([sizes, *parts, *finished])
 
 
@@ -325,5 +323,5 @@ def _check_is_of_gemm(a: Tensor) -> None:
 
 def _query(kind: Kind, call: Call, shape: WeightShape) -> Product:
     """The product as selection sees it: what kernels compute of it."""
-    out = call.a.new_empty((kind.rows(call), shape.n), dtype=call.out_dtype)
-    return Product(kind, kind.planned(epilogue.bare(call)), shape, out)
+    out = call.a.new_empty((kind.rows(call), epilogue.columns(call, shape.n)), dtype=call.out_dtype)
+    return Product(kind, kind.planned(call), shape, out)

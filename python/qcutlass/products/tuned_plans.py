@@ -280,5 +280,5 @@ def lookup(arguments: _C.GemmArguments, traits: _C.DeviceTraits, device: int) ->
     except (ValueError, UnsupportedError):  # a name of other kernels; a split of more stages than this K has
         return None
     # Tuning measures plain products. An epilogue costs the fused kernels nothing, the dense product a pass of its own.
-    finished = arguments.bias_type != _C.DType.NONE or arguments.activation != _C.Activation.NONE
-    return None if plan.dense and finished else plan
+    finished = arguments.bias_type != _C.DType.NONE, arguments.activation != _C.Activation.NONE, arguments.residual
+    return None if plan.dense and any(finished) else plan

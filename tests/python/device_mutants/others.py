@@ -106,6 +106,58 @@ STEPS_OF_MIXTURES = (
     ),
 )
 
+OF_EIGHT_BITS = (tests("test_epilogues_cuda.py", "test_bits_of_eight_bits[", "int8-silu_mul]"),)
+OF_SIXTEEN = "test_epilogues_cuda.py", "test_bits_are_those_of_separate_operators[int4-"
+WGMMA_EPILOGUE = "cutlass_ext/epilogue/wgmma_epilogue.h"
+
+GATES = (
+    Mutant(
+        "up is activated, and gates multiply it",
+        "epilogue of mma.sync",
+        "cutlass_ext/epilogue/bias_activation.h",
+        "if (channel % (2 * kGateTurn) >= kGateTurn) return;",
+        "if (channel % (2 * kGateTurn) < kGateTurn) return;",
+        "w8a8_s8_none",
+        OF_EIGHT_BITS,
+    ),
+    Mutant(
+        "sums are not rounded before a gate",
+        "epilogue of mma.sync",
+        "cutlass_ext/epilogue/bias_activation.h",
+        "    round();\n    unsigned const lanes",
+        "    unsigned const lanes",
+        "w8a8_s8_none",
+        OF_EIGHT_BITS,
+    ),
+    Mutant(
+        "gates multiply channels of another turn",
+        "epilogue of wgmma",
+        WGMMA_EPILOGUE,
+        "thread::gate_channel(own * kGatedColumns) + thread::kGateTurn);",
+        "thread::gate_channel(own * kGatedColumns ^ 16) + thread::kGateTurn);",
+        "w4a16_f16_native_fine_sm90a",
+        (tests(*OF_SIXTEEN, "-silu_mul]"),),
+    ),
+    Mutant(
+        "residuals of the row before",
+        "epilogue of wgmma",
+        WGMMA_EPILOGUE,
+        "static_cast<Element const*>(params.residual) + at.token *",
+        "static_cast<Element const*>(params.residual) + (at.token & ~1) *",
+        "w4a16_f16_native_fine_sm90a",
+        (tests(*OF_SIXTEEN, "-None]"),),
+    ),
+    Mutant(
+        "turns of gates have eight channels",
+        "epilogue of wgmma with 8-bit operands",
+        "cutlass_ext/epilogue/row_epilogue.h",
+        "constexpr int kTurn = thread::kGateTurn / 8 * 4;",
+        "constexpr int kTurn = thread::kGateTurn / 16 * 4;",
+        "w8a8_sm90a",
+        OF_EIGHT_BITS,
+    ),
+)
+
 NORMS = (
     Mutant(
         "no barrier between the parts of a sum and their sum",

@@ -17,6 +17,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *hopper.SHARES_OF_K,
     *others.EXPERTS,
     *others.STEPS_OF_MIXTURES,
+    *others.GATES,
     *others.NORMS,
     *others.QUANTISERS,
     *others.DEQUANTISERS,

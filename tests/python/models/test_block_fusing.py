@@ -168,6 +168,26 @@ def test_states_and_copies(seed: int) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gates_in_the_epilogue_of_the_product(device: str, seed: int) -> None:
+    """As blocks that are fused on a GPU have them."""
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    model = tiny("Llama", seed).to(device, dtype)
+    ids, _ = prompt(1, seed)
+    ids = ids.to(device)
+    exact, rounded = (dense(model, each)(ids, use_cache=False).logits for each in (torch.float64, dtype))
+    together = fused(model)
+    products = [block.mlp.gate_proj.product for block in together.model.layers]
+    assert all(product.interleaved == (device == "cuda") for product in products)
+    assert all(product.interleave() for product in products)
+    compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
+    for each in (together, compiled):
+        assert noise_ratio(each(ids, use_cache=False).logits, rounded, exact) <= NOISE
+    for name, tensor in model.state_dict().items():
+        testing.assert_equal(together.state_dict()[name], tensor, label=name)
+
+
+@torch.no_grad()
 def test_it_compiles_without_a_break(seed: int) -> None:
     together = fused(tiny("Llama", seed))
     ids, _ = prompt(1, seed)

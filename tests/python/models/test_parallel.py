@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -111,18 +112,43 @@ def test_processes_must_be_there() -> None:
         parallelise(nn.Linear(1, 1))
 
 
-def test_the_script_of_the_manual(repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
-    """docs/models.md: two processes, which gloo connects, give the logits of one."""
+def run_script(repository: Path, folder: Path, where: Path, environment: dict[str, str]) -> Tensor:
+    """Logits of the last of three tokens from the manual's script (docs/models.md), in two processes."""
     script = run_by(repository / "docs/models.md", "tests/python/models/test_parallel.py")
-    (tmp_path / "parallel.py").write_text(script.text)
-    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+    (where / "parallel.py").write_text(script.text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "parallel.py"]
     run = subprocess.run(
-        [*command, "converted", "3", "5", "7"], capture_output=True, text=True, cwd=tmp_path, check=False
+        [*command, str(folder), "3", "5", "7"],
+        capture_output=True,
+        text=True,
+        cwd=where,
+        check=False,
+        env=os.environ | environment,
     )
     assert run.returncode == 0, run.stderr
-    found = torch.tensor(json.loads(run.stdout.strip().splitlines()[-1]))
+    return torch.tensor(json.loads(run.stdout.strip().splitlines()[-1]))
+
+
+TOKENS = torch.tensor([[3, 5, 7]])
+
+
+def test_the_script_of_the_manual(repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
+    """Two processes, which gloo connects, give the logits of one."""
+    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+    found = run_script(repository, tmp_path / "converted", tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     with torch.inference_mode():
-        whole = load(tmp_path / "converted")(torch.tensor([[3, 5, 7]])).logits[0, -1]
+        whole = load(tmp_path / "converted")(TOKENS).logits[0, -1]
     error = (found - whole).abs().max() / whole.abs().max()
     assert 0 < error < 1e-5  # sums in another order; 0 were that nothing was cut
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_logits_of_one(repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
+    """Two processes with a GPU each, which NCCL connects."""
+    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+    found = run_script(repository, tmp_path / "converted", tmp_path, {})
+    with torch.inference_mode():
+        exact = load(tmp_path / "converted")(TOKENS).logits[0, -1]
+        one = load(tmp_path / "converted").half().cuda()(TOKENS.cuda()).logits[0, -1].cpu()
+    assert noise_ratio(found, one, exact) <= NOISE

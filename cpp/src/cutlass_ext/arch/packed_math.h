@@ -81,6 +81,11 @@ struct PairMath;
 
 template <>
 struct PairMath<half_t> {
+  static CUTLASS_DEVICE uint32_t add(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm volatile("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+  }
   static CUTLASS_DEVICE uint32_t sub(uint32_t a, uint32_t b) {
     uint32_t r;
     asm volatile("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

@@ -1,11 +1,13 @@
-// The element-wise end of a product: bias, activation, one rounding, and a store of any alignment.
+// The element-wise end of a product: bias, activation, gate, residual, and a store of any alignment.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "cutlass/bfloat16.h"
 #include "cutlass/constants.h"
 #include "cutlass/epilogue/thread/activation.h"
+#include "cutlass/functional.h"
 #include "cutlass/half.h"
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_ext/epilogue/output_arguments.h"
@@ -33,6 +35,18 @@ CUTLASS_DEVICE void activate(float (&x)[kCount], qcutlass::Activation activation
     case qcutlass::Activation::kSilu: each([](float v) { return v / (1.f + expf(-v)); }); break;
     default: break;
   }
+}
+
+/// What a gate makes of its channel, v * sigmoid(u): SiLU has u = v, GELU in its tanh form u = 2 sqrt(2 / pi) (v +
+/// 0.044715 v^3). Short, since it stands in every turn of unrolled loops, and in every one a call of each function of
+/// activate() would: instructions then come from memory. exp2f() errs by 2^-22 and the reciprocal by 2^-23 of their
+/// results; with s = sigmoid(u) an error of the exponential counts s (1 - s) <= 1 / 4, so that the result is within
+/// 2^-22 |v|.
+CUTLASS_DEVICE float gate_value(float v, qcutlass::Activation activation) {
+  constexpr float kLog2E = 1.44269504f;
+  constexpr float kLinear = 2.30220820f, kCubic = 0.10294324f;  // 2 sqrt(2 / pi) log2(e), and 0.044715 times it
+  float const slope = activation == qcutlass::Activation::kSilu ? kLog2E : fmaf(kCubic, v * v, kLinear);
+  return v * reciprocal_approximate<float>{}(1.f + exp2f(-v * slope));
 }
 
 /// The same of many values, eight at a time: the code of an activation is long, and registers have no run-time index.
@@ -96,32 +110,24 @@ CUTLASS_DEVICE void load_channels(float (&values)[kVectorChannels], void const* 
   }
 }
 
-/// Rounds the values to Element and stores those that exist. `vectors`: all 8 do, and `out` is 16-byte aligned.
-template <class Element, class Value>
-CUTLASS_DEVICE void store_channels(Element* out, Value const (&values)[kVectorChannels], int count, bool vectors) {
-  Array<Element, kVectorChannels> const result = NumericArrayConverter<Element, Value, kVectorChannels>::convert(
-      reinterpret_cast<Array<Value, kVectorChannels> const&>(values));
+/// So many elements as are accessed at once, 16 bytes at most.
+template <class Element, int kCount>
+using Access = AlignedArray<Element, kCount * sizeof(Element) < 16 ? kCount : 16 / int(sizeof(Element))>;
+
+/// Rounds the values to Element and stores those that exist. `vectors`: all do, and `out` is aligned to an Access.
+template <class Element, class Value, int kCount>
+CUTLASS_DEVICE void store_channels(Element* out, Value const (&values)[kCount], int count, bool vectors) {
+  using Vector = Access<Element, kCount>;
+  Array<Element, kCount> const result =
+      NumericArrayConverter<Element, Value, kCount>::convert(reinterpret_cast<Array<Value, kCount> const&>(values));
   if (vectors) {
-    constexpr int kWords = sizeof(result) / sizeof(uint4);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kWords; ++i)
-      if (count > 0) reinterpret_cast<uint4*>(out)[i] = reinterpret_cast<uint4 const*>(&result)[i];
+    for (int i = 0; i < kCount / int(Vector::kElements); ++i)
+      if (count > 0) reinterpret_cast<Vector*>(out)[i] = reinterpret_cast<Vector const*>(&result)[i];
   } else {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVectorChannels; ++i)
+    for (int i = 0; i < kCount; ++i)
       if (i < count) out[i] = result[i];
-  }
-}
-
-/// The same where the floating type of `out` is the launch's; `offset` is in elements.
-CUTLASS_DEVICE void store_channels(void* out, qcutlass::DType type, int64_t offset,
-                                   float const (&values)[kVectorChannels], int count, bool vectors) {
-  switch (type) {
-    case qcutlass::DType::kFloat16: store_channels(static_cast<half_t*>(out) + offset, values, count, vectors); break;
-    case qcutlass::DType::kBFloat16:
-      store_channels(static_cast<bfloat16_t*>(out) + offset, values, count, vectors);
-      break;
-    default: store_channels(static_cast<float*>(out) + offset, values, count, vectors); break;
   }
 }
 
@@ -131,6 +137,102 @@ CUTLASS_DEVICE uint32_t pack_pair(float first, float second) {
   Array<float, 2> const pair = {first, second};
   Array<Element, 2> const result = NumericArrayConverter<Element, float, 2>::convert(pair);
   return reinterpret_cast<uint32_t const&>(result);
+}
+
+/// Calls function(a value of the output's type): Element, or with void the one that the launch has.
+template <class Element, class Function>
+CUTLASS_DEVICE void with_output_type(qcutlass::DType type, Function const& function) {
+  if constexpr (!std::is_void_v<Element>) {
+    function(Element{});
+  } else {
+    switch (type) {
+      case qcutlass::DType::kFloat16: function(half_t{}); break;
+      case qcutlass::DType::kBFloat16: function(bfloat16_t{}); break;
+      default: function(float{}); break;
+    }
+  }
+}
+
+/// Values as they are in memory between two operators. What is fused rounds where separate operators do: its bits are
+/// theirs.
+template <class Element, int kCount>
+CUTLASS_DEVICE void round_values(float (&values)[kCount]) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; ++i) values[i] = float(Element(values[i]));
+}
+
+/// kCount elements that follow `from`, of which `count` exist. `vectors`: all do, or none, and they are aligned to an
+/// Access.
+template <class Element, int kCount>
+CUTLASS_DEVICE AlignedArray<Element, kCount> load_columns(Element const* from, int count, bool vectors) {
+  using Vector = Access<Element, kCount>;
+  AlignedArray<Element, kCount> result;
+  if (vectors) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount / int(Vector::kElements); ++i)
+      if (count > 0) reinterpret_cast<Vector*>(&result)[i] = reinterpret_cast<Vector const*>(from)[i];
+  } else {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i)
+      if (i < count) result[i] = from[i];
+  }
+  return result;
+}
+
+template <class Vector, int kCount>
+CUTLASS_DEVICE void add_to(float (&values)[kCount], Vector const& vector) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; ++i) values[i] += float(vector[i]);
+}
+
+/// Channels of a gate that lie together, before as many of what they multiply (qcutlass::Gate::kInterleaved).
+inline constexpr int kGateTurn = 16;
+
+/// The column of the output that a channel of a gate gives.
+CUTLASS_HOST_DEVICE constexpr int gated_column(int channel) {
+  return channel / (2 * kGateTurn) * kGateTurn + channel % kGateTurn;
+}
+/// And the channel that gives a column.
+CUTLASS_HOST_DEVICE constexpr int gate_channel(int column) {
+  return column / kGateTurn * (2 * kGateTurn) + column % kGateTurn;
+}
+
+/// Activation, gate and residual of a token's 8 channels with their bias, and their store as Element, or with void as
+/// the launch's type. With a gate, threads that hold neighbouring vectors of a token are neighbours in a warp, the
+/// first of four at a multiple of four, and call together.
+template <class Element>
+CUTLASS_DEVICE void finish_channels(OutputTensor const& out, int token, int channel, float (&values)[kVectorChannels]) {
+  constexpr unsigned kTurnLanes = kGateTurn / kVectorChannels, kPairLanes = 2 * kTurnLanes;
+  bool const gated = out.gate != qcutlass::Gate::kNone, adds = out.residual != nullptr;
+  float multiplied[kVectorChannels];
+  auto const round = [&] {
+    with_output_type<Element>(out.output_type, [&](auto element) { round_values<decltype(element)>(values); });
+  };
+  int column = channel, columns = out.channels;
+  if (gated) {
+    round();
+    unsigned const lanes = ((1u << kPairLanes) - 1) << (threadIdx.x % 32 & ~(kPairLanes - 1));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVectorChannels; ++i) multiplied[i] = __shfl_xor_sync(lanes, values[i], kTurnLanes);
+    if (channel % (2 * kGateTurn) >= kGateTurn) return;  // the other thread has the gate
+    column = gated_column(channel);
+    columns /= 2;
+  }
+  if (gated) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVectorChannels; ++i) values[i] = gate_value(values[i], out.activation) * multiplied[i];
+  } else {
+    activate(values, out.activation);
+    if (adds) round();
+  }
+  with_output_type<Element>(out.output_type, [&](auto element) {
+    using Type = decltype(element);
+    if (adds)
+      add_to(values, load_columns<Type, kVectorChannels>(
+                         static_cast<Type const*>(out.residual) + token * out.residual_stride + column,
+                         columns - column, out.vectors));
+    store_channels(static_cast<Type*>(out.output) + token * out.stride + column, values, columns - column, out.vectors);
+  });
 }
 
 /// Stores those of 8 channels of 16 bits, or 16 of 8, that exist.
@@ -153,26 +255,9 @@ class BiasActivation {
   static constexpr int kVector = kVectorChannels;
   using Sum = float;
 
-  /// OutputTensor's members, but of one type.
-  struct Params {
-    Element* output;
-    int64_t stride;
-    int tokens, channels;
-    bool vectors;
-    void const* bias;
-    qcutlass::DType bias_type;
-    qcutlass::Activation activation;
-
+  struct Params : OutputTensor {
     Params() = default;
-    explicit Params(OutputArguments const& args)
-        : output(static_cast<Element*>(args.output)),
-          stride(args.stride),
-          tokens(args.tokens),
-          channels(args.channels),
-          vectors(args.vectors),
-          bias(args.bias),
-          bias_type(args.bias_type),
-          activation(args.activation) {}
+    explicit Params(OutputArguments const& args) : OutputTensor(args) {}
   };
 
   CUTLASS_DEVICE BiasActivation(Params const& params, int channel) : params_(params), channel_(channel) {
@@ -182,22 +267,20 @@ class BiasActivation {
 
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
-    finish(sum);
-    write(token, sum);
+    add_bias(sum);
+    finish_channels<Element>(params_, token, channel_, sum);
   }
 
  protected:
-  CUTLASS_DEVICE void finish(float (&sum)[kVector]) const {
-    if (params_.bias_type != qcutlass::DType::kNone) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
-    }
-    activate(sum, params_.activation);
+  CUTLASS_DEVICE void add_bias(float (&sum)[kVector]) const {
+    if (params_.bias_type == qcutlass::DType::kNone) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
   }
 
   CUTLASS_DEVICE void write(int token, float const (&values)[kVector]) const {
-    store_channels(params_.output + token * params_.stride + channel_, values, params_.channels - channel_,
-                   params_.vectors);
+    store_channels(static_cast<Element*>(params_.output) + token * params_.stride + channel_, values,
+                   params_.channels - channel_, params_.vectors);
   }
 
  private:

@@ -53,8 +53,10 @@ class BlockwiseOutput {
     if (params_.quantized.size != 0)
       quantize(token, sum);
     else if (token < params_.tokens)
-      store_channels(params_.output, params_.output_type, token * params_.stride + channel_, sum,
-                     params_.channels - channel_, params_.vectors);
+      with_output_type<void>(params_.output_type, [&](auto element) {
+        store_channels(static_cast<decltype(element)*>(params_.output) + token * params_.stride + channel_, sum,
+                       params_.channels - channel_, params_.vectors);
+      });
   }
 
  private:

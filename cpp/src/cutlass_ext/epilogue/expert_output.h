@@ -19,11 +19,12 @@ class ExpertOutput : public BiasActivation<Element> {
   };
 
   CUTLASS_DEVICE ExpertOutput(Params const& params, int channel)
-      : Base(params, channel), tokens_(params.tokens), row_scale_(params.row_scale) {}
+      : Base(params, channel), tokens_(params.tokens), activation_(params.activation), row_scale_(params.row_scale) {}
 
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (token >= tokens_) return;
-    this->finish(sum);
+    this->add_bias(sum);
+    activate(sum, activation_);
     if (row_scale_ != nullptr) {
       float const scale = row_scale_[token];
       CUTLASS_PRAGMA_UNROLL
@@ -40,6 +41,7 @@ class ExpertOutput : public BiasActivation<Element> {
 
  private:
   int const tokens_;
+  qcutlass::Activation const activation_;
   float const* const row_scale_;
 };
 

@@ -7,14 +7,17 @@ namespace cutlass::epilogue::thread {
 
 /// The output and the element-wise end of a product, for all output operators.
 struct OutputTensor {
-  void* output;  // [tokens, channels]
+  void* output;  // [tokens, columns]: a column for each channel, or with a gate for each pair of them
   qcutlass::DType output_type;
   int64_t stride;
   int tokens, channels;
-  bool vectors;  // every 8 channels of a row that start at a multiple of 8 are complete and 16-byte aligned
+  bool vectors;  // every 8 columns of a row that start at a multiple of 8 are complete and 16-byte aligned
   void const* bias;
   qcutlass::DType bias_type;
   qcutlass::Activation activation;
+  qcutlass::Gate gate;
+  void const* residual;  // [tokens, columns], of the output's type, `vectors` as the output; nullptr: none
+  int64_t residual_stride;
 };
 
 /// With the members that only some operators take.

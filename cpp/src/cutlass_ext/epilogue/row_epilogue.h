@@ -11,6 +11,7 @@
 #include "cute/arch/copy_sm90.hpp"
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/named_barrier.h"
+#include "cutlass_ext/arch/packed_math.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/cluster_shares.h"
 #include "cutlass_ext/epilogue/output_op.h"
@@ -106,8 +107,15 @@ class RowEpilogue {
       each(sums, values, [](Sum sum, Token t, Channel c) { return Output::value(sum, t, c, false); });
     if (shares) synchronize();
     meanwhile();
+    if constexpr (kHasGates)
+      if (params.gate != qcutlass::Gate::kNone) {
+        float gated[kValues / 2];
+        multiply_gated(params, values, gated);
+        store<kBlocks / 2>(params, gated, channel / 2, token, mine);
+        return;
+      }
     thread::activate_all(values, params.activation);
-    store(params, values, channel, token, mine);
+    store<kBlocks>(params, values, channel, token, mine);
   }
 
  private:
@@ -119,7 +127,8 @@ class RowEpilogue {
   };
   using Shares = ClusterShares<8>;  // four warps of a warpgroup, two halves
   static constexpr int kBlocks = kChannels / 8, kValues = kBlocks * 4;
-  static constexpr int kWords = kBlocks / 2;  // of 16 bytes a thread, of a part
+  static constexpr bool kHasGates = !qcutlass::is_promoted(Mma::kMode);  // and residuals
+  static constexpr int kWords = kBlocks / 2;                             // of 16 bytes a thread, of a part
   static constexpr int kSlotThreads = Mma::kWarpgroups * 32;
   static constexpr int kSlotBytes = kWords * 16 * kSlotThreads;
   static_assert(sizeof(Channel) * 32 <= kTokens * kRowBytes && sizeof(Sums) == kValues * sizeof(Sum));
@@ -164,17 +173,34 @@ class RowEpilogue {
     for (int i = 0; i < kValues; ++i) values[i] = float(Sum(sums[i]));
   }
 
-  CUTLASS_DEVICE void store(Params const& params, float const (&values)[kValues], int channel, int token,
+  /// values = activation(gate) * what it multiplies, both rounded: a thread has the channels of both.
+  CUTLASS_DEVICE void multiply_gated(Params const& params, float (&sums)[kValues], float (&values)[kValues / 2]) const {
+    constexpr int kTurn = thread::kGateTurn / 8 * 4;  // values of a turn
+    thread::with_output_type<void>(params.output_type,
+                                   [&](auto element) { thread::round_values<decltype(element)>(sums); });
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kValues / 2; ++i) {
+      int const gate = i / kTurn * (2 * kTurn) + i % kTurn;
+      values[i] = thread::gate_value(sums[gate], params.activation) * sums[gate + kTurn];
+    }
+  }
+
+  /// Columns of the output, kColumnBlocks times eight of a warp: of values with a gate half of the channels.
+  template <int kColumnBlocks>
+  CUTLASS_DEVICE void store(Params const& params, float (&values)[kColumnBlocks * 4], int column, int token,
                             bool const (&mine)[2]) const {
+    int const columns = params.channels / (kBlocks / kColumnBlocks);
     switch (params.output_type) {
-      case qcutlass::DType::kFloat16: store_rows<half_t>(params, values, channel, token, mine); break;
-      case qcutlass::DType::kBFloat16: store_rows<bfloat16_t>(params, values, channel, token, mine); break;
+      case qcutlass::DType::kFloat16: store_rows<half_t>(params, values, column, columns, token, mine); break;
+      case qcutlass::DType::kBFloat16: store_rows<bfloat16_t>(params, values, column, columns, token, mine); break;
       case qcutlass::DType::kFloat32:
-        store_pairs(static_cast<float*>(params.output), params.stride, params.tokens, params.channels, params.vectors,
-                    values, channel, token, mine);
+        if (kHasGates && params.residual != nullptr) add_pairs(params, values, column, columns, token, mine);
+        store_pairs(static_cast<float*>(params.output), params.stride, params.tokens, columns, params.vectors, values,
+                    column, token, mine);
         break;
       default:
         if constexpr (qcutlass::is_promoted(Mma::kMode)) {
+          int const channel = column;
           int const other = (warpgroup_ ^ 1) * 4 + warp_;  // has the other channels where kChannels is 64
           RowQuantizer<kChannels>(params, buffer(warp_), storage_.buffers[other], Mma::kWarpgroups + warp_, lane_)
               .run(values, token, channel, mine);
@@ -182,28 +208,29 @@ class RowEpilogue {
     }
   }
 
-  /// Rounds to 16 bits, and stores rows of vectors of 8 channels.
-  template <class Element>
-  CUTLASS_DEVICE void store_rows(Params const& params, float const (&values)[kValues], int channel, int token,
-                                 bool const (&mine)[2]) const {
-    uint32_t words[2][kBlocks];
+  /// Rounds to 16 bits, and stores rows of vectors of 8 columns, the residual added.
+  template <class Element, int kCount>
+  CUTLASS_DEVICE void store_rows(Params const& params, float const (&values)[kCount], int column, int columns,
+                                 int token, bool const (&mine)[2]) const {
+    constexpr int kColumnBlocks = kCount / 4;
+    uint32_t words[2][kColumnBlocks];
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kBlocks; ++i)
+      for (int i = 0; i < kColumnBlocks; ++i)
         words[half][i] = thread::pack_pair<Element>(values[index(i, half, 0)], values[index(i, half, 1)]);
     }
     uint8_t* const to = buffer(warp_) + lane_ % 8 * kRowBytes + lane_ / 8 * 16;
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      uint32_t const(&w)[kBlocks] = words[half];
+      uint32_t const(&w)[kColumnBlocks] = words[half];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kBlocks; i += 4)
+      for (int i = 0; i < kColumnBlocks; i += 4)
         cute::SM90_U32x4_STSM_N::copy(w[i], w[i + 1], w[i + 2], w[i + 3],
                                       *reinterpret_cast<cute::uint128_t*>(to + half * 8 * kRowBytes + i * 16));
     }
     __syncwarp();
-    constexpr int kLanes = kChannels / 8, kRows = 32 / kLanes, kSteps = kTokens / kRows;  // of a row; at once
+    constexpr int kLanes = kColumnBlocks, kRows = 32 / kLanes, kSteps = kTokens / kRows;  // of a row; at once
     uint8_t const* const from = buffer(warp_) + lane_ / kLanes * kRowBytes + lane_ % kLanes * 16;
     uint4 rows[kSteps];
     CUTLASS_PRAGMA_UNROLL
@@ -211,28 +238,64 @@ class RowEpilogue {
     // Keeps the words until here: in registers of theirs, rows would wait for the stores to have read them.
     arch::fence_registers(words[0]);
     arch::fence_registers(words[1]);
-    channel += lane_ % kLanes * 8;
+    column += lane_ % kLanes * 8;
     token += lane_ / kLanes;
-    Element* out = static_cast<Element*>(params.output) + token * params.stride + channel;
+    if (kHasGates && params.residual != nullptr) {
+      Element const* from = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
+      AlignedArray<Element, 8> residual[kSteps];  // all of them on their way, before the first is added
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i, from += kRows * params.residual_stride)
+        residual[i] = thread::load_columns<Element, 8>(from, token + i * kRows < params.tokens ? columns - column : 0,
+                                                       params.vectors);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i) add_row(rows[i], residual[i]);
+    }
+    Element* out = static_cast<Element*>(params.output) + token * params.stride + column;
     int64_t const step = kRows * params.stride;
     if (params.vectors) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps; ++i, out += step)
-        if (mine[i * kRows / 8] && token + i * kRows < params.tokens && channel < params.channels)
+        if (mine[i * kRows / 8] && token + i * kRows < params.tokens && column < columns)
           *reinterpret_cast<uint4*>(out) = rows[i];
     } else {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps; ++i, out += step)
         if (mine[i * kRows / 8] && token + i * kRows < params.tokens)
-          thread::store_words(out, rows[i], params.channels - channel, false);
+          thread::store_words(out, rows[i], columns - column, false);
     }
     __syncwarp();
   }
 
-  /// Two channels a store. `vectors`: rows of 8 channels are complete, and aligned.
-  template <class Value>
+  template <class Element>
+  static CUTLASS_DEVICE void add_row(uint4& words, AlignedArray<Element, 8> const& residual) {
+    auto& pairs = reinterpret_cast<uint32_t(&)[4]>(words);
+    auto const& others = reinterpret_cast<uint32_t const(&)[4]>(residual);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) pairs[i] = arch::PairMath<Element>::add(pairs[i], others[i]);
+  }
+
+  /// The residual of outputs of 32 bits.
+  template <int kCount>
+  CUTLASS_DEVICE void add_pairs(Params const& params, float (&values)[kCount], int column, int columns, int token,
+                                bool const (&mine)[2]) const {
+    column += lane_ % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const of_token = token + half * 8 + lane_ / 4;
+      if (!mine[half] || of_token >= params.tokens) continue;
+      float const* const row = static_cast<float const*>(params.residual) + of_token * params.residual_stride;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount / 2; ++i) {
+        int const own = column + i / 2 * 8 + i % 2;
+        if (own < columns) values[index(i / 2, half, i % 2)] += row[own];
+      }
+    }
+  }
+
+  /// Two columns a store. `vectors`: rows of 8 columns are complete, and aligned.
+  template <class Value, int kCount>
   CUTLASS_DEVICE void store_pairs(Value* out, int64_t stride, int tokens, int channels, bool vectors,
-                                  Value const (&values)[kValues], int channel, int token, bool const (&mine)[2]) const {
+                                  Value const (&values)[kCount], int channel, int token, bool const (&mine)[2]) const {
     channel += lane_ % 4 * 2;
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -240,7 +303,7 @@ class RowEpilogue {
       if (!mine[half] || out_token >= tokens) continue;
       Value* const row = out + out_token * stride;
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
+      for (int block = 0; block < kCount / 4; ++block) {
         int const first = channel + block * 8;
         AlignedArray<Value, 2> pair;
         pair[0] = values[index(block, half, 0)], pair[1] = values[index(block, half, 1)];

@@ -1,6 +1,6 @@
-// The end of products of 8-bit activations: zero points, scales of tokens and channels, bias, activation, one rounding.
-// The elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one operator:
-// value by value in the registers of wgmma's sums, on vectors of channels after all other main loops.
+// The end of products of 8-bit activations: zero points, scales of tokens and channels, bias, activation, gate,
+// residual. The elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one
+// operator: value by value in the registers of wgmma's sums, on vectors of channels after all other main loops.
 #pragma once
 
 #include "cutlass_ext/epilogue/bias_activation.h"
@@ -90,19 +90,18 @@ class ScaledSums {
   /// Finishes the sums of a token's 8 channels and stores them, as BiasActivation::store does.
   CUTLASS_DEVICE void store(int token, Sum (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
-    int64_t const offset = token * params_.stride + channel_;
     Token const of_token = load_token(params_, token);
     if (stores_sums(params_)) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector && shifts(params_); ++i) sum[i] = shifted(sum[i], of_token, channel(i));
-      store_channels(static_cast<Sum*>(params_.output) + offset, sum, params_.channels - channel_, params_.vectors);
+      store_channels(static_cast<Sum*>(params_.output) + token * params_.stride + channel_, sum,
+                     params_.channels - channel_, params_.vectors);
       return;
     }
     float values[kVector];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) values[i] = value(sum[i], of_token, channel(i), shifts(params_));
-    activate(values, params_.activation);
-    store_channels(params_.output, params_.output_type, offset, values, params_.channels - channel_, params_.vectors);
+    finish_channels<void>(params_, token, channel_, values);
   }
 
  private:

@@ -9,6 +9,7 @@
 #include "cute/arch/copy_sm90.hpp"
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/named_barrier.h"
+#include "cutlass_ext/arch/packed_math.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/cluster_shares.h"
 #include "cutlass_ext/epilogue/expert_output.h"
@@ -86,13 +87,27 @@ class WgmmaEpilogue {
     if constexpr (kScalesTokens)
       scale_tokens(sums, token, [&](int row) { return Output::load_token(params, row).scale; });
     add_bias(params, sums, channel);
-    thread::activate_all(sums, params.activation);
+    if (params.gate == qcutlass::Gate::kNone) thread::activate_all(sums, params.activation);
     if constexpr (Mma::kExperts) scale_rows(params, sums, token);
     if constexpr (kScalesTokens)
       if (params.output_type == qcutlass::DType::kFloat32) {
         store_floats(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
         return;
       }
+    bool const finishes = kFinishesRows && (params.gate != qcutlass::Gate::kNone || params.residual != nullptr);
+    finishes ? store<kFinishesRows>(params, sums, channel, token, blocks, rank)
+             : store<false>(params, sums, channel, token, blocks, rank);
+    if (kPasses % 2 != 0) first_ ^= 1;
+  }
+
+ private:
+  static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
+
+  /// Stores this block's parts, rounded. kFinishes: a gate or a residual follows.
+  template <bool kFinishes>
+  CUTLASS_DEVICE void store(Params const& params, Sums const& sums, int channel, int token, int blocks,
+                            int rank) const {
+    Residual residual, next;
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       bool mine[kPassParts];
@@ -101,17 +116,17 @@ class WgmmaEpilogue {
         mine[i] = is_own(pass * kPassParts + i, blocks, rank);
         if (mine[i]) transpose(params, sums, pass, i);
       }
+      // That of the next pass is on its way while this one is stored. Both take the places of this pass's sums.
+      if (kFinishes && pass == 0) request_residual(params, pass, channel, token, residual);
+      if (kFinishes) request_residual(params, pass + 1, channel, token, next);
       // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPassParts; ++i)
-        if (mine[i]) store_rows(params, pass, i, channel, token);
+        if (mine[i]) store_part<kFinishes>(params, pass, i, channel, token, residual.parts[i]);
+      residual = next;
     }
-    if (kPasses % 2 != 0) first_ ^= 1;
   }
-
- private:
-  static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
 
   /// The buffer of a pass: always another than that of the pass before, of the tile before too.
   CUTLASS_DEVICE auto& rows(int pass) const {
@@ -177,14 +192,84 @@ class WgmmaEpilogue {
                                   reinterpret_cast<cute::uint128_t&>(rows(pass)[token][channel]));
   }
 
-  CUTLASS_DEVICE void store_rows(Params const& params, int pass, int part, int channel, int token) const {
-    int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * 8;
-    uint4 const words = reinterpret_cast<uint4 const&>(rows(pass)[row][own]);
-    token += pass * kPassTokens + row;
-    channel += own;
-    if (token < params.tokens)
-      thread::store_words(static_cast<Element*>(params.output) + token * params.stride + channel, words,
-                          params.channels - channel, params.vectors);
+  /// Whether gates and residuals may follow. They find sums that are rounded, as separate operators do.
+  static constexpr bool kFinishesRows = !kScalesTokens && !Mma::kExperts;
+  static constexpr int kRowColumns = 8, kGatedColumns = kRowColumns / 2;  // of a thread and row
+
+  using Columns = AlignedArray<Element, kRowColumns>;  // with a gate its first half
+  struct Residual {
+    Columns parts[kPassParts];
+  };
+
+  /// Where a thread's columns of a part are in the output.
+  struct Place {
+    int token, column;
+  };
+  CUTLASS_DEVICE Place place(Params const& params, int pass, int part, int channel, int token) const {
+    int const own = thread_ % kVectors;
+    bool const gated = kFinishesRows && params.gate != qcutlass::Gate::kNone;
+    return {token + (pass * kPassParts + part) * kPartTokens + thread_ / kVectors,
+            gated ? channel / 2 + own * kGatedColumns : channel + own * kRowColumns};
+  }
+
+  /// The residual of a pass, if there are one and the other.
+  CUTLASS_DEVICE void request_residual(Params const& params, int pass, int channel, int token, Residual& result) const {
+    if constexpr (kFinishesRows) {
+      if (params.residual == nullptr || pass >= kPasses) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPassParts; ++i) {
+        Place const at = place(params, pass, i, channel, token);
+        if (at.token >= params.tokens) continue;
+        auto const* from = static_cast<Element const*>(params.residual) + at.token * params.residual_stride + at.column;
+        if (params.gate != qcutlass::Gate::kNone)
+          reinterpret_cast<AlignedArray<Element, kGatedColumns>&>(result.parts[i]) =
+              thread::load_columns<Element, kGatedColumns>(from, params.channels / 2 - at.column, params.vectors);
+        else
+          result.parts[i] =
+              thread::load_columns<Element, kRowColumns>(from, params.channels - at.column, params.vectors);
+      }
+    }
+  }
+
+  template <bool kFinishes>
+  CUTLASS_DEVICE void store_part(Params const& params, int pass, int part, int channel, int token,
+                                 Columns const& residual) const {
+    int const own = thread_ % kVectors;
+    Element const* const sums = rows(pass)[part * kPartTokens + thread_ / kVectors];
+    Place const at = place(params, pass, part, channel, token);
+    if (at.token >= params.tokens) return;
+    Element* const out = static_cast<Element*>(params.output) + at.token * params.stride + at.column;
+    if constexpr (kFinishes) {
+      if (params.gate != qcutlass::Gate::kNone) {
+        auto const gates = load<kGatedColumns>(sums + thread::gate_channel(own * kGatedColumns));
+        auto const ups = load<kGatedColumns>(sums + thread::gate_channel(own * kGatedColumns) + thread::kGateTurn);
+        float values[kGatedColumns];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kGatedColumns; ++i)
+          values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
+        if (params.residual != nullptr) thread::add_to(values, residual);
+        thread::store_channels(out, values, params.channels / 2 - at.column, params.vectors);
+        return;
+      }
+      if (params.residual != nullptr) {
+        uint4 words = reinterpret_cast<uint4 const&>(sums[own * kRowColumns]);
+        add_pairs(reinterpret_cast<uint32_t(&)[4]>(words), reinterpret_cast<uint32_t const(&)[4]>(residual));
+        thread::store_words(out, words, params.channels - at.column, params.vectors);
+        return;
+      }
+    }
+    thread::store_words(out, reinterpret_cast<uint4 const&>(sums[own * kRowColumns]), params.channels - at.column,
+                        params.vectors);
+  }
+
+  static CUTLASS_DEVICE void add_pairs(uint32_t (&words)[4], uint32_t const (&others)[4]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) words[i] = arch::PairMath<Element>::add(words[i], others[i]);
+  }
+
+  template <int kCount>
+  static CUTLASS_DEVICE AlignedArray<Element, kCount> load(Element const* from) {
+    return reinterpret_cast<AlignedArray<Element, kCount> const&>(*from);
   }
 
   /// Outputs of 32 bits, in sectors of 32 bytes, of eight lanes each.

@@ -1,0 +1,147 @@
+"""Gates and residuals in the epilogues of kernels: the bits of separate operators, by every tactic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.python.kinds.description import half
+from tests.python.test_epilogues import CODES, EIGHT, FLOATS, GATES, multiply, multiply_eight
+from torch import Tensor
+
+import qcutlass
+from qcutlass import testing
+from qcutlass.products.decoder_operators import gate
+from qcutlass.products.selection import weight_dtype
+from qcutlass.testing import Case, EightBitCase, bounds
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 5, 17, 70, 300)
+SPLITS = (0, 1, 3)
+
+
+def call_of(problem: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The function and operands of a problem's product, and its options."""
+    if not isinstance(problem, testing.EightBitProblem):
+        packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
+        return (qcutlass.gemm, problem.a, packed, problem.scales, problem.zeros), problem.keywords
+    is_int8 = problem.w.dtype == torch.int8
+    packed = qcutlass.preprocess_weights(problem.w, 8, "int8" if is_int8 else "fp8")
+    function = qcutlass.gemm_w8a8 if is_int8 else qcutlass.gemm_fp8
+    return (function, problem.a, packed, problem.a_scale, problem.w_scale), problem.keywords | {"n": problem.shape[1]}
+
+
+def tactics_of(problem: Any) -> list[str]:
+    """Names of the configurations that this GPU can run for a problem."""
+    given, options = call_of(problem)
+    names = [candidate.plan.tactic for candidate in qcutlass.explain(*given, **options).candidates]
+    return list(dict.fromkeys(names))
+
+
+def bare(problem: Any) -> Any:
+    activation = None if problem.activation in GATES else problem.activation
+    return replace(problem, activation=activation, residual=None)
+
+
+def check_bits(problem: Any, run: Callable[..., Tensor], ledger: Any) -> None:
+    """By every kernel and split: the gate, or the residual, as an operator behind the product would compute it."""
+    for tactic in tactics_of(problem):
+        if tactic.endswith("_dense"):  # torch.mm may add in another order where its result is fp32
+            continue
+        for split_k in SPLITS:
+            options = {"tactic": tactic, "split_k": split_k}
+            try:
+                product = run(bare(problem), **options)
+            except qcutlass.UnsupportedError:
+                continue  # this configuration has no such split
+            if problem.activation in GATES:
+                product = gate(problem.activation, *(part.contiguous() for part in bounds.gate_and_up(product)))
+            expected = product if problem.residual is None else product + problem.residual
+            ledger.equal(run(problem, **options), expected, f"{tactic} split_k={split_k} {problem}")
+
+
+@pytest.mark.parametrize("activation", [*GATES, "silu", None])
+@pytest.mark.parametrize("codes", CODES)
+def test_bits_are_those_of_separate_operators(
+    codes: str, activation: str | None, seeds: Iterator[int], ledger: Any
+) -> None:
+    for index, m in enumerate(ROWS):
+        n = 352 if activation in GATES else (352, 361)[index % 2]  # rows of 361 are not aligned
+        case = Case(m, n, 448, dtype=FLOATS[index % 2], **{"group_size": 64} | CODES[codes])
+        case = replace(case, activation=activation, bias=bool(index % 2), residual=activation not in GATES)
+        check_bits(case.random(seed=next(seeds), device="cuda"), multiply, ledger)
+
+
+@pytest.mark.parametrize("activation", [*GATES, "gelu", None])
+@pytest.mark.parametrize("dtype", EIGHT, ids=str)
+def test_bits_of_eight_bits(dtype: torch.dtype, activation: str | None, seeds: Iterator[int], ledger: Any) -> None:
+    for index, m in enumerate(ROWS):
+        n = 352 if activation in GATES else (352, 361)[index % 2]
+        azp = "each" if dtype == torch.int8 and index % 2 else "none"
+        case = EightBitCase(m, n, 448, dtype, FLOATS[index % 3], azp=azp, bias=bool(index % 2), activation=activation)  # type: ignore[arg-type]
+        problem = replace(case, residual=activation not in GATES).random(seed=next(seeds), device="cuda")
+        check_bits(problem, multiply_eight, ledger)
+
+
+@pytest.mark.parametrize("activation", [*GATES, "silu"])
+def test_gates_and_residuals_together(activation: str, seeds: Iterator[int], ledger: Any) -> None:
+    for m in ROWS:
+        for dtype in FLOATS[:2]:
+            case = Case(m, 352, 448, dtype=dtype, group_size=64, activation=activation, bias=True, residual=True)
+            problem = case.random(seed=next(seeds), device="cuda")
+            (_, *operands), options = call_of(problem)
+            for tactic in tactics_of(problem):
+                rounded = weight_dtype(*operands, **options, tactic=tactic)
+                ledger.close(multiply(problem, tactic=tactic), problem.reference(rounded), f"{tactic} {problem}")
+            eight = EightBitCase(m, 352, 448, activation=activation, bias=True, residual=True)
+            whole = eight.random(seed=next(seeds), device="cuda")
+            for tactic in tactics_of(whole):
+                out = multiply_eight(whole, tactic=tactic)
+                ledger.close(out, whole.reference(), f"{tactic} {whole}")
+
+
+def test_rows_of_any_alignment(seeds: Iterator[int], ledger: Any) -> None:
+    """Results and residuals that begin anywhere, and rows of the result apart."""
+    for m in (3, 70, 300):
+        for activation in ("silu_mul", None):
+            case = Case(m, 352, 448, group_size=64, activation=activation, residual=True)
+            problem = case.random(seed=next(seeds), device="cuda")
+            assert problem.residual is not None
+            expected = multiply(problem)
+            rows, columns = expected.shape
+            shifted = torch.empty(rows * columns + 1, dtype=torch.float16, device="cuda")[1:].view(rows, columns)
+            moved = replace(problem, residual=shifted.copy_(problem.residual))
+            ledger.equal(multiply(moved), expected, problem)
+            whole = torch.full((rows, columns + 3), torch.nan, dtype=torch.float16, device="cuda")
+            multiply(moved, out=whole[:, 1 : columns + 1])
+            ledger.equal(whole[:, 1 : columns + 1].contiguous(), expected, problem)
+            assert bool(whole[:, 0].isnan().all())
+            assert bool(whole[:, columns + 1 :].isnan().all())
+
+
+def test_graphs_replay_them(seed: int) -> None:
+    problem = Case(4, 64, 128, activation="silu_mul", residual=True).random(seed=seed, device="cuda")
+    out = half(4, 32).cuda()
+    multiply(problem, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        multiply(problem, out=out)
+    out.fill_(torch.nan)
+    graph.replay()
+    testing.assert_close(out, problem.reference(), label=problem)
+
+
+def test_a_residual_is_read_after_what_writes_it(seed: int) -> None:
+    """The kernel before in the stream writes the residual, and lets this one start early."""
+    problem = Case(1, 4096, 4096, residual=True).random(seed=seed, device="cuda")
+    packed = qcutlass.preprocess_weights(problem.codes, bits=4)
+    operands = packed, problem.scales, problem.zeros
+    first = qcutlass.gemm(problem.a, *operands)
+    expected = qcutlass.gemm(first, *operands) + first
+    for _ in range(50):
+        written = qcutlass.gemm(problem.a, *operands)
+        assert torch.equal(qcutlass.gemm(written, *operands, residual=written), expected)
