@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qcutlass import _C, tuning
-from qcutlass.tuning.layers import Layer
+from qcutlass.tuning.layer import Layer
 
 H200 = _C.DeviceTraits(90, 132, 232448)
 NAME = "NVIDIA Test GPU, 141 GB"

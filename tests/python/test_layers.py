@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import qcutlass
 from qcutlass import QuantLinear, WeightOnly, testing
 from qcutlass.layers import WeightOnlyLinear
-from qcutlass.tuning.layers import Layer, layers_of
+from qcutlass.tuning.layer import Layer
+from qcutlass.tuning.layers import layers_of
 
 Multiply = Callable[..., Tensor]
 

@@ -24,7 +24,9 @@ from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.layers import Fp8Linear, Int8Linear, Scheme, base, eight_bit, replace, weight_only
 from qcutlass.models import folding
 from qcutlass.models import smoothing as model_smoothing
-from qcutlass.tuning.layers import Layer, layers_of
+from qcutlass.products import float8, int8
+from qcutlass.tuning.layer import Layer
+from qcutlass.tuning.layers import layers_of
 
 N, K = 40, 96
 INT8 = [W8A8(activations, symmetric) for activations in ("dynamic", "static") for symmetric in (True, False)]
@@ -246,13 +248,16 @@ def test_layers_describe_themselves() -> None:
     assert described[11] == f"Fp8Linear({start}, activations=static, smooth=True, bias=True)"
 
 
-def test_the_tuner_finds_the_weight_only_layers_alone() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48))
+def test_the_tuner_finds_the_layers_beside_weight_only_ones() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48), nn.Linear(48, 64))
     model[1] = QuantLinear.from_linear(model[1], bits=8, group_size=None)
+    model[2] = QuantLinear.from_linear(model[2], FP8())
     qcutlass.replace_linear(model, W8A8())
-    assert layers_of(model, torch.float16) == [Layer(48, 64, 8, 64, scale_dtype=torch.float32, zero_dtype=torch.uint8)]
-    with pytest.raises(ValueError, match="no submodule with w_packed, scales, zeros and in_features"):
-        layers_of(model[0], None)
+    assert layers_of(model, torch.float16) == [
+        Layer(64, 64, 8, 64, torch.int8, torch.float32, kind=int8.INT8),
+        Layer(48, 64, 8, 64, scale_dtype=torch.float32, zero_dtype=torch.uint8),
+        Layer(64, 48, 8, 48, torch.float8_e4m3fn, torch.float32, kind=float8.FLOAT8),
+    ]
 
 
 def test_schemes_differ_from_layer_to_layer() -> None:

@@ -115,7 +115,7 @@ PACKAGE_ROOMS = {  # file or folder of the package: those that it imports beside
         "version",
     },
     "models": {"algorithms", "defaults", "errors", "formats", "layers", "products", "schemes", "version"},
-    "tuning": {"_C", "errors", "products"},
+    "tuning": {"_C", "errors", "layers", "products", "schemes"},
     "cli": {
         "_C", "algorithms", "defaults", "errors", "formats", "layers", "models", "products", "quantized", "schemes",
         "testing", "tuning", "version",

@@ -17,8 +17,10 @@ from qcutlass import _C, testing, tuning
 from qcutlass.cli import app
 from qcutlass.products import tuned_plans as cache
 from qcutlass.products.tuned_plans import TunedPlan, product_key
+from qcutlass.schemes import FP8, W4A8, W8A8, Blockwise, Scheme
 from qcutlass.tuning import tuner
-from qcutlass.tuning.layers import Layer, layers_of
+from qcutlass.tuning.layer import Layer
+from qcutlass.tuning.layers import layers_of
 
 
 class FakeTimer:
@@ -123,7 +125,7 @@ def test_the_layers_of_a_module_are_found_once_each() -> None:
 
 
 def test_modules_that_cannot_be_tuned_say_why() -> None:
-    with pytest.raises(ValueError, match="no submodule with w_packed, scales, zeros and in_features"):
+    with pytest.raises(ValueError, match="w_packed, scales, zeros and in_features, nor one of Int8Linear, Fp8Linear,"):
         layers_of(nn.Linear(4, 4), None)
     model = nn.Sequential(Packed(64, 128, 4, 64))
     model[0].in_features = 512
@@ -148,6 +150,19 @@ def test_modules_that_cannot_be_tuned_say_why() -> None:
         ({"ms": [0]}, ValueError, "ms: expected at least 1"),
         ({"ms": [20000]}, ValueError, "ms: plans are tuned for up to 16384 rows, got 20000"),
         ({"device": "cpu"}, ValueError, "device: plans are tuned on a GPU, got cpu"),
+        ({"scheme": "w8a8"}, TypeError, r"scheme: expected one of qcutlass\.W8A8, FP8, .*, got 'w8a8'; say which"),
+        ({"scheme": qcutlass.WeightOnly()}, TypeError, r"got WeightOnly\(.*; say which these are by bits, group_size"),
+        ({"scheme": W8A8(), "bits": 8}, ValueError, "bits: expected none beside a scheme, got 8; pass it to W8A8"),
+        ({"scheme": W4A8(), "group_size": 64}, ValueError, "group_size: .*, got 64; pass it to W4A8"),
+        ({"scheme": FP8(), "scale_dtype": torch.float32}, ValueError, "scale_dtype: expected none beside a scheme"),
+        ({"scheme": FP8(), "zero_dtype": torch.uint8}, ValueError, "zero_dtype: expected none beside a scheme"),
+        ({"scheme": FP8(), "dtype": torch.int8}, TypeError, "dtype: .* float8_e4m3fn, float8_e5m2, got torch.int8"),
+        (
+            {"scheme": W8A8(), "dtype": torch.float16},
+            TypeError,
+            r"dtype: the products of W8A8\(.* of int8, got .*leave",
+        ),
+        ({"scheme": FP8(), "model_or_shapes": nn.Linear(4, 4)}, ValueError, "scheme: the layers of a module say"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -188,12 +203,40 @@ def test_the_command_prints_what_was_found(plan_folder: Path, monkeypatch: pytes
     result = qcutlass_command("tune", "4096x1024", "64x64", "--m", "16", "--m", "3", "--zeros", "uint8", "--bits", "8")
     assert result.exit_code == 0, result.output
     assert asked["shapes"] == [(4096, 1024), (64, 64)]
-    assert (asked["ms"], asked["bits"], asked["zero_dtype"]) == ([16, 3], 8, torch.uint8)
+    assert (asked["ms"], asked["bits"], asked["zero_dtype"], asked["scheme"]) == ([16, 3], 8, torch.uint8, None)
     for expected in ("some_tactic", "4096x1024 4-bit group 128", "1.25", str(plan_folder)):
         assert expected in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["40x"], ["axb"], ["64x64", "--m", "0"], ["64x64", "--device", "cpu"]])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("w8a8", W8A8()),
+        ("fp8", FP8()),
+        ("blockwise-int8", Blockwise()),
+        ("blockwise-fp8", Blockwise(type="fp8")),
+    ],
+)
+def test_the_command_takes_schemes(name: str, scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("qcutlass.tuning.tuner.tune", lambda shapes, **options: asked.update(options) or [])
+    result = qcutlass_command("tune", "64x64", "--scheme", name)
+    assert result.exit_code == 0, result.output
+    assert (asked["scheme"], asked["dtype"]) == (scheme, None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["40x"],
+        ["axb"],
+        ["64x64", "--m", "0"],
+        ["64x64", "--device", "cpu"],
+        ["64x64", "--scheme", "w8a8", "--zeros", "uint8"],
+        ["64x64", "--scheme", "w8a8", "--dtype", "float16"],
+        ["64x64", "--dtype", "float8_e5m2"],
+    ],
+)
 def test_the_command_explains_its_errors(arguments: list[str]) -> None:
     result = qcutlass_command("tune", *arguments)
     assert result.exit_code == 2

@@ -18,7 +18,7 @@ from tests.python.absent_gpu import H200, LAYER, NAME, look_up
 from qcutlass import _C, tuning
 from qcutlass.products import tuned_plans as cache
 from qcutlass.products.tuned_plans import Gpu, PlanCache, TunedPlan, product_key
-from qcutlass.tuning.layers import Layer
+from qcutlass.tuning.layer import Layer
 
 
 def candidate(m: int, rank: int, layer: Layer = LAYER) -> TunedPlan:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from qcutlass.cli.quickstart import LayerResult
     from qcutlass.models.conversion import Conversion
     from qcutlass.models.inspection import FolderSummary
+    from qcutlass.schemes import Scheme
     from qcutlass.tuning.tuner import TunedProduct
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -49,6 +50,16 @@ class Activations(str, Enum):
 
     float16 = "float16"
     bfloat16 = "bfloat16"
+    float8_e5m2 = "float8_e5m2"
+
+
+class EightBitSchemes(str, Enum):
+    """Schemes whose activations have 8 bits."""
+
+    w8a8 = "w8a8"
+    fp8 = "fp8"
+    blockwise_int8 = "blockwise-int8"
+    blockwise_fp8 = "blockwise-fp8"
 
 
 class Zeros(str, Enum):
@@ -188,15 +199,25 @@ def tune(
     ],
     bits: Annotated[Bits, typer.Option(help="The bits of a weight.")] = Bits.four,
     group_size: Annotated[int, typer.Option(help="The columns that share a scale. -1 is one scale a channel.")] = 128,
-    dtype: Annotated[Activations, typer.Option(help="The type of activations and scales.")] = Activations.float16,
+    dtype: Annotated[
+        Activations | None,
+        typer.Option(
+            help="The type of activations and scales. By default float16. With a scheme it is that of its activations: "
+            "fp8 takes float8_e5m2, too."
+        ),
+    ] = None,
     zeros: Annotated[Zeros, typer.Option(help="The type of the zeros. none is for symmetric weights.")] = Zeros.none,
     m: Annotated[
         list[int] | None,
         typer.Option("--m", help="A number of rows of activations. It can be repeated. By default all that are kept."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="cuda|cuda:N", help="The GPU.")] = "cuda",
+    scheme: Annotated[
+        EightBitSchemes | None,
+        typer.Option(help="A scheme with activations of 8 bits, in place of bits, group size and zeros."),
+    ] = None,
 ) -> None:
-    """Measure the kernels for products with weights of these shapes; gemm uses the fastest from then on.
+    """Measure the kernels for products with weights of these shapes; these products use the fastest from then on.
 
     The winners are kept in the user's cache folder; QCUTLASS_CACHE_DIR names another.
     """
@@ -211,15 +232,30 @@ def tune(
             ms=BUCKETS if m is None else m,
             bits=int(bits.value),
             group_size=group_size,
-            dtype=getattr(torch, dtype.value),
+            dtype=None if dtype is None else getattr(torch, dtype.value),
             zero_dtype=None if zeros is Zeros.none else getattr(torch, zeros.value),
             device=device,
+            scheme=None if scheme is None else _scheme(scheme),
         )
+    except TypeError as error:  # types are values of options here
+        raise ValueError(error) from error
     except RuntimeError as error:  # of torch, where the GPU fails
         raise _failed(error) from error
     console = _console()
     console.print(_tuning_table(found))
     console.print(markup(f"kept in {cache_folder()}"), soft_wrap=True)
+
+
+def _scheme(name: EightBitSchemes) -> Scheme:
+    from qcutlass.schemes import FP8, W8A8, Blockwise
+
+    schemes: dict[EightBitSchemes, Scheme] = {
+        EightBitSchemes.w8a8: W8A8(),
+        EightBitSchemes.fp8: FP8(),
+        EightBitSchemes.blockwise_int8: Blockwise(),
+        EightBitSchemes.blockwise_fp8: Blockwise(type="fp8"),
+    }
+    return schemes[name]
 
 
 def _shape(text: str) -> tuple[int, int]:

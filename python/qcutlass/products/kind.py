@@ -104,6 +104,9 @@ class Call(Protocol):
 
     def _asdict(self) -> dict[str, Any]: ...
 
+    @property
+    def _replace(self) -> Callable[..., Call]: ...
+
 
 class _Argument(NamedTuple):
     """A field of a call.
@@ -190,7 +193,8 @@ class Kind:
         name: of its operator, `torch.ops.qcutlass.<name>`.
         call: makes a call of its arguments.
         activations: types of activations that it takes.
-        dequantises: its weights can be dequantised for a dense product; plans for it are tuned.
+        dequantises: its weights can be dequantised for a dense product.
+        tunes: plans for it can be measured: its time follows from types, sizes and the number of rows.
         leading: the extents of the output before N, of a call.
         planned: what is left of a call for the kernels of GPUs, to be planned; its operands may be uninitialised.
         schema: its operator's arguments.
@@ -210,6 +214,7 @@ class Kind:
         dequantises: bool = False,
         leading: Callable[[Any], Sequence[int]] = _leading_of_activations,
         planned: Callable[[Any], Call] = _whole,
+        tunes: bool = True,
     ) -> None:
         self.name: Final = name
         self.call: Final = call
@@ -217,6 +222,7 @@ class Kind:
         self.dequantises: Final = dequantises
         self.leading: Final = leading
         self.planned: Final = planned
+        self.tunes: Final = tunes
         fields = _arguments_of(call)
         unnamed = [field.name for field in fields if field.type.startswith("Tensor") and field.operand is None]
         if unnamed:
@@ -228,6 +234,7 @@ class Kind:
         self.schema: Final = _schema(inputs)
         self._most_arguments: Final = len(inputs)
         self.roles: Final = [field.operand for field in fields if field.operand is not None]
+        self._of_weights: Final = [field.name for field in fields if field.operand in SETTLING]
         self.operands: Final = _getter(fields, lambda field: field.operand is not None)
         self.options: Final = _getter(fields, lambda field: field.operand is None)
         self.accesses: Final = [_access(role) for role in self.roles]
@@ -235,9 +242,17 @@ class Kind:
         self.places: Final = operands, [place for place in range(len(fields)) if place not in operands]
         self.launches: Final = _C.Launches(*self.places, MOST_LAUNCHES)
 
+    def __repr__(self) -> str:
+        return f"Kind({self.name!r})"
+
     def arguments(self, call: Call) -> tuple[Any, ...]:
         """Those of the operator, from a call."""
         return tuple(call)[: self._most_arguments]
+
+    def weights(self, call: Call) -> dict[str, Tensor]:
+        """The weights of a call and what belongs to them, by the names of its fields."""
+        found = {name: getattr(call, name) for name in self._of_weights}
+        return {name: operand for name, operand in found.items() if operand is not None}
 
     def rows(self, call: Call) -> int:
         """Rows of the output, M."""

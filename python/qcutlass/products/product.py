@@ -50,12 +50,13 @@ class Product:
 
     def can_be_dense(self) -> bool:
         """Whether a dense product of dequantised weights may serve it."""
-        return self.can_be_tuned() and dense.is_available(self.call.bias, self.call.activation, self.call.residual)
+        can_be_dense = self.kind.dequantises and not self.arguments.batch_invariant
+        return can_be_dense and dense.is_available(self.call.bias, self.call.activation, self.call.residual)
 
     def can_be_tuned(self) -> bool:
         """Whether plans that were measured may serve it: each for some numbers of rows, so not where those may not
         matter."""
-        return self.kind.dequantises and not self.arguments.batch_invariant
+        return self.kind.tunes and not self.arguments.batch_invariant
 
     def plan(self, device: int) -> _C.Plan:
         """The configuration for GPU `device`: the one asked for, the tuned one, or the cost model's."""

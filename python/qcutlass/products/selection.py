@@ -183,7 +183,11 @@ def arguments_of(product: Callable[..., Any], *operands: Any, **options: Any) ->
     Raises:
         TypeError, ValueError: as for the product; no such product.
     """
-    kind, call = _call(product, operands, options)
+    return arguments_of_call(*_call(product, operands, options))
+
+
+def arguments_of_call(kind: Kind, call: Call) -> _C.GemmArguments:
+    """The same of a call; TypeError or ValueError as for the product."""
     return _arguments(_query(kind, call, call.check(None)))
 
 

@@ -24,6 +24,7 @@ import torch
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
+from qcutlass.products.extension import DTYPES
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Numbers of rows that are tuned; a product uses the plan of the first one that is not less than its own."""
@@ -32,6 +33,7 @@ _FORMAT: Final = 1
 _MOST_BYTES: Final = 1 << 24
 _MOST_SPLITS: Final = 16  # that selection makes
 _MOST_MICROSECONDS: Final = 1e9
+_BITS: Final = {code: 8 * dtype.itemsize for dtype, code in DTYPES.items()}
 
 
 class TunedPlan(NamedTuple):
@@ -87,7 +89,10 @@ def bucket(m: int) -> int | None:
 
 
 def product_key(arguments: _C.GemmArguments, rows: int) -> str:
-    """The key of a measured plan: the scheme, the shape and `rows`, the bucket of the number of rows."""
+    """The key of a measured plan: the scheme, the shape and `rows`, the bucket of the number of rows.
+
+    Of an output of another type than the activations it has the bits of an element: types of as many take equal times.
+    """
     w = arguments.weights
     group = "channel" if w.group_size >= w.k else w.group_size
     names = (value.name.lower() for value in (w.packing, arguments.a_type, w.scale_type, w.zero_type))
@@ -95,7 +100,12 @@ def product_key(arguments: _C.GemmArguments, rows: int) -> str:
     offsets = f"zeros={zero_type}"
     if w.minimum_type != _C.DType.NONE:
         offsets = f"minimums={w.minimum_type.name.lower()}"
-    return f"{packing}/{a_type}/scales={scale_type}/{offsets}/group={group}/{w.n}x{w.k}/m={rows}"
+    parts = [packing, a_type, f"scales={scale_type}", offsets, f"group={group}"]
+    if arguments.blocks.size:
+        parts.append(f"blocks={arguments.blocks.size}")
+    if arguments.out_type != arguments.a_type:
+        parts.append(f"out={_BITS[arguments.out_type]}-bit")
+    return "/".join([*parts, f"{w.n}x{w.k}", f"m={rows}"])
 
 
 class _NotOurs(ValueError):

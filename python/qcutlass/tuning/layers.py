@@ -2,104 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
-from qcutlass import _C
-from qcutlass.products.checks import check_integer
-from qcutlass.products.extension import DTYPES
+from qcutlass.layers import BlockwiseLinear, Fp8Linear, Int4Linear, Int8Linear, QuantLinear
+from qcutlass.products import block_operators, int4
+from qcutlass.products.blockwise import BLOCKWISE
+from qcutlass.products.checks import check_integer, names_of
+from qcutlass.products.float8 import FLOAT8
+from qcutlass.products.int4 import INT4
+from qcutlass.products.int8 import INT8
+from qcutlass.products.kind import Kind
 from qcutlass.products.packing import PACKINGS, PackedWeights, check_weights, one_level
+from qcutlass.schemes import FP8, W4A8, W8A8, Blockwise
+from qcutlass.tuning.layer import Layer
 
 _ACTIVATIONS: Final = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A kind of weights.
+def _of_eight_bits(kind: Kind) -> Callable[[Any], Layer]:
+    """Makes the kind of weights of a layer whose weights and activations have 8 bits."""
 
-    Attributes:
-        n, k: shape of the weights.
-        bits: 4 or 8.
-        group_size: columns that share a scale; k: one group.
-        dtype: of the activations.
-        scale_dtype: of the scales.
-        zero_dtype: of the zeros; None: symmetric, or there are minimums.
-        minimum_dtype: of the minimums; None: there are none.
-    """
+    def make(layer: Any) -> Layer:
+        sizes = layer.out_features, layer.in_features, layer.bits, layer.group_size
+        return Layer(*sizes, layer.w_packed.dtype, torch.float32, kind=kind)
 
-    n: int
-    k: int
-    bits: int = 4
-    group_size: int = 128
-    dtype: torch.dtype = torch.float16
-    scale_dtype: torch.dtype = torch.float16
-    zero_dtype: torch.dtype | None = None
-    minimum_dtype: torch.dtype | None = None
+    return make
 
-    def arguments(self, m: int) -> _C.GemmArguments:
-        """A product of m rows as selection sees it: every operand aligned, no epilogue."""
-        weights = _C.WeightArguments()
-        weights.packing = PACKINGS[self.bits]
-        weights.n, weights.k, weights.group_size = self.n, self.k, self.group_size
-        weights.scale_type, weights.scale_stride = DTYPES[self.scale_dtype], self.n
-        if self.zero_dtype is not None:
-            weights.zero_type, weights.zero_stride = DTYPES[self.zero_dtype], self.n
-        if self.minimum_dtype is not None:
-            weights.minimum_type, weights.minimum_stride = DTYPES[self.minimum_dtype], self.n
-        arguments = _C.GemmArguments()
-        arguments.m, arguments.weights = m, weights
-        arguments.a_type, arguments.a_stride, arguments.out_stride = DTYPES[self.dtype], self.k, self.n
-        return arguments
 
-    def __str__(self) -> str:
-        group = "per channel" if self.group_size >= self.k else f"group {self.group_size}"
-        return f"{self.n}x{self.k} {self.bits}-bit {group}"
+def _of_int4(layer: Int4Linear) -> Layer:
+    sizes = layer.out_features, layer.in_features, layer.bits, layer.group_size
+    zero_dtype = None if layer.zeros is None else layer.zeros.dtype
+    return Layer(*sizes, int4.TYPES[layer.activations], layer.scales.dtype, zero_dtype, kind=INT4)
+
+
+_QUANTIZING: Final[dict[type[QuantLinear], Callable[[Any], Layer]]] = {
+    Int8Linear: _of_eight_bits(INT8),
+    Fp8Linear: _of_eight_bits(FLOAT8),
+    BlockwiseLinear: _of_eight_bits(BLOCKWISE),
+    Int4Linear: _of_int4,
+}
+"""The kind of weights of each layer that quantises its activations."""
 
 
 def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
-    """Each kind of packed layer in a module once: submodules with `w_packed`, `scales`, `zeros` and `in_features`."""
+    """Each kind of packed layer in a module once.
+
+    These are layers that quantise their activations, and submodules with `w_packed`, `scales`, `zeros` and
+    `in_features`.
+    """
     found = []
     for name, module in model.named_modules():
-        part: Any = module
-        if not all(hasattr(part, attribute) for attribute in ("w_packed", "scales", "zeros", "in_features")):
-            continue
-        if getattr(part, "weight_dtype", None) is not None:  # there are too few configurations to choose from
-            continue
-        parts: dict[str, Any] = {name: getattr(part, name, None) for name in PackedWeights._fields}
-        weights = PackedWeights(**one_level(parts))  # as the layer has them on a GPU
+        make = next((make for kind, make in _QUANTIZING.items() if isinstance(module, kind)), None)
         try:
-            shape = check_weights(weights, part.in_features, part.w_packed.device, "w_packed")
+            layer = _weight_only(module, dtype) if make is None else make(module)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name or 'the module'}: {error}") from error
-        scale_dtype, minimums = weights.scales.dtype, weights.minimums
-        activations = dtype or (scale_dtype if scale_dtype in _ACTIVATIONS else torch.float16)
-        types = [None if values is None else values.dtype for values in (part.zeros, minimums)]
-        found.append(Layer(shape.n, shape.k, shape.bits, shape.group_size, activations, scale_dtype, *types))
+        if layer is not None:
+            found.append(layer)
     if not found:
+        names = ", ".join(kind.__name__ for kind in _QUANTIZING)
         raise ValueError(
-            "model_or_shapes: the module has no submodule with w_packed, scales, zeros and in_features; "
-            "pass a list of (N, K) shapes instead"
+            "model_or_shapes: the module has no submodule with w_packed, scales, zeros and in_features, nor one of "
+            f"{names}; pass a list of (N, K) shapes instead"
         )
     return list(dict.fromkeys(found))
 
 
-def layers_from(
-    shapes: Iterable[tuple[int, int]],
-    bits: int,
-    group_size: int,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    zero_dtype: torch.dtype | None,
-) -> list[Layer]:
-    """Layers of one scheme, each once; group_size -1: one group a channel."""
+def _weight_only(part: Any, dtype: torch.dtype | None) -> Layer | None:
+    """The kind of weights of a module that multiplies 16-bit activations by packed codes; None: it is none."""
+    if not all(hasattr(part, attribute) for attribute in ("w_packed", "scales", "zeros", "in_features")):
+        return None
+    if getattr(part, "weight_dtype", None) is not None:  # there are too few configurations to choose from
+        return None
+    parts: dict[str, Any] = {name: getattr(part, name, None) for name in PackedWeights._fields}
+    weights = PackedWeights(**one_level(parts))  # as the layer has them on a GPU
+    shape = check_weights(weights, part.in_features, part.w_packed.device, "w_packed")
+    scale_dtype, minimums = weights.scales.dtype, weights.minimums
+    activations = dtype or (scale_dtype if scale_dtype in _ACTIVATIONS else torch.float16)
+    zero_dtype, minimum_dtype = (None if values is None else values.dtype for values in (part.zeros, minimums))
+    sizes = shape.n, shape.k, shape.bits, shape.group_size
+    return Layer(*sizes, activations, scale_dtype, zero_dtype, minimum_dtype)
+
+
+Weights: TypeAlias = Callable[[int, int], Layer]
+"""Makes the kind of weights of a scheme that has these N and K."""
+
+_SCHEMES: Final[dict[type, Callable[[Any, int, int], Layer]]] = {
+    W8A8: lambda scheme, n, k: Layer(n, k, 8, k, torch.int8, torch.float32, kind=INT8),
+    FP8: lambda scheme, n, k: Layer(n, k, 8, k, torch.float8_e4m3fn, torch.float32, kind=FLOAT8),
+    Blockwise: lambda scheme, n, k: Layer(
+        n, k, 8, scheme.block_size, block_operators.TYPES[scheme.type], torch.float32, kind=BLOCKWISE
+    ),
+    W4A8: lambda scheme, n, k: Layer(
+        n,
+        k,
+        4,
+        _columns(scheme.group_size, k),
+        int4.TYPES[scheme.activations],
+        scheme.scale_dtype or torch.float16,
+        None if scheme.symmetric else torch.uint8,
+        kind=INT4,
+    ),
+}
+"""The kind of weights of each scheme with activations of 8 bits, from the scheme, N and K."""
+
+
+def _columns(group_size: int | None, k: int) -> int:
+    """Columns that share a scale; None and -1: all."""
+    return k if group_size is None or group_size == -1 else min(group_size, k)
+
+
+def of_scheme(scheme: object, dtype: torch.dtype | None) -> Weights:
+    """The weights of a scheme with activations of 8 bits, of another type of these if `dtype` says so.
+
+    Raises:
+        TypeError: it is no such scheme, or multiplies no activations of this type.
+    """
+    make = _SCHEMES.get(type(scheme))
+    if make is None:
+        names = ", ".join(kind.__name__ for kind in _SCHEMES)
+        raise TypeError(
+            f"scheme: expected one of qcutlass.{names}, or None for weight-only products, got {scheme!r}; say which "
+            "these are by bits, group_size, dtype, scale_dtype and zero_dtype"
+        )
+    usual = make(scheme, 1, 1)
+    allowed = [one for one in usual.kind.activations if one.is_floating_point == usual.dtype.is_floating_point]
+    if dtype is not None and dtype not in allowed:
+        raise TypeError(
+            f"dtype: the products of {scheme} multiply activations of {names_of(allowed)}, got {dtype}; leave it out: "
+            "their plans serve outputs of float16 and bfloat16 alike"
+        )
+    return lambda n, k: replace(make(scheme, n, k), dtype=dtype or usual.dtype)
+
+
+def of_options(
+    bits: int, group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype, zero_dtype: torch.dtype | None
+) -> Weights:
+    """The weights of a weight-only scheme; group_size -1: one group a channel."""
     check_integer("bits", bits, PACKINGS)
     check_integer("group_size", group_size)
     if group_size < 1 and group_size != -1:
         raise ValueError(f"group_size: expected at least 1, or -1 for one group a channel, got {group_size}")
+    return lambda n, k: Layer(n, k, bits, _columns(group_size, k), dtype, scale_dtype, zero_dtype)
+
+
+def layers_from(shapes: Iterable[tuple[int, int]], weights: Weights) -> list[Layer]:
+    """Layers of one scheme, each once."""
     found = []
     for shape in shapes:
         if not isinstance(shape, tuple | list) or len(shape) != 2:
@@ -107,8 +160,7 @@ def layers_from(
         n, k = shape
         check_integer("N", n, minimum=1)
         check_integer("K", k, minimum=1)
-        group = k if group_size == -1 else min(group_size, k)
-        found.append(Layer(n, k, bits, group, dtype, scale_dtype, zero_dtype))
+        found.append(weights(n, k))
     if not found:
         raise ValueError("model_or_shapes: expected at least one pair (N, K), got none")
     return list(dict.fromkeys(found))

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
-from qcutlass.products import gemm
-from qcutlass.products.packing import PACKINGS, packed_shape
-from qcutlass.tuning.layers import Layer
+from qcutlass.products.kind import Call, Kind
+from qcutlass.products.multiplying import compute
+from qcutlass.tuning.layer import Layer
 
 _ROTATION_BYTES: Final = 256 << 20  # weights that pass between two uses of the same copy: more than any L2 holds
 _MOST_COPIES: Final = 256
 _FEWEST_LAUNCHES: Final = 4
 _GRAPH_SECONDS: Final = 5e-4  # long enough for what starting a graph takes not to matter
-# Speeds of the fastest GPUs, to size the graphs: operations and bytes a second, seconds a launch.
+# Speeds of the fastest GPUs, to size the graphs: operations on 16 bits, twice as many on 8, and bytes a second; seconds
+# a launch.
 _FLOPS: Final = 8e14
 _BANDWIDTH: Final = 4e12
 _LAUNCH_SECONDS: Final = 2e-6
@@ -45,13 +46,12 @@ class GraphTimer:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
             if layer != self._layer:
                 self._copies.clear()  # before the next ones take their memory
-                self._copies, self._layer = _copies(layer, self._device), layer
-            a = torch.randn(m, layer.k, dtype=layer.dtype, device=self._device)
-            out = torch.empty(m, layer.n, dtype=layer.dtype, device=self._device)
-            arithmetic, loads = 2 * m * layer.n * layer.k / _FLOPS, self._copies[0]["w_packed"].nbytes / _BANDWIDTH
-            least = max(arithmetic, loads, _LAUNCH_SECONDS)
-            launches = max(_FEWEST_LAUNCHES, math.ceil(_GRAPH_SECONDS / least))
-            graphs = [self._capture(layer, plan, a, out, launches) for plan in plans]
+            call = layer.call(m, self._device)
+            if layer != self._layer:
+                self._copies, self._layer = _copies(layer.kind.weights(call)), layer
+            out = torch.empty(m, layer.n, dtype=call.out_dtype, device=self._device)
+            launches = _launches(call, out, _nbytes(self._copies[0]))
+            graphs = [self._capture(layer.kind, call, plan, out, launches) for plan in plans]
             samples: list[list[float]] = [[] for _ in plans]
             for _ in range(1 + _ROUNDS):
                 for graph, times in zip(graphs, samples, strict=True):
@@ -61,22 +61,12 @@ class GraphTimer:
         return [statistics.median(times[1:]) if times else None for times in samples]
 
     def _capture(
-        self, layer: Layer, plan: _C.Plan, a: Tensor, out: Tensor, launches: int
+        self, kind: Kind, call: Call, plan: _C.Plan, out: Tensor, launches: int
     ) -> torch.cuda.CUDAGraph | None:
+        forced = call._replace(tactic=plan.tactic, split_k=plan.split_k)
+
         def launch(index: int) -> None:
-            operands = self._copies[index % len(self._copies)]
-            gemm(
-                a,
-                operands["w_packed"],
-                operands["scales"],
-                operands.get("zeros"),
-                minimums=operands.get("minimums"),
-                group_size=layer.group_size,
-                bits=layer.bits,
-                out=out,
-                tactic=plan.tactic,
-                split_k=plan.split_k,
-            )
+            compute(kind, forced._replace(**self._copies[index % len(self._copies)]), out)
 
         try:
             for index in range(len(self._copies)):  # weights seen before are read earlier
@@ -103,16 +93,18 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
     return 1e3 * float(begin.elapsed_time(end))
 
 
-def _copies(layer: Layer, device: torch.device) -> list[Operands]:
-    """Random weights: any bytes are codes."""
-    shape = packed_shape(layer.n, layer.k, PACKINGS[layer.bits])
-    groups = (math.ceil(layer.k / layer.group_size), layer.n)
-    count = min(_MOST_COPIES, math.ceil(_ROTATION_BYTES / math.prod(shape)) + 1)
-    packed = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-    scales = torch.rand(groups, device=device).add_(0.5).div_(layer.k).to(layer.scale_dtype)
-    operands = {"w_packed": packed, "scales": scales}
-    if layer.zero_dtype is not None:
-        operands["zeros"] = torch.randint(0, 16, groups, device=device).to(layer.zero_dtype)
-    if layer.minimum_dtype is not None:
-        operands["minimums"] = (8 * scales).to(layer.minimum_dtype)
+def _launches(call: Call, out: Tensor, weight_bytes: int) -> int:
+    """Launches that take long enough."""
+    multiplications = out.numel() * call.a.shape[-1]
+    arithmetic, loads = multiplications * call.a.element_size() / _FLOPS, weight_bytes / _BANDWIDTH
+    return max(_FEWEST_LAUNCHES, math.ceil(_GRAPH_SECONDS / max(arithmetic, loads, _LAUNCH_SECONDS)))
+
+
+def _nbytes(operands: Operands) -> int:
+    return sum(operand.nbytes for operand in operands.values())
+
+
+def _copies(operands: Operands) -> list[Operands]:
+    """So many that none is in L2 when it is read again."""
+    count = min(_MOST_COPIES, math.ceil(_ROTATION_BYTES / _nbytes(operands)) + 1)
     return [{name: operand.clone() for name, operand in operands.items()} for _ in range(count)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -14,7 +15,9 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.products.checks import check_integer
 from qcutlass.products.extension import device_traits
 from qcutlass.products.tuned_plans import BUCKETS, TunedPlan, bucket, product_key, store
-from qcutlass.tuning.layers import Layer, check_types, layers_from, layers_of
+from qcutlass.schemes import Scheme
+from qcutlass.tuning.layer import Layer
+from qcutlass.tuning.layers import check_types, layers_from, layers_of, of_options, of_scheme
 from qcutlass.tuning.timer import GraphTimer
 
 _TACTICS: Final = 6  # measured for a product: the fastest by prediction, each with all of its splits
@@ -59,25 +62,32 @@ def tune(
     zero_dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
     progress: bool = True,
+    scheme: Scheme | None = None,
 ) -> list[TunedProduct]:
-    """Measures the kernels that may serve a model's products on this GPU, and has `gemm` use the fastest from then on.
+    """Measures the kernels that may serve a model's products on this GPU, and has these use the fastest from then on.
 
     Optional: without it a cost model chooses. For each layer and number of rows, the best few configurations by
     prediction run with every split in CUDA graphs, with weights that are cold in L2. The winners are kept in a file of
     the user's cache folder (`QCUTLASS_CACHE_DIR` names another) for this GPU model and these kernels, and serve later
     processes too. Every kernel keeps its error bound; the last bits of results may differ from those of another one.
+    Those of `gemm_w8a8` do not, as its sums are exact, but where the activation "gelu_tanh" follows them.
 
     Args:
-        model_or_shapes: a module, whose submodules with `w_packed`, `scales`, `zeros` and `in_features` are tuned; or
-            pairs (N, K) of the scheme that the following arguments describe.
+        model_or_shapes: a module, whose layers that quantise their activations, and submodules with `w_packed`,
+            `scales`, `zeros` and `in_features`, are tuned; or pairs (N, K) of the scheme that the following arguments
+            describe.
         ms: numbers of rows, up to 16384; each stands for all up to it from the next smaller one of `tuning.BUCKETS`.
         bits: 4 or 8, with shapes.
         group_size: columns that share a scale, with shapes; -1: one group a channel.
-        dtype: of the activations, float16 or bfloat16. Default: that of a module's scales; float16 with shapes.
+        dtype: of the activations, float16 or bfloat16. Default: that of a module's scales; float16 with shapes. With
+            a scheme: of its activations, one that its products multiply; of FP8 also float8_e5m2.
         scale_dtype: of the scales, with shapes. Default: `dtype`.
         zero_dtype: of the zeros, with shapes. None: symmetric.
         device: a GPU. Default: the current one.
         progress: show a progress bar on standard error.
+        scheme: with shapes: `W8A8`, `FP8`, `Blockwise` or `W4A8`, whose products multiply activations of 8 bits, in
+            place of `bits`, `group_size`, `scale_dtype` and `zero_dtype`. Which activations are static or symmetric
+            does not matter; plans serve outputs of 16 bits. None: weight-only.
 
     Returns:
         What was found, by layer and number of rows.
@@ -91,14 +101,22 @@ def tune(
         >>> import torch, qcutlass
         >>> if torch.cuda.is_available():
         ...     found = qcutlass.tune([(4096, 4096)], ms=[1, 16], progress=False)
+        ...     found += qcutlass.tune([(4096, 4096)], ms=[16], scheme=qcutlass.W8A8(), progress=False)
     """
     if isinstance(model_or_shapes, nn.Module):
+        if scheme is not None:
+            raise ValueError(f"scheme: the layers of a module say theirs, got {scheme!r}; leave it out")
         check_types(dtype, None, None)
         layers = layers_of(model_or_shapes, dtype)
+    elif scheme is not None:
+        options = {"bits": bits, "group_size": group_size, "scale_dtype": scale_dtype, "zero_dtype": zero_dtype}
+        _check_left_out(scheme, options)
+        layers = layers_from(model_or_shapes, of_scheme(scheme, dtype))
     else:
         check_types(dtype, scale_dtype, zero_dtype)
         activations = dtype or torch.float16
-        layers = layers_from(model_or_shapes, bits, group_size, activations, scale_dtype or activations, zero_dtype)
+        weights = of_options(bits, group_size, activations, scale_dtype or activations, zero_dtype)
+        layers = layers_from(model_or_shapes, weights)
     sizes = buckets_of(ms)
     gpu = _gpu(device)
     traits = device_traits(gpu.index)
@@ -173,6 +191,17 @@ def buckets_of(ms: Iterable[int]) -> list[int]:
     if not found:
         raise ValueError("ms: expected at least one number of rows, got none")
     return sorted(found)
+
+
+def _check_left_out(scheme: Scheme, options: Mapping[str, object]) -> None:
+    """Raises ValueError if an option of `tune` that a scheme stands for is not its default."""
+    parameters = inspect.signature(tune).parameters
+    for name, value in options.items():
+        if value != parameters[name].default:
+            raise ValueError(
+                f"{name}: expected none beside a scheme, got {value}; pass it to {type(scheme).__name__}, "
+                "if that takes it, or leave it out"
+            )
 
 
 def _gpu(device: torch.device | str | int | None) -> torch.device:
