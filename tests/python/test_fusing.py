@@ -363,10 +363,14 @@ def test_interleaved_layers_are_the_same_layers(options: dict[str, Any], seed: i
     assert product.interleave()  # and are once
     for out, wanted in zip(outputs(together, a), expected, strict=True):
         testing.assert_equal(out, wanted)
-    for name, function in (("silu_mul", "silu"), ("gelu_tanh_mul", "gelu_tanh")):
-        out = product.gated(a.double().float(), name)
+    gate, up = model.values()
+    weight = qcutlass.interleave_gate_up(gate.weights(), up.weights())  # type: ignore[operator]
+    bias = None if gate.bias is None else qcutlass.interleave_gate_up(gate.bias, up.bias)  # type: ignore[type-var]
+    for name in testing.bounds.GATES:
+        out = product.gated(a, name)
         assert out.shape == (2, 3, 48)
-        torch.testing.assert_close(out, testing.activate(expected[0], function) * expected[1])
+        whole = {"bias": bias, "act_scale": gate.act_scale, "activation": name}
+        testing.assert_close(out, testing.reference(a, weight, **whole))  # type: ignore[arg-type]
     assert_same_state(together, snapshot(model))
     assert_same_state(nn.ModuleDict({name: part.separate() for name, part in together.items()}), snapshot(model))
     assert_same_state(copy.deepcopy(together), snapshot(model))
