@@ -24,7 +24,7 @@ import qcutlass
 from qcutlass import blockwise, testing
 from qcutlass.products.selection import weight_dtype
 
-# (M, N, K): no extent is a multiple of any tile's; the second has whole tiles of every configuration as well, and more
+# (M, N, K): no extent is a multiple of most tiles'; the second has whole tiles of every configuration as well, and more
 # stages than any pipeline; the third has pairs of tiles of 64 and of 128 tokens, and turns of gates. K % 8 decides
 # how activations are copied.
 SHAPES = [(5, 45, 333), (131, 300, 2200), (200, 160, 400)]

@@ -9,6 +9,7 @@ import torch
 from bench import gpu, peers, schemes
 from bench.layer_w4a8 import FourByEightLayer
 from bench.peers import base
+from tests.python.wgmma_products import needs_wgmma
 
 import qcutlass
 
@@ -55,8 +56,7 @@ def test_moved_bytes_count_every_operand_once() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_on_a_gpu(name: str) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    needs_wgmma()
     bench = gpu.Bench(peers.select(["cublas"]), gpu.Options(tactics="sm90a"))
     for selected, *_ in bench.rows([schemes.parse(name)], [(512, 256)], [1, 33]):
         assert selected["selected"]

@@ -15,6 +15,7 @@ from bench.layer import Layer, WeightOnlyLayer
 from bench.layer_w8a8 import EightBitLayer
 from bench.peers import base, cutlass, humming
 from tests.python.bench_rows import GPU, compared, row, write
+from tests.python.eight_bit import needs_instructions
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -295,8 +296,7 @@ def test_figures_show_the_peers_and_rates_of_each_scheme(whole_run: Path, tmp_pa
 def test_a_run_on_a_gpu(name: str, key: str) -> None:
     from bench import gpu
 
-    if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("fp8 needs compute capability 8.9")
+    needs_instructions(torch.float8_e4m3fn if name == "fp8" else torch.int8)
     bench = gpu.Bench(peers.select(["cublas", key]), gpu.Options(tactics="stream", eager=True))
     cells = list(bench.rows([schemes.parse(name)], [(512, 256)], [1, 33]))
     for selected, *forced in cells:

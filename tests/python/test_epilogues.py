@@ -243,6 +243,10 @@ class RoundedBeforeTheResidual(Model):
         return super().gated(gate, up).to(self.problem.a.dtype).float()
 
 
+class RoundedAsOnGpus(RoundedBeforeTheResidual, RoundedBeforeTheGate):
+    pass
+
+
 ALWAYS = (
     GateAndUpSwapped,
     HalvesForTurns,
@@ -274,7 +278,8 @@ def test_faults_are_rejected(activation: str, dtype: torch.dtype, seed: int) -> 
         assert judged(fault, activation, dtype, seed) > 1, fault.__name__
     for fault in ALWAYS:
         assert judged(fault, activation, dtype, seed, rounds_between=True) > 1, fault.__name__
-    assert judged(RoundedBeforeTheGate, activation, dtype, seed, rounds_between=True) <= 1
+    for sound in (RoundedBeforeTheGate, RoundedBeforeTheResidual, RoundedAsOnGpus):
+        assert judged(sound, activation, dtype, seed, rounds_between=True) <= 1
 
 
 def test_a_residual_before_the_activation_is_rejected(seed: int) -> None:

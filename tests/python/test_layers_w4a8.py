@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tests.python.kinds.int4 import DTYPES
 from tests.python.modules import assert_same_state, randn, randomized
+from tests.python.wgmma_products import needs_wgmma
 from torch import Tensor, nn
 
 import qcutlass
@@ -125,8 +126,7 @@ def test_wrong_options() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("activations", list(DTYPES))
 def test_a_gpu_multiplies_as_the_cpu_does(activations: Any, seed: int) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    needs_wgmma()
     layer = QuantLinear.from_linear(nn.Linear(256, 48), W4A8(64, activations=activations))
     x = randn(5, 256, seed=seed).half()
     expected = layer(x).float()
@@ -136,8 +136,7 @@ def test_a_gpu_multiplies_as_the_cpu_does(activations: Any, seed: int) -> None:
 
 @pytest.mark.gpu
 def test_layers_stay_where_a_gpu_has_no_kernel() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    needs_wgmma()
     model = nn.Sequential(*(QuantLinear.from_linear(nn.Linear(96, 48), WeightOnly(4, size)) for size in (48, 32)))
     assert use_activations(model.cuda(), "fp8") == ["1"]
 

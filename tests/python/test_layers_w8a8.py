@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.python.eight_bit import needs_instructions
 from tests.python.modules import assert_same_state, randn, randomized, snapshot
 from torch import Tensor, nn
 
@@ -371,8 +372,7 @@ def test_static_layers_need_good_statistics(scheme: Scheme) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", [WeightOnly(bits=4, group_size=32), *SCHEMES], ids=str)
 def test_layers_move_to_a_gpu_and_run_in_graphs(scheme: Scheme, seed: int) -> None:
-    if isinstance(scheme, FP8) and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs a GPU with fp8 instructions")
+    needs_instructions(torch.float8_e4m3fn if isinstance(scheme, FP8) else torch.int8)
     p = Problem(seed, smooth=True, dtype=torch.float16)
     layer = p.layer(scheme).cuda()
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"cuda"}

@@ -12,6 +12,7 @@ from tests.python.kinds import description as kinds
 from torch import Tensor
 
 import qcutlass
+from qcutlass import _C
 
 Shape = tuple[int, int, int]  # m, n, k
 PRODUCTS = {name: kind for kind in DESCRIPTIONS.values() for name in kind.asynchronous}
@@ -48,10 +49,15 @@ def product(name: str, shape: Shape, device: str) -> Product:
     return Product(kind.random(kind.case(*shape, **kind.asynchronous[name]), device, seed=1))
 
 
+def needs_wgmma() -> None:
+    """Skips a test where this GPU, or this build, has no asynchronous MMAs."""
+    if not _C.device_traits(torch.cuda.current_device()).wgmma:
+        pytest.skip("needs a GPU of compute capability 9.0, and kernels for 90a")
+
+
 def on_gpu(name: str, shape: Shape) -> tuple[Product, list[str]]:
     """A product on the GPU, and its tactics of asynchronous MMAs."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
+    needs_wgmma()
     found = product(name, shape, "cuda")
     wanted = [tactic for tactic in found.names if "_sm90a_" in tactic]
     assert wanted

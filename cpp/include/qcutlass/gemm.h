@@ -10,8 +10,8 @@
 //   a'[m, k] ~ a_q[m, k] * scale[m, kb],  scale = max |a'[m, k in kb]| / 127,  a_q = round(a' / scale)
 //
 // With a gate channels come in pairs g, u: out[m, n] = activation(sum_g + bias[g]) * (sum_u + bias[u]) + residual.
-// Whatever follows the sums is computed in fp32, and rounded once; on GPUs also before a gate, and before a residual
-// where there is none, as separate operators do: their bits are the same.
+// Whatever follows the sums is computed in fp32. On the host it is rounded once; on GPUs sums are rounded before a
+// gate, too, and values before a residual: the bits are those of separate operators.
 //
 // 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3): out[m, n] = activation(sum * a_scale[m] +
 // bias[n]), with

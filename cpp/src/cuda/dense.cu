@@ -2,6 +2,7 @@
 #include "cuda/copy_rows.cuh"
 #include "cuda/cuda_check.h"
 #include "plan/workspace.h"
+#include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 
 namespace qcutlass::cuda {
@@ -18,8 +19,10 @@ void prepare(GemmArguments const& a, void* out, int64_t out_stride, cudaStream_t
 template <class Element>
 void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int64_t begin, int64_t end,
             cudaStream_t stream) {
-  // Slices begin with whole turns of a gate.
   bool const gated = a.gate != Gate::kNone;
+  if (gated && (begin % (2 * layout::kTileN) != 0 || end % (2 * layout::kTileN) != 0))
+    throw InvalidArgument("begin, end: expected multiples of 32 with a gate, got " + std::to_string(begin) + " and " +
+                          std::to_string(end));
   int64_t const first = gated ? begin / 2 : begin, columns = gated ? (end - begin) / 2 : end - begin;
   Element* const out = static_cast<Element*>(a.out) + first;
   Element const* const residual = a.residual == nullptr ? nullptr : static_cast<Element const*>(a.residual) + first;

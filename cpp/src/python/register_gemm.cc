@@ -36,6 +36,7 @@ void register_plans(py::module_& module) {
            }),
            "compute_capability"_a, "sm_count"_a, "shared_memory_per_block"_a, "wgmma"_a = false)
       .def_readonly("compute_capability", &DeviceTraits::compute_capability)
+      .def_readonly("code_capability", &DeviceTraits::code_capability)
       .def_readonly("sm_count", &DeviceTraits::sm_count)
       .def_readonly("shared_memory_per_block", &DeviceTraits::shared_memory_per_block)
       .def_readonly("wgmma", &DeviceTraits::wgmma);

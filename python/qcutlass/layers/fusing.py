@@ -49,7 +49,8 @@ def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS)
 
     Modules keep their names, `state_dict` has the keys and values it had (as copies), and states of the model without
     fusion are loaded. `.to(device)`, `deepcopy`, pickle, `torch.compile(fullgraph=True)`, CUDA graphs and
-    `qcutlass.tune` work. Outputs are views whose rows are as far apart as those of the whole product.
+    `qcutlass.tune` work. Outputs are views whose rows are as far apart as those of the whole product, or copies where
+    `fuse_block` has put the channels of two layers in turns.
 
     Args:
         model: with layers from `replace_linear`, `from_pretrained` or by hand; changed in place.

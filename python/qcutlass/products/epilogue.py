@@ -1,7 +1,7 @@
 """What follows the sums of a product besides bias and activation: gates of gated MLPs, residuals.
 
-Both are computed where the sums are finished, in fp32. The CPU rounds once; kernels for GPUs round the sums before as
-well, and so give the bits that separate operators give.
+Both are computed where the sums are finished, in fp32. The CPU rounds once; kernels for GPUs round before each of them
+as well, and so give the bits that separate operators give.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def gemm(
 
     The activations "silu_mul" and "gelu_tanh_mul" are those of gated MLPs (Shazeer, "GLU variants improve transformer",
     2020): channels are gate and up in turns of 16, as `interleave_gate_up` puts them, and the output has a column for
-    each pair, `silu(gate) * up`. On CUDA sums are rounded before a gate, and without one before a residual: the bits
-    are those of separate operators (`torch.ops.qcutlass.silu_mul`, a sum).
+    each pair, `silu(gate) * up`. On CUDA sums are rounded before a gate, and what is added to a residual
+    before that: the bits are those of separate operators (`torch.ops.qcutlass.silu_mul`, a sum).
 
     From sm_90 on, weights that were multiplied before are read while the kernel just before in the stream ends.
     Rewriting them in place is fine, except by a kernel that itself lets its successor start early; torch's do not.

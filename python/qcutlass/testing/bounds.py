@@ -141,7 +141,8 @@ class Reference:
         activation: name or None.
         dtype: type of the activations, hence of the output.
         residual: float64 `[M, columns of the output]` or None.
-        rounds_between: the product is rounded to `dtype` before its gate or residual, as on GPUs.
+        rounds_between: the product is rounded to `dtype` before its gate, and what is added to a residual before that,
+            as on GPUs.
     """
 
     sum: Tensor
@@ -257,7 +258,7 @@ def bound(ref: Reference, *, splits: int = 1) -> Tensor:
     fp32 rounding; an activation multiplies the error of its argument by its largest slope and adds 2^-22 of the
     argument for its evaluation in fp32. A gate multiplies the error of either factor by the other factor, adds the
     product of both, and the rounding of its own product; a residual adds that of its sum. Where the product is rounded
-    before them, these are the errors of the rounded product.
+    before them, these are the errors of the rounded product, and what a gate gives is rounded before a residual.
 
     Args:
         ref: what `reference` returned.
@@ -284,6 +285,8 @@ def evaluation_error(ref: Reference, *, splits: int = 1) -> Tensor:
             error = error + _STEP / 2 * ref.argument.abs()
     if ref.activation in GATES:
         error = _gate_error(ref, error)
+        if ref.rounds_between and ref.residual is not None:
+            error = error + rounding_error(ref.finished.abs() + error, ref.dtype) + ref.underflow
     elif not ref.rounds_between:
         error = _activation_error(ref.argument, ref.activation, error)
     return error if ref.residual is None else error + _STEP / 2 * (ref.value.abs() + error)

@@ -339,8 +339,8 @@ class Description(ABC):
         return [({}, problem), *((change, replace(problem, **change)) for change in changes)]
 
     def serves(self, gpu: _C.DeviceTraits) -> bool:
-        """Whether a GPU has the instructions of this kind's kernels."""
-        newer = gpu.compute_capability >= 10 * self.capability[0] + self.capability[1]
+        """Whether a GPU, and the code that it runs, have the instructions of this kind's kernels."""
+        newer = gpu.code_capability >= 10 * self.capability[0] + self.capability[1]
         return gpu.wgmma if self.needs_wgmma else newer
 
     def has_instructions(self) -> bool:

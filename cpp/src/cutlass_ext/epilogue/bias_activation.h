@@ -40,8 +40,8 @@ CUTLASS_DEVICE void activate(float (&x)[kCount], qcutlass::Activation activation
 /// What a gate makes of its channel, v * sigmoid(u): SiLU has u = v, GELU in its tanh form u = 2 sqrt(2 / pi) (v +
 /// 0.044715 v^3). Short, since it stands in every turn of unrolled loops, and in every one a call of each function of
 /// activate() would: instructions then come from memory. exp2f() errs by 2^-22 and the reciprocal by 2^-23 of their
-/// results; with s = sigmoid(u) an error of the exponential counts s (1 - s) <= 1 / 4, so that the result is within
-/// 2^-22 |v|.
+/// results; with s = sigmoid(u) an error of the exponential, and of its argument, counts s (1 - s) <= 1 / 4, so that
+/// the result, two roundings included, is within about 2^-22 |v|.
 CUTLASS_DEVICE float gate_value(float v, qcutlass::Activation activation) {
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLinear = 2.30220820f, kCubic = 0.10294324f;  // 2 sqrt(2 / pi) log2(e), and 0.044715 times it
@@ -179,11 +179,8 @@ CUTLASS_DEVICE AlignedArray<Element, kCount> load_columns(Element const* from, i
   return result;
 }
 
-template <class Vector, int kCount>
-CUTLASS_DEVICE void add_to(float (&values)[kCount], Vector const& vector) {
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < kCount; ++i) values[i] += float(vector[i]);
-}
+/// A sum that is never fused with the product before it: rounded as the sum of a separate operator.
+CUTLASS_DEVICE float add_separately(float a, float b) { return __fadd_rn(a, b); }
 
 /// Channels of a gate that lie together, before as many of what they multiply (qcutlass::Gate::kInterleaved).
 inline constexpr int kGateTurn = 16;
@@ -203,44 +200,44 @@ CUTLASS_HOST_DEVICE constexpr int gate_channel(int column) {
 template <class Element>
 CUTLASS_DEVICE void finish_channels(OutputTensor const& out, int token, int channel, float (&values)[kVectorChannels]) {
   constexpr unsigned kTurnLanes = kGateTurn / kVectorChannels, kPairLanes = 2 * kTurnLanes;
-  bool const gated = out.gate != qcutlass::Gate::kNone, adds = out.residual != nullptr;
-  float multiplied[kVectorChannels];
   auto const round = [&] {
     with_output_type<Element>(out.output_type, [&](auto element) { round_values<decltype(element)>(values); });
   };
   int column = channel, columns = out.channels;
-  if (gated) {
+  if (out.gate != qcutlass::Gate::kNone) {
     round();
     unsigned const lanes = ((1u << kPairLanes) - 1) << (threadIdx.x % 32 & ~(kPairLanes - 1));
+    float multiplied[kVectorChannels];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVectorChannels; ++i) multiplied[i] = __shfl_xor_sync(lanes, values[i], kTurnLanes);
     if (channel % (2 * kGateTurn) >= kGateTurn) return;  // the other thread has the gate
-    column = gated_column(channel);
-    columns /= 2;
-  }
-  if (gated) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVectorChannels; ++i) values[i] = gate_value(values[i], out.activation) * multiplied[i];
+    column = gated_column(channel);
+    columns /= 2;
   } else {
     activate(values, out.activation);
-    if (adds) round();
   }
+  bool const adds = out.residual != nullptr;
+  if (adds) round();
   with_output_type<Element>(out.output_type, [&](auto element) {
     using Type = decltype(element);
-    if (adds)
-      add_to(values, load_columns<Type, kVectorChannels>(
-                         static_cast<Type const*>(out.residual) + token * out.residual_stride + column,
-                         columns - column, out.vectors));
+    if (adds) {
+      auto const* const row = static_cast<Type const*>(out.residual) + token * out.residual_stride;
+      auto const residual = load_columns<Type, kVectorChannels>(row + column, columns - column, out.vectors);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVectorChannels; ++i) values[i] = add_separately(values[i], float(residual[i]));
+    }
     store_channels(static_cast<Type*>(out.output) + token * out.stride + column, values, columns - column, out.vectors);
   });
 }
 
-/// Stores those of 8 channels of 16 bits, or 16 of 8, that exist.
-template <class Element>
-CUTLASS_DEVICE void store_words(Element* out, uint4 const& words, int count, bool vectors) {
+/// Stores those elements of some words that exist, `vectors`: all, or none.
+template <class Element, class Words>
+CUTLASS_DEVICE void store_words(Element* out, Words const& words, int count, bool vectors) {
   constexpr int kCount = int(sizeof(words) / sizeof(Element));
   if (vectors) {
-    if (count > 0) *reinterpret_cast<uint4*>(out) = words;
+    if (count > 0) *reinterpret_cast<Words*>(out) = words;
   } else {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i)

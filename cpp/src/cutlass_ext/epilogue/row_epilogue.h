@@ -200,10 +200,9 @@ class RowEpilogue {
         break;
       default:
         if constexpr (qcutlass::is_promoted(Mma::kMode)) {
-          int const channel = column;
           int const other = (warpgroup_ ^ 1) * 4 + warp_;  // has the other channels where kChannels is 64
           RowQuantizer<kChannels>(params, buffer(warp_), storage_.buffers[other], Mma::kWarpgroups + warp_, lane_)
-              .run(values, token, channel, mine);
+              .run(values, token, column, mine);
         }
     }
   }
@@ -241,11 +240,11 @@ class RowEpilogue {
     column += lane_ % kLanes * 8;
     token += lane_ / kLanes;
     if (kHasGates && params.residual != nullptr) {
-      Element const* from = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
+      Element const* row = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
       AlignedArray<Element, 8> residual[kSteps];  // all of them on their way, before the first is added
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSteps; ++i, from += kRows * params.residual_stride)
-        residual[i] = thread::load_columns<Element, 8>(from, token + i * kRows < params.tokens ? columns - column : 0,
+      for (int i = 0; i < kSteps; ++i, row += kRows * params.residual_stride)
+        residual[i] = thread::load_columns<Element, 8>(row, token + i * kRows < params.tokens ? columns - column : 0,
                                                        params.vectors);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps; ++i) add_row(rows[i], residual[i]);
@@ -287,7 +286,8 @@ class RowEpilogue {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCount / 2; ++i) {
         int const own = column + i / 2 * 8 + i % 2;
-        if (own < columns) values[index(i / 2, half, i % 2)] += row[own];
+        float& value = values[index(i / 2, half, i % 2)];
+        if (own < columns) value = thread::add_separately(value, row[own]);
       }
     }
   }

@@ -117,8 +117,10 @@ class WgmmaEpilogue {
         if (mine[i]) transpose(params, sums, pass, i);
       }
       // That of the next pass is on its way while this one is stored. Both take the places of this pass's sums.
-      if (kFinishes && pass == 0) request_residual(params, pass, channel, token, residual);
-      if (kFinishes) request_residual(params, pass + 1, channel, token, next);
+      if constexpr (kFinishes) {
+        if (pass == 0) request_residual(params, pass, channel, token, blocks, rank, residual);
+        request_residual(params, pass + 1, channel, token, blocks, rank, next);
+      }
       // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
       CUTLASS_PRAGMA_UNROLL
@@ -205,29 +207,28 @@ class WgmmaEpilogue {
   struct Place {
     int token, column;
   };
+  template <bool kFinishes>
   CUTLASS_DEVICE Place place(Params const& params, int pass, int part, int channel, int token) const {
     int const own = thread_ % kVectors;
-    bool const gated = kFinishesRows && params.gate != qcutlass::Gate::kNone;
+    bool const gated = kFinishes && params.gate != qcutlass::Gate::kNone;
     return {token + (pass * kPassParts + part) * kPartTokens + thread_ / kVectors,
             gated ? channel / 2 + own * kGatedColumns : channel + own * kRowColumns};
   }
 
-  /// The residual of a pass, if there are one and the other.
-  CUTLASS_DEVICE void request_residual(Params const& params, int pass, int channel, int token, Residual& result) const {
-    if constexpr (kFinishesRows) {
-      if (params.residual == nullptr || pass >= kPasses) return;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPassParts; ++i) {
-        Place const at = place(params, pass, i, channel, token);
-        if (at.token >= params.tokens) continue;
-        auto const* from = static_cast<Element const*>(params.residual) + at.token * params.residual_stride + at.column;
-        if (params.gate != qcutlass::Gate::kNone)
-          reinterpret_cast<AlignedArray<Element, kGatedColumns>&>(result.parts[i]) =
-              thread::load_columns<Element, kGatedColumns>(from, params.channels / 2 - at.column, params.vectors);
-        else
-          result.parts[i] =
-              thread::load_columns<Element, kRowColumns>(from, params.channels - at.column, params.vectors);
-      }
+  /// The residual of a pass, of the parts that this block finishes, if there are one and the other.
+  CUTLASS_DEVICE void request_residual(Params const& params, int pass, int channel, int token, int blocks, int rank,
+                                       Residual& result) const {
+    if (params.residual == nullptr || pass >= kPasses) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPassParts; ++i) {
+      Place const at = place<true>(params, pass, i, channel, token);
+      if (at.token >= params.tokens || !is_own(pass * kPassParts + i, blocks, rank)) continue;
+      auto const* from = static_cast<Element const*>(params.residual) + at.token * params.residual_stride + at.column;
+      if (params.gate != qcutlass::Gate::kNone)
+        reinterpret_cast<AlignedArray<Element, kGatedColumns>&>(result.parts[i]) =
+            thread::load_columns<Element, kGatedColumns>(from, params.channels / 2 - at.column, params.vectors);
+      else
+        result.parts[i] = thread::load_columns<Element, kRowColumns>(from, params.channels - at.column, params.vectors);
     }
   }
 
@@ -236,7 +237,7 @@ class WgmmaEpilogue {
                                  Columns const& residual) const {
     int const own = thread_ % kVectors;
     Element const* const sums = rows(pass)[part * kPartTokens + thread_ / kVectors];
-    Place const at = place(params, pass, part, channel, token);
+    Place const at = place<kFinishes>(params, pass, part, channel, token);
     if (at.token >= params.tokens) return;
     Element* const out = static_cast<Element*>(params.output) + at.token * params.stride + at.column;
     if constexpr (kFinishes) {
@@ -247,13 +248,15 @@ class WgmmaEpilogue {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kGatedColumns; ++i)
           values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
-        if (params.residual != nullptr) thread::add_to(values, residual);
-        thread::store_channels(out, values, params.channels / 2 - at.column, params.vectors);
+        uint2 words = {thread::pack_pair<Element>(values[0], values[1]),
+                       thread::pack_pair<Element>(values[2], values[3])};
+        if (params.residual != nullptr) add_pairs(words, residual);
+        thread::store_words(out, words, params.channels / 2 - at.column, params.vectors);
         return;
       }
       if (params.residual != nullptr) {
         uint4 words = reinterpret_cast<uint4 const&>(sums[own * kRowColumns]);
-        add_pairs(reinterpret_cast<uint32_t(&)[4]>(words), reinterpret_cast<uint32_t const(&)[4]>(residual));
+        add_pairs(words, residual);
         thread::store_words(out, words, params.channels - at.column, params.vectors);
         return;
       }
@@ -262,9 +265,13 @@ class WgmmaEpilogue {
                         params.vectors);
   }
 
-  static CUTLASS_DEVICE void add_pairs(uint32_t (&words)[4], uint32_t const (&others)[4]) {
+  /// A sum of 16-bit numbers in fp32, rounded, is that of the instruction for pairs: 24 bits are twice theirs and 2.
+  template <class Words>
+  static CUTLASS_DEVICE void add_pairs(Words& words, Columns const& residual) {
+    auto* const pairs = reinterpret_cast<uint32_t*>(&words);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) words[i] = arch::PairMath<Element>::add(words[i], others[i]);
+    for (int i = 0; i < int(sizeof(Words) / 4); ++i)
+      pairs[i] = arch::PairMath<Element>::add(pairs[i], reinterpret_cast<uint32_t const*>(&residual)[i]);
   }
 
   template <int kCount>
