@@ -20,9 +20,10 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
-from qcutlass.models.block_steps import EXACT, GATES, BlockStep, stepped
+from qcutlass.models.block_steps import EXACT, GATES, BlockStep
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
+from qcutlass.models.steps_ahead import stepped
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
 from qcutlass.products.rotary_operators import rotary, rotary_append
 

@@ -45,9 +45,10 @@ class GraphTimer:
     def __call__(self, layer: Layer, m: int, plans: Sequence[_C.Plan]) -> list[float | None]:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
             if layer != self._layer:
+                self._layer = None
                 self._copies.clear()  # before the next ones take their memory
             call = layer.call(m, self._device)
-            if layer != self._layer:
+            if self._layer is None:
                 self._copies, self._layer = _copies(layer.kind.weights(call)), layer
             out = torch.empty(m, layer.n, dtype=call.out_dtype, device=self._device)
             launches = _launches(call, out, _nbytes(self._copies[0]))

@@ -18,7 +18,7 @@ import qcutlass
 from qcutlass.models.cache_argument import CACHE
 
 pytest.importorskip("transformers", reason="needs transformers")
-from qcutlass.models import block_modules, block_steps
+from qcutlass.models import block_modules, steps_ahead
 from qcutlass.models.growing_cache import growing_cache
 
 BLOCKS = 3
@@ -45,7 +45,7 @@ def test_a_token_is_one_call(family: str, batch: int, seed: int, counter: Counte
     assert (counter.count, counter.calls) == (STEPS * BLOCKS, STEPS)
     assert torch.equal(made(by_blocks(together), seed, batch), found)
     assert counter.calls == STEPS + STEPS * BLOCKS
-    assert block_steps._runs.all == []
+    assert steps_ahead._runs.all == []
 
 
 def test_copies_and_a_second_fusing(seed: int, counter: Counter) -> None:
@@ -276,7 +276,7 @@ def test_an_interrupt_is_forgotten_with_the_next_call(seed: int) -> None:
         made(together, seed)
     handle.remove()
     assert torch.equal(made(together, seed), expected)
-    assert block_steps._runs.all == []
+    assert steps_ahead._runs.all == []
 
 
 def test_an_error_ends_a_run(seed: int, counter: Counter) -> None:
@@ -286,7 +286,7 @@ def test_an_error_ends_a_run(seed: int, counter: Counter) -> None:
     with pytest.raises(ZeroDivisionError):
         made(together, seed)
     handle.remove()
-    assert block_steps._runs.all == []
+    assert steps_ahead._runs.all == []
     assert torch.equal(made(together, seed), expected)
 
 
@@ -315,4 +315,4 @@ def test_a_compiled_model_is_as_before(seed: int) -> None:
         expected = together(ids, use_cache=False).logits
         found = torch.compile(together, backend="eager")(ids, use_cache=False).logits
     assert torch.equal(found, expected)
-    assert block_steps._runs.all == []
+    assert steps_ahead._runs.all == []
