@@ -12,13 +12,6 @@ FEW = "w4a16_minimum"
 FEW_STREAM = (tactic("gemm with minimums-float16 w4", "stream_n64m16k512w4_s3"),)
 FEW_MULTISTAGE = (tactic("gemm with minimums-float16 w4", "sm80_n64m16k128_s3"),)
 
-ADD_BIAS = """\
-    if (params_.bias_type != qcutlass::DType::kNone) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
-    }
-"""
-
 STREAM = (
     Mutant(
         "scales of a stage's first row for all of its rows",
@@ -197,8 +190,8 @@ OUTPUT = (
         "a row behind the last one is written",
         "epilogue of mma.sync",
         f"{EPILOGUE}/bias_activation.h",
-        "    if (token >= params_.tokens) return;\n    finish(sum);",
-        "    if (token > params_.tokens) return;\n    finish(sum);",
+        "    if (token >= params_.tokens) return;\n    add_bias(sum);",
+        "    if (token > params_.tokens) return;\n    add_bias(sum);",
         FEW,
         FEW_STREAM,
     ),
@@ -212,11 +205,11 @@ OUTPUT = (
         (*FEW_STREAM, *FEW_MULTISTAGE),
     ),
     Mutant(
-        "activation before bias",
+        "activation before bias, and again behind it",
         "epilogue of dense products",
         f"{EPILOGUE}/bias_activation.h",
-        f"{ADD_BIAS}    activate(sum, params_.activation);\n",
-        f"    activate(sum, params_.activation);\n{ADD_BIAS}",
+        "    add_bias(sum);\n    finish_channels<Element>",
+        "    activate(sum, params_.activation);\n    add_bias(sum);\n    finish_channels<Element>",
         "dense",
         (tests("test_dense_cuda.py", "test_every_scheme[", "-4-groups-everything]"),),
     ),

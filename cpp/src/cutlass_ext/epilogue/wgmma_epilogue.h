@@ -9,7 +9,6 @@
 #include "cute/arch/copy_sm90.hpp"
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/named_barrier.h"
-#include "cutlass_ext/arch/packed_math.h"
 #include "cutlass_ext/arch/wgmma.h"
 #include "cutlass_ext/epilogue/cluster_shares.h"
 #include "cutlass_ext/epilogue/expert_output.h"
@@ -94,20 +93,27 @@ class WgmmaEpilogue {
         store_floats(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
         return;
       }
-    bool const finishes = kFinishesRows && (params.gate != qcutlass::Gate::kNone || params.residual != nullptr);
-    finishes ? store<kFinishesRows>(params, sums, channel, token, blocks, rank)
-             : store<false>(params, sums, channel, token, blocks, rank);
+    if (kHasGates && params.gate != qcutlass::Gate::kNone) {
+      store<kHasGates>(params, sums, channel, token, blocks, rank);
+    } else {
+      if constexpr (kHasGates)
+        if (params.residual != nullptr)
+          add_residual(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
+      store<false>(params, sums, channel, token, blocks, rank);
+    }
     if (kPasses % 2 != 0) first_ ^= 1;
   }
 
  private:
   static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
 
-  /// Stores this block's parts, rounded. kFinishes: a gate or a residual follows.
-  template <bool kFinishes>
+  /// Whether gates and residuals may follow. They find sums that are rounded, as separate operators do.
+  static constexpr bool kHasGates = !kScalesTokens && !Mma::kExperts;
+
+  /// Stores this block's parts, rounded.
+  template <bool kGated>
   CUTLASS_DEVICE void store(Params const& params, Sums const& sums, int channel, int token, int blocks,
                             int rank) const {
-    Residual residual, next;
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       bool mine[kPassParts];
@@ -116,17 +122,16 @@ class WgmmaEpilogue {
         mine[i] = is_own(pass * kPassParts + i, blocks, rank);
         if (mine[i]) transpose(params, sums, pass, i);
       }
-      // That of the next pass is on its way while this one is stored. Both take the places of this pass's sums.
-      if constexpr (kFinishes) {
-        if (pass == 0) request_residual(params, pass, channel, token, blocks, rank, residual);
-        request_residual(params, pass + 1, channel, token, blocks, rank, next);
-      }
       // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPassParts; ++i)
-        if (mine[i]) store_part<kFinishes>(params, pass, i, channel, token, residual.parts[i]);
-      residual = next;
+      for (int i = 0; i < kPassParts; ++i) {
+        if (!mine[i]) continue;
+        if constexpr (kGated)
+          store_gated(params, pass, i, channel, token);
+        else
+          store_rows(params, pass, i, channel, token);
+      }
     }
   }
 
@@ -194,89 +199,56 @@ class WgmmaEpilogue {
                                   reinterpret_cast<cute::uint128_t&>(rows(pass)[token][channel]));
   }
 
-  /// Whether gates and residuals may follow. They find sums that are rounded, as separate operators do.
-  static constexpr bool kFinishesRows = !kScalesTokens && !Mma::kExperts;
-  static constexpr int kRowColumns = 8, kGatedColumns = kRowColumns / 2;  // of a thread and row
-
-  using Columns = AlignedArray<Element, kRowColumns>;  // with a gate its first half
-  struct Residual {
-    Columns parts[kPassParts];
-  };
-
-  /// Where a thread's columns of a part are in the output.
-  struct Place {
-    int token, column;
-  };
-  template <bool kFinishes>
-  CUTLASS_DEVICE Place place(Params const& params, int pass, int part, int channel, int token) const {
-    int const own = thread_ % kVectors;
-    bool const gated = kFinishes && params.gate != qcutlass::Gate::kNone;
-    return {token + (pass * kPassParts + part) * kPartTokens + thread_ / kVectors,
-            gated ? channel / 2 + own * kGatedColumns : channel + own * kRowColumns};
+  CUTLASS_DEVICE void store_rows(Params const& params, int pass, int part, int channel, int token) const {
+    int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * 8;
+    uint4 const words = reinterpret_cast<uint4 const&>(rows(pass)[row][own]);
+    token += pass * kPassTokens + row;
+    channel += own;
+    if (token < params.tokens)
+      thread::store_words(static_cast<Element*>(params.output) + token * params.stride + channel, words,
+                          params.channels - channel, params.vectors);
   }
 
-  /// The residual of a pass, of the parts that this block finishes, if there are one and the other.
-  CUTLASS_DEVICE void request_residual(Params const& params, int pass, int channel, int token, int blocks, int rank,
-                                       Residual& result) const {
-    if (params.residual == nullptr || pass >= kPasses) return;
+  /// Of the columns that a part's channels give, half as many, four.
+  CUTLASS_DEVICE void store_gated(Params const& params, int pass, int part, int channel, int token) const {
+    constexpr int kColumns = 4;
+    using Columns = AlignedArray<Element, kColumns>;
+    int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * kColumns;
+    Element const* const sums = rows(pass)[row];
+    auto const gates = reinterpret_cast<Columns const&>(sums[thread::gate_channel(own)]);
+    auto const ups = reinterpret_cast<Columns const&>(sums[thread::gate_channel(own) + thread::kGateTurn]);
+    token += pass * kPassTokens + row;
+    int const column = channel / 2 + own, left = params.channels / 2 - column;
+    if (token >= params.tokens) return;
+    float values[kColumns];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPassParts; ++i) {
-      Place const at = place<true>(params, pass, i, channel, token);
-      if (at.token >= params.tokens || !is_own(pass * kPassParts + i, blocks, rank)) continue;
-      auto const* from = static_cast<Element const*>(params.residual) + at.token * params.residual_stride + at.column;
-      if (params.gate != qcutlass::Gate::kNone)
-        reinterpret_cast<AlignedArray<Element, kGatedColumns>&>(result.parts[i]) =
-            thread::load_columns<Element, kGatedColumns>(from, params.channels / 2 - at.column, params.vectors);
-      else
-        result.parts[i] = thread::load_columns<Element, kRowColumns>(from, params.channels - at.column, params.vectors);
+    for (int i = 0; i < kColumns; ++i)
+      values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
+    if (params.residual != nullptr) {
+      auto const* from = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
+      Columns const residual = thread::load_columns<Element, kColumns>(from, left, params.vectors);
+      thread::round_values<Element>(values);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kColumns; ++i) values[i] = thread::add_separately(values[i], float(residual[i]));
     }
+    thread::store_channels(static_cast<Element*>(params.output) + token * params.stride + column, values, left,
+                           params.vectors);
   }
 
-  template <bool kFinishes>
-  CUTLASS_DEVICE void store_part(Params const& params, int pass, int part, int channel, int token,
-                                 Columns const& residual) const {
-    int const own = thread_ % kVectors;
-    Element const* const sums = rows(pass)[part * kPartTokens + thread_ / kVectors];
-    Place const at = place<kFinishes>(params, pass, part, channel, token);
-    if (at.token >= params.tokens) return;
-    Element* const out = static_cast<Element*>(params.output) + at.token * params.stride + at.column;
-    if constexpr (kFinishes) {
-      if (params.gate != qcutlass::Gate::kNone) {
-        auto const gates = load<kGatedColumns>(sums + thread::gate_channel(own * kGatedColumns));
-        auto const ups = load<kGatedColumns>(sums + thread::gate_channel(own * kGatedColumns) + thread::kGateTurn);
-        float values[kGatedColumns];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kGatedColumns; ++i)
-          values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
-        uint2 words = {thread::pack_pair<Element>(values[0], values[1]),
-                       thread::pack_pair<Element>(values[2], values[3])};
-        if (params.residual != nullptr) add_pairs(words, residual);
-        thread::store_words(out, words, params.channels / 2 - at.column, params.vectors);
-        return;
-      }
-      if (params.residual != nullptr) {
-        uint4 words = reinterpret_cast<uint4 const&>(sums[own * kRowColumns]);
-        add_pairs(words, residual);
-        thread::store_words(out, words, params.channels - at.column, params.vectors);
-        return;
-      }
-    }
-    thread::store_words(out, reinterpret_cast<uint4 const&>(sums[own * kRowColumns]), params.channels - at.column,
-                        params.vectors);
-  }
-
-  /// A sum of 16-bit numbers in fp32, rounded, is that of the instruction for pairs: 24 bits are twice theirs and 2.
-  template <class Words>
-  static CUTLASS_DEVICE void add_pairs(Words& words, Columns const& residual) {
-    auto* const pairs = reinterpret_cast<uint32_t*>(&words);
+  /// Adds the residual to sums where they are, rounded before. In the layout of rows it would be held in registers that
+  /// there are not: what spills goes to L2, since the rings leave no room to L1.
+  template <class IsOwn>
+  CUTLASS_DEVICE void add_residual(Params const& params, Sums& sums, int channel, int token,
+                                   IsOwn const& is_own) const {
+    channel += own_channel();
+    token += lane() % 4 * 2;
+    auto const* const residual = static_cast<Element const*>(params.residual) + channel;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < int(sizeof(Words) / 4); ++i)
-      pairs[i] = arch::PairMath<Element>::add(pairs[i], reinterpret_cast<uint32_t const*>(&residual)[i]);
-  }
-
-  template <int kCount>
-  static CUTLASS_DEVICE AlignedArray<Element, kCount> load(Element const* from) {
-    return reinterpret_cast<AlignedArray<Element, kCount> const&>(*from);
+    for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) {
+      int const own = i / 2 % 2 * 8, row = token + i / 4 * 8 + i % 2;
+      if (is_own(i / 8) && row < params.tokens && channel + own < params.channels)
+        sums[i] = float(Element(sums[i])) + float(residual[row * params.residual_stride + own]);
+    }
   }
 
   /// Outputs of 32 bits, in sectors of 32 bytes, of eight lanes each.
