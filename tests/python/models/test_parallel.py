@@ -124,6 +124,7 @@ def run_script(repository: Path, folder: Path, where: Path, environment: dict[st
         cwd=where,
         check=False,
         env=os.environ | environment,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     return torch.tensor(json.loads(run.stdout.strip().splitlines()[-1]))
