@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -339,6 +340,22 @@ def test_explain_says_what_follows_the_product() -> None:
     bare = qcutlass.explain(*given, device="h200")
     assert why.plan.tactic == bare.plan.tactic
     assert qcutlass.tactics(*given, **problem.keywords) == qcutlass.tactics(*given)
+
+
+def test_gates_take_tiles_of_whole_turns() -> None:
+    problem = Case(8, 6144, 1024, activation="silu_mul").random()
+    packed = qcutlass.preprocess_weights(problem.codes, bits=4)
+    given = (qcutlass.gemm, problem.a, packed, problem.scales, problem.zeros)
+
+    def widths(**options: Any) -> set[int]:
+        found = qcutlass.explain(*given, device="h200", **options).candidates
+        return {int(re.findall(r"_n(\d+)m", each.plan.tactic)[0]) for each in found if not each.plan.dense}
+
+    assert {48, 80} <= widths()
+    assert widths(**problem.keywords) == {width for width in widths() if width % 32 == 0}
+    name = next(name for name in qcutlass.tactics(*given) if "_n48m" in name)
+    with pytest.raises(qcutlass.UnsupportedError, match="_n48m"):
+        qcutlass.explain(*given, device="h200", tactic=name, **problem.keywords)
 
 
 def test_out_must_not_be_the_residual(seed: int) -> None:
