@@ -84,6 +84,7 @@ def fuse_block(model: nn.Module) -> BlockFusion:
             importlib.import_module("qcutlass.models.steps_ahead").run_ahead(stack)
         for names, reason in _projections(stack).items():
             skipped[", ".join(f"{prefix}.{name}" if prefix else name for name in names)] = reason
+        _interleave(stack)
     return BlockFusion(tuple(fused), skipped)
 
 
@@ -153,13 +154,14 @@ def _projections(stack: nn.Module) -> dict[tuple[str, ...], str]:
     if not any(name.rpartition(".")[2] in group for name in names for group in GROUPS):
         return {}
     skipped = fuse_projections(stack).skipped
-    _interleave(stack)
     return {group: why for group, why in skipped.items() if not isinstance(names[group[0]], FusedProjection)}
 
 
 def _interleave(stack: nn.Module) -> None:
-    """On a GPU, where the epilogue of the product has the gate. On a CPU a token passes through all blocks in one call,
-    which was measured to be faster with the gate behind the product."""
+    """Puts gate and up in turns on a GPU, where the epilogue of their product has the gate.
+
+    On a CPU a token passes through all blocks in one call, which was measured to be faster with the gate behind it.
+    """
     for mlp in stack.modules():
         if isinstance(mlp, _classes().FusedMLP):
             product = shared_product(*(getattr(mlp, name, mlp) for name in GROUPS[1]))

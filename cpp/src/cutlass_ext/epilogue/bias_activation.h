@@ -38,8 +38,8 @@ CUTLASS_DEVICE void activate(float (&x)[kCount], qcutlass::Activation activation
 }
 
 /// What a gate makes of its channel, v * sigmoid(u): SiLU has u = v, GELU in its tanh form u = 2 sqrt(2 / pi) (v +
-/// 0.044715 v^3). Short, since it stands in every turn of unrolled loops, and in every one a call of each function of
-/// activate() would: instructions then come from memory. exp2f() errs by 2^-22 and the reciprocal by 2^-23 of their
+/// 0.044715 v^3). Short, since it stands in every turn of unrolled loops, where the switch of activate() made products
+/// slower. exp2f() errs by 2^-22 and the reciprocal by 2^-23 of their
 /// results; with s = sigmoid(u) an error of the exponential, and of its argument, counts s (1 - s) <= 1 / 4, so that
 /// the result, two roundings included, is within about 2^-22 |v|.
 CUTLASS_DEVICE float gate_value(float v, qcutlass::Activation activation) {
