@@ -22,6 +22,7 @@ from qcutlass.algorithms import (
     round_to_nearest,
     search_smoothing,
 )
+from qcutlass.quantized import QuantizedTensor
 from qcutlass.testing import quantizing
 
 SCHEMES = [
@@ -54,6 +55,22 @@ def in_order(found: GptqResult) -> Tensor:
 def same(a: Any, b: Any) -> bool:
     pairs = [(a.codes, b.codes), (a.scales, b.scales), (a.zeros, b.zeros)]
     return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
+
+
+def same_but_for_ties(weight: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Equal, except in groups where both grids cost the same within the rounding of a sum of squares in fp32."""
+    n, columns = len(weight), range(0, weight.shape[1], a.group_size)
+    other = a.scales.T != b.scales.T  # [N, G]
+    if a.zeros is not None and b.zeros is not None:
+        other |= a.zeros.T != b.zeros.T
+    costs = []
+    for q in (a, b):
+        errors = (q.dequantize(torch.float32) - weight).double().square()
+        costs.append(torch.stack([errors[:, k : k + a.group_size].sum(dim=1) for k in columns], dim=1))
+    tied = costs[0].maximum(costs[1]) <= costs[0].minimum(costs[1]) * quantizing.SUM_SLACK
+    elsewhere = ~other.repeat_interleave(a.group_size, dim=1)[:, : weight.shape[1]]
+    codes = torch.equal(a.codes[elsewhere], b.codes[elsewhere])
+    return codes and bool(tied[other].all()) and int(other.sum()) <= n // 8
 
 
 def test_statistics_are_means_over_all_tokens(seed: int) -> None:
@@ -121,11 +138,19 @@ def test_gptq_beats_rounding_on_correlated_inputs(scheme: WeightOnly, act_order:
 @pytest.mark.parametrize("clip", [False, True])
 def test_gptq_rounds_to_nearest_where_inputs_are_uncorrelated(scheme: WeightOnly, clip: bool, seed: int) -> None:
     weight = torch.randn(33, 200, generator=torch.Generator().manual_seed(seed))
+    nearest = round_to_nearest(weight, scheme, clip=clip)
     found = gptq(weight, 4 * torch.eye(200), scheme, clip=clip)
-    assert same(found.weight, round_to_nearest(weight, scheme, clip=clip))
+    assert same_but_for_ties(weight, found.weight, nearest)
     assert found.perm is None
     unseen = gptq(weight, torch.zeros(200, 200), scheme, clip=clip)
-    assert same(unseen.weight, round_to_nearest(weight, scheme, clip=clip))
+    assert same_but_for_ties(weight, unseen.weight, nearest)
+
+
+def test_gptq_and_rounding_break_a_tie_alike() -> None:
+    """In one group here two ranges cost the same but for 1.4e-8 of it; sums in two orders would choose differently."""
+    weight = torch.randn(33, 200, generator=torch.Generator().manual_seed(1926971175))
+    nearest = round_to_nearest(weight, WeightOnly(4, 32, True))
+    assert same(gptq(weight, 4 * torch.eye(200), WeightOnly(4, 32, True)).weight, nearest)
 
 
 def test_gptq_is_the_elimination_of_one_column_after_the_other(seed: int) -> None:

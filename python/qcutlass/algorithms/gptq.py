@@ -130,9 +130,10 @@ def inverse_factor(moment: Tensor, damping: float) -> tuple[Tensor, float]:
     raise ValueError("second_moment: expected a positive semidefinite matrix, a mean of x xT; it is far from one")
 
 
-def _weighted(costs: Tensor) -> Penalty:
-    """Squares, each column's times its cost."""
-    return lambda errors: errors.square() @ costs
+def _weighted(diagonal: Tensor) -> Penalty:
+    """Squares, each column's times its cost, over that of the first: columns that cost alike count as `squares` do."""
+    costs = (diagonal[0] / diagonal).square()
+    return lambda errors: errors.square().mul_(costs).sum(dim=2)
 
 
 def _round(
@@ -151,7 +152,7 @@ def _round(
         for begin in range(group * step, end, _COLUMNS):
             part = slice(begin, min(end, begin + _COLUMNS))
             if begin == group * step:
-                penalty = _weighted(diagonal[begin:end].square().reciprocal()) if clip else None
+                penalty = _weighted(diagonal[begin:end]) if clip else None
                 grid = fit_grid(columns[begin:end].T[:, None].contiguous(), scheme, dtype, penalty)
                 scales[group], shifts[group] = grid.scales[:, 0], grid.shifts[:, 0]
             scale, shift = scales[group].float(), shifts[group]
