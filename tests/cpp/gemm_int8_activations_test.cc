@@ -121,25 +121,46 @@ INSTANTIATE_TEST_SUITE_P(Cases, Int8ActivationsTest, testing::ValuesIn(cases()),
   return std::to_string(info.index) + "_m" + std::to_string(info.param.m) + "_" + test::name_of(info.param.weights);
 });
 
-TEST(Int8Activations, LargestCodesDoNotSaturate) {
+/// The sums of products with codes that are all the same, in groups of every length of a run.
+void expect_equal_codes_are_exact(Packing packing, int code, int value) {
   int64_t const n = 16, k = 256;
-  for (Packing packing : {Packing::kW4A16, Packing::kW8A16}) {
-    int const largest = (1 << bits_of(packing)) - 1;
-    std::vector<uint8_t> codes(n * k, static_cast<uint8_t>(largest)), packed(layout::packed_bytes(packing, n, k));
-    host::pack({packing, n, k, codes.data(), k, packed.data()}, 1);
-    std::vector<float> const scales(n, 1.0f);
-    std::vector<uint8_t> const zeros(n, 0);
+  std::vector<uint8_t> codes(n * k, static_cast<uint8_t>(code)), packed(layout::packed_bytes(packing, n, k));
+  host::pack({packing, n, k, codes.data(), k, packed.data()}, 1);
+  for (int64_t const group_size : {int64_t{16}, kBlock, k}) {
+    std::vector<float> const scales(k / group_size * n, 1.0f);
+    std::vector<uint8_t> const zeros(k / group_size * n, 0);
     WeightArguments const weights{
-        packing, n, k, k, packed.data(), DType::kFloat32, scales.data(), n, DType::kUInt8, zeros.data(), n};
-    for (float sign : {1.0f, -1.0f}) {
-      std::vector<float> const a(k, sign * 127.0f);
+        packing, n, k, group_size, packed.data(), DType::kFloat32, scales.data(), n, DType::kUInt8, zeros.data(), n};
+    for (int64_t const m : {int64_t{1}, int64_t{2}, int64_t{9}}) {
       for (host::ByteKernels kernels : host::byte_kernels()) {
-        for (float value : run(weights, a, 1, kernels)) {
-          ASSERT_EQ(value, sign * 127.0f * static_cast<float>(largest * k)) << "kernels " << int(kernels);
+        std::vector<float> out;
+        if (value == -128) {  // which only rows of the callers have
+          std::vector<int8_t> const a(m * k, static_cast<int8_t>(value));
+          out.resize(m * n);
+          GemmArguments arguments;
+          arguments.m = m;
+          arguments.weights = weights;
+          arguments.a_type = DType::kInt8;
+          arguments.a = a.data();
+          arguments.a_stride = k;
+          arguments.out = out.data();
+          host::gemm_int8_rows(arguments, 1, store_sums, kernels);
+        } else {
+          out = run(weights, std::vector<float>(m * k, static_cast<float>(value)), 1, kernels);
         }
+        for (float sum : out)
+          ASSERT_EQ(sum, static_cast<float>(value * code * k)) << "kernels " << int(kernels) << ", m " << m;
       }
     }
   }
+}
+
+TEST(Int8Activations, LargestProductsDoNotSaturate) {
+  for (int value : {-127, 127}) {
+    for (int code : {0, 1, 15}) expect_equal_codes_are_exact(Packing::kW4A16, code, value);
+    for (int code : {0, 1, 127, 128, 255}) expect_equal_codes_are_exact(Packing::kW8A16, code, value);
+  }
+  for (int code : {0, 15}) expect_equal_codes_are_exact(Packing::kW4A16, code, -128);
 }
 
 /// What is exact: integers by powers of two, of every length of run, at every end of K.

@@ -67,43 +67,65 @@ struct ChannelSums {
   }
 };
 
-/// Adds the products of a block of rows. `codes`: [words][16 channels]; `a`: [words][kRows], four bytes each; `words`
-/// is even.
-template <class Bytes, int kBits, int kRows>
+/// Words whose partial sums are added up, no more than are exact.
+inline constexpr int kWordsAtOnce = 4;
+static_assert(kWordsAtOnce <= kMostPartialSums);
+
+/// Adds the products of a block of rows with codes less Bytes::kLess. `codes`: [words][16 channels]; `a`:
+/// [words][kRows], four bytes each; `words` is a multiple of kWordsAtOnce.
+template <class Bytes, ByteRange kRange, int kRows>
 QCUTLASS_INLINE void add_dots(int32_t const* codes, int8_t const* a, int words, ChannelSums<Bytes> (&sums)[kRows]) {
+  constexpr bool kIsWhole = Bytes::template kIsWhole<kRange>;
 #pragma GCC unroll 2
   for (int part = 0; part < ChannelSums<Bytes>::kParts; ++part) {
     int32_t const* from = codes + part * Bytes::kLanes;
     int8_t const* of_rows = a;
-    for (int begin = 0; begin < words; begin += 2) {
-#pragma GCC unroll 2
-      for (int word = 0; word < 2; ++word) {
+    for (int begin = 0; begin < words; begin += kWordsAtOnce) {
+      typename Bytes::Int partial[kRows];
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) partial[row] = kIsWhole ? sums[row].part[part] : typename Bytes::Int{};
+#pragma GCC unroll 4
+      for (int word = 0; word < kWordsAtOnce; ++word) {
         typename Bytes::Int loaded;
         std::memcpy(&loaded, from, sizeof(loaded));
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          Bytes::template add_dot<kBits>(sums[row].part[part], loaded, of_rows + row * 4);
-        }
+        for (int row = 0; row < kRows; ++row) Bytes::template add_dot<kRange>(partial[row], loaded, of_rows + row * 4);
         from += layout::kTileN;
         of_rows += kRows * 4;
+      }
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        auto const whole = Bytes::template whole<kRange>(partial[row]);
+        sums[row].part[part] = kIsWhole ? whole : sums[row].part[part] + whole;
       }
     }
   }
 }
 
-/// What a run adds to sums of channels `first` and following: `dots` are those of a row's codes with theirs. The
-/// difference to zeros comes first, which is exact where these are integers.
-template <bool kMinimums, class Float, class Int>
-QCUTLASS_INLINE Float sum_of_run(Int const& dots, QuantizedRows::Run const& run, ChannelParameters const& group,
-                                 int first) {
+/// What a run adds to sums of channels `first` and following: `dots` are those of a row's codes with theirs, which are
+/// less by Bytes::kLess. They, and the difference to zeros that are integers, are exact in fp32.
+template <class Bytes, ByteRange kRange, bool kMinimums, class Int>
+QCUTLASS_INLINE auto sum_of_run(Int const& dots, QuantizedRows::Run const& run, ChannelParameters const& group,
+                                int first) {
+  using Float = typename Vectors<Bytes::kLanes>::Float;
+  constexpr auto kLess = static_cast<float>(Bytes::template kLess<kRange>);
   Float scale, offset;
   std::memcpy(&scale, group.scales + first, sizeof(scale));
   std::memcpy(&offset, group.offsets + first, sizeof(offset));
-  Float const codes = __builtin_convertvector(dots, Float);
+  Float codes = __builtin_convertvector(dots, Float);
+  if constexpr (kLess != 0) codes += kLess * run.sum;
   if constexpr (kMinimums)
     return (codes * scale - offset * run.sum) * run.scale;
   else
     return (codes - offset * run.sum) * run.scale * scale;
+}
+
+/// Vectors that lie together. One copy of all of them would be a call, or `rep movs`, which takes long to begin.
+template <class Bytes, int kVectors>
+QCUTLASS_INLINE void load_vectors(void const* from, typename Bytes::Int (&out)[kVectors]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i)
+    std::memcpy(&out[i], static_cast<char const*>(from) + i * sizeof(out[i]), sizeof(out[i]));
 }
 
 /// The 32-bit words of a tile with the upper half of their positions moved between the lower ones: times 2, modulo 127.

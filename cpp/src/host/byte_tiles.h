@@ -57,6 +57,7 @@ class ByteTiles {
  private:
   static constexpr int kLanes = Bytes::kLanes, kParts = layout::kTileN / kLanes;
   static constexpr int kBits = bits_of(kPacking);
+  static constexpr ByteRange kRange = range_of(kPacking);
   static constexpr int kWords = layout::kTileBytes / 4, kVectors = kWords / kLanes;
 
   using Int = typename Bytes::Int;
@@ -90,7 +91,7 @@ class ByteTiles {
       ChannelSums<Bytes> dots[kRows];
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) dots[row].clear();
-      add_dots<Bytes, kBits, kRows>(codes, a, words, dots);
+      add_dots<Bytes, kRange, kRows>(codes, a, words, dots);
       codes += words * layout::kTileN;
       a += run_ * kRows;
       ChannelParameters const& group = groups_[group_of_[run]];
@@ -98,7 +99,8 @@ class ByteTiles {
       for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row)
-          total[row][part] += sum_of_run<kMinimums, Float>(dots[row].part[part], parameters[row], group, part * kLanes);
+          total[row][part] +=
+              sum_of_run<Bytes, kRange, kMinimums>(dots[row].part[part], parameters[row], group, part * kLanes);
       }
       parameters += kRows;
     }
@@ -158,7 +160,7 @@ class ByteTiles {
   /// The 32-bit words of a packed tile, [8 g][16 words], as [16 words][8 g]: three perfect shuffles.
   static QCUTLASS_INLINE void transpose(uint8_t const* packed, Int (&out)[kVectors]) {
     Int other[kVectors];
-    std::memcpy(other, packed, sizeof(other));
+    load_vectors<Bytes>(packed, other);
     perfect_shuffle<Bytes>(other, out);
     perfect_shuffle<Bytes>(out, other);
     perfect_shuffle<Bytes>(other, out);

@@ -37,8 +37,8 @@ class Int8Tiles {
       ChannelSums<Bytes> dots[kRows];
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) dots[i].load(sums + (row + i) * layout::kTileN);
-      add_dots<Bytes, 8, kRows>(codes_, rows.codes.data() + row * rows.stride + begin * kRows,
-                                static_cast<int>(columns / 4), dots);
+      add_dots<Bytes, ByteRange::kAll, kRows>(codes_, rows.codes.data() + row * rows.stride + begin * kRows,
+                                              static_cast<int>(columns / 4), dots);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) dots[i].store(sums + (row + i) * layout::kTileN);
     });
@@ -62,7 +62,7 @@ class Int8Tiles {
           Int codes;
           std::memcpy(&codes, tile + i * sizeof(Int), sizeof(codes));
           bool const is_swapped = (begin + i) * kRowsOfVector / 4 % 2 == 1;
-          Bytes::template add_dot<8>(dots[i], codes ^ kUnsigned, is_swapped ? swapped : natural);
+          Bytes::template add_dot<ByteRange::kAll>(dots[i], codes ^ kUnsigned, is_swapped ? swapped : natural);
         }
       }
 #pragma GCC unroll 8
@@ -99,7 +99,7 @@ class Int8Tiles {
   /// The words of a packed tile, [16 rows][8], as [8][16 rows] in natural order.
   static QCUTLASS_INLINE void decode_tile(uint8_t const* packed, int32_t* __restrict out) {
     Int x[kVectors], y[kVectors];
-    std::memcpy(x, packed, sizeof(x));
+    load_vectors<Bytes>(packed, x);
     perfect_shuffle<Bytes>(x, y);
     perfect_shuffle<Bytes>(y, x);
     perfect_shuffle<Bytes>(x, y);

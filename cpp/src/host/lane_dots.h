@@ -20,23 +20,18 @@
 
 namespace qcutlass::host {
 
-/// A row's activations for a tile of codes, in the order of its words. The four bytes of a word of 8-bit codes belong
-/// to two channels, g and g + 8: there is a vector for each, with zeros where the other's codes are.
+/// A row's activations for a tile of codes, in the order of its words. A word of 8-bit codes has two of each of two
+/// channels, g and g + 8, which meet the same activations.
 template <Packing kPacking>
 struct alignas(64) LaneBytes {
   using Words = LaneWords<kPacking>;
-  static constexpr int kHalves = 4 / Words::kCodes;
 
-  int8_t codes[kHalves][Words::kWords][4];
+  int8_t codes[Words::kWords][4];
 
   /// `natural`: codes in the order of k.
   void arrange(int8_t const* natural) {
-    for (int half = 0; half < kHalves; ++half) {
-      for (int word = 0; word < Words::kWords; ++word) {
-        std::fill_n(codes[half][word], 4, int8_t{0});
-        for (int i = 0; i < Words::kCodes; ++i)
-          codes[half][word][half * Words::kCodes + i] = natural[Words::kColumn[word * Words::kCodes + i]];
-      }
+    for (int word = 0; word < Words::kWords; ++word) {
+      for (int i = 0; i < 4; ++i) codes[word][i] = natural[Words::kColumn[word * Words::kCodes + i % Words::kCodes]];
     }
   }
 };
@@ -51,8 +46,9 @@ struct LaneRows {
 };
 
 /// The sums over lanes of 16 channels. Lane w of a channel's vector belongs to step w % 4 of a tile; there is a sum for
-/// each of kRuns equal parts of the steps.
-template <class Bytes, int kRuns>
+/// each of kRuns equal parts of the steps. Of several runs of 4-bit codes the lanes are partial sums of one tile, and
+/// stay so to the end: of 16 / kLanes words, of at most four words of a step, thus kMostPartialSums for two steps.
+template <class Bytes, ByteRange kRange, int kRuns>
 class LaneSteps {
   static constexpr int kLanes = Bytes::kLanes, kParts = layout::kTileN / kLanes;
   using Int = typename Bytes::Int;
@@ -75,45 +71,56 @@ class LaneSteps {
       if constexpr (kRuns == 4) {
         Int const low02 = interleave<0>(steps[0], steps[2]), low13 = interleave<0>(steps[1], steps[3]);
         Int const high02 = interleave<2>(steps[0], steps[2]), high13 = interleave<2>(steps[1], steps[3]);
-        sums[0].part[part] = interleave<0>(low02, low13);
-        sums[1].part[part] = interleave<2>(low02, low13);
-        sums[2].part[part] = interleave<0>(high02, high13);
-        sums[3].part[part] = interleave<2>(high02, high13);
+        sums[0].part[part] = whole(interleave<0>(low02, low13));
+        sums[1].part[part] = whole(interleave<2>(low02, low13));
+        sums[2].part[part] = whole(interleave<0>(high02, high13));
+        sums[3].part[part] = whole(interleave<2>(high02, high13));
       } else {
         Int const even = add_neighbours(steps[0], steps[2]), odd = add_neighbours(steps[1], steps[3]);
         Int const first = interleave<0>(even, odd), second = interleave<2>(even, odd);
         if constexpr (kRuns == 2) {
-          sums[0].part[part] = first;
-          sums[1].part[part] = second;
+          sums[0].part[part] = whole(first);
+          sums[1].part[part] = whole(second);
         } else {
-          sums[0].part[part] = first + second;
+          sums[0].part[part] = plus(first, second);
         }
       }
     }
   }
 
  private:
+  static constexpr bool kArePartial = kRuns > 1;
+
+  static QCUTLASS_INLINE Int plus(Int const& x, Int const& y) {
+    if constexpr (kArePartial) return Bytes::template plus<kRange>(x, y);
+    return x + y;
+  }
+  static QCUTLASS_INLINE Int whole(Int const& sums) {
+    if constexpr (kArePartial) return Bytes::template whole<kRange>(sums);
+    return sums;
+  }
+
   /// Lanes 0 to 7 plus 8 to 15: of x, then of y.
   static QCUTLASS_INLINE Int add_halves(Int const& x, Int const& y) {
-    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    return plus(__builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
   }
 
   /// Of each eight lanes the lower four plus the upper ones: of x, then of y.
   static QCUTLASS_INLINE Int add_quads(Int const& x, Int const& y) {
     if constexpr (kLanes == 16) {
-      return __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-             __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+      return plus(__builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                  __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
     } else {
-      return __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11) +
-             __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
+      return plus(__builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11),
+                  __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15));
     }
   }
 
   /// Of each quad x0 + x1, y0 + y1, x2 + x3, y2 + y3.
   static QCUTLASS_INLINE Int add_neighbours(Int const& x, Int const& y) {
     Int const low = interleave<0>(x, y), high = interleave<2>(x, y);  // x0 y0 x1 y1, x2 y2 x3 y3
-    return pairs<0>(low, high) + pairs<2>(low, high);
+    return plus(pairs<0>(low, high), pairs<2>(low, high));
   }
 
   /// Of each quad lanes kFirst and kFirst + 1 of both, in turns.
@@ -142,13 +149,14 @@ class LaneSteps {
 /// `Bytes`: a class of byte_dot.h. kRuns: runs of a tile; 1: a run is one tile or several.
 template <class Bytes, Packing kPacking, int kRuns, int kRows>
 class LaneDots {
-  static constexpr int kLanes = Bytes::kLanes, kBits = bits_of(kPacking), kParts = layout::kTileN / kLanes;
+  static constexpr int kLanes = Bytes::kLanes, kParts = layout::kTileN / kLanes;
+  static constexpr ByteRange kRange = range_of(kPacking);
   using Words = LaneWords<kPacking>;
   using Tile = LaneBytes<kPacking>;
   using Float = typename Vectors<kLanes>::Float;
   using Int = typename Bytes::Int;
 
-  static_assert(kBits == 8 ? Words::kUpperShift == 16 : Words::kUpperShift == 4);
+  static_assert(bits_of(kPacking) == 8 ? Words::kUpperShift == 16 : Words::kUpperShift == 4);
   static_assert(Words::kSteps == 4);
 
  public:
@@ -162,22 +170,30 @@ class LaneDots {
   }
 
  private:
+  /// Tiles of a strip whose groups' parameters are loaded at once, for all strips; 16 KB of codes in one piece. In
+  /// shorter pieces, as in turns of 4 tiles of each strip, a product from memory takes up to a quarter longer.
+  static constexpr int64_t kPiece = 32;
+  static constexpr int kMostGroups = kPiece * Words::kTileK / kStepK + 1;
+
   /// So many columns at a time that the parameters of their groups, for all strips, are loaded at once.
   template <bool kMinimums>
   static QCUTLASS_INLINE void multiply_offset(WeightArguments const& weights, LaneRows<kPacking> const& rows,
                                               StripRange strips, float* sums) {
-    int64_t const tiles = layout::tiles_k(kPacking, weights.k), last = weights.groups() - 1;
-    int64_t const tiles_of_run = std::max(rows.run / Words::kTileK, 1);
-    int64_t const tiles_of_groups = kGroups * weights.group_size / (tiles_of_run * Words::kTileK) * tiles_of_run;
-    int64_t const tiles_at_once = last == 0 ? tiles : std::max(tiles_of_groups, tiles_of_run);
-    uint8_t const* packed = static_cast<uint8_t const*>(weights.packed) + strips.first * tiles * layout::kTileBytes;
-    ChannelParameters groups[(kGroups + 1) * StripRange::kMost];
-    for (int64_t tile = 0; tile < tiles; tile += tiles_at_once) {
-      int64_t const begin = tile * Words::kTileK;
-      int64_t const end = std::min(begin + tiles_at_once * Words::kTileK, weights.k);
-      int64_t const first = group_of(weights, begin), behind = group_of(weights, end - 1) + 1;
-      load_groups(weights, strips, first, behind - first, groups);
-      prefetch_groups(weights, strips, behind);
+    int64_t const tiles = layout::tiles_k(kPacking, weights.k);
+    int64_t const piece = std::max<int64_t>(rows.run / Words::kTileK, kPiece);
+    uint8_t const* const packed =
+        static_cast<uint8_t const*>(weights.packed) + strips.first * tiles * layout::kTileBytes;
+    ChannelParameters groups[kMostGroups * StripRange::kMost];
+    int64_t loaded_first = -1, loaded_last = -1;
+    for (int64_t tile = 0; tile < tiles; tile += piece) {
+      int64_t const begin = tile * Words::kTileK, end = std::min(begin + piece * Words::kTileK, weights.k);
+      int64_t const first = group_of(weights, begin), last = group_of(weights, end - 1);
+      if (first != loaded_first || last != loaded_last) {
+        load_groups(weights, strips, first, last + 1 - first, groups);
+        prefetch_groups(weights, strips, last + 1);
+        loaded_first = first;
+        loaded_last = last;
+      }
       for (int strip = 0; strip < strips.count; ++strip) {
         add_columns<kMinimums>(weights, rows, packed + (strip * tiles + tile) * layout::kTileBytes, begin, end,
                                groups + strip, strips.count, sums + strip * kRows * layout::kTileN);
@@ -195,7 +211,7 @@ class LaneDots {
     StripRange const next{strips.first + (is_last ? strips.count : 0), strips.count};
     if (next.first + next.count > weights.n / layout::kTileN) return;
     int64_t const first = is_last ? 0 : group;
-    ChannelParameters::prefetch(weights, next, first, std::min<int64_t>(kGroups, weights.groups() - first));
+    ChannelParameters::prefetch(weights, next, first, std::min<int64_t>(kMostGroups, weights.groups() - first));
   }
 
   /// Adds columns [begin, end) of one strip. `groups`: those of the columns, `stride` apart.
@@ -212,14 +228,17 @@ class LaneDots {
     std::memcpy(total, sums, sizeof(total));
     for (int64_t k = begin; k < end;) {
       Int dots[kRows][layout::kTileN] = {};
-      for (int64_t i = std::min(tiles_of_run, layout::ceil_div(end - k, Words::kTileK)); i > 0; --i) {
+      if constexpr (kRuns > 1) {
         add_tile(packed, activations, dots);
-        packed += layout::kTileBytes;
-        activations += kRows;
+      } else {
+        int64_t const count = std::min(tiles_of_run, layout::ceil_div(end - k, Words::kTileK));
+        for (int64_t i = 0; i < count; ++i) add_tile(packed + i * layout::kTileBytes, activations + i * kRows, dots);
       }
+      packed += tiles_of_run * layout::kTileBytes;
+      activations += tiles_of_run * kRows;
       ChannelSums<Bytes> runs[kRows][kRuns];
 #pragma GCC unroll 4
-      for (int row = 0; row < kRows; ++row) LaneSteps<Bytes, kRuns>::add_up(dots[row], runs[row]);
+      for (int row = 0; row < kRows; ++row) LaneSteps<Bytes, kRange, kRuns>::add_up(dots[row], runs[row]);
 #pragma GCC unroll 4
       for (int run = 0; run < kRuns; ++run, k += rows.run, parameters += kRows) {
         if (k >= end) break;
@@ -232,39 +251,59 @@ class LaneDots {
         for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 2
           for (int part = 0; part < kParts; ++part)
-            total[row][part] +=
-                sum_of_run<kMinimums, Float>(runs[row][run].part[part], parameters[row], *groups, part * kLanes);
+            total[row][part] += sum_of_run<Bytes, kRange, kMinimums>(runs[row][run].part[part], parameters[row],
+                                                                     *groups, part * kLanes);
         }
       }
     }
     std::memcpy(sums, total, sizeof(total));
   }
 
-  /// Groups whose parameters are loaded at once, 64 KB for four strips. With fewer the codes of a strip come in more
-  /// pieces, at the beginning of which memory is waited for: a token of Q4_K_M took 20.0, 18.9 and 16.4 ms with 16, 32
-  /// and 128 groups, and 17.3 with 16 of one strip at a time.
-  static constexpr int kGroups = 128;
-
+  /// Adds the products of one tile: partial sums if it has several runs.
   static QCUTLASS_INLINE void add_tile(uint8_t const* packed, Tile const* rows, Int (&dots)[kRows][layout::kTileN]) {
 #pragma GCC unroll 8
     for (int g = 0; g < Words::kGroups; ++g) {
       __builtin_prefetch(packed + kAhead + g * Words::kWords * 4);
-#pragma GCC unroll 2
-      for (int word = 0; word < Words::kWords; word += kLanes) {
-        Int const words = load(packed + (g * Words::kWords + word) * 4);
-        Int const lower = kBits == 4 ? words & 0x0f0f0f0f : words;
-        Int const upper = kBits == 4 ? (words >> 4) & 0x0f0f0f0f : words;
 #pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row) {
-          auto const& codes = rows[row].codes;
-          Bytes::template add_dot<kBits>(dots[row][g], lower, load(codes[0][word]));
-          Bytes::template add_dot<kBits>(dots[row][Words::kGroups + g], upper, load(codes[Tile::kHalves - 1][word]));
-        }
+      for (int row = 0; row < kRows; ++row) {
+        Int &lower = dots[row][g], &upper = dots[row][Words::kGroups + g];
+        Int of_tile[2] = {};  // the compiler keeps these in registers
+#pragma GCC unroll 2
+        for (int word = 0; word < Words::kWords; word += kLanes)
+          add_words(load(packed + (g * Words::kWords + word) * 4), load(rows[row].codes[word]),
+                    kAddAtOnce ? lower : of_tile[0], kAddAtOnce ? upper : of_tile[1]);
+        if constexpr (kAddAtOnce) continue;
+        lower = plus(lower, of_tile[0]);
+        upper = plus(upper, of_tile[1]);
       }
     }
   }
 
   static constexpr int64_t kAhead = 4096;  ///< bytes: some 300 ns at 14 GB/s, what memory takes to answer
+
+  /// Whether the words of a tile are added to the sums of those before: where an instruction does it.
+  static constexpr bool kAddAtOnce = !Bytes::kHasPairs;
+
+  /// Of a run's tiles, if they are several, numbers are added up: partial sums would be too many.
+  static QCUTLASS_INLINE Int plus(Int const& sums, Int const& of_tile) {
+    if constexpr (kRuns > 1) return Bytes::template plus<kRange>(sums, of_tile);
+    return sums + Bytes::template whole<kRange>(of_tile);
+  }
+
+  /// Adds the products of the codes of channel g, and of channel g + 8, in words of a lane group.
+  static QCUTLASS_INLINE void add_words(Int const& words, Int const& a, Int& lower, Int& upper) {
+    if constexpr (kRange == ByteRange::kFourBits) {
+      Bytes::template add_dot<kRange>(lower, words & 0x0f0f0f0f, a);
+      Bytes::template add_dot<kRange>(upper, (words >> 4) & 0x0f0f0f0f, a);
+    } else if constexpr (Bytes::kHasPairs) {
+      Int const pairs = Bytes::pairs(words, a);
+      lower += pairs << 16 >> 16;
+      upper += pairs >> 16;
+    } else {
+      Bytes::template add_dot<kRange>(lower, words, a & 0xffff);
+      Bytes::template add_dot<kRange>(upper, words, a & ~0xffff);
+    }
+  }
 
   static QCUTLASS_INLINE Int load(void const* from) {
     Int vector;
