@@ -20,7 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
-from qcutlass.models.block_steps import EXACT, GATES, BlockStep
+from qcutlass.models.block_steps import EXACT, GATES, PLAIN, BlockStep
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.models.steps_ahead import stepped
@@ -29,10 +29,7 @@ from qcutlass.products.rotary_operators import rotary, rotary_append
 
 Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
 
-_PLAIN: Final = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
-"""Arguments of a block that attention on the CPU need not look at."""
-
-_KNOWN: Final = _PLAIN | TransformersKwargs.__annotations__.keys()
+_KNOWN: Final = PLAIN | TransformersKwargs.__annotations__.keys()
 """Arguments that change nothing of attention, or that its implementations take."""
 
 
@@ -132,7 +129,7 @@ class FusedAttention(nn.Module):
             q = rotary_append(parts[0], parts[1], parts[2], cos, sin, keys, values, place, *norms)
             queries = q.transpose(1, 2)
         weights = None
-        if queries.is_cpu and self.config._attn_implementation == "sdpa" and options.keys() <= _PLAIN:
+        if queries.is_cpu and self.config._attn_implementation == "sdpa" and options.keys() <= PLAIN:
             out = attend(queries, keys, values, attention_mask, self.scaling)
         else:
             own = getattr(self, "sliding_window", None)
@@ -204,7 +201,7 @@ class FusedBlock(nn.Module):
         **options: Any,
     ) -> Tensor:
         cache = pop_cache(options)
-        if attention_mask is None and position_embeddings is not None and options.keys() <= _PLAIN:
+        if attention_mask is None and position_embeddings is not None and options.keys() <= PLAIN:
             total = stepped(self, hidden_states, position_embeddings, cache)
             if total is not None:
                 return total

@@ -20,6 +20,9 @@ GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "g
 EXACT: Final = "is_exact"
 """In the namespace of classes whose modules a step may stand for."""
 
+PLAIN: Final = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+"""Arguments of a block that attention on the CPU need not look at."""
+
 _OPTIONS: Final = ("forward", "activations", "following", "config", "scaling", "variance_epsilon")
 """Attributes of modules that a step has taken over, or that would have it computed otherwise."""
 
@@ -37,7 +40,7 @@ class BlockStep:
         q_norm, k_norm, mlp_norm, next_norm = map(_described, (*_head_norms(attention), *_norms(block)))
         self._dtype, self._size, self._scaling = dtype, size, attention.scaling
         self._kv_heads = attention.k_proj.out_features // size
-        self._held = _Held(block)
+        self.held = Held.of(block)
         self.block = DecoderBlock(
             qkv=list(map(call, layers.qkv)),
             output=call(layers.output),
@@ -53,7 +56,7 @@ class BlockStep:
         )
 
     def fits(self, residual: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether the block is as it was, and these tensors are what it was prepared for."""
+        """Whether these tensors are what it was prepared for."""
         angles = cos.shape
         return (
             residual.dtype == cos.dtype == sin.dtype == self._dtype
@@ -63,8 +66,12 @@ class BlockStep:
             and cos.is_cpu
             and sin.is_cpu
             and residual.is_contiguous()
-            and self._held.is_unchanged()
         )
+
+    @property
+    def kind(self) -> tuple[torch.dtype, int]:
+        """All that `fits` depends on, but for the tensors."""
+        return self._dtype, self._size
 
     def takes(self, rows: int, layer: GrowingLayer) -> bool:
         """Whether keys and values of one more token of so many sequences can be written behind those of a layer."""
@@ -81,7 +88,7 @@ class BlockStep:
 def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep | None:
     """The step of a block as it is now; None where a step would not do what its modules do."""
     step: BlockStep | None = block._step
-    if step is not None and step.fits(residual, cos, sin):
+    if step is not None and step.held.is_unchanged() and step.fits(residual, cos, sin):
         return step
     if not _is_plain(block):
         return None
@@ -89,13 +96,24 @@ def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep
     return step if step.fits(residual, cos, sin) else None
 
 
-class _Held:
-    """What a block has where: children, tensors, hooks, options.
+class Held:
+    """What blocks have where: children, tensors, hooks, options.
 
-    Each token of each block looks at some hundred of them, so that the extension compares them.
+    Each token looks at some hundred of them in each block, so that the extension compares them.
     """
 
-    def __init__(self, block: Any) -> None:
+    def __init__(
+        self, entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module], hooks: Sequence[Any]
+    ) -> None:
+        self._entries, self._called, self._hooks = entries, called, hooks
+        self._places, self._names, self._values = zip(*entries, strict=True)
+        self._tensors = list({id(value): value for value in self._values if isinstance(value, Tensor)}.values())
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._types = list(map(type, called))
+
+    @staticmethod
+    def of(block: Any) -> Held:
+        """What one block has."""
         attention, mlp = block.self_attn, block.mlp
         owners = block, attention, mlp, *attention.children(), *mlp.children()
         called = _stands_for(block)
@@ -107,11 +125,17 @@ class _Held:
         entries += [(vars(module), "training", module.training) for module in (block, attention, mlp)]
         config = vars(attention.config)  # to ask the configuration itself takes longer than all of this
         entries += [(config, name, value) for name, value in config.items() if "attn_implementation" in name]
-        self._places, self._names, self._values = zip(*entries, strict=True)
-        self._tensors = list({id(value): value for value in self._values if isinstance(value, Tensor)}.values())
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._hooks = _hooks(called)
-        self._called, self._types = called, list(map(type, called))
+        return Held(entries, called, _hooks(called))
+
+    @staticmethod
+    def joined(
+        parts: Sequence[Held], entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module]
+    ) -> Held:
+        """What several blocks have, with more entries, and modules that are not called either."""
+        every = [*entries, *(entry for part in parts for entry in part._entries)]
+        unique = {(id(place), name): (place, name, value) for place, name, value in every}
+        modules = list(dict.fromkeys((*called, *(module for part in parts for module in part._called))))
+        return Held(list(unique.values()), modules, _hooks(modules))
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""

@@ -1,93 +1,137 @@
-"""Blocks of a model that compute those behind them, for one token of each sequence, while the model runs."""
+"""All blocks of a model as one, for one token of each sequence on the CPU: one call of the extension.
+
+From block to block Python and its data would leave the processor's caches for weights, and come back.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.fusing import version_of
-from qcutlass.models.block_steps import step_of
-from qcutlass.models.cache_argument import cache_layer
-from qcutlass.models.growing_cache import GrowingLayer, Room
+from qcutlass.models.block_steps import PLAIN, BlockStep, Held, step_of
+from qcutlass.models.cache_argument import cache_layer, pop_cache
+from qcutlass.models.growing_cache import GrowingLayer
 from qcutlass.products.decoder_block import run_blocks
 from qcutlass.products.library import is_eager
 
 
-class _Computed(NamedTuple):
-    """What a block has made of one token, perhaps before it was called: of what, for which layer of a cache."""
+class _Steps:
+    """The steps of blocks that follow one another, as they were when they were prepared."""
 
-    hidden_states: Tensor
-    version: int | None
-    angles: tuple[Tensor, Tensor]
-    cache: Any
-    layer: GrowingLayer
-    room: Room
-    used: int
-    total: Tensor
-    normed: Tensor
+    def __init__(self, blocks: Sequence[Any], steps: Sequence[BlockStep], held: Held) -> None:
+        self._blocks, self._steps, self._held = blocks, steps, held
 
-    def is_for(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> bool:
-        """Whether a block that is called so would make the same."""
-        return (
-            self.hidden_states is hidden_states
-            and self.version == version_of(hidden_states)
-            and self.cache is cache
-            and self.angles[0] is angles[0]
-            and self.angles[1] is angles[1]
-            and self.layer.is_as(self.room, self.used)
-        )
+    @staticmethod
+    def of_one(block: Any, residual: Tensor, angles: tuple[Tensor, Tensor]) -> _Steps | None:
+        """A block's own; None where a step would not do what its modules do."""
+        step = step_of(block, residual, *angles)
+        return None if step is None else _Steps([block], [step], step.held)
 
-    def taken(self, block: Any) -> Tensor:
-        """The block's output, when it is called."""
-        self.layer.append_written(self.room)
-        block.following[0].hand_out(self.total, self.normed)
-        return self.total
+    @staticmethod
+    def of_all(layers: BlockList, residual: Tensor, angles: tuple[Tensor, Tensor]) -> _Steps | None:
+        """Those of a model; None where something is called between them, or one of them cannot take a step."""
+        blocks: list[Any] = list(layers._modules.values())
+        if not blocks or len(set(map(id, blocks))) < len(blocks) or any(map(_has_hooks, blocks)):
+            return None
+        for before, after in itertools.pairwise(blocks):
+            if not hasattr(before, "following") or before.following[0] is not after._modules.get("input_layernorm"):
+                return None
+        steps = [step_of(block, residual, *angles) if hasattr(block, "following") else None for block in blocks]
+        known = [step for step in steps if step is not None]
+        if len(known) < len(blocks) or len({step.kind for step in known}) > 1:
+            return None
+        order = [(layers._modules, name, block) for name, block in layers._modules.items()]
+        return _Steps(blocks, known, Held.joined([step.held for step in known], order, blocks))
+
+    def are_of(self, layers: BlockList, residual: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
+        """Whether the blocks of a model are these, and as they were, and these tensors are what they take."""
+        if len(layers._modules) != len(self._blocks) or not self._steps[0].fits(residual, *angles):
+            return False
+        return self._held.is_unchanged()
+
+    def take(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
+        """The residual stream behind the blocks, whose norm is handed out; None where a cache layer does not serve."""
+        layers: list[GrowingLayer] = []
+        for block, step in zip(self._blocks, self._steps, strict=True):
+            layer = cache_layer(cache, block.self_attn.layer_idx, GrowingLayer)
+            if layer is None or not step.takes(len(hidden_states), layer):
+                return None
+            layers.append(layer)
+        if len(set(map(id, layers))) < len(layers):  # the room for a token of one would be another's
+            return None
+        rooms = [layer.room_for_one() for layer in layers]
+        places = [step.place(room) for step, room in zip(self._steps, rooms, strict=True)]
+        normed = self._blocks[0].input_layernorm.forward(hidden_states)
+        prepared = [step.block for step in self._steps]
+        total, normed = run_blocks(prepared, places, normed, hidden_states, angles)
+        for layer, room in zip(layers, rooms, strict=True):
+            layer.append_written(room)
+        self._blocks[-1].following[0].hand_out(total, normed)
+        return total
 
 
-class _Run:
-    """One call of the model that holds blocks. Its own code does nothing between them but call them, so that the first
-    one computes the others, too, as far as they have no hooks: from block to block Python and its data would leave the
-    processor's caches for weights, and come back."""
+class BlockList(nn.ModuleList):
+    """The blocks of a model. While the model runs, its loop over all of them finds one, which stands for them."""
 
-    def __init__(self, stack: Any) -> None:
-        self.stack = stack
-        self._found: dict[int, _Computed] = {}
+    _steps: _Steps | None = None
 
-    def take(self, block: Any) -> _Computed | None:
-        """What an earlier block has computed for this one, once."""
-        return self._found.pop(id(block), None)
+    def __getitem__(self, index: Any) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(index, slice) and _runs.has_begun(self):
+            first, behind, step = index.indices(len(self))
+            if (first, step) == (0, 1) and behind == len(self):
+                _runs.all.pop()
+                return (self._run,)
+        return super().__getitem__(index)
 
-    def behind(self, block: Any) -> Iterator[Any]:
-        """Blocks that follow one, as far as nothing is called between them and the norm of one's output is theirs."""
-        seen = {id(block)}
-        for before, after in itertools.pairwise(self.stack.layers):
-            if before is block:
-                is_next = before.following[0] is after._modules.get("input_layernorm") and hasattr(after, "following")
-                if not is_next or id(after) in seen or _has_hooks(before, after):
-                    return
-                seen.add(id(after))
-                block = after
-                yield after
+    def _run(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        """What the model's loop makes of the blocks, from the arguments that it gives each of them."""
+        total = self._step(hidden_states, **options)
+        if total is not None:
+            return total
+        for block in list(self._modules.values()):
+            assert block is not None
+            hidden_states = block(hidden_states, **options)
+        return hidden_states
 
-    def keep(self, block: Any, computed: _Computed) -> None:
-        self._found[id(block)] = computed
+    def _step(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor | None:
+        cache = pop_cache(options)
+        if attention_mask is not None or position_embeddings is None or not options.keys() <= PLAIN:
+            return None
+        if not _is_one_token(hidden_states):
+            return None
+        steps = self._steps
+        if steps is None or not steps.are_of(self, hidden_states, position_embeddings):
+            self._steps = steps = _Steps.of_all(self, hidden_states, position_embeddings)
+        return None if steps is None else steps.take(hidden_states, position_embeddings, cache)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_steps"}
 
 
 class _Runs(threading.local):
-    """Those of this thread, the innermost last."""
+    """Models of this thread whose loops over their blocks are still to come, the innermost last."""
 
     def __init__(self) -> None:
-        self.all: list[_Run] = []
+        self.all: list[nn.Module] = []
 
-    def end(self, stack: Any) -> None:
-        """Forgets the run of a model, and those within it, which Ctrl-C may have ended without a word."""
-        for index, run in enumerate(self.all):
-            if run.stack is stack:
+    def has_begun(self, layers: BlockList) -> bool:
+        return bool(self.all) and self.all[-1]._modules.get("layers") is layers
+
+    def end(self, stack: nn.Module) -> None:
+        """Forgets a model, and those within it, which Ctrl-C may have ended without a word."""
+        for index, each in enumerate(self.all):
+            if each is stack:
                 del self.all[index:]
                 return
 
@@ -95,17 +139,20 @@ class _Runs(threading.local):
 _runs: Final = _Runs()
 
 
-def run_ahead(stack: nn.Module) -> None:
-    """Lets the blocks of a model compute those that follow them, while the model runs."""
-    if _begin not in stack._forward_pre_hooks.values():
-        stack.register_forward_pre_hook(_begin)
-        stack.register_forward_hook(_end, always_call=True)
+def run_as_one(stack: nn.Module) -> None:
+    """Lets all blocks of a model on the CPU be one in its loop, where that gives each of them the same mask."""
+    layers: Any = stack.layers
+    if type(layers) is not nn.ModuleList or len(set(getattr(stack.config, "layer_types", None) or ())) > 1:
+        return
+    layers.__class__ = BlockList
+    stack.register_forward_pre_hook(_begin)
+    stack.register_forward_hook(_end, always_call=True)
 
 
 def _begin(stack: Any, arguments: Any) -> None:
     if not torch.compiler.is_compiling():
         _runs.end(stack)
-        _runs.all.append(_Run(stack))
+        _runs.all.append(stack)
 
 
 def _end(stack: Any, arguments: Any, output: Any) -> None:
@@ -114,38 +161,10 @@ def _end(stack: Any, arguments: Any, output: Any) -> None:
 
 def stepped(block: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
     """The output of a block for one token of each sequence; None where a step would not do what its modules do."""
-    run = _runs.all[-1] if _runs.all else None
-    computed = None if run is None else run.take(block)
-    if computed is not None and computed.is_for(hidden_states, angles, cache):
-        return computed.taken(block)
     if not _is_one_token(hidden_states):
         return None
-    blocks, steps = [], []
-    layers: list[GrowingLayer] = []
-    for each in (block, *(() if run is None else run.behind(block))):
-        step = step_of(each, hidden_states, *angles)
-        layer = None if step is None else cache_layer(cache, each.self_attn.layer_idx, GrowingLayer)
-        if step is None or layer is None or not step.takes(len(hidden_states), layer):
-            break
-        if any(layer is other for other in layers):  # whose room for a token is that of another block
-            break
-        blocks.append(each)
-        steps.append(step)
-        layers.append(layer)
-    if not blocks:
-        return None
-    rooms = [layer.room_for_one() for layer in layers]
-    places = [step.place(room) for step, room in zip(steps, rooms, strict=True)]
-    normed = block.input_layernorm.forward(hidden_states)
-    results = run_blocks([step.block for step in steps], places, normed, hidden_states, angles)
-    given, found = hidden_states, []
-    for layer, room, (total, following) in zip(layers, rooms, results, strict=True):
-        found.append(_Computed(given, version_of(given), angles, cache, layer, room, room.used, total, following))
-        given = total
-    if run is not None:
-        for each, computed in zip(blocks[1:], found[1:], strict=True):
-            run.keep(each, computed)
-    return found[0].taken(block)
+    steps = _Steps.of_one(block, hidden_states, angles)
+    return None if steps is None else steps.take(hidden_states, angles, cache)
 
 
 def _is_one_token(hidden_states: Tensor) -> bool:
@@ -155,5 +174,5 @@ def _is_one_token(hidden_states: Tensor) -> bool:
     return not torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0
 
 
-def _has_hooks(*modules: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

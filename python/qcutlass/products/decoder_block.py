@@ -103,8 +103,8 @@ def run_blocks(
     normed: Tensor,
     residual: Tensor,
     angles: tuple[Tensor, Tensor],
-) -> list[tuple[Tensor, Tensor]]:
-    """Of each block the residual stream behind it, and the norm of what follows, `[B, 1, K]`.
+) -> tuple[Tensor, Tensor]:
+    """The residual stream behind the last block, and the norm of what follows, `[B, 1, K]`.
 
     Nothing is checked here: types, shapes and devices are the caller's affair, and memory is read and written as they
     are described.
@@ -116,13 +116,16 @@ def run_blocks(
             block, and the stream.
         angles: cosines and sines, `[B or 1, 1, size]`, of that type.
     """
-    found = [(torch.empty_like(residual), torch.empty_like(residual)) for _ in blocks]
+    both = torch.empty_like(residual), torch.empty_like(residual)
+    others = both if len(blocks) == 1 else (torch.empty_like(residual), torch.empty_like(residual))
+    last, before = ((total.data_ptr(), out.data_ptr()) for total, out in (both, others))
+    outs = [last if (len(blocks) - index) % 2 else before for index in range(len(blocks))]
     cos, sin = (each.contiguous() for each in angles)
     _C.run_decoder_blocks(
         [block._block for block in blocks],
         [
-            (_heads(place.keys), _heads(place.values), place.used + 1, place.scaling, total.data_ptr(), out.data_ptr())
-            for place, (total, out) in zip(places, found, strict=True)
+            (_heads(place.keys), _heads(place.values), place.used + 1, place.scaling, total, out)
+            for place, (total, out) in zip(places, outs, strict=True)
         ],
         len(residual),
         normed.data_ptr(),
@@ -132,7 +135,7 @@ def run_blocks(
         len(cos) == 1,
         torch.get_num_threads(),
     )
-    return found
+    return both
 
 
 def _product(call: GemmCall) -> Product:

@@ -37,7 +37,7 @@ class Counter:
             self.count += 1
             append(*arguments)
 
-        def called(*arguments: Any) -> list[tuple[Tensor, Tensor]]:
+        def called(*arguments: Any) -> tuple[Tensor, Tensor]:
             self.calls += 1
             return run(*arguments)
 
