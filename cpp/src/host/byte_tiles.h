@@ -33,16 +33,15 @@ class ByteTiles {
     }
     has_minimums_ = weights.has_minimums();
     int64_t const end = std::min(begin + count * kTileK, weights.k), last = weights.groups() - 1;
-    int64_t group = std::min(begin / weights.group_size, last);
-    int64_t group_end = group == last ? end : (group + 1) * weights.group_size;
-    int loaded = 0;
-    groups_[0].load(weights, strip, group);
+    int64_t const first = std::min(begin / weights.group_size, last);
+    load_groups(weights, {strip, 1}, first, std::min((end - 1) / weights.group_size, last) + 1 - first, groups_);
+    int64_t group = first, group_end = (first + 1) * weights.group_size;
     for (int64_t k = begin, run = 0; k < end; k += run_, ++run) {
-      if (k >= group_end) {
-        groups_[++loaded].load(weights, strip, ++group);
-        group_end = group == last ? end : group_end + weights.group_size;
+      if (k >= group_end && group < last) {
+        ++group;
+        group_end += weights.group_size;
       }
-      group_of_[run] = static_cast<int16_t>(loaded);
+      group_of_[run] = static_cast<int16_t>(group - first);
     }
   }
 
