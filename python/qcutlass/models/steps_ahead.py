@@ -83,40 +83,47 @@ class BlockList(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(index, slice) and _runs.has_begun(self):
             first, behind, step = index.indices(len(self))
-            if (first, step) == (0, 1) and behind == len(self):
+            if (first, step) == (0, 1) and behind == len(self) > 0:
                 _runs.all.pop()
-                return (self._run,)
+                return (_AllBlocks(self),)
         return super().__getitem__(index)
 
-    def _run(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        """What the model's loop makes of the blocks, from the arguments that it gives each of them."""
-        total = self._step(hidden_states, **options)
-        if total is not None:
-            return total
-        for block in list(self._modules.values()):
-            assert block is not None
-            hidden_states = block(hidden_states, **options)
-        return hidden_states
-
-    def _step(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **options: Any,
-    ) -> Tensor | None:
-        cache = pop_cache(options)
-        if attention_mask is not None or position_embeddings is None or not options.keys() <= PLAIN:
-            return None
+    def step(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
+        """The output of the last block for one token of each sequence; None where a step would not do what they do."""
         if not _is_one_token(hidden_states):
             return None
         steps = self._steps
-        if steps is None or not steps.are_of(self, hidden_states, position_embeddings):
-            self._steps = steps = _Steps.of_all(self, hidden_states, position_embeddings)
-        return None if steps is None else steps.take(hidden_states, position_embeddings, cache)
+        if steps is None or not steps.are_of(self, hidden_states, angles):
+            self._steps = steps = _Steps.of_all(self, hidden_states, angles)
+        return None if steps is None else steps.take(hidden_states, angles, cache)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_steps"}
+
+
+class _AllBlocks:
+    """What a model's loop finds in place of its blocks."""
+
+    def __init__(self, layers: BlockList) -> None:
+        self._layers = layers
+
+    def __call__(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        """The output of the last block; `options`: what the loop gives to each."""
+        mask, angles = options.get("attention_mask"), options.get("position_embeddings")
+        rest = {name: value for name, value in options.items() if name not in ("attention_mask", "position_embeddings")}
+        cache = pop_cache(rest)
+        if mask is None and angles is not None and rest.keys() <= PLAIN:
+            out = self._layers.step(hidden_states, angles, cache)
+            if out is not None:
+                return out
+        blocks: list[Any] = list(self._layers._modules.values())
+        for block in blocks:
+            hidden_states = block(hidden_states, **options)
+        return hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        """What the loop asks a block for, as the kind of its mask: that of the first."""
+        return getattr(self._layers[0], name)
 
 
 class _Runs(threading.local):

@@ -1,4 +1,4 @@
-"""Blocks that compute those behind them in one call: what may come between them, whose results count then."""
+"""All blocks of a model in one call: what may come between them, whose results count then."""
 
 from __future__ import annotations
 
@@ -57,6 +57,24 @@ def test_copies_and_a_second_fusing(seed: int, counter: Counter) -> None:
         before = counter.calls
         assert torch.equal(made(twin, seed), expected)
         assert counter.calls == before + STEPS
+
+
+def test_only_the_loop_of_a_running_model_finds_one_block(seed: int) -> None:
+    """It may ask that for what it asks blocks for; all others find the blocks."""
+    model = fused(tiny("Qwen3", seed)).model
+    seen: list[int] = []
+    model.norm.register_forward_pre_hook(lambda *_: seen.append(len(model.layers[:BLOCKS])))
+    model(torch.tensor([[3, 4]]))
+    assert seen == [BLOCKS]
+    assert [type(part) for part in (model.layers[:BLOCKS], model.layers[:])] == 2 * [steps_ahead.BlockList]
+    steps_ahead._begin(model, ())
+    assert len(model.layers[: BLOCKS - 1]) == len(model.layers[1:]) == BLOCKS - 1
+    assert len(list(model.layers)) == BLOCKS
+    (found,) = model.layers[:BLOCKS]
+    assert found.hidden_size == model.layers[0].hidden_size
+    assert len(model.layers[:BLOCKS]) == BLOCKS
+    steps_ahead._end(model, (), None)
+    assert steps_ahead._runs.all == []
 
 
 def _other_input(block: Any) -> Any:
@@ -313,6 +331,6 @@ def test_a_compiled_model_is_as_before(seed: int) -> None:
     ids = torch.tensor([[3, 4, 5]])
     with torch.inference_mode():
         expected = together(ids, use_cache=False).logits
-        found = torch.compile(together, backend="eager")(ids, use_cache=False).logits
+        found = torch.compile(together, backend="eager", fullgraph=True)(ids, use_cache=False).logits
     assert torch.equal(found, expected)
     assert steps_ahead._runs.all == []
