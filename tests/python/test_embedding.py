@@ -167,3 +167,19 @@ def test_rows_on_a_gpu_within_a_graph(bits: int, seed: int) -> None:
     ids.copy_(torch.tensor([49, 3, 16, 15, 8, 3]))
     graph.replay()
     assert torch.equal(rows.cpu(), weight.dequantize(torch.float16)[ids.cpu()])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("k", [96, 128])
+def test_one_id_is_as_many(bits: int, k: int, seed: int) -> None:
+    """One is read by the extension: the same bits, the same errors."""
+    weight = torch.randn(40, k, generator=torch.Generator().manual_seed(seed))
+    embedding = QuantEmbedding(WeightOnlyLinear(qcutlass.quantize(weight, bits, 32)))
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.arange(40, dtype=dtype)
+        alone = torch.cat([embedding(each[None]) for each in ids])
+        assert torch.equal(alone, embedding(ids))
+    assert embedding(torch.tensor(3)).shape == (k,)
+    for wrong in (torch.tensor([40]), torch.tensor([-1]), torch.tensor([3.7]), torch.tensor([True])):
+        with pytest.raises(IndexError):
+            embedding(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,13 @@ from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import FLOATING, names_of
+from qcutlass.products.library import is_traced
 from qcutlass.products.rows import dequantize_rows
+from qcutlass.products.weight_operators import DequantizeCall, dequantize
+
+_IDS: Final = (torch.int32, torch.int64)
+_WHOLE_TILES: Final = 64
+"""Columns of which `dequantize` need not look at those that all rows are padded with."""
 
 
 class QuantEmbedding(WeightOnlyLinear):
@@ -64,20 +71,31 @@ class QuantEmbedding(WeightOnlyLinear):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Integers `[...]` in [0, N) to their rows `[..., K]`; IndexError for others on the CPU."""
-        rows = dequantize_rows(
-            self.w_packed,
-            self.scales,
-            self.zeros,
-            ids.reshape(-1),
-            k=self.in_features,
-            group_size=self.group_size,
-            bits=self.bits,
-            dtype=self.dtype,
-            minimums=self.minimums,
-            super_scales=self.super_scales,
-            super_minimums=self.super_minimums,
-        )
+        options: dict[str, Any] = {
+            "k": self.in_features,
+            "group_size": self.group_size,
+            "bits": self.bits,
+            "dtype": self.dtype,
+            "minimums": self.minimums,
+            "super_scales": self.super_scales,
+            "super_minimums": self.super_minimums,
+        }
+        row = self._only_row(ids)
+        if row is None:
+            rows = dequantize_rows(self.w_packed, self.scales, self.zeros, ids.reshape(-1), **options)
+        else:
+            one = DequantizeCall(self.w_packed, self.scales, self.zeros, row_begin=row, row_end=row + 1, **options)
+            rows = dequantize(one)
         return rows.view(*ids.shape, self.in_features)
+
+    def _only_row(self, ids: Tensor) -> int | None:
+        """The row, if it is one on the CPU, which the extension reads in one call; others take a dozen operators."""
+        if not ids.is_cpu or ids.numel() != 1 or ids.dtype not in _IDS or is_traced():
+            return None
+        if self.dtype not in FLOATING or self.in_features % _WHOLE_TILES:
+            return None
+        row = int(ids)
+        return row if 0 <= row < self.out_features else None
 
     def project(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`: the product of an output head with these weights."""

@@ -20,7 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
-from qcutlass.models.block_steps import EXACT, GATES, PLAIN, BlockStep
+from qcutlass.models.block_steps import EXACT, GATES, PLAIN, BlockStep, ways_of
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.models.steps_ahead import stepped
@@ -239,6 +239,6 @@ for _file, _family in (
         (FusedNorm, f"{_family}RMSNorm"),
     ):
         _base = getattr(_file, _name)
-        FUSED[_base] = globals()[f"Fused{_name}"] = type(
-            f"Fused{_name}", (_own, _base), {"__module__": __name__, "__doc__": _own.__doc__, EXACT: True}
-        )
+        _kind: Any = type(f"Fused{_name}", (_own, _base), {"__module__": __name__, "__doc__": _own.__doc__})
+        setattr(_kind, EXACT, ways_of(_kind))
+        FUSED[_base] = globals()[f"Fused{_name}"] = _kind

@@ -18,7 +18,7 @@ GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "g
 """The operator of a gated MLP, by the class of its activation."""
 
 EXACT: Final = "is_exact"
-"""In the namespace of classes whose modules a step may stand for."""
+"""In the namespace of classes whose modules a step may stand for: their `forward` and `__call__`."""
 
 PLAIN: Final = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments of a block that attention on the CPU need not look at."""
@@ -102,14 +102,13 @@ class Held:
     Each token looks at some hundred of them in each block, so that the extension compares them.
     """
 
-    def __init__(
-        self, entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module], hooks: Sequence[Any]
-    ) -> None:
-        self._entries, self._called, self._hooks = entries, called, hooks
+    def __init__(self, entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module]) -> None:
+        self._entries, self._called, self._hooks = entries, called, _hooks(called)
         self._places, self._names, self._values = zip(*entries, strict=True)
         self._tensors = list({id(value): value for value in self._values if isinstance(value, Tensor)}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._types = list(map(type, called))
+        self._kinds = {kind: ways_of(kind) for kind in self._types}
 
     @staticmethod
     def of(block: Any) -> Held:
@@ -125,23 +124,23 @@ class Held:
         entries += [(vars(module), "training", module.training) for module in (block, attention, mlp)]
         config = vars(attention.config)  # to ask the configuration itself takes longer than all of this
         entries += [(config, name, value) for name, value in config.items() if "attn_implementation" in name]
-        return Held(entries, called, _hooks(called))
+        return Held(entries, called)
 
     @staticmethod
-    def joined(
-        parts: Sequence[Held], entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module]
-    ) -> Held:
-        """What several blocks have, with more entries, and modules that are not called either."""
-        every = [*entries, *(entry for part in parts for entry in part._entries)]
+    def joined(parts: Sequence[Held], blocks: Sequence[nn.Module]) -> Held:
+        """What several blocks have that are not called either."""
+        every = (entry for part in parts for entry in part._entries)
         unique = {(id(place), name): (place, name, value) for place, name, value in every}
-        modules = list(dict.fromkeys((*called, *(module for part in parts for module in part._called))))
-        return Held(list(unique.values()), modules, _hooks(modules))
+        modules = dict.fromkeys((*blocks, *(module for part in parts for module in part._called)))
+        return Held(list(unique.values()), list(modules))
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
         if not hold(self._places, self._names, self._values):
             return False
         if any(self._hooks) or self._types != list(map(type, self._called)):
+            return False
+        if any(ways_of(kind) != ways for kind, ways in self._kinds.items()):
             return False
         # A tensor that moves, or is given other data, stays the same object.
         return self._addresses == list(map(Tensor.data_ptr, self._tensors))
@@ -196,7 +195,7 @@ def _stands_for(block: Any) -> list[nn.Module]:
 
 def _is_plain(block: Any) -> bool:
     """Whether the block's modules do what a step does in their place."""
-    if not all(map(_is_fused, (block.self_attn, block.mlp, block.input_layernorm, *_norms(block)))):
+    if not all(map(is_exact, (block.self_attn, block.mlp, block.input_layernorm, *_norms(block)))):
         return False
     norms, called = [norm for norm in _head_norms(block.self_attn) if norm is not None], _stands_for(block)
     kinds = {(norm.weight.dtype, norm.variance_epsilon) for norm in norms}
@@ -209,9 +208,15 @@ def _is_plain(block: Any) -> bool:
     return not any("forward" in vars(module) for module in (block, *called))
 
 
-def _is_fused(module: Any) -> bool:
-    """Whether it is of a class that `fuse_block` gives, and of none that is derived from it."""
-    return EXACT in vars(type(module))
+def ways_of(kind: type) -> tuple[Any, Any]:
+    """What a call of a module of this class runs."""
+    return kind.forward, kind.__call__  # type: ignore[attr-defined]
+
+
+def is_exact(module: Any) -> bool:
+    """Whether it is of a class that `fuse_block` gives, as that was made, and of none that is derived from it."""
+    kind = type(module)
+    return bool(vars(kind).get(EXACT) == ways_of(kind))
 
 
 def _is_product(layer: Any) -> bool:

@@ -5,15 +5,22 @@ From block to block Python and its data would leave the processor's caches for w
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import threading
-from collections.abc import Sequence
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
-from qcutlass.models.block_steps import PLAIN, BlockStep, Held, step_of
+from qcutlass.models.block_steps import PLAIN, BlockStep, Held, is_exact, step_of
 from qcutlass.models.cache_argument import cache_layer, pop_cache
 from qcutlass.models.growing_cache import GrowingLayer
 from qcutlass.products.decoder_block import run_blocks
@@ -36,23 +43,23 @@ class _Steps:
     def of_all(layers: BlockList, residual: Tensor, angles: tuple[Tensor, Tensor]) -> _Steps | None:
         """Those of a model; None where something is called between them, or one of them cannot take a step."""
         blocks: list[Any] = list(layers._modules.values())
-        if not blocks or len(set(map(id, blocks))) < len(blocks) or any(map(_has_hooks, blocks)):
+        if len(set(map(id, blocks))) < len(blocks) or any(map(_has_hooks, blocks)) or not all(map(is_exact, blocks)):
             return None
         for before, after in itertools.pairwise(blocks):
-            if not hasattr(before, "following") or before.following[0] is not after._modules.get("input_layernorm"):
+            if before.following[0] is not after._modules.get("input_layernorm"):
                 return None
-        steps = [step_of(block, residual, *angles) if hasattr(block, "following") else None for block in blocks]
+        steps = [step_of(block, residual, *angles) for block in blocks]
         known = [step for step in steps if step is not None]
         if len(known) < len(blocks) or len({step.kind for step in known}) > 1:
             return None
-        order = [(layers._modules, name, block) for name, block in layers._modules.items()]
-        return _Steps(blocks, known, Held.joined([step.held for step in known], order, blocks))
+        return _Steps(blocks, known, Held.joined([step.held for step in known], blocks))
 
     def are_of(self, layers: BlockList, residual: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
         """Whether the blocks of a model are these, and as they were, and these tensors are what they take."""
-        if len(layers._modules) != len(self._blocks) or not self._steps[0].fits(residual, *angles):
+        blocks = list(layers._modules.values())
+        if len(blocks) != len(self._blocks) or not all(map(operator.is_, blocks, self._blocks)):
             return False
-        return self._held.is_unchanged()
+        return self._steps[0].fits(residual, *angles) and self._held.is_unchanged()
 
     def take(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
         """The residual stream behind the blocks, whose norm is handed out; None where a cache layer does not serve."""
@@ -75,18 +82,52 @@ class _Steps:
         return total
 
 
+def _loops() -> Iterator[CodeType]:
+    """The code of the models' loops over their blocks, where it is transformers' own."""
+    for file, family in (
+        (modeling_llama, "Llama"),
+        (modeling_mistral, "Mistral"),
+        (modeling_qwen2, "Qwen2"),
+        (modeling_qwen3, "Qwen3"),
+    ):
+        code: CodeType = inspect.unwrap(getattr(file, f"{family}Model").forward).__code__
+        if code.co_filename == file.__file__:
+            yield code
+
+
+_LOOPS: Final = frozenset(_loops())
+
+
 class BlockList(nn.ModuleList):
-    """The blocks of a model. While the model runs, its loop over all of them finds one, which stands for them."""
+    """The blocks of a model, whose loop over all of them finds one, which stands for them.
+
+    Only transformers' own loop does, which calls what it finds, and nothing else: who asks is told by the frame of the
+    call. Hooks, loops of others and everybody behind an interrupted call find the blocks.
+    """
 
     _steps: _Steps | None = None
 
     def __getitem__(self, index: Any) -> Any:
-        if not torch.compiler.is_compiling() and isinstance(index, slice) and _runs.has_begun(self):
-            first, behind, step = index.indices(len(self))
-            if (first, step) == (0, 1) and behind == len(self) > 0:
-                _runs.all.pop()
+        if isinstance(index, slice) and not torch.compiler.is_compiling():
+            caller = sys._getframe(1)
+            if caller.f_code in _LOOPS and self._is_looped_over(caller.f_locals.get("self"), index):
                 return (_AllBlocks(self),)
         return super().__getitem__(index)
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        self._steps = None  # which keep the blocks alive
+        super().__setitem__(index, module)
+
+    def __delitem__(self, index: int | slice) -> None:
+        self._steps = None
+        super().__delitem__(index)
+
+    def _is_looped_over(self, stack: Any, index: slice) -> bool:
+        """Whether these are all the blocks, and get one mask."""
+        begin, end, step = index.indices(len(self))
+        if (begin, step) != (0, 1) or not 0 < end == len(self) or stack._modules.get("layers") is not self:
+            return False
+        return len(set(getattr(stack.config, "layer_types", None) or ())) <= 1
 
     def step(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
         """The output of the last block for one token of each sequence; None where a step would not do what they do."""
@@ -126,44 +167,11 @@ class _AllBlocks:
         return getattr(self._layers[0], name)
 
 
-class _Runs(threading.local):
-    """Models of this thread whose loops over their blocks are still to come, the innermost last."""
-
-    def __init__(self) -> None:
-        self.all: list[nn.Module] = []
-
-    def has_begun(self, layers: BlockList) -> bool:
-        return bool(self.all) and self.all[-1]._modules.get("layers") is layers
-
-    def end(self, stack: nn.Module) -> None:
-        """Forgets a model, and those within it, which Ctrl-C may have ended without a word."""
-        for index, each in enumerate(self.all):
-            if each is stack:
-                del self.all[index:]
-                return
-
-
-_runs: Final = _Runs()
-
-
 def run_as_one(stack: nn.Module) -> None:
-    """Lets all blocks of a model on the CPU be one in its loop, where that gives each of them the same mask."""
+    """Lets all blocks of a model on the CPU be one in its loop."""
     layers: Any = stack.layers
-    if type(layers) is not nn.ModuleList or len(set(getattr(stack.config, "layer_types", None) or ())) > 1:
-        return
-    layers.__class__ = BlockList
-    stack.register_forward_pre_hook(_begin)
-    stack.register_forward_hook(_end, always_call=True)
-
-
-def _begin(stack: Any, arguments: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _runs.end(stack)
-        _runs.all.append(stack)
-
-
-def _end(stack: Any, arguments: Any, output: Any) -> None:
-    _runs.end(stack)
+    if type(layers) is nn.ModuleList:
+        layers.__class__ = BlockList
 
 
 def stepped(block: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:

@@ -1,5 +1,4 @@
-"""Single rows of packed weights, for embeddings: plain torch operators on any device, none of which waits for it; one
-row on the CPU is read by the extension."""
+"""Single rows of packed weights, for embeddings: plain torch operators on any device, none of which waits for it."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from torch import Tensor
 
 from qcutlass.products.library import is_traced
 from qcutlass.products.packing import TILE_N, expand_scales
-from qcutlass.products.weight_operators import DequantizeCall, dequantize
 
 # A tile's bytes by what they hold; see position_in_tile in cpp/include/qcutlass/layout.h. A lane is 4 * g + t with
 # g = row % 8; a step is 16 columns, of two halves of 8; t picks a pair of columns in a half, `odd` one of the pair.
@@ -58,26 +56,8 @@ def dequantize_rows(
         True
     """
     n = scales.shape[-1]
-    if rows.is_cpu and not is_traced() and rows.numel():
-        first, last = int(rows.min()), int(rows.max())
-        if not 0 <= first <= last < n:
-            raise IndexError(f"rows: expected integers in [0, {n}), got {first} to {last}")
-        if len(rows) == 1:  # as a token of one sequence is: one call instead of a dozen operators
-            whole = DequantizeCall(
-                w_packed,
-                scales,
-                zeros,
-                k,
-                group_size,
-                bits,
-                dtype,
-                row_begin=first,
-                row_end=first + 1,
-                minimums=minimums,
-                super_scales=super_scales,
-                super_minimums=super_minimums,
-            )
-            return dequantize(whole)
+    if rows.is_cpu and not is_traced() and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < n:
+        raise IndexError(f"rows: expected integers in [0, {n}), got {int(rows.min())} to {int(rows.max())}")
     codes = (_codes_4 if bits == 4 else _codes_8)(w_packed, rows.long())[:, :k].float()
     scale = _spread(scales, rows, k, group_size, super_scales)
     if minimums is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,8 @@ import qcutlass
 from qcutlass.models.cache_argument import CACHE
 
 pytest.importorskip("transformers", reason="needs transformers")
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
 from qcutlass.models import block_modules, steps_ahead
 from qcutlass.models.growing_cache import growing_cache
 
@@ -32,8 +36,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 def by_blocks(model: Any) -> Any:
     """The same model, each of whose blocks computes itself."""
     twin = copy.deepcopy(model)
-    twin.model._forward_pre_hooks.clear()
-    twin.model._forward_hooks.clear()
+    twin.model.layers.__class__ = torch.nn.ModuleList
     return twin
 
 
@@ -45,7 +48,6 @@ def test_a_token_is_one_call(family: str, batch: int, seed: int, counter: Counte
     assert (counter.count, counter.calls) == (STEPS * BLOCKS, STEPS)
     assert torch.equal(made(by_blocks(together), seed, batch), found)
     assert counter.calls == STEPS + STEPS * BLOCKS
-    assert steps_ahead._runs.all == []
 
 
 def test_copies_and_a_second_fusing(seed: int, counter: Counter) -> None:
@@ -53,7 +55,6 @@ def test_copies_and_a_second_fusing(seed: int, counter: Counter) -> None:
     expected = made(together, seed)
     qcutlass.fuse_block(together)
     for twin in (together, copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
-        assert len(twin.model._forward_pre_hooks) == len(twin.model._forward_hooks) == 1
         before = counter.calls
         assert torch.equal(made(twin, seed), expected)
         assert counter.calls == before + STEPS
@@ -62,19 +63,39 @@ def test_copies_and_a_second_fusing(seed: int, counter: Counter) -> None:
 def test_only_the_loop_of_a_running_model_finds_one_block(seed: int) -> None:
     """It may ask that for what it asks blocks for; all others find the blocks."""
     model = fused(tiny("Qwen3", seed)).model
-    seen: list[int] = []
-    model.norm.register_forward_pre_hook(lambda *_: seen.append(len(model.layers[:BLOCKS])))
+    seen: list[tuple[type, int]] = []
+    for module in (model.embed_tokens, model.rotary_emb, model.norm):
+        module.register_forward_pre_hook(lambda *_: seen.append((type(model.layers[:]), len(model.layers[:BLOCKS]))))
     model(torch.tensor([[3, 4]]))
-    assert seen == [BLOCKS]
-    assert [type(part) for part in (model.layers[:BLOCKS], model.layers[:])] == 2 * [steps_ahead.BlockList]
-    steps_ahead._begin(model, ())
-    assert len(model.layers[: BLOCKS - 1]) == len(model.layers[1:]) == BLOCKS - 1
-    assert len(list(model.layers)) == BLOCKS
-    (found,) = model.layers[:BLOCKS]
+    assert seen == 3 * [(steps_ahead.BlockList, BLOCKS)]
+    found = steps_ahead._AllBlocks(model.layers)
     assert found.hidden_size == model.layers[0].hidden_size
-    assert len(model.layers[:BLOCKS]) == BLOCKS
-    steps_ahead._end(model, (), None)
-    assert steps_ahead._runs.all == []
+
+
+def test_loops_of_others_find_the_blocks(seed: int) -> None:
+    def forward(input_ids: Tensor, **options: Any) -> Any:
+        hidden = model.embed_tokens(input_ids)
+        angles = model.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+        for index, block in enumerate(model.layers[: model.config.num_hidden_layers]):
+            hidden = block(2 * hidden if index == 1 else hidden, position_embeddings=angles)
+        return BaseModelOutputWithPast(model.norm(hidden))
+
+    outs = []
+    for together in (fused(tiny("Llama", seed)), by_blocks(fused(tiny("Llama", seed)))):
+        model = together.model
+        model.forward = forward
+        with torch.inference_mode():
+            outs.append(together(torch.tensor([[3, 4, 5]])).logits)
+    assert torch.equal(*outs)
+
+
+def test_a_removed_block_is_freed(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    made(together, seed)
+    last = weakref.ref(together.model.layers[2])
+    del together.model.layers[2]
+    gc.collect()
+    assert last() is None
 
 
 def _other_input(block: Any) -> Any:
@@ -239,10 +260,45 @@ def _no_mlp(model: Any) -> None:
     model.model.layers[1].mlp = torch.nn.Identity()
 
 
+def _a_block_of_another_class(model: Any) -> None:
+    block = model.model.layers[1]
+    kind = type(block)
+    block.__class__ = type("Tripled", (kind,), {"forward": lambda self, x, **rest: 3 * kind.forward(self, x, **rest)})
+
+
+def _a_block_called_otherwise(model: Any) -> None:
+    block = model.model.layers[1]
+    kind = type(block)
+    block.__class__ = type("Tripled", (kind,), {"__call__": lambda self, x, **rest: 3 * kind.__call__(self, x, **rest)})
+
+
+def _another_order(model: Any) -> None:
+    layers = model.model.layers
+    first = layers[0]
+    delattr(layers, "0")
+    setattr(layers, "0", first)
+
+
+def _another_dictionary(model: Any) -> None:
+    layers = model.model.layers
+    names, blocks = list(layers._modules), list(layers._modules.values())
+    vars(layers)["_modules"] = dict(zip(names, [blocks[2], *blocks[:2]], strict=True))
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     "change",
-    [_one_cache_layer_for_two, _one_block_thrice, _a_layer_of_another_class, _an_mlp_of_another_class, _no_mlp],
+    [
+        _one_cache_layer_for_two,
+        _one_block_thrice,
+        _a_layer_of_another_class,
+        _an_mlp_of_another_class,
+        _no_mlp,
+        _a_block_of_another_class,
+        _a_block_called_otherwise,
+        _another_order,
+        _another_dictionary,
+    ],
 )
 def test_models_that_were_changed(change: Callable[[Any], None], late: bool, seed: int) -> None:
     """Before the first step, or behind it."""
@@ -253,6 +309,35 @@ def test_models_that_were_changed(change: Callable[[Any], None], late: bool, see
     expected = by_modules(lambda: made(together, seed))
     error = (made(together, seed) - expected).abs().max() / expected.abs().max()
     assert error <= 2**-14  # other orders of fp32 sums; what was wrong before differed in the first digit
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["LlamaDecoderLayer", "LlamaMLP", "LlamaAttention"])
+def test_classes_that_were_changed(name: str, late: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = fused(tiny("Llama", seed))
+    if late:
+        made(together, seed)
+    kind: Any = getattr(block_modules, f"Fused{name}")
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *given, **options: _tripled(forward(self, *given, **options)))
+    expected = by_modules(lambda: made(by_blocks(together), seed))
+    error = (made(together, seed) - expected).abs().max() / expected.abs().max()
+    assert error <= 2**-14
+
+
+def _tripled(out: Any) -> Any:
+    return (3 * out[0], *out[1:]) if isinstance(out, tuple) else 3 * out
+
+
+def test_layers_of_several_types_have_masks_of_their_own(seed: int) -> None:
+    together = fused(tiny("Qwen2", seed))
+    twin = by_blocks(together)
+    made(together, seed)
+    for model in (together, twin):
+        model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+        model.config.sliding_window = 2
+        model.model.has_sliding_layers = True
+    assert torch.equal(made(together, seed), made(twin, seed))
 
 
 def test_shallow_copies_of_a_cache(seed: int) -> None:
@@ -283,32 +368,25 @@ def test_other_values_in_a_cache_stay(seed: int) -> None:
     assert torch.equal(cache.layers[0].values[:, :, :5], values)
 
 
-def test_an_interrupt_is_forgotten_with_the_next_call(seed: int) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("name", ["embed_tokens", "norm"])
+def test_an_interrupt_leaves_nothing(name: str, error: type[BaseException], seed: int) -> None:
+    """Before the loop or behind it: the blocks are found, and the next call is as before."""
+
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     together = fused(tiny("Llama", seed))
     expected = made(together, seed)
-    handle = together.model.norm.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    handle = together.model.get_submodule(name).register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
         made(together, seed)
     handle.remove()
-    assert torch.equal(made(together, seed), expected)
-    assert steps_ahead._runs.all == []
-
-
-def test_an_error_ends_a_run(seed: int, counter: Counter) -> None:
-    together = fused(tiny("Llama", seed))
-    expected = made(together, seed)
-    handle = together.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        made(together, seed)
-    handle.remove()
-    assert steps_ahead._runs.all == []
+    assert len(together.model.layers[:]) == BLOCKS
     assert torch.equal(made(together, seed), expected)
 
 
-def test_threads_have_runs_of_their_own(seed: int) -> None:
+def test_threads_do_not_meet(seed: int) -> None:
     together = fused(tiny("Llama", seed))
     expected = [made(together, seed, batch) for batch in (1, 2, 3)]
     found: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
@@ -333,4 +411,3 @@ def test_a_compiled_model_is_as_before(seed: int) -> None:
         expected = together(ids, use_cache=False).logits
         found = torch.compile(together, backend="eager", fullgraph=True)(ids, use_cache=False).logits
     assert torch.equal(found, expected)
-    assert steps_ahead._runs.all == []
