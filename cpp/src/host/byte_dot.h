@@ -111,7 +111,7 @@ struct Avx2Bytes : WholeSums<8> {
   template <ByteRange kRange>
   static QCUTLASS_INLINE void add_dot(Int& sums, Int const& codes, Int const& a) {
     if constexpr (kRange == ByteRange::kFourBits) {
-      Int sum = sums;
+      Int sum = sums;  // as in add()
       asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(multiply(codes, a)));
       sums = sum;
     } else if constexpr (kRange == ByteRange::kWeights) {

@@ -81,7 +81,7 @@ def fuse_block(model: nn.Module) -> BlockFusion:
             else:
                 skipped[whole] = obstacle
         if all(parameter.is_cpu for parameter in stack.parameters()):
-            importlib.import_module("qcutlass.models.steps_ahead").run_as_one(stack)
+            importlib.import_module("qcutlass.models.whole_steps").run_as_one(stack)
         for names, reason in _projections(stack).items():
             skipped[", ".join(f"{prefix}.{name}" if prefix else name for name in names)] = reason
         _interleave(stack)

@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils import TransformersKwargs
 
 from qcutlass.layers.fusing import shared_product, version_of
 from qcutlass.models.block_steps import EXACT, GATES, PLAIN, BlockStep, ways_of
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
+from qcutlass.models.families import FAMILIES
 from qcutlass.models.growing_cache import PlacedLayer
-from qcutlass.models.steps_ahead import stepped
+from qcutlass.models.whole_steps import stepped
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
 from qcutlass.products.rotary_operators import rotary, rotary_append
 
@@ -226,12 +224,7 @@ class FusedBlock(nn.Module):
 FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {}
 """The class that a module of each class may change to."""
 
-for _file, _family in (
-    (modeling_llama, "Llama"),
-    (modeling_mistral, "Mistral"),
-    (modeling_qwen2, "Qwen2"),
-    (modeling_qwen3, "Qwen3"),
-):
+for _family, _file in FAMILIES.items():
     for _own, _name in (
         (FusedBlock, f"{_family}DecoderLayer"),
         (FusedAttention, f"{_family}Attention"),

@@ -22,7 +22,7 @@ from qcutlass.models.cache_argument import CACHE
 pytest.importorskip("transformers", reason="needs transformers")
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from qcutlass.models import block_modules, steps_ahead
+from qcutlass.models import block_modules, whole_steps
 from qcutlass.models.growing_cache import growing_cache
 
 BLOCKS = 3
@@ -67,8 +67,8 @@ def test_only_the_loop_of_a_running_model_finds_one_block(seed: int) -> None:
     for module in (model.embed_tokens, model.rotary_emb, model.norm):
         module.register_forward_pre_hook(lambda *_: seen.append((type(model.layers[:]), len(model.layers[:BLOCKS]))))
     model(torch.tensor([[3, 4]]))
-    assert seen == 3 * [(steps_ahead.BlockList, BLOCKS)]
-    found = steps_ahead._AllBlocks(model.layers)
+    assert seen == 3 * [(whole_steps.BlockList, BLOCKS)]
+    found = whole_steps._AllBlocks(model.layers)
     assert found.hidden_size == model.layers[0].hidden_size
 
 

@@ -15,13 +15,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
 
 from qcutlass.models.block_steps import PLAIN, BlockStep, Held, is_exact, step_of
 from qcutlass.models.cache_argument import cache_layer, pop_cache
+from qcutlass.models.families import FAMILIES
 from qcutlass.models.growing_cache import GrowingLayer
 from qcutlass.products.decoder_block import run_blocks
 from qcutlass.products.library import is_eager
@@ -84,12 +81,7 @@ class _Steps:
 
 def _loops() -> Iterator[CodeType]:
     """The code of the models' loops over their blocks, where it is transformers' own."""
-    for file, family in (
-        (modeling_llama, "Llama"),
-        (modeling_mistral, "Mistral"),
-        (modeling_qwen2, "Qwen2"),
-        (modeling_qwen3, "Qwen3"),
-    ):
+    for family, file in FAMILIES.items():
         code: CodeType = inspect.unwrap(getattr(file, f"{family}Model").forward).__code__
         if code.co_filename == file.__file__:
             yield code
