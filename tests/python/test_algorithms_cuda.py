@@ -9,7 +9,7 @@ import torch
 from tests.python.test_algorithms import SCHEMES, in_order, layer, same
 from torch import Tensor
 
-from qcutlass import WeightOnly, testing
+from qcutlass import QuantizedTensor, WeightOnly, testing
 from qcutlass.algorithms import (
     InputStatistics,
     awq,
@@ -57,6 +57,24 @@ def test_gptq_of_a_large_layer(symmetric: bool, act_order: bool, seed: int, caps
     assert (found.perm is None and again.perm is None) if not act_order else torch.equal(again.perm, found.perm)
 
 
+def assert_same_but_for_ties(found: QuantizedTensor, expected: QuantizedTensor, weight: Tensor) -> None:
+    """Codes less their zeros are the same, or neighbours whose weight is half a step from both."""
+    step = expected.group_size
+
+    def of_weights(groups: Tensor) -> Tensor:
+        return groups.cpu().T.repeat_interleave(step, 1)[:, : weight.shape[1]]
+
+    middle = 2 ** (expected.bits - 1)
+    steps, others = (
+        q.codes.cpu().long() - (middle if q.zeros is None else of_weights(q.zeros).long()) for q in (expected, found)
+    )
+    exact = weight.double() / of_weights(expected.scales).double()
+    apart = steps != others
+    assert bool(((steps - others).abs()[apart] == 1).all())
+    # A scale's error of 2^-23 moves a quotient of up to 2^8 by 2^-15.
+    assert bool(((exact - (steps + others) / 2).abs()[apart] < 2**-14).all())
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_they_find_what_they_find_on_the_cpu(scheme: WeightOnly, seed: int) -> None:
     weight, statistics = on_gpu(seed, 48, 160)
@@ -64,10 +82,10 @@ def test_they_find_what_they_find_on_the_cpu(scheme: WeightOnly, seed: int) -> N
     plain = round_to_nearest(weight, scheme, clip=False)
     assert plain.codes.device.type == DEVICE
     on_cpu = round_to_nearest(weight.cpu(), scheme, clip=False)
-    assert torch.equal(plain.codes.cpu(), on_cpu.codes)
-    # CUDA divides by a number by multiplying with its inverse: neighbouring floats.
+    # CUDA divides by a number by multiplying with its inverse: neighbouring floats, and other codes for what is between.
     bits, expected = (scales.float().view(torch.int32) for scales in (plain.scales.cpu(), on_cpu.scales))
     assert (bits - expected).abs().max() <= 1
+    assert_same_but_for_ties(plain, on_cpu, weight.cpu())
     nearest = output_error(weight, round_to_nearest(weight, scheme).dequantize(torch.float32), moment)
     for act_order in (False, True):
         found = gptq(weight, moment, scheme, act_order=act_order)

@@ -18,6 +18,7 @@ from tests.python.blockwise import (
     pack,
     splits_of,
 )
+from tests.python.kinds.description import runs_here
 from tests.python.quantizer_model import Quantized, activations, assert_same
 from tests.python.running import SLEEP, captured
 from torch import Tensor
@@ -30,12 +31,12 @@ pytestmark = pytest.mark.gpu
 
 
 def tactics(size: int, out_size: int | None = None) -> list[str]:
-    """Names of the configurations built for blocks of this size, and outputs of such blocks or floating ones."""
+    """Names of this GPU's configurations for blocks of this size, and outputs of such blocks or floating ones."""
     a, b = torch.ones(1, 256, dtype=torch.int8), torch.ones(256, 256, dtype=torch.int8)
     blocks = -(-256 // size)
     function, options = function_of(out_size)
     operands = (a, torch.ones(1, blocks), b, torch.ones(blocks, blocks))
-    return qcutlass.tactics(function, *operands, block_size=size, **options)
+    return [name for name in qcutlass.tactics(function, *operands, block_size=size, **options) if runs_here(name)]
 
 
 def product(p: BlockwiseProblem, out_size: int | None, b: Tensor | None = None, **forced: Any) -> tuple[Tensor, ...]:

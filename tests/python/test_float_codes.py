@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.kinds.description import runs_here
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, QuantizedTensor, UnsupportedError, testing
+from qcutlass import QuantizedTensor, UnsupportedError, testing
 from qcutlass.algorithms import quantize_floats
 from qcutlass.algorithms.floating import nearest_e2m1
 from qcutlass.products.checks import E8M0
@@ -267,9 +268,7 @@ def test_every_tactic(
 
 def tactics_of_this_gpu(a: Tensor, given: dict[str, Any]) -> list[str]:
     """All configurations of a product, but those of instructions that the GPU, or the build, has not."""
-    names = qcutlass.tactics(qcutlass.gemm, a, **given)
-    has_wgmma = _C.device_traits(torch.cuda.current_device()).wgmma
-    return [name for name in names if has_wgmma or "_sm90a_" not in name]
+    return [name for name in qcutlass.tactics(qcutlass.gemm, a, **given) if runs_here(name)]
 
 
 @pytest.mark.gpu

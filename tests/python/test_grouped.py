@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.kinds.description import runs_here
 from torch import Tensor
 
 import qcutlass
@@ -93,7 +94,9 @@ def product(problem: GroupedProblem, **changes: Any) -> Tensor:
 def tactics(problem: GroupedProblem) -> list[str | None]:
     """All that may run on the problem's device."""
     operands, options = arguments(problem)
-    return [None] if problem.a.is_cpu else [None, *qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options)]
+    if problem.a.is_cpu:
+        return [None]
+    return [None, *filter(runs_here, qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options))]
 
 
 def weight_dtype(problem: GroupedProblem, tactic: str | None) -> torch.dtype | None:

@@ -88,7 +88,7 @@ def test_every_registered_operator_is_checked_here() -> None:
 def test_opcheck(kind: Description, case: Any, device: str) -> None:
     if device == "cuda":
         kind.skip_without_instructions()
-    product = kind.random(case, device, seed=1)
+    product = kind.random(kind.on(device, case), device, seed=1)
     is_fp8 = product.a.dtype.itemsize == 1 and product.a.dtype.is_floating_point
     names = CHECKS[1:] if is_fp8 else CHECKS  # torch cannot compare fp8 inputs; the next test does
     torch.library.opcheck(operator_of(kind).default, product.arguments(), test_utils=names)
@@ -163,7 +163,7 @@ def test_compiles_in_one_graph(kind: Description, case: Any) -> None:
 def test_compiles_to_the_end(kind: Description, case: Any, device: str) -> None:
     if device == "cuda":
         kind.skip_without_instructions()
-    assert_compiles(kind.random(case, device, seed=1), "inductor")
+    assert_compiles(kind.random(kind.on(device, case), device, seed=1), "inductor")
 
 
 @kinds
@@ -230,7 +230,7 @@ def test_repeated_calls_of_all_kinds_in_any_order(device: str, seed: int) -> Non
     choose = random.Random(seed)
     there = [kind for kind in DESCRIPTIONS.values() if device == "cpu" or kind.has_instructions()]
     products = [
-        kind.random(case, device, seed=seed + again)
+        kind.random(kind.on(device, case), device, seed=seed + again)
         for again in range(2)
         for kind in there
         for base in kind.cases.values()

@@ -135,6 +135,10 @@ class BlockwiseFloat8(of_int8.BlockwiseInt8):
     def case(self, m: int, n: int, k: int, **options: Any) -> BlockwiseCase:
         return BlockwiseCase(m, n, k, **{"bias": True, "dtype": FP8} | options)
 
+    def on(self, device: str, case: BlockwiseCase) -> BlockwiseCase:
+        """Kernels take blocks of 128."""
+        return replace(case, block_size=128) if device == "cuda" else case
+
     def arguments(self, case: BlockwiseCase) -> _C.GemmArguments:
         result = super().arguments(case)
         result.a_type = _C.DType.FLOAT8_E4M3

@@ -45,6 +45,11 @@ def fits(traits: _C.TacticTraits, device: str) -> bool:
     return traits.shared_memory <= there.shared_memory_per_block and traits.wgmma <= there.wgmma
 
 
+def runs_here(tactic: str) -> bool:
+    """Whether the current GPU, and the code that it runs, have the instructions of the configuration of this name."""
+    return _C.device_traits(torch.cuda.current_device()).wgmma or "_sm90a_" not in tactic
+
+
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
 
@@ -249,6 +254,10 @@ class Description(ABC):
 
     @abstractmethod
     def product(self, problem: Any) -> Product: ...
+
+    def on(self, device: str, case: Any) -> Any:
+        """The case as kernels for the device take it."""
+        return case
 
     @abstractmethod
     def arguments(self, case: Any) -> _C.GemmArguments:

@@ -337,6 +337,10 @@ class Int4(Description):
     def case(self, m: int, n: int, k: int, **options: Any) -> Int4Case:
         return Int4Case(m, n, k, **{"bias": True} | options)
 
+    def on(self, device: str, case: Int4Case) -> Int4Case:
+        """Kernels take groups of multiples of 32."""
+        return replace(case, group_size=96) if device == "cuda" and case.group_size % 32 else case
+
     def any_case(self, variant: str, m: int, n: int, k: int, choose: random.Random) -> Int4Case:
         case: Int4Case = draw(DTYPES[variant], (32, 64, 96, 128, 10**6))(m, n, k, choose)
         return case

@@ -33,15 +33,13 @@ def cuts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixtureCut]:
     return {kind: MixtureCut(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
-def load(folder: Path, direct: bool = False) -> Any:
+def load(folder: Path, direct: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     from qcutlass.models.transformers import checkpoint_config
 
     keywords = {"config": checkpoint_config(folder)} if direct else {}
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, **keywords
-    )
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **keywords)
     assert {name: found for name, found in report.items() if found} == {}
     return model
 

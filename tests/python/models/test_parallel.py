@@ -151,5 +151,5 @@ def test_two_gpus_give_the_logits_of_one(repository: Path, random_cut: RandomCut
     found = run_script(repository, tmp_path / "converted", tmp_path, {})
     with torch.inference_mode():
         exact = load(tmp_path / "converted")(TOKENS).logits[0, -1]
-        one = load(tmp_path / "converted").half().cuda()(TOKENS.cuda()).logits[0, -1].cpu()
+        one = load(tmp_path / "converted", dtype=torch.float16).cuda()(TOKENS.cuda()).logits[0, -1].cpu()
     assert noise_ratio(found, one, exact) <= NOISE
