@@ -13,8 +13,9 @@
 #   QCUTLASS_CUTLASS_DIR=DIR    CUTLASS headers, where the nvidia-cutlass wheel is not installed
 #   CUDA_ARCHITECTURES=90-real  what to compile for, without QCUTLASS_CUDA_LIBRARY; default: the GPUs that are present
 #   QCUTLASS_BENCH_CUTLASS=FILE libqcutlass_bench_cutlass.so built elsewhere; else it is built here if there are headers
-#   PYTEST_ARGUMENTS, MATRIX_ARGUMENTS, BENCH_ARGUMENTS, SANITIZERS="memcheck racecheck"
-#   PARALLEL=1                  tests and sanitizers side by side, which share a GPU well; benches wait for them
+#   PYTEST_ARGUMENTS, MATRIX_ARGUMENTS, BENCH_ARGUMENTS, SANITIZERS="memcheck racecheck initcheck synccheck"
+#   PARALLEL=8                  tests and sanitizers side by side, which share a GPU well, each sanitizer in so many parts
+#                               beside the files of tests that it runs; benches wait for them
 # shellcheck disable=SC2086,SC2329  # *_ARGUMENTS hold several words; functions are called through run
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -94,11 +95,24 @@ build_cutlass() {
     -DCMAKE_CUDA_ARCHITECTURES="${CUDA_ARCHITECTURES:-native}" && cmake --build "$build/bench"
 }
 
-# Sanitizes the kernels of this library alone. API errors are left out: torch probes with calls that may fail, and the
-# library checks its own.
-sanitize() {
+# sanitized TOOL ARGUMENTS...: Python with the kernels of this library alone under a sanitizer. API errors are left out:
+# torch probes with calls that may fail, and the library checks its own.
+sanitized() {
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 1 --report-api-errors no \
-    --kernel-name kns=qcutlass "$python" tools/sanitizer_matrix.py ${MATRIX_ARGUMENTS:-}
+    --kernel-name kns=qcutlass "$python" "${@:2}"
+}
+
+# sanitize TOOL: every kernel of products, and the tests of what is between them.
+sanitize() {
+  local part parts=${PARALLEL:-1} file without=()
+  # Products by torch.mm end racecheck 2025.3 with an error of its own; their kernels here share no memory.
+  [ "$1" != racecheck ] || without=(--without _dequantize_dense)
+  for ((part = 0; part < parts; ++part)); do
+    start "$1-$part" sanitized "$1" -m tests.python.sanitizer_matrix --part $part "$parts" "${without[@]}" ${MATRIX_ARGUMENTS:-}
+  done
+  for file in moe moe_steps decoder_operators quantizers_cuda dequantize $([ "$1" = racecheck ] || echo dense_cuda); do
+    start "$1-$file" sanitized "$1" -m pytest -p no:cacheprovider -q -m gpu "tests/python/test_$file.py"
+  done
 }
 
 export PYTHONPATH=$site:$wheels${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$wheels/bin:$PATH PYTHONUNBUFFERED=1
@@ -119,7 +133,7 @@ for step in $steps; do
       ;;
     sanitize)
       for tool in ${SANITIZERS:-memcheck racecheck}; do
-        start "$tool" sanitize "$tool"
+        sanitize "$tool"
       done
       ;;
     bench)

@@ -44,6 +44,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {obstacle}"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_captures_without_a_pool() -> None:
+    """compute-sanitizer gives every tensor an allocation of its own, which captures do not allow."""
+
+    def refuse(self: object) -> None:
+        pytest.skip("captures need torch's pool of memory: without PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        torch.cuda.graph.__enter__ = refuse  # type: ignore[method-assign]
+
+
 @dataclass
 class Ledger:
     """The record of all checks of GPU tests, which the terminal summary shows."""

@@ -82,7 +82,7 @@ def test_they_find_what_they_find_on_the_cpu(scheme: WeightOnly, seed: int) -> N
     plain = round_to_nearest(weight, scheme, clip=False)
     assert plain.codes.device.type == DEVICE
     on_cpu = round_to_nearest(weight.cpu(), scheme, clip=False)
-    # CUDA divides by a number by multiplying with its inverse: neighbouring floats, and other codes for what is between.
+    # CUDA divides by a number by multiplying with its inverse: neighbouring floats, other codes for what is between.
     bits, expected = (scales.float().view(torch.int32) for scales in (plain.scales.cpu(), on_cpu.scales))
     assert (bits - expected).abs().max() <= 1
     assert_same_but_for_ties(plain, on_cpu, weight.cpu())
