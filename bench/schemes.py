@@ -119,6 +119,7 @@ class EightBit(_EightBitActivations):
             azp="each" if self.azp else "none",
             bias=True,
             bias_dtype=self.dtype,
+            growing=False,  # peers that sum up in 14 bits would be out of every bound
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,31 @@ def test_peers_compute_the_layer(name: str) -> None:
             assert base.relative_error(out, expected) > base.MAX_ERROR
         else:
             assert out.dtype == layer.dtype
+
+
+def sums_of_14_bits(a: Tensor, w: Tensor) -> Tensor:
+    """As fast accumulation has them: of 32 products and the sum so far, bits below 14 of the largest are cut off."""
+    total = torch.zeros(len(a), len(w), dtype=torch.float64)
+    for begin in range(0, a.shape[1], 32):
+        products = a[:, None, begin : begin + 32].double() * w[None, :, begin : begin + 32].double()
+        largest = torch.maximum(total.abs(), products.abs().amax(-1)).clamp(min=2.0**-20)
+        step = torch.exp2(largest.log2().floor() - 13)
+        total = ((products / step[..., None]).trunc().sum(-1) + (total / step).trunc()) * step
+    return total
+
+
+def test_fast_accumulation_is_right_on_the_data_of_the_bench() -> None:
+    scheme = schemes.parse("fp8")
+    assert isinstance(scheme, schemes.EightBit)
+    case = scheme.case(16, 48, 14336)
+    assert not case.growing
+
+    def error(case: Any) -> float:
+        problem = case.random(seed=1)
+        exact = problem.a.double() @ problem.w.double().T
+        return base.relative_error(sums_of_14_bits(problem.a, problem.w), exact)
+
+    assert error(case) < min(base.MAX_ERROR, error(replace(case, growing=True)) / 2)
 
 
 def test_stock_cutlass_gets_its_operands_in_order() -> None:

@@ -146,6 +146,7 @@ class EightBitCase:
         bias_dtype: its type.
         activation: name or None.
         residual: whether there is one, of the output's type; not in exact problems.
+        growing: whether random fp8 numbers have sums that grow with K, not with its root.
     """
 
     m: int
@@ -160,6 +161,7 @@ class EightBitCase:
     bias_dtype: torch.dtype = torch.float32
     activation: str | None = None
     residual: bool = False
+    growing: bool = True
 
     def _problem(self, seed: int, a: Tensor, w: Tensor, **tensors: Tensor | None) -> EightBitProblem:
         """Casts to the case's types, and leaves out what the case has not."""
@@ -183,8 +185,8 @@ class EightBitCase:
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> EightBitProblem:
         """Data as a layer has it: every int8 code (or normal fp8 numbers), scales within a factor of 4.
 
-        Of fp8 numbers every third row and every second channel is non-negative, so that sums grow with K: those that
-        accumulate for longer than they may are out of their bound.
+        Of fp8 numbers every third row and every second channel is non-negative where sums are `growing` with K: those
+        that accumulate for longer than they may are out of their bound.
         """
         g = torch.Generator(device).manual_seed(seed)
 
@@ -197,7 +199,7 @@ class EightBitCase:
             return 0.5 + 1.5 * torch.rand(count, generator=g, device=device)
 
         a, w = numbers(self.m), numbers(self.n)
-        if self.dtype != _INT8:
+        if self.dtype != _INT8 and self.growing:
             a[::3], w[::2] = a[::3].abs(), w[::2].abs()
         size = 128 * 32 if self.dtype == _INT8 else 32 * 32
         rows = self.m if self.azp == "each" else 1
