@@ -370,7 +370,7 @@ def test_switching_refuses_what_cannot_be() -> None:
         layers.use_activations(None, "int8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activations: expected 'int8'"):
         layers.use_activations(model, "int4")
-    with pytest.raises(ValueError, match="model: expected layers of quantised weights"):
+    with pytest.raises(ValueError, match="model: expected layers with integer codes whose groups"):
         layers.use_activations(torch.nn.Linear(4, 4), "int8")
     odd = QuantLinear.from_linear(torch.nn.Linear(96, 16), bits=4, group_size=24)
     both = torch.nn.ModuleList([model["other"], odd])

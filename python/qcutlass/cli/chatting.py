@@ -8,7 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from qcutlass.cli.running import Device, Eager, Folder, Fuse, Quantized, Seed, Temperature, Threads, TopP, Type, load
+from qcutlass.cli.running import (
+    Device,
+    Eager,
+    Folder,
+    Fuse,
+    Quantized,
+    Seed,
+    Temperature,
+    Threads,
+    TopP,
+    Type,
+    load,
+    note_faster,
+)
 from qcutlass.cli.terminal import console, echo, say, steps
 
 _HELP = "/reset forgets what was said, /exit or Ctrl-D ends; Ctrl-C ends an answer."
@@ -50,6 +63,7 @@ def chat(
     with suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines, and remembers them
 
+    note_faster(model, activations)
     talk = _Talk(model, tokenizer, system, context, max_new_tokens, sampling)
     say(_HELP)
     with fast_steps(model, context, say, eager=eager):

@@ -130,6 +130,7 @@ def generate(
 
     if not chat and getattr(tokenizer, "chat_template", None):
         say("note: this model has a chat template; --chat puts the prompt into it")
+    note_faster(model, activations)
 
     def finish(found: Generation) -> None:
         echo("")
@@ -154,6 +155,15 @@ def generate(
         finish(error.generation)
         raise typer.Exit(130) from error
     finish(found)
+
+
+def note_faster(model: Any, activations: QuantizedActivations | None) -> None:
+    """Says that a CPU has a faster way, which is not the default since it is less exact."""
+    from qcutlass.layers import WeightOnlyLinear
+
+    layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
+    if activations is None and any(layer.w_packed.is_cpu and layer.quantizes_activations for layer in layers):
+        say("note: activations are not rounded; --activations int8 rounds them as llama.cpp does, and is faster")
 
 
 def _standard_input() -> str:

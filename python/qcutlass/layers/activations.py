@@ -56,8 +56,8 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
     if not able:
         raise ValueError(
-            "model: expected layers of quantised weights without minimums whose groups are a multiple of 16 columns, "
-            "or one"
+            "model: expected layers with integer codes whose groups are a multiple of 16 columns, or one, as int8 "
+            "activations need; run it without them"
         )
     for layer in able.values():
         layer.activations = activations

@@ -13,6 +13,7 @@ from tests.python.models.folders import RandomCut
 from tests.python.models.test_gguf_models import write_gguf
 from typer.testing import CliRunner
 
+import qcutlass
 from qcutlass.cli import app, places
 from qcutlass.models.sampling import Sampling
 
@@ -136,6 +137,16 @@ def test_a_chat_template_is_pointed_out(random_cut: RandomCut, tmp_path: Path) -
     plain = command("generate", folder, "--prompt", "5", "--max-new-tokens", 1)
     assert plain.stderr.startswith("note: this model has a chat template; --chat puts the prompt into it\n")
     assert "note:" not in command("generate", folder, "--prompt", "5", "--max-new-tokens", 1, "--chat").stderr
+
+
+def test_a_faster_way_is_pointed_out(random_cut: RandomCut, tmp_path: Path) -> None:
+    """Where there is one: models of floats have none."""
+    note = "note: activations are not rounded; --activations int8 rounds them as llama.cpp does, and is faster\n"
+    run = ("--prompt", "5", "--max-new-tokens", 1)
+    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+    assert note in command("generate", tmp_path / "converted", *run).stderr
+    assert note not in command("generate", tmp_path / "converted", *run, "--activations", "int8").stderr
+    assert note not in command("generate", random_cut.floats().folder, *run).stderr
 
 
 def test_ctrl_c_keeps_what_there_is(random_cut: RandomCut, monkeypatch: pytest.MonkeyPatch) -> None:
