@@ -6,7 +6,8 @@
 # needs a GPU, nvcc and compute-sanitizer. A variant is how threads meet, the warps of a set, what copies are, and
 # "uneven" where some sets have fewer stages. How to read it: "block" is right and should be clean, "none" with 2 warps is
 # wrong and should be reported. If so, whatever is reported of "named" with 2 warps, or of "warp", is reported of code
-# that is right.
+# that is right; and if "named" is clean, and "named" of rings of unequal length reported, it is since sets meet unequally
+# often.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-build/racecheck_rings}
@@ -19,7 +20,7 @@ for variant in $variants; do
   compute-sanitizer --tool racecheck --racecheck-report all "$program" "$variant" >"$logs/$variant.log" 2>&1 &
 done
 wait
-printf '%-22s %-12s %s\n' meeting,warps "sums" "racecheck"
+printf '%-22s %-12s %s\n' meeting,warps,copies "sums" "racecheck"
 for variant in $variants; do
   found=$(grep -oE 'RACECHECK SUMMARY: .*' "$logs/$variant.log" || echo "no summary: see $logs/$variant.log")
   printf '%-22s %-12s %s\n' "$variant" "$(grep -oE 'sums are \w+' "$logs/$variant.log" | cut -c10-)" \

@@ -44,17 +44,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {obstacle}"))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_captures_without_a_pool() -> None:
-    """compute-sanitizer gives every tensor an allocation of its own, which captures do not allow."""
-
-    def refuse(self: object) -> None:
-        pytest.skip("captures need torch's pool of memory: without PYTORCH_NO_CUDA_MEMORY_CACHING")
-
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        torch.cuda.graph.__enter__ = refuse  # type: ignore[method-assign]
-
-
 @dataclass
 class Ledger:
     """The record of all checks of GPU tests, which the terminal summary shows."""
@@ -149,6 +138,19 @@ def _no_tuned_plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QCUTLASS_CACHE_DIR", str(tmp_path_factory.mktemp("no_tuned_plans")))
         tuning.forget()
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_captures_without_a_pool() -> Iterator[None]:
+    """compute-sanitizer is to see every tensor in an allocation of its own, which captures do not allow."""
+
+    def refuse(self: object) -> None:
+        pytest.skip("captures need torch's pool of memory: without PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+            patch.setattr(torch.cuda.graph, "__enter__", refuse)
         yield
 
 

@@ -7,7 +7,7 @@ own, so that memcheck sees accesses just outside of it:
 
 What a kind of product is, its kernels and its bound come from the descriptions of the tests. ``--part 3 16`` runs every
 sixteenth task from the fourth on. The kernels between products have tests of their own, which `tools/gpu_check.sh`
-runs in the same way.
+runs in the same way, this program too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from tests.python import test_grouped
 from tests.python.kinds import DESCRIPTIONS
-from tests.python.kinds.description import ACTIVATIONS, H200, Description, Draw
+from tests.python.kinds.description import ACTIVATIONS, H200, Description, fits
 
 import qcutlass
 from qcutlass import _C, testing
@@ -37,7 +37,7 @@ from qcutlass.testing.bounds import GATES
 # stages than any pipeline; the third has pairs of tiles of 64 and of 128 tokens, and turns of gates. K % 8 decides
 # how activations are copied.
 SHAPES = [(5, 45, 333), (131, 300, 2200), (200, 160, 400)]
-DRAWS = 24
+DRAWS = 40  # of a family's cases for a shape, of which few are taken
 
 
 @dataclass
@@ -45,29 +45,29 @@ class Run:
     """The launches so far, and which are wanted.
 
     Attributes:
-        wanted, unwanted: part of the names of the tactics to launch, and of those that are left out.
+        wanted, unwanted: part of the names of the tactics to launch, and parts of those that are left out.
         splits: of K, for each of them.
         device: "cuda", or "cpu" to try this program.
+        fitting: names of those that the GPU can run.
     """
 
     wanted: str
     splits: list[int]
     device: str = "cuda"
-    unwanted: str | None = None
+    unwanted: Sequence[str] = ()
     launches: int = 0
     worst: float = 0.0
-    known: set[str] = field(default_factory=set)
+    fitting: set[str] = field(default_factory=set)
     launched: set[str] = field(default_factory=set)
+
+    def takes(self, name: str) -> bool:
+        return self.wanted in name and not any(part in name for part in self.unwanted)
 
     def products(
         self, names: list[str], check: Callable[[str, int], float], splits: Sequence[int] | None = None
     ) -> None:
         """Runs `check` for every tactic and split that this GPU and K allow; it returns |error| / bound."""
-        tactics = [
-            name for name in names if self.wanted in name and (self.unwanted is None or self.unwanted not in name)
-        ]
-        self.known |= set(tactics)
-        for tactic, split_k in itertools.product(tactics, splits or self.splits):
+        for tactic, split_k in itertools.product(filter(self.takes, names), splits or self.splits):
             # Instructions that are not there, too short a K, or blocks of the output that a tile has not.
             with contextlib.suppress(qcutlass.UnsupportedError):
                 self.worst = max(self.worst, check(tactic, split_k))
@@ -75,6 +75,7 @@ class Run:
                 self.launches += 1
 
 
+Shape: TypeAlias = tuple[int, int, int]
 Task: TypeAlias = Callable[[Run, int], None]  # its second argument is a seed
 
 
@@ -89,19 +90,24 @@ def with_epilogue(kind: Description, case: Any, choose: random.Random) -> Any:
     )
 
 
-def of_all_kernels(kind: Description, draw: Draw, shape: tuple[int, int, int]) -> Iterator[Any]:
-    """A case of a family for each set of kernels that its scales and zeros may have: they are drawn."""
-    seen: set[str] = set()
-    for seed in range(DRAWS):
-        case = draw(*shape, random.Random(seed))
-        names = {traits.name for traits in kind.traits(case)}
-        if not names <= seen:
-            seen |= names
-            yield case
+def of_all_options(kind: Description, shapes: Iterable[Shape], seed: int) -> Iterator[Any]:
+    """Cases that are drawn from each family, those that have another kernel or an option which the kind had not yet."""
+    options: set[tuple[str, Any]] = set()
+    for (family, draw), shape in itertools.product(kind.families.items(), shapes):
+        kernels: set[str] = set()
+        for number in range(DRAWS):
+            case = draw(*shape, random.Random(f"{kind.name} {family} {shape} {seed} {number}"))
+            names = {traits.name for traits in kind.traits(case)}
+            values = {(member.name, getattr(case, member.name)) for member in fields(case) if member.name not in "mnk"}
+            if not names <= kernels or not values <= options:
+                kernels |= names
+                options |= values
+                yield case
 
 
 def run_kind(kind: Description, case: Any, run: Run, seed: int) -> None:
     choose = random.Random(seed)
+    run.fitting |= {t.name for t in kind.traits(case) if fits(t, run.device) and run.takes(t.name)}
     product = kind.random(with_epilogue(kind, case, choose), run.device, seed)
 
     def check(tactic: str, split_k: int) -> float:
@@ -125,9 +131,16 @@ def run_codes(case: Case, run: Run, seed: int) -> None:
     run.products(qcutlass.tactics(qcutlass.gemm, *multiply.args, **multiply.keywords), check)
 
 
-def run_experts(case: Any, counts: tuple[int, ...], run: Run, seed: int) -> None:
-    """Rows gathered and scaled, rows of nobody before and behind."""
-    problem = GroupedCase(case, counts, 3, 5, True, True).random(device=run.device, seed=seed)
+def run_experts(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> None:
+    choose = random.Random(seed)
+    case = replace(
+        case,
+        bias=choose.random() < 0.5,
+        perm=case.weight_dtype is None and choose.random() < 0.5,
+        activation=choose.choice(ACTIVATIONS),
+    )
+    grouped = GroupedCase(case, counts, before=3, after=5, gathered=choose.random() < 0.7, scaled=choose.random() < 0.7)
+    problem = grouped.random(device=run.device, seed=seed)
     operands, options = test_grouped.arguments(problem)
 
     def check(tactic: str, split_k: int) -> float:
@@ -139,13 +152,12 @@ def run_experts(case: Any, counts: tuple[int, ...], run: Run, seed: int) -> None
     run.products(qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options), check, splits=[1])
 
 
-def tasks(shapes: list[tuple[int, int, int]], device: str) -> Iterator[Task]:
+def tasks(shapes: Sequence[Shape], device: str, seed: int = 1) -> Iterator[Task]:
     gpu = H200 if device == "cpu" else _C.device_traits(torch.cuda.current_device())
     for kind in DESCRIPTIONS.values():
         if kind.serves(gpu):
-            for draw, shape in itertools.product(kind.families.values(), shapes):
-                for case in of_all_kernels(kind, draw, shape):
-                    yield partial(run_kind, kind, case)
+            for case in of_all_options(kind, shapes, seed):
+                yield partial(run_kind, kind, case)
     for code, (m, n, k) in itertools.product(test_grouped.CODES, shapes):
         case = test_grouped.code_case(code, "cuda")
         if case.weight_dtype is not None:
@@ -160,7 +172,7 @@ def tasks(shapes: list[tuple[int, int, int]], device: str) -> Iterator[Task]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tactic", default="", help="only kernels whose name contains this")
-    parser.add_argument("--without", help="leaves out kernels whose name contains this")
+    parser.add_argument("--without", action="append", default=[], help="leaves out kernels with this in their name")
     parser.add_argument("--split-k", type=int, nargs="+", default=[1, 2], help="split-K of each kernel")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="this shape alone")
     parser.add_argument("--part", type=int, nargs=2, metavar=("I", "N"), default=[0, 1], help="tasks I, I + N, ...")
@@ -168,15 +180,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries this program alone")
     arguments = parser.parse_args(argv)
 
-    begin, run = time.perf_counter(), Run(arguments.tactic, arguments.split_k, arguments.device, arguments.without)
     first, step = arguments.part
-    every = tasks([tuple(arguments.shape)] if arguments.shape else SHAPES, arguments.device)
+    if not 0 <= first < step:
+        parser.error(f"argument --part: expected 0 <= I < N, got {first} {step}")
+    begin, run = time.perf_counter(), Run(arguments.tactic, arguments.split_k, arguments.device, arguments.without)
+    shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
+    every = tasks(shapes, arguments.device, arguments.seed)
     for number, task in itertools.islice(enumerate(every), first, None, step):
         task(run, arguments.seed + number)
-    if not run.launches:
-        raise SystemExit(f"no kernel's name contains {arguments.tactic!r}")
+    if step == 1 and not run.launches:
+        raise SystemExit(f"no kernel that the GPU can run has {arguments.tactic!r} in its name")
+    if step == 1 and not arguments.shape and not run.fitting <= run.launched:
+        raise SystemExit(
+            f"never launched, though the GPU can run them: {', '.join(sorted(run.fitting - run.launched))}"
+        )
     seconds = time.perf_counter() - begin
-    print(f"kernels that do not fit this GPU: {', '.join(sorted(run.known - run.launched)) or 'none'}")
     print(f"{run.launches} products by {len(run.launched)} kernels, largest |error| / bound {run.worst:.3f}, ", end="")
     print(f"{seconds:.0f} s")
 

@@ -59,10 +59,10 @@ def test_gptq_of_a_large_layer(symmetric: bool, act_order: bool, seed: int, caps
 
 def assert_same_but_for_ties(found: QuantizedTensor, expected: QuantizedTensor, weight: Tensor) -> None:
     """Codes less their zeros are the same, or neighbours whose weight is half a step from both."""
-    step = expected.group_size
+    size = expected.group_size
 
     def of_weights(groups: Tensor) -> Tensor:
-        return groups.cpu().T.repeat_interleave(step, 1)[:, : weight.shape[1]]
+        return groups.cpu().T.repeat_interleave(size, 1)[:, : weight.shape[1]]
 
     middle = 2 ** (expected.bits - 1)
     steps, others = (

@@ -149,7 +149,7 @@ def test_fast_accumulation_is_right_on_the_data_of_the_bench() -> None:
         exact = problem.a.double() @ problem.w.double().T
         return base.relative_error(sums_of_14_bits(problem.a, problem.w), exact)
 
-    assert error(case) < min(base.MAX_ERROR, error(replace(case, growing=True)) / 2)
+    assert error(case) < base.MAX_ERROR < error(replace(case, growing=True))
 
 
 def test_stock_cutlass_gets_its_operands_in_order() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.kinds.description import FLOATS
+from tests.python.kinds.description import FLOATS, fits
 from tests.python.kinds.weight_only import OF_MINIMUMS, SCHEMES, WEIGHT_ONLY, Scheme
 from tests.python.running import SLEEP
 from torch import Tensor
@@ -31,9 +31,7 @@ def tactic_of(case: testing.Case, index: int) -> _C.TacticTraits | None:
     if index >= len(found):
         return None
     traits = found[index]
-    device = _C.device_traits(torch.cuda.current_device())
-    fits = traits.shared_memory <= device.shared_memory_per_block and traits.wgmma <= device.wgmma
-    return traits if fits else None
+    return traits if fits(traits, "cuda") else None
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, OF_MINIMUMS], ids=lambda scheme: scheme.name)

@@ -1,63 +1,80 @@
-"""What compute-sanitizer watches: tried on a CPU, and every kernel is among it."""
+"""What compute-sanitizer watches: every kernel and every option is among it; tried on a CPU."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import pytest
-from tests.python import sanitizer_matrix
 from tests.python.kinds import DESCRIPTIONS
 from tests.python.kinds.description import Product
-from tests.python.sanitizer_matrix import Run, tasks
+from tests.python.sanitizer_matrix import SHAPES, Run, main, run_kind, tasks
+
+SMALL = ("--device", "cpu", "--shape", "5", "32", "70")
 
 
 @dataclass
 class Names(Run):
     """Launches nothing."""
 
+    names: set[str] = field(default_factory=set)
+
     def products(
         self, names: list[str], check: Callable[[str, int], float], splits: Sequence[int] | None = None
     ) -> None:
-        self.known |= set(names)
+        self.names |= set(names)
 
 
-def test_every_kernel_is_launched() -> None:
-    run = Names("", [1], "cpu")
-    for number, task in enumerate(tasks([(3, 32, 96), (3, 40, 512)], "cpu")):
-        task(run, number)
-    built = {name.split("_")[0] for name in run.known}
-    assert built >= {"w4a16", "w8a16", "e2m1a16", "e4m3a16", "w8a8", "w4a8"}
+def test_every_kernel_and_option_is_among_the_tasks(seed: int) -> None:
+    run, options = Names("", [1], "cpu"), set()
+    for number, task in enumerate(tasks(SHAPES, "cpu", seed)):
+        if task.func is run_kind:
+            kind, case = task.args
+            run.names |= {traits.name for traits in kind.traits(case)}
+            options |= {(kind.name, member.name, getattr(case, member.name)) for member in fields(case)}
+        else:
+            task(run, number)
+    assert {name.split("_")[0] for name in run.names} == {"w4a16", "w8a16", "e2m1a16", "e4m3a16", "w8a8", "w4a8"}
     for kind in DESCRIPTIONS.values():
-        for draw in kind.families.values():
-            for seed in range(20):
-                case = draw(3, 4096, 4096, random.Random(seed))
-                assert {traits.name for traits in kind.traits(case)} <= run.known
+        for family, draw in kind.families.items():
+            for number in range(20):
+                case = draw(3, 4096, 4096, random.Random(f"{seed} {family} {number}"))
+                assert {traits.name for traits in kind.traits(case)} <= run.names
+                of_case = {(kind.name, member.name, getattr(case, member.name)) for member in fields(case)}
+                assert {option for option in of_case if option[1] not in "mnk"} <= options
+
+
+def numbers(output: str) -> tuple[int, int]:
+    """Products and kernels, as the program prints them."""
+    found = re.search(r"(\d+) products by (\d+) kernels, largest \|error\| / bound 0\.\d+", output)
+    assert found, output
+    return int(found[1]), int(found[2])
 
 
 def test_a_part_of_it_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    sanitizer_matrix.main(["--device", "cpu", "--shape", "5", "32", "70", "--part", "7", "60"])
-    assert "largest |error| / bound 0." in capsys.readouterr().out
+    main([*SMALL, "--part", "7", "60"])
+    every = numbers(capsys.readouterr().out)
+    main([*SMALL, "--part", "7", "60", "--without", "_sm90a_", "--without", "_stream_"])
+    assert (0, 0) < numbers(capsys.readouterr().out) < every
+    main([*SMALL, "--part", "7", "60", "--tactic", "no_such"])  # another part may have it
+    assert "0 products by 0 kernels" in capsys.readouterr().out
 
 
 def test_a_wrong_product_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Product.outs
     monkeypatch.setattr(Product, "outs", lambda self, **options: tuple(out * 1.5 for out in right(self, **options)))
     with pytest.raises(AssertionError):
-        sanitizer_matrix.main(["--device", "cpu", "--shape", "5", "32", "70", "--tactic", "w4a16", "--part", "0", "60"])
+        main([*SMALL, "--part", "0", "60"])
 
 
-def test_kernels_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    sanitizer_matrix.main(
-        ["--device", "cpu", "--shape", "5", "32", "70", "--tactic", "_sm90a_", "--without", "m64", "--part", "0", "60"]
-    )
-    run = Run("_sm90a_", [1], "cpu", "m64")
-    run.products(["a_sm90a_m64", "a_sm90a_m32", "a_sm80_m32"], lambda tactic, split_k: 0.5)
-    assert run.launched == {"a_sm90a_m32"}
-    assert "products by" in capsys.readouterr().out
-
-
-def test_names_that_no_kernel_has_are_told() -> None:
-    with pytest.raises(SystemExit, match="no kernel's name contains 'no_such'"):
-        sanitizer_matrix.main(["--device", "cpu", "--tactic", "no_such", "--part", "0", "30"])
+def test_what_cannot_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="no kernel that the GPU can run has 'no_such' in its name"):
+        main(["--device", "cpu", "--tactic", "no_such", "--shape", "5", "32", "70"])
+    for part in (("3", "3"), ("0", "0")):
+        with pytest.raises(SystemExit):
+            main([*SMALL, "--part", *part])
+    monkeypatch.setattr(Run, "products", lambda self, *_, **__: setattr(self, "launches", 1))
+    with pytest.raises(SystemExit, match=r"never launched, though the GPU can run them: w4a16"):
+        main(["--device", "cpu", "--tactic", "w4a16_f16_fine_sm80_n64"])

@@ -19,6 +19,7 @@ from tests.python.eight_bit import (
     needs_instructions,
     pack,
 )
+from tests.python.kinds.description import fits
 from tests.python.kinds.float8 import FLOAT8_PRODUCTS
 from tests.python.kinds.int8 import INT8
 from tests.python.running import captured
@@ -43,9 +44,7 @@ def tactic_of(dtype: torch.dtype, index: int, m: int = 1) -> _C.TacticTraits | N
     if index >= len(of_type):
         return None
     traits = of_type[index]
-    device = _C.device_traits(torch.cuda.current_device())
-    fits = traits.shared_memory <= device.shared_memory_per_block and traits.wgmma <= device.wgmma
-    return traits if fits else None
+    return traits if fits(traits, "cuda") else None
 
 
 def assert_correct(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "plan/costs.h"
 #include "plan/gpu_class.h"
 #include "plan/workspace.h"
 
@@ -11,12 +12,9 @@ namespace {
 
 /// Granularity at which dense products fill the GPU: the vendor's library has a tile for every size. Fitted on sm_90.
 constexpr int kTile = 64;
-/// Microseconds of the first launches, of those of both kernels for a slice, and of one that copies activations or
-/// finishes outputs, beside their traffic.
+/// Microseconds of starting, of launching both kernels for a slice, and of one that copies activations or finishes
+/// outputs, beside their traffic. With next to no work one slice takes 5.0 on an H100, to which kStart was fitted.
 constexpr double kStart = 2.5, kSliceLaunches = 2.5, kCopyLaunch = 2.0;
-/// How much of the shorter of arithmetic and traffic is not hidden behind the longer. Fitted, as kStart, to products of
-/// small layers on an H100: 5.0 us where there is next to no work.
-constexpr double kExposed = 0.15;
 
 /// Most rows of a slice, a multiple of kSliceRows; 0 if not one such fits.
 int64_t max_slice(Problem const& p) {
@@ -27,13 +25,13 @@ int64_t max_slice(Problem const& p) {
 }
 
 /// Microseconds of the dense product [m, k] x [k, rows] with weights in L2: whole waves of tiles, and beside them the
-/// activations that are read and the outputs that are written.
+/// activations that are read and the outputs that are written; sums in fp32 are counted where they are finished.
 double product(Problem const& p, DeviceTraits const& device, GpuClass const& gpu, int64_t rows) {
   int64_t const tiles = layout::ceil_div(p.m, kTile) * layout::ceil_div(rows, kTile);
   double const waves = static_cast<double>(layout::ceil_div(tiles, device.sm_count));
   double const arithmetic = waves * 2.0 * kTile * kTile * static_cast<double>(p.k) / (gpu.dense_rate * 1e6);
-  double const traffic = static_cast<double>(p.m * (p.k + rows)) * 2 / (gpu.dram_rate * 1e6);
-  return std::max(arithmetic, traffic) + kExposed * std::min(arithmetic, traffic);
+  double const traffic = static_cast<double>(p.m * (p.k + (p.finishes ? 0 : rows))) * 2 / (gpu.dram_rate * 1e6);
+  return std::max(arithmetic, traffic) + weight_only_costs().exposed * std::min(arithmetic, traffic);
 }
 
 Cost predict(Problem const& p, DeviceTraits const& device, int64_t slice) {

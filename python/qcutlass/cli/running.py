@@ -158,12 +158,12 @@ def generate(
 
 
 def note_faster(model: Any, activations: QuantizedActivations | None) -> None:
-    """Says that a CPU has a faster way, which is not the default since it is less exact."""
+    """Says that there is a faster way on a CPU."""
     from qcutlass.layers import WeightOnlyLinear
 
     layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
     if activations is None and any(layer.w_packed.is_cpu and layer.quantizes_activations for layer in layers):
-        say("note: activations are not rounded; --activations int8 rounds them as llama.cpp does, and is faster")
+        say("note: --activations int8 is faster, and less exact: it rounds activations as llama.cpp does")
 
 
 def _standard_input() -> str:

@@ -54,10 +54,12 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     if activations == "fp8":
         return _use_fp8(model)
     able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
+    if not able and activations is None:
+        raise ValueError("model: expected one with weight-only layers, got one without")
     if not able:
         raise ValueError(
-            "model: expected layers with integer codes whose groups are a multiple of 16 columns, or one, as int8 "
-            "activations need; run it without them"
+            "model: expected layers with integer codes whose groups are a multiple of 16 columns, or one; pass "
+            "activations=None"
         )
     for layer in able.values():
         layer.activations = activations

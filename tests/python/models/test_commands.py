@@ -232,7 +232,7 @@ def test_int8_activations(smol: SmolCut, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     refused = command("generate", smol.floats().folder, *prompt)
     assert refused.exit_code == 2
-    assert "model: expected layers of quantised weights" in refused.output
+    assert "model: expected layers with integer codes" in refused.output
 
 
 def test_chat_needs_a_template(smol: SmolCut, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_chat_needs_a_template(smol: SmolCut, tmp_path: Path) -> None:
     models.convert(smol.awq().folder, folder)
     chat = command("generate", folder, "--prompt", "Hello", "--chat", "--max-new-tokens", "2")
     assert chat.exit_code == 0, chat.output
-    assert int(chat.stderr.split()[0]) > 20  # the template's tokens
+    assert int(chat.stderr.splitlines()[-1].split()[0]) > 20  # the template's tokens
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
