@@ -51,7 +51,8 @@ class TileProduct {
   template <class Weight>
   static QCUTLASS_INLINE void multiply(Weight const& weight, float const* a, int64_t a_stride, int64_t m, int begin,
                                        int end, float* sums) {
-    auto const rows = [&](auto count) {
+    // A function of its own would not have the instructions of its caller.
+    auto const rows = [&](auto count) __attribute__((always_inline)) {
       constexpr int kRows = decltype(count)::value;
       for (; m >= kRows; m -= kRows, a += kRows * a_stride, sums += kRows * layout::kTileN) {
         multiply_rows<kRows>(weight, a, a_stride, begin, end, sums);
