@@ -103,6 +103,7 @@ class WeightArguments(metaclass=_pybind11_type):
     super_minimums: int
     super_scale_stride: int
     super_minimum_stride: int
+    by_strip: bool
 
 class SumScales(metaclass=_pybind11_type):
     def __init__(self) -> None: ...

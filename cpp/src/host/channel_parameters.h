@@ -31,8 +31,8 @@ struct ChannelParameters {
     int64_t const count = std::min<int64_t>(layout::kTileN, weights.n - n);
     std::fill_n(scales, layout::kTileN, 0.0f);
     std::fill_n(offsets, layout::kTileN, implied_offset(weights));
-    load(weights.group_scales(), group, n, count, scales);
-    load(weights.offsets(), group, n, count, offsets);
+    load(weights.group_scales(), group, strip, count, scales);
+    load(weights.offsets(), group, strip, count, offsets);
     apply_global_scale(weights, *this);
   }
 
@@ -51,15 +51,15 @@ struct ChannelParameters {
     for (int64_t i = 0; i < count * strips.count; ++i) apply_global_scale(weights, groups[i]);
   }
 
-  /// Asks for groups [first, first + count) of some strips. They lie a row of all channels apart, which no hardware
-  /// foresees.
+  /// Asks for groups [first, first + count) of some strips. Those that lie a row of all channels apart no hardware
+  /// foresees, and of a strip's own only what follows the first ones.
   static QCUTLASS_INLINE void prefetch(WeightArguments const& weights, StripRange strips, int64_t first,
                                        int64_t count) {
     for (GroupParameters const& from : {weights.group_scales(), weights.offsets()}) {
-      prefetch(from.data, from.type, from.stride, strips, first, count);
+      prefetch(from.data, from.type, from.stride, from.strip_stride, strips, first, count);
       if (from.supers == nullptr || count == 0) continue;
       int64_t const block = first / from.super_groups, end = (first + count - 1) / from.super_groups + 1;
-      prefetch(from.supers, DType::kFloat16, from.super_stride, strips, block, end - block);
+      prefetch(from.supers, DType::kFloat16, from.super_stride, from.super_strip_stride, strips, block, end - block);
     }
   }
 
@@ -69,23 +69,27 @@ struct ChannelParameters {
     for (float& scale : parameters.scales) scale *= *weights.global_scale;
   }
 
-  static QCUTLASS_INLINE void prefetch(void const* data, DType type, int64_t stride, StripRange strips, int64_t first,
-                                       int64_t count) {
+  static QCUTLASS_INLINE void prefetch(void const* data, DType type, int64_t stride, int64_t strip_stride,
+                                       StripRange strips, int64_t first, int64_t count) {
     constexpr int64_t kLine = 64;
     if (type == DType::kNone) return;
-    int64_t const size = size_of(type), bytes = strips.count * layout::kTileN * size;
-    char const* row = static_cast<char const*>(data) + (first * stride + strips.first * layout::kTileN) * size;
-    for (int64_t i = 0; i < count; ++i, row += stride * size) {
-      for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(row + byte);
+    bool const are_rows = strip_stride < stride;  // of strips that follow one another, or strips of groups that do
+    int64_t const size = size_of(type), pieces = are_rows ? count : strips.count;
+    int64_t const bytes = (are_rows ? strips.count : count) * layout::kTileN * size;
+    char const* piece = static_cast<char const*>(data) + (first * stride + strips.first * strip_stride) * size;
+    for (int64_t i = 0; i < pieces; ++i, piece += (are_rows ? stride : strip_stride) * size) {
+      for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(piece + byte);
     }
   }
 
-  /// `count` channels from n on of one group.
-  static QCUTLASS_INLINE void load(GroupParameters const& from, int64_t group, int64_t n, int64_t count, float* out) {
-    load_floats(from.type, from.data, group * from.stride + n, count, out);
+  /// The first `count` channels of a strip, of one group.
+  static QCUTLASS_INLINE void load(GroupParameters const& from, int64_t group, int64_t strip, int64_t count,
+                                   float* out) {
+    load_floats(from.type, from.data, strip * from.strip_stride + group * from.stride, count, out);
     if (from.supers == nullptr) return;
     float supers[layout::kTileN];
-    load_floats(DType::kFloat16, from.supers, group / from.super_groups * from.super_stride + n, count, supers);
+    load_floats(DType::kFloat16, from.supers,
+                strip * from.super_strip_stride + group / from.super_groups * from.super_stride, count, supers);
     for (int64_t i = 0; i < count; ++i) out[i] *= supers[i];
   }
 
@@ -105,9 +109,9 @@ struct ChannelParameters {
     for (int64_t i = 0; i < count; ++i) {
       for (int strip = whole; strip < strips.count; ++strip) {
         float* const out = groups[i * strips.count + strip].*values;
-        int64_t const channel = (strips.first + strip) * layout::kTileN;
+        int64_t const number = strips.first + strip, channels = n - number * layout::kTileN;
         std::fill_n(out, layout::kTileN, other);
-        load(from, first + i, channel, std::min<int64_t>(layout::kTileN, n - channel), out);
+        load(from, first + i, number, std::min<int64_t>(layout::kTileN, channels), out);
       }
     }
   }
@@ -118,18 +122,22 @@ struct ChannelParameters {
                                           int64_t count, Channels ChannelParameters::*values,
                                           ChannelParameters* groups) {
     auto const whole = static_cast<int>(std::min<int64_t>(strips.count, n / layout::kTileN - strips.first));
+    int const at_once = from.strip_stride < from.stride ? whole : 1;  // in the order of memory
     auto const load_rows = [&](auto const& load_numbers) {
-      int64_t const size = size_of(from.type), channel = strips.first * layout::kTileN;
-      char const* row = static_cast<char const*>(from.data) + (first * from.stride + channel) * size;
-      for (int64_t i = 0; i < count; ++i, row += from.stride * size) {
-        for (int strip = 0; strip < whole; ++strip)
-          load_strip<Numbers>(row + strip * layout::kTileN * size, size, load_numbers,
-                              groups[i * strips.count + strip].*values);
+      int64_t const size = size_of(from.type), apart = from.strip_stride * size;
+      for (int begin = 0; begin < whole; begin += at_once) {
+        char const* row = static_cast<char const*>(from.data) + strips.first * apart + first * from.stride * size;
+        for (int64_t i = 0; i < count; ++i, row += from.stride * size) {
+          for (int strip = begin; strip < begin + at_once; ++strip)
+            load_strip<Numbers>(row + strip * apart, size, load_numbers, groups[i * strips.count + strip].*values);
+        }
       }
       return whole;
     };
     auto const load_integers = [&](auto const& load_numbers) {
-      load_super_blocks<Numbers>(from, strips, whole, first, count, load_numbers, values, groups);
+      for (int begin = 0; begin < whole; begin += at_once)
+        load_super_blocks<Numbers>(from, {strips.first + begin, at_once}, first, count, load_numbers, values,
+                                   groups + begin, strips.count);
       return whole;
     };
     if (from.supers != nullptr && from.type == DType::kInt8) return load_integers(Numbers::signed_bytes);
@@ -141,29 +149,30 @@ struct ChannelParameters {
     return 0;
   }
 
-  /// Integers of `whole` strips, each times the number of its super-block, which is loaded once.
+  /// Integers of whole strips, each times the number of its super-block, which is loaded once. `apart`: from one
+  /// group's first strip to the next's.
   template <class Numbers, class Load>
-  static QCUTLASS_INLINE void load_super_blocks(GroupParameters const& from, StripRange strips, int whole,
-                                                int64_t first, int64_t count, Load const& load_numbers,
-                                                Channels ChannelParameters::*values, ChannelParameters* groups) {
+  static QCUTLASS_INLINE void load_super_blocks(GroupParameters const& from, StripRange strips, int64_t first,
+                                                int64_t count, Load const& load_numbers,
+                                                Channels ChannelParameters::*values, ChannelParameters* groups,
+                                                int apart) {
     constexpr int kParts = layout::kTileN / Numbers::kLanes;
     typename Numbers::Float of_block[StripRange::kMost][kParts];
-    int64_t const channel = strips.first * layout::kTileN;
-    auto const* const supers = static_cast<uint16_t const*>(from.supers) + channel;
-    auto const* row = static_cast<uint8_t const*>(from.data) + first * from.stride + channel;
+    auto const* const supers = static_cast<uint16_t const*>(from.supers) + strips.first * from.super_strip_stride;
+    auto const* row = static_cast<uint8_t const*>(from.data) + strips.first * from.strip_stride + first * from.stride;
     for (int64_t i = 0; i < count;) {
       int64_t const block = (first + i) / from.super_groups;
       int64_t const end = std::min(count, (block + 1) * from.super_groups - first);
-      for (int strip = 0; strip < whole; ++strip)
-        load_strip<Numbers>(supers + block * from.super_stride + strip * layout::kTileN, sizeof(*supers),
+      for (int strip = 0; strip < strips.count; ++strip)
+        load_strip<Numbers>(supers + strip * from.super_strip_stride + block * from.super_stride, sizeof(*supers),
                             Numbers::halves, of_block[strip]);
       for (; i < end; ++i, row += from.stride) {
-        for (int strip = 0; strip < whole; ++strip) {
-          uint8_t const* const integers = row + strip * layout::kTileN;
+        for (int strip = 0; strip < strips.count; ++strip) {
+          uint8_t const* const integers = row + strip * from.strip_stride;
           auto const scaled = [&](uint8_t const* lanes) {
             return load_numbers(lanes) * of_block[strip][(lanes - integers) / Numbers::kLanes];
           };
-          load_strip<Numbers>(integers, 1, scaled, groups[i * strips.count + strip].*values);
+          load_strip<Numbers>(integers, 1, scaled, groups[i * apart + strip].*values);
         }
       }
     }

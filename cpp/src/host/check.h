@@ -51,7 +51,7 @@ inline void check_super_blocks(WeightArguments const& weights) {
   check_integers("scale_type", weights.scale_type);
   if (weights.has_minimums()) check_integers("minimum_type", weights.minimum_type);
   if (weights.n == 0) return;
-  int64_t const least_stride = weights.super_blocks() > 1 ? weights.n : 0;
+  int64_t const least_stride = weights.super_blocks() > 1 && !weights.by_strip ? weights.n : 0;
   check_not_null("super_scales", weights.super_scales);
   check_at_least("super_scale_stride", weights.super_scale_stride, least_stride);
   if (!weights.has_minimums()) return;
@@ -79,7 +79,7 @@ inline void check_weights(WeightArguments const& weights) {
   if (weights.n == 0) return;
   check_not_null("packed", weights.packed);
   check_not_null("scales", weights.scales);
-  int64_t const minimum_stride = weights.groups() > 1 ? weights.n : 0;
+  int64_t const minimum_stride = weights.groups() > 1 && !weights.by_strip ? weights.n : 0;
   check_at_least("scale_stride", weights.scale_stride, minimum_stride);
   if (weights.has_minimums()) {
     if (!weights.has_super_blocks()) check_floating("minimum_type", weights.minimum_type);

@@ -61,7 +61,8 @@ void register_arguments(py::module_& module) {
       .def_readwrite("minimum_stride", &WeightArguments::minimum_stride)
       .def_readwrite("super_groups", &WeightArguments::super_groups)
       .def_readwrite("super_scale_stride", &WeightArguments::super_scale_stride)
-      .def_readwrite("super_minimum_stride", &WeightArguments::super_minimum_stride);
+      .def_readwrite("super_minimum_stride", &WeightArguments::super_minimum_stride)
+      .def_readwrite("by_strip", &WeightArguments::by_strip);
   def_pointer(weights, "packed", &WeightArguments::packed);
   def_pointer(weights, "scales", &WeightArguments::scales);
   def_pointer(weights, "zeros", &WeightArguments::zeros);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from qcutlass.layers.fusing import shared_product
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.models.growing_cache import GrowingLayer, Room
-from qcutlass.products.decoder_block import DecoderBlock, Norm, Place, hold
+from qcutlass.products.decoder_block import OF_GROUPS, DecoderBlock, Norm, Place, hold
 from qcutlass.products.weight_only import GemmCall
 
 GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
@@ -40,7 +41,7 @@ class BlockStep:
         q_norm, k_norm, mlp_norm, next_norm = map(_described, (*_head_norms(attention), *_norms(block)))
         self._dtype, self._size, self._scaling = dtype, size, attention.scaling
         self._kv_heads = attention.k_proj.out_features // size
-        self.held = Held.of(block)
+        self.held = Held.of(block)  # first, so that what changes meanwhile has changed behind it
         self.block = DecoderBlock(
             qkv=list(map(call, layers.qkv)),
             output=call(layers.output),
@@ -97,13 +98,16 @@ def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep
 
 
 class Held:
-    """What blocks have where: children, tensors, hooks, options.
+    """What blocks have where: children, tensors, hooks, options; `copied`: tensors that may not change in place either.
 
     Each token looks at some hundred of them in each block, so that the extension compares them.
     """
 
-    def __init__(self, entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module], copied: Sequence[Tensor]
+    ) -> None:
         self._entries, self._called, self._hooks = entries, called, _hooks(called)
+        self._copied, self._versions = copied, _versions(copied)
         self._places, self._names, self._values = zip(*entries, strict=True)
         self._tensors = list({id(value): value for value in self._values if isinstance(value, Tensor)}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
@@ -124,7 +128,9 @@ class Held:
         entries += [(vars(module), "training", module.training) for module in (block, attention, mlp)]
         config = vars(attention.config)  # to ask the configuration itself takes longer than all of this
         entries += [(config, name, value) for name, value in config.items() if "attn_implementation" in name]
-        return Held(entries, called)
+        buffers: list[dict[str, Any]] = [layer._buffers for layer in _layers(block).all]
+        parts = [of_layer[name] for of_layer in buffers for name in OF_GROUPS if of_layer[name] is not None]
+        return Held(entries, called, [part for part in parts if not part.is_inference()])
 
     @staticmethod
     def joined(parts: Sequence[Held], blocks: Sequence[nn.Module]) -> Held:
@@ -132,7 +138,7 @@ class Held:
         every = (entry for part in parts for entry in part._entries)
         unique = {(id(place), name): (place, name, value) for place, name, value in every}
         modules = dict.fromkeys((*blocks, *(module for part in parts for module in part._called)))
-        return Held(list(unique.values()), list(modules))
+        return Held(list(unique.values()), list(modules), [copied for part in parts for copied in part._copied])
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
@@ -143,7 +149,14 @@ class Held:
         if any(ways_of(kind) != ways for kind, ways in self._kinds.items()):
             return False
         # A tensor that moves, or is given other data, stays the same object.
-        return self._addresses == list(map(Tensor.data_ptr, self._tensors))
+        if self._addresses != list(map(Tensor.data_ptr, self._tensors)):
+            return False
+        return self._versions == _versions(self._copied)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place, but through its `.data`."""
+    return list(map(operator.attrgetter("_version"), tensors))
 
 
 def _hooks(modules: Sequence[nn.Module]) -> list[Any]:

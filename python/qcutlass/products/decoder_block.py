@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from qcutlass import _C
-from qcutlass.products.checks import ACTIVATION_OF_GATE
+from qcutlass.products.checks import ACTIVATION_OF_GATE, ceil_div
 from qcutlass.products.extension import DTYPES
+from qcutlass.products.packing import TILE_N
 from qcutlass.products.product import Product
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
 
 _NO_NORM: Final = 0, _C.DType.NONE, 0.0
+OF_GROUPS: Final = "scales", "zeros", "minimums", "super_scales", "super_minimums"
+"""Operands of a product that a prepared block has copies of, unless they are tensors of inference mode."""
 
 hold: Final = _C.hold
 """hold(places, names, values): whether each dictionary has this very value under this name; None: or lacks it."""
@@ -28,7 +31,7 @@ class Norm(NamedTuple):
 
 
 class DecoderBlock:
-    """The block, prepared. It keeps alive what it points into.
+    """The block, prepared. It keeps alive what it points into; of `OF_GROUPS` it has copies as they were.
 
     Args:
         qkv, gate_up: products of one row each whose channels follow one another: one or several.
@@ -63,7 +66,8 @@ class DecoderBlock:
         arguments = [product.arguments for product in products]
         norms = [*(head_norms or (None, None)), mlp_norm, next_norm]
         # `.data`: the memory stays, whatever is assigned to a parameter's data.
-        self._alive: Final = products, [norm.weight.data for norm in norms if norm is not None]
+        weights = [norm.weight.data for norm in norms if norm is not None]
+        self._alive: Final = products, weights, list(map(_order_by_strip, products))
         query_norm, key_norm, mlp, following = (_NO_NORM if norm is None else _described(norm) for norm in norms)
         self._block: Final = _C.DecoderBlock(
             type=DTYPES[down.a.dtype],
@@ -142,6 +146,34 @@ def _product(call: GemmCall) -> Product:
     shape = call.check(None)
     out = torch.empty((1, shape.n), dtype=call.out_dtype)
     return Product(WEIGHT_ONLY, call.prepared(shape), shape, out)
+
+
+def _order_by_strip(product: Product) -> dict[str, Tensor]:
+    """Lets a product read copies of what belongs to groups, in the order in which it does; the copies by name.
+
+    In the matrices themselves each group of a strip of channels has a line of the cache of its own, and often a page.
+    """
+    parts = {name: getattr(product.call, name) for name in OF_GROUPS}
+    given = {name: part for name, part in parts.items() if part is not None}
+    if given["scales"].ndim < 2 or any(part.is_inference() for part in given.values()):
+        return {}  # numbers of channels lie in order; changes in place of tensors of inference mode leave no trace
+    copies = {name: _by_strip(part) for name, part in given.items()}
+    weights = product.arguments.weights
+    weights.by_strip = True
+    for name, copy in copies.items():
+        setattr(weights, name, copy.data_ptr())
+    return copies
+
+
+def _by_strip(rows: Tensor) -> Tensor:
+    """`[groups, N]` as `[strips, groups, TILE_N]`; channels past N are 0."""
+    groups, n = rows.shape
+    strips = rows.new_zeros((ceil_div(n, TILE_N), groups, TILE_N))
+    whole = n // TILE_N
+    strips[:whole] = rows[:, : whole * TILE_N].reshape(groups, whole, TILE_N).transpose(0, 1)
+    if whole < len(strips):
+        strips[whole, :, : n - whole * TILE_N] = rows[:, whole * TILE_N :]
+    return strips
 
 
 def _described(norm: Norm) -> tuple[int, _C.DType, float]:

@@ -124,6 +124,16 @@ def _scales_in_place(model: Any) -> None:
     model.model.layers[1].self_attn.o_proj.scales.mul_(2)
 
 
+def _scales_in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        model.model.layers[1].self_attn.q_proj.product.scales[0] *= 2
+
+
+def _zeros_in_place(model: Any) -> None:
+    zeros = model.model.layers[1].mlp.down_proj.zeros
+    zeros.copy_(zeros.roll(1))
+
+
 def _scales_with_other_data(model: Any) -> None:
     layer = model.model.layers[1].mlp.down_proj
     layer.scales.data = 2 * layer.scales
@@ -155,6 +165,8 @@ def _quantized_activations(model: Any) -> None:
         _other_down,
         _other_scales,
         _scales_in_place,
+        _scales_in_inference_mode,
+        _zeros_in_place,
         _scales_with_other_data,
         _other_norm,
         _another_norm_weight,
