@@ -26,7 +26,6 @@
 
 #include <cstdint>
 
-#include "qcutlass/layout.h"
 #include "qcutlass/types.h"
 
 namespace qcutlass {
@@ -39,8 +38,6 @@ struct GroupParameters {
   void const* supers = nullptr;  ///< float16 [super-blocks, n] that the elements are times; nullptr: they are numbers
   int64_t super_stride = 0;
   int64_t super_groups = 0;  ///< groups of a super-block
-  /// Elements from the first channel of a strip of 16 to that of the next.
-  int64_t strip_stride = layout::kTileN, super_strip_stride = layout::kTileN;
 };
 
 /// A packed weight matrix [n, k] with its scales, and zeros or minimums. Pointers are not owned.
@@ -76,25 +73,16 @@ struct WeightArguments {
   constexpr bool has_super_blocks() const { return super_groups != 0; }
   constexpr int64_t super_blocks() const { return (groups() + super_groups - 1) / super_groups; }
   constexpr GroupParameters group_scales() const {
-    return ordered({scale_type, scales, scale_stride, super_scales, super_scale_stride, super_groups});
+    return {scale_type, scales, scale_stride, super_scales, super_scale_stride, super_groups};
   }
   /// Minimums, or zeros: what is taken off scaled codes, or off codes.
   constexpr GroupParameters offsets() const {
-    if (!has_minimums()) return ordered({zero_type, zeros, zero_stride});
-    return ordered({minimum_type, minimums, minimum_stride, super_minimums, super_minimum_stride, super_groups});
+    if (!has_minimums()) return {zero_type, zeros, zero_stride};
+    return {minimum_type, minimums, minimum_stride, super_minimums, super_minimum_stride, super_groups};
   }
   constexpr int bits() const { return bits_of(packing); }
   constexpr int64_t groups() const {
     return scale_type == DType::kNone || group_size >= k ? 1 : (k + group_size - 1) / group_size;
-  }
-
- private:
-  constexpr GroupParameters ordered(GroupParameters parameters) const {
-    if (!by_strip) return parameters;
-    parameters.stride = parameters.super_stride = layout::kTileN;
-    parameters.strip_stride = groups() * layout::kTileN;
-    if (has_super_blocks()) parameters.super_strip_stride = super_blocks() * layout::kTileN;
-    return parameters;
   }
 };
 

@@ -21,6 +21,28 @@ struct StripRange {
   int count;
 };
 
+/// The scales or offsets of a weight as they lie in memory: a matrix, or strip by strip.
+struct GroupNumbers : GroupParameters {
+  /// Elements from the first channel of a strip to that of the next.
+  int64_t strip_stride = layout::kTileN, super_strip_stride = layout::kTileN;
+
+  static QCUTLASS_INLINE GroupNumbers scales_of(WeightArguments const& weights) {
+    return {weights.group_scales(), weights};
+  }
+  static QCUTLASS_INLINE GroupNumbers offsets_of(WeightArguments const& weights) {
+    return {weights.offsets(), weights};
+  }
+
+ private:
+  QCUTLASS_INLINE GroupNumbers(GroupParameters const& of_matrix, WeightArguments const& weights)
+      : GroupParameters(of_matrix) {
+    if (!weights.by_strip) return;
+    stride = super_stride = layout::kTileN;
+    strip_stride = weights.groups() * layout::kTileN;
+    if (weights.has_super_blocks()) super_strip_stride = weights.super_blocks() * layout::kTileN;
+  }
+};
+
 struct ChannelParameters {
   float scales[layout::kTileN];
   float offsets[layout::kTileN];  ///< zeros or minimums
@@ -31,8 +53,8 @@ struct ChannelParameters {
     int64_t const count = std::min<int64_t>(layout::kTileN, weights.n - n);
     std::fill_n(scales, layout::kTileN, 0.0f);
     std::fill_n(offsets, layout::kTileN, implied_offset(weights));
-    load(weights.group_scales(), group, strip, count, scales);
-    load(weights.offsets(), group, strip, count, offsets);
+    load(GroupNumbers::scales_of(weights), group, strip, count, scales);
+    load(GroupNumbers::offsets_of(weights), group, strip, count, offsets);
     apply_global_scale(weights, *this);
   }
 
@@ -43,9 +65,9 @@ struct ChannelParameters {
   template <class Numbers>
   static QCUTLASS_INLINE void load(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count,
                                    ChannelParameters* groups) {
-    load_all<Numbers>(weights.group_scales(), weights.n, strips, first, count, 0.0f, &ChannelParameters::scales,
-                      groups);
-    load_all<Numbers>(weights.offsets(), weights.n, strips, first, count, implied_offset(weights),
+    load_all<Numbers>(GroupNumbers::scales_of(weights), weights.n, strips, first, count, 0.0f,
+                      &ChannelParameters::scales, groups);
+    load_all<Numbers>(GroupNumbers::offsets_of(weights), weights.n, strips, first, count, implied_offset(weights),
                       &ChannelParameters::offsets, groups);
     if (weights.global_scale == nullptr) return;
     for (int64_t i = 0; i < count * strips.count; ++i) apply_global_scale(weights, groups[i]);
@@ -55,7 +77,7 @@ struct ChannelParameters {
   /// foresees, and of a strip's own only what follows the first ones.
   static QCUTLASS_INLINE void prefetch(WeightArguments const& weights, StripRange strips, int64_t first,
                                        int64_t count) {
-    for (GroupParameters const& from : {weights.group_scales(), weights.offsets()}) {
+    for (GroupNumbers const& from : {GroupNumbers::scales_of(weights), GroupNumbers::offsets_of(weights)}) {
       prefetch(from.data, from.type, from.stride, from.strip_stride, strips, first, count);
       if (from.supers == nullptr || count == 0) continue;
       int64_t const block = first / from.super_groups, end = (first + count - 1) / from.super_groups + 1;
@@ -83,8 +105,7 @@ struct ChannelParameters {
   }
 
   /// The first `count` channels of a strip, of one group.
-  static QCUTLASS_INLINE void load(GroupParameters const& from, int64_t group, int64_t strip, int64_t count,
-                                   float* out) {
+  static QCUTLASS_INLINE void load(GroupNumbers const& from, int64_t group, int64_t strip, int64_t count, float* out) {
     load_floats(from.type, from.data, strip * from.strip_stride + group * from.stride, count, out);
     if (from.supers == nullptr) return;
     float supers[layout::kTileN];
@@ -102,7 +123,7 @@ struct ChannelParameters {
   /// Loads groups [first, first + count), over the value that channels past n get. Whole strips of the usual types are
   /// vectors: the compiler would unroll loops of kTileN before it sees vectors in them.
   template <class Numbers>
-  static QCUTLASS_INLINE void load_all(GroupParameters const& from, int64_t n, StripRange strips, int64_t first,
+  static QCUTLASS_INLINE void load_all(GroupNumbers const& from, int64_t n, StripRange strips, int64_t first,
                                        int64_t count, float other, Channels ChannelParameters::*values,
                                        ChannelParameters* groups) {
     int const whole = load_vectors<Numbers>(from, n, strips, first, count, values, groups);
@@ -118,7 +139,7 @@ struct ChannelParameters {
 
   /// Loads those of the first strips; how many.
   template <class Numbers>
-  static QCUTLASS_INLINE int load_vectors(GroupParameters const& from, int64_t n, StripRange strips, int64_t first,
+  static QCUTLASS_INLINE int load_vectors(GroupNumbers const& from, int64_t n, StripRange strips, int64_t first,
                                           int64_t count, Channels ChannelParameters::*values,
                                           ChannelParameters* groups) {
     auto const whole = static_cast<int>(std::min<int64_t>(strips.count, n / layout::kTileN - strips.first));
@@ -152,7 +173,7 @@ struct ChannelParameters {
   /// Integers of whole strips, each times the number of its super-block, which is loaded once. `apart`: from one
   /// group's first strip to the next's.
   template <class Numbers, class Load>
-  static QCUTLASS_INLINE void load_super_blocks(GroupParameters const& from, StripRange strips, int64_t first,
+  static QCUTLASS_INLINE void load_super_blocks(GroupNumbers const& from, StripRange strips, int64_t first,
                                                 int64_t count, Load const& load_numbers,
                                                 Channels ChannelParameters::*values, ChannelParameters* groups,
                                                 int apart) {
