@@ -130,7 +130,6 @@ def generate(
 
     if not chat and getattr(tokenizer, "chat_template", None):
         say("note: this model has a chat template; --chat puts the prompt into it")
-    note_faster(model, activations)
 
     def finish(found: Generation) -> None:
         echo("")
@@ -138,6 +137,7 @@ def generate(
             f"{found.prompt_tokens} tokens of prompt, the first new one after {1e3 * found.first_seconds:.0f} ms, "
             f"then {found.tokens_per_second:.1f} tokens/s; {found.tokens} in all"
         )
+        note_faster(model, activations)
 
     try:
         found = generate_text(

@@ -240,7 +240,7 @@ def test_chat_needs_a_template(smol: SmolCut, tmp_path: Path) -> None:
     models.convert(smol.awq().folder, folder)
     chat = command("generate", folder, "--prompt", "Hello", "--chat", "--max-new-tokens", "2")
     assert chat.exit_code == 0, chat.output
-    assert int(chat.stderr.splitlines()[-1].split()[0]) > 20  # the template's tokens
+    assert int(chat.stderr.split()[0]) > 20  # the template's tokens
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
