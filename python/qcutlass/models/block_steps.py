@@ -155,7 +155,7 @@ class Held:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed in place, but through its `.data`."""
+    """How often each was changed in place; changes through `.data` do not count."""
     return list(map(operator.attrgetter("_version"), tensors))
 
 
