@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qcutlass.formats.affine import from_minima
 from qcutlass.quantized import QuantizedTensor
 
 _SHORT, _LONG = 32, 256  # columns of a block
@@ -90,8 +89,9 @@ def _q4_0(blocks: Tensor) -> QuantizedTensor:
 
 
 def _q4_1(blocks: Tensor) -> QuantizedTensor:
-    codes = _matrix(_chunked(blocks[:, :, 4:], 16, 4))
-    return from_minima(codes, _groups(_halves(blocks, 0)), _groups(_halves(blocks, 2)), 4, _SHORT)
+    codes = _chunked(blocks[:, :, 4:], 16, 4)
+    minimums = -_groups(_halves(blocks, 2))
+    return QuantizedTensor(_matrix(codes), _groups(_halves(blocks, 0)), None, 4, _SHORT, minimums=minimums)
 
 
 def _q5_0(blocks: Tensor) -> QuantizedTensor:

@@ -34,7 +34,7 @@ class StoredForm(NamedTuple):
     """What a state has in place of a layer's buffers.
 
     Attributes:
-        minima: in place of float32 `zeros`, in the type of scales: `zeros = -minima / scales`. Q4_1 has them.
+        minima: in place of float32 `zeros`, in the type of scales: `zeros = -minima / scales`.
         levels: in place of integer `scales` and `minimums` of super-blocks one byte for both, `scales` in its low half.
             Those of Q2_K are 4 bits.
         code_bits: of the codes in `w_packed`; None: as products take them.

@@ -31,10 +31,11 @@ MIXES: Final[dict[str, dict[str, str]]] = {
     "Q2_K": {"": "Q2_K", "ffn_down": "Q3_K"},
     "Q5_1": {"": "Q5_1", "ffn_down": "Q4_1"},
     "Q4_K, Q4_1": {"": "Q4_K", "ffn_up": "Q4_1", "ffn_down": "Q6_K"},
+    "Q4_K, Q4_0": {"": "Q4_K", "ffn_up": "Q4_0", "ffn_down": "Q6_K"},
 }
 """Types by what a tensor's name begins with; those of the others under ""."""
-UNLIKE: Final = "Q4_K, Q4_1"
-"""The mix whose gate and up are no one product: minimums beside zeros."""
+UNLIKE: Final = "Q4_K, Q4_0"
+"""The mix whose gate and up are no one product: minimums beside the middle as zero point."""
 PLACES: Final = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",

@@ -324,7 +324,7 @@ def test_the_option_of_the_commands(tmp_path: Path, seed: int) -> None:
 def test_descriptions_with_both_zeros_and_minima_are_refused(tiny: Any) -> None:
     _, folder = tiny("Q4_1")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["exceptions"][EMBEDDINGS]["zeros"] = "float32"
+    config["quantization_config"]["exceptions"][EMBEDDINGS] |= {"zeros": "float32", "minima": "float16"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="expected zeros or minima, which they follow from, got both"):
         models.ConvertedFolder(folder)
