@@ -73,13 +73,13 @@ class Entry:
     def weights(self) -> str:
         """The scheme in words."""
         if self.lm_head is not None:
-            return f"int4 g32 real zeros, int{self.lm_head} head"
+            return f"int4 g32 minimums, int{self.lm_head} head"
         if isinstance(self.scheme, W4A8):
             return f"int4 g{self.scheme.group_size} asym, {self.scheme.activations} activations"
         if self.scheme is not None:
             return f"int8 blocks of {self.scheme.block_size}, int8 activations"
         if self.method is None:
-            return {FLOAT: "float32", IMPORTED: "int4 g32 real zeros"}[self.name]
+            return {FLOAT: "float32", IMPORTED: "int4 g32 minimums"}[self.name]
         if not self.method.is_weight_only:
             return "int8 channel sym, int8 activations"
         scheme = self.method.scheme
