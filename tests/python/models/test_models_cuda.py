@@ -57,8 +57,8 @@ def check(out: Tensor, cut: Any, source: Cuts, dtype: torch.dtype, ids: Tensor, 
 
 
 @pytest.fixture(scope="module")
-def converted(random_cut: RandomCut) -> Path:
-    folder = random_cut.root / "converted-cuda"
+def converted(random_cut: RandomCut, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cut") / "converted"
     models.convert(random_cut.gptq().folder, folder, verify=True)
     return folder
 

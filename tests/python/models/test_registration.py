@@ -24,8 +24,8 @@ print(type(model.model.layers[0].mlp.up_proj).__name__)
 
 
 @pytest.fixture(scope="module")
-def converted(random_cut: RandomCut) -> Path:
-    folder = random_cut.root / "registered"
+def converted(random_cut: RandomCut, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cut") / "converted"
     models.convert(random_cut.gptq().folder, folder)
     return folder
 

@@ -46,8 +46,8 @@ def ids(seed: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def converted(smol: SmolCut) -> Path:
-    folder = smol.root / "converted"
+def converted(smol: SmolCut, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smol") / "converted"  # of its own: a worker may come back to this file
     models.convert(smol.gptq().folder, folder, verify=True)
     return folder
 
@@ -158,7 +158,7 @@ def test_saved_models_are_converted_folders(
     assert torch.equal(found["model.layers.1.mlp.up_proj"].w_packed, expected["model.layers.1.mlp.up_proj"].w_packed)  # type: ignore[arg-type]
 
 
-def test_w8a8_layers_quantise_their_activations(smol: SmolCut, ids: Tensor) -> None:
+def test_w8a8_layers_quantise_their_activations(smol: SmolCut, ids: Tensor, tmp_path: Path) -> None:
     cut = smol.w8a8()
     model = load(cut.folder, direct=True)
     layer = model.model.layers[0].self_attn.q_proj
@@ -167,8 +167,8 @@ def test_w8a8_layers_quantise_their_activations(smol: SmolCut, ids: Tensor) -> N
     assert torch.equal(models.weights_of(layer), cut.weights["model.layers.0.self_attn.q_proj"])
     out, dense = logits(model, ids), logits(smol.dense(cut, torch.float32), ids)
     assert 0 < float((out - dense).norm() / dense.norm()) < 0.1
-    models.convert(cut.folder, smol.root / "w8a8-converted", verify=True)
-    assert torch.equal(logits(load(smol.root / "w8a8-converted"), ids), out)
+    models.convert(cut.folder, tmp_path / "converted", verify=True)
+    assert torch.equal(logits(load(tmp_path / "converted"), ids), out)
 
 
 def test_a_base_model_takes_its_part(converted: Path, ids: Tensor) -> None:
