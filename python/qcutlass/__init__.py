@@ -1,10 +1,12 @@
 """Quantised language models in torch: fast products with weights of 4 and 8 bits, on NVIDIA GPUs and CPUs."""
 
-# torch takes seconds to import, and the command imports this file before it knows whether it needs torch. So the names
-# that need it come where torch is loaded already, or with the first use of one.
+# torch takes seconds to import, and the command imports this file before it knows whether it needs torch. So each of
+# the names that need it comes with its first use, and with what it needs alone: one who calls `gemm` loads no models.
 
+import ast
+import functools
 import importlib
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcutlass import _main_interpreter as _main_interpreter  # first: torch never returns where this refuses
@@ -59,29 +61,29 @@ __all__ = [  # noqa: F405
     "weight_sums",
 ]
 
-_PARTS = ("algorithms", "formats", "layers", "models", "products", "quantized", "schemes", "tuning")
+_PARTS = ("algorithms", "blockwise", "formats", "layers", "models", "moe", "products", "quantized", "schemes", "tuning")
 
 
-def _load() -> None:
-    public = importlib.import_module("qcutlass._public")
-    for name in ("blockwise", "moe"):
-        importlib.import_module(f"qcutlass.{name}")  # which makes it an attribute of this package
-    globals().update({name: value for name, value in vars(public).items() if name in __all__ and name[:2] != "__"})
+@functools.cache
+def _homes() -> dict[str, str]:
+    """The module of each name that needs torch, as `_public.py` says, which is not run: it would import all."""
+    lines = ast.parse(Path(__file__).with_name("_public.py").read_text()).body
+    return {name.name: f"{line.module}" for line in lines if isinstance(line, ast.ImportFrom) for name in line.names}
 
 
 if not TYPE_CHECKING:  # to type checkers a misspelt name stays one
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__ and name not in _PARTS:
+        if name in _PARTS:
+            return importlib.import_module(f"qcutlass.{name}")
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        _load()
-        return globals()[name]
+        globals()[name] = value = getattr(importlib.import_module(_homes()[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PARTS})
 
 
-if "torch" in sys.modules:
-    _load()
 _registration.register()  # last: it may import what imports this module

@@ -1,4 +1,4 @@
-"""The public names that need torch; `qcutlass` has them, and loads this file for them."""
+"""The public names that need torch, for type checkers; `qcutlass` reads here where each of them is."""
 
 from qcutlass.algorithms.calibration import calibrate as calibrate
 from qcutlass.algorithms.eight_bit import quantize_activations as quantize_activations
