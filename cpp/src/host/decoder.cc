@@ -67,14 +67,14 @@ QCUTLASS_MULTIVERSION void add_rms_norm_rows(NormArguments const& arguments, int
 }
 
 QCUTLASS_MULTIVERSION void gate_rows(GateArguments const& arguments, int64_t begin, int64_t end) {
-  alignas(64) float gate[kPiece], up[kPiece];
+  alignas(64) float gate[kPiece], up[kPiece], out[kPiece];
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t k = 0; k < arguments.columns; k += kPiece) {
       int64_t const count = std::min(kPiece, arguments.columns - k);
-      load_floats(arguments.type, arguments.gate, row * arguments.gate_stride + k, count, gate);
-      load_floats(arguments.type, arguments.up, row * arguments.up_stride + k, count, up);
-      apply_gate(arguments.activation, count, gate, up);
-      store_floats(arguments.type, gate, count, arguments.out, row * arguments.columns + k);
+      apply_gate(arguments.activation, count,
+                 floats_at(arguments.type, arguments.gate, row * arguments.gate_stride + k, count, gate),
+                 floats_at(arguments.type, arguments.up, row * arguments.up_stride + k, count, up), out);
+      store_floats(arguments.type, out, count, arguments.out, row * arguments.columns + k);
     }
   }
 }

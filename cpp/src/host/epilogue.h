@@ -36,13 +36,13 @@ QCUTLASS_INLINE void activate(Activation activation, int64_t count, float* value
   for (int64_t i = 0; i < count; ++i) values[i] = activate(activation, values[i]);
 }
 
-/// gate[i] = activation(gate[i]) * up[i], of the activations that gates have.
-QCUTLASS_INLINE void apply_gate(Activation activation, int64_t count, float* __restrict gate,
-                                float const* __restrict up) {
+/// out[i] = activation(gate[i]) * up[i], of the activations that gates have.
+QCUTLASS_INLINE void apply_gate(Activation activation, int64_t count, float const* __restrict gate,
+                                float const* __restrict up, float* __restrict out) {
   if (activation == Activation::kSilu) {
-    for (int64_t i = 0; i < count; ++i) gate[i] = silu(gate[i]) * up[i];
+    for (int64_t i = 0; i < count; ++i) out[i] = silu(gate[i]) * up[i];
   } else {
-    for (int64_t i = 0; i < count; ++i) gate[i] = gelu_tanh(gate[i]) * up[i];
+    for (int64_t i = 0; i < count; ++i) out[i] = gelu_tanh(gate[i]) * up[i];
   }
 }
 
@@ -76,7 +76,7 @@ class Epilogue {
   QCUTLASS_INLINE Epilogue(GemmArguments const& arguments, Parts const& parts, int64_t part) : arguments_(arguments) {
     int64_t const n = arguments.weights.n, strips = parts.strips(part);
     width_ = strips * layout::kTileN;
-    for (int64_t i = 0; i < strips; ++i) {
+    for (int64_t i = 0; has_bias() && i < strips; ++i) {
       float* const bias = bias_ + i * layout::kTileN;
       std::fill_n(bias, layout::kTileN, 0.0f);
       int64_t const first = parts.strip(part, i) * layout::kTileN;
@@ -93,9 +93,11 @@ class Epilogue {
 
   /// The outputs of row m, not yet rounded, from its sums [strips][16], in their place.
   QCUTLASS_INLINE void finish(int64_t m, float* values) const {
-    for_strips(width_, [&](int64_t i) { values[i] += bias_[i]; });
+    if (has_bias()) for_strips(width_, [&](int64_t i) { values[i] += bias_[i]; });
     if (arguments_.gate != Gate::kNone) {
-      apply_gate(arguments_.activation, layout::kTileN, values, values + layout::kTileN);
+      float gated[layout::kTileN];
+      apply_gate(arguments_.activation, layout::kTileN, values, values + layout::kTileN, gated);
+      std::copy_n(gated, layout::kTileN, values);
     } else {
       activate(arguments_.activation, count_, values);
     }
@@ -117,6 +119,8 @@ class Epilogue {
   }
 
  private:
+  QCUTLASS_INLINE bool has_bias() const { return arguments_.bias_type != DType::kNone; }
+
   /// Calls of_channel(i) for all channels of as many strips as hold `count`: loops over a strip are vectors.
   template <class OfChannel>
   static QCUTLASS_INLINE void for_strips(int64_t count, OfChannel const& of_channel) {
@@ -126,7 +130,7 @@ class Epilogue {
   }
 
   GemmArguments const& arguments_;
-  float bias_[kMostChannels];  ///< of [0, width_)
+  float bias_[kMostChannels];  ///< of [0, width_), if there is one
   int64_t width_, first_, count_;
 };
 

@@ -1,5 +1,6 @@
 #include "host/few_byte_rows.h"
 
+#include <cstring>
 #include <utility>
 
 #include "host/lane_dots.h"
@@ -47,17 +48,14 @@ Multiply<kPacking> choose(LaneRows<kPacking> const& rows, ByteKernels kernels) {
 template <Packing kPacking>
 LaneRows<kPacking> arrange(QuantizedRows const& rows) {
   constexpr int kTileK = layout::tile_k(kPacking);
-  constexpr auto kOrder = step_order(kPacking);
   LaneRows<kPacking> lanes{rows.count, rows.run, {}, rows.parameters};
   lanes.tiles.resize(rows.stride / kTileK * rows.count);
   for (int64_t tile = 0; tile < rows.stride / kTileK; ++tile) {
     for (int64_t row = 0; row < rows.count; ++row) {
-      int8_t natural[kTileK];
-      for (int i = 0; i < kTileK; ++i) {
-        int64_t const word = (tile * kTileK + i) / 4;
-        natural[i / kStepK * kStepK + kOrder[i % kStepK]] = rows.codes[(word * rows.count + row) * 4 + i % 4];
-      }
-      lanes.tiles[tile * rows.count + row].arrange(natural);
+      int8_t codes[kTileK];
+      for (int word = 0; word < kTileK / 4; ++word)
+        std::memcpy(codes + 4 * word, rows.codes.data() + ((tile * kTileK / 4 + word) * rows.count + row) * 4, 4);
+      lanes.tiles[tile * rows.count + row].arrange(codes);
     }
   }
   return lanes;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -28,12 +29,22 @@ struct alignas(64) LaneBytes {
 
   int8_t codes[Words::kWords][4];
 
-  /// `natural`: codes in the order of k.
-  void arrange(int8_t const* natural) {
-    for (int word = 0; word < Words::kWords; ++word) {
-      for (int i = 0; i < 4; ++i) codes[word][i] = natural[Words::kColumn[word * Words::kCodes + i % Words::kCodes]];
-    }
+  /// `steps`: codes of a tile, each step of which is in step_order().
+  void arrange(int8_t const* steps) {
+    for (int i = 0; i < Words::kWords * 4; ++i) codes[i / 4][i % 4] = steps[kPlace[i]];
   }
+
+ private:
+  static constexpr std::array<uint8_t, Words::kWords * 4> make_places() {
+    constexpr auto kOrder = step_order(kPacking);
+    std::array<uint8_t, Words::kTileK> place_of{};  // of a column
+    for (int i = 0; i < Words::kTileK; ++i) place_of[i / kStepK * kStepK + kOrder[i % kStepK]] = static_cast<uint8_t>(i);
+    std::array<uint8_t, Words::kWords * 4> places{};
+    for (int i = 0; i < Words::kWords * 4; ++i)
+      places[i] = place_of[Words::kColumn[i / 4 * Words::kCodes + i % 4 % Words::kCodes]];
+    return places;
+  }
+  static constexpr std::array<uint8_t, Words::kWords * 4> kPlace = make_places();
 };
 
 /// Rows for LaneDots. `run`: a power of two, as QuantizedRows has it.

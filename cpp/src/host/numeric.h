@@ -135,6 +135,13 @@ QCUTLASS_INLINE void load_floats(DType type, void const* data, int64_t offset, i
   }
 }
 
+/// So many elements of `data` from `offset` on as fp32: where they are, or in `scratch`.
+QCUTLASS_INLINE float const* floats_at(DType type, void const* data, int64_t offset, int64_t count, float* scratch) {
+  if (type == DType::kFloat32) return static_cast<float const*>(data) + offset;
+  load_floats(type, data, offset, count, scratch);
+  return scratch;
+}
+
 /// Element offset + i of `data` = values[i], rounded to nearest even. `type` is a floating type.
 QCUTLASS_INLINE void store_floats(DType type, float const* __restrict values, int64_t count, void* data,
                                   int64_t offset) {

@@ -102,13 +102,14 @@ MultiplyStrip multiply_strip(WeightArguments const& weights) {
 QCUTLASS_MULTIVERSION void store_part(GemmArguments const& arguments, Parts const& parts, int64_t part, int64_t rows,
                                       float const* sums) {
   Epilogue const epilogue(arguments, parts, part);
-  float values[2 * layout::kTileN] = {};
+  float values[2 * layout::kTileN];
   for (int64_t m = 0; m < arguments.m; ++m) {
-    for (int64_t i = 0; i < parts.strips(part); ++i)
-      std::copy_n(sums + (i * rows + m) * layout::kTileN, layout::kTileN, values + i * layout::kTileN);
-    if (arguments.sums.a_scale != nullptr) {
+    for (int64_t i = 0; i < parts.strips(part); ++i) {
+      float* const of_strip = values + i * layout::kTileN;
+      std::copy_n(sums + (i * rows + m) * layout::kTileN, layout::kTileN, of_strip);
+      if (arguments.sums.a_scale == nullptr) continue;
       float const a_scale = arguments.sums.a_scale[m * arguments.sums.a_scale_stride];
-      for (float& value : values) value *= a_scale;
+      for (int channel = 0; channel < layout::kTileN; ++channel) of_strip[channel] *= a_scale;
     }
     epilogue.store(m, values);
   }

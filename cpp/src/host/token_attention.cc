@@ -32,14 +32,6 @@ QCUTLASS_INLINE float dot(float const* __restrict a, float const* __restrict b, 
   return sums[0];
 }
 
-/// One head of one token as fp32 numbers: where they are, or in `scratch`.
-QCUTLASS_INLINE float const* head_of(DType type, CachedHeads const& heads, int64_t offset, int64_t size,
-                                     float* scratch) {
-  if (type == DType::kFloat32) return static_cast<float const*>(heads.data) + offset;
-  load_floats(type, heads.data, offset, size, scratch);
-  return scratch;
-}
-
 /// Scores into weights, whose sum is returned. The largest is 1.
 QCUTLASS_INLINE float exponentiate(float* scores, int64_t count) {
   float largest = -std::numeric_limits<float>::infinity();
@@ -72,14 +64,14 @@ QCUTLASS_MULTIVERSION void attend(DecoderBlock const& block, BlockToken const& t
   load_floats(block.type, queries, first, group * size, q);
   for (int64_t t = 0; t < length; ++t) {
     float const* const key =
-        head_of(block.type, token.keys, keys + t * token.keys.token_stride, size, scratch.head.data());
+        floats_at(block.type, token.keys.data, keys + t * token.keys.token_stride, size, scratch.head.data());
     for (int64_t g = 0; g < group; ++g) scores[g * length + t] = token.scaling * dot(q + g * size, key, size);
   }
   for (int64_t g = 0; g < group; ++g) scratch.totals[g] = exponentiate(scores + g * length, length);
   std::fill(scratch.sums.begin(), scratch.sums.end(), 0.0f);
   for (int64_t t = 0; t < length; ++t) {
     float const* const value =
-        head_of(block.type, token.values, values + t * token.values.token_stride, size, scratch.head.data());
+        floats_at(block.type, token.values.data, values + t * token.values.token_stride, size, scratch.head.data());
     for (int64_t g = 0; g < group; ++g) {
       float const weight = scores[g * length + t];
       float* const sum = sums + g * size;
