@@ -368,16 +368,26 @@ class DecoderBlock(metaclass=_pybind11_type):
         next_norm: _Norm,
     ) -> None: ...
 
-# places: keys, values, length, scaling, sum and out of each; then rows, x, residual, cos, sin, shared_angles, threads
-def run_decoder_blocks(
-    blocks: Sequence[DecoderBlock],
-    places: Sequence[tuple[_CachedHeads, _CachedHeads, int, float, int, int]],
-    /,
-    *arguments: int,
-) -> None: ...
+class PlacedBlocks(metaclass=_pybind11_type):
+    def __init__(
+        self,
+        blocks: Sequence[DecoderBlock],
+        places: Sequence[tuple[_CachedHeads, _CachedHeads, float]],  # keys, values, scaling
+        /,
+    ) -> None: ...
+    # length, rows, x, residual, cos, sin, shared_angles, sum, out, threads
+    def run(self, /, *arguments: int) -> None: ...
+
+# whether places have these very values under these names (None: none), objects are of these classes, others empty
 def hold(
-    places: tuple[dict[str, object], ...], names: tuple[str, ...], values: tuple[object, ...], /
-) -> bool: ...  # whether each of the places has this very value under this name; None: none
+    places: tuple[dict[str, object], ...],
+    names: tuple[str, ...],
+    values: tuple[object, ...],
+    objects: tuple[object, ...],
+    classes: tuple[type, ...],
+    empty: tuple[dict[object, object], ...],
+    /,
+) -> bool: ...
 
 # the steps of a mixture of experts around its products; by position the members in moe.h, device as above
 MOST_EXPERTS: int

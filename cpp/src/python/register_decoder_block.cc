@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "qcutlass/decoder_block.h"
@@ -16,8 +17,7 @@ namespace {
 
 using NormTuple = std::tuple<uintptr_t, DType, float>;                // weight, its type, eps
 using HeadsTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t>;  // address, strides of rows, heads, tokens
-/// What differs from block to block: keys, values, length, scaling, sum, out.
-using PlaceTuple = std::tuple<HeadsTuple, HeadsTuple, int64_t, float, uintptr_t, uintptr_t>;
+using PlaceTuple = std::tuple<HeadsTuple, HeadsTuple, float>;         // keys, values, scaling
 
 Norm norm_of(NormTuple const& given) {
   auto const [weight, type, eps] = given;
@@ -50,38 +50,77 @@ DecoderBlock block_of(DType type, int64_t heads, int64_t kv_heads, int64_t size,
   return block;
 }
 
-/// Blocks of a stack: each reads what the one before it wrote.
-void run(std::vector<DecoderBlock const*> const& blocks, std::vector<PlaceTuple> const& places, int64_t rows,
-         uintptr_t x, uintptr_t residual, uintptr_t cos, uintptr_t sin, bool shared_angles, int threads) {
-  BlockToken token;
-  token.rows = rows;
-  token.out = to_pointer(x);
-  token.sum = to_pointer(residual);
-  token.cos = to_pointer(cos);
-  token.sin = to_pointer(sin);
-  token.shared_angles = shared_angles;
-  py::gil_scoped_release release;
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    auto const& [keys, values, length, scaling, sum, out] = places.at(i);
-    token.x = token.out;
-    token.residual = token.sum;
-    token.keys = heads_of(keys);
-    token.values = heads_of(values);
-    token.length = length;
-    token.scaling = scaling;
-    token.sum = to_pointer(sum);
-    token.out = to_pointer(out);
-    host::run_block(*blocks[i], token, threads);
+/// Blocks of a stack, each of which reads what the one before it wrote, and where they have keys and values.
+class PlacedBlocks {
+ public:
+  PlacedBlocks(std::vector<DecoderBlock const*> blocks, std::vector<PlaceTuple> const& places)
+      : blocks_(std::move(blocks)) {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      auto const& [keys, values, scaling] = places.at(i);
+      places_.push_back({heads_of(keys), heads_of(values), scaling});
+    }
   }
-}
 
-/// Whether each dictionary has this very value under this name, or lacks the name where the value is None. A step asks
-/// for some hundred of them, in a fifth of the time that Python's own loops take.
-bool hold(py::tuple const& places, py::tuple const& names, py::tuple const& values) {
+  void run(int64_t length, int64_t rows, uintptr_t x, uintptr_t residual, uintptr_t cos, uintptr_t sin,
+           bool shared_angles, uintptr_t sum, uintptr_t out, int threads) const {
+    py::gil_scoped_release release;
+    BlockToken token;
+    token.rows = rows;
+    token.length = length;
+    token.cos = to_pointer(cos);
+    token.sin = to_pointer(sin);
+    token.shared_angles = shared_angles;
+    token.x = to_pointer(x);
+    token.residual = to_pointer(residual);
+    // Blocks write in turns to the result and to memory of the same size, so that the last one writes to the result.
+    int64_t const bytes = rows * blocks_.front()->output.weights.n * size_of(blocks_.front()->type);
+    std::vector<char> others(blocks_.size() > 1 ? 2 * bytes : 0);
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      bool const is_result = (blocks_.size() - i) % 2 == 1;
+      token.sum = is_result ? to_pointer(sum) : others.data();
+      token.out = is_result ? to_pointer(out) : others.data() + bytes;
+      token.keys = places_[i].keys;
+      token.values = places_[i].values;
+      token.scaling = places_[i].scaling;
+      host::run_block(*blocks_[i], token, threads);
+      token.x = token.out;
+      token.residual = token.sum;
+    }
+  }
+
+ private:
+  struct Place {
+    CachedHeads keys, values;
+    float scaling;
+  };
+
+  std::vector<DecoderBlock const*> blocks_;
+  std::vector<Place> places_;
+};
+
+/// Whether each dictionary has this very value under this name, or lacks the name where the value is None, objects are
+/// of their classes, and other dictionaries empty. A step asks for some hundred of them, in a tenth of the time that
+/// Python's own loops take; weights have pushed them out of the caches.
+bool hold(py::tuple const& places, py::tuple const& names, py::tuple const& values, py::tuple const& objects,
+          py::tuple const& classes, py::tuple const& empty) {
+  constexpr size_t kAhead = 16;
+  auto const at = [](py::tuple const& all, size_t i) { return PyTuple_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i)); };
+  auto const prefetch = [&](py::tuple const& all, size_t i) {
+    if (i + kAhead < all.size()) __builtin_prefetch(at(all, i + kAhead));
+  };
   for (size_t i = 0; i < places.size(); ++i) {
-    PyObject* const found = PyDict_GetItemWithError(places[i].ptr(), names[i].ptr());
+    prefetch(places, i);
+    PyObject* const found = PyDict_GetItemWithError(at(places, i), at(names, i));
     if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if ((found == nullptr ? Py_None : found) != values[i].ptr()) return false;
+    if ((found == nullptr ? Py_None : found) != at(values, i)) return false;
+  }
+  for (size_t i = 0; i < objects.size(); ++i) {
+    prefetch(objects, i);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(at(objects, i))) != at(classes, i)) return false;
+  }
+  for (size_t i = 0; i < empty.size(); ++i) {
+    prefetch(empty, i);
+    if (PyDict_Size(at(empty, i)) != 0) return false;
   }
   return true;
 }
@@ -93,7 +132,9 @@ void register_decoder_block(py::module_& module) {
       .def(py::init(&block_of), py::kw_only(), "type"_a, "heads"_a, "kv_heads"_a, "size"_a, "activation"_a, "qkv"_a,
            "output"_a, "gate_up"_a, "down"_a, "query_norm"_a, "key_norm"_a, "mlp_norm"_a, "next_norm"_a);
   // Positional arguments alone: names would take longer than a small call.
-  module.def("run_decoder_blocks", &run);
+  py::class_<PlacedBlocks>(module, "PlacedBlocks")
+      .def(py::init<std::vector<DecoderBlock const*>, std::vector<PlaceTuple> const&>())
+      .def("run", &PlacedBlocks::run);
   module.def("hold", &hold);
 }
 

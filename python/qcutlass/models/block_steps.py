@@ -24,7 +24,7 @@ EXACT: Final = "is_exact"
 PLAIN: Final = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments of a block that attention on the CPU need not look at."""
 
-_OPTIONS: Final = ("forward", "activations", "following", "config", "scaling", "variance_epsilon")
+_OPTIONS: Final = ("forward", "activations", "following", "config", "layer_idx", "scaling", "variance_epsilon")
 """Attributes of modules that a step has taken over, or that would have it computed otherwise."""
 
 
@@ -82,8 +82,8 @@ class BlockStep:
         return bool(is_same and keys.is_cpu and values.is_cpu)
 
     def place(self, room: Room) -> Place:
-        """Where it writes keys and values of a token."""
-        return Place(room.keys, room.values, room.used, self._scaling)
+        """Where it has keys and values."""
+        return Place(room.keys, room.values, self._scaling)
 
 
 def step_of(block: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> BlockStep | None:
@@ -106,12 +106,13 @@ class Held:
     def __init__(
         self, entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module], copied: Sequence[Tensor]
     ) -> None:
-        self._entries, self._called, self._hooks = entries, called, _hooks(called)
+        self._entries, self._called, self._hooks = entries, tuple(called), tuple(_hooks(called))
         self._copied, self._versions = copied, _versions(copied)
         self._places, self._names, self._values = zip(*entries, strict=True)
-        self._tensors = list({id(value): value for value in self._values if isinstance(value, Tensor)}.values())
+        read = ((name, value) for name, value in zip(self._names, self._values, strict=True) if name != "layout")
+        self._tensors = list({id(value): value for _, value in read if isinstance(value, Tensor)}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._types = list(map(type, called))
+        self._types = tuple(map(type, called))
         self._kinds = {kind: ways_of(kind) for kind in self._types}
 
     @staticmethod
@@ -142,9 +143,7 @@ class Held:
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
-        if not hold(self._places, self._names, self._values):
-            return False
-        if any(self._hooks) or self._types != list(map(type, self._called)):
+        if not hold(self._places, self._names, self._values, self._called, self._types, self._hooks):
             return False
         if any(ways_of(kind) != ways for kind, ways in self._kinds.items()):
             return False

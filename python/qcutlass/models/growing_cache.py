@@ -22,6 +22,11 @@ class Room:
     values: Tensor
     used: int = 0
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return self.keys.shape[-2]
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         count = keys.shape[-2]
         self.keys.narrow(-2, self.used, count).copy_(keys)
@@ -36,10 +41,32 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     the layer wrote into the room, the next update takes a new room.
     """
 
-    keys: Any
-    values: Any
-    _room: Room | None = None
-    _shown: tuple[Tensor, Tensor] | None = None
+    _room: Room | None = None  # None: keys and values are what was put in their place
+    _used: int = 0  # tokens of the room that are this layer's
+    _shown: tuple[Any, Any] = (None, None)  # keys and values; of a room those that were asked for last
+    _is_behind: bool = False  # the room has more than is shown
+
+    @property
+    def keys(self) -> Any:
+        """`[B, heads, tokens, size]`."""
+        return self._keys_and_values()[0]
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._shown, self._room = (keys, self.values), None
+
+    @property
+    def values(self) -> Any:
+        """`[B, heads, tokens, size]`."""
+        return self._keys_and_values()[1]
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._shown, self._room = (self.keys, values), None
+
+    def get_seq_length(self) -> int:
+        """Tokens that there are."""
+        return super().get_seq_length() if self._room is None else self._used
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any
@@ -49,43 +76,41 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         room = self._room_for(key_states, value_states)
         room.append(key_states, value_states)
-        return self._show(room)
+        self._used, self._is_behind = room.used, True
+        return self._keys_and_values()
+
+    def has_place_in(self, room: Room) -> bool:
+        """Whether its tokens are all of those in a room, which has memory for one more of each sequence."""
+        return self._room is room and self._used == room.used < room.capacity
 
     def room_for_one(self) -> Room:
         """Memory with a place for one more token of each sequence, behind those that are there, which are some."""
         room = self._room
-        if room is None or not self.is_as(room, self.keys.shape[-2]) or not room.used < room.keys.shape[-2]:
+        if room is None or not self.has_place_in(room):
             room = self._room_for(self.keys[:, :, :1], self.values[:, :, :1])
         return room
-
-    def is_as(self, room: Room, used: int) -> bool:
-        """Whether its tokens are all of those in a room, so many."""
-        shown = self._shown
-        return (
-            self._room is room
-            and room.used == used == self.keys.shape[-2]
-            and shown is not None
-            and self.keys is shown[0]
-            and self.values is shown[1]
-        )
 
     def append_written(self, room: Room) -> None:
         """Counts one more token, whose keys and values were written behind the others of the room."""
         room.used += 1
-        self._show(room)
+        self._used, self._is_behind = room.used, True
 
     def _room_for(self, key_states: Tensor, value_states: Tensor) -> Room:
         """Memory with the tokens that there are, and places for these."""
         room, length, count = self._room, self.get_seq_length(), key_states.shape[-2]
-        if room is None or not self.is_as(room, length) or length + count > room.keys.shape[-2]:
-            room = self._room = _new_room(key_states, value_states, length + count)
+        if room is None or room.used != self._used or length + count > room.capacity:
+            shown = self._keys_and_values()
+            room = _new_room(key_states, value_states, length + count)
             if length:
-                room.append(self.keys, self.values)
+                room.append(*shown)
+            self._room, self._used, self._is_behind = room, length, True
         return room
 
-    def _show(self, room: Room) -> tuple[Tensor, Tensor]:
-        self._shown = room.keys.narrow(-2, 0, room.used), room.values.narrow(-2, 0, room.used)
-        self.keys, self.values = self._shown
+    def _keys_and_values(self) -> tuple[Any, Any]:
+        room = self._room
+        if room is not None and self._is_behind:
+            self._shown = room.keys.narrow(-2, 0, self._used), room.values.narrow(-2, 0, self._used)
+            self._is_behind = False
         return self._shown
 
 

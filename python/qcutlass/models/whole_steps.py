@@ -11,17 +11,34 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from qcutlass.models.block_steps import PLAIN, BlockStep, Held, is_exact, step_of
-from qcutlass.models.cache_argument import cache_layer, pop_cache
+from qcutlass.models.cache_argument import pop_cache
 from qcutlass.models.families import FAMILIES
-from qcutlass.models.growing_cache import GrowingLayer
-from qcutlass.products.decoder_block import run_blocks
+from qcutlass.models.growing_cache import GrowingLayer, Room
+from qcutlass.products.decoder_block import PlacedBlocks
 from qcutlass.products.library import is_eager
+
+
+class _Rooms(NamedTuple):
+    """The rooms of a cache's layers, and blocks that write there."""
+
+    rooms: Sequence[Room]
+    blocks: PlacedBlocks
+
+    def used_by(self, layers: Sequence[GrowingLayer], rows: int) -> int | None:
+        """Tokens of all layers; None where they are not in these rooms, or have no place there for so many rows."""
+        used = self.rooms[0].used
+        for layer, room in zip(layers, self.rooms, strict=True):
+            if room.used != used or not layer.has_place_in(room):
+                return None
+        return used if len(self.rooms[0].keys) == rows else None
 
 
 class _Steps:
@@ -29,6 +46,8 @@ class _Steps:
 
     def __init__(self, blocks: Sequence[Any], steps: Sequence[BlockStep], held: Held) -> None:
         self._blocks, self._steps, self._held = blocks, steps, held
+        self._places = [block.self_attn.layer_idx for block in blocks]
+        self._rooms: WeakKeyDictionary[GrowingLayer, _Rooms] = WeakKeyDictionary()  # by the first block's layer
 
     @staticmethod
     def of_one(block: Any, residual: Tensor, angles: tuple[Tensor, Tensor]) -> _Steps | None:
@@ -60,23 +79,35 @@ class _Steps:
 
     def take(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
         """The residual stream behind the blocks, whose norm is handed out; None where a cache layer does not serve."""
-        layers: list[GrowingLayer] = []
-        for block, step in zip(self._blocks, self._steps, strict=True):
-            layer = cache_layer(cache, block.self_attn.layer_idx, GrowingLayer)
-            if layer is None or not step.takes(len(hidden_states), layer):
-                return None
-            layers.append(layer)
-        if len(set(map(id, layers))) < len(layers):  # the room for a token of one would be another's
+        if not isinstance(cache, Cache) or max(self._places) >= len(cache.layers):
             return None
-        rooms = [layer.room_for_one() for layer in layers]
-        places = [step.place(room) for step, room in zip(self._steps, rooms, strict=True)]
+        layers = [cache.layers[place] for place in self._places]
+        found = self._rooms.get(layers[0])
+        used = None if found is None else found.used_by(layers, len(hidden_states))
+        if found is None or used is None:
+            found = self._rooms_of(layers, len(hidden_states))
+            used = None if found is None else found.used_by(layers, len(hidden_states))
+            if found is None or used is None:
+                return None
+            self._rooms[layers[0]] = found
         normed = self._blocks[0].input_layernorm.forward(hidden_states)
-        prepared = [step.block for step in self._steps]
-        total, normed = run_blocks(prepared, places, normed, hidden_states, angles)
-        for layer, room in zip(layers, rooms, strict=True):
+        total, normed = found.blocks.run(used, normed, hidden_states, angles)
+        for layer, room in zip(layers, found.rooms, strict=True):
             layer.append_written(room)
         self._blocks[-1].following[0].hand_out(total, normed)
         return total
+
+    def _rooms_of(self, layers: Sequence[Any], rows: int) -> _Rooms | None:
+        """Rooms with a place for one more token of so many sequences; None where a layer has none."""
+        if len(set(map(id, layers))) < len(layers):  # the place for a token of one would be another's
+            return None
+        if not all(type(layer) is GrowingLayer and layer.is_initialized for layer in layers):
+            return None
+        if not all(step.takes(rows, layer) for step, layer in zip(self._steps, layers, strict=True)):
+            return None
+        rooms = [layer.room_for_one() for layer in layers]
+        places = [step.place(room) for step, room in zip(self._steps, rooms, strict=True)]
+        return _Rooms(rooms, PlacedBlocks([step.block for step in self._steps], places))
 
 
 def _loops() -> Iterator[CodeType]:

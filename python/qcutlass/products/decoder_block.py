@@ -20,7 +20,8 @@ OF_GROUPS: Final = "scales", "zeros", "minimums", "super_scales", "super_minimum
 """Operands of a product that a prepared block has copies of, unless they are tensors of inference mode."""
 
 hold: Final = _C.hold
-"""hold(places, names, values): whether each dictionary has this very value under this name; None: or lacks it."""
+"""hold(places, names, values, objects, classes, empty): whether each dictionary has this very value under this name, or
+lacks it where that is None, each object is of its class, and the other dictionaries are empty."""
 
 
 class Norm(NamedTuple):
@@ -87,59 +88,60 @@ class DecoderBlock:
 
 
 class Place(NamedTuple):
-    """Where one token more goes in a block's cache, and how attention scales.
+    """Where a block has its tokens, and how attention scales.
 
     Attributes:
-        keys, values: `[B, heads, tokens, size]`, with room for one token behind `used` others; written.
-        used: tokens that are there.
+        keys, values: `[B, heads, capacity, size]`, of one shape; written.
         scaling: of the products of queries and keys.
     """
 
     keys: Tensor
     values: Tensor
-    used: int
     scaling: float
 
 
-def run_blocks(
-    blocks: Sequence[DecoderBlock],
-    places: Sequence[Place],
-    normed: Tensor,
-    residual: Tensor,
-    angles: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The residual stream behind the last block, and the norm of what follows, `[B, 1, K]`.
+class PlacedBlocks:
+    """Blocks that follow one another, each of which has its place: all of them take a token in one call.
 
-    Nothing is checked here: types, shapes and devices are the caller's affair, and memory is read and written as they
-    are described.
+    Nothing is checked here: types, shapes and devices are the caller's affair, and memory is read and written as it is
+    described.
 
     Args:
         blocks: each of which reads what the one before it makes.
         places: of each block.
-        normed, residual: `[B, 1, K]` without gaps, of the type of the products: the norm of the stream before the first
-            block, and the stream.
-        angles: cosines and sines, `[B or 1, 1, size]`, of that type.
     """
-    both = torch.empty_like(residual), torch.empty_like(residual)
-    others = both if len(blocks) == 1 else (torch.empty_like(residual), torch.empty_like(residual))
-    last, before = ((total.data_ptr(), out.data_ptr()) for total, out in (both, others))
-    outs = [last if (len(blocks) - index) % 2 else before for index in range(len(blocks))]
-    cos, sin = (each.contiguous() for each in angles)
-    _C.run_decoder_blocks(
-        [block._block for block in blocks],
-        [
-            (_heads(place.keys), _heads(place.values), place.used + 1, place.scaling, total, out)
-            for place, (total, out) in zip(places, outs, strict=True)
-        ],
-        len(residual),
-        normed.data_ptr(),
-        residual.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        len(cos) == 1,
-        torch.get_num_threads(),
-    )
-    return both
+
+    def __init__(self, blocks: Sequence[DecoderBlock], places: Sequence[Place]) -> None:
+        self._alive: Final = blocks, places
+        self._blocks: Final = _C.PlacedBlocks(
+            [block._block for block in blocks],
+            [(_heads(place.keys), _heads(place.values), place.scaling) for place in places],
+        )
+
+    def run(self, used: int, normed: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The residual stream behind the last block, and the norm of what follows, `[B, 1, K]`.
+
+        Args:
+            used: tokens in each place; the new one is written behind them.
+            normed, residual: `[B, 1, K]` without gaps, of the type of the products: the norm of the stream before the
+                first block, and the stream.
+            angles: cosines and sines, `[B or 1, 1, size]`, of that type.
+        """
+        total, out = torch.empty_like(residual), torch.empty_like(residual)
+        cos, sin = (each.contiguous() for each in angles)
+        self._blocks.run(
+            used + 1,
+            len(residual),
+            normed.data_ptr(),
+            residual.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(cos) == 1,
+            total.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return total, out
 
 
 def _product(call: GemmCall) -> Product:

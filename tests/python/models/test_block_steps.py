@@ -27,11 +27,11 @@ class Counter:
     """How many blocks took a step, and in how many calls of the extension they were computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from qcutlass.models import whole_steps
         from qcutlass.models.growing_cache import GrowingLayer
+        from qcutlass.products.decoder_block import PlacedBlocks
 
         self.count = self.calls = 0
-        append, run = GrowingLayer.append_written, whole_steps.run_blocks
+        append, run = GrowingLayer.append_written, PlacedBlocks.run
 
         def counted(*arguments: Any) -> None:
             self.count += 1
@@ -42,7 +42,7 @@ class Counter:
             return run(*arguments)
 
         monkeypatch.setattr(GrowingLayer, "append_written", counted)
-        monkeypatch.setattr(whole_steps, "run_blocks", called)
+        monkeypatch.setattr(PlacedBlocks, "run", called)
 
     def during(self, call: Callable[[], object]) -> int:
         before = self.count
