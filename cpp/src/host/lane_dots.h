@@ -38,7 +38,8 @@ struct alignas(64) LaneBytes {
   static constexpr std::array<uint8_t, Words::kWords * 4> make_places() {
     constexpr auto kOrder = step_order(kPacking);
     std::array<uint8_t, Words::kTileK> place_of{};  // of a column
-    for (int i = 0; i < Words::kTileK; ++i) place_of[i / kStepK * kStepK + kOrder[i % kStepK]] = static_cast<uint8_t>(i);
+    for (int i = 0; i < Words::kTileK; ++i)
+      place_of[i / kStepK * kStepK + kOrder[i % kStepK]] = static_cast<uint8_t>(i);
     std::array<uint8_t, Words::kWords * 4> places{};
     for (int i = 0; i < Words::kWords * 4; ++i)
       places[i] = place_of[Words::kColumn[i / 4 * Words::kCodes + i % 4 % Words::kCodes]];

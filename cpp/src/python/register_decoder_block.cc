@@ -104,7 +104,9 @@ class PlacedBlocks {
 bool hold(py::tuple const& places, py::tuple const& names, py::tuple const& values, py::tuple const& objects,
           py::tuple const& classes, py::tuple const& empty) {
   constexpr size_t kAhead = 16;
-  auto const at = [](py::tuple const& all, size_t i) { return PyTuple_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i)); };
+  auto const at = [](py::tuple const& all, size_t i) {
+    return PyTuple_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i));
+  };
   auto const prefetch = [&](py::tuple const& all, size_t i) {
     if (i + kAhead < all.size()) __builtin_prefetch(at(all, i + kAhead));
   };
