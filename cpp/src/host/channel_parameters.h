@@ -126,6 +126,10 @@ struct ChannelParameters {
   static QCUTLASS_INLINE void load_all(GroupNumbers const& from, int64_t n, StripRange strips, int64_t first,
                                        int64_t count, float other, Channels ChannelParameters::*values,
                                        ChannelParameters* groups) {
+    if (from.type == DType::kNone) {
+      for (int64_t i = 0; i < count * strips.count; ++i) std::fill_n(groups[i].*values, layout::kTileN, other);
+      return;
+    }
     int const whole = load_vectors<Numbers>(from, n, strips, first, count, values, groups);
     for (int64_t i = 0; i < count; ++i) {
       for (int strip = whole; strip < strips.count; ++strip) {

@@ -30,17 +30,17 @@ VOCABULARY = 96
 
 def tiny(family: str, seed: int, **options: Any) -> Any:
     """A model of random weights, its linear layers quantised."""
-    config = getattr(transformers, f"{family}Config")(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        initializer_range=0.2,
-        pad_token_id=0,
-        **{**FAMILIES[family], **options},
-    )
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+    }
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **FAMILIES[family], **options})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():

@@ -94,6 +94,27 @@ def test_long_sequences_and_many_threads(seed: int, counter: Counter) -> None:
     assert counter.count == 300 * len(model.model.layers)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(7, 1, 16), (6, 2, 24), (12, 4, 20), (8, 8, 6), (8, 8, 34)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_all_shapes(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, seed: int, counter: Counter
+) -> None:
+    """Some fill vectors and some do not, and as many queries share keys; on however many threads it is the same."""
+    shape = {"hidden_size": heads * size, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    model = tiny("Llama", seed, **shape).to(dtype)
+    exact, rounded = (made(dense(model, kind), seed, 2, 41) for kind in (torch.float64, dtype))
+    together, before, found = fused(model), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(made(together, seed, 2, 41))
+    finally:
+        torch.set_num_threads(before)
+    assert noise_ratio(found[0], rounded, exact) <= NOISE
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+    assert counter.count == 3 * 41 * len(model.model.layers)
+
+
 def test_padded_sequences_keep_the_way_of_modules(seed: int, counter: Counter) -> None:
     from qcutlass.models.growing_cache import growing_cache
 

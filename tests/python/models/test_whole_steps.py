@@ -233,6 +233,20 @@ def test_caches_and_angles_of_another_kind(call: Callable[[Any, int], Any], seed
     assert torch.equal(found, expected) if isinstance(expected, Tensor) else found is expected
 
 
+def test_caches_go_when_they_are_dropped(seed: int, counter: Counter) -> None:
+    model = fused(tiny("Llama", seed))
+    with torch.inference_mode():
+        cache = growing_cache(model.config)
+        for _ in range(3):
+            model(torch.tensor([[7]]), **{CACHE: cache})
+        assert counter.count == 2 * BLOCKS
+        memory = weakref.ref(cache.layers[0].room_for_one().keys)
+        assert memory() is not None
+        del cache
+        gc.collect()
+    assert memory() is None
+
+
 def _one_cache_layer_for_two(model: Any) -> None:
     model.model.layers[1].self_attn.layer_idx = 0
 
