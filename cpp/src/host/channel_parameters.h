@@ -165,12 +165,16 @@ struct ChannelParameters {
                                    groups + begin, strips.count);
       return whole;
     };
-    if (from.supers != nullptr && from.type == DType::kInt8) return load_integers(Numbers::signed_bytes);
-    if (from.supers != nullptr) return load_integers(Numbers::unsigned_bytes);
-    if (from.type == DType::kFloat16) return load_rows(Numbers::halves);
-    if (from.type == DType::kBFloat16) return load_rows(Numbers::bfloat16s);
-    if (from.type == DType::kFloat32) return load_rows(loaded<typename Numbers::Float>);
-    if (from.type == DType::kUInt8) return load_rows(Numbers::unsigned_bytes);
+    // Not the functions themselves: what is only called inline has no address in code that is not optimised.
+    auto const unsigned_bytes = [](void const* bytes) { return Numbers::unsigned_bytes(bytes); };
+    auto const signed_bytes = [](void const* bytes) { return Numbers::signed_bytes(bytes); };
+    if (from.supers != nullptr && from.type == DType::kInt8) return load_integers(signed_bytes);
+    if (from.supers != nullptr) return load_integers(unsigned_bytes);
+    if (from.type == DType::kFloat16) return load_rows([](void const* words) { return Numbers::halves(words); });
+    if (from.type == DType::kBFloat16) return load_rows([](void const* words) { return Numbers::bfloat16s(words); });
+    if (from.type == DType::kFloat32)
+      return load_rows([](void const* floats) { return loaded<typename Numbers::Float>(floats); });
+    if (from.type == DType::kUInt8) return load_rows(unsigned_bytes);
     return 0;
   }
 
@@ -182,6 +186,7 @@ struct ChannelParameters {
                                                 Channels ChannelParameters::*values, ChannelParameters* groups,
                                                 int apart) {
     constexpr int kParts = layout::kTileN / Numbers::kLanes;
+    auto const halves = [](void const* words) { return Numbers::halves(words); };
     typename Numbers::Float of_block[StripRange::kMost][kParts];
     auto const* const supers = static_cast<uint16_t const*>(from.supers) + strips.first * from.super_strip_stride;
     auto const* row = static_cast<uint8_t const*>(from.data) + strips.first * from.strip_stride + first * from.stride;
@@ -190,7 +195,7 @@ struct ChannelParameters {
       int64_t const end = std::min(count, (block + 1) * from.super_groups - first);
       for (int strip = 0; strip < strips.count; ++strip)
         load_strip<Numbers>(supers + strip * from.super_strip_stride + block * from.super_stride, sizeof(*supers),
-                            Numbers::halves, of_block[strip]);
+                            halves, of_block[strip]);
       for (; i < end; ++i, row += from.stride) {
         for (int strip = 0; strip < strips.count; ++strip) {
           uint8_t const* const integers = row + strip * from.strip_stride;

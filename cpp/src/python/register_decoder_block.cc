@@ -122,7 +122,9 @@ bool hold(py::tuple const& places, py::tuple const& names, py::tuple const& valu
   }
   for (size_t i = 0; i < empty.size(); ++i) {
     prefetch(empty, i);
-    if (PyDict_Size(at(empty, i)) != 0) return false;
+    Py_ssize_t const size = PyDict_Size(at(empty, i));
+    if (size < 0) throw py::error_already_set();
+    if (size > 0) return false;
   }
   return true;
 }

@@ -77,6 +77,8 @@ class BlockStep:
     def takes(self, rows: int, layer: GrowingLayer) -> bool:
         """Whether keys and values of one more token of so many sequences can be written behind those of a layer."""
         keys, values = layer.keys, layer.values
+        if keys.dim() != 4:  # there are none yet
+            return False
         shape = rows, self._kv_heads, keys.shape[-2], self._size
         is_same = keys.dtype == values.dtype == self._dtype and keys.shape == values.shape == shape
         return bool(is_same and keys.is_cpu and values.is_cpu)

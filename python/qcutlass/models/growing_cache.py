@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 _STEP: Final = 256  # tokens that there is room for at least; then half as many again as there are
 
 
-@dataclass
+@dataclass(eq=False)
 class Room:
     """Memory for keys and values, `[B, heads, capacity, size]`; `used`: tokens that are in it."""
 
@@ -27,6 +27,17 @@ class Room:
         """Tokens that there is memory for."""
         return self.keys.shape[-2]
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.keys.data_ptr(), self.values.data_ptr()
+
+    def takes(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether it has memory for these behind its tokens, of their kind, which may be written."""
+        if self.used + keys.shape[-2] > self.capacity or (self.keys.is_inference() > torch.is_inference_mode_enabled()):
+            return False
+        return _are_alike(keys, self.keys) and _are_alike(values, self.values)
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         count = keys.shape[-2]
         self.keys.narrow(-2, self.used, count).copy_(keys)
@@ -37,14 +48,20 @@ class Room:
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of a layer: `keys` and `values` are the used part of a room that grows by half when it is full.
 
-    All else is `DynamicLayer`'s. Where something replaces `keys` or `values` (cropping, reordering), or another copy of
-    the layer wrote into the room, the next update takes a new room.
+    All else is `DynamicLayer`'s. Where something replaces `keys` or `values` (cropping, reordering), the next update
+    takes a new room. Copies of a layer have no room until then. What has gradients, or is of another kind than the
+    tokens before, is appended as `DynamicLayer` does.
     """
 
     _room: Room | None = None  # None: keys and values are what was put in their place
     _used: int = 0  # tokens of the room that are this layer's
     _shown: tuple[Any, Any] = (None, None)  # keys and values; of a room those that were asked for last
     _is_behind: bool = False  # the room has more than is shown
+
+    @property
+    def room(self) -> Room | None:
+        """Where its tokens are; None where keys and values were put in their place."""
+        return self._room
 
     @property
     def keys(self) -> Any:
@@ -74,6 +91,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Appends `[B, heads, tokens, size]`; all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if not self._may_write(key_states, value_states):
+            return super().update(key_states, value_states, *arguments, **options)  # type: ignore[no-any-return]
         room = self._room_for(key_states, value_states)
         room.append(key_states, value_states)
         self._used, self._is_behind = room.used, True
@@ -90,20 +109,31 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             room = self._room_for(self.keys[:, :, :1], self.values[:, :, :1])
         return room
 
-    def append_written(self, room: Room) -> None:
+    def append_written(self) -> None:
         """Counts one more token, whose keys and values were written behind the others of the room."""
-        room.used += 1
-        self._used, self._is_behind = room.used, True
+        if self._room is not None:
+            self._room.used += 1
+            self._used, self._is_behind = self._room.used, True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_shown": self._keys_and_values(), "_room": None}
+
+    def _may_write(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Whether nothing is lost when these are written behind the tokens that there are."""
+        if key_states.requires_grad or value_states.requires_grad:
+            return False
+        keys, values = self._keys_and_values()
+        return not self.get_seq_length() or (_are_alike(key_states, keys) and _are_alike(value_states, values))
 
     def _room_for(self, key_states: Tensor, value_states: Tensor) -> Room:
-        """Memory with the tokens that there are, and places for these."""
-        room, length, count = self._room, self.get_seq_length(), key_states.shape[-2]
-        if room is None or room.used != self._used or length + count > room.capacity:
+        """Memory with the tokens that there are, and places for these, which are like them."""
+        room, length = self._room, self.get_seq_length()
+        if room is None or room.used != self._used or not room.takes(key_states, value_states):
             shown = self._keys_and_values()
-            room = _new_room(key_states, value_states, length + count)
+            room = _new_room(key_states, value_states, length + key_states.shape[-2])
             if length:
                 room.append(*shown)
-            self._room, self._used, self._is_behind = room, length, True
+            self._room, self._used, self._shown, self._is_behind = room, length, (None, None), True
         return room
 
     def _keys_and_values(self) -> tuple[Any, Any]:
@@ -112,6 +142,17 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             self._shown = room.keys.narrow(-2, 0, self._used), room.values.narrow(-2, 0, self._used)
             self._is_behind = False
         return self._shown
+
+
+def _are_alike(x: Tensor, others: Tensor) -> bool:
+    """Whether they differ in their numbers of tokens alone."""
+    shape, other = x.shape, others.shape
+    return (x.dtype, x.device, shape[:-2], shape[-1:]) == (
+        others.dtype,
+        others.device,
+        other[:-2],
+        other[-1:],
+    ) and not others.requires_grad
 
 
 def _new_room(keys: Tensor, values: Tensor, length: int) -> Room:

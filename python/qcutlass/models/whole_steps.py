@@ -9,10 +9,10 @@ import inspect
 import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from types import CodeType
-from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +26,24 @@ from qcutlass.products.decoder_block import PlacedBlocks
 from qcutlass.products.library import is_eager
 
 
-class _Rooms(NamedTuple):
-    """The rooms of a cache's layers, and blocks that write there."""
+class _Rooms:
+    """The rooms of a cache's layers, and blocks that write there. It keeps no room alive."""
 
-    rooms: Sequence[Room]
-    blocks: PlacedBlocks
+    def __init__(self, rooms: Sequence[Room], blocks: PlacedBlocks) -> None:
+        self.blocks = blocks
+        self._rooms = [(weakref.ref(room), room.addresses) for room in rooms]
+        self._rows = len(rooms[0].keys)
 
-    def used_by(self, layers: Sequence[GrowingLayer], rows: int) -> int | None:
+    def used_by(self, layers: Sequence[Any], rows: int) -> int | None:
         """Tokens of all layers; None where they are not in these rooms, or have no place there for so many rows."""
-        used = self.rooms[0].used
-        for layer, room in zip(layers, self.rooms, strict=True):
-            if room.used != used or not layer.has_place_in(room):
+        used: int = layers[0].get_seq_length()
+        for layer, (reference, addresses) in zip(layers, self._rooms, strict=True):
+            room = reference()
+            if room is None or type(layer) is not GrowingLayer or not layer.has_place_in(room):
                 return None
-        return used if len(self.rooms[0].keys) == rows else None
+            if room.used != used or room.addresses != addresses:
+                return None
+        return used if rows == self._rows else None
 
 
 class _Steps:
@@ -47,7 +52,7 @@ class _Steps:
     def __init__(self, blocks: Sequence[Any], steps: Sequence[BlockStep], held: Held) -> None:
         self._blocks, self._steps, self._held = blocks, steps, held
         self._places = [block.self_attn.layer_idx for block in blocks]
-        self._rooms: WeakKeyDictionary[GrowingLayer, _Rooms] = WeakKeyDictionary()  # by the first block's layer
+        self._rooms: weakref.WeakKeyDictionary[Room, _Rooms] = weakref.WeakKeyDictionary()  # by that of the first block
 
     @staticmethod
     def of_one(block: Any, residual: Tensor, angles: tuple[Tensor, Tensor]) -> _Steps | None:
@@ -82,22 +87,27 @@ class _Steps:
         if not isinstance(cache, Cache) or max(self._places) >= len(cache.layers):
             return None
         layers = [cache.layers[place] for place in self._places]
-        found = self._rooms.get(layers[0])
+        room = layers[0].room if type(layers[0]) is GrowingLayer else None
+        found = None if room is None else self._rooms.get(room)
         used = None if found is None else found.used_by(layers, len(hidden_states))
         if found is None or used is None:
-            found = self._rooms_of(layers, len(hidden_states))
-            used = None if found is None else found.used_by(layers, len(hidden_states))
-            if found is None or used is None:
+            rooms = self._rooms_for(layers, len(hidden_states))
+            if rooms is None:
                 return None
-            self._rooms[layers[0]] = found
+            places = [step.place(room) for step, room in zip(self._steps, rooms, strict=True)]
+            found = _Rooms(rooms, PlacedBlocks([step.block for step in self._steps], places))
+            used = found.used_by(layers, len(hidden_states))
+            if used is None:
+                return None
+            self._rooms[rooms[0]] = found
         normed = self._blocks[0].input_layernorm.forward(hidden_states)
         total, normed = found.blocks.run(used, normed, hidden_states, angles)
-        for layer, room in zip(layers, found.rooms, strict=True):
-            layer.append_written(room)
+        for layer in layers:
+            layer.append_written()
         self._blocks[-1].following[0].hand_out(total, normed)
         return total
 
-    def _rooms_of(self, layers: Sequence[Any], rows: int) -> _Rooms | None:
+    def _rooms_for(self, layers: Sequence[Any], rows: int) -> list[Room] | None:
         """Rooms with a place for one more token of so many sequences; None where a layer has none."""
         if len(set(map(id, layers))) < len(layers):  # the place for a token of one would be another's
             return None
@@ -105,9 +115,7 @@ class _Steps:
             return None
         if not all(step.takes(rows, layer) for step, layer in zip(self._steps, layers, strict=True)):
             return None
-        rooms = [layer.room_for_one() for layer in layers]
-        places = [step.place(room) for step, room in zip(self._steps, rooms, strict=True)]
-        return _Rooms(rooms, PlacedBlocks([step.block for step in self._steps], places))
+        return [layer.room_for_one() for layer in layers]
 
 
 def _loops() -> Iterator[CodeType]:

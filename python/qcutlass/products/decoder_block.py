@@ -104,7 +104,7 @@ class PlacedBlocks:
     """Blocks that follow one another, each of which has its place: all of them take a token in one call.
 
     Nothing is checked here: types, shapes and devices are the caller's affair, and memory is read and written as it is
-    described.
+    described. It keeps blocks alive, and places not.
 
     Args:
         blocks: each of which reads what the one before it makes.
@@ -112,7 +112,7 @@ class PlacedBlocks:
     """
 
     def __init__(self, blocks: Sequence[DecoderBlock], places: Sequence[Place]) -> None:
-        self._alive: Final = blocks, places
+        self._alive: Final = blocks
         self._blocks: Final = _C.PlacedBlocks(
             [block._block for block in blocks],
             [(_heads(place.keys), _heads(place.values), place.scaling) for place in places],

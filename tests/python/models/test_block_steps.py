@@ -117,13 +117,14 @@ def test_heads_of_all_shapes(
     assert counter.count == 41 * len(model.model.layers)
 
     def continued(threads: int) -> Tensor:
-        """Behind a prompt that one thread has read: torch's products depend on their number."""
-        tokens = torch.arange(2 * 50).view(2, 50) % 60
+        """Behind a prompt that one thread has read, as torch's products depend on their number; so long that threads
+        share the heads of a token."""
+        tokens = torch.arange(4 * 710).view(4, 710) % 60
         cache = growing_cache(model.config)
         with torch.inference_mode(), threads_of_torch(1):
-            together(tokens[:, :9], **{CACHE: cache})
+            together(tokens[:, :700], **{CACHE: cache})
             torch.set_num_threads(threads)
-            return torch.stack([together(token, **{CACHE: cache}).logits for token in tokens[:, 9:].split(1, 1)])
+            return torch.stack([together(token, **{CACHE: cache}).logits for token in tokens[:, 700:].split(1, 1)])
 
     expected = continued(1)
     assert all(torch.equal(continued(threads), expected) for threads in (2, 3))

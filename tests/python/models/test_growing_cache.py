@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,3 +80,63 @@ def test_layers_with_a_window_are_left_alone(seed: int) -> None:
     assert [type(layer) for layer in both[1].layers] == [type(layer) for layer in both[0].layers]
     assert_same_update(both, 30, seed)
     assert_same_update(both, 1, seed + 1)
+
+
+def both_after(act: Callable[[Any], Any], *, tokens: int = 3, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    """What transformers' cache gives, and ours, or the classes of what they raise; one layer of each is filled."""
+    found = []
+    for cache in caches():
+        if tokens:
+            cache.update(*(part.to(**options) for part in states(tokens, seed)), 0)
+        try:
+            found.append(act(cache.layers[0]))
+        except Exception as error:
+            found.append(type(error))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize(("before", "after"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_types_are_promoted(before: torch.dtype, after: torch.dtype, tokens: int, seed: int) -> None:
+    expected, found = both_after(
+        lambda layer: layer.update(*(part.to(after) for part in states(tokens, seed + 1)))[0], seed=seed, dtype=before
+    )
+    testing.assert_equal(found, expected)
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_other_batches_are_refused(tokens: int, seed: int) -> None:
+    expected, found = both_after(lambda layer: layer.update(*(part[:1] for part in states(tokens, seed))))
+    assert expected is found is RuntimeError
+
+
+def test_gradients_pass(seed: int) -> None:
+    def gradient(layer: Any) -> Any:
+        keys, values = (part.requires_grad_() for part in states(2, seed))
+        layer.update(keys, values)
+        sums = [layer.update(*states(1, seed + step))[0].pow(2).sum() for step in range(2)]
+        torch.stack(sums).sum().backward()
+        return keys.grad
+
+    expected, found = both_after(gradient, seed=seed)
+    testing.assert_equal(found, expected)
+
+
+def test_caches_of_inference_mode_go_on_without_it(seed: int) -> None:
+    _, cache = caches()
+    with torch.inference_mode():
+        cache.update(*states(5, seed), 0)
+    with torch.no_grad():
+        keys, _ = cache.update(*states(2, seed + 1), 0)
+    testing.assert_equal(keys, torch.cat([states(5, seed)[0], states(2, seed + 1)[0]], -2))
+
+
+def test_pickled_caches_are_written_where_they_are_shown(seed: int) -> None:
+    def changed(layer: Any) -> Any:
+        twin = pickle.loads(pickle.dumps(layer))
+        twin.keys.zero_()
+        return twin.update(*states(1, seed + 1))[0]
+
+    expected, found = both_after(changed, seed=seed)
+    testing.assert_equal(found, expected)

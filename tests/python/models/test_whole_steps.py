@@ -20,6 +20,7 @@ import qcutlass
 from qcutlass.models.cache_argument import CACHE
 
 pytest.importorskip("transformers", reason="needs transformers")
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qcutlass.models import block_modules, whole_steps
@@ -240,11 +241,69 @@ def test_caches_go_when_they_are_dropped(seed: int, counter: Counter) -> None:
         for _ in range(3):
             model(torch.tensor([[7]]), **{CACHE: cache})
         assert counter.count == 2 * BLOCKS
-        memory = weakref.ref(cache.layers[0].room_for_one().keys)
+        memory = weakref.ref(cache.layers[0].room.keys)
+        assert memory() is not None
+        cache.reset()
+        gc.collect()
+        assert memory() is None
+        for _ in range(3):
+            model(torch.tensor([[7]]), **{CACHE: cache})
+        memory = weakref.ref(cache.layers[0].room.keys)
+        for _ in range(255):  # the room is full, and half as large again
+            model(torch.tensor([[7]]), **{CACHE: cache})
+        gc.collect()
+        assert memory() is None
+        memory = weakref.ref(cache.layers[0].room.keys)
         assert memory() is not None
         del cache
         gc.collect()
     assert memory() is None
+
+
+def _moved(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.keys.share_memory_()
+        layer.values.share_memory_()
+
+
+def _of_another_kind(cache: Any) -> None:
+    layer = DynamicLayer()
+    layer.update(cache.layers[1].keys, cache.layers[1].values)
+    cache.layers[1] = layer
+
+
+def _of_another_class(cache: Any) -> None:
+    layer = cache.layers[1]
+    kind = type(layer)
+
+    def update(self: Any, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
+        return kind.update(self, keys, 2 * values, *rest, **options)
+
+    layer.__class__ = type("Doubled", (kind,), {"update": update})
+
+
+def _scaled(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.values.mul_(2)
+
+
+def _cropped_and_replaced(cache: Any) -> None:
+    cache.crop(-1)
+    cache.layers[2].keys = cache.layers[2].keys * 2
+
+
+@pytest.mark.parametrize("change", [_moved, _of_another_kind, _of_another_class, _scaled, _cropped_and_replaced])
+def test_changes_of_a_cache_count(change: Callable[[Any], None], seed: int) -> None:
+    plain = tiny("Llama", seed)
+
+    def made(model: Any) -> Tensor:
+        cache = growing_cache(model.config)
+        tokens = [model(torch.tensor([[token]]), **{CACHE: cache}).logits for token in (3, 4, 5)]
+        change(cache)
+        return torch.stack([*tokens, *(model(torch.tensor([[token]]), **{CACHE: cache}).logits for token in (6, 7, 8))])
+
+    with torch.no_grad():
+        torch.testing.assert_close(made(fused(plain)), made(plain), rtol=1e-4, atol=1e-4)
 
 
 def _one_cache_layer_for_two(model: Any) -> None:
