@@ -294,7 +294,7 @@ def _cropped_and_replaced(cache: Any) -> None:
 
 @pytest.mark.parametrize("change", [_moved, _of_another_kind, _of_another_class, _scaled, _cropped_and_replaced])
 def test_changes_of_a_cache_count(change: Callable[[Any], None], seed: int) -> None:
-    plain = tiny("Llama", seed)
+    together = fused(tiny("Llama", seed))
 
     def made(model: Any) -> Tensor:
         cache = growing_cache(model.config)
@@ -302,8 +302,8 @@ def test_changes_of_a_cache_count(change: Callable[[Any], None], seed: int) -> N
         change(cache)
         return torch.stack([*tokens, *(model(torch.tensor([[token]]), **{CACHE: cache}).logits for token in (6, 7, 8))])
 
-    with torch.no_grad():
-        torch.testing.assert_close(made(fused(plain)), made(plain), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():  # blocks that compute themselves remember nothing of a cache
+        assert torch.equal(made(together), made(by_blocks(together)))
 
 
 def _one_cache_layer_for_two(model: Any) -> None:
