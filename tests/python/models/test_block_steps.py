@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.python.models.test_block_fusing import FAMILIES, dense, fused, logits, tiny
+from tests.python.soak import threads_of_the_cpu
 from torch import Tensor
 
 import qcutlass
@@ -56,16 +56,6 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return Counter(monkeypatch)
 
 
-@contextmanager
-def threads_of_torch(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def made(model: Any, seed: int, batch: int = 1, steps: int = STEPS) -> Tensor:
     from qcutlass.models.growing_cache import growing_cache
 
@@ -96,7 +86,7 @@ def test_a_window_keeps_the_way_of_modules(seed: int, counter: Counter) -> None:
 def test_long_sequences_and_many_threads(seed: int, counter: Counter) -> None:
     model = tiny("Qwen3", seed)
     exact, rounded = (made(dense(model, kind), seed, 2, 300) for kind in (torch.float64, torch.float32))
-    with threads_of_torch(3):
+    with threads_of_the_cpu(3):
         assert noise_ratio(made(fused(model), seed, 2, 300), rounded, exact) <= NOISE
     assert counter.count == 300 * len(model.model.layers)
 
@@ -121,7 +111,7 @@ def test_heads_of_all_shapes(
         share the heads of a token."""
         tokens = torch.arange(4 * 710).view(4, 710) % 60
         cache = growing_cache(model.config)
-        with torch.inference_mode(), threads_of_torch(1):
+        with torch.inference_mode(), threads_of_the_cpu(1):
             together(tokens[:, :700], **{CACHE: cache})
             torch.set_num_threads(threads)
             return torch.stack([together(token, **{CACHE: cache}).logits for token in tokens[:, 700:].split(1, 1)])
