@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -177,8 +178,7 @@ class QcutlassQuantizer(HfQuantizer):
                     module.check()
                 except (TypeError, ValueError) as error:
                     raise CheckpointError(f"{name}: {error}") from error
-        if model.base_model is model and not model._keep_in_fp32_modules:
-            _cast_parameters(model, model.config.dtype)
+        _cast_parameters(model, model.config.dtype)
         return model
 
     def _fill(self, model: PreTrainedModel) -> None:
@@ -284,10 +284,12 @@ def _resize(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, 
     return embedding
 
 
-def _cast_parameters(model: nn.Module, dtype: Any) -> None:
-    """Casts parameters, which transformers 5.17 omits for a base model: the files have other names for its tensors."""
-    for parameter in model.parameters() if isinstance(dtype, torch.dtype) else ():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
+def _cast_parameters(model: PreTrainedModel, dtype: Any) -> None:
+    """Casts parameters, which transformers 5.17 omits where files have other names for them: base models', routers'."""
+    kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    for name, parameter in model.named_parameters() if isinstance(dtype, torch.dtype) else ():
+        is_kept = any(fnmatchcase(name, f"*{pattern}*") for pattern in kept)
+        if parameter.is_floating_point() and parameter.dtype != dtype and not is_kept:
             parameter.data = parameter.data.to(dtype)
 
 
