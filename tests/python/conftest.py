@@ -17,6 +17,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import testing, tuning
+from qcutlass.cli.quickstart import default_model
 
 # All processes of a session have the same: they inherit it, or draw it from the number that pytest-xdist gave it.
 _DRAWN = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**31)
@@ -186,3 +187,14 @@ def multiply() -> Callable[..., Tensor]:
 def repository() -> Path:
     """The source tree the tests belong to."""
     return Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def smol_file() -> Path:
+    """SmolLM2's GGUF file."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("gguf", reason="transformers needs gguf to read the configuration of a GGUF file")
+    try:
+        return default_model()
+    except FileNotFoundError as error:
+        pytest.skip(f"needs the model: {error}")

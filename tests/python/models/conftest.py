@@ -12,19 +12,6 @@ from typing import Any
 import pytest
 from tests.python.models.folders import RandomCut, SmolCut
 
-from qcutlass.cli.quickstart import default_model
-
-
-@pytest.fixture(scope="session")
-def smol_file() -> Path:
-    """SmolLM2's GGUF file."""
-    pytest.importorskip("transformers", reason="needs transformers")
-    pytest.importorskip("gguf", reason="transformers needs gguf to read the configuration of a GGUF file")
-    try:
-        return default_model()
-    except FileNotFoundError as error:
-        pytest.skip(f"needs the model: {error}")
-
 
 @pytest.fixture(scope="session")
 def smol(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> SmolCut:

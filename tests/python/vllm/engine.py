@@ -14,13 +14,26 @@ import os
 import sys
 from typing import Any, Final
 
+import torch
+
 RECORD: Final = "record: "
+DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the engine runs, and tests of it."""
 OPTIONS: Final = {
-    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
+    "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
+}  # fmt: skip
+OPTIONS_OF_DEVICE: Final[dict[str, dict[str, Any]]] = {
+    "cpu": {"dtype": "float32"},
+    # Several engines at once find room on one GPU; attention in Triton takes heads of any size.
+    "cuda": {
+        "dtype": "float16", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28,
+        "attention_backend": "TRITON_ATTN",
+    },
 }  # fmt: skip
 ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENGINE_READY_TIMEOUT_S": "1200",
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
 """So that the engine starts without the network, on a small machine, and answers in the order of its steps."""
 
@@ -29,7 +42,7 @@ def generate(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
     """The `tokens` of each prompt, and how many tokens of it were `cached`."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(folder, **{**OPTIONS, **asked.get("options", {})})
+    llm = LLM(folder, **{**OPTIONS, **OPTIONS_OF_DEVICE[DEVICE], **asked.get("options", {})})
     prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     params = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
     _abort(llm.llm_engine, prompts, params, asked.get("aborted", 0))

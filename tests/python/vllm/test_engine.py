@@ -1,4 +1,4 @@
-"""The plug-in in vLLM's engine, on the CPU: greedy tokens are those of transformers with qcutlass's layers."""
+"""The plug-in in vLLM's engine, on the CPU or a GPU: greedy tokens are those of transformers with qcutlass's layers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.python.models.folders import Cut, RandomCut
-from tests.python.vllm.engine import RECORD
+from tests.python.vllm.engine import DEVICE, RECORD
+from tests.python.vllm.greedy import Reference
 from torch import Tensor
 
 from qcutlass import models
-from qcutlass.models.transformers import load_model
 
 PROMPTS, TOKENS, RANK = 5, 64, 8
+OPERATORS = {"cpu": ["_C", "_C_AVX512", "_C_AVX2"], "cuda": ["_C_stable_libtorch", "_C"]}
+TWO_RANKS = {"tensor_parallel_size": 2}
+OURS = {"quantization": "qcutlass"}
+"""Where a GPU that multiplies fp8 would have vLLM's own kernels for it."""
 
 
 def _obstacle() -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
-    if not any(importlib.util.find_spec(f"vllm.{name}") for name in ("_C", "_C_AVX512", "_C_AVX2")):
-        return "vllm has its sources alone, without the operators of its CPU engine"
+    if not any(importlib.util.find_spec(f"vllm.{name}") for name in OPERATORS[DEVICE]):
+        return f"vllm has no operators for this machine's device, {DEVICE}"
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name="qcutlass"):
         return "qcutlass is importable, but not installed: vLLM does not find its entry point"
     return None
@@ -65,6 +69,8 @@ def served(folder: Path, repository: Path, **asked: Any) -> list[list[int]]:
 
 def run(folder: Path, repository: Path, **asked: Any) -> dict[str, Any]:
     asked = {"prompts": prompts(), "tokens": TOKENS, **asked}
+    if DEVICE == "cuda" and asked.get("options", {}).get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip("needs as many GPUs as ranks")
     command = [sys.executable, "-m", "tests.python.vllm.engine", str(folder), json.dumps(asked)]
     process = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
@@ -74,31 +80,16 @@ def run(folder: Path, repository: Path, **asked: Any) -> dict[str, Any]:
     return found
 
 
-def expected(folder: Path) -> list[list[int]]:
-    return tokens_of(load_model(folder)[0])
-
-
-def tokens_of(model: Any, asked: list[list[int]] | None = None) -> list[list[int]]:
-    found = []
-    for ids in prompts() if asked is None else asked:
-        a = torch.tensor([ids])
-        out = model.generate(
-            a, attention_mask=torch.ones_like(a), do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS
-        )
-        found.append(out[0, len(ids) :].tolist())
-    return found
-
-
 @pytest.mark.parametrize("kind", ["gptq", "awq", "compressed", "converted"])
 def test_tokens_are_those_of_transformers(kind: str, cut: RandomCut, tmp_path: Path, repository: Path) -> None:
     """GPTQ with act-order and zero points, and others; requests are aborted first."""
     folder = folder_of(cut, kind, tmp_path)
-    assert served(folder, repository, aborted=3) == expected(folder)
+    Reference.of_folder(folder).check(served(folder, repository, aborted=3), prompts())
 
 
 def test_two_ranks(cut: RandomCut, repository: Path) -> None:
     folder = cut.gptq().folder
-    assert served(folder, repository, options={"tensor_parallel_size": 2}) == expected(folder)
+    Reference.of_folder(folder).check(served(folder, repository, options=TWO_RANKS), prompts())
 
 
 def test_prefixes_are_cached_and_prefills_cut(cut: RandomCut, repository: Path) -> None:
@@ -110,7 +101,9 @@ def test_prefixes_are_cached_and_prefills_cut(cut: RandomCut, repository: Path) 
         "enable_prefix_caching": True, "block_size": 32, "enable_chunked_prefill": True, "max_num_batched_tokens": 48,
     }  # fmt: skip
     cut_up = run(folder, repository, prompts=asked, tokens=16, options=options)
-    assert cut_up["tokens"] == plain["tokens"]
+    reference = Reference.of_folder(folder)
+    for found in (plain, cut_up):
+        reference.check(found["tokens"], asked)
     assert max(plain["cached"]) == 0
     assert max(cut_up["cached"]) >= 32  # a block
 
@@ -140,7 +133,7 @@ def test_adapters_of_lora(cut: RandomCut, tmp_path: Path, repository: Path) -> N
     merged = Cut(base.folder, {name: weight.float() + added[name] for name, weight in base.weights.items()})
     options = {"enable_lora": True, "max_lora_rank": RANK}
     found = served(base.folder, repository, adapter=str(tmp_path / "adapter"), options=options)
-    assert found == tokens_of(cut.dense(merged, torch.float32))
-    plain = expected(base.folder)
+    Reference.of_model(cut.dense(merged, torch.float32)).check(found, prompts())
+    plain = served(base.folder, repository, options=options)
+    Reference.of_folder(base.folder).check(plain, prompts())
     assert all(one != other for one, other in zip(found, plain, strict=True))
-    assert served(base.folder, repository, options=options) == plain

@@ -1,4 +1,4 @@
-"""Dense folders of more kinds in vLLM's engine, on the CPU: K-quants with packed embeddings, floats, blocks."""
+"""Dense folders of more kinds in vLLM's engine: K-quants with packed embeddings, floats, blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.python.models.folders import Cut, RandomCut, write_model, write_token
 from tests.python.models.mixtures import as_nvfp4
 from tests.python.models.test_gguf_models import write_gguf
 from tests.python.vllm import test_engine
+from tests.python.vllm.greedy import Reference
 
 from qcutlass import models
 from qcutlass.models.gguf import GGUFModel
-from qcutlass.models.transformers import load_model
 
 pytestmark = test_engine.pytestmark
-TWO_RANKS = {"tensor_parallel_size": 2}
+RANKS = pytest.mark.parametrize("options", [{}, test_engine.TWO_RANKS], ids=["one rank", "two ranks"])
 VOCABULARY = 64
 
 
@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
     return [[token % (VOCABULARY - 4) + 4 for token in prompt] for prompt in test_engine.prompts()]
 
 
-@pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["one rank", "two ranks"])
+@RANKS
 @pytest.mark.parametrize("is_tied", [False, True], ids=["a head of its own", "a tied head"])
 def test_k_quants_with_packed_embeddings(
     is_tied: bool, options: dict[str, Any], tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
@@ -40,7 +40,7 @@ def test_k_quants_with_packed_embeddings(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     found = test_engine.served(folder, repository, prompts=prompts(), options=options)
-    assert found == test_engine.tokens_of(load_model(folder)[0], prompts())
+    Reference.of_folder(folder).check(found, prompts())
 
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -71,7 +71,7 @@ def of_modelopt(stored: dict[str, Any], exact: Any) -> tuple[dict[str, Any], Any
     return found, exact
 
 
-@pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["one rank", "two ranks"])
+@RANKS
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats_of_other_makers(name: str, options: dict[str, Any], tmp_path: Path, repository: Path) -> None:
     """The tokens of transformers' own layers of dequantised weights: activations are not quantised."""
@@ -82,9 +82,9 @@ def test_floats_of_other_makers(name: str, options: dict[str, Any], tmp_path: Pa
         tensors |= named(stored, layer)
     folder = write_model(tmp_path / "folder", tensors, cut.config, described)
     asked = test_engine.prompts()
-    found = test_engine.served(folder, repository, prompts=asked, options=options)
+    found = test_engine.served(folder, repository, prompts=asked, options=options | test_engine.OURS)
     exact = Cut(cut.root, {layer: weight for layer, (_, weight) in made.items()})
-    assert found == test_engine.tokens_of(cut.dense(exact, torch.float32), asked)
+    Reference.of_model(cut.dense(exact, torch.float32)).check(found, asked)
 
 
 @pytest.mark.parametrize("method", ["w8a8", "fp8", "blockwise"])
@@ -92,4 +92,4 @@ def test_quantised_activations(method: str, tmp_path: Path, repository: Path) ->
     """Of a folder that qcutlass quantised: the tokens of its own layers, whose activations are quantised alike."""
     folder = tmp_path / "quantised"
     models.quantize_model(RandomCut(tmp_path, seed=0).floats().folder, folder, method)
-    assert test_engine.served(folder, repository) == test_engine.expected(folder)
+    Reference.of_folder(folder).check(test_engine.served(folder, repository), test_engine.prompts())

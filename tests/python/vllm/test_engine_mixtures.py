@@ -1,4 +1,4 @@
-"""Mixtures of experts in vLLM's engine, on the CPU: greedy tokens are those of transformers with qcutlass's layers."""
+"""Mixtures of experts in vLLM's engine: greedy tokens are those of transformers with qcutlass's layers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 from tests.python.models.mixtures import VOCABULARY, MixtureCut
 from tests.python.vllm import test_engine
+from tests.python.vllm.greedy import Reference
 
 from qcutlass import models
-from qcutlass.models.transformers import load_model
 
 pytestmark = test_engine.pytestmark
-TWO_RANKS = {"tensor_parallel_size": 2}
+TWO_RANKS = test_engine.TWO_RANKS
+REROUTED = 0.02
+"""The largest share of tokens; in float16 on a CPU it was 2 of 1600, of five such models."""
 
 
 def prompts() -> list[list[int]]:
@@ -29,7 +31,7 @@ def prompts() -> list[list[int]]:
         pytest.param("mixtral", "awq", False, TWO_RANKS | {"enable_expert_parallel": True}, id="awq, expert parallel"),
         pytest.param("olmoe", "compressed", False, {}, id="compressed-tensors"),
         pytest.param("qwen2_moe", "act_order", True, {}, id="converted, act-order, shared experts"),
-        pytest.param("qwen3_moe", "fp8", False, {}, id="fp8 in blocks"),
+        pytest.param("qwen3_moe", "fp8", False, test_engine.OURS, id="fp8 in blocks"),
         pytest.param("mixtral", "nvfp4", False, {}, id="nvfp4 of compressed-tensors"),
         pytest.param("qwen3_moe", "fp8", True, {}, id="converted, fp8 in blocks"),
         pytest.param("mixtral", "nvfp4", True, TWO_RANKS, id="converted, nvfp4, two ranks"),
@@ -43,8 +45,7 @@ def test_tokens_are_those_of_transformers(
         models.convert(folder, tmp_path / "converted")
         folder = tmp_path / "converted"
     found = test_engine.served(folder, repository, prompts=prompts(), options=options)
-    model: Any = load_model(folder)[0]
-    assert found == test_engine.tokens_of(model, prompts())
+    Reference.of_folder(folder).check(found, prompts(), REROUTED)
 
 
 def test_experts_in_floats_are_vllms_own(tmp_path: Path, repository: Path) -> None:
@@ -54,4 +55,4 @@ def test_experts_in_floats_are_vllms_own(tmp_path: Path, repository: Path) -> No
     cut.rest |= {f"{name}.weight": cut.weight(name) for name in cut.experts}
     cut.names = dense
     found = test_engine.served(cut.gptq().folder, repository, prompts=prompts())
-    assert found == test_engine.tokens_of(cut.dense(cut.gptq(), torch.float32), prompts())
+    Reference.of_model(cut.dense(cut.gptq(), torch.float32)).check(found, prompts(), REROUTED)

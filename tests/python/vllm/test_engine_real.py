@@ -1,0 +1,70 @@
+"""All of SmolLM2-135M in vLLM's engine, quantised with act-order and zero points: greedy tokens of five prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.python.vllm import test_engine
+from tests.python.vllm.engine import DEVICE
+from tests.python.vllm.greedy import Reference
+from typer.testing import CliRunner
+
+from qcutlass.cli import app
+from qcutlass.models.extras import load_tokenizer
+
+pytestmark = test_engine.pytestmark
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short story about a robot that learns to paint.",
+    "Explain to a child why the sky is blue.",
+    "List five uses of a paper clip.",
+    "def fibonacci(n):",
+)
+THREE_RANKS = {"tensor_parallel_size": 3}  # which nine heads, three of them of keys, are cut into
+COMPILED = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 8]}}
+
+
+def command(*arguments: object) -> None:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def folders(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The converted folder, and the GPTQ one."""
+    from pydoc_data.topics import topics
+
+    root = tmp_path_factory.mktemp("smollm2")
+    text, converted, gptq = root / "topics.txt", root / "converted", root / "gptq"
+    text.write_text("".join(f"{topic}\n" for topic in topics.values()), encoding="utf-8")
+    options = ["--method", "gptq", "--act-order", "--group-size", 64, "--samples", 32, "--device", DEVICE]
+    command("quantize", smol_file, converted, *options, "--calibration", text)
+    command("export", converted, gptq)
+    return {"converted": converted, "gptq": gptq}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("gptq", {}, id="gptq"),
+        pytest.param("gptq", THREE_RANKS, id="gptq, three ranks"),
+        pytest.param("converted", {}, id="converted"),
+        pytest.param("converted", COMPILED, id="converted, compiled"),
+        pytest.param("gptq", COMPILED | THREE_RANKS, id="gptq, compiled, three ranks"),
+    ],
+)
+def test_tokens_are_those_of_transformers(
+    kind: str, options: dict[str, Any], folders: dict[str, Path], repository: Path
+) -> None:
+    folder = folders[kind]
+    tokenizer = load_tokenizer(folder)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for prompt in PROMPTS
+    ]
+    found = test_engine.served(folder, repository, prompts=prompts, options=options)
+    Reference.of_folder(folder).check(found, prompts)
