@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
@@ -102,6 +102,7 @@ class QcutlassQuantizer(HfQuantizer):
         self._blocks: list[Block] = []
         self._specs: dict[str, LayerSpec] = {}
         self._source: str | None = None
+        self._types: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
@@ -110,6 +111,7 @@ class QcutlassQuantizer(HfQuantizer):
             raise UnsupportedError(
                 "from_pretrained: expected the name of a folder; quantised layers come from its files"
             )
+        self._types = _parameter_types(model)
         folder = Path(checkpoint_files[0]).parent
         values = self.quantization_config.to_dict()
         if _DEFAULT in values:
@@ -178,7 +180,7 @@ class QcutlassQuantizer(HfQuantizer):
                     module.check()
                 except (TypeError, ValueError) as error:
                     raise CheckpointError(f"{name}: {error}") from error
-        _cast_parameters(model, model.config.dtype)
+        _cast_parameters(model, self._types)
         return model
 
     def _fill(self, model: PreTrainedModel) -> None:
@@ -284,12 +286,21 @@ def _resize(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, 
     return embedding
 
 
-def _cast_parameters(model: PreTrainedModel, dtype: Any) -> None:
+def _parameter_types(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """What transformers loads parameters as: the type asked for, but where it or a module keeps another."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    types: dict[str, torch.dtype] = {}
+    for name, parameter in model.named_parameters():
+        kept = [dtype for pattern, dtype in plan.items() if fnmatchcase(name, f"*{pattern}*")]
+        types[name] = kept[-1] if kept else parameter.dtype
+    return types
+
+
+def _cast_parameters(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
     """Casts parameters, which transformers 5.17 omits where files have other names for them: base models', routers'."""
-    kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
-    for name, parameter in model.named_parameters() if isinstance(dtype, torch.dtype) else ():
-        is_kept = any(fnmatchcase(name, f"*{pattern}*") for pattern in kept)
-        if parameter.is_floating_point() and parameter.dtype != dtype and not is_kept:
+    for name, parameter in model.named_parameters():
+        dtype = types.get(name, parameter.dtype)
+        if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.python.models.mixtures import EXPERTS, KINDS, VOCABULARY, MixtureCut, model_of
 from tests.python.models.test_commands import command
 from torch import Tensor, nn
@@ -190,14 +191,39 @@ def test_experts_that_are_skipped_stay_floats(cuts: dict[str, MixtureCut], tmp_p
     assert experts_of(load(tmp_path / "w8")) == {}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_have_the_asked_for_type(kind: str, cuts: dict[str, MixtureCut]) -> None:
-    """Routers too, which have other names in the files: those are of float32 here."""
-    model = load(cuts[kind].gptq().folder, direct=True, dtype=torch.float16)
-    kept = model._keep_in_fp32_modules_strict or ()
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == (torch.float32 if any(part in name for part in kept) else torch.float16), name
-    assert logits(model).isfinite().all()
+def rewritten(folder: Path, place: Path, dtype: torch.dtype) -> Path:
+    """A folder whose floats have another type; scales keep theirs."""
+    shutil.copytree(folder, place)
+    for path in place.glob("*.safetensors"):
+        floats = {
+            name: t.to(dtype) for name, t in load_file(path).items() if "scale" not in name and t.is_floating_point()
+        }
+        save_file(load_file(path) | floats, path, {"format": "pt"})
+    return place
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_parameters_have_the_types_that_transformers_gives_them(
+    kind: str, dtype: torch.dtype, stored: torch.dtype, cuts: dict[str, MixtureCut], tmp_path: Path
+) -> None:
+    """In whole models and base models: those of transformers' own, also of routers, which have other names in files."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from qcutlass.models.transformers import checkpoint_config
+
+    plain = AutoModelForCausalLM.from_pretrained(cuts[kind].root / "saved", dtype=dtype)
+    expected = {name: parameter.dtype for name, parameter in plain.named_parameters()}
+    folder = rewritten(cuts[kind].gptq().folder, tmp_path / "folder", stored)
+    config = checkpoint_config(folder)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=config)
+    base = AutoModel.from_pretrained(folder, dtype=dtype, config=checkpoint_config(folder))
+    for prefix, model in (("", whole), ("model.", base)):
+        found = {f"{prefix}{name}": parameter.dtype for name, parameter in model.named_parameters()}
+        assert found == {name: expected[name] for name in found}
+        assert any("gate.weight" in name for name in found)
+    assert logits(whole).isfinite().all()
 
 
 def test_a_base_model_takes_its_part(cuts: dict[str, MixtureCut], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Reference:
     @classmethod
     def of_model(cls, model: Any) -> Reference:
         """With the layers that it has."""
-        return cls(model, lambda: copy.deepcopy(model).to("cuda", torch.float16))
+        return cls(model, lambda: in_float16(copy.deepcopy(model).to("cuda")))
 
     def check(self, found: list[list[int]], prompts: list[list[int]], rerouted: float = 0) -> None:
         """Fails unless `found` are the tokens behind the prompts; of mixtures, but for a share that may be `rerouted`.
@@ -44,25 +44,26 @@ class Reference:
         On a GPU an engine sums in other orders than transformers, and takes another token where two are as likely. If
         the engine's logits err by e at most, the exact logit of its token is less than the largest by 2 e at most; e is
         `NOISE` times the largest error of transformers in float16. Where two experts of a mixture are as likely, a
-        token may get the other one, and logits that are not near.
+        token may get the other one, there too, and logits that are not near: the largest of the others' errors counts.
         """
         if DEVICE == "cpu":
             assert found == [self._greedy(ids, len(tokens)) for ids, tokens in zip(prompts, found, strict=True)]
             return
-        rounded, error, behind = self.rounded(), 0.0, []
+        rounded, errors, behind = self.rounded(), [], []
         for ids, tokens in zip(prompts, found, strict=True):
             exact = self._logits(self.exact, ids, tokens)
-            error = max(error, float((self._logits(rounded, ids, tokens) - exact).abs().max()))
+            errors.append((self._logits(rounded, ids, tokens) - exact).abs().amax(-1))
             chosen = exact[torch.arange(len(tokens)), torch.tensor(tokens)]
             behind.append(exact.amax(-1) - chosen)
-        deficits = torch.cat(behind)
+        error, deficits = float(torch.cat(errors).quantile(1 - rerouted)), torch.cat(behind)
         assert float((deficits > 2 * NOISE * error).double().mean()) <= rerouted
         assert float((deficits > 0).double().mean()) < 0.05  # where two are as likely, and seldom so
 
     def _greedy(self, ids: list[int], count: int) -> list[int]:
         a = torch.tensor([ids])
+        no_end = -1
         out = self.exact.generate(
-            a, attention_mask=torch.ones_like(a), do_sample=False, max_new_tokens=count, min_new_tokens=count
+            a, attention_mask=torch.ones_like(a), do_sample=False, max_new_tokens=count, eos_token_id=no_end
         )
         found: list[int] = out[0, len(ids) :].tolist()
         return found
@@ -73,3 +74,10 @@ class Reference:
         with torch.inference_mode():
             found: Tensor = model(torch.tensor([ids + tokens[:-1]], device=model.device)).logits
         return found[0, len(ids) - 1 :].cpu().double()
+
+
+def in_float16(model: Any) -> Any:
+    """The model with its parameters in float16, as transformers loads it: rotations stay in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half()
+    return model

@@ -21,7 +21,7 @@ from torch import Tensor
 from qcutlass import models
 
 PROMPTS, TOKENS, RANK = 5, 64, 8
-OPERATORS = {"cpu": ["_C", "_C_AVX512", "_C_AVX2"], "cuda": ["_C_stable_libtorch", "_C"]}
+OPERATORS = {"cpu": ["_C", "_C_AVX512", "_C_AVX2"], "cuda": ["_C_stable_libtorch"]}
 TWO_RANKS = {"tensor_parallel_size": 2}
 OURS = {"quantization": "qcutlass"}
 """Where a GPU that multiplies fp8 would have vLLM's own kernels for it."""

@@ -22,7 +22,7 @@ PROMPTS = (
     "List five uses of a paper clip.",
     "def fibonacci(n):",
 )
-THREE_RANKS = {"tensor_parallel_size": 3}  # which nine heads, three of them of keys, are cut into
+THREE_RANKS = {"tensor_parallel_size": 3}  # nine heads of queries and three of keys have no half
 COMPILED = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 8]}}
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from tests.python.models.folders import RandomCut
 from tests.python.vllm import greedy
-from tests.python.vllm.greedy import Reference
+from tests.python.vllm.greedy import Reference, in_float16
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -20,7 +19,7 @@ PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9]]
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     cut = RandomCut(tmp_path_factory.mktemp("greedy"), seed=0)
     model = cut.dense(cut.gptq(), torch.float32)
-    return Reference(model, lambda: copy.deepcopy(model).half())
+    return Reference(model, lambda: in_float16(copy.deepcopy(model)))
 
 
 def tokens(reference: Reference, choice: int, places: tuple[int, ...]) -> list[list[int]]:
@@ -57,6 +56,6 @@ def test_a_share_may_be_rerouted(reference: Reference, monkeypatch: pytest.Monke
         reference.check(tokens(reference, 8, (7, 9)), PROMPTS, rerouted=1)
 
 
-def test_other_numbers_of_tokens_do_not_pass(reference: Reference, tmp_path: Path) -> None:
+def test_other_numbers_of_tokens_do_not_pass(reference: Reference) -> None:
     with pytest.raises(ValueError, match="zip"):
         reference.check(tokens(reference, 0, ())[:1], PROMPTS)
