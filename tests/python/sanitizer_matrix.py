@@ -6,8 +6,9 @@ own, so that memcheck sees accesses just outside of it:
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.python.sanitizer_matrix
 
 What a kind of product is, its kernels and its bound come from the descriptions of the tests. ``--part 3 16`` runs every
-sixteenth task from the fourth on. The kernels between products have tests of their own, which `tools/gpu_check.sh`
-runs in the same way, this program too.
+sixteenth task from the fourth on, ``--seconds 300`` begins none after so long and says how many there were: sanitizers
+take many times as long as the kernels, and a run that is killed tells nothing. The kernels between products have tests
+of their own, which `tools/gpu_check.sh` runs in the same way, this program too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--split-k", type=int, nargs="+", default=[1, 2], help="split-K of each kernel")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="this shape alone")
     parser.add_argument("--part", type=int, nargs=2, metavar=("I", "N"), default=[0, 1], help="tasks I, I + N, ...")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries this program alone")
     arguments = parser.parse_args(argv)
@@ -185,18 +188,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"argument --part: expected 0 <= I < N, got {first} {step}")
     begin, run = time.perf_counter(), Run(arguments.tactic, arguments.split_k, arguments.device, arguments.without)
     shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
-    every = tasks(shapes, arguments.device, arguments.seed)
-    for number, task in itertools.islice(enumerate(every), first, None, step):
+    part = list(enumerate(tasks(shapes, arguments.device, arguments.seed)))[first::step]
+    done = 0
+    for number, task in part:
+        if time.perf_counter() - begin > arguments.seconds:
+            break
         task(run, arguments.seed + number)
-    if step == 1 and not run.launches:
+        done += 1
+    is_whole = step == 1 and done == len(part)
+    if is_whole and not run.launches:
         raise SystemExit(f"no kernel that the GPU can run has {arguments.tactic!r} in its name")
-    if step == 1 and not arguments.shape and not run.fitting <= run.launched:
+    if is_whole and not arguments.shape and not run.fitting <= run.launched:
         raise SystemExit(
             f"never launched, though the GPU can run them: {', '.join(sorted(run.fitting - run.launched))}"
         )
     seconds = time.perf_counter() - begin
     print(f"{run.launches} products by {len(run.launched)} kernels, largest |error| / bound {run.worst:.3f}, ", end="")
-    print(f"{seconds:.0f} s")
+    print(f"{done} of {len(part)} tasks, {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,14 @@ def test_a_part_of_it_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert "0 products by 0 kernels" in capsys.readouterr().out
 
 
+def test_it_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--seconds", "-1"])
+    assert re.fullmatch(r"0 products by 0 kernels, .*, 0 of \d{3} tasks, 0 s\n", capsys.readouterr().out)
+    main([*SMALL, "--part", "7", "60"])
+    done, every = re.search(r"(\d+) of (\d+) tasks", capsys.readouterr().out).groups()  # type: ignore[union-attr]
+    assert done == every != "0"
+
+
 def test_a_wrong_product_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Product.outs
     monkeypatch.setattr(Product, "outs", lambda self, **options: tuple(out * 1.5 for out in right(self, **options)))
