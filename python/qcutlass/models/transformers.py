@@ -288,12 +288,14 @@ def _resize(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, 
 
 def _parameter_types(model: PreTrainedModel) -> dict[str, torch.dtype]:
     """What transformers loads parameters as: the type asked for, but where it or a module keeps another."""
-    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
-    types: dict[str, torch.dtype] = {}
-    for name, parameter in model.named_parameters():
-        kept = [dtype for pattern, dtype in plan.items() if fnmatchcase(name, f"*{pattern}*")]
-        types[name] = kept[-1] if kept else parameter.dtype
-    return types
+    kept = [
+        *((model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else ()),
+        *((model._keep_in_fp32_modules_strict or ()) if model.dtype in (torch.float16, torch.bfloat16) else ()),
+    ]
+    return {
+        name: torch.float32 if any(fnmatchcase(name, f"*{pattern}*") for pattern in kept) else parameter.dtype
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _cast_parameters(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
