@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cfenv>
 #include <chrono>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -153,6 +154,26 @@ TEST(ParallelFor, LeavesTheCallersCoreToTheCaller) {
             CPU_COUNT(&all) - 1);
 }
 
+TEST(Crowding, CountsThisProcessesThreadsThatRun) {
+  std::atomic<bool> ends{false};
+  std::mutex asleep;
+  asleep.lock();
+  std::thread sleeper([&] { std::lock_guard<std::mutex> lock(asleep); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  long const before = host::own_running_threads();
+  EXPECT_GE(before, 1) << "the one that asks";
+  std::thread spinner([&] {
+    while (!ends) {
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(host::own_running_threads(), before + 1) << "one that spins, and none that sleeps";
+  ends = true;
+  asleep.unlock();
+  spinner.join();
+  sleeper.join();
+}
+
 TEST(Crowding, FollowsALoopThatWasHeldUp) {
   using std::chrono::milliseconds;
   auto const begin = host::Crowding::Clock::now() - std::chrono::hours(1);  // so that no loop of today is concerned
@@ -170,8 +191,8 @@ TEST(Crowding, FollowsALoopThatWasHeldUp) {
   EXPECT_FALSE(is_near_after(40, 45, {10}, true)) << "a range of a long loop takes as long";
   EXPECT_TRUE(is_near_after(1, 4, {100}, true)) << "the others have not gone";
   EXPECT_TRUE(is_near_after(1, 4, {100, 140}, true)) << "another rest";
-  EXPECT_FALSE(is_near_after(1, 4, {100, 1100}, true)) << "where they run is not known: at times a loop is tried";
-  EXPECT_FALSE(is_near_after(1, 4, {100, 1100, 1110}, true)) << "and those behind it";
+  EXPECT_FALSE(is_near_after(1, 4, {100, 5100}, true)) << "where they run is not known: at times a loop is tried";
+  EXPECT_FALSE(is_near_after(1, 4, {100, 5100, 5110}, true)) << "and those behind it";
 }
 
 TEST(ParallelFor, WorksOnThreadsThatHaveFallenAsleep) {

@@ -8,9 +8,11 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "host/openmp_team.h"
@@ -18,17 +20,32 @@
 
 namespace qcutlass::host {
 
+/// Threads of this process that run or wait for a core.
+inline long own_running_threads() {
+  long count = 0;
+  std::error_code error;
+  std::filesystem::directory_iterator thread("/proc/self/task", error);
+  for (; thread != std::filesystem::directory_iterator(); thread.increment(error)) {
+    std::ifstream file(thread->path() / "stat");  // number (name) state ...
+    std::string line;
+    std::getline(file, line);
+    auto const end = line.rfind(") ");
+    count += end != std::string::npos && line.compare(end + 2, 1, "R") == 0;
+  }
+  return count;
+}
+
 /// Whether other processes lately held up a loop's threads, so that the next loops had better not wait for any.
 class Crowding {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `others`: whether there are as many running threads as cores, or more, without one that might be asked.
+  /// `others`: whether other processes' running threads leave no core but the caller's.
   template <class Others = bool (*)()>
-  static bool is_near(Clock::time_point now, Others const& others = fill_the_cores) {
+  static bool is_near(Clock::time_point now, Others const& others = others_fill_the_cores) {
     Clock::time_point const end = rest_end();
     if (now < end) return true;
-    if (looked().exchange(end) == end) return false;  // once behind each rest: it takes 20 us
+    if (looked().exchange(end) == end) return false;  // once behind each rest: it takes 100 us
     if (now - held_up().load() > kLongestRest || !others()) return false;
     rest_end() = now + kRest;
     return true;
@@ -48,17 +65,18 @@ class Crowding {
   static constexpr std::chrono::microseconds kHeldUp{500};
   /// So a loop in vain, of 4 ms, costs less than a tenth of the time.
   static constexpr std::chrono::milliseconds kRest{50};
-  /// And less than 2 % where others stay, with the 10 to 15 ms that torch's threads spin on a core of others behind it.
+  /// And less than 1 % where others stay, with the 10 to 15 ms that torch's threads spin on a core of others behind it.
   /// All that is known of others is how many run, not where: so a loop is tried at times.
-  static constexpr std::chrono::seconds kLongestRest{1};
+  static constexpr std::chrono::seconds kLongestRest{5};
 
-  /// What Linux says of the whole machine, without asking each core.
-  static bool fill_the_cores() {
+  /// By what Linux says of the whole machine, without asking each core, less this process's own threads: those of torch
+  /// run, too, while they wait for its next product.
+  static bool others_fill_the_cores() {
     std::ifstream file("/proc/loadavg");  // three averages, then running/all threads
     std::string average;
     long running = 0;
     for (int i = 0; i < 3; ++i) file >> average;
-    return (file >> running) && running >= sysconf(_SC_NPROCESSORS_ONLN);
+    return (file >> running) && running - own_running_threads() >= sysconf(_SC_NPROCESSORS_ONLN) - 1;
   }
 
   template <int kWhich>
