@@ -45,7 +45,7 @@ class Crowding {
   static bool is_near(Clock::time_point now, Others const& others = others_fill_the_cores) {
     Clock::time_point const end = rest_end();
     if (now < end) return true;
-    if (looked().exchange(end) == end) return false;  // once behind each rest: it takes 100 us
+    if (looked().exchange(end) == end) return false;  // once behind each rest: 20 us a thread
     if (now - held_up().load() > kLongestRest || !others()) return false;
     rest_end() = now + kRest;
     return true;
