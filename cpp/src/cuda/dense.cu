@@ -1,7 +1,7 @@
 // Dense products of dequantised weights: their activations before them, their epilogue after them.
 #include "cuda/copy_rows.cuh"
 #include "cuda/cuda_check.h"
-#include "plan/workspace.h"
+#include "cuda/output.cuh"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 
@@ -23,19 +23,16 @@ void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int6
   if (gated && (begin % (2 * layout::kTileN) != 0 || end % (2 * layout::kTileN) != 0))
     throw InvalidArgument("begin, end: expected multiples of 32 with a gate, got " + std::to_string(begin) + " and " +
                           std::to_string(end));
-  int64_t const first = gated ? begin / 2 : begin, columns = gated ? (end - begin) / 2 : end - begin;
-  Element* const out = static_cast<Element*>(a.out) + first;
-  Element const* const residual = a.residual == nullptr ? nullptr : static_cast<Element const*>(a.residual) + first;
-  auto const* const bias = static_cast<char const*>(a.bias) + begin * size_of(a.bias_type);
-  bool const vectors = stores_vectors(out, a.out_stride, columns, a.m, a.a_type) &&
-                       (residual == nullptr || stores_vectors(residual, a.residual_stride, columns, a.m, a.a_type));
+  GemmArguments part = a;  // channels begin .. end - 1
+  int64_t const first = gated ? begin / 2 : begin;
+  part.weights.n = end - begin;
+  part.out = static_cast<Element*>(a.out) + first;
+  if (a.residual != nullptr) part.residual = static_cast<Element const*>(a.residual) + first;
+  if (a.bias != nullptr) part.bias = static_cast<char const*>(a.bias) + begin * size_of(a.bias_type);
   using OutputOp = cutlass::epilogue::thread::BiasActivation<Element>;
-  cutlass::epilogue::thread::OutputArguments const output = {{out, a.a_type, a.out_stride, int(a.m), int(end - begin),
-                                                              vectors, bias, a.bias_type, a.activation, a.gate,
-                                                              residual, a.residual_stride}};
   reduce_partials<OutputOp><<<row_grid(sums_stride / OutputOp::kVector, a.m), kCopyThreads, 0, stream>>>(
       cutlass::epilogue::thread::PartialSums<float const>{sums, sums_stride, 0, 0}, 1,
-      typename OutputOp::Params(output));
+      typename OutputOp::Params(output_arguments(part, a.a_type)));
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
 }
 

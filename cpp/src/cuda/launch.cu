@@ -107,16 +107,6 @@ void order_rows(Launch& launch, int64_t size, void* to, int64_t to_stride, cudaS
   experts.rows = nullptr;
 }
 
-cutlass::epilogue::thread::OutputArguments output_arguments(GemmArguments const& a, DType type) {
-  int64_t const columns = a.out_columns();
-  bool const vectors = stores_vectors(a.out, a.out_stride, columns, a.m, type) &&
-                       (a.residual == nullptr || stores_vectors(a.residual, a.residual_stride, columns, a.m, type));
-  return {{a.out, type, a.out_stride, int(a.m), int(a.weights.n), vectors, a.bias, a.bias_type, a.activation, a.gate,
-           a.residual, a.residual_stride},
-          a.sums,
-          a.quantized};
-}
-
 template <class OutputOp>
 void reduce(Launch const& launch, cudaStream_t stream) {
   dim3 const grid = row_grid(launch.partial_stride / OutputOp::kVector, launch.tokens - launch.shared_token);

@@ -1,10 +1,23 @@
-// Where the kernels of a launch leave partial sums, and the kernel that adds them finds them.
+// What operators at the end of a product are told, and where partial sums lie between its kernels.
 #pragma once
 
 #include "cuda/family.h"
 #include "cutlass_ext/epilogue/output_op.h"
+#include "plan/workspace.h"
 
 namespace qcutlass::cuda {
+
+inline cutlass::epilogue::thread::OutputArguments output_arguments(GemmArguments const& a, DType type) {
+  auto const in_vectors = [&](void const* data, int64_t stride) {
+    return stores_vectors(data, stride, a.out_columns(), a.m, type);
+  };
+  bool const vectors =
+      in_vectors(a.out, a.out_stride) && (a.residual == nullptr || in_vectors(a.residual, a.residual_stride));
+  return {{a.out, type, a.out_stride, int(a.m), int(a.weights.n), vectors, a.bias, a.bias_type, a.activation, a.gate,
+           a.residual, a.residual_stride},
+          a.sums,
+          a.quantized};
+}
 
 template <class Sum>
 cutlass::epilogue::thread::PartialSums<Sum> partial_sums(Launch const& launch) {

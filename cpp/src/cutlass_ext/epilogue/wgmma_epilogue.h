@@ -34,7 +34,7 @@ class WgmmaEpilogue {
   using Shares = ClusterShares<kParts>;
   static constexpr int kPassParts = 2, kPassTokens = kPassParts * kPartTokens, kPasses = kParts / kPassParts;
   static_assert(kParts % kPassParts == 0);
-  static constexpr int kVectors = kChannels / 8;  // of a row
+  static constexpr int kVector = thread::kVectorChannels, kVectors = kChannels / kVector;  // of a row
   static_assert(kPartTokens * kVectors == arch::kWarpgroupThreads, "one vector a thread and part");
   static constexpr int kRow = kChannels + 8;  // 9 times 16 bytes: words of eight rows lie in other banks
 
@@ -93,13 +93,18 @@ class WgmmaEpilogue {
         store_floats(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
         return;
       }
+    bool const is_whole = kPasses > 2 && rank < 0 && params.vectors, adds = kHasGates && params.residual != nullptr;
     if (kHasGates && params.gate != qcutlass::Gate::kNone) {
-      store<kHasGates>(params, sums, channel, token, blocks, rank);
-    } else {
-      if constexpr (kHasGates)
-        if (params.residual != nullptr)
-          add_residual(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
+      if (is_whole && !adds)
+        store_whole<kHasGates, false>(params, sums, channel, token);
+      else
+        store<kHasGates>(params, sums, channel, token, blocks, rank);
+    } else if (!is_whole) {
       store<false>(params, sums, channel, token, blocks, rank);
+    } else if (adds) {
+      store_whole<false, kHasGates>(params, sums, channel, token);
+    } else {
+      store_whole<false, false>(params, sums, channel, token);
     }
     if (kPasses % 2 != 0) first_ ^= 1;
   }
@@ -126,12 +131,69 @@ class WgmmaEpilogue {
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPassParts; ++i) {
-        if (!mine[i]) continue;
-        if constexpr (kGated)
-          store_gated(params, pass, i, channel, token);
-        else
-          store_rows(params, pass, i, channel, token);
+        if (mine[i]) store_rows<kGated>(params, pass, i, channel, token);
       }
+    }
+  }
+
+  /// Passes whose residual is requested before that of the pass at hand is added. Four warpgroups have no registers for
+  /// more than one.
+  static constexpr int kPassesAhead = Mma::kWarpgroups == 2 ? 2 : 1;
+
+  /// Stores the whole tile in vectors: what large products do, without a branch from one pass to the next.
+  template <bool kGated, bool kResidual>
+  CUTLASS_DEVICE void store_whole(Params const& params, Sums const& sums, int channel, int token) const {
+    constexpr int kColumns = kGated ? kVector / 2 : kVector;
+    using Columns = AlignedArray<Element, kColumns>;
+    int const row = thread_ / kVectors, own = thread_ % kVectors * kColumns;
+    int const column = channel / (kVector / kColumns) + own, columns = params.channels / (kVector / kColumns);
+    int const tokens = column < columns ? params.tokens - token - row : 0;  // from this thread's first one on
+    auto* out = static_cast<Element*>(params.output) + (token + row) * params.stride + column;
+    auto* residual = static_cast<Element const*>(params.residual) + (token + row) * params.residual_stride + column;
+    Columns residuals[kParts];
+    auto const request = [&](int pass) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = pass * kPassParts; part < (pass + 1) * kPassParts; ++part) {
+        // Never undefined: the compiler would keep what the tile before left there, in local memory.
+        residuals[part] = part * kPartTokens < tokens ? *reinterpret_cast<Columns const*>(residual) : Columns{};
+        residual += kPartTokens * params.residual_stride;
+      }
+    };
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; kResidual && pass < kPassesAhead; ++pass) request(pass);
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPassParts; ++i) transpose(params, sums, pass, i);
+      arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
+      if (kResidual && pass + kPassesAhead < kPasses) request(pass + kPassesAhead);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPassParts; ++i) {
+        int const part = pass * kPassParts + i;
+        if (part * kPartTokens < tokens) {
+          Columns words = finished<kGated>(params, rows(pass)[i * kPartTokens + row], own);
+          if constexpr (kResidual) words = thread::add_columns(words, residuals[part]);
+          *reinterpret_cast<Columns*>(out) = words;
+        }
+        out += kPartTokens * params.stride;
+      }
+    }
+  }
+
+  /// A thread's columns of a row of rounded sums: the channels themselves, or what gates make of twice as many.
+  template <bool kGated>
+  static CUTLASS_DEVICE auto finished(Params const& params, Element const* sums, int column) {
+    if constexpr (!kGated) {
+      return reinterpret_cast<AlignedArray<Element, kVector> const&>(sums[column]);
+    } else {
+      using Columns = AlignedArray<Element, kVector / 2>;
+      auto const gates = reinterpret_cast<Columns const&>(sums[thread::gate_channel(column)]);
+      auto const ups = reinterpret_cast<Columns const&>(sums[thread::gate_channel(column) + thread::kGateTurn]);
+      float values[Columns::kElements];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < int(Columns::kElements); ++i)
+        values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
+      return thread::round_columns<Element>(values);
     }
   }
 
@@ -199,56 +261,22 @@ class WgmmaEpilogue {
                                   reinterpret_cast<cute::uint128_t&>(rows(pass)[token][channel]));
   }
 
+  /// A part's rows, of any alignment, with a residual that is read when it is needed: held over the barrier of a pass
+  /// it made the compiler spill registers here.
+  template <bool kGated>
   CUTLASS_DEVICE void store_rows(Params const& params, int pass, int part, int channel, int token) const {
-    int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * 8;
-    uint4 const words = reinterpret_cast<uint4 const&>(rows(pass)[row][own]);
-    token += pass * kPassTokens + row;
-    channel += own;
-    if (token < params.tokens)
-      thread::store_words(static_cast<Element*>(params.output) + token * params.stride + channel, words,
-                          params.channels - channel, params.vectors);
-  }
-
-  /// Of the columns that a part's channels give, half as many, four.
-  CUTLASS_DEVICE void store_gated(Params const& params, int pass, int part, int channel, int token) const {
-    constexpr int kColumns = 4;
-    using Columns = AlignedArray<Element, kColumns>;
+    constexpr int kColumns = kGated ? kVector / 2 : kVector;
     int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * kColumns;
-    Element const* const sums = rows(pass)[row];
-    auto const gates = reinterpret_cast<Columns const&>(sums[thread::gate_channel(own)]);
-    auto const ups = reinterpret_cast<Columns const&>(sums[thread::gate_channel(own) + thread::kGateTurn]);
     token += pass * kPassTokens + row;
-    int const column = channel / 2 + own, left = params.channels / 2 - column;
     if (token >= params.tokens) return;
-    float values[kColumns];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kColumns; ++i)
-      values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
-    if (params.residual != nullptr) {
+    int const column = channel / (kVector / kColumns) + own, left = params.channels / (kVector / kColumns) - column;
+    auto words = finished<kGated>(params, rows(pass)[row], own);
+    if (kHasGates && params.residual != nullptr) {
       auto const* from = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
-      Columns const residual = thread::load_columns<Element, kColumns>(from, left, params.vectors);
-      thread::round_values<Element>(values);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kColumns; ++i) values[i] = thread::add_separately(values[i], float(residual[i]));
+      words = thread::add_columns(words, thread::load_columns<Element, kColumns>(from, left, params.vectors));
     }
-    thread::store_channels(static_cast<Element*>(params.output) + token * params.stride + column, values, left,
-                           params.vectors);
-  }
-
-  /// Adds the residual to sums where they are, rounded before. Held in the layout of rows, over the barrier of a pass,
-  /// it made the compiler spill registers, and took longer.
-  template <class IsOwn>
-  CUTLASS_DEVICE void add_residual(Params const& params, Sums& sums, int channel, int token,
-                                   IsOwn const& is_own) const {
-    channel += own_channel();
-    token += lane() % 4 * 2;
-    auto const* const residual = static_cast<Element const*>(params.residual) + channel;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) {
-      int const own = i / 2 % 2 * 8, row = token + i / 4 * 8 + i % 2;
-      if (is_own(i / 8) && row < params.tokens && channel + own < params.channels)
-        sums[i] = float(Element(sums[i])) + float(residual[row * params.residual_stride + own]);
-    }
+    thread::store_words(static_cast<Element*>(params.output) + token * params.stride + column, words, left,
+                        params.vectors);
   }
 
   /// Outputs of 32 bits, in sectors of 32 bytes, of eight lanes each.
