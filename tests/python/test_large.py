@@ -34,9 +34,12 @@ def test_activations(name: str, device: str, seed: int) -> None:
     a[:4], a[-4:] = problem.a, problem.a
     scales = problem.a_scale.repeat(-(-MANY // 4))[:MANY].clone()
     scales[-4:] = problem.a_scale
-    out = product(**{product.activations: a, "a_scale": scales})
+    large = {product.activations: a, "a_scale": scales}
+    out = product(**large)
+    # The bound is that of the kernel for so many rows, not of the one for four.
+    chosen = {"tactic": qcutlass.plan(kind.function, **product.values | large).tactic} if device == "cuda" else {}
     for ends in (out[:4], out[-4:]):
-        kind.assert_correct((ends,), problem)
+        kind.assert_correct((ends,), problem, **chosen)
     assert_zeros(out[4:-4])
 
 
