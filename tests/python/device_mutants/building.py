@@ -102,6 +102,7 @@ class Build:
             "-DQCUTLASS_CUDA=ON",
             "-DQCUTLASS_CUDA_ARCHITECTURES=90a-real",
             f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DQCUTLASS_CUTLASS_DIR={os.environ.get('QCUTLASS_CUTLASS_DIR', '')}",
         ]
         output_of(*command, *(["-G", "Ninja"] if shutil.which("ninja") else []))
         return [Unit.of(entry) for entry in json.loads((tree / "compile_commands.json").read_text())]

@@ -76,6 +76,15 @@ WGMMA_GROUPS = (
         BY_FLOAT8,
     ),
     Mutant(
+        "sums of half of the tokens are added to the others'",
+        "wgmma, 4 by 8 bits",
+        f"{THREADBLOCK}/mma_packed_wgmma_groups.h",
+        "promote(sums + half * kHalfSums,",
+        "promote(sums + (half ^ 1) * kHalfSums,",
+        FOUR_BITS,
+        BY_FLOAT8,
+    ),
+    Mutant(
         "the codes of a lane are its own",
         "wgmma, 4 by 8 bits",
         f"{THREADBLOCK}/mma_packed_wgmma_groups.h",

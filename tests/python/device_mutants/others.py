@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.python.device_mutants.mutant import Mutant, tests
+from tests.python.device_mutants.mutant import Mutant, tactic, tests
 
 KERNEL = "cutlass_ext/gemm/kernel"
 
@@ -133,8 +133,8 @@ GATES = (
         "gates multiply channels of another turn",
         "epilogue of wgmma",
         WGMMA_EPILOGUE,
-        "sums[thread::gate_channel(own) + thread::kGateTurn]",
-        "sums[thread::gate_channel(own ^ 16) + thread::kGateTurn]",
+        "sums[thread::gate_channel(column) + thread::kGateTurn]",
+        "sums[thread::gate_channel(column ^ 16) + thread::kGateTurn]",
         "w4a16_f16_native_fine_sm90a",
         (tests(*OF_SIXTEEN, "-silu_mul]"),),
     ),
@@ -142,10 +142,28 @@ GATES = (
         "residuals of the row before",
         "epilogue of wgmma",
         WGMMA_EPILOGUE,
-        "float(residual[row * params.residual_stride + own])",
-        "float(residual[(row & ~1) * params.residual_stride + own])",
+        "static_cast<Element const*>(params.residual) + token * params.residual_stride + column;",
+        "static_cast<Element const*>(params.residual) + (token & ~1) * params.residual_stride + column;",
         "w4a16_f16_native_fine_sm90a",
         (tests(*OF_SIXTEEN, "-None]"),),
+    ),
+    Mutant(
+        "residuals of whole tiles of the 16 tokens before or after",
+        "epilogue of wgmma",
+        WGMMA_EPILOGUE,
+        "thread::add_columns(words, residuals[part]);",
+        "thread::add_columns(words, residuals[part ^ 1]);",
+        "w4a16_f16_native_fine_sm90a",
+        (tests(*OF_SIXTEEN, "-None]"),),
+    ),
+    Mutant(
+        "the last token of a whole tile is one too many",
+        "epilogue of wgmma",
+        WGMMA_EPILOGUE,
+        "params.tokens - token - row : 0;",
+        "params.tokens - token - row + 1 : 0;",
+        "w4a16_f16_native_fine_sm90a",
+        (tactic("gemm-float16 w4 groups of 64", "sm90a_n128m256k64_s4"),),
     ),
     Mutant(
         "turns of gates have eight channels",
