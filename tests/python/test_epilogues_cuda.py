@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -74,10 +75,11 @@ def assert_bits(problem: Any, run: Callable[..., Tensor], ledger: Any) -> None:
 def test_bits_are_those_of_separate_operators(
     codes: str, activation: str | None, seeds: Iterator[int], ledger: Any
 ) -> None:
-    for index, m in enumerate(ROWS):
+    for (index, m), dtype in itertools.product(enumerate(ROWS), FLOATS[:2]):
         n = 352 if activation in GATES else (352, 361)[index % 2]  # rows of 361 are not aligned
-        case = Case(m, n, 448, dtype=FLOATS[index % 2], **{"group_size": 64} | CODES[codes])
-        case = replace(case, activation=activation, bias=bool(index % 2), residual=activation not in GATES or index > 1)
+        residual = activation not in GATES or index in (2, 3)
+        case = Case(m, n, 448, dtype=dtype, **{"group_size": 64} | CODES[codes])
+        case = replace(case, activation=activation, bias=bool(index % 2), residual=residual)
         assert_bits(case.random(seed=next(seeds), device="cuda"), multiply, ledger)
 
 
@@ -142,6 +144,21 @@ def test_rows_of_any_alignment(seeds: Iterator[int], ledger: Any) -> None:
             ledger.equal(whole[:, 1 : columns + 1].contiguous(), expected, problem)
             assert bool(whole[:, 0].isnan().all())
             assert bool(whole[:, columns + 1 :].isnan().all())
+
+
+@pytest.mark.parametrize("activation", ["silu_mul", None])
+def test_aligned_rows_are_written_alone(activation: str | None, seeds: Iterator[int], ledger: Any) -> None:
+    """By every kernel, where the last tile has fewer tokens than others, and nothing around them."""
+    for m, residual in itertools.product((7, 129, 257), (False, True)):
+        case = Case(m, 352, 448, group_size=64, activation=activation, residual=residual)
+        problem = case.random(seed=next(seeds), device="cuda")
+        (_, *operands), options = call_of(problem)
+        for tactic in tactics_of(problem):
+            box = testing.Poisoned((m, 352 if activation is None else 176), torch.float16, "cuda", padding=8)
+            multiply(problem, out=box.tensor, tactic=tactic, split_k=1)
+            box.check(f"{tactic} {problem}")
+            rounded = weight_dtype(*operands, **options, tactic=tactic)
+            ledger.close(box.tensor.contiguous(), problem.reference(rounded), f"{tactic} {problem}")
 
 
 def test_graphs_replay_them(seed: int) -> None:

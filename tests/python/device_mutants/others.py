@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.python.device_mutants.mutant import Mutant, tactic, tests
+from tests.python.device_mutants.mutant import Mutant, tests
 
 KERNEL = "cutlass_ext/gemm/kernel"
 
@@ -163,7 +163,7 @@ GATES = (
         "params.tokens - token - row : 0;",
         "params.tokens - token - row + 1 : 0;",
         "w4a16_f16_native_fine_sm90a",
-        (tactic("gemm-float16 w4 groups of 64", "sm90a_n128m256k64_s4"),),
+        (tests("test_epilogues_cuda.py", "test_aligned_rows_are_written_alone[None]"),),
     ),
     Mutant(
         "turns of gates have eight channels",

@@ -93,6 +93,7 @@ class WgmmaEpilogue {
         store_floats(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
         return;
       }
+    // Neither short tiles nor gates with residuals have code of their own: every copy of the passes is to be compiled.
     bool const is_whole = kPasses > 2 && rank < 0 && params.vectors, adds = kHasGates && params.residual != nullptr;
     if (kHasGates && params.gate != qcutlass::Gate::kNone) {
       if (is_whole && !adds)
@@ -138,7 +139,7 @@ class WgmmaEpilogue {
 
   /// Passes whose residual is requested before that of the pass at hand is added. Four warpgroups have no registers for
   /// more than one.
-  static constexpr int kPassesAhead = Mma::kWarpgroups == 2 ? 2 : 1;
+  static constexpr int kPassesAhead = Mma::kWarpgroups == 2 && kPasses > 1 ? 2 : 1;
 
   /// Stores the whole tile in vectors: what large products do, without a branch from one pass to the next.
   template <bool kGated, bool kResidual>
@@ -149,7 +150,9 @@ class WgmmaEpilogue {
     int const column = channel / (kVector / kColumns) + own, columns = params.channels / (kVector / kColumns);
     int const tokens = column < columns ? params.tokens - token - row : 0;  // from this thread's first one on
     auto* out = static_cast<Element*>(params.output) + (token + row) * params.stride + column;
-    auto* residual = static_cast<Element const*>(params.residual) + (token + row) * params.residual_stride + column;
+    Element const* residual = nullptr;
+    if (kResidual)
+      residual = static_cast<Element const*>(params.residual) + (token + row) * params.residual_stride + column;
     Columns residuals[kParts];
     auto const request = [&](int pass) {
       CUTLASS_PRAGMA_UNROLL
