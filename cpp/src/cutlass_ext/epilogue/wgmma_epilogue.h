@@ -264,8 +264,7 @@ class WgmmaEpilogue {
                                   reinterpret_cast<cute::uint128_t&>(rows(pass)[token][channel]));
   }
 
-  /// A part's rows, of any alignment, with a residual that is read when it is needed: held over the barrier of a pass
-  /// it made the compiler spill registers here.
+  /// Stores a part's rows, of any alignment; their residual is read when it is needed.
   template <bool kGated>
   CUTLASS_DEVICE void store_rows(Params const& params, int pass, int part, int channel, int token) const {
     constexpr int kColumns = kGated ? kVector / 2 : kVector;
