@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 NOISE: Final = 4.0
 """Largest error of a correct model, in units of that of the same model in the same type with dense weights.
@@ -29,7 +31,8 @@ def noise_ratio(out: Tensor, dense: Tensor, exact: Tensor) -> float:
 
     Args:
         out: logits of the model under test.
-        dense: those of the same model, in the same type, with dequantised weights.
+        dense: those of the same model, in the same type, with dequantised weights; or several such, as of
+            `rounded_logits`, along a dimension before the others.
         exact: those of the dense model in float64.
 
     Example:
@@ -41,3 +44,36 @@ def noise_ratio(out: Tensor, dense: Tensor, exact: Tensor) -> float:
     """
     ours, theirs = ((values.double() - exact).abs().max() for values in (out, dense))
     return float(ours / theirs)
+
+
+def rounded_logits(model: nn.Module, logits: Callable[[nn.Module], Tensor], draws: int = 8) -> Tensor:
+    """What a model says where its weights err by at most a unit in the last place: what rounding alone can do.
+
+    Some random models have a token that amplifies rounding a thousand times, and its error in one way of summing is a
+    draw of a wide distribution: one dense model may be lucky there. The largest of several draws is no such chance.
+
+    Args:
+        model: with dense weights in the type to look at; they are as before afterwards.
+        logits: of a model, of any shape.
+        draws: how many besides that of the weights as they are; always the same ones.
+
+    Returns:
+        [draws + 1, ...], those of the model as it is first.
+
+    Example:
+        >>> from torch import nn
+        >>> from qcutlass.testing.models import rounded_logits
+        >>> rounded_logits(nn.Linear(4, 2), lambda model: model(torch.ones(3, 4))).shape
+        torch.Size([9, 3, 2])
+    """
+    found = [logits(model)]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(draws):
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                moves = (torch.rand(tensor.shape, generator=generator) - 0.5) * torch.finfo(tensor.dtype).eps
+                tensor.copy_(state[name].double() * (1 + moves.double().to(tensor.device)))
+        found.append(logits(model))
+    model.load_state_dict(state)
+    return torch.stack(found)
