@@ -104,20 +104,25 @@ QCUTLASS_INLINE void add_dots(int32_t const* codes, int8_t const* a, int words, 
 
 /// What a run adds to sums of channels `first` and following: `dots` are those of a row's codes with theirs, which are
 /// less by Bytes::kLess. They, and the difference to zeros that are integers, are exact in fp32.
-template <class Bytes, ByteRange kRange, bool kMinimums, class Int>
+template <class Bytes, ByteRange kRange, Offsets kOffsets, class Int>
 QCUTLASS_INLINE auto sum_of_run(Int const& dots, QuantizedRows::Run const& run, ChannelParameters const& group,
                                 int first) {
   using Float = typename Vectors<Bytes::kLanes>::Float;
-  constexpr auto kLess = static_cast<float>(Bytes::template kLess<kRange>);
+  constexpr int kZero = kOffsets == Offsets::kImplied ? symmetric_zero(kRange == ByteRange::kFourBits ? 4 : 8) : 0;
+  constexpr auto kMore = static_cast<float>(Bytes::template kLess<kRange> - kZero);
   Float scale, offset;
   std::memcpy(&scale, group.scales + first, sizeof(scale));
-  std::memcpy(&offset, group.offsets + first, sizeof(offset));
   Float codes = __builtin_convertvector(dots, Float);
-  if constexpr (kLess != 0) codes += kLess * run.sum;
-  if constexpr (kMinimums)
-    return (codes * scale - offset * run.sum) * run.scale;
-  else
-    return (codes - offset * run.sum) * run.scale * scale;
+  if constexpr (kMore != 0) codes += kMore * run.sum;
+  if constexpr (kOffsets == Offsets::kImplied) {
+    return codes * run.scale * scale;
+  } else {
+    std::memcpy(&offset, group.offsets + first, sizeof(offset));
+    if constexpr (kOffsets == Offsets::kMinimums)
+      return (codes * scale - offset * run.sum) * run.scale;
+    else
+      return (codes - offset * run.sum) * run.scale * scale;
+  }
 }
 
 /// Vectors that lie together. One copy of all of them would be a call, or `rep movs`, which takes long to begin.

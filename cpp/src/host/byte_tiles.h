@@ -34,7 +34,7 @@ class ByteTiles {
     has_minimums_ = weights.has_minimums();
     int64_t const end = std::min(begin + count * kTileK, weights.k), last = weights.groups() - 1;
     int64_t const first = std::min(begin / weights.group_size, last);
-    load_groups(weights, {strip, 1}, first, std::min((end - 1) / weights.group_size, last) + 1 - first, groups_);
+    load_groups(weights, {strip, 1}, first, std::min((end - 1) / weights.group_size, last) + 1 - first, true, groups_);
     int64_t group = first, group_end = (first + 1) * weights.group_size;
     for (int64_t k = begin, run = 0; k < end; k += run_, ++run) {
       if (k >= group_end && group < last) {
@@ -98,8 +98,9 @@ class ByteTiles {
       for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row)
-          total[row][part] +=
-              sum_of_run<Bytes, kRange, kMinimums>(dots[row].part[part], parameters[row], group, part * kLanes);
+          total[row][part] += sum_of_run < Bytes, kRange,
+              kMinimums ? Offsets::kMinimums
+                        : Offsets::kZeros > (dots[row].part[part], parameters[row], group, part * kLanes);
       }
       parameters += kRows;
     }

@@ -65,25 +65,21 @@ struct X86Numbers {
   }
   static QCUTLASS_INLINE Float unsigned_bytes(void const* from) {
     Int bytes;
-    asm("vpmovzxbd %1, %0" : "=v"(bytes) : "v"(loaded_bytes(from)));
+    asm("vpmovzxbd %1, %0" : "=v"(bytes) : "m"(as_bytes(from)));
     return __builtin_convertvector(bytes, Float);
   }
   static QCUTLASS_INLINE Float signed_bytes(void const* from) {
     Int bytes;
-    asm("vpmovsxbd %1, %0" : "=v"(bytes) : "v"(loaded_bytes(from)));
+    asm("vpmovsxbd %1, %0" : "=v"(bytes) : "m"(as_bytes(from)));
     return __builtin_convertvector(bytes, Float);
   }
 
  private:
   using Int = typename Vectors<kLanes>::Int;
   using Words = typename Vectors<kLanes>::Words;
-  typedef int64_t Pair __attribute__((vector_size(16)));
+  using Bytes = uint8_t[kLanes];
 
-  /// As many bytes as there are lanes, in the low part of a register.
-  static QCUTLASS_INLINE Pair loaded_bytes(void const* from) {
-    if constexpr (kLanes == 16) return loaded<Pair>(from);
-    return Pair{loaded<int64_t>(from), 0};
-  }
+  static QCUTLASS_INLINE Bytes const& as_bytes(void const* from) { return *static_cast<Bytes const*>(from); }
 };
 
 using Avx2Numbers = X86Numbers<8>;     ///< for functions of QCUTLASS_AVX2

@@ -43,6 +43,18 @@ struct GroupNumbers : GroupParameters {
   }
 };
 
+/// What the offsets of a weight are.
+enum class Offsets {
+  kZeros,
+  kMinimums,
+  kImplied,  ///< symmetric_zero() of each channel and group
+};
+
+QCUTLASS_INLINE Offsets kind_of_offsets(WeightArguments const& weights) {
+  if (weights.has_minimums()) return Offsets::kMinimums;
+  return weights.offsets().type == DType::kNone ? Offsets::kImplied : Offsets::kZeros;
+}
+
 struct ChannelParameters {
   float scales[layout::kTileN];
   float offsets[layout::kTileN];  ///< zeros or minimums
@@ -61,14 +73,15 @@ struct ChannelParameters {
   /// Loads groups [first, first + count) of some strips, [group][strip]: for callers to which loading is a large part
   /// of the work. Inlined beside a product of many rows its branches cost more than they save. Row by row: rows lie a
   /// power of two apart where that divides n, so that few of them are in the first-level cache at once. `Numbers`: a
-  /// class of channel_numbers.h.
+  /// class of channel_numbers.h. `implied`: whether to write implied offsets.
   template <class Numbers>
   static QCUTLASS_INLINE void load(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count,
-                                   ChannelParameters* groups) {
+                                   bool implied, ChannelParameters* groups) {
     load_all<Numbers>(GroupNumbers::scales_of(weights), weights.n, strips, first, count, 0.0f,
                       &ChannelParameters::scales, groups);
-    load_all<Numbers>(GroupNumbers::offsets_of(weights), weights.n, strips, first, count, implied_offset(weights),
-                      &ChannelParameters::offsets, groups);
+    if (implied || kind_of_offsets(weights) != Offsets::kImplied)
+      load_all<Numbers>(GroupNumbers::offsets_of(weights), weights.n, strips, first, count, implied_offset(weights),
+                        &ChannelParameters::offsets, groups);
     if (weights.global_scale == nullptr) return;
     for (int64_t i = 0; i < count * strips.count; ++i) apply_global_scale(weights, groups[i]);
   }
@@ -117,7 +130,7 @@ struct ChannelParameters {
   using Channels = float[layout::kTileN];
 
   static float implied_offset(WeightArguments const& weights) {
-    return weights.offsets().type == DType::kNone ? static_cast<float>(symmetric_zero(weights.packing)) : 0.0f;
+    return kind_of_offsets(weights) == Offsets::kImplied ? static_cast<float>(symmetric_zero(weights.packing)) : 0.0f;
   }
 
   /// Loads groups [first, first + count), over the value that channels past n get. Whole strips of the usual types are
@@ -220,8 +233,8 @@ struct ChannelParameters {
 };
 
 /// Loads groups [first, first + count) of at most StripRange::kMost strips, [group][strip], as this machine does it
-/// fastest.
-void load_groups(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count,
+/// fastest. `implied`: whether to write implied offsets, too.
+void load_groups(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count, bool implied,
                  ChannelParameters* groups);
 
 }  // namespace qcutlass::host

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <sstream>
 #include <string>
 
 #include "qcutlass/error.h"
@@ -12,8 +13,14 @@
 
 namespace qcutlass::host {
 
-inline void check(bool condition, std::string const& message) {
-  if (!condition) throw InvalidArgument(message);
+/// `message`: words and numbers, which follow one another. They become a string where the condition fails alone: some
+/// checks are those of each index of an array.
+template <class... Parts>
+void check(bool condition, Parts const&... message) {
+  if (condition) return;
+  std::ostringstream text;
+  (text << ... << message);
+  throw InvalidArgument(text.str());
 }
 
 inline void check_at_least(char const* name, int64_t value, int64_t minimum) {
@@ -32,15 +39,14 @@ inline void check_floating(char const* name, DType type) {
 }
 
 inline void check_block_size(char const* name, int64_t size) {
-  check(is_block_size(size), std::string(name) + " must be 32, 64 or 128, got " + std::to_string(size));
+  check(is_block_size(size), name, " must be 32, 64 or 128, got ", size);
 }
 
 inline void check_threads(int threads) { check_at_least("threads", threads, 1); }
 
 /// Integers for the numbers of super-blocks to be times.
 inline void check_integers(char const* name, DType type) {
-  check(type == DType::kUInt8 || type == DType::kInt8,
-        std::string(name) + " must be uint8 or int8 beside super-blocks");
+  check(type == DType::kUInt8 || type == DType::kInt8, name, " must be uint8 or int8 beside super-blocks");
 }
 
 /// Scales and minimums of two levels.

@@ -157,7 +157,7 @@ void check_matrix(int64_t rows, int64_t columns, DType type, int threads) {
 void add_rms_norm(NormArguments const& arguments, int threads) {
   check_matrix(arguments.rows, arguments.columns, arguments.type, threads);
   check_floating("weight_type", arguments.weight_type);
-  check(arguments.eps >= 0.0f, "eps must be at least 0, got " + std::to_string(arguments.eps));
+  check(arguments.eps >= 0.0f, "eps must be at least 0, got ", arguments.eps);
   if (arguments.rows == 0) return;
   check_not_null("x", arguments.x);
   check_not_null("weight", arguments.weight);
@@ -186,7 +186,7 @@ void rotate(RotaryArguments const& arguments, int threads) {
   check_at_least("batch", arguments.batch, 0);
   check_at_least("tokens", arguments.tokens, 0);
   check_at_least("size", arguments.size, 2);
-  check(arguments.size % 2 == 0, "size must be even, got " + std::to_string(arguments.size));
+  check(arguments.size % 2 == 0, "size must be even, got ", arguments.size);
   check_floating("type", arguments.type);
   int64_t const tokens = arguments.batch * arguments.tokens;
   if (tokens == 0) return;

@@ -30,13 +30,11 @@ class Rows {
 void check_products(char const* name, DecoderBlock const& block, JoinedProducts const& products, int64_t n, int64_t k) {
   int64_t channels = 0;
   for (GemmArguments const& product : products) {
-    check(product.weights.k == k,
-          std::string(name) + ": expected " + std::to_string(k) + " columns, got " + std::to_string(product.weights.k));
-    check(product.a_type == block.type, std::string(name) + ": expected activations of the block's type");
+    check(product.weights.k == k, name, ": expected ", k, " columns, got ", product.weights.k);
+    check(product.a_type == block.type, name, ": expected activations of the block's type");
     channels += product.weights.n;
   }
-  check(channels == n,
-        std::string(name) + ": expected " + std::to_string(n) + " channels, got " + std::to_string(channels));
+  check(channels == n, name, ": expected ", n, " channels, got ", channels);
 }
 
 /// Writes the channels of a product from `channel` on.
@@ -134,9 +132,9 @@ void check_block(DecoderBlock const& block) {
   check_at_least("heads", block.heads, 1);
   check_at_least("kv_heads", block.kv_heads, 1);
   check_at_least("size", block.size, 2);
-  check(block.heads % block.kv_heads == 0, "heads: expected a multiple of kv_heads, " + std::to_string(block.kv_heads) +
-                                               ", got " + std::to_string(block.heads));
-  check(block.size % 2 == 0, "size must be even, got " + std::to_string(block.size));
+  check(block.heads % block.kv_heads == 0, "heads: expected a multiple of kv_heads, ", block.kv_heads, ", got ",
+        block.heads);
+  check(block.size % 2 == 0, "size must be even, got ", block.size);
   int64_t const columns = block.output.weights.n, inner = block.down.weights.k;
   check_products("qkv", block, block.qkv, (block.heads + 2 * block.kv_heads) * block.size, columns);
   check_products("output", block, {block.output}, columns, block.heads * block.size);

@@ -23,8 +23,8 @@ void check_dequantize(DequantizeArguments const& arguments, int threads) {
   check_floating("out_type", arguments.out_type);
   check(
       0 <= arguments.row_begin && arguments.row_begin <= arguments.row_end && arguments.row_end <= arguments.weights.n,
-      "row_begin, row_end must satisfy 0 <= row_begin <= row_end <= n = " + std::to_string(arguments.weights.n) +
-          ", got " + std::to_string(arguments.row_begin) + ", " + std::to_string(arguments.row_end));
+      "row_begin, row_end must satisfy 0 <= row_begin <= row_end <= n = ", arguments.weights.n, ", got ",
+      arguments.row_begin, ", ", arguments.row_end);
   if (arguments.row_begin == arguments.row_end) return;
   check_not_null("out", arguments.out);
   check_at_least("out_stride", arguments.out_stride,

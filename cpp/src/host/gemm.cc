@@ -35,7 +35,7 @@ void check_eight_bits(GemmArguments const& arguments) {
         "act_scale and perm are not taken with 8-bit activations");
   check_floating("out_type", arguments.out_type);
   int const stride = arguments.sums.a_scale_stride;
-  check(stride == 0 || stride == 1, "a_scale_stride must be 0 or 1, got " + std::to_string(stride));
+  check(stride == 0 || stride == 1, "a_scale_stride must be 0 or 1, got ", stride);
   if (arguments.m > 0) check_not_null("a_scale", arguments.sums.a_scale);
 }
 
@@ -60,9 +60,8 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   if (arguments.act_scale_type != DType::kNone) check_not_null("act_scale", arguments.act_scale);
   if (arguments.perm == nullptr) return;
   for (int64_t k = 0; k < arguments.weights.k; ++k) {
-    check(0 <= arguments.perm[k] && arguments.perm[k] < arguments.weights.k,
-          "perm[" + std::to_string(k) + "] must be in [0, " + std::to_string(arguments.weights.k) + "), got " +
-              std::to_string(arguments.perm[k]));
+    check(0 <= arguments.perm[k] && arguments.perm[k] < arguments.weights.k, "perm[", k, "] must be in [0, ",
+          arguments.weights.k, "), got ", arguments.perm[k]);
   }
 }
 

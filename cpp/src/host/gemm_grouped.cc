@@ -34,10 +34,8 @@ void check_offsets(GemmArguments const& arguments) {
   int64_t last = 0;
   for (int64_t e = 0; e <= experts.count; ++e) {
     int64_t const offset = experts.offsets[e];
-    check(last <= offset && offset <= arguments.m,
-          "offsets[" + std::to_string(e) + "] must be in [" + std::to_string(last) + ", " +
-              std::to_string(arguments.m) + "], at least the one before it and at most the number of rows, got " +
-              std::to_string(offset));
+    check(last <= offset && offset <= arguments.m, "offsets[", e, "] must be in [", last, ", ", arguments.m,
+          "], at least the one before it and at most the number of rows, got ", offset);
     last = offset;
   }
 }
@@ -50,9 +48,7 @@ void check_orders(GemmArguments const& arguments) {
     if (offsets[e] == offsets[e + 1]) continue;
     for (int64_t k = 0; k < k_extent; ++k) {
       int64_t const column = arguments.perm[e * k_extent + k];
-      check(0 <= column && column < k_extent, "perm[" + std::to_string(e) + ", " + std::to_string(k) +
-                                                  "] must be in [0, " + std::to_string(k_extent) + "), got " +
-                                                  std::to_string(column));
+      check(0 <= column && column < k_extent, "perm[", e, ", ", k, "] must be in [0, ", k_extent, "), got ", column);
     }
   }
 }
@@ -80,8 +76,7 @@ void check_grouped(GemmArguments const& arguments, int threads) {
   check_orders(arguments);
   for (int64_t r = experts.offsets[0]; r < experts.offsets[experts.count]; ++r) {
     int64_t const row = experts.rows == nullptr ? r : experts.rows[r];
-    check(0 <= row && row < experts.a_rows, "rows[" + std::to_string(r) + "] must be in [0, " +
-                                                std::to_string(experts.a_rows) + "), got " + std::to_string(row));
+    check(0 <= row && row < experts.a_rows, "rows[", r, "] must be in [0, ", experts.a_rows, "), got ", row);
   }
 }
 

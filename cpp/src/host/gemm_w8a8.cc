@@ -22,7 +22,7 @@ namespace {
 constexpr int kTileK = layout::tile_k(Packing::kW8A8);
 
 void check_stride(char const* name, int stride) {
-  check(stride == 0 || stride == 1, std::string(name) + " must be 0 or 1, got " + std::to_string(stride));
+  check(stride == 0 || stride == 1, name, " must be 0 or 1, got ", stride);
 }
 
 void check_scales(SumScales const& sums) {
@@ -47,8 +47,7 @@ void check_types(GemmArguments const& arguments) {
   check(arguments.act_scale_type == DType::kNone && arguments.perm == nullptr,
         "act_scale and perm are not taken by W8A8 products");
   check(is_int8 || arguments.sums.azp == nullptr, "azp is for int8 activations");
-  check(!is_int8 || weights.k <= kMaxInt8K,
-        "k must be at most " + std::to_string(kMaxInt8K) + " for int8, got " + std::to_string(weights.k));
+  check(!is_int8 || weights.k <= kMaxInt8K, "k must be at most ", kMaxInt8K, " for int8, got ", weights.k);
 }
 
 void check_gemm(GemmArguments const& arguments, int threads) {

@@ -175,10 +175,11 @@ class LaneDots {
   /// Adds the products of some strips' channels with the rows, of which there are kRows, to sums [strip][row][channel].
   static QCUTLASS_INLINE void multiply(WeightArguments const& weights, LaneRows<kPacking> const& rows,
                                        StripRange strips, float* sums) {
-    if (weights.has_minimums())
-      multiply_offset<true>(weights, rows, strips, sums);
-    else
-      multiply_offset<false>(weights, rows, strips, sums);
+    switch (kind_of_offsets(weights)) {
+      case Offsets::kZeros: return multiply_offset<Offsets::kZeros>(weights, rows, strips, sums);
+      case Offsets::kMinimums: return multiply_offset<Offsets::kMinimums>(weights, rows, strips, sums);
+      case Offsets::kImplied: return multiply_offset<Offsets::kImplied>(weights, rows, strips, sums);
+    }
   }
 
  private:
@@ -188,7 +189,7 @@ class LaneDots {
   static constexpr int kMostGroups = kPiece * Words::kTileK / kStepK + 1;
 
   /// So many columns at a time that the parameters of their groups, for all strips, are loaded at once.
-  template <bool kMinimums>
+  template <Offsets kOffsets>
   static QCUTLASS_INLINE void multiply_offset(WeightArguments const& weights, LaneRows<kPacking> const& rows,
                                               StripRange strips, float* sums) {
     int64_t const tiles = layout::tiles_k(kPacking, weights.k);
@@ -201,14 +202,14 @@ class LaneDots {
       int64_t const begin = tile * Words::kTileK, end = std::min(begin + piece * Words::kTileK, weights.k);
       int64_t const first = group_of(weights, begin), last = group_of(weights, end - 1);
       if (first != loaded_first || last != loaded_last) {
-        load_groups(weights, strips, first, last + 1 - first, groups);
+        load_groups(weights, strips, first, last + 1 - first, false, groups);
         prefetch_groups(weights, strips, last + 1);
         loaded_first = first;
         loaded_last = last;
       }
       for (int strip = 0; strip < strips.count; ++strip) {
-        add_columns<kMinimums>(weights, rows, packed + (strip * tiles + tile) * layout::kTileBytes, begin, end,
-                               groups + strip, strips.count, sums + strip * kRows * layout::kTileN);
+        add_columns<kOffsets>(weights, rows, packed + (strip * tiles + tile) * layout::kTileBytes, begin, end,
+                              groups + strip, strips.count, sums + strip * kRows * layout::kTileN);
       }
     }
   }
@@ -227,7 +228,7 @@ class LaneDots {
   }
 
   /// Adds columns [begin, end) of one strip. `groups`: those of the columns, `stride` apart.
-  template <bool kMinimums>
+  template <Offsets kOffsets>
   static QCUTLASS_INLINE void add_columns(WeightArguments const& weights, LaneRows<kPacking> const& rows,
                                           uint8_t const* packed, int64_t begin, int64_t end,
                                           ChannelParameters const* groups, int stride, float* sums) {
@@ -263,8 +264,8 @@ class LaneDots {
         for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 2
           for (int part = 0; part < kParts; ++part)
-            total[row][part] += sum_of_run<Bytes, kRange, kMinimums>(runs[row][run].part[part], parameters[row],
-                                                                     *groups, part * kLanes);
+            total[row][part] +=
+                sum_of_run<Bytes, kRange, kOffsets>(runs[row][run].part[part], parameters[row], *groups, part * kLanes);
         }
       }
     }

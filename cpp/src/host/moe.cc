@@ -108,8 +108,7 @@ void route(RouteArguments const& arguments) {
   check_at_least("experts", arguments.experts, 1);
   check(arguments.tokens <= std::numeric_limits<int32_t>::max() / arguments.slots,
         "tokens * slots must be less than 2^31");
-  check(arguments.id_bytes == 4 || arguments.id_bytes == 8,
-        "id_bytes must be 4 or 8, got " + std::to_string(arguments.id_bytes));
+  check(arguments.id_bytes == 4 || arguments.id_bytes == 8, "id_bytes must be 4 or 8, got ", arguments.id_bytes);
   check_not_null("offsets", arguments.offsets);
   if (arguments.tokens > 0) {
     check_not_null("ids", arguments.ids);
@@ -127,7 +126,7 @@ void gate_rows(GateRowsArguments const& arguments, int threads) {
   check_floating("type", arguments.type);
   check(arguments.activation == Activation::kSilu || arguments.activation == Activation::kGeluTanh,
         "activation must be silu or gelu_tanh");
-  check(arguments.limit > 0.0f, "limit must be positive, got " + std::to_string(arguments.limit));
+  check(arguments.limit > 0.0f, "limit must be positive, got ", arguments.limit);
   if (arguments.rows == 0) return;
   check_not_null("x", arguments.x);
   check_not_null("out", arguments.out);

@@ -41,7 +41,7 @@ void check_quantize(QuantizeArguments const& arguments, int threads) {
           "given_azp must accompany given_scale where codes are asymmetric, and only there");
     if (arguments.given_azp != nullptr) {
       int32_t const azp = *arguments.given_azp;
-      check(-128 <= azp && azp <= 127, "azp must be in [-128, 127], got " + std::to_string(azp));
+      check(-128 <= azp && azp <= 127, "azp must be in [-128, 127], got ", azp);
     }
   } else {
     check(arguments.given_azp == nullptr, "given_azp needs given_scale");
