@@ -360,6 +360,7 @@ def decode_command(
     k_quants: Annotated[
         bool, typer.Option("--k-quants", help="A random model of Q4_K and Q6_K with the file's tokenizer instead.")
     ] = False,
+    beside: Annotated[int, typer.Option(min=0, help="Other processes that compute meanwhile.")] = 0,
     json_path: Json = None,
     markdown_path: Markdown = None,
 ) -> None:
@@ -381,8 +382,9 @@ def decode_command(
             found.extend(decode.contestants(path, folder, types, prompt + count))
         except ImportError as error:
             note = f"without llama.cpp ({error}): {decode.INSTALL}"
-        rows = decode.run(found, threads, ids, count, rounds)
-    report = decode.report(path.name, rows, prompt, count, rounds, note)
+        with decode.neighbours(beside):
+            rows = decode.run(found, threads, ids, count, rounds)
+    report = decode.report(path.name, rows, prompt, count, rounds, beside, note)
     report.print(console)
     report.write(json_path, markdown_path)
 

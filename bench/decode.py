@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +41,7 @@ COLUMNS: Final = [
     Column("decode_ratio", "/ llama.cpp", "{:.2f}"),
     Column("decode_spread", "spread", "{:.0%}"),
     Column("same", "same text", "{:d}"),
+    Column("slower", "rounds slower", "{:d}"),
 ]
 
 
@@ -154,50 +158,65 @@ def contestants(path: Path, folder: Path, dtypes: Sequence[torch.dtype], length:
     yield llama_cpp(path, length)
 
 
-def run(found: Sequence[Contestant], threads: Sequence[int], ids: Sequence[int], tokens: int, rounds: int) -> list[Row]:
-    """A row for each number of threads and contestant; they take turns, in another order each round."""
-    before = torch.get_num_threads()
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many other processes that compute all the time."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
-        return [row for count in threads for row in _rows(found, count, ids, tokens, rounds)]
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run(found: Sequence[Contestant], threads: Sequence[int], ids: Sequence[int], tokens: int, rounds: int) -> list[Row]:
+    """A row for each number of threads and contestant; all of them take turns, in another order each round."""
+    before = torch.get_num_threads()
+    records = {(count, contestant.name): _Record() for count in threads for contestant in found}
+    order, shuffle = [(count, contestant) for count in threads for contestant in found], random.Random(0).shuffle
+    try:
+        for round_ in range(rounds + 1):
+            shuffle(order)
+            for count, contestant in order:
+                times = contestant.run(ids, tokens, count)
+                record = records[count, contestant.name]
+                record.tokens = times.tokens
+                if round_ > 0:  # the first one warms up
+                    record.prompt.append(times.prompt)
+                    record.decode.append(times.decode)
     finally:
         torch.set_num_threads(before)
+    return [_row(name, count, records, min(threads), found[0].name, len(ids)) for count, name in records]
 
 
-def _rows(found: Sequence[Contestant], threads: int, ids: Sequence[int], tokens: int, rounds: int) -> list[Row]:
-    records = {contestant.name: _Record() for contestant in found}
-    order, shuffle = list(found), random.Random(0).shuffle
-    for round_ in range(rounds + 1):
-        shuffle(order)
-        for contestant in order:
-            times = contestant.run(ids, tokens, threads)
-            record = records[contestant.name]
-            record.tokens = times.tokens
-            if round_ > 0:  # the first one warms up
-                record.prompt.append(times.prompt)
-                record.decode.append(times.decode)
-    rows: list[Row] = []
-    peer = records.get(PEER)
-    for name, record in records.items():
-        row: Row = {"contestant": name, "threads": threads}
-        for phase, count in (("prompt", len(ids)), ("decode", tokens - 1)):
-            sample = Sample(getattr(record, phase))
-            row |= {f"{phase}_tokens": count / sample.median, f"{phase}_spread": sample.spread}
-            row[f"{phase}_best"] = count / sample.best
-            if peer is not None:
-                row[f"{phase}_ratio"] = Sample(getattr(peer, phase)).median / sample.median
-        first = records[found[0].name].tokens
-        differing = (i for i, (a, b) in enumerate(zip(record.tokens, first, strict=True)) if a != b)
-        row["same"] = next(differing, tokens)
-        rows.append(row)
-    return rows
+def _row(name: str, threads: int, records: dict[tuple[int, str], _Record], fewest: int, first: str, prompt: int) -> Row:
+    record, peer = records[threads, name], records.get((threads, PEER))
+    row: Row = {"contestant": name, "threads": threads}
+    for phase, count in (("prompt", prompt), ("decode", len(record.tokens) - 1)):
+        sample = Sample(getattr(record, phase))
+        row |= {f"{phase}_tokens": count / sample.median, f"{phase}_spread": sample.spread}
+        row[f"{phase}_best"] = count / sample.best
+        if peer is not None:
+            row[f"{phase}_ratio"] = Sample(getattr(peer, phase)).median / sample.median
+    expected = records[threads, first].tokens
+    differing = (i for i, (a, b) in enumerate(zip(record.tokens, expected, strict=True)) if a != b)
+    row["same"] = next(differing, len(record.tokens))
+    if threads > fewest:
+        pairs = zip(record.decode, records[fewest, name].decode, strict=True)
+        row["slower"] = sum(seconds > of_fewest for seconds, of_fewest in pairs)
+    return row
 
 
-def report(name: str, rows: list[Row], prompt: int, tokens: int, rounds: int, note: str | None) -> Report:
+def report(name: str, rows: list[Row], prompt: int, tokens: int, rounds: int, beside: int, note: str | None) -> Report:
+    """The table; `beside`: neighbours()."""
     facts = {
         "model": name,
         "torch": torch.__version__,
         "method": f"a prompt of {prompt} tokens of English, then the {tokens - 1} likeliest behind the first new one; "
         f"all contestants take turns, median of {rounds} rounds, spread = (max - min) / median",
         "same text": "new tokens until the first that differs from those of the first contestant",
+        "rounds slower": "those in which decoding took longer than with the fewest threads",
+        "beside": "nothing of the bench's" if beside == 0 else f"{beside} other processes that compute all the time",
     }
     return Report("Tokens on the CPU", facts, COLUMNS, rows, [] if note is None else [note])

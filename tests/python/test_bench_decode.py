@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,23 +36,40 @@ def test_contestants_take_turns_and_are_compared(seed: int) -> None:
 
     def peer(prompt: Sequence[int], count: int, threads: int) -> decode.Times:
         calls.append(threads)
-        return decode.Times(0.5, 2.0, [-1] * count)
+        return decode.Times(0.5, 1.0 + threads, [-1] * count)
 
     ids = torch.randint(0, 96, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
     found = [decode.ours("plain", model), decode.ours("fused", fused), decode.Contestant(decode.PEER, peer)]
     rows = decode.run(found, [1, 2], ids, 5, rounds=2)
-    assert calls == [1, 1, 1, 2, 2, 2]
+    assert sorted(calls) == [1, 1, 1, 2, 2, 2]
     assert [(row["contestant"], row["threads"]) for row in rows] == [
         (name, threads) for threads in (1, 2) for name in ("plain", "fused", decode.PEER)
     ]
     for row in rows:
         assert row["same"] == (0 if row["contestant"] == decode.PEER else 5)
-        for phase, count, seconds in (("prompt", 9, 0.5), ("decode", 4, 2.0)):
+        assert ("slower" in row) == (row["threads"] == 2)
+        if row["contestant"] == decode.PEER and row["threads"] == 2:
+            assert row["slower"] == 2
+        for phase, count, seconds in (("prompt", 9, 0.5), ("decode", 4, 1.0 + row["threads"])):
             assert abs(row[f"{phase}_ratio"] * (count / seconds) / row[f"{phase}_tokens"] - 1) < 1e-9
     model.generation_config.eos_token_id = None
     prompt = torch.tensor([ids])
     wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
     assert list(found[0].run(ids, 5, 1).tokens) == wanted[0, 9:].tolist()
+
+
+def test_neighbours_compute_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def remembered(command: list[str]) -> subprocess.Popen[bytes]:
+        begun.append(start(command))
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", remembered)
+    with decode.neighbours(2):
+        assert [process.poll() for process in begun] == [None, None]
+    assert all(process.poll() is not None for process in begun)
 
 
 @pytest.mark.slow
