@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <sstream>
 #include <string>
+#include <type_traits>
 
 #include "qcutlass/error.h"
 #include "qcutlass/layout.h"
@@ -13,14 +14,19 @@
 
 namespace qcutlass::host {
 
-/// `message`: words and numbers, which follow one another. They become a string where the condition fails alone: some
-/// checks are those of each index of an array.
 template <class... Parts>
-void check(bool condition, Parts const&... message) {
-  if (condition) return;
+[[noreturn]] __attribute__((cold, noinline)) void refuse(Parts... message) {
   std::ostringstream text;
   (text << ... << message);
   throw InvalidArgument(text.str());
+}
+
+/// `message`: words and numbers, which follow one another. They become a string where the condition fails alone: some
+/// checks are those of each index of an array.
+template <class... Parts>
+void check(bool condition, Parts... message) {
+  static_assert((!std::is_same_v<Parts, std::string> && ...), "a string would be made before the check");
+  if (!condition) refuse(message...);
 }
 
 inline void check_at_least(char const* name, int64_t value, int64_t minimum) {
