@@ -160,9 +160,12 @@ def contestants(path: Path, folder: Path, dtypes: Sequence[torch.dtype], length:
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """So many other processes that compute all the time."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """So many other processes that compute all the time, as long as this one is there."""
+    code = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for _ in range(count):
+            processes.append(subprocess.Popen([sys.executable, "-c", code]))
         yield
     finally:
         for process in processes:
@@ -217,6 +220,6 @@ def report(name: str, rows: list[Row], prompt: int, tokens: int, rounds: int, be
         f"all contestants take turns, median of {rounds} rounds, spread = (max - min) / median",
         "same text": "new tokens until the first that differs from those of the first contestant",
         "rounds slower": "those in which decoding took longer than with the fewest threads",
-        "beside": "nothing of the bench's" if beside == 0 else f"{beside} other processes that compute all the time",
+        "beside": f"so many other processes that compute all the time: {beside}",
     }
     return Report("Tokens on the CPU", facts, COLUMNS, rows, [] if note is None else [note])

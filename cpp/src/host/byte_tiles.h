@@ -48,9 +48,9 @@ class ByteTiles {
   /// sums[row][channel] += the products of every row with the columns [begin, begin + columns) that were loaded.
   QCUTLASS_INLINE void multiply(QuantizedRows const& rows, int64_t begin, int64_t columns, float* sums) const {
     if (has_minimums_)
-      multiply_offset<true>(rows, begin, columns, sums);
+      multiply_offset<Offsets::kMinimums>(rows, begin, columns, sums);
     else
-      multiply_offset<false>(rows, begin, columns, sums);
+      multiply_offset<Offsets::kZeros>(rows, begin, columns, sums);
   }
 
  private:
@@ -63,17 +63,17 @@ class ByteTiles {
   using Float = typename Vectors<kLanes>::Float;
   using Half = Vectors<layout::kTileN / 2>::Int;
 
-  template <bool kMinimums>
+  template <Offsets kOffsets>
   QCUTLASS_INLINE void multiply_offset(QuantizedRows const& rows, int64_t begin, int64_t columns, float* sums) const {
     for_row_blocks(rows.count, [&](auto size, int64_t row) {
       constexpr int kRows = decltype(size)::value;
-      multiply_rows<kRows, kMinimums>(rows.codes.data() + row * rows.stride + begin * kRows,
-                                      rows.parameters.data() + row * rows.runs + begin / run_ * kRows,
-                                      static_cast<int>(layout::ceil_div(columns, run_)), sums + row * layout::kTileN);
+      multiply_rows<kRows, kOffsets>(rows.codes.data() + row * rows.stride + begin * kRows,
+                                     rows.parameters.data() + row * rows.runs + begin / run_ * kRows,
+                                     static_cast<int>(layout::ceil_div(columns, run_)), sums + row * layout::kTileN);
     });
   }
 
-  template <int kRows, bool kMinimums>
+  template <int kRows, Offsets kOffsets>
   QCUTLASS_INLINE void multiply_rows(int8_t const* __restrict a, QuantizedRows::Run const* __restrict parameters,
                                      int runs, float* __restrict sums) const {
     Float total[kRows][kParts];
@@ -98,9 +98,8 @@ class ByteTiles {
       for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row)
-          total[row][part] += sum_of_run < Bytes, kRange,
-              kMinimums ? Offsets::kMinimums
-                        : Offsets::kZeros > (dots[row].part[part], parameters[row], group, part * kLanes);
+          total[row][part] +=
+              sum_of_run<Bytes, kRange, kOffsets>(dots[row].part[part], parameters[row], group, part * kLanes);
       }
       parameters += kRows;
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <locale>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -17,6 +18,7 @@ namespace qcutlass::host {
 template <class... Parts>
 [[noreturn]] __attribute__((cold, noinline)) void refuse(Parts... message) {
   std::ostringstream text;
+  text.imbue(std::locale::classic());
   (text << ... << message);
   throw InvalidArgument(text.str());
 }

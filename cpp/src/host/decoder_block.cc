@@ -3,7 +3,6 @@
 #include "qcutlass/decoder_block.h"
 
 #include <memory>
-#include <string>
 
 #include "host/check.h"
 #include "host/token_attention.h"

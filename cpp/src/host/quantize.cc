@@ -6,7 +6,6 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
-#include <string>
 
 #include "host/check.h"
 #include "host/epilogue.h"

@@ -69,11 +69,13 @@ def rounded_logits(model: nn.Module, logits: Callable[[nn.Module], Tensor], draw
     found = [logits(model)]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
-    for _ in range(draws):
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                moves = (torch.rand(tensor.shape, generator=generator) - 0.5) * torch.finfo(tensor.dtype).eps
-                tensor.copy_(state[name].double() * (1 + moves.double().to(tensor.device)))
-        found.append(logits(model))
-    model.load_state_dict(state)
+    try:
+        for _ in range(draws):
+            for name, tensor in model.state_dict().items():
+                if tensor.is_floating_point():
+                    moves = (torch.rand(tensor.shape, generator=generator) - 0.5) * torch.finfo(tensor.dtype).eps
+                    tensor.copy_(state[name].double() * (1 + moves.double().to(tensor.device)))
+            found.append(logits(model))
+    finally:
+        model.load_state_dict(state)
     return torch.stack(found)
