@@ -34,7 +34,8 @@ class ByteTiles {
     has_minimums_ = weights.has_minimums();
     int64_t const end = std::min(begin + count * kTileK, weights.k), last = weights.groups() - 1;
     int64_t const first = std::min(begin / weights.group_size, last);
-    load_groups(weights, {strip, 1}, first, std::min((end - 1) / weights.group_size, last) + 1 - first, true, groups_);
+    load_groups(weights, {strip, 1}, first, std::min((end - 1) / weights.group_size, last) + 1 - first,
+                /*implied=*/true, groups_);
     int64_t group = first, group_end = (first + 1) * weights.group_size;
     for (int64_t k = begin, run = 0; k < end; k += run_, ++run) {
       if (k >= group_end && group < last) {

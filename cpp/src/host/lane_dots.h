@@ -202,7 +202,7 @@ class LaneDots {
       int64_t const begin = tile * Words::kTileK, end = std::min(begin + piece * Words::kTileK, weights.k);
       int64_t const first = group_of(weights, begin), last = group_of(weights, end - 1);
       if (first != loaded_first || last != loaded_last) {
-        load_groups(weights, strips, first, last + 1 - first, false, groups);
+        load_groups(weights, strips, first, last + 1 - first, /*implied=*/false, groups);
         prefetch_groups(weights, strips, last + 1);
         loaded_first = first;
         loaded_last = last;

@@ -77,7 +77,8 @@ class StripParameters {
     int64_t const first_group = group_, last_group = weights_.groups() - 1;
     int64_t const to_come = end_ + count * kTileK - group_end_;
     int64_t const more = to_come <= 0 ? 0 : (to_come - 1) / weights_.group_size + 1;
-    load_groups(weights_, {strip_, 1}, first_group, 1 + std::min(more, last_group - first_group), true, groups_);
+    load_groups(weights_, {strip_, 1}, first_group, 1 + std::min(more, last_group - first_group), /*implied=*/true,
+                groups_);
     for (int tile = 0; tile < count; ++tile) {
       for (int step = 0; step < kSteps; ++step) {
         end_ += kStepK;
