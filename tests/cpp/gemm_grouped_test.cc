@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "host/multiversion.h"
+#include "plan/problem.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 #include "qcutlass/pack.h"
@@ -166,14 +167,22 @@ TEST(GroupedSelection, OnlyTouchedExpertsCost) {
     EXPECT_GT(total, last);
     last = total;
   }
-  // But finding them among others does.
+  // Of a few experts some are expected to have several rows, of many none.
   GemmArguments const few = grouped_problem(8, 8, 1536, 2048), of_many = grouped_problem(8, 512, 1536, 2048);
   std::string const tactic = select(few, selection::kH200).tactic;
   Cost const alone = candidates(few, selection::kH200, tactic).front().cost,
-             among = candidates(of_many, selection::kH200, tactic).front().cost;
-  EXPECT_EQ(alone.load, among.load);
-  EXPECT_EQ(alone.compute, among.compute);
-  EXPECT_LT(alone.total, among.total);
+             among = candidates(of_many, selection::kH200, tactic).front().cost,
+             among_more = candidates(grouped_problem(8, 4096, 1536, 2048), selection::kH200, tactic).front().cost;
+  EXPECT_LT(alone.load, among.load);
+  EXPECT_EQ(among.total, among_more.total);
+}
+
+TEST(GroupedSelection, TilesThatHoldAnExpertsRowsAreExpectedToDoSo) {
+  Problem const problem = make_problem(grouped_problem(8 * 64, 8, 4096, 14336));
+  EXPECT_EQ(problem.token_tiles(64), 12) << "every second expert has more";
+  EXPECT_EQ(problem.token_tiles(96), 8);
+  EXPECT_EQ(problem.token_tiles(32), 20);
+  EXPECT_EQ(make_problem(grouped_problem(8 * 4096, 8, 4096, 14336)).token_tiles(256), 8 * 16 + 4);
 }
 
 TEST(GroupedSelection, RowsThatAreNotThereAreRefused) {

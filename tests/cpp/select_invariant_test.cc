@@ -109,14 +109,16 @@ TEST(SelectInvariant, TakesWhatIsForcedIfItIsInvariant) {
   a.batch_invariant = true;
   for (TacticTraits const& t : tactics(a)) {
     if (t.shared_memory > kH200Wgmma.shared_memory_per_block) continue;
-    std::vector<Candidate> const all = candidates(a, kH200Wgmma, t.name);
+    DeviceTraits const& gpu = t.superseded ? kH200 : kH200Wgmma;
+    std::vector<Candidate> const all = candidates(a, gpu, t.name);
     ASSERT_EQ(all.size(), 1u) << t.name;
     EXPECT_EQ(all[0].plan.tactic, t.name);
+    EXPECT_EQ(select(a, gpu, t.name, 2).split_k, 2);
     if (t.wgmma) {
-      EXPECT_EQ(all[0].plan.split_k, 1);
-      EXPECT_THROW(select(a, kH200Wgmma, t.name, 2), Unsupported) << "only some of its tiles would share k";
-    } else {
-      EXPECT_EQ(select(a, kH200Wgmma, t.name, 2).split_k, 2);
+      Plan const plan = select(a, gpu, t.name, kMostWgmmaCluster);
+      EXPECT_TRUE(plan.cluster) << "sums that pass through memory are added in another order";
+      EXPECT_EQ(plan.shared_channel + plan.shared_token, 0) << "all tiles share k, whatever their number";
+      EXPECT_THROW(select(a, gpu, t.name, kMostWgmmaCluster + 1), Unsupported) << "more than a cluster's blocks";
     }
   }
   EXPECT_EQ(select(a, kH200Wgmma, {}, 4).split_k, 4);
@@ -129,9 +131,10 @@ TEST(SumOrder, IsSharedOnlyByTilesWithTheSameSlices) {
     for (int row = 0; row < kTacticCount; ++row)
       for (int other = 0; other < row; ++other) {
         Tactic const &t = kTactics[row], &u = kTactics[other];
+        if (!t.serves(kind) || !u.serves(kind)) continue;
         if (!(sum_order(kind, a.activation, row, 2) == sum_order(kind, a.activation, other, 2))) continue;
         EXPECT_EQ(t.mainloop, u.mainloop);
-        EXPECT_FALSE(is_wgmma(t.mainloop));
+        EXPECT_NE(t.mainloop, Mainloop::kWgmmaSs);
         EXPECT_FALSE(kind.is_promoted());
         EXPECT_EQ(t.stage_k(kind.packing), u.stage_k(kind.packing)) << "shares of k are cut elsewhere";
         EXPECT_EQ(t.slices, u.slices);

@@ -137,12 +137,14 @@ TEST(Select, TakesAForcedTactic) {
       EXPECT_THROW(select(a, kH200Wgmma, t.name), Unsupported);
       continue;
     }
-    EXPECT_EQ(select(a, kH200Wgmma, t.name).tactic, t.name);
+    if (t.superseded) EXPECT_THROW(select(a, kH200Wgmma, t.name), Unsupported) << "wgmma takes its place";
+    DeviceTraits const& gpu = t.superseded ? kH200 : kH200Wgmma;
+    EXPECT_EQ(select(a, gpu, t.name).tactic, t.name);
     int const split = static_cast<int>(std::min<int64_t>(3, layout::ceil_div(4096, t.k)));
-    Plan const plan = select(a, kH200Wgmma, t.name, split);
+    Plan const plan = select(a, gpu, t.name, split);
     EXPECT_EQ(plan.split_k, split);
     EXPECT_EQ(plan.workspace_bytes, 0u) << "clusters add their sums without memory";
-    EXPECT_THROW(select(a, kH200Wgmma, t.name, 4096 / 64 + 1), Unsupported) << "more shares than stages";
+    EXPECT_THROW(select(a, gpu, t.name, 4096 / 64 + 1), Unsupported) << "more shares than stages";
     if (t.wgmma) {
       EXPECT_THROW(select(a, kH200, t.name), Unsupported) << "not built";
     } else if (t.shared_memory <= kA100.shared_memory_per_block && split > 1) {

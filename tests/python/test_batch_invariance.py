@@ -231,6 +231,21 @@ def test_explain_says_so(kind: Description, gpu: str) -> None:
     assert not any(candidate.plan.dense for candidate in last.candidates) or exact
 
 
+def test_tiles_of_wgmma_share_k_whatever_their_number() -> None:
+    """In clusters, which add in the order of their blocks; otherwise those of the last wave alone do."""
+    plans = set()
+    for m in ON_GPU:
+        product = DESCRIPTIONS["gemm"].random(testing.Case(m, 4096, 4096), seed=1)
+        plan = product.explain(device="h200", batch_invariant=True).plan
+        plans.add((plan.tactic, plan.split_k, plan.cluster, plan.shared_channel, plan.shared_token))
+    ((tactic, split_k, *rest),) = plans
+    assert "_sm90a_" in tactic
+    assert split_k > 1
+    assert rest == [True, 0, 0]
+    forced = product.explain(device="h200", tactic=tactic, split_k=split_k).plan
+    assert forced.shared_channel + forced.shared_token > 0
+
+
 def test_a_dense_tactic_is_refused() -> None:
     product = DESCRIPTIONS["gemm"].random(testing.Case(256, 512, 512), seed=1)
     name = product.tactics()[-1]

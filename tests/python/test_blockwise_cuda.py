@@ -18,7 +18,7 @@ from tests.python.blockwise import (
     pack,
     splits_of,
 )
-from tests.python.kinds.description import runs_here
+from tests.python.kinds.description import tactics_here
 from tests.python.quantizer_model import Quantized, activations, assert_same
 from tests.python.running import SLEEP, captured
 from torch import Tensor
@@ -36,7 +36,7 @@ def tactics(size: int, out_size: int | None = None) -> list[str]:
     blocks = -(-256 // size)
     function, options = function_of(out_size)
     operands = (a, torch.ones(1, blocks), b, torch.ones(blocks, blocks))
-    return [name for name in qcutlass.tactics(function, *operands, block_size=size, **options) if runs_here(name)]
+    return tactics_here(function, *operands, block_size=size, **options)
 
 
 def product(p: BlockwiseProblem, out_size: int | None, b: Tensor | None = None, **forced: Any) -> tuple[Tensor, ...]:

@@ -85,7 +85,10 @@ def assert_served(
         n = max(1, channels * choose.randrange(3) + choose.randrange(-17, 18))
         k = max(1, columns * choose.randrange(4) + choose.choice([0, 0, few, 2 * few, choose.randrange(-65, 66)]))
         case = replace(case, n=n, k=k)
-        name = kind.traits(case)[index].name  # a short k makes one group of many: another kind of kernel
+        traits = kind.traits(case)[index]  # a short k makes one group of many: another kind of kernel
+        if not fits(traits, device):
+            continue
+        name = traits.name
         splits = choose.choice([0, 0, 1, min(choose.randrange(2, 9), -(-k // traits.k))])
         forced = {"tactic": name, "split_k": splits}
         try:

@@ -71,6 +71,22 @@ def test_the_choice_is_the_first_candidate(kind: Description, gpu: str) -> None:
                 assert traits[candidate.plan.tactic].shared_memory <= traits_of_gpu.shared_memory_per_block
 
 
+@kinds
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_gpus_with_wgmma_do_without_what_it_supersedes(kind: Description, batch_invariant: bool) -> None:
+    """And other GPUs have it."""
+    for m in (1, 17, 100, 3000):
+        product = kind.random(kind.case(m, 512, 1024), seed=1)
+        traits = kind.traits(kind.case(m, 512, 1024))
+        superseded = {t.name for t in traits if t.superseded}
+        assert not superseded or any(t.wgmma for t in traits)
+        chosen = {one.plan.tactic for one in product.explain(device="h200", batch_invariant=batch_invariant).candidates}
+        assert chosen
+        assert chosen.isdisjoint(superseded)
+        if superseded and kind.serves(selection.GPUS["l40s"]):
+            assert not superseded.isdisjoint(one.plan.tactic for one in product.explain(device="l40s").candidates)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
@@ -183,9 +199,9 @@ def test_a_forced_tactic_is_shown_among_the_others() -> None:
     tensors, keywords = operands(16)
     free = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", **keywords)
     worst = free.candidates[-1].plan.tactic
-    why = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", tactic=worst, split_k=3, **keywords)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", tactic=worst, split_k=7, **keywords)
     assert why.source == "forced"
-    assert (why.plan.tactic, why.plan.split_k) == (worst, 3), "a split that selection would not consider"
+    assert (why.plan.tactic, why.plan.split_k) == (worst, 7), "a split that selection would not consider"
     assert len(why.candidates) == len(free.candidates) + 1
     assert f"> {worst}" in str(why)
     assert "forced by the caller" in str(why)
@@ -285,5 +301,7 @@ def test_int8_tactics_by_name() -> None:
     assert few.plan.tactic.startswith("w8a8_s8_sm80_")
     assert not any(candidate.plan.dense for candidate in few.candidates)
     forced = {"tactic": "w8a8_s8_sm80_n64m64k128_s3", "split_k": 2}
-    plan = product.explain(device="h200", **forced).plan
+    plan = product.explain(device="a100", **forced).plan
     assert (plan.tactic, plan.split_k) == (forced["tactic"], 2)
+    with pytest.raises(qcutlass.UnsupportedError, match=r"not there on GPUs of compute capability 9\.0"):
+        product.explain(device="h200", **forced)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.kinds.description import runs_here
+from tests.python.kinds.description import tactics_here
 from torch import Tensor
 
 import qcutlass
 from qcutlass import testing
+from qcutlass.products import selection
 from qcutlass.products.checks import E8M0
 from qcutlass.testing import Case, GroupedCase, GroupedProblem
 
@@ -96,7 +97,7 @@ def tactics(problem: GroupedProblem) -> list[str | None]:
     operands, options = arguments(problem)
     if problem.a.is_cpu:
         return [None]
-    return [None, *filter(runs_here, qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options))]
+    return [None, *tactics_here(qcutlass.gemm_grouped, *operands, **options)]
 
 
 def weight_dtype(problem: GroupedProblem, tactic: str | None) -> torch.dtype | None:
@@ -136,6 +137,18 @@ def test_both_oracles(mode: str, name: str, device: str, seed: int) -> None:
         assert_right(
             GroupedCase(case, counts, before, after, choose.random() < 0.7, choose.random() < 0.7), device, seed
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4 bfloat16", "w8 float16"])
+def test_blocks_take_tile_after_tile(name: str, seed: int) -> None:
+    """More of them than a block is told of at once, and more experts than a warp looks at at once."""
+    choose = random.Random(seed)
+    counts = tuple(choose.choice((0, 1, 20, 64, 90)) for _ in range(300))
+    case = GroupedCase(case_of("native", name, 1040, 256, tokens=50), counts, 3, 9, gathered=True, scaled=True)
+    problem, expected = case.exact(device="cuda", seed=seed)
+    for tactic in tactics(problem):
+        testing.assert_equal(product(problem, tactic=tactic), expected, label=f"{tactic}: {problem}")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -425,8 +438,8 @@ def test_choices_are_explained() -> None:
         "32 x 1024 bfloat16 activations by 512 x 1024 4-bit weights, grouped, 16 experts, groups of 128, bfloat16 "
         "scales, uint8 zeros, rows gathered"
     )
-    names = qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options)
-    assert {candidate.plan.tactic for candidate in why.candidates} == set(names)
+    every = selection.configurations(qcutlass.gemm_grouped, *operands, **options)
+    assert {candidate.plan.tactic for candidate in why.candidates} == {t.name for t in every if not t.superseded}
     assert {candidate.plan.split_k for candidate in why.candidates} == {1}
     many = GroupedCase(Case(16, 512, 1024, dtype=torch.bfloat16), (400,) * 16).random(seed=1)
     operands, options = arguments(many)

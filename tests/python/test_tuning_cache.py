@@ -49,7 +49,7 @@ def test_whatever_selection_offers_is_read_back(plans: Path) -> None:
     """Kernels of asynchronous MMAs share K by other numbers of blocks than the others do."""
     device, splits = _C.DeviceTraits(90, 132, 232448, wgmma=True), set()
     for m in (1, 64, 96, 128):
-        for layer in (LAYER, Layer(4096, 14336), Layer(2560, 4096)):
+        for layer in (LAYER, Layer(4096, 14336), Layer(2560, 4096), Layer(256, 8192)):
             key = product_key(layer.arguments(m), m)
             for offered in _C.candidates(layer.arguments(m), device):
                 plan = TunedPlan(offered.plan.tactic, offered.plan.split_k, 1.5)

@@ -200,9 +200,10 @@ struct TacticTraits {
   std::string name;
   int channels = 0, tokens = 0, k = 0;  ///< output tile and k extent of a stage
   int warps = 0, stages = 0;
-  int shared_memory = 0;  ///< bytes a block
-  int max_registers = 0;  ///< bound a thread, set by the launch bounds; what a thread begins with if `wgmma`
-  bool wgmma = false;     ///< needs DeviceTraits::wgmma
+  int shared_memory = 0;    ///< bytes a block
+  int max_registers = 0;    ///< bound a thread, set by the launch bounds; what a thread begins with if `wgmma`
+  bool wgmma = false;       ///< needs DeviceTraits::wgmma
+  bool superseded = false;  ///< is not there where DeviceTraits::wgmma is
 };
 
 /// Every configuration that is built for this kind of problem (types, packing, zeros, group size), whatever the GPU.

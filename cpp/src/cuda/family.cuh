@@ -21,7 +21,7 @@ struct Family<kType, kPacking, kMode>::Impl {
     using Base = MainloopOf<kType, kPacking, kMode, kIndex>;
     using Base::kTactic, typename Base::Mma;
     using Kernel = cutlass::gemm::kernel::PackedGemm<Mma, epilogue_blocks(kTactic, kKind), epilogue_row(kTactic),
-                                                     kTactic.min_blocks>;
+                                                     kTactic.min_blocks, is_superseded(kTactic, kKind, false)>;
     static_assert(sizeof(typename Kernel::SharedStorage) == Base::kSharedMemory,
                   "footprint.h states what the kernel uses");
   };

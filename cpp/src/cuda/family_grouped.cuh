@@ -16,7 +16,7 @@ struct GroupedFamily<kType, kPacking, kMode>::Impl {
     using Base = MainloopOf<kType, kPacking, kMode, kIndex, true>;
     using Base::kTactic, typename Base::Mma;
     using Kernel = cutlass::gemm::kernel::GroupedGemm<Mma, epilogue_blocks(kTactic, kKind), epilogue_row(kTactic),
-                                                      kTactic.min_blocks>;
+                                                      kTactic.min_blocks, is_superseded(kTactic, kKind, true)>;
     static_assert(sizeof(typename Kernel::SharedStorage) == Base::kSharedMemory,
                   "footprint.h states what the kernel uses");
   };

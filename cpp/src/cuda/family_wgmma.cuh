@@ -40,7 +40,7 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
       using Type = cutlass::gemm::threadblock::MmaPackedWgmmaSs<Shape, kTactic.warp_channels, kStages, Element, kMode>;
     };
     using Mma = typename MmaOf<kPacking>::Type;
-    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kKind, kTactic.tokens);
+    static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kKind, kTactic.tokens, kExperts);
     static_assert(Mma::kThreads == kTactic.threads());
   };
 

@@ -171,15 +171,14 @@ double fixed(Model const& model, Tactic const& t, Waves const& waves, int split_
          waves.shared * 4 * split_k * passes / (model.l2 * 1e6);
 }
 
-/// What rows of experts take more. Every tile is found from their offsets (ExpertTiles), of which a lane reads a
-/// share; where blocks persist, nothing multiplies meanwhile. And a kernel may bring the rows into order before: it
-/// reads and writes them. Times in us, fitted to 126 measured ones of an H200 (8 and 128 experts).
+/// What rows of experts take more. A block that has one tile finds it from their offsets (ExpertTiles); blocks that
+/// persist are told of theirs in time. And a kernel may bring the rows into order before: it reads and writes them.
+/// Times in us, fitted to measured ones of an H200 (8 and 128 experts).
 double experts(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
-  constexpr double kShare = 0.2, kPersistent = 1.2, kLaunch = 2;
+  constexpr double kFirst = 2, kTile = 0.8, kLaunch = 2;
   if (!p.grouped) return 0;
   bool const wgmma = is_wgmma(t.mainloop);
-  double const shares = static_cast<double>(layout::ceil_div(p.groups + 2, 32));
-  double const finding = waves.busiest * (kShare * shares + (wgmma ? kPersistent : 0));
+  double const finding = kFirst + kTile * waves.busiest;
   if (!p.gathers_rows || !wgmma) return finding;
   return finding + kLaunch + 2.0 * static_cast<double>(p.m * p.k * p.kind.activation_bytes()) / (model.dram * 1e6);
 }
@@ -188,8 +187,8 @@ double experts(Problem const& p, Model const& model, Tactic const& t, Waves cons
 
 int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic const& tactic) {
   if (!tactic.serves(problem)) return 0;
-  if (is_wgmma(tactic.mainloop) && !device.wgmma) return 0;
-  int const shared = shared_memory_bytes(tactic, problem.kind, tile_rows(problem, tactic));
+  if (device.wgmma ? is_superseded(tactic, problem.kind, problem.grouped) : is_wgmma(tactic.mainloop)) return 0;
+  int const shared = shared_memory_bytes(tactic, problem.kind, tile_rows(problem, tactic), problem.grouped);
   if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;
   constexpr int kReserved = 1024;  // the system's share of every block
   int const by_memory = (device.shared_memory_per_block + kReserved) / (shared + kReserved);

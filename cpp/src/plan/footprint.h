@@ -60,7 +60,7 @@ inline constexpr int kMostWgmmaCluster = 6;
 /// scales. All steps of a stage where the sums of a group leave the MMAs.
 constexpr int wgmma_batch(Tactic const& t, Packing packing) {
   if (packing == Packing::kW4A8) return t.stage_k(packing) / step_k(packing);
-  if (t.channels == 256 && t.tokens > 64) return 1;
+  if (t.channels == 256 && t.tokens > 64) return t.tokens > 96 ? 1 : 2;
   return t.slices == 1 && t.tokens <= 192 ? 2 : 4;
 }
 /// Whether its warpgroups take turns.
@@ -82,12 +82,15 @@ constexpr int wgmma_side(int64_t token_tiles) {
   return side < token_tiles ? side : int(token_tiles);
 }
 
+/// What wgmma kernels have for the rows of experts beside: tiles that were found, four places with two barriers each.
+inline constexpr int kScheduleBytes = 4 * (16 + 2 * 8);
+
 /// Shared memory of a block of a wgmma kernel with so many stages: the ring, buffers that sums leave through (kWgmmaRs:
 /// transposed; kWgmmaSs: rows of 16 tokens), two barriers a stage.
-constexpr int wgmma_shared_memory(Tactic const& t, Kind const& kind, int stages) {
+constexpr int wgmma_shared_memory(Tactic const& t, Kind const& kind, int stages, bool grouped) {
   int const buffers =
       t.mainloop == Mainloop::kWgmmaRs ? t.channels / 64 * 2 * 32 * (64 + 8) * 2 : 8 * 16 * (t.warp_channels * 2 + 16);
-  int const bytes = stages * (stage_bytes(t, kind, t.tokens) + 16) + buffers;
+  int const bytes = stages * (stage_bytes(t, kind, t.tokens) + 16) + buffers + (grouped ? kScheduleBytes : 0);
   return (bytes + 127) / 128 * 128;
 }
 
@@ -100,13 +103,14 @@ constexpr int stages_of(Tactic const& t, Kind const& kind) {
                           : 1;
   int const step = batches % 2 == 0 ? 1 : 2;
   int stages = t.stages / step * step;
-  while (stages > 2 + step && wgmma_shared_memory(t, kind, stages) > kMostSharedMemory) stages -= step;
+  bool const grouped = t.serves_experts(kind);  // which have as many
+  while (stages > 2 + step && wgmma_shared_memory(t, kind, stages, grouped) > kMostSharedMemory) stages -= step;
   return stages;
 }
 
-/// Dynamic shared memory of a block for m rows of activations.
-constexpr int shared_memory_bytes(Tactic const& t, Kind const& kind, int64_t m) {
-  if (is_wgmma(t.mainloop)) return wgmma_shared_memory(t, kind, stages_of(t, kind));
+/// Dynamic shared memory of a block for m rows of activations. `grouped`: those of experts.
+constexpr int shared_memory_bytes(Tactic const& t, Kind const& kind, int64_t m, bool grouped = false) {
+  if (is_wgmma(t.mainloop)) return wgmma_shared_memory(t, kind, stages_of(t, kind), grouped);
   int const epilogue = epilogue_blocks(t, kind) * t.slices * t.tokens / t.warp_tokens * 8 * epilogue_row(t) * 4;
   int const mainloop = t.stages * stage_bytes(t, kind, m);
   return mainloop > epilogue ? mainloop : epilogue;
@@ -117,9 +121,24 @@ constexpr bool is_compiled(Tactic const& t, Kind const& kind) {
   return t.serves(kind) && shared_memory_bytes(t, kind, 1) <= kMostSharedMemory;
 }
 
+/// Whether there are kernels of wgmma for products of this kind, of the rows of experts if they are `grouped`.
+constexpr bool has_wgmma(Kind const& kind, bool grouped) {
+  for (Tactic const& t : kTactics)
+    if (is_wgmma(t.mainloop) && (grouped ? t.serves_experts(kind) : t.serves(kind))) return true;
+  return false;
+}
+
+/// Whether a GPU that runs wgmma does without a configuration: kMultistage's of more than 16 tokens, where there are
+/// kernels of wgmma. On an H200 it is chosen for none of them: of 2 400 products of 16-bit activations with layers of
+/// models and random ones for two, whose best other prediction is 6 % longer. It is not compiled for sm_90 then, which
+/// takes a third of the time of all.
+constexpr bool is_superseded(Tactic const& t, Kind const& kind, bool grouped) {
+  return t.mainloop == Mainloop::kMultistage && t.tokens > 16 && has_wgmma(kind, grouped);
+}
+
 /// Whether there is a kernel for the rows of experts, whose rings hold all rows of a tile.
 constexpr bool is_compiled_for_experts(Tactic const& t, Kind const& kind) {
-  return t.serves_experts(kind) && shared_memory_bytes(t, kind, t.tokens) <= kMostSharedMemory;
+  return t.serves_experts(kind) && shared_memory_bytes(t, kind, t.tokens, true) <= kMostSharedMemory;
 }
 
 }  // namespace qcutlass

@@ -1,7 +1,9 @@
 #include "plan/problem.h"
 
 #include <algorithm>
+#include <cmath>
 
+#include "plan/sum_order.h"
 #include "plan/tactics.h"
 #include "qcutlass/error.h"
 #include "qcutlass/layout.h"
@@ -240,6 +242,30 @@ void check_epilogue(GemmArguments const& arguments) {
     throw InvalidArgument("residual_stride must be at least 0, got " + std::to_string(arguments.residual_stride));
 }
 
+int64_t Problem::matrices() const {
+  if (!grouped) return 1;
+  auto const all = static_cast<double>(groups);
+  return std::max<int64_t>(1, std::llround(all * (1 - std::pow(1 - 1 / all, static_cast<double>(m)))));
+}
+
+int64_t Problem::token_tiles(int tokens) const {
+  if (!grouped) return layout::ceil_div(m, tokens);
+  auto const experts = static_cast<double>(matrices());
+  double const rows = static_cast<double>(m) / experts;  // of an expert
+  // An expert with R rows has one tile, and one more for each multiple of `tokens` that R exceeds. R is taken to be
+  // logistic with the deviation of chance, the root of its mean; far above a tile's tokens, where routers that prefer
+  // some experts spread R more, the last tile is half full.
+  constexpr double kFar = 4, kLogistic = 1.8;  // the second: pi / sqrt(3), a logistic deviation of 1
+  double tiles = rows / tokens + 0.5;
+  if (rows < kFar * tokens) {
+    double const width = std::sqrt(rows) / kLogistic;
+    tiles = 1;
+    for (double more = tokens + 0.5, share = 1; share > 1e-3; more += tokens)
+      tiles += share = 1 / (1 + std::exp((more - rows) / width));
+  }
+  return std::llround(experts * tiles);
+}
+
 Problem make_problem(GemmArguments const& arguments) {
   check_epilogue(arguments);
   bool const gated = arguments.gate != Gate::kNone, adds = arguments.residual != nullptr;
@@ -274,6 +300,7 @@ Problem make_problem(GemmArguments const& arguments) {
   problem.activation = arguments.activation;
   problem.gated = gated;
   problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone || adds;
+  problem.one_order = arguments.batch_invariant && !sums_exactly(problem.kind, problem.activation);
   return problem;
 }
 

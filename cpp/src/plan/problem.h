@@ -57,6 +57,7 @@ enum Products : uint16_t {
   kFourByEight = 512,  ///< 8-bit activations by int4 weights
 };
 constexpr Products operator|(Products a, Products b) { return Products(uint16_t(a) | uint16_t(b)); }
+inline constexpr Products kNoProducts{};
 inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kFloatWeights = kE2M1Weights | kE4M3Weights,
                           kRareWeights = kFloatWeights | kMinimums, kEightByEight = kInt8 | kFloat8,
                           kEightBits = kEightByEight | kBlockwise, kNotBlockwise = kWeightOnly | kEightByEight,
@@ -136,21 +137,19 @@ struct Problem {
   bool finishes = false;      ///< a bias, an activation or a residual follows
   bool gated = false;         ///< channels are gates, and what they multiply, in turns
   Activation activation = Activation::kNone;
+  bool one_order = false;  ///< of sums, whatever m is: a batch-invariant product whose bits depend on it
 
   /// Rows of the weights' scales, of all matrices.
   constexpr int64_t scale_rows() const {
     return groups * (weights.granularity == Granularity::kGroup ? layout::ceil_div(k, weights.group) : 1);
   }
 
-  /// Matrices that are expected to have rows: as many as possible, since offsets are not known where plans are made.
-  constexpr int64_t matrices() const { return grouped ? std::min(groups, std::max<int64_t>(m, 1)) : 1; }
+  /// Matrices that are expected to have rows, if any row is as likely of one as of another: offsets are not known where
+  /// plans are made.
+  int64_t matrices() const;
 
-  /// Tiles of so many tokens that are expected. An expert's last one is taken to be half full: rows that choose their
-  /// expert alone spread over about as many numbers as a tile has, or more.
-  constexpr int64_t token_tiles(int tokens) const {
-    if (!grouped) return layout::ceil_div(m, tokens);
-    return std::max(matrices(), layout::ceil_div(2 * m + matrices() * tokens, 2 * tokens));
-  }
+  /// Tiles of so many tokens that are expected. The rows of experts spread by chance, and as their router prefers some.
+  int64_t token_tiles(int tokens) const;
 };
 
 /// The kind of any product, whether or not the CUDA kernels cover it.

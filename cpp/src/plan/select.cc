@@ -68,6 +68,7 @@ bool uses_cluster(Problem const& problem, DeviceTraits const& device, Tactic con
   if (split_k == 1 || device.code_capability < 90) return false;
   if (!is_wgmma(t.mainloop)) return split_k <= kMaxCluster;
   if (split_k > kMostWgmmaCluster) return false;
+  if (problem.one_order) return true;  // sums that go through memory are added in another order
   int const resident = resident_clusters(device.sm_count, split_k);
   SharedTiles const tiles(problem, device, t, split_k);
   if (tiles.only_last())  // all SMs must be in clusters, for the sake of the tiles that are not shared
@@ -145,18 +146,20 @@ bool serves_any_rows(Problem problem, DeviceTraits const& device, Tactic const& 
 
 /// The order of sums that a batch-invariant product has on a GPU, whatever its rows are: that with the least product of
 /// the predicted times for kRowsOfOrders, each of the order's best tactic. `rows`: of kTactics, those to choose among;
-/// `split_k`: 0, or the only split. Wgmma tiles share k where they are few, so only whole ones have one order.
+/// `split_k`: 0, or the only split. Tiles of wgmma share k in clusters alone, whatever m is.
 SumOrder best_order(Problem problem, DeviceTraits const& device, std::vector<int> const& rows, int split_k) {
   struct Choice {
     SumOrder order;
     std::vector<double> times;
   };
-  std::vector<int> const splits = split_k > 0 ? std::vector<int>{split_k} : std::vector<int>(kSplits);
   std::vector<Choice> choices;
   for (int row : rows) {
     Tactic const& t = kTactics[row];
+    bool const wgmma = is_wgmma(t.mainloop);
+    std::vector<int> const splits =
+        split_k > 0 ? std::vector<int>{split_k} : std::vector<int>(wgmma ? kWgmmaSplits : kSplits);
     for (int split : splits) {
-      if (!splittable(problem, t, split) || (split > 1 && is_wgmma(t.mainloop))) continue;
+      if (!splittable(problem, t, split) || (wgmma && split > kMostWgmmaCluster)) continue;
       SumOrder const order = sum_order(problem.kind, problem.activation, row, split);
       auto found = std::find_if(choices.begin(), choices.end(), [&](Choice const& c) { return c.order == order; });
       if (found == choices.end())
@@ -203,8 +206,8 @@ std::vector<TacticTraits> tactics(GemmArguments const& arguments) {
   for (Tactic const& t : kTactics)
     if (has_kernel(problem, t))
       result.push_back({tactic_name(kind, t), t.channels, t.tokens, t.stage_k(kind.packing), t.warps,
-                        stages_of(t, kind), shared_memory_bytes(t, kind, tile_rows(problem, t)), t.max_registers(),
-                        is_wgmma(t.mainloop)});
+                        stages_of(t, kind), shared_memory_bytes(t, kind, tile_rows(problem, t), problem.grouped),
+                        t.max_registers(), is_wgmma(t.mainloop), is_superseded(t, kind, problem.grouped)});
   return result;
 }
 
@@ -227,7 +230,7 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
         ", and runs code for " + std::to_string(device.code_capability / 10) + "." +
         std::to_string(device.code_capability % 10) + ". Use int8 activations, or CPU tensors");
   bool const dense_forced = !problem.grouped && tactic == dense::tactic(problem);
-  bool const one_order = arguments.batch_invariant && !sums_exactly(problem.kind, problem.activation);
+  bool const one_order = problem.one_order;
   if (dense_forced && one_order)
     throw Unsupported("tactic: '" + tactic +
                       "' adds in an order of the vendor's library, which may depend on the number of rows; a "
@@ -235,6 +238,10 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
   if (dense_forced && !dense)
     throw Unsupported("tactic: '" + tactic + "' is run by the caller of the library, and this one does not offer to");
   int const only = tactic.empty() || dense_forced ? -1 : tactic_row(problem, tactic);
+  if (only >= 0 && device.wgmma && is_superseded(kTactics[only], problem.kind, problem.grouped))
+    throw Unsupported("tactic: '" + tactic +
+                      "' is not there on GPUs of compute capability 9.0, whose kernels of wgmma take its place; "
+                      "qcutlass.explain() lists those that are");
   std::vector<Candidate> result;
   if (one_order) result = of_one_order(problem, device, only, split_k);
   for (int i = 0; i < kTacticCount && !dense_forced && !one_order; ++i) {
@@ -275,7 +282,7 @@ std::string kernel_set_hash(std::vector<std::string> const& build) {
   for (Tactic const& t : kTactics)
     for (int64_t field :
          {int64_t(t.mainloop), int64_t{t.channels}, int64_t{t.tokens}, int64_t{t.warp_channels}, int64_t{t.warp_tokens},
-          int64_t{t.slices}, int64_t{t.stages}, int64_t{t.min_blocks}, int64_t(t.products), int64_t{t.grouped}})
+          int64_t{t.slices}, int64_t{t.stages}, int64_t{t.min_blocks}, int64_t(t.products), int64_t(t.experts)})
       add(std::to_string(field));
   char digits[17];
   std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(hash));

@@ -9,14 +9,16 @@ namespace qcutlass {
 
 /// The shared tiles of a product, a rectangle at the end of both directions: all tiles or, where the persistent blocks
 /// of wgmma kernels take several waves of them, what is left over after as many whole waves as there are. In the order
-/// of tiles (see TileOrder) these are the last tiles of channels of the last group of tiles of tokens.
+/// of tiles (see TileOrder) these are the last tiles of channels of the last group of tiles of tokens. Products of one
+/// order of sums share all tiles, however many there are.
 struct SharedTiles {
+  bool is_one_order;
   int64_t tiles;                               ///< of the product
   int64_t shared;                              ///< of these; none if whole waves leave nothing over
   int64_t first_channel = 0, first_token = 0;  ///< of the shared ones
 
   SharedTiles(Problem const& p, DeviceTraits const& device, Tactic const& t, int split_k)
-      : tiles(qcutlass::tiles(p, t)), shared(tiles) {
+      : is_one_order(p.one_order), tiles(qcutlass::tiles(p, t)), shared(tiles) {
     if (split_k == 1 || !persists(device, t)) return;
     int64_t const channel_tiles = layout::ceil_div(p.n, t.channels), token_tiles = layout::ceil_div(p.m, t.tokens),
                   side = (token_tiles - 1) % wgmma_side(token_tiles) + 1,
@@ -48,7 +50,7 @@ struct SharedTiles {
 
  private:
   bool persists(DeviceTraits const& device, Tactic const& t) const {
-    return is_wgmma(t.mainloop) && tiles > device.sm_count;
+    return is_wgmma(t.mainloop) && tiles > device.sm_count && !is_one_order;
   }
 };
 

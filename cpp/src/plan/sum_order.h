@@ -8,7 +8,11 @@
 //   - the multistage loop adds MMAs of step_k from the first k on; with several slices each takes its part of every
 //     stage of slices * slice_k. Tiles, warps and the number of stages do not change this (mma_packed_multistage.h);
 //   - the streaming loop likewise, slices taking stages of kStreamK in turns, unless it scales sums
-//     (mma_packed_stream.h).
+//     (mma_packed_stream.h);
+//   - wgmma's weight-only loop likewise, without slices. That its instructions add alike whatever their number of
+//   tokens
+//     is documented nowhere, but they are one architecture's, and tests compare the bits of all
+//     (test_batch_invariance).
 // The weights are the same bits in all of these, by the same converters. Shares of k are cut between stages, so tactics
 // that share the slices share the cuts.
 //
@@ -18,8 +22,7 @@
 // A tactic has an order of its own where
 //   - fp32 code adds scaled sums in the loop, whose multiplications and additions the compiler may fuse, or not, in
 //     each kernel anew: streamed native groups, blocks, groups of 4 by 8 bits, fp8 by wgmma;
-//   - MMAs are wgmma's: whether shapes that differ in tokens add alike is documented nowhere;
-//   - the epilogue has such code: GELU by tanh.
+//   - the epilogue has such code: GELU by tanh, and what multiplies sums by e2m1 weights' global scale.
 #pragma once
 
 #include "plan/footprint.h"
@@ -48,9 +51,11 @@ constexpr bool sums_exactly(Kind const& kind, Activation activation) {
 /// The order of a row of kTactics whose k is shared by `split_k` blocks in every tile.
 constexpr SumOrder sum_order(Kind const& kind, Activation activation, int row, int split_k) {
   Tactic const& t = kTactics[row];
-  bool const scales_sums = kind.is_promoted() || (t.mainloop == Mainloop::kStream && kind.mode == ScaleMode::kNative);
-  bool const alone = scales_sums || is_wgmma(t.mainloop) || may_fuse(activation);
-  return {t.mainloop, t.slices, split_k, alone ? row : -1};
+  bool const scales_sums = kind.is_promoted() || (t.mainloop == Mainloop::kStream && kind.mode == ScaleMode::kNative) ||
+                           (is_wgmma(t.mainloop) && (kind.packing == Packing::kE2M1A16 || !kind.dequantises()));
+  // Slices of wgmma's stages follow one another; shares of k are cut between stages.
+  int const slices = t.mainloop == Mainloop::kWgmmaRs && split_k == 1 ? 1 : t.slices;
+  return {t.mainloop, slices, split_k, scales_sums || may_fuse(activation) ? row : -1};
 }
 
 }  // namespace qcutlass

@@ -35,12 +35,13 @@ struct TacticOf {
   int slice_count = 1;           ///< slices of k in a stage
   int stage_count = 0;
   Products products = kMost;
-  bool grouped = false;  ///< built for the rows of experts, too, where weights are dequantised
+  Products experts = kNoProducts;  ///< those of them, or others, that it is built for the rows of experts of
 
   constexpr Tactic slices(int count) const { return with(&TacticOf::slice_count, count); }
   constexpr Tactic stages(int count) const { return with(&TacticOf::stage_count, count); }
   constexpr Tactic for_(Products set) const { return with(&TacticOf::products, set); }
-  constexpr Tactic and_experts() const { return with(&TacticOf::grouped, true); }
+  constexpr Tactic and_experts() const { return with(&TacticOf::experts, products); }
+  constexpr Tactic for_experts(Products set) const { return for_(kNoProducts).with(&TacticOf::experts, set); }
 
  protected:
   template <class Owner, class Value>
@@ -179,6 +180,9 @@ inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(128, 64).stages(8).for_(kFourByEight),
     wgmma_rs(128, 128).stages(8).for_(kFourByEight),
     wgmma_rs(128, 160).stages(6).for_(kFourByEight),
+    // rows of experts, whose numbers differ: all of one with 60 to 90 in a tile, where 64 would leave half of them some
+    wgmma_rs(256, 96).slices(2).stages(4).for_experts(kInt4Weights | kE2M1Weights),
+    wgmma_rs(256, 96).stages(6).for_experts(kInt8Weights | kE4M3Weights),
 };
 
 inline constexpr WgmmaSsTactic kWgmmaSsTactics[] = {
@@ -197,12 +201,12 @@ struct Tactic {
   int warps = 0;
   int warp_channels = 0, warp_tokens = 0;
   int min_blocks = 1;  ///< blocks an SM that the register budget must allow
-  Products products = kMost;
-  bool grouped = false;  ///< there is a kernel for the rows of experts
+  Products products = kMost, experts = kNoProducts;
 
   constexpr bool serves(Kind const& kind) const { return (products & kind.product()) != 0; }
   constexpr bool serves_experts(Kind const& kind) const {
-    return grouped && serves(kind) && (is_wgmma(mainloop) ? kind.takes_experts_on_wgmma() : kind.takes_experts());
+    return (experts & kind.product()) != 0 &&
+           (is_wgmma(mainloop) ? kind.takes_experts_on_wgmma() : kind.takes_experts());
   }
   constexpr bool serves(Problem const& problem) const {
     return problem.grouped ? serves_experts(problem.kind) : serves(problem.kind);
@@ -228,7 +232,7 @@ constexpr Tactic common(Mainloop mainloop, int row, Row const& t) {
   result.channels = t.channels, result.tokens = t.tokens;
   result.slices = t.slice_count, result.stages = t.stage_count;
   result.warps = t.warps();
-  result.products = t.products, result.grouped = t.grouped;
+  result.products = t.products, result.experts = t.experts;
   return result;
 }
 constexpr Tactic view(int row, StreamTactic const& t) {
@@ -285,7 +289,7 @@ inline constexpr int kTacticCount = detail::kTacticCount;
 inline constexpr Tactic const (&kTactics)[kTacticCount] = detail::kAllTactics.rows;
 
 /// Output tiles of a product, which are blocks if k is not shared; of a grouped one as many as are expected.
-constexpr int64_t tiles(Problem const& problem, Tactic const& t) {
+inline int64_t tiles(Problem const& problem, Tactic const& t) {
   return layout::ceil_div(problem.n, t.channels) * problem.token_tiles(t.tokens);
 }
 

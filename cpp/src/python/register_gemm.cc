@@ -49,7 +49,8 @@ void register_plans(py::module_& module) {
       .def_readonly("stages", &TacticTraits::stages)
       .def_readonly("shared_memory", &TacticTraits::shared_memory)
       .def_readonly("max_registers", &TacticTraits::max_registers)
-      .def_readonly("wgmma", &TacticTraits::wgmma);
+      .def_readonly("wgmma", &TacticTraits::wgmma)
+      .def_readonly("superseded", &TacticTraits::superseded);
 }
 
 }  // namespace

@@ -257,6 +257,12 @@ def tactics(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any
     return [*names, _C.dense_tactic(arguments)] if kind.dequantises else names
 
 
+def configurations(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any) -> list[_C.TacticTraits]:
+    """What `tactics` names, but for the dense one: shapes, and what a GPU has to have."""
+    kind, call = _call(product, operands, options)
+    return _C.tactics(_query(kind, call, call.check(None)).arguments)
+
+
 def plan(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any) -> _C.Plan:
     """The configuration, split and workspace that a product would use for CUDA tensors; nothing is launched.
 

@@ -145,7 +145,7 @@ BLOCKWISE = (
         "(i % 2 == 0 ? scale.x : scale.y)",
         "scale.x",
         "w8a8_s8_blocks",
-        (tactic("blockwise-blocks of 128", "n128m64k128_s3"),),
+        (tactic("blockwise-blocks of 32", "n128m64k128_s3"),),
     ),
     Mutant(
         "scales of a slice's first block for all of its blocks",
@@ -172,7 +172,7 @@ BLOCKWISE = (
         "distance < kMostLanes; distance *= 2)",
         "distance < kMostLanes / 2; distance *= 2)",
         "w8a8_s8_blocks",
-        (tactic("blockwise, quantised-blocks of 128", "sm80_n128m64k128_s3"),),
+        (tactic("blockwise, quantised-blocks of 128", "sm80_stream_n128m16k512w8_s3"),),
     ),
 )
 

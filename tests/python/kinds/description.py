@@ -42,12 +42,15 @@ Draw: TypeAlias = Callable[[int, int, int, random.Random], Any]
 def fits(traits: _C.TacticTraits, device: str) -> bool:
     """Whether the GPU has what a configuration needs; the CPU stands for an H200."""
     there = H200 if device == "cpu" else _C.device_traits(torch.cuda.current_device())
-    return traits.shared_memory <= there.shared_memory_per_block and traits.wgmma <= there.wgmma
+    built = not traits.superseded if there.wgmma else not traits.wgmma
+    return built and traits.shared_memory <= there.shared_memory_per_block
 
 
-def runs_here(tactic: str) -> bool:
-    """Whether the current GPU, and the code that it runs, have the instructions of the configuration of this name."""
-    return _C.device_traits(torch.cuda.current_device()).wgmma or "_sm90a_" not in tactic
+def tactics_here(product: Callable[..., Any], *operands: Any, **options: Any) -> list[str]:
+    """Names of a product's configurations that the current GPU has, as `qcutlass.tactics` lists them."""
+    every = selection.configurations(product, *operands, **options)
+    absent = {traits.name for traits in every if not fits(traits, "cuda")}
+    return [name for name in qcutlass.tactics(product, *operands, **options) if name not in absent]
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

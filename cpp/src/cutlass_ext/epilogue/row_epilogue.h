@@ -323,18 +323,28 @@ class RowEpilogue {
     return Shares::slot_of(part, owner, source, blocks) * (kSlotBytes / 16) + warpgroup_ * 32 + lane_;
   }
 
+  /// Adds the sums of all blocks in the order of their shares, whichever of them does it: the bits of a row do not
+  /// depend on where in its tile it lies.
   CUTLASS_DEVICE void add(Sums& sums, int half, uint4 const* slots, int part, int blocks, int rank) const {
+    auto const own = [&](int i, int j) -> auto& { return sums[index(2 * i + j / 2, half, j % 2)]; };
+    Sum total[kWords][4] = {};
     CUTLASS_PRAGMA_NO_UNROLL
     for (int source = 0; source < blocks; ++source) {
-      if (source == rank) continue;
+      if (source == rank) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kWords * 4; ++i) total[i / 4][i % 4] += Sum(own(i / 4, i % 4));
+        continue;
+      }
       uint4 const* slot = slots + slot_of(part, rank, source, blocks);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kWords; ++i) {
         uint4 const words = slot[i * kSlotThreads];
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < 4; ++j) sums[index(2 * i + j / 2, half, j % 2)] += reinterpret_cast<Sum const*>(&words)[j];
+        for (int j = 0; j < 4; ++j) total[i][j] += reinterpret_cast<Sum const*>(&words)[j];
       }
     }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kWords * 4; ++i) own(i / 4, i % 4) = total[i / 4][i % 4];
   }
 
   SharedStorage& storage_;

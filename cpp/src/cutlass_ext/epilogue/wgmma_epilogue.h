@@ -312,15 +312,24 @@ class WgmmaEpilogue {
            thread_;
   }
 
+  /// Adds the sums of all blocks in the order of their shares, whichever of them does it: the bits of a row do not
+  /// depend on where in its tile it lies.
   CUTLASS_DEVICE void add(Sum (&sums)[8], uint4 const* slots, int part, int blocks, int rank) const {
+    Sum total[8] = {};
     CUTLASS_PRAGMA_NO_UNROLL
     for (int source = 0; source < blocks; ++source) {
-      if (source == rank) continue;
+      if (source == rank) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i) total[i] += sums[i];
+        continue;
+      }
       uint4 const* slot = slots + slot_of(part, rank, source, blocks);
       uint4 const words[2] = {slot[0], slot[arch::kWarpgroupThreads]};
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 8; ++i) sums[i] += reinterpret_cast<Sum const*>(words)[i];
+      for (int i = 0; i < 8; ++i) total[i] += reinterpret_cast<Sum const*>(words)[i];
     }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) sums[i] = total[i];
   }
 
   SharedStorage& storage_;

@@ -20,55 +20,79 @@ struct ExpertTiles {
   /// The tile of kTokens rows with this number; false if there are fewer. To be called by whole warps.
   template <int kTokens>
   CUTLASS_DEVICE bool find(int number, int lane, ExpertTile& tile) const {
-    int const own = of_lane<kTokens>(lane), share = spans_a_lane();
-    int begin, before = own;  // tiles up to this lane's, then those before
-    CUTLASS_PRAGMA_UNROLL
-    for (int step = 1; step < 32; step *= 2) {
-      int const other = __shfl_up_sync(0xffffffff, before, step);
-      before += lane >= step ? other : 0;
+    for (int first = 0; first < spans(); first += 32 * kRun) {
+      Run const run(*this, first + lane * kRun);
+      int const own = run.template tiles<kTokens>();
+      int before = own;  // tiles up to this lane's, then those before
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 1; step < 32; step *= 2) {
+        int const other = __shfl_up_sync(~0u, before, step);
+        before += lane >= step ? other : 0;
+      }
+      unsigned const beyond = __ballot_sync(~0u, before > number);
+      if (beyond == 0) {
+        number -= __shfl_sync(~0u, before, 31);
+        continue;
+      }
+      ExpertTile found{};  // the owner's is right
+      int left = number - (before - own), span = -1;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRun; ++i) {
+        int const here = ExpertTiles::tiles<kTokens>(run.ends[i], run.ends[i + 1]);
+        if (span < 0 && left < here) {
+          span = first + lane * kRun + i;
+          found.begin = run.ends[i] + left * kTokens;
+          found.end = run.ends[i + 1];
+        }
+        left -= here;
+      }
+      found.expert = span == 0 || span > experts ? -1 : span - 1;
+      int const owner = __ffs(int(beyond)) - 1;
+      tile.expert = __shfl_sync(~0u, found.expert, owner);
+      tile.begin = __shfl_sync(~0u, found.begin, owner);
+      tile.end = __shfl_sync(~0u, found.end, owner);
+      return true;
     }
-    unsigned const beyond = __ballot_sync(0xffffffff, before > number);
-    if (beyond == 0) return false;
-    before -= own;
-    int const owner = __ffs(int(beyond)) - 1;
-    number -= __shfl_sync(0xffffffff, before, owner);
-    int span = owner * share;
-    int end = boundary(span + 1);
-    for (begin = boundary(span); number >= tiles<kTokens>(begin, end); end = boundary(++span + 1)) {
-      number -= tiles<kTokens>(begin, end);
-      begin = end;
-    }
-    tile = {span == 0 || span > experts ? -1 : span - 1, begin + number * kTokens, end};
-    return true;
+    return false;
   }
 
   /// Tiles of kTokens rows that there are. To be called by whole warps.
   template <int kTokens>
   CUTLASS_DEVICE int count(int lane) const {
-    return int(__reduce_add_sync(0xffffffff, unsigned(of_lane<kTokens>(lane))));
+    int own = 0;
+    for (int first = 0; first < spans(); first += 32 * kRun)
+      own += Run(*this, first + lane * kRun).template tiles<kTokens>();
+    return int(__reduce_add_sync(~0u, unsigned(own)));
   }
 
  private:
-  /// Spans of rows are those of the experts, and one of nobody before and after. A lane counts the tiles of some.
-  CUTLASS_DEVICE int spans_a_lane() const { return (experts + 2 + 31) / 32; }
+  /// Spans of rows that a lane looks at at once: all offsets of 254 experts are read in the time of one.
+  static constexpr int kRun = 8;
 
-  template <int kTokens>
-  CUTLASS_DEVICE int of_lane(int lane) const {
-    int const spans = experts + 2, share = spans_a_lane();
-    int own = 0, begin = boundary(fast_min(lane * share, spans));
-#pragma unroll 4
-    for (int i = 0; i < share; ++i) {
-      int const end = boundary(fast_min(lane * share + i + 1, spans));
-      own += tiles<kTokens>(begin, end);
-      begin = end;
+  /// Where kRun spans from `first` on end, and before them the one before the first.
+  struct Run {
+    int ends[kRun + 1];
+
+    CUTLASS_DEVICE Run(ExpertTiles const& all, int first) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i <= kRun; ++i) ends[i] = all.boundary(first + i);
     }
-    return own;
-  }
+    template <int kTokens>
+    CUTLASS_DEVICE int tiles() const {
+      int sum = 0;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRun; ++i) sum += ExpertTiles::tiles<kTokens>(ends[i], ends[i + 1]);
+      return sum;
+    }
+  };
+
+  /// Those of the experts, and one of nobody before and after.
+  CUTLASS_DEVICE int spans() const { return experts + 2; }
 
   /// Where span i begins, and the one before it ends.
   CUTLASS_DEVICE int boundary(int i) const {
     if (i == 0) return 0;
-    return i >= experts + 2 ? rows : fast_max(0, fast_min(offsets[i - 1], rows));
+    return i >= spans() ? rows : fast_max(0, fast_min(offsets[i - 1], rows));
   }
 
   template <int kTokens>

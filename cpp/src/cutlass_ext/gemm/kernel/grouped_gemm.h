@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cutlass_ext/arch/grid_dependency.h"
+#include "cutlass_ext/arch/superseded.h"
 #include "cutlass_ext/epilogue/expert_output.h"
 #include "cutlass_ext/epilogue/transposed_epilogue.h"
 #include "cutlass_ext/gemm/kernel/expert_tiles.h"
@@ -11,7 +12,8 @@
 
 namespace cutlass::gemm::kernel {
 
-template <class Mma_, int kEpilogueBlocks, int kEpilogueRow, int kMinBlocks>
+/// kSuperseded: GPUs that run wgmma do without it.
+template <class Mma_, int kEpilogueBlocks, int kEpilogueRow, int kMinBlocks, bool kSuperseded>
 class GroupedGemm {
  public:
   using Mma = Mma_;
@@ -43,6 +45,7 @@ class GroupedGemm {
   static constexpr int kSide = 8;
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
+    if constexpr (kSuperseded && arch::kRunsWgmma) return;
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const thread = threadIdx.x, warp = canonical_warp_idx_sync(), lane = thread % 32;
     int const group = int(blockIdx.x) / (kSide * params.channel_tiles), first = group * kSide;

@@ -1,5 +1,5 @@
-// The wgmma kernel of a mixture of experts: persistent blocks that go from tile to tile of the experts' rows, which
-// they find on the device. Main loop and epilogue are those of PackedGemmWgmma; k is not shared.
+// The wgmma kernel of a mixture of experts: persistent blocks that go from tile to tile of the experts' rows, which one
+// of their warps finds. Main loop and epilogue are those of PackedGemmWgmma; k is not shared.
 //
 // A tile's box of activations goes on into the next expert's rows where its own end: tensor maps know nothing of
 // experts. The columns of sums that come of it are computed and not stored.
@@ -7,7 +7,7 @@
 
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/arch/grid_dependency.h"
-#include "cutlass_ext/gemm/kernel/expert_tiles.h"
+#include "cutlass_ext/gemm/kernel/expert_schedule.h"
 #include "cutlass_ext/gemm/kernel/warpgroup_registers.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_rs.h"
 
@@ -22,6 +22,7 @@ class GroupedGemmWgmma {
   using Epilogue = typename Mma::Epilogue;
   using Sum = typename Mma::Accumulator;
   using OutputOp = typename Epilogue::Output;
+  using Schedule = ExpertSchedule<Shape, Mma::kWarpgroups * 4 + 1>;  // for the consumers, and the producer
   static constexpr int MaxThreadsPerBlock = Mma::kThreads;
   static constexpr int MinBlocksPerMultiprocessor = 1;
 
@@ -39,18 +40,26 @@ class GroupedGemmWgmma {
     typename Mma::SharedStorage mainloop;  // first: swizzled operands lie at multiples of 1 KB
     typename Epilogue::SharedStorage epilogue;
     typename Mma::Barriers barriers;
+    typename Schedule::SharedStorage schedule;
   };
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
     if (cute::cast_smem_ptr_to_uint(shared) != arch::kSharedBase) __trap();
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma));
+    if (threadIdx.x == 0) {
+      storage.barriers.initialize(Mma::freeing_warps(params.mma));
+      storage.schedule.initialize();
+    }
     __syncthreads();
     if (warp / 4 == Mma::kWarpgroups) {
       arch::warpgroup_reg_dealloc<Registers::kProducer>();
       arch::wait_for_prior_grids();  // the offsets are data
+      arch::allow_next_grid();
       if (warp % 4 == 0) produce(params, storage, lane);
+      if (warp % 4 == 1)
+        Schedule::find(storage.schedule, params.tiles, params.channel_tiles, params.token_tiles,
+                       params.output.row_scale, lane);
     } else {
       arch::warpgroup_reg_alloc<Registers::kConsumer>();
       arch::wait_for_prior_grids();
@@ -61,45 +70,10 @@ class GroupedGemmWgmma {
  private:
   using Registers = WarpgroupRegisters<Mma::kWarpgroups>;
 
-  struct Work {
-    int channel;
-    ExpertTile rows;
-  };
-
-  /// The tiles of a block, one after the other; for whole warps. Tiles of tokens side by side, which are one expert's
-  /// or neighbours', are taken before the next tile of channels: their blocks share weights in L2, and their
-  /// activations stay there meanwhile.
-  class Schedule {
-   public:
-    CUTLASS_DEVICE Schedule(Params const& params, int lane)
-        : params_(params),
-          lane_(lane),
-          token_tiles_(fast_max(0, fast_min(params.tiles.template count<Shape::kN>(lane), params.token_tiles))) {}
-
-    /// The next tile; false if there is none.
-    CUTLASS_DEVICE bool next(Work& work) {
-      if (item_ >= unsigned(token_tiles_ * params_.channel_tiles)) return false;
-      int const item = int(item_), first = item / (kSide * params_.channel_tiles) * kSide;
-      int const rest = item - first * params_.channel_tiles, width = fast_min(kSide, token_tiles_ - first);
-      work.channel = rest / width * Shape::kM;
-      params_.tiles.template find<Shape::kN>(first + rest % width, lane_, work.rows);
-      item_ += gridDim.x;
-      return true;
-    }
-
-   private:
-    static constexpr int kSide = 4;  // with which a wave of tiles reads the least, as in wgmma_side()
-
-    Params const& params_;
-    int const lane_, token_tiles_;
-    unsigned item_ = blockIdx.x;  // less than 2^31 but for the last step
-  };
-
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
     typename Mma::Producer producer(storage.mainloop, storage.barriers, params.mma);
-    Schedule schedule(params, lane);
-    arch::allow_next_grid();
-    for (Work work; schedule.next(work);) {
+    typename Schedule::Reader tiles(storage.schedule, lane);
+    for (ExpertWork work; tiles.next(work);) {
       if (lane == 0 && work.rows.expert >= 0) {
         producer.select_expert(work.rows.expert);
         producer.load(work.channel, work.rows.begin, 0, params.stages);
@@ -111,15 +85,12 @@ class GroupedGemmWgmma {
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int warp, int lane) {
     typename Mma::Consumer mma(storage.mainloop, storage.barriers, params.mma, warp / 4, warp % 4, lane);
     Epilogue epilogue(storage.epilogue, warp / 4, threadIdx.x % arch::kWarpgroupThreads);
-    Schedule schedule(params, lane);
-    Work next;
-    for (bool more = schedule.next(next); more;) {
-      Work const work = next;
+    typename Schedule::Reader tiles(storage.schedule, lane);
+    for (ExpertWork work; tiles.next(work);) {
       typename OutputOp::Params output = params.output;
       output.tokens = work.rows.end;
       if (work.rows.expert < 0) {
         clear(output, work);
-        more = schedule.next(next);
         continue;
       }
       output.bias =
@@ -128,12 +99,12 @@ class GroupedGemmWgmma {
       mma.select_expert(work.rows.expert);
       mma(sums, 0, params.stages);
       epilogue.run(output, work.channel, work.rows.begin, sums, nullptr, 1, -1, epilogue::thread::PartialSums<Sum>{},
-                   [&] { more = schedule.next(next); });
+                   [] {});
     }
   }
 
   /// Sets the tile's rows, which are nobody's, to zero.
-  static CUTLASS_DEVICE void clear(typename OutputOp::Params const& params, Work const& work) {
+  static CUTLASS_DEVICE void clear(typename OutputOp::Params const& params, ExpertWork const& work) {
     constexpr int kVectors = Shape::kM / OutputOp::kVector;
     for (int i = threadIdx.x; i < kVectors * Shape::kN; i += Mma::kWarpgroups * arch::kWarpgroupThreads)
       OutputOp(params, work.channel + i % kVectors * OutputOp::kVector).clear(work.rows.begin + i / kVectors);

@@ -3,6 +3,7 @@
 
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
 #include "cutlass_ext/arch/grid_dependency.h"
+#include "cutlass_ext/arch/superseded.h"
 #include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/epilogue/transposed_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_blockwise.h"
@@ -11,7 +12,8 @@
 
 namespace cutlass::gemm::kernel {
 
-template <class Mma_, int kEpilogueBlocks, int kEpilogueRow, int kMinBlocks>
+/// kSuperseded: GPUs that run wgmma do without it.
+template <class Mma_, int kEpilogueBlocks, int kEpilogueRow, int kMinBlocks, bool kSuperseded>
 class PackedGemm {
  public:
   using Mma = Mma_;
@@ -42,7 +44,7 @@ class PackedGemm {
   };
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
-    if constexpr (!Mma::Traits::kIsSupported) return;
+    if constexpr (!Mma::Traits::kIsSupported || (kSuperseded && arch::kRunsWgmma)) return;
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     GemmCoord const tile = Swizzle::get_tile_offset(params.log_tile);
     if (tile.m() >= params.tiles.m() || tile.n() >= params.tiles.n()) return;
