@@ -230,11 +230,11 @@ WGMMA_RS = (
 
 SHARES_OF_K = (
     Mutant(
-        "a share is added twice",
+        "the first share is left out",
         "wgmma, clusters",
         f"{EPILOGUE}/row_epilogue.h",
-        "      if (source == rank) continue;\n",
-        "",
+        "int source = 0;",
+        "int source = 1;",
         EIGHT_BITS,
         CLUSTERS,
     ),
