@@ -96,9 +96,9 @@ class Layer(ABC):
         reference = self._rows(contestant.weight_dtype or self.dtype, len(out))
         return testing.assert_close(out, reference, label=(contestant.name, self.name))
 
-    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
+    def plan(self, m: int, tactic: str = "", split_k: int = 0, batch_invariant: bool = False) -> Contestant:
         """qcutlass on the first m rows, through the public function; the tactic is the selected one or forced."""
-        forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
+        forced = choice(tactic, split_k, batch_invariant)
         products = [self.call(m, index) for index in range(len(self.packed))]
         calls = [functools.partial(call.function, *call.operands, **call.options, **forced) for call in products]
 
@@ -132,13 +132,17 @@ class Layer(ABC):
 
     def invariant(self, m: int) -> Contestant:
         """The kernel of the batch-invariant product."""
-        function, operands, options = self.call(m)
-        plan = qcutlass.plan(function, *operands, **options, batch_invariant=True)
-        forced = self.plan(m, plan.tactic, plan.split_k)
-        return replace(forced, name=f"{forced.name} batch-invariant")
+        chosen = self.plan(m, batch_invariant=True)
+        return replace(chosen, name=f"{chosen.name} batch-invariant")
 
     def operations(self, m: int) -> int:
         return 2 * m * self.n * self.k
+
+
+def choice(tactic: str, split_k: int, batch_invariant: bool) -> dict[str, Any]:
+    """The options of a product that say which kernel it takes: none, where it is free to."""
+    forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
+    return forced | ({"batch_invariant": True} if batch_invariant else {})
 
 
 def plan_name(tactic: str, split_k: int) -> str:
@@ -179,9 +183,9 @@ class WeightOnlyLayer(Layer):
     def call(self, m: int, index: int = 0) -> Call:
         return Call(qcutlass.gemm, (self.problem.a[:m],), self.problem.keywords | self.operands(index))
 
-    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
+    def plan(self, m: int, tactic: str = "", split_k: int = 0, batch_invariant: bool = False) -> Contestant:
         a = self.problem.a[:m]
-        keywords: dict[str, Any] = self.problem.keywords | ({"tactic": tactic, "split_k": split_k} if tactic else {})
+        keywords: dict[str, Any] = self.problem.keywords | choice(tactic, split_k, batch_invariant)
 
         def launch(index: int, out: Tensor) -> Tensor:
             return qcutlass.gemm(a, out=out, **keywords | self.operands(index))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 import qcutlass
 from bench.gpu_timing import Contestant, rotation
-from bench.layer import Call, Layer, plan_name
+from bench.layer import Call, Layer, choice, plan_name
 from bench.schemes import Blockwise
 from bench.shapes import Shape
 from qcutlass import blockwise, testing
@@ -89,8 +89,8 @@ class BlockwiseLayer(Layer):
         multiply = blockwise.fp8_gemm if self.scheme.operands == "fp8" else blockwise.int8_gemm
         return Call(multiply, operands, {"n": self.n, "out_dtype": self.dtype})
 
-    def plan(self, m: int, tactic: str = "", split_k: int = 0) -> Contestant:
-        forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k} if tactic else {}
+    def plan(self, m: int, tactic: str = "", split_k: int = 0, batch_invariant: bool = False) -> Contestant:
+        forced = choice(tactic, split_k, batch_invariant)
         products = [self.call(m, index) for index in range(len(self.packed))]
         calls = [
             functools.partial(multiply, *operands, **options, **forced) for multiply, operands, options in products

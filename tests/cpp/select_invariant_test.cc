@@ -116,7 +116,7 @@ TEST(SelectInvariant, TakesWhatIsForcedIfItIsInvariant) {
     EXPECT_EQ(select(a, gpu, t.name, 2).split_k, 2);
     if (t.wgmma) {
       Plan const plan = select(a, gpu, t.name, kMostWgmmaCluster);
-      EXPECT_TRUE(plan.cluster) << "sums that pass through memory are added in another order";
+      EXPECT_TRUE(plan.cluster) << "one kernel adds and finishes sums";
       EXPECT_EQ(plan.shared_channel + plan.shared_token, 0) << "all tiles share k, whatever their number";
       EXPECT_THROW(select(a, gpu, t.name, kMostWgmmaCluster + 1), Unsupported) << "more than a cluster's blocks";
     }

@@ -153,6 +153,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
     throw InvalidArgument(
         "plan: it was made for a product of another size, or for another GPU; call select for this one");
 
+  if (traits.wgmma && is_superseded(kTactics[tactic], problem.kind, problem.grouped))
+    throw InvalidArgument("plan: '" + plan.tactic + "' is not there on GPUs that run wgmma; call select for this one");
   if (problem.gated && kTactics[tactic].channels % (2 * layout::kTileN) != 0)
     throw InvalidArgument("plan: '" + plan.tactic +
                           "' has no whole pairs of a gate's turns; call select for this product");

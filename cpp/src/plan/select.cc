@@ -68,7 +68,7 @@ bool uses_cluster(Problem const& problem, DeviceTraits const& device, Tactic con
   if (split_k == 1 || device.code_capability < 90) return false;
   if (!is_wgmma(t.mainloop)) return split_k <= kMaxCluster;
   if (split_k > kMostWgmmaCluster) return false;
-  if (problem.one_order) return true;  // sums that go through memory are added in another order
+  if (problem.one_order) return true;  // one kernel adds and finishes sums, whatever m is
   int const resident = resident_clusters(device.sm_count, split_k);
   SharedTiles const tiles(problem, device, t, split_k);
   if (tiles.only_last())  // all SMs must be in clusters, for the sake of the tiles that are not shared

@@ -10,9 +10,8 @@
 //   - the streaming loop likewise, slices taking stages of kStreamK in turns, unless it scales sums
 //     (mma_packed_stream.h);
 //   - wgmma's weight-only loop likewise, without slices. That its instructions add alike whatever their number of
-//   tokens
-//     is documented nowhere, but they are one architecture's, and tests compare the bits of all
-//     (test_batch_invariance).
+//     tokens is documented nowhere, but they are of one architecture, and a test compares the bits of all
+//     (test_batch_invariance.py).
 // The weights are the same bits in all of these, by the same converters. Shares of k are cut between stages, so tactics
 // that share the slices share the cuts.
 //
