@@ -40,6 +40,7 @@ class Products(ABC):
         label: in words.
         by_slot: whether rows of its results are in the order of slots; if not, of experts.
         weighted: whether its second product multiplies rows by the router's weights.
+        gates: whether its first product computes the gate.
         dtype: of its operands.
     """
 
@@ -47,6 +48,7 @@ class Products(ABC):
     label: ClassVar[str]
     by_slot: ClassVar[bool] = False
     weighted: ClassVar[bool] = False
+    gates: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype] = DTYPE
 
     @abstractmethod
@@ -71,11 +73,14 @@ class Products(ABC):
         product does not have them."""
 
         def launch(index: int, routed: Routed, out: Tensor) -> Tensor:
-            gated = gate_rows(multiply(index, routed.x, routed, 0))
+            gated = self._gated(multiply(index, routed.x, routed, 0))
             sum_slots_into(multiply(index, gated, routed, 1), orders[id(routed)], out)
             return out
 
         return launch
+
+    def _gated(self, first: Tensor) -> Tensor:
+        return first if self.gates else gate_rows(first)
 
     def alone(self, multiply: Multiply, gated: Tensor) -> Launch:
         """The two products; what the second one multiplies is not the first one's result."""
@@ -88,7 +93,7 @@ class Products(ABC):
 
     def result(self, multiply: Multiply, routed: Routed) -> Tensor:
         """What a block of its products gives, in float32, the router's weights included; not to be timed."""
-        y = multiply(0, gate_rows(multiply(0, routed.x, routed, 0)), routed, 1).float()
+        y = multiply(0, self._gated(multiply(0, routed.x, routed, 0)), routed, 1).float()
         order = self.order(routed).long()
         weights = torch.ones_like(routed.weights) if self.weighted else routed.weights
         return (y[order] * weights[..., None]).sum(1)
@@ -100,6 +105,7 @@ class Ours(Products):
     key = "qcutlass"
     label = "qcutlass"
     weighted = True
+    gates = True
 
     def load(self) -> str:
         return qcutlass.__version__
@@ -108,7 +114,10 @@ class Ours(Products):
         def multiply(index: int, a: Tensor, routed: Routed, product: int) -> Tensor:
             weights, routing = block.copies[index % len(block.copies)][product], routed.routing
             options: dict[str, Any] = {"offsets": routing.offsets, "group_size": GROUP}
-            options |= {"rows": routing.rows} if product == 0 else {"row_scale": routing.row_scale}
+            if product == 0:
+                options |= {"rows": routing.rows, "activation": "silu_mul"}
+            else:
+                options |= {"row_scale": routing.row_scale}
             return qcutlass.gemm_grouped(a, weights.w_packed, weights.scales, **options)
 
         return lambda routed: multiply

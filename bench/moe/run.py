@@ -87,7 +87,8 @@ class Bench:
             "method": f"microseconds a call in one CUDA graph; ids change from call to call so that weights are cold "
             f"in L2 (> {ROTATION_BYTES >> 20} MB pass by), median of {ROUNDS} interleaved replays, each after a "
             "pause; 'after routing': products, gate and sum over slots, others' products between our steps, theirs "
-            "without the router's weights where their product has none; 'products': the two alone; 'bound': bytes of "
+            "without the router's weights where their product has none; 'products': the two alone, ours with the gate, "
+            "which their first product has not; 'bound': bytes of "
             "the experts that are touched, or operations at the rate of the largest dense products",
             "peers": self.versions,
             "skipped": self.skipped,

@@ -44,6 +44,7 @@ class Activation(_Enumeration):
 class Gate(_Enumeration):
     NONE: ClassVar[Gate]
     INTERLEAVED: ClassVar[Gate]
+    HALVES: ClassVar[Gate]
     __members__: ClassVar[dict[str, Gate]]
 
 class Packing(_Enumeration):

@@ -84,21 +84,22 @@ def experts(
 ) -> Tensor:
     """The block behind the router: for each token the weighted sum of its experts' gated MLPs.
 
-    With `gate, up = gate_up[e] @ x[t] + bias`, each rounded to the type of `x`, an expert gives
-    `down[e] @ act(gate, up) + bias`, and `act` is
+    With `gate, up = gate_up[e] @ x[t] + bias` an expert gives `down[e] @ act(gate, up) + bias`, and `act` is
 
     * "silu": `gate * sigmoid(gate) * up` (SwiGLU), "gelu_tanh": `gelu_tanh(gate) * up` (GeGLU; Shazeer, "GLU variants
       improve transformer", 2020);
     * "swigluoai": `gate * sigmoid(alpha * gate) * (up + 1)` with gate at most `limit` and up in [-limit, limit], that
       of OpenAI's gpt-oss.
 
+    Gate and up are rounded to the type of `x` before it, but on the CPU where the product computes it, too: without
+    `limit` and `alpha`, for I a multiple of 16, gate before up.
     Activations and sums are computed in fp32 and rounded once; the k results of a token are added in the order of its
     slots. A token's result depends neither on other tokens nor on how often it is computed, on CUDA as long as the
     products' tactics are the same (they are chosen by T), or where they are `batch_invariant`.
 
-    Memory beside the output is at most 1 GiB, or that of one token where this takes more: `R * (I + max(2 I, H))`
-    elements of the type of `x` with R = k * tokens, 12 bytes a row and, with `perm`, K elements and
-    12 K bytes a row for the longer K; more tokens are computed in equal parts, one
+    Memory beside the output is at most 1 GiB, or that of one token where this takes more: `R * (I + H)` elements of
+    the type of `x`, or `R * (I + max(2 I, H))` where the product leaves gate and up, with R = k * tokens, 12 bytes a
+    row and, with `perm`, K elements and 12 K bytes a row for the longer K; more tokens are computed in equal parts, one
     after the other. Nothing waits for the GPU, so that CUDA graphs can be captured.
 
     Args:

@@ -92,12 +92,12 @@ def product(problem: GroupedProblem, **changes: Any) -> Tensor:
     return qcutlass.gemm_grouped(*operands, **options | changes)
 
 
-def tactics(problem: GroupedProblem) -> list[str | None]:
+def tactics(problem: GroupedProblem, **changes: Any) -> list[str | None]:
     """All that may run on the problem's device."""
     operands, options = arguments(problem)
     if problem.a.is_cpu:
         return [None]
-    return [None, *tactics_here(qcutlass.gemm_grouped, *operands, **options)]
+    return [None, *tactics_here(qcutlass.gemm_grouped, *operands, **options | changes)]
 
 
 def weight_dtype(problem: GroupedProblem, tactic: str | None) -> torch.dtype | None:

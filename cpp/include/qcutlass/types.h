@@ -31,6 +31,7 @@ enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 enum class Gate : uint8_t {
   kNone,         ///< none: each channel is an output
   kInterleaved,  ///< 16 channels g, then the 16 u that they multiply, and so on
+  kHalves,       ///< all channels g, then all u: those of experts
 };
 
 /// The codes inside a packed weight tensor: their order (layout.h), which follows from the bits of weights and

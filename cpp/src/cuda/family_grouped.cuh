@@ -28,6 +28,7 @@ struct GroupedFamily<kType, kPacking, kMode>::Impl {
     typename Kernel::Params params{};
     params.mma = mma_arguments<typename C::Mma>(launch);
     params.mma.source = {experts.rows, int(experts.a_rows)};
+    params.mma.halves = launch.output.halves();
     params.output = {launch.output, experts.row_scale};
     // Without activations, which only products of nobody's rows have, no row may be an expert's.
     params.tiles = {experts.offsets, experts.a_rows > 0 ? int(experts.count) : 0, launch.tokens};

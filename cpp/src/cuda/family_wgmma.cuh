@@ -53,14 +53,35 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
   };
 
   /// Rows of scales or zeros, `channels` by `rows` a box; of experts, each one's apart.
+  template <bool kExperts>
   static CUtensorMap group_map(Launch::Groups const& g, Launch const& launch, int channels, int rows) {
     int64_t const groups = layout::ceil_div(launch.k, launch.group_size), experts = launch.experts.count;
     // A single row may have any stride.
     int64_t const stride = groups * std::max<int64_t>(experts, 1) > 1 ? g.stride_bytes : g.row_bytes;
-    return make_tensor_map(
-        {g.data, g.element_bytes, launch.channels, groups, experts, stride, launch.scale_rows * stride}, channels, rows,
-        1, false);
+    TensorMapDimension const of_groups{groups, rows, stride};
+    if constexpr (!kExperts) return make_tensor_map(g.data, g.element_bytes, {{launch.channels, channels}, of_groups});
+    TensorMapDimension const of_experts{experts, 1, launch.scale_rows * stride};
+    Halves const h(launch, layout::kTileN * g.element_bytes);
+    if (!h.exist)
+      return make_tensor_map(g.data, g.element_bytes,
+                             {{launch.channels, channels}, {1, 1, stride}, {1, 1, stride}, of_groups, of_experts});
+    return make_tensor_map(g.data, g.element_bytes,
+                           {{layout::kTileN, layout::kTileN}, h.halves, h.pairs(channels), of_groups, of_experts});
   }
+
+  /// The dimensions of gates and what they multiply: two halves, of strips of `bytes` each.
+  struct Halves {
+    bool exist;
+    int64_t strips, bytes;
+    TensorMapDimension halves;
+
+    Halves(Launch const& launch, int64_t bytes)
+        : exist(launch.output.gate == Gate::kHalves),
+          strips(launch.channels / (2 * layout::kTileN)),
+          bytes(bytes),
+          halves{2, 2, strips * bytes} {}
+    TensorMapDimension pairs(int channels) const { return {strips, channels / (2 * layout::kTileN), bytes}; }
+  };
 
   template <int kTokens>
   static cutlass::gemm::threadblock::TokenBoxes<kTokens> token_boxes(Launch const& launch, int columns) {
@@ -68,8 +89,7 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     int64_t const row = int64_t(launch.k) * kElement;
     int64_t const stride = launch.tokens > 1 ? launch.activation_stride * kElement : (row + 15) / 16 * 16;
     auto const map = [&](int rows) {
-      return make_tensor_map({launch.activations, kElement, launch.k, launch.tokens, 0, stride}, columns, rows, 0,
-                             true);
+      return make_tensor_map(launch.activations, kElement, {{launch.k, columns}, {launch.tokens, rows, stride}}, true);
     };
     return {map(kTokens), map((launch.tokens - 1) % kTokens + 1), launch.tokens};
   }
@@ -90,13 +110,29 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     typename Mma::Arguments args{};
     args.activations = token_boxes<Shape::kN>(launch, Shape::kK);
     // A box is [tiles of k][strips][tile]: the strips of a step lie together. Dimensions need not be ordered by stride.
-    args.weights = make_tensor_map(
-        {launch.weights, 4, kTile / 4, launch.tiles_n, launch.tiles_k, int64_t(launch.tiles_k) * kTile, kTile},
-        kTile / 4, Shape::kM / 16, Mma::kTiles / sharers, false);
+    args.weights = make_tensor_map(launch.weights, 4,
+                                   {{kTile / 4, kTile / 4},
+                                    {launch.tiles_n, Shape::kM / 16, int64_t(launch.tiles_k) * kTile},
+                                    {launch.tiles_k, Mma::kTiles / sharers, kTile}});
     args.weight_policy = weight_policy(launch, Shape::kN * sharers);
     args.sharers = sharers;
     args.blocks = block_scales(launch);
     return args;
+  }
+
+  template <class Mma>
+  static CUtensorMap weight_map(Launch const& launch) {
+    constexpr int kTile = Mma::LayoutA::kTileBytes, kStrips = Mma::Shape::kM / 16;
+    TensorMapDimension const words{kTile / 4, kTile / 4}, tiles{launch.tiles_k, Mma::kTiles, kTile};
+    int64_t const strip = int64_t(launch.tiles_k) * kTile;
+    if constexpr (!Mma::kExperts)
+      return make_tensor_map(launch.weights, 4, {words, tiles, {launch.tiles_n, kStrips, strip}});
+    Halves const h(launch, strip);
+    int64_t const experts = launch.experts.count, all = launch.tiles_n * strip;
+    if (!h.exist)
+      return make_tensor_map(launch.weights, 4,
+                             {words, tiles, {1, 1, strip}, {experts * launch.tiles_n, kStrips, strip}, {1, 1, strip}});
+    return make_tensor_map(launch.weights, 4, {words, tiles, h.halves, h.pairs(Mma::Shape::kM), {experts, 1, all}});
   }
 
   /// Of those that convert weights.
@@ -108,18 +144,16 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     args.activations = token_boxes<Shape::kN>(launch, Mma::kChunkK);
     if constexpr (Mma::kExperts) args.activations.tokens = kWholeBoxes;
     args.tiles_n = launch.tiles_n;
-    int64_t const strips = std::max<int64_t>(launch.experts.count, 1) * launch.tiles_n;
-    args.weights = make_tensor_map({launch.weights, 4, LayoutA::kTileBytes / 4, launch.tiles_k, strips,
-                                    LayoutA::kTileBytes, int64_t(launch.tiles_k) * LayoutA::kTileBytes},
-                                   LayoutA::kTileBytes / 4, Mma::kTiles, Shape::kM / 16, false);
+    args.weights = weight_map<Mma>(launch);
+    if constexpr (Mma::kExperts) args.has_halves = launch.output.gate == Gate::kHalves;
     args.weight_bytes = Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
     if constexpr (Mma::kRows > 0) {
       args.scale_row = Shape::kM * launch.scales.element_bytes;
       args.zero_row = Shape::kM * launch.zeros.element_bytes;
-      args.scales = group_map(launch.scales, launch, Shape::kM, Mma::kBoxRows);
+      args.scales = group_map<Mma::kExperts>(launch.scales, launch, Shape::kM, Mma::kBoxRows);
       args.weight_bytes += Mma::kRows * args.scale_row;
       if (launch.zeros.type != DType::kNone) {
-        args.zeros = group_map(launch.zeros, launch, Shape::kM, Mma::kBoxRows);
+        args.zeros = group_map<Mma::kExperts>(launch.zeros, launch, Shape::kM, Mma::kBoxRows);
         args.weight_bytes += Mma::kRows * args.zero_row;
       }
     }

@@ -49,6 +49,7 @@ typename Mma::Arguments mma_arguments(Launch const& launch) {
                                     group_matrix(launch.scales),
                                     group_matrix(launch.zeros),
                                     block_scales(launch),
+                                    {},
                                     {}};
   if constexpr (Mma::Traits::kPacking == Packing::kE2M1A16) arguments.global_scale = launch.global_scale;
   return arguments;

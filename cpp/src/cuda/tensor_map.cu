@@ -29,23 +29,29 @@ auto encoder() {
 
 }  // namespace
 
-CUtensorMap make_tensor_map(TensorMapSource const& s, int box_columns, int box_rows, int box_layers, bool swizzled) {
+CUtensorMap make_tensor_map(void const* data, int element_bytes, std::initializer_list<TensorMapDimension> dimensions,
+                            bool swizzled) {
+  constexpr int kMost = 5;
+  CUtensorMapDataType const type = element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                        : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+  cuuint64_t extents[kMost], strides[kMost];
+  cuuint32_t boxes[kMost], steps[kMost];
+  int count = 0;
+  for (TensorMapDimension const& d : dimensions) {
+    extents[count] = cuuint64_t(d.extent), strides[count] = cuuint64_t(d.stride);
+    boxes[count] = cuuint32_t(d.box), steps[count] = 1;
+    ++count;
+  }
   CUtensorMap map;
-  CUtensorMapDataType const type = s.element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-                                   : s.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
-                                                          : CU_TENSOR_MAP_DATA_TYPE_UINT32;
-  cuuint64_t const extents[] = {cuuint64_t(s.columns), cuuint64_t(s.rows), cuuint64_t(s.layers)};
-  cuuint64_t const strides[] = {cuuint64_t(s.row_bytes), cuuint64_t(s.layer_bytes)};
-  cuuint32_t const box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows), cuuint32_t(box_layers)};
-  cuuint32_t const steps[] = {1, 1, 1};
   CUresult const status =
-      encoder()(&map, type, s.layers > 0 ? 3 : 2, const_cast<void*>(s.data), extents, strides, box, steps,
+      encoder()(&map, type, cuuint32_t(count), const_cast<void*>(data), extents, strides + 1, boxes, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS)
-    throw CudaError("cuTensorMapEncodeTiled failed with status " + std::to_string(status) + " for a matrix of " +
-                    std::to_string(s.rows) + " x " + std::to_string(s.columns));
-  return map;
+  if (status == CUDA_SUCCESS) return map;
+  std::string shape;
+  for (TensorMapDimension const& d : dimensions) shape += (shape.empty() ? "" : " x ") + std::to_string(d.extent);
+  throw CudaError("cuTensorMapEncodeTiled failed with status " + std::to_string(status) + " for a tensor of " + shape);
 }
 
 }  // namespace qcutlass::cuda

@@ -5,20 +5,22 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace qcutlass::cuda {
 
-/// A row-major matrix [rows, columns], or with `layers` > 0 a stack of them, in global memory.
-struct TensorMapSource {
-  void const* data;   // 16-byte aligned
-  int element_bytes;  // 1, 2 or 4
-  int64_t columns, rows, layers = 0;
-  int64_t row_bytes, layer_bytes = 0;  // from one to the next, multiples of 16
+/// A dimension of a tensor in global memory, and of the boxes that are copied. `stride`: bytes from one element to the
+/// next, a multiple of 16; without meaning in the first dimension, whose elements are neighbours.
+struct TensorMapDimension {
+  int64_t extent;
+  int box;
+  int64_t stride = 0;
 };
 
-/// The map of boxes [layers,] rows x columns, which arrive densely, row by row; elements outside the tensor as zeros.
-/// `swizzled`: rows are 128 bytes, and their 16-byte chunks permuted as warpgroup MMAs expect them.
-CUtensorMap make_tensor_map(TensorMapSource const& source, int box_columns, int box_rows, int box_layers,
-                            bool swizzled);
+/// The map of boxes of a tensor of up to five dimensions, the innermost first, with elements of 1, 2 or 4 bytes from a
+/// 16-byte aligned address on. Boxes arrive densely, elements outside the tensor as zeros. `swizzled`: rows are 128
+/// bytes, and their 16-byte chunks permuted as warpgroup MMAs expect them.
+CUtensorMap make_tensor_map(void const* data, int element_bytes, std::initializer_list<TensorMapDimension> dimensions,
+                            bool swizzled = false);
 
 }  // namespace qcutlass::cuda

@@ -47,13 +47,14 @@ QCUTLASS_INLINE void apply_gate(Activation activation, int64_t count, float cons
 }
 
 /// How channels are put together whose sums are finished together: some strips of 16, with a gate those of 16 gates and
-/// of what they multiply.
+/// of what they multiply, which of halves lie far apart.
 class Parts {
  public:
   /// `width`: channels of a part without a gate.
   explicit Parts(GemmArguments const& arguments, int64_t width = layout::kTileN)
       : strips_(arguments.gate == Gate::kNone ? width / layout::kTileN : 2),
-        tiles_(layout::tiles_n(arguments.weights.n)) {}
+        tiles_(layout::tiles_n(arguments.weights.n)),
+        halves_(arguments.gate == Gate::kHalves) {}
 
   int64_t count() const { return layout::ceil_div(tiles_, strips_); }
 
@@ -62,10 +63,11 @@ class Parts {
   int64_t strips(int64_t part) const { return std::min(strips_, tiles_ - part * strips_); }
 
   /// The strip that is number `i` of a part.
-  int64_t strip(int64_t part, int64_t i) const { return part * strips_ + i; }
+  int64_t strip(int64_t part, int64_t i) const { return halves_ ? part + i * (tiles_ / 2) : part * strips_ + i; }
 
  private:
   int64_t strips_, tiles_;
+  bool halves_;
 };
 
 /// What follows the sums of a part, row by row: the one place where the host finishes outputs.

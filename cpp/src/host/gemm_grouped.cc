@@ -128,9 +128,9 @@ class Rows {
   /// The loaded activations.
   SteadyRows const& rows() const { return *rows_; }
 
-  /// Writes a strip of the output, given its sums.
-  void store(int64_t strip, float const* sums) const {
-    store_part(product_, Parts(product_), strip, SteadyRows::most(product_.weights), sums);
+  /// Writes a part of the output, given sums [strips of the part][rows][16], of which the first are its own.
+  void store(int64_t part, int64_t rows, float const* sums) const {
+    store_part(product_, Parts(product_), part, rows, sums);
   }
 
  private:
@@ -164,24 +164,29 @@ void multiply_rows(GemmArguments const& arguments, int64_t begin, int64_t end, i
       runs.push_back({first, held.size()});
     }
   }
-  int64_t const count = static_cast<int64_t>(held.size()), strips = layout::tiles_n(weights.n);
+  Parts const parts(arguments);
+  int64_t const count = static_cast<int64_t>(held.size());
   parallel_for(count, kGrainOperations / (most * weights.k), threads, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) held[i].load();
   });
   for (Run& run : runs) {
     for (size_t i = run.first; i < run.last; ++i) run.parts.push_back(&held[i].rows());
   }
-  int64_t const operations = layout::kTileN * weights.k * (1 + count / static_cast<int64_t>(runs.size()));
+  int64_t const operations =
+      parts.strips() * layout::kTileN * weights.k * (1 + count / static_cast<int64_t>(runs.size()));
   MultiplyStrip const multiply = multiply_strip(weights);
-  parallel_for(static_cast<int64_t>(runs.size()) * strips, kGrainOperations / operations, threads,
+  parallel_for(static_cast<int64_t>(runs.size()) * parts.count(), kGrainOperations / operations, threads,
                [&](int64_t first, int64_t last) {
                  std::vector<float> sums;
                  for (int64_t i = first; i < last; ++i) {
-                   Run const& run = runs[i / strips];
-                   sums.assign(run.parts.size() * most * layout::kTileN, 0.0f);
-                   SteadyRows::multiply(run.parts, multiply, i % strips, sums.data());
-                   for (size_t part = 0; part < run.parts.size(); ++part)
-                     held[run.first + part].store(i % strips, sums.data() + part * most * layout::kTileN);
+                   Run const& run = runs[i / parts.count()];
+                   int64_t const part = i % parts.count(), rows = static_cast<int64_t>(run.parts.size()) * most;
+                   sums.assign(parts.strips() * rows * layout::kTileN, 0.0f);
+                   for (int64_t strip = 0; strip < parts.strips(part); ++strip)
+                     SteadyRows::multiply(run.parts, multiply, parts.strip(part, strip),
+                                          sums.data() + strip * rows * layout::kTileN);
+                   for (size_t own = run.first; own < run.last; ++own)
+                     held[own].store(part, rows, sums.data() + (own - run.first) * most * layout::kTileN);
                  }
                });
 }
@@ -189,7 +194,7 @@ void multiply_rows(GemmArguments const& arguments, int64_t begin, int64_t end, i
 void clear_rows(GemmArguments const& arguments, int64_t begin, int64_t end) {
   int64_t const size = size_of(arguments.a_type);
   for (int64_t row = begin; row < end; ++row)
-    std::memset(at(arguments.out, row * arguments.out_stride * size), 0, arguments.weights.n * size);
+    std::memset(at(arguments.out, row * arguments.out_stride * size), 0, arguments.out_columns() * size);
 }
 
 }  // namespace

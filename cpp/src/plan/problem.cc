@@ -229,10 +229,15 @@ void check_epilogue(GemmArguments const& arguments) {
     throw InvalidArgument("out_stride must be at least " + std::to_string(arguments.out_columns()) + ", got " +
                           std::to_string(arguments.out_stride));
   if (!gated && !adds) return;
-  if (!is_floating(arguments.type_of_out()) || arguments.experts.count != 0)
-    throw InvalidArgument(
-        "gate, residual: expected one matrix of weights, and an output of float16, bfloat16 or float32");
+  if (!is_floating(arguments.type_of_out()))
+    throw InvalidArgument("gate, residual: expected an output of float16, bfloat16 or float32");
+  bool const grouped = arguments.experts.count != 0;
+  if (grouped && adds) throw InvalidArgument("residual: expected none for the rows of experts");
   if (gated) {
+    if (arguments.gate != (grouped ? Gate::kHalves : Gate::kInterleaved))
+      throw InvalidArgument("gate must be of halves for the rows of experts, and interleaved for others");
+    if (arguments.experts.row_scale != nullptr)
+      throw InvalidArgument("row_scale: expected none with a gate; the product behind it takes it");
     if (arguments.activation != Activation::kSilu && arguments.activation != Activation::kGeluTanh)
       throw InvalidArgument("activation must be silu or gelu_tanh with a gate");
     if (arguments.weights.n % (2 * layout::kTileN) != 0)

@@ -37,7 +37,10 @@ void register_enumerations(py::module_& module) {
       .value("GELU", Activation::kGelu)
       .value("GELU_TANH", Activation::kGeluTanh)
       .value("SILU", Activation::kSilu);
-  py::enum_<Gate>(module, "Gate").value("NONE", Gate::kNone).value("INTERLEAVED", Gate::kInterleaved);
+  py::enum_<Gate>(module, "Gate")
+      .value("NONE", Gate::kNone)
+      .value("INTERLEAVED", Gate::kInterleaved)
+      .value("HALVES", Gate::kHalves);
   py::enum_<Packing>(module, "Packing")
       .value("W4A16", Packing::kW4A16)
       .value("W8A16", Packing::kW8A16)

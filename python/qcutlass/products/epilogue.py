@@ -65,7 +65,7 @@ def fill_epilogue(call: Finishing, arguments: _C.GemmArguments) -> list[Tensor]:
     """Adds activation, gate and residual to `arguments`; returns the tensors that these point into."""
     if call.activation in ACTIVATION_OF_GATE:
         arguments.activation = ACTIVATION_OF_GATE[call.activation]
-        arguments.gate = _C.Gate.INTERLEAVED
+        arguments.gate = _C.Gate.HALVES if arguments.experts.count else _C.Gate.INTERLEAVED
     else:
         arguments.activation = ACTIVATIONS[call.activation]
     if call.residual is None:

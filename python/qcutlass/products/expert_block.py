@@ -17,6 +17,7 @@ from qcutlass.products.checks import (
     shape_of,
     tensors_of,
 )
+from qcutlass.products.epilogue import GATE_STEP
 from qcutlass.products.functions import gemm_grouped
 from qcutlass.products.grouped import GATHER_BYTES, GroupedCall
 from qcutlass.products.kind import schema_of
@@ -158,15 +159,33 @@ def _multiply(
     batch_invariant: bool,
     rows: Tensor | None = None,
     row_scale: Tensor | None = None,
+    activation: str | None = None,
 ) -> Tensor:
     parts = PackedWeights.of(weights)._asdict() | {"bias": weights.bias, "perm": weights.perm}
-    return gemm_grouped(a, offsets=offsets, rows=rows, row_scale=row_scale, batch_invariant=batch_invariant, **parts)
+    return gemm_grouped(
+        a,
+        offsets=offsets,
+        rows=rows,
+        row_scale=row_scale,
+        activation=activation,
+        batch_invariant=batch_invariant,
+        **parts,
+    )
+
+
+def _fused_gate(call: ExpertsCall) -> str | None:
+    """The activation with which the first product computes the gate, too; None: it leaves gate and up."""
+    gate_up = call.gate_up
+    if gate_up.interleaved or gate_up.scales.shape[-1] % (2 * GATE_STEP):
+        return None
+    return check_gate(call.activation, call.limit, call.alpha, gate_up.interleaved).fused
 
 
 def tokens_at_once(call: ExpertsCall) -> int:
     """Equal shares of the tokens whose intermediate results fit into `MOST_BYTES`, or one."""
     both, size = call.gate_up.scales.shape[-1], call.x.element_size()
-    row = size * (both // 2 + max(both, call.x.shape[1]))
+    first = 0 if _fused_gate(call) else both
+    row = size * (both // 2 + max(first, call.x.shape[1]))
     orders = [weights.perm.shape[1] for weights in (call.gate_up, call.down) if weights.perm is not None]
     row += (size + GATHER_BYTES) * max(orders, default=0)
     most = max(1, MOST_BYTES // (row * call.topk_ids.shape[1]))
@@ -176,13 +195,13 @@ def tokens_at_once(call: ExpertsCall) -> int:
 def _run(call: ExpertsCall, out: Tensor) -> None:
     """The block of checked arguments in `out`, which has unit stride along H."""
     step = tokens_at_once(call)
-    gate_up, down = call.gate_up, call.down
+    gate_up, down, fused = call.gate_up, call.down, _fused_gate(call)
     for begin in range(0, call.x.shape[0], step):
         part = slice(begin, begin + step)
         rows, offsets, order, row_scale = route(call.topk_ids[part], call.experts, call.topk_weights[part])
-        both = _multiply(call.x[part], gate_up, offsets, call.batch_invariant, rows=rows)
-        gated = gate_rows(both, call.activation, call.limit, call.alpha, gate_up.interleaved, offsets)
-        del both  # its memory is the next product's
+        gated = _multiply(call.x[part], gate_up, offsets, call.batch_invariant, rows=rows, activation=fused)
+        if fused is None:
+            gated = gate_rows(gated, call.activation, call.limit, call.alpha, gate_up.interleaved, offsets)
         y = _multiply(gated, down, offsets, call.batch_invariant, row_scale=row_scale)
         del gated
         sum_slots_into(y, order, out[part])

@@ -356,16 +356,17 @@ def gemm_grouped(
             and R = T.
         row_scale: float32 `[R]`: multiplies finished rows, in fp32 before they are rounded (the router's weights).
         bias: float16, bfloat16 or float32 `[E, N]`.
-        activation: as for `gemm`, but no gate.
+        activation: as for `gemm`. With "silu_mul" and "gelu_tanh_mul" the N = 2 I channels are I of gate, then I of up,
+            as those of `moe.ExpertWeights`, I is a multiple of 16, the output `[R, I]`, and there is no `row_scale`.
         group_size, bits, tactic, weight_dtype, batch_invariant: as for `gemm`.
         global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn; None: 1.
         perm: int32 `[E, K]`, values in [0, K): column k of an expert's codes meets column perm[e, k] of `a` (GPTQ's
             act-order). On CUDA torch gathers rows and columns before the product, in R * K elements of the type of
             `a` and 12 bytes more for each; there, values are clamped as rows are.
-        out: `[R, N]` with the type of `a`, to be written; must not share memory with an operand.
+        out: `[R, N]`, or `[R, I]`, with the type of `a`, to be written; must not share memory with an operand.
 
     Returns:
-        `[R, N]` with the type of `a`; `out` if it was given. Bitwise repeatable.
+        `[R, N]`, or `[R, I]`, with the type of `a`; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset,

@@ -18,6 +18,7 @@ from qcutlass.products.checks import (
     check_vector,
     shape_of,
 )
+from qcutlass.products.epilogue import GATE_STEP, columns, is_gate
 from qcutlass.products.kind import Description, Kind
 from qcutlass.products.packing import PackedWeights, WeightShape, check_contiguous, check_weights, weight_arguments
 from qcutlass.products.weight_only import ACTIVATIONS_ON, PERM, check_groups, describe_codes, describe_scales
@@ -105,7 +106,7 @@ class GroupedCall(NamedTuple):
             raise ValueError(f"a: expected shape [T, K], got {shape_of(self.a)}")
         shape = self._check_weights(device)
         self._check_rows(device)
-        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant, takes_gates=True)
         if self.bias is not None:
             check_operand("bias", self.bias, FLOATING, device, "a")
             if self.bias.shape != (self.experts, shape.n):
@@ -115,9 +116,21 @@ class GroupedCall(NamedTuple):
             if self.perm.shape != (self.experts, shape.k):
                 raise ValueError(f"perm: expected shape [E, K] = {[self.experts, shape.k]}, got {shape_of(self.perm)}")
         if out is not None:
-            check_out("a", self.a, out, shape.n, self.a.dtype, rows=self.out_rows)
+            check_out("a", self.a, out, columns(self, shape.n), self.a.dtype, rows=self.out_rows)
         check_groups(shape, device)
+        self._check_gate(shape.n)
         return shape
+
+    def _check_gate(self, n: int) -> None:
+        if not is_gate(self.activation):
+            return
+        if n % (2 * GATE_STEP):
+            raise ValueError(
+                f"activation: {self.activation!r} takes I channels of gate, then I of up, I a multiple of {GATE_STEP}; "
+                f"got N = {n}"
+            )
+        if self.row_scale is not None:
+            raise ValueError(f"row_scale: expected None with {self.activation!r}; the product of down takes it")
 
     @property
     def experts(self) -> int:

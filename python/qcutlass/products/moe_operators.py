@@ -11,6 +11,7 @@ from torch import Tensor
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
 from qcutlass.products.checks import (
+    ACTIVATION_OF_GATE,
     FLOATING,
     check_device,
     check_flag,
@@ -46,6 +47,11 @@ class Gate(NamedTuple):
     alpha: float = 1.0
     limit: float = math.inf
     up_offset: float = 0.0
+
+    @property
+    def fused(self) -> str | None:
+        """The activation of a product that computes it, too."""
+        return next((name for name, function in ACTIVATION_OF_GATE.items() if self == Gate(function)), None)
 
 
 GATES: Final = {

@@ -17,6 +17,7 @@ THROUGH_MEMORY = (tests("test_last_wave_cuda.py", "[int8-all in pairs-8]"),)
 # Both modes of scales, and groups that are not whole stages: every tactic of experts' rows.
 GROUPED = "w4a16_bf16_native_fine_grouped_sm90a"
 EXPERTS = (tests("test_grouped.py", "test_both_oracles[", "w4 bfloat16-cuda]"),)
+GATED_EXPERTS = (tests("test_grouped_gates.py", "test_gates_give_the_bits_of_separate_steps[native-w4 bfloat16-cuda]"),)
 FLOATS = "e2m1a16_grouped_sm90a"
 FLOAT_EXPERTS = (tests("test_grouped.py", "test_both_oracles_of_codes[NVFP4-cuda]"),)
 
@@ -166,10 +167,28 @@ WGMMA_RS = (
         "weights of the first expert for all of them",
         "wgmma_rs, experts",
         f"{THREADBLOCK}/mma_packed_wgmma_rs.h",
-        "channel / 16 + (kExperts ? expert_ * args_.tiles_n : 0);",
+        "channel / 16 + expert_ * args_.tiles_n;",
         "channel / 16;",
         GROUPED,
         EXPERTS,
+    ),
+    Mutant(
+        "scales of gates from twice their channels on",
+        "wgmma_rs, experts",
+        f"{THREADBLOCK}/mma_packed_wgmma_rs.h",
+        "args_.has_halves ? channel / 32 : 0, group, expert_);",
+        "args_.has_halves ? channel / 16 : 0, group, expert_);",
+        GROUPED,
+        GATED_EXPERTS,
+    ),
+    Mutant(
+        "the bias of gates and ups as if they took turns",
+        "wgmma_rs, epilogue",
+        f"{EPILOGUE}/wgmma_epilogue.h",
+        "source = params.halves().channel(own);",
+        "source = own;",
+        GROUPED,
+        GATED_EXPERTS,
     ),
     Mutant(
         "a block leaves out every second of its tiles of experts' rows",

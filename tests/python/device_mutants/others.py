@@ -12,6 +12,15 @@ INTEGERS = "w4a16_f16_grouped"
 
 EXPERTS = (
     Mutant(
+        "ups for gates, and gates for ups",
+        "grouped mma.sync",
+        "cutlass_ext/layout/gate_halves.h",
+        "(index & 1) * half",
+        "(~index & 1) * half",
+        INTEGERS,
+        (tests("test_grouped_gates.py", "test_gates_give_the_bits_of_separate_steps[native-w4 float16-cuda]"),),
+    ),
+    Mutant(
         "scales of the first expert for all of them",
         "grouped mma.sync",
         f"{KERNEL}/grouped_gemm.h",

@@ -60,32 +60,43 @@ CUTLASS_DEVICE void with_output_type(qcutlass::DType type, Function const& funct
   }
 }
 
+/// Rounds a token's 8 channels to Element, or with void to the launch's type.
+template <class Element>
+CUTLASS_DEVICE void round_channels(OutputTensor const& out, float (&values)[kVectorChannels]) {
+  with_output_type<Element>(out.output_type, [&](auto element) { round_values<decltype(element)>(values); });
+}
+
+/// What 8 channels of a token with their bias give with a gate, in the thread that has the gates: returns whether this
+/// one has them. Threads that hold neighbouring vectors of a token are neighbours in a warp, the first of four at a
+/// multiple of four, and call together.
+template <class Element>
+CUTLASS_DEVICE bool apply_gate(OutputTensor const& out, int channel, float (&values)[kVectorChannels]) {
+  constexpr unsigned kTurnLanes = kGateTurn / kVectorChannels, kPairLanes = 2 * kTurnLanes;
+  round_channels<Element>(out, values);
+  unsigned const lanes = ((1u << kPairLanes) - 1) << (threadIdx.x % 32 & ~(kPairLanes - 1));
+  float multiplied[kVectorChannels];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kVectorChannels; ++i) multiplied[i] = __shfl_xor_sync(lanes, values[i], kTurnLanes);
+  if (channel % (2 * kGateTurn) >= kGateTurn) return false;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kVectorChannels; ++i) values[i] = gate_value(values[i], out.activation) * multiplied[i];
+  return true;
+}
+
 /// Activation, gate and residual of a token's 8 channels with their bias, and their store as Element, or with void as
-/// the launch's type. With a gate, threads that hold neighbouring vectors of a token are neighbours in a warp, the
-/// first of four at a multiple of four, and call together.
+/// the launch's type. With a gate threads call as for apply_gate().
 template <class Element>
 CUTLASS_DEVICE void finish_channels(OutputTensor const& out, int token, int channel, float (&values)[kVectorChannels]) {
-  constexpr unsigned kTurnLanes = kGateTurn / kVectorChannels, kPairLanes = 2 * kTurnLanes;
-  auto const round = [&] {
-    with_output_type<Element>(out.output_type, [&](auto element) { round_values<decltype(element)>(values); });
-  };
   int column = channel, columns = out.channels;
   if (out.gate != qcutlass::Gate::kNone) {
-    round();
-    unsigned const lanes = ((1u << kPairLanes) - 1) << (threadIdx.x % 32 & ~(kPairLanes - 1));
-    float multiplied[kVectorChannels];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVectorChannels; ++i) multiplied[i] = __shfl_xor_sync(lanes, values[i], kTurnLanes);
-    if (channel % (2 * kGateTurn) >= kGateTurn) return;  // the other thread has the gate
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVectorChannels; ++i) values[i] = gate_value(values[i], out.activation) * multiplied[i];
+    if (!apply_gate<Element>(out, channel, values)) return;
     column = gated_column(channel);
     columns /= 2;
   } else {
     activate(values, out.activation);
   }
   bool const adds = out.residual != nullptr;
-  if (adds) round();
+  if (adds) round_channels<Element>(out, values);
   with_output_type<Element>(out.output_type, [&](auto element) {
     using Type = decltype(element);
     if (adds) {
@@ -110,10 +121,7 @@ class BiasActivation {
     explicit Params(OutputArguments const& args) : OutputTensor(args) {}
   };
 
-  CUTLASS_DEVICE BiasActivation(Params const& params, int channel) : params_(params), channel_(channel) {
-    if (params.bias_type != qcutlass::DType::kNone)
-      load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
-  }
+  CUTLASS_DEVICE BiasActivation(Params const& params, int channel) : BiasActivation(params, channel, channel) {}
 
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (token >= params_.tokens) return;
@@ -122,20 +130,27 @@ class BiasActivation {
   }
 
  protected:
+  /// `source`: where the bias has the channels.
+  CUTLASS_DEVICE BiasActivation(Params const& params, int channel, int source) : params_(params), channel_(channel) {
+    if (params.bias_type != qcutlass::DType::kNone)
+      load_channels(bias_, params.bias, params.bias_type, source, params.channels);
+  }
+
   CUTLASS_DEVICE void add_bias(float (&sum)[kVector]) const {
     if (params_.bias_type == qcutlass::DType::kNone) return;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
   }
 
-  CUTLASS_DEVICE void write(int token, float const (&values)[kVector]) const {
-    store_channels(static_cast<Element*>(params_.output) + token * params_.stride + channel_, values,
-                   params_.channels - channel_, params_.vectors);
+  CUTLASS_DEVICE void write(int token, int column, int columns, float const (&values)[kVector]) const {
+    store_channels(static_cast<Element*>(params_.output) + token * params_.stride + column, values, columns - column,
+                   params_.vectors);
   }
 
- private:
   Params const& params_;
   int channel_;
+
+ private:
   float bias_[kVector];
 };
 

@@ -1,6 +1,7 @@
 // The output of a product, as plain data that every output operator makes its parameters from.
 #pragma once
 
+#include "cutlass_ext/layout/gate_halves.h"
 #include "qcutlass/gemm.h"
 
 namespace cutlass::epilogue::thread {
@@ -18,6 +19,13 @@ struct OutputTensor {
   qcutlass::Gate gate;
   void const* residual;  // [tokens, columns], of the output's type, `vectors` as the output; nullptr: none
   int64_t residual_stride;
+
+  /// Where a product's channels lie in the weights, in their scales and in the bias.
+  CUTLASS_HOST_DEVICE layout::GateHalves halves() const {
+    layout::GateHalves halves;
+    if (gate == qcutlass::Gate::kHalves) halves = {1, channels / (2 * layout::GateHalves::kStripChannels)};
+    return halves;
+  }
 };
 
 /// With the members that only some operators take.

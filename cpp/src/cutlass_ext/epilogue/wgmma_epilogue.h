@@ -94,7 +94,7 @@ class WgmmaEpilogue {
         return;
       }
     // Neither short tiles nor gates with residuals have code of their own: every copy of the passes is to be compiled.
-    bool const is_whole = kPasses > 2 && rank < 0 && params.vectors, adds = kHasGates && params.residual != nullptr;
+    bool const is_whole = kPasses > 2 && rank < 0 && params.vectors, adds = kHasResiduals && params.residual != nullptr;
     if (kHasGates && params.gate != qcutlass::Gate::kNone) {
       if (is_whole && !adds)
         store_whole<kHasGates, false>(params, sums, channel, token);
@@ -103,7 +103,7 @@ class WgmmaEpilogue {
     } else if (!is_whole) {
       store<false>(params, sums, channel, token, blocks, rank);
     } else if (adds) {
-      store_whole<false, kHasGates>(params, sums, channel, token);
+      store_whole<false, kHasResiduals>(params, sums, channel, token);
     } else {
       store_whole<false, false>(params, sums, channel, token);
     }
@@ -114,7 +114,7 @@ class WgmmaEpilogue {
   static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
 
   /// Whether gates and residuals may follow. They find sums that are rounded, as separate operators do.
-  static constexpr bool kHasGates = !kScalesTokens && !Mma::kExperts;
+  static constexpr bool kHasGates = !kScalesTokens, kHasResiduals = kHasGates && !Mma::kExperts;
 
   /// Stores this block's parts, rounded.
   template <bool kGated>
@@ -222,7 +222,9 @@ class WgmmaEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       int const own = channel + own_channel() + i * 8;
-      bias[i] = own < params.channels ? thread::load_bias(params.bias, params.bias_type, own) : thread::kNoBias;
+      int source = own;
+      if constexpr (Mma::kExperts) source = params.halves().channel(own);
+      bias[i] = own < params.channels ? thread::load_bias(params.bias, params.bias_type, source) : thread::kNoBias;
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) sums[i] += bias[i / 2 % 2];
@@ -273,7 +275,7 @@ class WgmmaEpilogue {
     if (token >= params.tokens) return;
     int const column = channel / (kVector / kColumns) + own, left = params.channels / (kVector / kColumns) - column;
     auto words = finished<kGated>(params, rows(pass)[row], own);
-    if (kHasGates && params.residual != nullptr) {
+    if (kHasResiduals && params.residual != nullptr) {
       auto const* from = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
       words = thread::add_columns(words, thread::load_columns<Element, kColumns>(from, left, params.vectors));
     }

@@ -59,8 +59,8 @@ class MmaPackedWgmmaRs {
 
   struct Arguments : Traits::GlobalScale {
     TokenBoxes<Shape::kN> activations;  // [tokens][k]
-    CUtensorMap weights;                // [experts * tiles_n][tiles_k][128 words]
-    CUtensorMap scales;                 // [groups][channels], of experts [experts][groups][channels]
+    CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
+    CUtensorMap scales;                 // [groups][channels]
     CUtensorMap zeros;                  // likewise
     uint64_t weight_policy;             // of the L2 cache
     int weight_bytes;                   // of a stage, with scales and zeros
@@ -68,6 +68,10 @@ class MmaPackedWgmmaRs {
     qcutlass::DType scale_type, zero_type;
     int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
     int tiles_n;              // of an expert
+    /// Maps of experts have five dimensions: weights [experts][tiles_n / 2][2 halves][tiles_k][128 words], scales
+    /// [experts][groups][channels / 32][2 halves][16]. Without halves, whose dimension is 1, weights are one matrix
+    /// [experts * tiles_n], so that a box at an expert's end reads on, not zeros, and scales [groups][1][1][channels].
+    bool has_halves;
   };
   /// Blocks that fetch each other's weights: the smaller operand here.
   static CUTLASS_DEVICE int sharers(Arguments const&) { return 1; }
@@ -114,9 +118,15 @@ class MmaPackedWgmmaRs {
    private:
     CUTLASS_DEVICE void request_weights(int place, int channel, int k) {
       barriers_.full[place].arrive_and_expect_tx(args_.weight_bytes + activation_bytes());
-      int const first_strip = channel / 16 + (kExperts ? expert_ * args_.tiles_n : 0);
-      cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
-                                   k / LayoutA::kTileK, first_strip);
+      int const tile_k = k / LayoutA::kTileK;
+      if constexpr (kExperts) {
+        int const strip = args_.has_halves ? channel / 32 : channel / 16 + expert_ * args_.tiles_n;
+        cute::SM90_TMA_LOAD_5D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
+                                     tile_k, 0, strip, args_.has_halves ? expert_ : 0);
+      } else {
+        cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
+                                     tile_k, channel / 16);
+      }
       if constexpr (kRows > 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int box = 0; box < kRows / kBoxRows; ++box) {
@@ -132,7 +142,8 @@ class MmaPackedWgmmaRs {
     /// could be scaled to NaN by.
     CUTLASS_DEVICE void load_rows(CUtensorMap const& map, int place, uint8_t* to, int channel, int group) {
       if constexpr (kExperts)
-        cute::SM90_TMA_LOAD_3D::copy(&map, barrier(place), args_.weight_policy, to, channel, group, expert_);
+        cute::SM90_TMA_LOAD_5D::copy(&map, barrier(place), args_.weight_policy, to, args_.has_halves ? 0 : channel, 0,
+                                     args_.has_halves ? channel / 32 : 0, group, expert_);
       else
         cute::SM90_TMA_LOAD_2D::copy(&map, barrier(place), args_.weight_policy, to, channel, group);
     }

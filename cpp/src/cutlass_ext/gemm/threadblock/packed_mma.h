@@ -10,12 +10,13 @@
 #include "cutlass_ext/gemm/threadblock/row_source.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
 #include "cutlass_ext/gemm/warp/float_code_scales.h"
+#include "cutlass_ext/layout/gate_halves.h"
 #include "cutlass_ext/layout/packed_weights.h"
 
 namespace cutlass::gemm::threadblock {
 
-/// Packed weights (operand A) times activations of type Element (operand B, k x tokens). kGathers: tokens may be any
-/// rows of the activations.
+/// Packed weights (operand A) times activations of type Element (operand B, k x tokens). kGathers: as products of
+/// experts have them, tokens may be any rows of the activations, and weights those of gates and what they multiply.
 template <class Element_, qcutlass::Packing kPacking_, qcutlass::ScaleMode kMode_, bool kGathers_ = false>
 struct PackedMma {
   using Element = Element_;
@@ -73,7 +74,8 @@ struct PackedMma {
     GroupSize group_size;
     GroupMatrix scales, zeros;
     BlockScaleMatrices blocks;
-    std::conditional_t<kGathers, GatheredRows, OwnRows> source;  // of a token
+    std::conditional_t<kGathers, GatheredRows, OwnRows> source;                 // of a token
+    std::conditional_t<kGathers, layout::GateHalves, layout::NoHalves> halves;  // where channels lie
   };
 };
 

@@ -21,13 +21,15 @@ class PackedWeightLoader {
                 "every thread copies the same number of chunks, at a fixed step");
 
   /// The packed tensor is tiles_n x tiles_k; this block copies from (first_strip, first_tile) on, up to end_tile.
-  CUTLASS_DEVICE
-  PackedWeightLoader(uint8_t const* packed, int tiles_n, int tiles_k, int first_strip, int first_tile, int end_tile)
+  template <class Halves>
+  CUTLASS_DEVICE PackedWeightLoader(uint8_t const* packed, int tiles_n, int tiles_k, Halves const& halves,
+                                    int first_strip, int first_tile, int end_tile)
       : left_(end_tile - first_tile - int(threadIdx.x) % kChunks / kChunksATile) {
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kStripsAThread;
          ++s) {  // strips beyond the last are copies of it, whose channels are not stored
-      int const strip = fast_min(first_strip + int(threadIdx.x) / kChunks + s * kStripStep, tiles_n - 1);
+      int const index = fast_min(first_strip + int(threadIdx.x) / kChunks + s * kStripStep, tiles_n - 1);
+      int const strip = halves.strip(index);
       pointer_[s] = packed + (int64_t(strip) * tiles_k + first_tile) * Layout::kTileBytes + threadIdx.x % kChunks * 16;
     }
   }

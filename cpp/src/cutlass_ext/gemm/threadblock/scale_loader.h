@@ -3,6 +3,7 @@
 
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/fast_math.h"
+#include "cutlass_ext/layout/gate_halves.h"
 #include "plan/footprint.h"
 #include "qcutlass/types.h"
 
@@ -15,6 +16,14 @@ struct GroupMatrix {
   int element_bytes;
   int row_bytes;
   qcutlass::DType type;
+
+  /// Where a row has what a tile from `channel` on has at `byte`, a multiple of 16: of 16 channels at most.
+  CUTLASS_DEVICE int byte(layout::NoHalves const&, int channel, int byte) const {
+    return channel * element_bytes + byte;
+  }
+  CUTLASS_DEVICE int byte(layout::GateHalves const& halves, int channel, int byte) const {
+    return halves.channel(channel + (byte >> (element_bytes >> 1))) * element_bytes;  // 1, 2 or 4: shifts 0, 1, 2
+  }
 };
 
 /// k -> group without a branch: FastDivmod for any divisor but 1, so it counts in eighths of k, and groups are
@@ -41,13 +50,14 @@ class GroupRowLoader {
   static constexpr int kRowBytes = kZeros + kChannels * kZeroBytes;
   static constexpr int kStageBytes = kRows * kRowBytes;
 
-  CUTLASS_DEVICE
-  GroupRowLoader(GroupMatrix const& scales, GroupMatrix const& zeros, GroupSize const& group_size, int first_channel)
+  template <class Halves>
+  CUTLASS_DEVICE GroupRowLoader(GroupMatrix const& scales, GroupMatrix const& zeros, GroupSize const& group_size,
+                                Halves const& halves, int first_channel)
       : group_size_(group_size) {
     int const chunk = threadIdx.x % kChunks;
     bool const zero = chunk * 16 >= kZeros;
     GroupMatrix const& matrix = zero ? zeros : scales;
-    int const byte = chunk * 16 - (zero ? kZeros : 0), first_byte = first_channel * matrix.element_bytes + byte;
+    int const byte = chunk * 16 - (zero ? kZeros : 0), first_byte = matrix.byte(halves, first_channel, byte);
     // Channels beyond the matrix keep what lies in the ring and are not stored.
     row_ = threadIdx.x < kRowStep * kChunks && byte < kChannels * matrix.element_bytes && first_byte < matrix.row_bytes
                ? threadIdx.x / kChunks
@@ -83,7 +93,8 @@ class GroupRowLoader {
 /// The loader of products without scales before the sums: loads nothing.
 struct NoGroupRows {
   static constexpr int kStageBytes = 0;
-  CUTLASS_DEVICE NoGroupRows(GroupMatrix const&, GroupMatrix const&, GroupSize const&, int) {}
+  template <class Halves>
+  CUTLASS_DEVICE NoGroupRows(GroupMatrix const&, GroupMatrix const&, GroupSize const&, Halves const&, int) {}
   CUTLASS_DEVICE void copy(uint8_t*, int, int) const {}
 };
 

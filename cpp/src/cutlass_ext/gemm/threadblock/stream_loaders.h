@@ -20,12 +20,15 @@ class StreamWeightLoader {
   /// The first stage begins at (channel, k).
   CUTLASS_DEVICE
   StreamWeightLoader(typename Traits::Arguments const& args, int channel, int k, int thread) : thread_(thread) {
-    packed_ = args.weights + (int64_t(channel / 16) * args.tiles_k + k / Layout::kTileK) * Layout::kTileBytes +
+    int const first = channel / 16;
+    packed_ = args.weights + (int64_t(first) * args.tiles_k + k / Layout::kTileK) * Layout::kTileBytes +
               thread % kChunksAStrip * 16;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kStripsAThread; ++i)  // strips beyond the last are copies of it, whose channels are not stored
-      strip_[i] = fast_min(thread / kChunksAStrip + i * kStripStep, args.tiles_n - 1 - channel / 16) * args.tiles_k *
-                  kChunksATile;
+    for (int i = 0; i < kStripsAThread; ++i) {
+      // Strips beyond the last are copies of it, whose channels are not stored.
+      int const ahead = fast_min(thread / kChunksAStrip + i * kStripStep, args.tiles_n - 1 - first);
+      strip_[i] = (args.halves.strip(first + ahead) - first) * args.tiles_k * kChunksATile;
+    }
   }
 
   /// The next stage; zeros from `left` columns on.
@@ -141,7 +144,10 @@ class StreamGroupLoader {
 
   CUTLASS_DEVICE
   StreamGroupLoader(Arguments const& args, int channel, int thread)
-      : args_(args), thread_(thread), scales_(args.scales, channel, thread), zeros_(args.zeros, channel, thread) {}
+      : args_(args),
+        thread_(thread),
+        scales_(args.scales, args.halves, channel, thread),
+        zeros_(args.zeros, args.halves, channel, thread) {}
 
   /// For the stage at k; rows beyond the end of k are copies of the last.
   CUTLASS_DEVICE void copy(uint8_t* stage, int k) const {
@@ -157,11 +163,12 @@ class StreamGroupLoader {
     uint8_t const* from[kCopies];  // in the first group's row
     int row[kCopies];              // negative: nothing to copy
 
-    CUTLASS_DEVICE Rows(GroupMatrix const& matrix, int channel, int thread) {
+    template <class Halves>
+    CUTLASS_DEVICE Rows(GroupMatrix const& matrix, Halves const& halves, int channel, int thread) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCopies; ++i) {
         int const chunk = thread + i * kThreads, byte = chunk % kChunks * 16;
-        int const first_byte = channel * matrix.element_bytes + byte;
+        int const first_byte = matrix.byte(halves, channel, byte);
         bool const exists = (chunk < kRows * kChunks) & (byte < kChannels * matrix.element_bytes) &
                             (first_byte < matrix.row_bytes);  // no branches
         from[i] = matrix.data + first_byte;
