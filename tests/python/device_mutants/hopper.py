@@ -204,7 +204,8 @@ WGMMA_RS = (
         "wgmma_rs, experts",
         "cutlass_ext/gemm/kernel/expert_schedule.h",
         "        storage.works[place.index] = work;\n        storage.full[place.index].arrive();\n",
-        "        storage.full[place.index].arrive();\n        __nanosleep(5000);\n        storage.works[place.index] = work;\n",
+        "        storage.full[place.index].arrive();\n        __nanosleep(5000);\n"
+        "        storage.works[place.index] = work;\n",
         GROUPED,
         (tests("test_grouped.py", "test_blocks_take_tile_after_tile[w4 bfloat16]"),),
     ),
