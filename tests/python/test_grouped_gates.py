@@ -18,6 +18,7 @@ from qcutlass.testing import GroupedCase, GroupedProblem
 ACTIVATIONS = "silu_mul", "gelu_tanh_mul"
 COUNTS: dict[str, tuple[int, ...]] = {
     "empty experts": (0, 3, 0, 1, 17, 0),
+    "one expert": (35,),
     "a row each": (1,) * 20,
     "many rows": (130, 0, 64, 97, 257),
 }
@@ -43,7 +44,11 @@ def assert_gated(case: Case, counts: tuple[int, ...], device: str, seed: int, n:
         box = testing.Poisoned((problem.m, n // 2), problem.a.dtype, torch.device(device), padding=3)
         product(problem, activation=activation, tactic=tactic, out=box.tensor)
         box.check(label)
-        testing.assert_equal(box.tensor, separately(problem, activation, tactic), label=label)
+        expected = separately(problem, activation, tactic)
+        testing.assert_equal(box.tensor, expected, label=label)
+        testing.assert_equal(
+            product(problem, activation=activation, tactic=tactic), expected, label=f"aligned, {label}"
+        )
 
 
 @devices

@@ -85,6 +85,9 @@ static_assert(kMaxInt8K == 131071);
 ///   out[r, n] = activation(sum_k a[rows[r], k] * w[e, n, k] + bias[e, n]) * row_scale[r],  offsets[e] <= r < offsets[e
 ///   + 1]
 ///
+/// With a gate, Gate::kHalves, out has n / 2 columns: activation(y[r, i]) * y[r, n / 2 + i] with y = sum + bias, which
+/// GPUs round to the type of a before.
+///
 /// Rows before offsets[0] and from offsets[count] on are zeros. The host checks that offsets do not decrease and that
 /// rows lie in a; on a GPU, where they are data that no host code reads, they are clamped instead.
 struct ExpertRows {

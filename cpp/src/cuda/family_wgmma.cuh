@@ -69,7 +69,8 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
                            {{layout::kTileN, layout::kTileN}, h.halves, h.pairs(channels), of_groups, of_experts});
   }
 
-  /// The dimensions of gates and what they multiply: two halves, of strips of `bytes` each.
+  /// The dimensions of gates and what they multiply: two halves, of strips of `bytes` each. (They need not be ordered
+  /// by stride.)
   struct Halves {
     bool exist;
     int64_t strips, bytes;

@@ -135,7 +135,7 @@ struct Problem {
   bool gathers_rows = false;  ///< of the activations: rows of experts are anywhere
   bool gathers = false;       ///< the activations' columns are permuted or scaled before
   bool finishes = false;      ///< a bias, an activation or a residual follows
-  bool gated = false;         ///< channels are gates, and what they multiply, in turns
+  bool gated = false;         ///< half of the channels are gates of the others: tiles have whole pairs
   Activation activation = Activation::kNone;
   bool one_order = false;  ///< of sums, whatever m is: a batch-invariant product whose bits depend on it
 

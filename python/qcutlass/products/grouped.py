@@ -115,10 +115,10 @@ class GroupedCall(NamedTuple):
             check_operand("perm", self.perm, PERM, device, "a")
             if self.perm.shape != (self.experts, shape.k):
                 raise ValueError(f"perm: expected shape [E, K] = {[self.experts, shape.k]}, got {shape_of(self.perm)}")
+        self._check_gate(shape.n)
         if out is not None:
             check_out("a", self.a, out, columns(self, shape.n), self.a.dtype, rows=self.out_rows)
         check_groups(shape, device)
-        self._check_gate(shape.n)
         return shape
 
     def _check_gate(self, n: int) -> None:

@@ -61,7 +61,7 @@ CUTLASS_DEVICE void activate_all(float (&x)[kCount], qcutlass::Activation activa
     activate_in_groups(x, activation, std::make_integer_sequence<int, kCount / 8>{});
 }
 
-/// Channels of a gate that lie together, before as many of what they multiply (qcutlass::Gate::kInterleaved).
+/// Channels of a gate that lie together in a tile, before as many of what they multiply.
 inline constexpr int kGateTurn = 16;
 
 /// The column of the output that a channel of a gate gives.
