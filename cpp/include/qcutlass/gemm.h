@@ -135,8 +135,7 @@ struct GemmArguments {
   bool batch_invariant = false;
   ExpertRows experts;
   /// Of kSilu or kGeluTanh, and for multiples of 32 channels: kHalves for experts, without row_scale, kInterleaved for
-  /// others. Residuals
-  /// are not for experts; on GPUs neither is for blockwise products and those of 4 by 8 bits.
+  /// others. Residuals are not for experts; on GPUs neither is for blockwise products and those of 4 by 8 bits.
   Gate gate = Gate::kNone;
   void const* residual = nullptr;  ///< [m, out_columns()], of the output's type; nullptr: none
   int64_t residual_stride = 0;

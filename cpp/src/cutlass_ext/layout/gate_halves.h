@@ -11,7 +11,6 @@ namespace cutlass::layout {
 /// Of products without halves: every channel lies where it is.
 struct NoHalves {
   CUTLASS_HOST_DEVICE int strip(int index) const { return index; }
-  CUTLASS_HOST_DEVICE int channel(int index) const { return index; }
 };
 
 /// Strip 2 i + j of a product is strip i * pair + j * half of the weights: of halves of n strips 1 and n, of weights as
