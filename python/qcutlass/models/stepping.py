@@ -25,11 +25,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from qcutlass.errors import UnsupportedError
+from qcutlass.models import step_attention
 from qcutlass.models.cache_argument import CACHE, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 
 _WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
-_BLOCK: Final = 128  # keys that flex_attention skips or takes together
 _CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -42,13 +42,15 @@ def obstacle(model: Any) -> str | None:
     """The reason why a `Decoder` cannot hold this model; None if it can."""
     if "cache_position" in inspect.signature(LlamaModel.forward).parameters:
         return f"transformers {transformers.__version__} asks for more than a step has; update it"
-    layers = StaticCache(config=model.config, max_cache_len=_BLOCK).layers
+    layers = StaticCache(config=model.config, max_cache_len=step_attention.BLOCK).layers
     if any(type(layer) is not StaticLayer for layer in layers):
         return "not all of its layers attend to all tokens before, as a graph of a step has to"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "its layers are on several devices"
     if not getattr(model, "_supports_flex_attn", False):
         return f"{type(model).__name__} has no flex_attention"
+    if step_attention.grouped_queries(model) is None:
+        return "its layers share keys among different numbers of heads"
     if "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
         return f"torch {torch.__version__} is too old"
     return None
@@ -59,7 +61,7 @@ class Decoder:
 
     Prompts run as the model is, with scaled-dot-product attention, and are not compiled anew for each length. Steps
     write into tensors that stay where they are. They are compiled by torch, with `flex_attention`, which reads the keys
-    and values of grouped heads as they are stored, and on a GPU captured in a CUDA graph. What was compiled is kept on
+    and values of grouped heads as they are stored (`step_attention`), and on a GPU captured in a CUDA graph. What was compiled is kept on
     disk, in `compiled_code()`.
 
     Attributes:
@@ -93,25 +95,24 @@ class Decoder:
         why = obstacle(model)
         if why is not None:
             raise UnsupportedError(f"model: {why}; use the model's own generate")
-        self.length = -(-length // _BLOCK) * _BLOCK
+        self.length = -(-length // step_attention.BLOCK) * step_attention.BLOCK
         self._model, device = model, model.device
         self._compiled, self._graph = compiled, graph and device.type == "cuda"
         self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._cache = StaticCache(config=model.config, max_cache_len=self.length)
         self._cache.layers = [PlacedLayer(self.length, self._place) for _ in self._cache.layers]
-        self._mask = torch.zeros(batch, self.length, dtype=torch.bool, device=device)
+        self._begins = torch.zeros(batch, dtype=torch.int64, device=device)
         self._blocks = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._plain: Callable[..., Any] = getattr(model.forward, "replaced", model.forward)  # in_steps replaces it
         self._forward = self._plain
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
-        self._attended: Tensor | BlockMask = self._mask[:, None, None]
         if compiled:
             compiled_code()
             self._forward = torch.compile(self._plain)
-            self._attended = self._block_mask()
+        self._block_mask = self._new_block_mask() if compiled else None
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -119,7 +120,7 @@ class Decoder:
 
         Args:
             ids: int64 `[batch, prompt]`, padded on the left.
-            mask: bool or integer `[batch, prompt]`, 0 for padding. None: there is none.
+            mask: bool or integer `[batch, prompt]`, 0 for what is not attended to. None: all is.
 
         Returns:
             Logits `[batch, vocabulary]` behind the last token of each.
@@ -132,8 +133,7 @@ class Decoder:
             )
         self._cache.reset()  # and the place
         whole = torch.ones_like(ids) if mask is None else mask.to(ids.device, ids.dtype)
-        self._mask.zero_()
-        self._mask[:, :count] = whole.bool()
+        self._begins.copy_(count - whole.bool().sum(-1))
         positions = (whole.cumsum(-1) - 1).clamp_(min=0)
         own = DynamicCache(config=self._model.config)  # a static one would be read to its end
         with _attention(self._model, "sdpa"):
@@ -146,7 +146,7 @@ class Decoder:
                 **{CACHE: own},
             )
         for index, layer in enumerate(own.layers):
-            self._cache.update(layer.keys, layer.values, index)
+            self._cache.update(*_in_a_row(layer.keys, layer.values, mask), index)
         self._place.fill_(count)
         self._positions.copy_(positions[:, -1:] + 1)
         logits: Tensor = result.logits[:, -1]
@@ -173,25 +173,24 @@ class Decoder:
         assert self._logits is not None
         return self._logits
 
-    def _block_mask(self) -> BlockMask:
-        """What a token attends to, read anew in each step: the blocks of keys up to its own, but for padding."""
-        blocks = torch.arange(self.length // _BLOCK, dtype=torch.int32, device=self._mask.device)
-        mask = self._mask
-        return BlockMask.from_kv_blocks(
-            self._blocks,
-            blocks.expand(*self._blocks.shape, -1).contiguous(),
-            BLOCK_SIZE=_BLOCK,
-            mask_mod=lambda batch, head, query, key: mask[batch, key],
-            seq_lengths=(1, self.length),
-        )
+    def _new_block_mask(self) -> BlockMask:
+        queries = step_attention.grouped_queries(self._model)
+        assert queries is not None  # or there is an obstacle
+        return step_attention.block_mask(self._begins, self._place, self._blocks, self.length, queries)
+
+    def _attended(self) -> Tensor | BlockMask:
+        """What the tokens of this step attend to."""
+        if self._block_mask is not None:
+            self._blocks.copy_(self._place // step_attention.BLOCK + 1)
+            return self._block_mask
+        keys = torch.arange(self.length, device=self._place.device)
+        return ((keys >= self._begins[:, None]) & (keys <= self._place))[:, None, None]
 
     def _compute(self) -> Tensor:
-        self._mask.index_fill_(1, self._place, True)
-        self._blocks.copy_(self._place // _BLOCK + 1)
-        with _attention(self._model, "flex_attention" if self._compiled else "sdpa"):
+        with _attention(self._model, step_attention.NAME if self._compiled else "sdpa"):
             result = self._forward(
                 self.tokens,
-                attention_mask=self._attended,
+                attention_mask=self._attended(),
                 position_ids=self._positions,
                 use_cache=True,
                 logits_to_keep=1,
@@ -204,7 +203,7 @@ class Decoder:
 
     def _state(self) -> list[Tensor]:
         """What a step changes besides keys and values."""
-        return [self._mask, self._place, self._positions]
+        return [self._place, self._positions]
 
     def _capture(self) -> None:
         """Computes this step, then makes steps replays: the state is put back after each try."""
@@ -226,6 +225,17 @@ class Decoder:
             self._logits = self._compute()
         self._replay = graph.replay
         self._replay()
+
+
+def _in_a_row(keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values `[batch, heads, prompt, size]` with those that are attended to last, in their order.
+
+    Their positions are in them, so where they are does not matter: gaps become padding on the left.
+    """
+    if mask is None:
+        return keys, values
+    order = mask.bool().int().argsort(dim=-1, stable=True)[:, None, :, None].to(keys.device)
+    return keys.gather(2, order.expand_as(keys)), values.gather(2, order.expand_as(values))
 
 
 @contextmanager

@@ -20,35 +20,42 @@ VOCABULARY, PROMPT, STEPS = 96, 150, 12
 
 def model_of(device: str, quantized: bool = True, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        initializer_range=0.1,
-        **options,
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.1,
+    }
+    config = transformers.LlamaConfig(**(sizes | options))
     model = transformers.LlamaForCausalLM(config).eval().to(device)
     if quantized:
         qcutlass.replace_linear(model, qcutlass.WeightOnly(bits=4, group_size=64))
     return model.half() if device == "cuda" else model
 
 
-def prompts(device: str, padding: int) -> tuple[Tensor, Tensor]:
+def prompts(device: str, padding: int, gap: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (2, PROMPT + STEPS), generator=generator).to(device)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
+    mask[0, PROMPT // 2 : PROMPT // 2 + gap] = 0
     return ids, mask
 
 
 def assert_steps_follow_the_sequence(
-    device: str, padding: int, bound: float, fused: bool = False, **options: Any
+    device: str,
+    padding: int,
+    bound: float,
+    fused: bool = False,
+    gap: int = 0,
+    config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    model = model_of(device)
-    ids, mask = prompts(device, padding)
+    model = model_of(device, **(config or {}))
+    ids, mask = prompts(device, padding, gap)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.inference_mode():
         expected = model(ids, attention_mask=mask, position_ids=positions).logits.float()
@@ -56,7 +63,7 @@ def assert_steps_follow_the_sequence(
         qcutlass.fuse_block(model)
     decoder = Decoder(model, 2, PROMPT + STEPS, **options)
     for _ in range(2):  # from a used state too
-        found = [decoder.prefill(ids[:, :PROMPT], mask[:, :PROMPT] if padding else None).float()]
+        found = [decoder.prefill(ids[:, :PROMPT], mask[:, :PROMPT] if padding or gap else None).float()]
         for place in range(PROMPT, PROMPT + STEPS):
             decoder.tokens.copy_(ids[:, place : place + 1])
             found.append(decoder.step().float().clone())
@@ -69,6 +76,25 @@ def assert_steps_follow_the_sequence(
 @pytest.mark.parametrize("fused", [False, True], ids=["as it is", "fused"])
 def test_steps_follow_the_sequence(padding: int, fused: bool) -> None:
     assert_steps_follow_the_sequence("cpu", padding, 1e-4, fused, compiled=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_prompts_may_have_gaps(compiled: bool) -> None:
+    assert_steps_follow_the_sequence("cpu", 40, 1e-4, gap=30, compiled=compiled)
+
+
+HEADS = {
+    "one": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64},
+    "three": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "eight": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
+}
+
+
+@gpu
+@pytest.mark.parametrize("padding", [0, 140])
+@pytest.mark.parametrize("config", HEADS.values(), ids=[f"{name} to a key" for name in HEADS])
+def test_any_number_of_heads_shares_keys(padding: int, config: dict[str, Any]) -> None:
+    assert_steps_follow_the_sequence("cuda", padding, 3e-2, gap=30, config=config)
 
 
 @gpu
