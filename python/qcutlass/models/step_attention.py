@@ -15,7 +15,7 @@ NAME: Final = "qcutlass_step"
 
 BLOCK: Final = 128  # keys that are skipped or taken together
 
-_KEYS: Final = 64  # of a tile; with the two below the fastest of 27 on an H200, from 1 to 32 sequences
+_KEYS: Final = 64  # of a tile; these three are the fastest of 18 on an H200, or nearly, from 1 to 32 sequences
 _WARPS: Final = 4
 _STAGES: Final = 3
 _BYTES: Final = 2  # of a key's or value's element in a half type
@@ -79,7 +79,14 @@ def attend(
             module, query, key, value, attention_mask, scaling, kernel_options=options, **others
         )
     rows = query.reshape(batch, key.shape[1], -1, size)
-    result = flex_attention(rows, key, value, block_mask=attention_mask, scale=scaling, kernel_options=options)
+    result = flex_attention(
+        rows,
+        key,
+        value,
+        block_mask=attention_mask,
+        scale=scaling,
+        kernel_options=options,  # type: ignore[arg-type]
+    )
     assert isinstance(result, Tensor)
     return result.reshape(batch, 1, heads, size), None
 
@@ -87,14 +94,16 @@ def attend(
 def _options(pairs: int, size: int, device: torch.device) -> dict[str, Any] | None:
     """How `flex_attention` shares one step's work of (sequence, head of keys) pairs.
 
-    torch's own choice splits keys twice as often, over blocks of two warps: 1.25 times this time for one sequence of
-    512 keys, 1.65 times for eight or more, on an H200.
+    Each SM gets a block, or two halves where all pairs fit. torch's own choice splits keys twice as often, for blocks
+    of two warps: 1.25 times this time for one sequence of 512 keys, 1.65 times for eight or more, on an H200.
     """
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    options = {"SPLIT_KV": max(1, properties.multi_processor_count // pairs)}
-    if 2 * _STAGES * _KEYS * size * _BYTES <= _SHARE * properties.shared_memory_per_block_optin:
+    sms = properties.multi_processor_count
+    options = {"SPLIT_KV": max(2 if pairs <= sms else 1, sms // pairs)}
+    room: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if 2 * _STAGES * _KEYS * size * _BYTES <= _SHARE * room:
         options |= {"fwd_BLOCK_N": _KEYS, "fwd_num_warps": _WARPS, "fwd_num_stages": _STAGES}
     return options
 

@@ -61,8 +61,8 @@ class Decoder:
 
     Prompts run as the model is, with scaled-dot-product attention, and are not compiled anew for each length. Steps
     write into tensors that stay where they are. They are compiled by torch, with `flex_attention`, which reads the keys
-    and values of grouped heads as they are stored (`step_attention`), and on a GPU captured in a CUDA graph. What was compiled is kept on
-    disk, in `compiled_code()`.
+    and values of grouped heads as they are stored (`step_attention`), and on a GPU captured in a CUDA graph. What was
+    compiled is kept on disk, in `compiled_code()`.
 
     Attributes:
         tokens: int64 `[batch, 1]`, to be written before each step.

@@ -85,7 +85,7 @@ def test_prompts_may_have_gaps(compiled: bool) -> None:
 
 HEADS = {
     "one": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64},
-    "three": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "three": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64},
     "eight": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
 }
 
