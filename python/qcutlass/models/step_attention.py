@@ -24,9 +24,9 @@ _SHARE: Final = 0.75  # of a block's shared memory for tiles; the rest is Triton
 _OTHERS: Final = ("softcap", "s_aux", "position_bias")  # parts of attention that only transformers' own function knows
 
 
-def grouped_queries(model: nn.Module) -> int | None:
-    """Heads of queries that share one of keys; None: not the same in all layers."""
-    groups = {getattr(module, "num_key_value_groups", None) for module in model.modules()} - {None}
+def grouped_queries(model: Any) -> int | None:
+    """Heads of queries that share one of keys in the decoder of a model; None: not the same in all layers."""
+    groups = {getattr(module, "num_key_value_groups", None) for module in model.get_decoder().modules()} - {None}
     return groups.pop() if len(groups) == 1 else None
 
 
@@ -66,14 +66,15 @@ def attend(
 
     Args:
         query: `[batch, heads, 1, size]`.
-        key, value: `[batch, heads of keys, length, size]`.
+        key: `[batch, heads of keys, length, size]`.
+        value: the same, of any size.
         attention_mask: from `block_mask`.
 
     Returns:
-        `[batch, 1, heads, size]`, and None.
+        `[batch, 1, heads, size of a value]`, and None.
     """
     batch, heads, _, size = query.shape
-    options = _options(batch * key.shape[1], size, query.device)
+    options = _options(batch * key.shape[1], size + value.shape[-1], query.device)
     if any(others.get(name) is not None for name in _OTHERS):
         return flex_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling, kernel_options=options, **others
@@ -88,10 +89,10 @@ def attend(
         kernel_options=options,  # type: ignore[arg-type]
     )
     assert isinstance(result, Tensor)
-    return result.reshape(batch, 1, heads, size), None
+    return result.reshape(batch, 1, heads, -1), None
 
 
-def _options(pairs: int, size: int, device: torch.device) -> dict[str, Any] | None:
+def _options(pairs: int, sizes: int, device: torch.device) -> dict[str, Any] | None:
     """How `flex_attention` shares one step's work of (sequence, head of keys) pairs.
 
     Each SM gets a block, or two halves where all pairs fit. torch's own choice splits keys twice as often, for blocks
@@ -103,7 +104,7 @@ def _options(pairs: int, size: int, device: torch.device) -> dict[str, Any] | No
     sms = properties.multi_processor_count
     options = {"SPLIT_KV": max(2 if pairs <= sms else 1, sms // pairs)}
     room: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    if 2 * _STAGES * _KEYS * size * _BYTES <= _SHARE * room:
+    if _STAGES * _KEYS * sizes * _BYTES <= _SHARE * room:  # `sizes`: of a key and a value together
         options |= {"fwd_BLOCK_N": _KEYS, "fwd_num_warps": _WARPS, "fwd_num_stages": _STAGES}
     return options
 

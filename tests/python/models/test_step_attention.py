@@ -1,0 +1,65 @@
+"""Attention of steps against torch's plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+from qcutlass.models import step_attention
+
+gpu = pytest.mark.gpu
+LENGTH, PLACE = 384, 200
+
+HEADS = [(4, 4, 64, 64), (6, 2, 64, 64), (8, 1, 128, 128), (4, 2, 96, 64), (14, 2, 256, 256)]
+"""Of queries, of keys; the size of a key, of a value."""
+
+
+def assert_attends_as_torch_does(heads: int, kv_heads: int, size: int, value_size: int, device: str) -> None:
+    torch.manual_seed(0)
+    dtype, bound = (torch.float16, 2e-3) if device == "cuda" else (torch.float32, 1e-5)
+    begins = torch.tensor([0, 3, 150, PLACE])
+    query = torch.randn(4, heads, 1, size).to(device, dtype)
+    key, value = (torch.randn(4, kv_heads, LENGTH, each).to(device, dtype) for each in (size, value_size))
+    place = torch.tensor([PLACE], device=device)
+    blocks = (place // step_attention.BLOCK + 1).int().expand(4, 1, 1).contiguous()
+    mask = step_attention.block_mask(begins.to(device), place, blocks, LENGTH, heads // kv_heads)
+    attend = torch.compile(step_attention.attend, dynamic=False) if device == "cuda" else step_attention.attend
+    found, _ = attend(nn.Module(), query, key, value, mask, 0.1)
+    keys = torch.arange(LENGTH)
+    seen = ((keys >= begins[:, None]) & (keys <= PLACE))[:, None, None].to(device)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.1, enable_gqa=True)
+    assert found.shape == (4, 1, heads, value_size)
+    assert (found - expected.transpose(1, 2)).abs().max() < bound
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), HEADS)
+def test_attends_as_torch_does(heads: int, kv_heads: int, size: int, value_size: int) -> None:
+    assert_attends_as_torch_does(heads, kv_heads, size, value_size, "cpu")
+
+
+@gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), HEADS)
+def test_attends_as_torch_does_on_a_gpu(heads: int, kv_heads: int, size: int, value_size: int) -> None:
+    assert_attends_as_torch_does(heads, kv_heads, size, value_size, "cuda")
+
+
+def test_heads_of_a_model_are_counted_in_its_decoder() -> None:
+    class Attention(nn.Module):
+        def __init__(self, groups: int) -> None:
+            super().__init__()
+            self.num_key_value_groups = groups
+
+    class Model(nn.Module):
+        def __init__(self, *groups: int) -> None:
+            super().__init__()
+            self.vision, self.text = Attention(1), nn.ModuleList(map(Attention, groups))
+
+        def get_decoder(self) -> nn.Module:
+            return self.text
+
+    assert step_attention.grouped_queries(Model(4, 4)) == 4
+    assert step_attention.grouped_queries(Model(4, 2)) is None
+    assert step_attention.grouped_queries(Model()) is None
