@@ -36,8 +36,25 @@ function(qcutlass_family instance name parameters)
   set(${parameters} "DType::${CMAKE_MATCH_4}, Packing::${CMAKE_MATCH_2}, ScaleMode::${CMAKE_MATCH_6}" PARENT_SCOPE)
 endfunction()
 
+# Families that have configurations for the rows of experts: those of 16-bit activations.
+set(QCUTLASS_GROUPED_INSTANCES ${QCUTLASS_INSTANCES})
+list(FILTER QCUTLASS_GROUPED_INSTANCES INCLUDE REGEX "a16:")
+
+# Those that have configurations of wgmma for them, as Kind::takes_experts_on_wgmma says.
+set(QCUTLASS_WGMMA_GROUPED_INSTANCES ${QCUTLASS_GROUPED_INSTANCES})
+list(FILTER QCUTLASS_WGMMA_GROUPED_INSTANCES INCLUDE REGEX "^e|kNative|kFine")
+
+# All kernels: templates, their headers, and the lists of families that they are instantiated for.
+set(QCUTLASS_KERNELS
+  Family:family.cuh:QCUTLASS_INSTANCES
+  GroupedFamily:family_grouped.cuh:QCUTLASS_GROUPED_INSTANCES)
+set(QCUTLASS_WGMMA_KERNELS
+  WgmmaFamily:family_wgmma.cuh:QCUTLASS_WGMMA_INSTANCES
+  WgmmaGroupedFamily:family_wgmma_grouped.cuh:QCUTLASS_WGMMA_GROUPED_INSTANCES)
+
 # Sets `unit` to the name of a family's translation unit. The front end takes 7 seconds of a unit, 10 with the headers of
-# wgmma, as long as some families' kernels: those share one, while none takes longer than the longest family does.
+# wgmma, as long as some families' kernels: those share one, while none takes longer than the longest does. A family's
+# kernels for experts are in its unit.
 function(qcutlass_unit family suffix unit)
   string(REGEX REPLACE "_(native|fine)$" "_native_fine" name "${family}")
   string(REGEX REPLACE "^(e2m1a16|e4m3a16)_.*" "\\1" name "${name}")
@@ -48,32 +65,37 @@ function(qcutlass_unit family suffix unit)
     string(REGEX REPLACE "^w8a8_.*" "w8a8" name "${name}")
     string(REGEX REPLACE "_(f16|bf16)_float$" "_float" name "${name}")
   endif()
-  if(suffix STREQUAL "_grouped")
-    string(REGEX REPLACE "_(native_fine|float)$" "" name "${name}")
-  endif()
   set(${unit} "${name}${suffix}" PARENT_SCOPE)
 endfunction()
 
-# Writes the units of a list of families, which instantiate `template`, and sets `sources` to their paths; an unchanged
-# unit keeps its time stamp.
-function(qcutlass_write_instances sources header template suffix)
+# Writes the units of lists of families and sets `sources` to their paths; an unchanged unit keeps its time stamp. Each
+# further argument is of QCUTLASS_KERNELS or QCUTLASS_WGMMA_KERNELS.
+function(qcutlass_write_instances sources suffix)
   set(units "")
-  foreach(instance IN LISTS ARGN)
-    qcutlass_family("${instance}" family parameters)
-    qcutlass_unit(${family} "${suffix}" unit)
-    list(APPEND units ${unit})
-    string(APPEND ${unit} "template struct ${template}<${parameters}>;\n")
+  foreach(kernels IN LISTS ARGN)
+    string(REPLACE ":" ";" kernels "${kernels}")
+    list(GET kernels 0 template)
+    list(GET kernels 1 header)
+    list(GET kernels 2 families)
+    foreach(instance IN LISTS ${families})
+      qcutlass_family("${instance}" family parameters)
+      qcutlass_unit(${family} "${suffix}" unit)
+      list(APPEND units ${unit})
+      list(APPEND headers_${unit} "#include \"cuda/${header}\"\n")
+      string(APPEND kernels_${unit} "template struct ${template}<${parameters}>;\n")
+    endforeach()
   endforeach()
   list(REMOVE_DUPLICATES units)
   set(files "")
   foreach(unit IN LISTS units)
+    list(REMOVE_DUPLICATES headers_${unit})
+    string(JOIN "" headers ${headers_${unit}})
     set(file "${CMAKE_BINARY_DIR}/instances/${unit}.cu")
     file(CONFIGURE OUTPUT "${file}" @ONLY CONTENT
 "// Kernel families ${unit}: written by cpp/cmake/instances.cmake.
-#include \"cuda/${header}\"
-
+${headers}
 namespace qcutlass::cuda {
-${${unit}}}
+${kernels_${unit}}}
 ")
     list(APPEND files "${file}")
   endforeach()
@@ -94,11 +116,3 @@ function(qcutlass_write_families file)
   endforeach()
   file(CONFIGURE OUTPUT "${file}" @ONLY CONTENT "${rows}")
 endfunction()
-
-# Families that have configurations for the rows of experts, in units of their own: those of 16-bit activations.
-set(QCUTLASS_GROUPED_INSTANCES ${QCUTLASS_INSTANCES})
-list(FILTER QCUTLASS_GROUPED_INSTANCES INCLUDE REGEX "a16:")
-
-# Those that have configurations of wgmma for them, as Kind::takes_experts_on_wgmma says.
-set(QCUTLASS_WGMMA_GROUPED_INSTANCES ${QCUTLASS_GROUPED_INSTANCES})
-list(FILTER QCUTLASS_WGMMA_GROUPED_INSTANCES INCLUDE REGEX "^e|kNative|kFine")

@@ -8,14 +8,6 @@ from pathlib import Path
 
 import pytest
 
-LISTS = {
-    "Family": ("family.cuh", "", "QCUTLASS_INSTANCES"),
-    "GroupedFamily": ("family_grouped.cuh", "_grouped", "QCUTLASS_GROUPED_INSTANCES"),
-    "WgmmaFamily": ("family_wgmma.cuh", "_sm90a", "QCUTLASS_WGMMA_INSTANCES"),
-    "WgmmaGroupedFamily": ("family_wgmma_grouped.cuh", "_grouped_sm90a", "QCUTLASS_WGMMA_GROUPED_INSTANCES"),
-}
-"""By template: its header, the suffix of its units, the list of its families."""
-
 
 def write(repository: Path, folder: Path) -> Path:
     """Writes the units of all lists, and `families.inc`, into a folder; returns that of the units.
@@ -25,11 +17,12 @@ def write(repository: Path, folder: Path) -> Path:
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("needs cmake")
-    lines = [f"include({repository}/cpp/cmake/instances.cmake)"]
-    lines += [
-        f'qcutlass_write_instances(units {header} {template} "{suffix}" ${{{families}}})'
-        for template, (header, suffix, families) in LISTS.items()
+    lines = [
+        f"include({repository}/cpp/cmake/instances.cmake)",
+        'qcutlass_write_instances(units "" ${QCUTLASS_KERNELS})',
+        "qcutlass_write_instances(units _sm90a ${QCUTLASS_WGMMA_KERNELS})",
+        'qcutlass_write_families("families.inc")',
     ]
-    (folder / "write.cmake").write_text("\n".join([*lines, 'qcutlass_write_families("families.inc")', ""]))
+    (folder / "write.cmake").write_text("\n".join([*lines, ""]))
     subprocess.run([cmake, "-P", "write.cmake"], cwd=folder, check=True)
     return folder / "instances"

@@ -272,17 +272,27 @@ def test_cmake_says_what_it_builds(
         assert expected.startswith(("QCUTLASS_CUDA=ON", "expected all"))
 
 
+HEADERS = {
+    "Family": "family.cuh",
+    "GroupedFamily": "family_grouped.cuh",
+    "WgmmaFamily": "family_wgmma.cuh",
+    "WgmmaGroupedFamily": "family_wgmma_grouped.cuh",
+}
+
+
 def test_translation_units_hold_every_family_once(repository: Path, tmp_path: Path) -> None:
     units = [path.read_text() for path in kernel_units.write(repository, tmp_path).glob("*.cu")]
-    texts = [text for text in units if re.search(r"struct (Wgmma)?Family<", text)]
     rows = re.findall(r"kFamily<(.*), (true|false)>", (tmp_path / "families.inc").read_text())
-    for template, families in (
-        ("Family", [name for name, _ in rows]),
-        ("WgmmaFamily", [name for name, wgmma in rows if wgmma == "true"]),
-    ):
-        held = [name for text in texts for name in re.findall(rf"template struct {template}<(.*)>;", text)]
+    of_experts = [name for name, _ in rows if "A16" in name]
+    wanted = {
+        "Family": [name for name, _ in rows],
+        "GroupedFamily": of_experts,
+        "WgmmaFamily": [name for name, wgmma in rows if wgmma == "true"],
+        "WgmmaGroupedFamily": [name for name in of_experts if not re.search("W.A16.*(kFloat|kMinimum)$", name)],
+    }
+    for template, families in wanted.items():
+        held = [name for text in units for name in re.findall(rf"template struct {template}<(.*)>;", text)]
         assert sorted(held) == sorted(families)
-        assert len(families) > 12
-        header, *_ = kernel_units.LISTS[template]
-        assert all(f'"cuda/{header}"' in text for text in texts if f"struct {template}<" in text)
-    assert len(texts) < len(rows) + len([name for name, wgmma in rows if wgmma == "true"])
+        assert len(families) > 8
+        assert all((f"struct {template}<" in text) == (f'"cuda/{HEADERS[template]}"' in text) for text in units)
+    assert len(units) < len(rows)

@@ -6,9 +6,9 @@ from tests.python.device_mutants.mutant import Mutant, tests
 
 KERNEL = "cutlass_ext/gemm/kernel"
 
-MINIMUMS = "w4a16_minimum_grouped"
+MINIMUMS = "w4a16_minimum"
 OF_MINIMUMS = (tests("test_grouped.py", "test_both_oracles_of_codes[minimums-cuda]"),)
-INTEGERS = "w4a16_f16_grouped"
+INTEGERS = "w4a16_f16_native_fine"
 
 EXPERTS = (
     Mutant(
