@@ -381,16 +381,17 @@ class PlacedBlocks(metaclass=_pybind11_type):
     # length, rows, x, residual, cos, sin, shared_angles, sum, out, threads
     def run(self, /, *arguments: int) -> None: ...
 
-# whether places have these very values under these names (None: none), objects are of these classes, others empty
-def hold(
-    places: tuple[dict[str, object], ...],
-    names: tuple[str, ...],
-    values: tuple[object, ...],
-    objects: tuple[object, ...],
-    classes: tuple[type, ...],
-    empty: tuple[dict[object, object], ...],
-    /,
-) -> bool: ...
+# what Python objects have where, as it was; it keeps none of them alive
+class Held(metaclass=_pybind11_type):
+    # a dictionary, a name, its value, None: there is none; a tensor, whether changes in place count, where torch has it
+    def __init__(
+        self,
+        entries: Sequence[tuple[dict[str, Any], str, object]],
+        objects: Sequence[object],
+        empty: Sequence[dict[Any, Any]],
+        tensors: Sequence[tuple[Tensor, bool, int, int]],
+    ) -> None: ...
+    def is_unchanged(self) -> bool: ...
 
 # the steps of a mixture of experts around its products; by position the members in moe.h, device as above
 MOST_EXPERTS: int

@@ -16,6 +16,7 @@
 #include "host/channel_vector.h"
 #include "host/lane_words.h"
 #include "host/multiversion.h"
+#include "host/prefetch.h"
 #include "host/quantized_rows.h"
 #include "qcutlass/layout.h"
 
@@ -276,7 +277,7 @@ class LaneDots {
   static QCUTLASS_INLINE void add_tile(uint8_t const* packed, Tile const* rows, Int (&dots)[kRows][layout::kTileN]) {
 #pragma GCC unroll 8
     for (int g = 0; g < Words::kGroups; ++g) {
-      __builtin_prefetch(packed + kAhead + g * Words::kWords * 4);
+      prefetch_once(packed + kAhead + g * Words::kWords * 4);
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
         Int &lower = dots[row][g], &upper = dots[row][Words::kGroups + g];

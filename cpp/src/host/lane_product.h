@@ -11,6 +11,7 @@
 #include "host/channel_vector.h"
 #include "host/lane_words.h"
 #include "host/multiversion.h"
+#include "host/prefetch.h"
 #include "host/strip_parameters.h"
 #include "qcutlass/layout.h"
 
@@ -191,7 +192,7 @@ class LaneProduct {
     Float sums[kSplit][kRows] = {};
     packed += g * Words::kWords * 4;
     for (int tile = 0; tile < count; ++tile, packed += layout::kTileBytes, activations += kTileFloats) {
-      if (kUpper == 0) __builtin_prefetch(packed + Parameters::kTiles * layout::kTileBytes);
+      if (kUpper == 0) prefetch_once(packed + Parameters::kTiles * layout::kTileBytes);
       Codes const codes(parameters, tile, channel);
       if constexpr (Codes::kScaled) {
         add_tile<kUpper>(codes, 1.0f, packed, activations, sums);

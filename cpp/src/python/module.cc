@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, module) {
   qcutlass::python::register_moe(module);
   qcutlass::python::register_gemm(module);
   qcutlass::python::register_decoder_block(module);
+  qcutlass::python::register_held(module);
   qcutlass::python::register_launch(module);
   qcutlass::python::register_costs(module);
   qcutlass::python::register_build(module);

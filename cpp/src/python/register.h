@@ -13,6 +13,7 @@ void register_pack(pybind11::module_& module);
 void register_quantize(pybind11::module_& module);
 void register_decoder(pybind11::module_& module);
 void register_decoder_block(pybind11::module_& module);
+void register_held(pybind11::module_& module);
 void register_moe(pybind11::module_& module);
 void register_gemm(pybind11::module_& module);
 void register_launch(pybind11::module_& module);

@@ -98,37 +98,6 @@ class PlacedBlocks {
   std::vector<Place> places_;
 };
 
-/// Whether each dictionary has this very value under this name, or lacks the name where the value is None, objects are
-/// of their classes, and other dictionaries empty. A step asks for some hundred of them, in a tenth of the time that
-/// Python's own loops take; weights have pushed them out of the caches.
-bool hold(py::tuple const& places, py::tuple const& names, py::tuple const& values, py::tuple const& objects,
-          py::tuple const& classes, py::tuple const& empty) {
-  constexpr size_t kAhead = 16;
-  auto const at = [](py::tuple const& all, size_t i) {
-    return PyTuple_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i));
-  };
-  auto const prefetch = [&](py::tuple const& all, size_t i) {
-    if (i + kAhead < all.size()) __builtin_prefetch(at(all, i + kAhead));
-  };
-  for (size_t i = 0; i < places.size(); ++i) {
-    prefetch(places, i);
-    PyObject* const found = PyDict_GetItemWithError(at(places, i), at(names, i));
-    if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if ((found == nullptr ? Py_None : found) != at(values, i)) return false;
-  }
-  for (size_t i = 0; i < objects.size(); ++i) {
-    prefetch(objects, i);
-    if (reinterpret_cast<PyObject*>(Py_TYPE(at(objects, i))) != at(classes, i)) return false;
-  }
-  for (size_t i = 0; i < empty.size(); ++i) {
-    prefetch(empty, i);
-    Py_ssize_t const size = PyDict_Size(at(empty, i));
-    if (size < 0) throw py::error_already_set();
-    if (size > 0) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 void register_decoder_block(py::module_& module) {
@@ -139,7 +108,6 @@ void register_decoder_block(py::module_& module) {
   py::class_<PlacedBlocks>(module, "PlacedBlocks")
       .def(py::init<std::vector<DecoderBlock const*>, std::vector<PlaceTuple> const&>())
       .def("run", &PlacedBlocks::run);
-  module.def("hold", &hold);
 }
 
 }  // namespace qcutlass::python

@@ -12,6 +12,8 @@ TorchCalls const& TorchCalls::instance() {
     found->tensor = torch.attr("Tensor");
     found->parameter = torch.attr("nn").attr("Parameter");
     found->dtype = torch.attr("dtype");
+    found->data_ptr = found->tensor.attr("data_ptr");
+    found->version = found->tensor.attr("_version");
     found->get_num_threads = torch.attr("get_num_threads");
     found->is_grad_enabled = torch.attr("is_grad_enabled");
     found->increment_version = torch.attr("autograd").attr("graph").attr("increment_version");
@@ -34,11 +36,19 @@ bool TorchCalls::calls_are_watched() const {
 }
 
 uintptr_t data_ptr(PyObject* tensor) {
-  static Name const kDataPtr("data_ptr");
-  py::object const address = call(tensor, kDataPtr);
-  uintptr_t const result = PyLong_AsSize_t(address.ptr());
+  PyObject* const address = PyObject_Vectorcall(TorchCalls::instance().data_ptr.ptr(), &tensor, 1, nullptr);
+  if (address == nullptr) throw py::error_already_set();
+  uintptr_t const result = PyLong_AsSize_t(address);
+  Py_DECREF(address);
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   return result;
+}
+
+int64_t version(PyObject* tensor) {
+  PyObject* const attribute = TorchCalls::instance().version.ptr();
+  PyObject* const count = Py_TYPE(attribute)->tp_descr_get(attribute, tensor, nullptr);
+  if (count == nullptr) throw py::error_already_set();
+  return to_integer(py::reinterpret_steal<py::object>(count).ptr());
 }
 
 }  // namespace qcutlass::python

@@ -12,6 +12,7 @@ namespace qcutlass::python {
 struct TorchCalls {
   pybind11::object tensor, parameter;  ///< the types whose instances are plain tensors
   pybind11::object dtype;              ///< the type of torch.float16 and the like
+  pybind11::object data_ptr, version;  ///< a method and an attribute of tensors, as their class has them
   pybind11::object get_num_threads, is_grad_enabled, increment_version;
   pybind11::object forward_ad;                              ///< a module; its _current_level is -1 outside dual levels
   pybind11::object dispatch_modes, transforms, tracing;     ///< what may look at calls instead of running them
@@ -63,5 +64,8 @@ inline int64_t to_integer(PyObject* value) {
 
 /// The address of a tensor's first element.
 uintptr_t data_ptr(PyObject* tensor);
+
+/// How often a tensor was changed in place; changes through `.data` do not count.
+int64_t version(PyObject* tensor);
 
 }  // namespace qcutlass::python

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from qcutlass.layers.fusing import shared_product
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.models.growing_cache import GrowingLayer, Room
-from qcutlass.products.decoder_block import OF_GROUPS, DecoderBlock, Norm, Place, hold
+from qcutlass.products.decoder_block import OF_GROUPS, DecoderBlock, Norm, Place, Snapshot
 from qcutlass.products.weight_only import GemmCall
 
 GATES: Final = {"SiLUActivation": "silu_mul", "SiLU": "silu_mul", "GELUTanh": "gelu_tanh_mul"}
@@ -108,14 +107,13 @@ class Held:
     def __init__(
         self, entries: Sequence[tuple[dict[str, Any], str, Any]], called: Sequence[nn.Module], copied: Sequence[Tensor]
     ) -> None:
-        self._entries, self._called, self._hooks = entries, tuple(called), tuple(_hooks(called))
-        self._copied, self._versions = copied, _versions(copied)
-        self._places, self._names, self._values = zip(*entries, strict=True)
-        read = ((name, value) for name, value in zip(self._names, self._values, strict=True) if name != "layout")
-        self._tensors = list({id(value): value for _, value in read if isinstance(value, Tensor)}.values())
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._types = tuple(map(type, called))
-        self._kinds = {kind: ways_of(kind) for kind in self._types}
+        self._entries, self._called, self._hooks, self._copied = entries, called, _hooks(called), copied
+        read = {id(value): value for _, name, value in entries if name != "layout" and isinstance(value, Tensor)}
+        in_place = set(map(id, copied))
+        tensors = [
+            (tensor, id(tensor) in in_place, tensor._cdata, tensor.untyped_storage()._cdata) for tensor in read.values()
+        ]
+        self._state = Snapshot(entries, called, self._hooks, tensors)
 
     @staticmethod
     def of(block: Any) -> Held:
@@ -145,19 +143,7 @@ class Held:
 
     def is_unchanged(self) -> bool:
         """Whether all of it is as it was."""
-        if not hold(self._places, self._names, self._values, self._called, self._types, self._hooks):
-            return False
-        if any(ways_of(kind) != ways for kind, ways in self._kinds.items()):
-            return False
-        # A tensor that moves, or is given other data, stays the same object.
-        if self._addresses != list(map(Tensor.data_ptr, self._tensors)):
-            return False
-        return self._versions == _versions(self._copied)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed in place; changes through `.data` do not count."""
-    return list(map(operator.attrgetter("_version"), tensors))
+        return self._state.is_unchanged()
 
 
 def _hooks(modules: Sequence[nn.Module]) -> list[Any]:

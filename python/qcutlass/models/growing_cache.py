@@ -3,7 +3,7 @@ its static one counts tokens anew in every layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -16,16 +16,20 @@ _STEP: Final = 256  # tokens that there is room for at least; then half as many 
 
 @dataclass(eq=False)
 class Room:
-    """Memory for keys and values, `[B, heads, capacity, size]`; `used`: tokens that are in it."""
+    """Memory for keys and values, `[B, heads, capacity, size]`.
+
+    Attributes:
+        used: tokens that are in it.
+        capacity: tokens that there is memory for. Each token asks each layer, to whom a tensor's shape is slow to come.
+    """
 
     keys: Tensor
     values: Tensor
     used: int = 0
+    capacity: int = field(init=False)
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is memory for."""
-        return self.keys.shape[-2]
+    def __post_init__(self) -> None:
+        self.capacity = self.keys.shape[-2]
 
     @property
     def addresses(self) -> tuple[int, int]:

@@ -19,9 +19,12 @@ _NO_NORM: Final = 0, _C.DType.NONE, 0.0
 OF_GROUPS: Final = "scales", "zeros", "minimums", "super_scales", "super_minimums"
 """Operands of a product that a prepared block has copies of, unless they are tensors of inference mode."""
 
-hold: Final = _C.hold
-"""hold(places, names, values, objects, classes, empty): whether each dictionary has this very value under this name, or
-lacks it where that is None, each object is of its class, and the other dictionaries are empty."""
+Snapshot: Final = _C.Held
+"""Snapshot(entries, objects, empty, tensors): asked whether it `is_unchanged`, it compares all of them with what they
+were: dictionaries with a name and its very value, which is None where they lack it; the classes of modules, and what a
+call of them runs; dictionaries that are empty; where tensors lie, and with True beside them how often they were changed
+in place. Beside that it takes the addresses of what torch has for them, which it fetches ahead. It keeps nothing alive.
+"""
 
 
 class Norm(NamedTuple):

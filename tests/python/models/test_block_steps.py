@@ -313,6 +313,84 @@ def test_copies_have_steps_of_their_own(seed: int, counter: Counter) -> None:
         assert torch.equal(made(twin, seed), expected)
 
 
+def _unchanged(name: str, parts: dict[str, Any]) -> None:
+    """Nothing that counts."""
+    parts["place"]["more"] = parts["in_place"].data
+    parts["other"].mul_(2)
+    parts["in_place"].data.mul_(2)
+
+
+def _other_value(name: str, parts: dict[str, Any]) -> None:
+    parts["place"]["number"] = 2
+
+
+def _a_value_where_there_was_none(name: str, parts: dict[str, Any]) -> None:
+    parts["place"]["absent"] = 1
+
+
+def _no_value(name: str, parts: dict[str, Any]) -> None:
+    del parts["place"]["number"]
+
+
+def _another_class(name: str, parts: dict[str, Any]) -> None:
+    parts["module"].__class__ = torch.nn.Module
+
+
+def _another_forward(name: str, parts: dict[str, Any]) -> None:
+    kind: Any = type(parts["module"])
+    kind.forward = lambda self, x: 2 * x
+
+
+def _another_call(name: str, parts: dict[str, Any]) -> None:
+    kind: Any = type(parts["module"])
+    kind.__call__ = lambda self, x: 2 * x
+
+
+def _a_hook(name: str, parts: dict[str, Any]) -> None:
+    parts["hooks"]["one"] = print
+
+
+def _other_data(name: str, parts: dict[str, Any]) -> None:
+    parts[name].data = parts[name].clone()
+
+
+def _in_place(name: str, parts: dict[str, Any]) -> None:
+    parts["in_place"].mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_unchanged, ""),
+        (_other_value, ""),
+        (_a_value_where_there_was_none, ""),
+        (_no_value, ""),
+        (_another_class, ""),
+        (_another_forward, ""),
+        (_another_call, ""),
+        (_a_hook, ""),
+        (_other_data, "in_place"),
+        (_other_data, "other"),
+        (_in_place, ""),
+    ],
+)
+def test_each_change_of_a_snapshot_is_seen(change: Callable[[str, dict[str, Any]], None], name: str) -> None:
+    from qcutlass.products.decoder_block import Snapshot
+
+    class Kind(torch.nn.Identity):
+        """Whose methods the test may change."""
+
+    parts: dict[str, Any] = {"place": {"number": 1}, "module": Kind(), "hooks": OrderedDict()}
+    parts |= {"in_place": torch.ones(3), "other": torch.ones(3)}
+    tensors = [(parts[each], each == "in_place", 0, 0) for each in ("in_place", "other")]
+    entries = [(parts["place"], "number", 1), (parts["place"], "absent", None)]
+    # More of the same, so that loops look ahead.
+    state = Snapshot(100 * entries, 100 * [parts["module"]], 100 * [parts["hooks"]], 100 * tensors)
+    assert state.is_unchanged()
+    change(name, parts)
+    assert state.is_unchanged() is (change is _unchanged)
+
+
 def test_parts_that_do_not_fit_are_refused() -> None:
     def product(n: int, k: int) -> _C.GemmArguments:
         arguments = _C.GemmArguments()
