@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
-from transformers.integrations.flex_attention import flex_attention_forward
 
 NAME: Final = "qcutlass_step"
 """Of this attention, in transformers' registry."""
@@ -18,16 +17,23 @@ BLOCK: Final = 128  # keys that are skipped or taken together
 _KEYS: Final = 64  # of a tile; these three are the fastest of 18 on an H200, or nearly, from 1 to 32 sequences
 _WARPS: Final = 4
 _STAGES: Final = 3
-_BYTES: Final = 2  # of a key's or value's element in a half type
 _SHARE: Final = 0.75  # of a block's shared memory for tiles; the rest is Triton's own
-
-_OTHERS: Final = ("softcap", "s_aux", "position_bias")  # parts of attention that only transformers' own function knows
 
 
 def grouped_queries(model: Any) -> int | None:
-    """Heads of queries that share one of keys in the decoder of a model; None: not the same in all layers."""
+    """Heads of queries that share one of keys in the decoder of a model; None: not the same in all layers.
+
+    Layers that do not say have as many heads of keys as of queries.
+    """
     groups = {getattr(module, "num_key_value_groups", None) for module in model.get_decoder().modules()} - {None}
-    return groups.pop() if len(groups) == 1 else None
+    return groups.pop() if len(groups) == 1 else None if groups else 1
+
+
+def is_plain(model: Any) -> bool:
+    """Whether scores of attention are products of queries and keys alone: without a soft cap, and without sinks."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return False
+    return not any(hasattr(module, "sinks") for module in model.get_decoder().modules())
 
 
 def block_mask(begins: Tensor, place: Tensor, blocks: Tensor, length: int, queries: int) -> BlockMask:
@@ -57,7 +63,7 @@ def attend(
     value: Tensor,
     attention_mask: BlockMask,
     scaling: float | None = None,
-    **others: Any,
+    **others: Any,  # of models that `is_plain` lets through, nothing that scores depend on
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers asks for it, of one token of each sequence.
 
@@ -74,11 +80,8 @@ def attend(
         `[batch, 1, heads, size of a value]`, and None.
     """
     batch, heads, _, size = query.shape
-    options = _options(batch * key.shape[1], size + value.shape[-1], query.device)
-    if any(others.get(name) is not None for name in _OTHERS):
-        return flex_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, scaling, kernel_options=options, **others
-        )
+    bytes_of_pair = (size + value.shape[-1]) * query.element_size()
+    options = _options(batch * key.shape[1], bytes_of_pair, query.device)
     rows = query.reshape(batch, key.shape[1], -1, size)
     result = flex_attention(
         rows,
@@ -92,7 +95,7 @@ def attend(
     return result.reshape(batch, 1, heads, -1), None
 
 
-def _options(pairs: int, sizes: int, device: torch.device) -> dict[str, Any] | None:
+def _options(pairs: int, bytes_of_pair: int, device: torch.device) -> dict[str, Any] | None:
     """How `flex_attention` shares one step's work of (sequence, head of keys) pairs.
 
     Each SM gets a block, or two halves where all pairs fit. torch's own choice splits keys twice as often, for blocks
@@ -104,7 +107,7 @@ def _options(pairs: int, sizes: int, device: torch.device) -> dict[str, Any] | N
     sms = properties.multi_processor_count
     options = {"SPLIT_KV": max(2 if pairs <= sms else 1, sms // pairs)}
     room: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    if _STAGES * _KEYS * sizes * _BYTES <= _SHARE * room:  # `sizes`: of a key and a value together
+    if _STAGES * _KEYS * bytes_of_pair <= _SHARE * room:  # of a key and its value
         options |= {"fwd_BLOCK_N": _KEYS, "fwd_num_warps": _WARPS, "fwd_num_stages": _STAGES}
     return options
 

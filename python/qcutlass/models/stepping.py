@@ -30,6 +30,7 @@ from qcutlass.models.cache_argument import CACHE, pop_cache
 from qcutlass.models.growing_cache import PlacedLayer
 
 _WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
+_SHAPES: Final = 256  # of steps that are compiled in a process; torch gives up compiling after 8
 _CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -49,6 +50,8 @@ def obstacle(model: Any) -> str | None:
         return "its layers are on several devices"
     if not getattr(model, "_supports_flex_attn", False):
         return f"{type(model).__name__} has no flex_attention"
+    if not step_attention.is_plain(model):
+        return "its attention has a soft cap or sinks"
     if step_attention.grouped_queries(model) is None:
         return "its layers share keys among different numbers of heads"
     if "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
@@ -111,7 +114,7 @@ class Decoder:
         self._replay: Callable[[], None] | None = None
         if compiled:
             compiled_code()
-            self._forward = torch.compile(self._plain)
+            self._forward = torch.compile(self._plain, dynamic=False)  # how keys are split depends on the batch
         self._block_mask = self._new_block_mask() if compiled else None
 
     @torch.inference_mode()
@@ -187,7 +190,8 @@ class Decoder:
         return ((keys >= self._begins[:, None]) & (keys <= self._place))[:, None, None]
 
     def _compute(self) -> Tensor:
-        with _attention(self._model, step_attention.NAME if self._compiled else "sdpa"):
+        name = step_attention.NAME if self._compiled else "sdpa"
+        with _attention(self._model, name), torch._dynamo.config.patch(recompile_limit=_SHAPES):
             result = self._forward(
                 self.tokens,
                 attention_mask=self._attended(),

@@ -62,4 +62,4 @@ def test_heads_of_a_model_are_counted_in_its_decoder() -> None:
 
     assert step_attention.grouped_queries(Model(4, 4)) == 4
     assert step_attention.grouped_queries(Model(4, 2)) is None
-    assert step_attention.grouped_queries(Model()) is None
+    assert step_attention.grouped_queries(Model()) == 1

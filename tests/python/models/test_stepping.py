@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -81,6 +82,47 @@ def test_steps_follow_the_sequence(padding: int, fused: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_prompts_may_have_gaps(compiled: bool) -> None:
     assert_steps_follow_the_sequence("cpu", 40, 1e-4, gap=30, compiled=compiled)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_each_number_of_sequences_is_compiled_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    model, graphs = model_of("cpu", num_hidden_layers=1), torch._dynamo.utils.counters["stats"]
+    for batch in range(1, 11):  # more than torch would compile by itself
+        before = graphs["unique_graphs"]
+        decoder = Decoder(model, batch, 128)
+        decoder.prefill(torch.ones(batch, 5, dtype=torch.int64))
+        decoder.step()
+        assert graphs["unique_graphs"] == before + 1
+
+
+@gpu
+def test_decoders_of_several_sizes_follow_one_another() -> None:
+    torch._dynamo.reset()
+    model = model_of("cuda")
+    ids, _ = prompts("cuda", 0)
+    for batch in (1, 2, 3):
+        some = ids[[0] * batch]
+        with torch.inference_mode():
+            expected = model(some).logits[:, PROMPT].float()
+        decoder = Decoder(model, batch, PROMPT + STEPS)
+        decoder.prefill(some[:, :PROMPT])
+        decoder.tokens.copy_(some[:, PROMPT : PROMPT + 1])
+        assert (decoder.step().float() - expected).abs().max() < 3e-2 * expected.std()
+
+
+def test_models_of_other_attention_are_told_apart() -> None:
+    def neox() -> Any:
+        config = transformers.GPTNeoXConfig(
+            vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+        )
+        return transformers.GPTNeoXForCausalLM(config).eval()
+
+    assert stepping.obstacle(neox()) is None  # does not say how many heads share keys
+    capped = model_of("cpu", quantized=False)
+    capped.config.attn_logit_softcapping = 50.0
+    assert "soft cap" in str(stepping.obstacle(capped))
 
 
 HEADS = {
