@@ -381,13 +381,13 @@ class PlacedBlocks(metaclass=_pybind11_type):
     # length, rows, x, residual, cos, sin, shared_angles, sum, out, threads
     def run(self, /, *arguments: int) -> None: ...
 
-# what Python objects have where, as it was; it keeps none of them alive
 class Held(metaclass=_pybind11_type):
-    # a dictionary, a name, its value, None: there is none; a tensor, whether changes in place count, where torch has it
+    # dictionary, name, value, None: there is none; class, forward, __call__; tensor, do changes in place count, where
     def __init__(
         self,
         entries: Sequence[tuple[dict[str, Any], str, object]],
         objects: Sequence[object],
+        ways: Sequence[tuple[type, Any, Any]],
         empty: Sequence[dict[Any, Any]],
         tensors: Sequence[tuple[Tensor, bool, int, int]],
     ) -> None: ...

@@ -15,7 +15,8 @@ namespace qcutlass::python {
 
 namespace {
 
-using EntryTuple = std::tuple<py::dict, py::str, py::object>;  // a dictionary, a name, the value; None: no such
+using EntryTuple = std::tuple<py::dict, py::str, py::object>;    // a dictionary, a name, the value; None: no such
+using WaysTuple = std::tuple<py::type, py::object, py::object>;  // see Held::Ways
 using TensorTuple = std::tuple<py::object, bool, uintptr_t, uintptr_t>;  // see Held::Tensor
 
 /// Asks for memory that is read soon, which need not be valid.
@@ -31,16 +32,13 @@ void prefetch(void const* address, int lines = 1) {
 class Held {
  public:
   Held(std::vector<EntryTuple> const& entries, std::vector<py::object> const& objects,
-       std::vector<py::dict> const& empty, std::vector<TensorTuple> const& tensors) {
+       std::vector<WaysTuple> const& ways, std::vector<py::dict> const& empty,
+       std::vector<TensorTuple> const& tensors) {
     for (auto const& [place, name, value] : entries) entries_.push_back({place.ptr(), name.ptr(), value.ptr()});
     std::stable_sort(entries_.begin(), entries_.end(),
                      [](Entry const& one, Entry const& other) { return one.place < other.place; });
-    for (py::object const& object : objects) {
-      PyTypeObject* const kind = Py_TYPE(object.ptr());
-      objects_.push_back({object.ptr(), kind});
-      auto const is_kind = [kind](Ways const& known) { return known.kind == kind; };
-      if (std::none_of(ways_.begin(), ways_.end(), is_kind)) ways_.push_back(ways_of(kind));
-    }
+    for (py::object const& object : objects) objects_.push_back({object.ptr(), Py_TYPE(object.ptr())});
+    for (auto const& [kind, forward, call] : ways) ways_.push_back({kind.ptr(), forward.ptr(), call.ptr()});
     for (py::dict const& place : empty) empty_.push_back(place.ptr());
     std::sort(empty_.begin(), empty_.end());
     for (auto const& [tensor, is_copied, implementation, storage] : tensors) {
@@ -63,10 +61,9 @@ class Held {
     PyTypeObject* kind;
   };
 
-  /// What a call of an object of a class runs, if it is a module.
+  /// What a call of a module of a class runs.
   struct Ways {
-    PyTypeObject* kind;
-    py::object forward, call;
+    PyObject *kind, *forward, *call;
   };
 
   struct Tensor {
@@ -76,12 +73,6 @@ class Held {
     uintptr_t address;
     int64_t version;
   };
-
-  static Ways ways_of(PyTypeObject* kind) {
-    static Name const kForward("forward"), kCall("__call__");
-    auto* const object = reinterpret_cast<PyObject*>(kind);
-    return {kind, get(object, kForward), get(object, kCall)};
-  }
 
   bool have_values() const {
     for (size_t i = 0; i < entries_.size(); ++i) {
@@ -101,9 +92,10 @@ class Held {
       if (i + kAhead < objects_.size()) prefetch(objects_[i + kAhead].object);
       if (Py_TYPE(objects_[i].object) != objects_[i].kind) return false;
     }
+    static Name const kForward("forward"), kCall("__call__");
     return std::all_of(ways_.begin(), ways_.end(), [](Ways const& before) {
-      Ways const now = ways_of(before.kind);
-      return now.forward.equal(before.forward) && now.call.equal(before.call);
+      return get(before.kind, kForward).equal(py::handle(before.forward)) &&
+             get(before.kind, kCall).equal(py::handle(before.call));
     });
   }
 
@@ -143,9 +135,9 @@ class Held {
 
 void register_held(py::module_& module) {
   py::class_<Held>(module, "Held")
-      .def(py::init<std::vector<EntryTuple> const&, std::vector<py::object> const&, std::vector<py::dict> const&,
-                    std::vector<TensorTuple> const&>(),
-           "entries"_a, "objects"_a, "empty"_a, "tensors"_a)
+      .def(py::init<std::vector<EntryTuple> const&, std::vector<py::object> const&, std::vector<WaysTuple> const&,
+                    std::vector<py::dict> const&, std::vector<TensorTuple> const&>(),
+           "entries"_a, "objects"_a, "ways"_a, "empty"_a, "tensors"_a)
       .def("is_unchanged", &Held::is_unchanged);
 }
 

@@ -113,7 +113,8 @@ class Held:
         tensors = [
             (tensor, id(tensor) in in_place, tensor._cdata, tensor.untyped_storage()._cdata) for tensor in read.values()
         ]
-        self._state = Snapshot(entries, called, self._hooks, tensors)
+        self._ways = [(kind, *ways_of(kind)) for kind in dict.fromkeys(map(type, called))]
+        self._state = Snapshot(entries, called, self._ways, self._hooks, tensors)  # which borrows all of it
 
     @staticmethod
     def of(block: Any) -> Held:

@@ -20,10 +20,11 @@ OF_GROUPS: Final = "scales", "zeros", "minimums", "super_scales", "super_minimum
 """Operands of a product that a prepared block has copies of, unless they are tensors of inference mode."""
 
 Snapshot: Final = _C.Held
-"""Snapshot(entries, objects, empty, tensors): asked whether it `is_unchanged`, it compares all of them with what they
-were: dictionaries with a name and its very value, which is None where they lack it; the classes of modules, and what a
-call of them runs; dictionaries that are empty; where tensors lie, and with True beside them how often they were changed
-in place. Beside that it takes the addresses of what torch has for them, which it fetches ahead. It keeps nothing alive.
+"""Snapshot(entries, objects, ways, empty, tensors): asked whether it `is_unchanged`, it compares all of them with what
+they were: dictionaries with a name and its very value, which is None where they lack it; the classes of modules, and the
+`forward` and `__call__` of each class; dictionaries that are empty; where tensors lie, and with True beside them how
+often they were changed in place. Beside that it takes the addresses of what torch has for them, which it fetches ahead.
+It keeps nothing alive.
 """
 
 

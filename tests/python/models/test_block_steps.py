@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -384,11 +386,32 @@ def test_each_change_of_a_snapshot_is_seen(change: Callable[[str, dict[str, Any]
     parts |= {"in_place": torch.ones(3), "other": torch.ones(3)}
     tensors = [(parts[each], each == "in_place", 0, 0) for each in ("in_place", "other")]
     entries = [(parts["place"], "number", 1), (parts["place"], "absent", None)]
+    ways = [(Kind, Kind.forward, Kind.__call__)]
     # More of the same, so that loops look ahead.
-    state = Snapshot(100 * entries, 100 * [parts["module"]], 100 * [parts["hooks"]], 100 * tensors)
+    state = Snapshot(100 * entries, 100 * [parts["module"]], ways, 100 * [parts["hooks"]], 100 * tensors)
     assert state.is_unchanged()
     change(name, parts)
     assert state.is_unchanged() is (change is _unchanged)
+
+
+def test_the_collector_finds_methods_that_hold_their_owner() -> None:
+    from qcutlass.models.block_steps import Held
+
+    def owner() -> weakref.ref[torch.nn.Module]:
+        block: Any = torch.nn.Module()
+
+        class Gate(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x if block.training else -x
+
+        block.gate = Gate()
+        object.__setattr__(block, "held", Held([], [block.gate], []))
+        assert block.held.is_unchanged()
+        return weakref.ref(block)
+
+    block = owner()
+    gc.collect()
+    assert block() is None
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
