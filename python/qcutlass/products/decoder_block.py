@@ -21,10 +21,10 @@ OF_GROUPS: Final = "scales", "zeros", "minimums", "super_scales", "super_minimum
 
 Snapshot: Final = _C.Held
 """Snapshot(entries, objects, ways, empty, tensors): asked whether it `is_unchanged`, it compares all of them with what
-they were: dictionaries with a name and its very value, which is None where they lack it; the classes of modules, and the
-`forward` and `__call__` of each class; dictionaries that are empty; where tensors lie, and with True beside them how
-often they were changed in place. Beside that it takes the addresses of what torch has for them, which it fetches ahead.
-It keeps nothing alive.
+they were: dictionaries with a name and its very value, which is None where they lack it; the classes of modules, and
+the `forward` and `__call__` of each class; dictionaries that are empty; where tensors lie, and with True beside them
+how often they were changed in place. Beside that it takes the addresses of what torch has for them, which it fetches
+ahead. It keeps nothing alive.
 """
 
 
