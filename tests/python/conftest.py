@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -43,6 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes half a minute or more: python -m pytest -m slow"))
         if obstacle and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {obstacle}"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """torch keeps what it compiled by code and gives up after eight: tests of one process would count each other's."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @dataclass

@@ -97,7 +97,6 @@ def mlp_weights(device: str, packed: bool) -> tuple[tuple[Tensor, ...], tuple[Te
 def test_a_multilayer_perceptron_compiles_in_one_graph(packed: bool, device: str) -> None:
     up, down = mlp_weights(device, packed)
     x = torch.randn(2, 9, 200, device=device)
-    torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
     testing.assert_equal(compiled(x, up, down), mlp(x, up, down))
 
@@ -128,7 +127,6 @@ def test_compiles_once_for_any_number_of_rows() -> None:
         out = blockwise.int8_gemm(a, a_s, packed, p.b_s, n=40)
         return out, *blockwise.int8_gemm_quant(a, a_s, packed, p.b_s, n=40)
 
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
     for m in (5, 9, 17, 41):  # sizes that no other dimension has: equal ones make torch specialise
         for got, expected in zip(compiled(p.a[:m], p.a_s[:m]), layer(p.a[:m], p.a_s[:m]), strict=True):

@@ -226,7 +226,6 @@ def test_fused_models_compile_in_one_graph(seed: int) -> None:
     model = decoder(seed)
     together = fused(model)
     tokens = torch.randint(0, 16, (3, 12), generator=torch.Generator().manual_seed(seed))
-    torch._dynamo.reset()
     compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
     products: list[str] = []
 

@@ -301,7 +301,6 @@ def test_packing_and_out_compile_in_one_graph() -> None:
             weights, scales, zeros, k=256
         )
 
-    torch._dynamo.reset()
     out = torch.full((20, 64), torch.nan, dtype=torch.float16)
     codes, dense = torch.compile(everything, fullgraph=True, backend="aot_eager")(p.codes, a, out)
     testing.assert_equal(out, qcutlass.gemm(a, packed, scales, zeros, **p.keywords))

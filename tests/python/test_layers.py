@@ -320,7 +320,6 @@ def test_pickles_of_another_layout_are_refused(seed: int) -> None:
 def test_layers_compile_in_one_graph(case: testing.Case, seed: int) -> None:
     p = case.random(seed=seed)
     layer = layer_of(p)
-    torch._dynamo.reset()
     compiled = torch.compile(nn.Sequential(nn.Identity(), layer), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         testing.assert_equal(compiled(p.a), layer(p.a), label=p)

@@ -124,7 +124,6 @@ def test_a_bias_follows_what_is_loaded(seed: int) -> None:
 
 def test_layers_compile_in_one_graph(seed: int) -> None:
     layer, a = layer_of(seed, activation="silu"), randn(2, 3, K, seed=seed)
-    torch._dynamo.reset()
     compiled = torch.compile(nn.Sequential(nn.Identity(), layer), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         testing.assert_equal(compiled(a), layer(a))

@@ -223,7 +223,6 @@ def test_a_state_that_does_not_fit_changes_nothing(scheme: Scheme, name: str, va
 def test_layers_compile_in_one_graph(scheme: Scheme, seed: int) -> None:
     p = Problem(seed, smooth=True)
     layer = p.layer(scheme)
-    torch._dynamo.reset()
     compiled = torch.compile(nn.Sequential(nn.Identity(), layer), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         testing.assert_equal(compiled(p.a), layer(p.a))

@@ -353,7 +353,6 @@ def test_compiles_in_one_graph(options: Options, seed: int) -> None:
         return quantize(a * 2, options)
 
     a = activations(6, 24, torch.float32, seed)
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (6, 5, 3):
         assert_same(compiled(a[:rows]), layer(a[:rows]), options)

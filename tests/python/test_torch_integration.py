@@ -147,7 +147,6 @@ def assert_compiles(product: Product, backend: str) -> None:
         a = a * 2 if a.dtype in FLOATS else a
         return tuple(out + 1 for out in product.outs(**{product.activations: a}))
 
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     with torch.no_grad():
         assert_equal(compiled(product.a), layer(product.a), product.problem)
@@ -174,7 +173,6 @@ def test_compiles_once_for_any_number_of_rows(kind: Description) -> None:
     def layer(rows: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return product.outs(**rows)
 
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
     for m in (5, 9, 17, 41):  # sizes that no other dimension has: equal ones make torch specialise
         rows = product.rows(product.a[:m])

@@ -114,7 +114,7 @@ class Decoder:
         self._replay: Callable[[], None] | None = None
         if compiled:
             compiled_code()
-            self._forward = torch.compile(self._plain, dynamic=False)  # how keys are split depends on the batch
+            self._forward = torch.compile(_own(self._plain), dynamic=False)  # how keys are split depends on the batch
         self._block_mask = self._new_block_mask() if compiled else None
 
     @torch.inference_mode()
@@ -240,6 +240,19 @@ def _in_a_row(keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor
         return keys, values
     order = mask.bool().int().argsort(dim=-1, stable=True)[:, None, :, None].to(keys.device)
     return keys.gather(2, order.expand_as(keys)), values.gather(2, order.expand_as(values))
+
+
+def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, of code of this module's own.
+
+    torch counts what it compiled of each code, and all models of transformers share one: what steps have compiled would
+    keep callers from compiling a model themselves.
+    """
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        return forward(*arguments, **options)
+
+    return step
 
 
 @contextmanager

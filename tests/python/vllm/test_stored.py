@@ -211,7 +211,6 @@ class TestProducts:
     def test_one_graph_for_any_number_of_rows(self) -> None:
         """As vLLM compiles: the whole graph, rows dynamic, and nothing compiled again."""
         products = Products(self.shares(), torch.float32)
-        torch._dynamo.reset()
         counter = CompileCounter()
         compiled = torch.compile(products, fullgraph=True, backend=counter)
         with torch.inference_mode():
