@@ -9,6 +9,7 @@
 #include "host/byte_product.h"
 #include "host/channel_parameters.h"
 #include "host/multiversion.h"
+#include "host/prefetch.h"
 #include "host/quantized_rows.h"
 #include "qcutlass/layout.h"
 
@@ -25,11 +26,13 @@ class ByteTiles {
   /// `run`: columns whose codes are added up, kActivationBlock or kStepK.
   QCUTLASS_INLINE explicit ByteTiles(int run) : run_(run) {}
 
-  /// Decodes `count` packed tiles from column `begin` on, with their scales and zeros.
+  /// Decodes `count` packed tiles from column `begin` on, with their scales and zeros; asks for as many behind them.
   QCUTLASS_INLINE void load(WeightArguments const& weights, int64_t strip, int64_t begin, uint8_t const* packed,
                             int64_t count) {
     for (int64_t tile = 0; tile < count; ++tile) {
-      decode(packed + tile * layout::kTileBytes, codes_ + tile * kTileK / 4 * layout::kTileN);
+      uint8_t const* const from = packed + tile * layout::kTileBytes;
+      prefetch_tile(from, kTiles * layout::kTileBytes);
+      decode(from, codes_ + tile * kTileK / 4 * layout::kTileN);
     }
     has_minimums_ = weights.has_minimums();
     int64_t const end = std::min(begin + count * kTileK, weights.k), last = weights.groups() - 1;

@@ -8,6 +8,7 @@
 #include "host/channel_numbers.h"
 #include "host/multiversion.h"
 #include "host/numeric.h"
+#include "host/prefetch.h"
 #include "qcutlass/layout.h"
 #include "qcutlass/scheme.h"
 
@@ -106,14 +107,13 @@ struct ChannelParameters {
 
   static QCUTLASS_INLINE void prefetch(void const* data, DType type, int64_t stride, int64_t strip_stride,
                                        StripRange strips, int64_t first, int64_t count) {
-    constexpr int64_t kLine = 64;
     if (type == DType::kNone) return;
     bool const are_rows = strip_stride < stride;  // of strips that follow one another, or strips of groups that do
     int64_t const size = size_of(type), pieces = are_rows ? count : strips.count;
     int64_t const bytes = (are_rows ? strips.count : count) * layout::kTileN * size;
     char const* piece = static_cast<char const*>(data) + (first * stride + strips.first * strip_stride) * size;
     for (int64_t i = 0; i < pieces; ++i, piece += (are_rows ? stride : strip_stride) * size) {
-      for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(piece + byte);
+      for (int64_t byte = 0; byte < bytes; byte += kCacheLine) __builtin_prefetch(piece + byte);
     }
   }
 

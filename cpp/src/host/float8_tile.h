@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "host/prefetch.h"
 #include "host/tile_product.h"
 
 namespace qcutlass::host {
@@ -17,6 +18,7 @@ class Float8Tile : public TileProduct<layout::tile_k(Packing::kW8A8), kLanes> {
 
   /// Weights of a packed tile, exactly.
   QCUTLASS_INLINE void decode(uint8_t const* packed) {
+    prefetch_tile(packed);
     alignas(64) uint32_t words[Base::kWords];
     transpose(packed, words);
 #pragma GCC unroll 8

@@ -11,6 +11,7 @@
 #include "host/byte_product.h"
 #include "host/eight_bit_rows.h"
 #include "host/multiversion.h"
+#include "host/prefetch.h"
 #include "host/tile_rows.h"
 #include "qcutlass/layout.h"
 
@@ -22,10 +23,12 @@ class Int8Tiles {
  public:
   static constexpr int kTiles = 16;  ///< 8 KB, which leaves room for rows of activations
 
-  /// Codes of `count` packed tiles.
+  /// Codes of `count` packed tiles; asks for as many behind them.
   QCUTLASS_INLINE void decode(uint8_t const* packed, int64_t count) {
     for (int64_t tile = 0; tile < count; ++tile) {
-      decode_tile(packed + tile * layout::kTileBytes, codes_ + tile * kWords);
+      uint8_t const* const from = packed + tile * layout::kTileBytes;
+      prefetch_tile(from, count * layout::kTileBytes);
+      decode_tile(from, codes_ + tile * kWords);
     }
   }
 
@@ -56,6 +59,7 @@ class Int8Tiles {
       for (int i = 0; i < kChains; ++i) dots[i] = Int{};
       uint8_t const* tile = packed + begin * sizeof(Int);
       for (int64_t k = 0; k < rows.stride; k += TileRows::kTileK, tile += layout::kTileBytes) {
+        if (begin == 0) prefetch_tile(tile);
         Int const natural = load_columns(rows.codes.data() + k, 0), swapped = load_columns(rows.codes.data() + k, 1);
 #pragma GCC unroll 8
         for (int i = 0; i < kChains; ++i) {

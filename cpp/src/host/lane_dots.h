@@ -277,7 +277,7 @@ class LaneDots {
   static QCUTLASS_INLINE void add_tile(uint8_t const* packed, Tile const* rows, Int (&dots)[kRows][layout::kTileN]) {
 #pragma GCC unroll 8
     for (int g = 0; g < Words::kGroups; ++g) {
-      prefetch_once(packed + kAhead + g * Words::kWords * 4);
+      prefetch_once(packed + kPrefetchDistance + g * Words::kWords * 4);
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
         Int &lower = dots[row][g], &upper = dots[row][Words::kGroups + g];
@@ -292,8 +292,6 @@ class LaneDots {
       }
     }
   }
-
-  static constexpr int64_t kAhead = 4096;  ///< bytes: some 300 ns at 14 GB/s, what memory takes to answer
 
   /// Whether the words of a tile are added to the sums of those before: where an instruction does it.
   static constexpr bool kAddAtOnce = !Bytes::kHasPairs;

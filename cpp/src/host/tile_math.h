@@ -8,6 +8,7 @@
 #include "host/channel_vector.h"
 #include "host/lane_words.h"
 #include "host/multiversion.h"
+#include "host/prefetch.h"
 #include "host/tile_product.h"
 #include "qcutlass/layout.h"
 
@@ -24,6 +25,7 @@ class TileMath : public TileProduct<layout::tile_k(kPacking), kLanes> {
 
   /// The numbers of a packed tile's codes as fp32.
   QCUTLASS_INLINE void decode(uint8_t const* packed) {
+    prefetch_tile(packed);
     // The codes of a word belong to rows g and g + 8 and to the same k for every g.
     alignas(64) uint32_t x[Base::kWords];
     Base::transpose(packed, x);
