@@ -201,10 +201,10 @@ class Access(_Enumeration):
     WRITTEN: ClassVar[Access]
     __members__: ClassVar[dict[str, Access]]
 
-# what products wrote last in a stream
+# what the next kernel in a stream may run beside; `waits`: whether a kernel waits before it lets its successor start
 class LastOutputs(metaclass=_pybind11_type):
     def __init__(self) -> None: ...
-    def add(self, begin: int, end: int) -> None: ...
+    def add(self, begin: int, end: int, waits: bool) -> None: ...
 
 # a checked and planned product, which runs wherever its operands lie; `extents`: bytes, that of the output last
 class Launch(metaclass=_pybind11_type):

@@ -17,43 +17,15 @@ using namespace selection;
 constexpr int64_t kRows[] = {1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 500, 2048, 5000, 100000};
 constexpr Shape kOthers[] = {{4096, 4096}, {28672, 4096}, {4096, 14336}, {1536, 576}, {1, 1}, {97, 1000}, {192, 65536}};
 
-GemmArguments eight_bits(int64_t m, int64_t n, int64_t k, DType type, int64_t block = 0) {
-  GemmArguments a = unscaled_problem(m, n, k, type, Packing::kW8A8);
-  a.out_type = DType::kBFloat16;
-  a.blocks.size = block;
-  return a;
-}
-
 /// A product of every kind that adds in floating point.
 std::vector<GemmArguments> kinds(int64_t m, int64_t n, int64_t k) {
-  std::vector<GemmArguments> result;
-  for (Packing packing : {Packing::kW4A16, Packing::kW8A16})
-    for (int64_t group : {int64_t{16}, int64_t{128}, k})
-      for (DType zero : {DType::kNone, DType::kFloat32}) {
-        result.push_back(weight_only_problem(m, n, k, group, DType::kBFloat16, packing));
-        result.back().weights.zero_type = zero;
-        result.back().weights.zero_stride = n;
-      }
-  for (Packing packing : {Packing::kE2M1A16, Packing::kE4M3A16})
-    result.push_back(weight_only_problem(m, n, k, 32, DType::kFloat16, packing));
-  result.push_back(weight_only_problem(m, n, k, 32));
-  result.back().weights.minimum_type = DType::kFloat16;
-  result.push_back(weight_only_problem(m, n, k));
-  result.back().experts.count = 8, result.back().experts.a_rows = m;
-  result.push_back(weight_only_problem(m, n, k));
-  result.back().activation = Activation::kGeluTanh;
-  result.push_back(eight_bits(m, n, k, DType::kFloat8E4M3));
-  for (int64_t block : {32, 64, 128}) result.push_back(eight_bits(m, n, k, DType::kInt8, block));
+  std::vector<GemmArguments> result = products_of_every_kind(m, n, k);
   for (GemmArguments& a : result) a.batch_invariant = true;
   return result;
 }
 
 SumOrder order_of(GemmArguments const& a, Plan const& plan) {
   return sum_order(make_problem(a).kind, a.activation, plan.row, plan.split_k);
-}
-
-bool has_instructions(GemmArguments const& a, DeviceTraits const& device) {
-  return !is_float8(a.a_type) || device.compute_capability >= 89;
 }
 
 TEST(SelectInvariant, HasOneOrderOfSumsForEveryNumberOfRows) {
@@ -94,12 +66,13 @@ TEST(SelectInvariant, TilesFollowTheRowsWhereTheirSumsAgree) {
 
 TEST(SelectInvariant, Int8SumsAreExactInAnyOrder) {
   for (int64_t m : {1, 64, 4096}) {
-    GemmArguments a = eight_bits(m, 4096, 4096, DType::kInt8);
+    GemmArguments a = eight_bits_problem(m, 4096, 4096, DType::kInt8);
     std::string const free = select(a, kH200Wgmma).tactic;
     a.batch_invariant = true;
     EXPECT_EQ(select(a, kH200Wgmma).tactic, free);
   }
-  GemmArguments few = eight_bits(1, 4096, 4096, DType::kInt8), many = eight_bits(4096, 4096, 4096, DType::kInt8);
+  GemmArguments few = eight_bits_problem(1, 4096, 4096, DType::kInt8),
+                many = eight_bits_problem(4096, 4096, 4096, DType::kInt8);
   for (GemmArguments* a : {&few, &many}) a->activation = Activation::kGeluTanh, a->batch_invariant = true;
   EXPECT_EQ(select(few, kH200Wgmma).tactic, select(many, kH200Wgmma).tactic) << "its epilogue is compiled anew";
 }

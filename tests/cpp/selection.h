@@ -5,6 +5,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "qcutlass/gemm.h"
 
@@ -41,6 +42,40 @@ inline GemmArguments weight_only_problem(int64_t m, int64_t n, int64_t k, int64_
   a.weights.scale_type = type;
   a.weights.scale_stride = n;
   return a;
+}
+
+inline GemmArguments eight_bits_problem(int64_t m, int64_t n, int64_t k, DType type, int64_t block = 0) {
+  GemmArguments a = unscaled_problem(m, n, k, type, Packing::kW8A8);
+  a.out_type = DType::kBFloat16;
+  a.blocks.size = block;
+  return a;
+}
+
+/// A product of every kind that adds in floating point.
+inline std::vector<GemmArguments> products_of_every_kind(int64_t m, int64_t n, int64_t k) {
+  std::vector<GemmArguments> result;
+  for (Packing packing : {Packing::kW4A16, Packing::kW8A16})
+    for (int64_t group : {int64_t{16}, int64_t{128}, k})
+      for (DType zero : {DType::kNone, DType::kFloat32}) {
+        result.push_back(weight_only_problem(m, n, k, group, DType::kBFloat16, packing));
+        result.back().weights.zero_type = zero;
+        result.back().weights.zero_stride = n;
+      }
+  for (Packing packing : {Packing::kE2M1A16, Packing::kE4M3A16})
+    result.push_back(weight_only_problem(m, n, k, 32, DType::kFloat16, packing));
+  result.push_back(weight_only_problem(m, n, k, 32));
+  result.back().weights.minimum_type = DType::kFloat16;
+  result.push_back(weight_only_problem(m, n, k));
+  result.back().experts.count = 8, result.back().experts.a_rows = m;
+  result.push_back(weight_only_problem(m, n, k));
+  result.back().activation = Activation::kGeluTanh;
+  result.push_back(eight_bits_problem(m, n, k, DType::kFloat8E4M3));
+  for (int64_t block : {32, 64, 128}) result.push_back(eight_bits_problem(m, n, k, DType::kInt8, block));
+  return result;
+}
+
+inline bool has_instructions(GemmArguments const& a, DeviceTraits const& device) {
+  return !is_float8(a.a_type) || device.compute_capability >= 89;
 }
 
 inline TacticTraits traits_of(GemmArguments const& a, std::string const& name) {

@@ -135,6 +135,34 @@ def test_graph_capture_and_replay_with_new_contents(epilogue: str, seeds: Iterat
         ledger.equal(out, expected, new)
 
 
+def test_its_output_may_be_the_scales_of_the_next_product(seeds: Iterator[int], ledger: Any) -> None:
+    """The kernel that finishes it lets that one start early, which may not read them then."""
+    case = testing.Case(128, 512, 1024, bias=True)  # 128 groups of 32 columns
+    problems = [case.exact(device="cuda", seed=next(seeds)) for _ in range(3)]
+    problem = problems[0][0]
+    weights = qcutlass.preprocess_weights(problem.codes, bits=4)
+    layer = testing.Case(4, 512, 128 * 32, group_size=32, zeros="none").exact(device="cuda", seed=next(seeds))[0]
+    packed = qcutlass.preprocess_weights(layer.codes, bits=4)
+    torch.mm(problem.a, problem.a.T)  # cuBLAS itself cannot start under capture
+    torch.cuda.synchronize()
+
+    def both() -> Tensor:
+        scales = qcutlass.gemm(
+            problem.a, weights, problem.scales, problem.zeros, tactic=tactic(case), **problem.keywords
+        )
+        return qcutlass.gemm(layer.a, packed, scales)
+
+    out, replay = captured(both)
+    for new, scales in problems:
+        for name in ("a", "scales", "zeros", "bias"):
+            getattr(problem, name).copy_(getattr(new, name))
+        weights.copy_(qcutlass.preprocess_weights(new.codes, bits=4))
+        expected = qcutlass.gemm(layer.a, packed, scales)
+        torch.cuda.synchronize()
+        replay()
+        ledger.equal(out, expected, new)
+
+
 def test_a_thread_that_never_used_cublas_may_capture(seeds: Iterator[int], ledger: Any) -> None:
     """cuBLAS cannot start under capture; what was planned outside of it must not be run there blindly."""
     case = testing.Case(2048, 1024, 1024)

@@ -286,6 +286,9 @@ def test_a_remembered_plan_fits_its_operands() -> None:
     assert len({planned for _, planned in remembered.values()}) > 1, "no view was misaligned"
 
 
+WAITS, STARTS_AT_ONCE = True, False  # a kernel lets its successor start when all before it have ended, or at once
+
+
 def test_weights_are_settled_unless_the_products_just_before_wrote_them() -> None:
     values = arguments(bias=True, act_scale=True, perm=True)
     product = Product(WEIGHT_ONLY, call := GemmCall(**values), call.check(None), torch.empty(M, N).half())
@@ -296,17 +299,32 @@ def test_weights_are_settled_unless_the_products_just_before_wrote_them() -> Non
     unsettled = set()
     for name, address in addresses.items():
         last = _C.LastOutputs()
-        last.add(address - 64, address)
-        last.add(address + values[name].nbytes, address + values[name].nbytes + 64)
+        last.add(address - 64, address, WAITS)
+        last.add(address + values[name].nbytes, address + values[name].nbytes + 64, WAITS)
         assert launch.is_settled(launch.addresses, last), f"{name}: its neighbours in memory"
-        last.add(address + values[name].nbytes - 1, address + values[name].nbytes + 64)
+        last.add(address + values[name].nbytes - 1, address + values[name].nbytes + 64, WAITS)
         for _ in range(7):  # as many threads may launch into one stream
-            last.add(1, 2)
+            last.add(1, 2, WAITS)
         if not launch.is_settled(launch.addresses, last):
             unsettled.add(name)
-        last.add(1, 2)
+        last.add(1, 2, WAITS)
         assert launch.is_settled(launch.addresses, last)
     assert unsettled == {"w_packed", "scales", "zeros"}
+
+
+def test_nothing_is_settled_behind_more_kernels_that_start_at_once_than_are_known() -> None:
+    values = arguments()
+    product = Product(WEIGHT_ONLY, call := GemmCall(**values), call.check(None), torch.empty(M, N).half())
+    launch = launching.launch_of(product)
+    last = _C.LastOutputs()
+    address = values["scales"].data_ptr()
+    last.add(address, address + 1, WAITS)
+    for _ in range(20):
+        assert not launch.is_settled(launch.addresses, last)
+        last.add(1, 2, STARTS_AT_ONCE)
+    for _ in range(8):
+        last.add(1, 2, WAITS)
+    assert launch.is_settled(launch.addresses, last)
 
 
 def test_the_number_of_remembered_calls_is_bounded() -> None:

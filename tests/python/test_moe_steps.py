@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,12 @@ def test_there_may_be_no_tokens(device: str) -> None:
     for dtype in dtypes(device):
         assert gate_rows(torch.empty(0, 8, dtype=dtype, device=device)).shape == (0, 4)
         assert sum_slots(torch.empty(0, 8, dtype=dtype, device=device), found.order).shape == (0, 8)
+
+
+def test_more_slots_than_kernels_count_are_refused() -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int32).expand(2**27 + 1, 8)
+    with pytest.raises(ValueError, match=re.escape("at most 2^30 elements")):
+        moe.route(ids, 4)
 
 
 @on_both

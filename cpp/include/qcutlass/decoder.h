@@ -87,7 +87,8 @@ void rotate(RotaryArguments const& arguments, int threads);
 namespace cuda {
 
 /// Launch on `stream` of the current device, for arguments that were checked. The kernel behind each in the stream may
-/// start before it ends, as those of products do. Safe under graph capture.
+/// start as soon as it has, beside the kernels before it, too: of products see GemmArguments::settled. Safe under graph
+/// capture.
 void add_rms_norm(NormArguments const& arguments, void* stream);
 void gate(GateArguments const& arguments, void* stream);
 void rotate(RotaryArguments const& arguments, void* stream);

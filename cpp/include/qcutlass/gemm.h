@@ -123,8 +123,8 @@ struct GemmArguments {
   SumScales sums;
   BlockScales blocks;  ///< of blockwise products, instead of sums
   QuantizedOutput quantized;
-  /// Not even the kernel that precedes the launch in its stream writes the weights, scales or zeros: they may be read
-  /// while it ends.
+  /// No kernel that the launch may run beside writes the weights, scales or zeros: neither the one that precedes it in
+  /// its stream nor, where that is one of decoder.h, the one before, and so on. They may be read while these end.
   bool settled = false;
   void* workspace = nullptr;  ///< workspace_bytes() bytes, 16-byte aligned, contents undefined before and after
   size_t workspace_bytes = 0;

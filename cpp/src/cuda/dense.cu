@@ -39,6 +39,7 @@ void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int6
 }  // namespace
 
 void prepare_activations(GemmArguments const& a, void* a_out, int64_t a_out_stride, void* stream_handle) {
+  if (a.m == 0) return;
   auto const stream = static_cast<cudaStream_t>(stream_handle);
   switch (a.a_type) {
     case DType::kFloat16: prepare<cutlass::half_t>(a, a_out, a_out_stride, stream); break;
@@ -53,6 +54,7 @@ void prepare_activations(GemmArguments const& a, void* a_out, int64_t a_out_stri
 
 void finish(GemmArguments const& a, float const* sums, int64_t sums_stride, int64_t begin, int64_t end,
             void* stream_handle) {
+  if (a.m == 0 || begin == end) return;
   auto const stream = static_cast<cudaStream_t>(stream_handle);
   a.a_type == DType::kBFloat16 ? finish<cutlass::bfloat16_t>(a, sums, sums_stride, begin, end, stream)
                                : finish<cutlass::half_t>(a, sums, sums_stride, begin, end, stream);

@@ -7,7 +7,7 @@
 #include "cuda/family.h"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/output.cuh"
-#include "plan/shared_tiles.h"
+#include "plan/fit.h"
 #include "plan/workspace.h"
 #include "qcutlass/error.h"
 
@@ -137,6 +137,9 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
     throw InvalidArgument("plan: '" + plan.tactic + "' is run by the caller of the library, not by a kernel");
   int const tactic = plan.row;
   Problem const problem = make_problem(a);
+  int const device = current_device();
+  DeviceTraits const& traits = device_traits(device);
+  check_plan(problem, traits, plan);
   Workspace const space(problem, plan);
   if (space.bytes > a.workspace_bytes)
     throw InvalidArgument("workspace: " + std::to_string(space.bytes) +
@@ -145,19 +148,6 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   if (reinterpret_cast<uintptr_t>(w.packed) % kAlignment != 0)
     throw InvalidArgument("w_packed: expected a 16-byte aligned tensor; clone() it");
   char* const base = static_cast<char*>(a.workspace);
-  int const device = current_device();
-  DeviceTraits const& traits = device_traits(device);
-  SharedTiles const shared(problem, traits, kTactics[tactic], plan.split_k);
-  if (plan.shared_channel != shared.first_channel || plan.shared_token != shared.first_token ||
-      (plan.cluster && shared.only_last() && !shared.fits_clusters(traits.sm_count, plan.split_k)))
-    throw InvalidArgument(
-        "plan: it was made for a product of another size, or for another GPU; call select for this one");
-
-  if (traits.wgmma && is_superseded(kTactics[tactic], problem.kind, problem.grouped))
-    throw InvalidArgument("plan: '" + plan.tactic + "' is not there on GPUs that run wgmma; call select for this one");
-  if (problem.gated && kTactics[tactic].channels % (2 * layout::kTileN) != 0)
-    throw InvalidArgument("plan: '" + plan.tactic +
-                          "' has no whole pairs of a gate's turns; call select for this product");
 
   Launch launch{};
   launch.weights = w.packed;

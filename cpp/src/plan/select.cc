@@ -6,6 +6,7 @@
 
 #include "plan/cost_model.h"
 #include "plan/dense.h"
+#include "plan/fit.h"
 #include "plan/gpu_class.h"
 #include "plan/shared_tiles.h"
 #include "plan/sum_order.h"
@@ -31,35 +32,6 @@ std::string tactic_name(Kind const& kind, Tactic const& t) {
          (is_wgmma(t.mainloop) ? "90a" : std::to_string(kind.capability())) + (stream ? "_stream_n" : "_n") +
          std::to_string(t.channels) + "m" + std::to_string(t.tokens) + "k" + std::to_string(t.stage_k(kind.packing)) +
          (stream ? "w" + std::to_string(t.warps) : "") + "_s" + std::to_string(stages_of(t, kind));
-}
-
-/// Whether there is a kernel, be it one that fits no GPU.
-bool has_kernel(Problem const& problem, Tactic const& t) {
-  return problem.grouped ? is_compiled_for_experts(t, problem.kind) : t.serves(problem.kind);
-}
-
-/// Blocks of channels that are quantised together lie within a tile, and so do gates with what they multiply.
-bool fits_output(Problem const& problem, Tactic const& t) {
-  if (problem.gated && t.channels % (2 * layout::kTileN) != 0) return false;
-  return problem.output.granularity != Granularity::kBlock || t.channels % problem.output.group == 0;
-}
-
-bool splittable(Problem const& problem, Tactic const& t, int split_k) {
-  if (problem.grouped) return split_k == 1;
-  constexpr int kMostShares = 65535;  // the grid's third dimension
-  return split_k <= kMostShares && split_k <= layout::ceil_div(problem.k, t.stage_k(problem.kind.packing));
-}
-
-/// Tiles of tokens, eight by eight (see the kernels' swizzle), are the grid's second dimension, which has 16 bits.
-/// Those of experts are counted in 31; wgmma's boxes of activations are whole for fewer rows than 2^30.
-bool fits_grid(Problem const& problem, Tactic const& t) {
-  constexpr int64_t kMostRows = 65535, kSwizzled = 8, kMostTiles = int64_t(1) << 26,
-                    kMostBlocks = (int64_t(1) << 31) - 1;
-  if (problem.grouped && is_wgmma(t.mainloop) && problem.m >= int64_t(1) << 30) return false;
-  if (problem.grouped)
-    return most_token_tiles(problem.m, problem.groups, t) * layout::ceil_div(problem.n, t.channels) <= kMostBlocks;
-  if (is_wgmma(t.mainloop)) return tiles(problem, t) <= kMostTiles;
-  return layout::ceil_div(problem.m, t.tokens) <= kMostRows * kSwizzled;
 }
 
 /// Clusters and early starts are compiled into code for sm_90 and newer, whatever the GPU. Where an SM holds one block,

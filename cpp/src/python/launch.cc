@@ -52,10 +52,12 @@ LastOutputs& LastOutputs::of(int device, uintptr_t stream) {
 void LastOutputs::add(Span const& output) {
   spans_[next_] = output;
   next_ = (next_ + 1) % spans_.size();
+  ++since_wait_;
 }
 
 bool LastOutputs::meet(Span const& operand) const {
-  return std::any_of(spans_.begin(), spans_.end(), [&](Span const& span) { return span.meets(operand); });
+  return since_wait_ > spans_.size() ||
+         std::any_of(spans_.begin(), spans_.end(), [&](Span const& span) { return span.meets(operand); });
 }
 
 Launch::Launch(GemmArguments const& product, std::vector<Operand> const& operands, std::vector<Access> accesses,
@@ -123,23 +125,24 @@ void Launch::run_host(GemmArguments arguments) const {
 
 void Launch::run_cuda(GemmArguments arguments, std::vector<uintptr_t> const& addresses, py::handle a,
                       py::handle out) const {
+  uintptr_t const stream = py::cast<uintptr_t>(TorchCalls::instance().current_stream(device_));
+  LastOutputs& last = LastOutputs::of(device_, stream);
+  arguments.settled = is_settled(addresses, last);
+  last.wait();
+  auto const written = reinterpret_cast<uintptr_t>(arguments.out);
+  last.add({written, written + extents_.back()});
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    if (accesses_[i] == Access::kWritten) last.add({addresses[i], addresses[i] + extents_[i]});
+  }
   if (plan_->dense) {
     run_dense_(arguments, *plan_, a, out);
     return;
   }
-  uintptr_t const stream = py::cast<uintptr_t>(TorchCalls::instance().current_stream(device_));
-  LastOutputs& last = LastOutputs::of(device_, stream);
-  arguments.settled = is_settled(addresses, last);
   py::object workspace;  // torch's allocator hands its memory out again in the order of the stream
   if (plan_->workspace_bytes > 0) {
     workspace = call(new_workspace_);
     arguments.workspace = to_pointer(data_ptr(workspace.ptr()));
     arguments.workspace_bytes = plan_->workspace_bytes;
-  }
-  auto const written = reinterpret_cast<uintptr_t>(arguments.out);
-  last.add({written, written + extents_.back()});
-  for (size_t i = 0; i < addresses.size(); ++i) {
-    if (accesses_[i] == Access::kWritten) last.add({addresses[i], addresses[i] + extents_[i]});
   }
   py::gil_scoped_release const released;
   cuda::gemm(arguments, *plan_, to_pointer(stream));

@@ -30,20 +30,26 @@ struct Span {
   bool meets(Span const& other) const { return begin < other.end && other.begin < end; }
 };
 
-/// What products wrote last in each stream. A product may read its weights while the kernel before it in the stream
-/// ends, unless it is that kernel that writes them. Kernels of others let no successor start before they have ended; a
-/// product of ours does, but only after all that came before it has ended. So it alone has to be remembered: a few, as
-/// several threads may launch into one stream. Held under Python's lock.
+/// What kernels of ours wrote that the next one in a stream may run beside (arch/grid_dependency.h). Weights that are
+/// written there are not read early.
+///
+/// Of kernels that wait before they let their successor start, that is the last one; those of decoder.h, which start it
+/// at once, add to it. What was before stays known for as long as there is room, as several threads may launch into one
+/// stream in another order than they come here. Where more are added than there is room for, anything may be written.
+/// Kernels of others are taken to let no successor start before they have ended, as torch's own do. Held under Python's
+/// lock.
 class LastOutputs {
  public:
   static LastOutputs& of(int device, uintptr_t stream);
 
+  /// A kernel comes that waits before it lets its successor start: of what was added before, all will have ended then.
+  void wait() { since_wait_ = 0; }
   void add(Span const& output);
   bool meet(Span const& operand) const;
 
  private:
   std::array<Span, 8> spans_;
-  size_t next_ = 0;
+  size_t next_ = 0, since_wait_ = 0;  ///< spans since wait()
 };
 
 /// A checked and planned product, which runs wherever its operands lie. It keeps none of them alive.
@@ -66,7 +72,7 @@ class Launch {
   /// Whether an output at `out` reaches into an operand.
   bool may_overlap(std::vector<uintptr_t> const& addresses, uintptr_t out) const;
 
-  /// Whether no operand that is read early was written by the products just before in the stream.
+  /// Whether no operand that is read early may still be written by what comes before in the stream.
   bool is_settled(std::vector<uintptr_t> const& addresses, LastOutputs const& last) const;
 
   /// Writes `out`, or a new tensor, from operands at `addresses`, of which `a` is the first; returns it. On the CPU

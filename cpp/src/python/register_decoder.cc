@@ -16,7 +16,8 @@ namespace {
 
 constexpr int kHost = -1;
 
-/// Products that follow in the stream may start before this output is written: none may read it early.
+/// Products that follow in the stream may start before this output is written, and before those of earlier kernels are:
+/// none may read them early.
 void note_output(int device, uintptr_t stream, void const* out, int64_t bytes) {
   auto const begin = reinterpret_cast<uintptr_t>(out);
   LastOutputs::of(device, stream).add({begin, begin + static_cast<uintptr_t>(bytes)});

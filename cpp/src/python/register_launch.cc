@@ -17,7 +17,12 @@ void register_launch(py::module_& module) {
   py::class_<LastOutputs>(module, "LastOutputs")
       .def(py::init<>())
       .def(
-          "add", [](LastOutputs& self, uintptr_t begin, uintptr_t end) { self.add({begin, end}); }, "begin"_a, "end"_a);
+          "add",
+          [](LastOutputs& self, uintptr_t begin, uintptr_t end, bool waits) {
+            if (waits) self.wait();
+            self.add({begin, end});
+          },
+          "begin"_a, "end"_a, "waits"_a);
   py::class_<Launch, std::shared_ptr<Launch>>(module, "Launch")
       .def(py::init<GemmArguments const&, std::vector<Operand> const&, std::vector<Access>, std::vector<size_t>, int,
                     std::optional<Plan>, int, int64_t, py::object, py::object, py::object, py::object>(),

@@ -17,10 +17,13 @@ struct Backend {
 
   bool is_host() const { return device < 0; }
 
-  /// A step lets its successor start early, which may then not read this as weights.
+  /// A step lets its successor start early, which may then not read this, all that it writes, as weights.
   void writes(void const* data, size_t bytes) const {
+    if (is_host()) return;
     auto const begin = reinterpret_cast<uintptr_t>(data);
-    if (!is_host()) LastOutputs::of(device, stream).add({begin, begin + bytes});
+    LastOutputs& last = LastOutputs::of(device, stream);
+    last.wait();
+    last.add({begin, begin + bytes});
   }
 };
 

@@ -29,7 +29,7 @@ from qcutlass.products.library import register
 IDS: Final = (torch.int32, torch.int64)
 _INT32: Final = (torch.int32,)
 _FLOAT32: Final = (torch.float32,)
-_MOST_ROWS: Final = 2**31 - 1
+_MOST_ROWS: Final = 2**30  # kernels count in 31 bits, and round the parts of warps up
 _TYPES_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
 
 
@@ -106,7 +106,7 @@ def route(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | None = None
     check_memory({"topk_ids": topk_ids, "topk_weights": topk_weights})
     tokens, slots = topk_ids.shape
     if tokens * slots > _MOST_ROWS:
-        raise ValueError(f"topk_ids: expected less than 2^31 elements, got shape {shape_of(topk_ids)}")
+        raise ValueError(f"topk_ids: expected at most 2^30 elements, got shape {shape_of(topk_ids)}")
     topk_ids = topk_ids.contiguous()
     weights = None if topk_weights is None else topk_weights.contiguous()
     with current_device(rows):

@@ -14,7 +14,8 @@ CUTLASS_DEVICE void wait_for_prior_grids() {
 #endif
 }
 
-/// Lets the next kernel be set up once all blocks have said so.
+/// Lets the next kernel start once all blocks have said so. A kernel that waits first leaves its successor nothing but
+/// itself to run beside; one that does not leaves it all that it may run beside itself.
 CUTLASS_DEVICE void allow_next_grid() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
