@@ -4,8 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/cuda_check.h"
-#include "cuda/device.h"
+#include "cuda/launch_grid.cuh"
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
 #include "cutlass_ext/arch/grid_dependency.h"
@@ -241,20 +240,11 @@ bool is_aligned(void const* data, int64_t stride, int64_t columns, DType type) {
                              whole(uint64_t(columns) * size_of(type)));
 }
 
-template <class Task, class... Options>
-void launch(void (*kernel)(Task, Options...), Task const& task, dim3 grid, int threads, cudaStream_t stream,
-            Options... options) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(unsigned(threads));
-  config.stream = stream;
-  config.attrs = &early;
-  // Older code has no instruction that waits.
-  config.numAttrs = device_traits(current_device()).code_capability >= 90 ? 1 : 0;
-  QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, task, options...));
+/// Without shared memory; older code has no instruction that waits.
+GridShape early(dim3 grid, int threads) {
+  GridShape shape{grid, dim3(unsigned(threads))};
+  shape.early = runs_sm90_code();
+  return shape;
 }
 
 /// Calls run(an element of the type).
@@ -283,8 +273,8 @@ void add_rms_norm(NormArguments const& arguments, void* stream) {
     using Element = decltype(element);
     bool const alike = arguments.weight_type == arguments.type &&
                        is_aligned(arguments.weight, columns, columns, arguments.weight_type);
-    launch(whole ? add_rms_norm<Element, true> : add_rms_norm<Element, false>, arguments, dim3(blocks), kNormThreads,
-           static_cast<cudaStream_t>(stream), whole && alike);
+    launch_grid(whole ? add_rms_norm<Element, true> : add_rms_norm<Element, false>, early(dim3(blocks), kNormThreads),
+                static_cast<cudaStream_t>(stream), arguments, whole && alike);
   });
 }
 
@@ -299,8 +289,8 @@ void gate(GateArguments const& arguments, void* stream) {
     int64_t const of_block = int64_t(kGateThreads) * (whole ? kVector<Element, true> : 1);
     dim3 const grid(unsigned(std::min<int64_t>((columns + of_block - 1) / of_block, kMostBlocksAcross)),
                     unsigned(std::min<int64_t>(arguments.rows, kMostBlocksAcross - 1)));
-    launch(whole ? gate_rows<Element, true> : gate_rows<Element, false>, arguments, grid, kGateThreads,
-           static_cast<cudaStream_t>(stream));
+    launch_grid(whole ? gate_rows<Element, true> : gate_rows<Element, false>, early(grid, kGateThreads),
+                static_cast<cudaStream_t>(stream), arguments);
   });
 }
 
@@ -314,7 +304,8 @@ void rotate(RotaryArguments const& arguments, void* stream) {
   dim3 const grid(unsigned((heads + kRotaryWarps - 1) / kRotaryWarps),
                   unsigned(std::min<int64_t>(tokens, kMostBlocksAcross - 1)));
   with_element(arguments.type, [&](auto element) {
-    launch(rotate_heads<decltype(element)>, arguments, grid, kRotaryWarps * kWarp, static_cast<cudaStream_t>(stream));
+    launch_grid(rotate_heads<decltype(element)>, early(grid, kRotaryWarps * kWarp), static_cast<cudaStream_t>(stream),
+                arguments);
   });
 }
 

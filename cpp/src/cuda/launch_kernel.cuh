@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/cuda_check.h"
+#include "cuda/launch_grid.cuh"
 #include "cuda/output.cuh"
 #include "cutlass/device_kernel.h"
 
@@ -34,24 +35,9 @@ void launch_kernel(void (*kernel)(Params...), Launch const& launch, LaunchShape 
   if (launch.first_use && shape.most_shared_memory > 0)
     QCUTLASS_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.most_shared_memory));
-  cudaLaunchAttribute attributes[2];
-  int count = 0;
-  if (launch.programmatic) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (shape.cluster.x * shape.cluster.y * shape.cluster.z > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = shape.grid;
-  config.blockDim = dim3(unsigned(shape.threads));
-  config.dynamicSmemBytes = size_t(shape.shared_memory);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = unsigned(count);
-  QCUTLASS_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
+  launch_grid(kernel,
+              {shape.grid, dim3(unsigned(shape.threads)), shape.shared_memory, shape.cluster, launch.programmatic},
+              stream, params...);
 }
 
 /// Launches the kernel of a configuration. Impl::prepare<Configuration>(params, launch) sets the parameters that only

@@ -60,9 +60,9 @@ constexpr Products operator|(Products a, Products b) { return Products(uint16_t(
 inline constexpr Products kNoProducts{};
 inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kFloatWeights = kE2M1Weights | kE4M3Weights,
                           kRareWeights = kFloatWeights | kMinimums, kEightByEight = kInt8 | kFloat8,
-                          kEightBits = kEightByEight | kBlockwise, kNotBlockwise = kWeightOnly | kEightByEight,
-                          kAnyBlocks = kBlockwise | kSmallBlocks, kMost = kNotBlockwise | kBlockwise,
-                          kAll = kMost | kSmallBlocks | kRareWeights;
+                          kEightBits = kEightByEight | kBlockwise, kAnyBlocks = kBlockwise | kSmallBlocks,
+                          kCommon = kWeightOnly | kEightByEight,
+                          kAllButFourByEight = kCommon | kAnyBlocks | kRareWeights;
 
 /// The types that kernels are compiled for: a family has one. It follows from the types and scales of the operands.
 struct Kind {

@@ -34,7 +34,7 @@ struct TacticOf {
   int channels = 0, tokens = 0;  ///< the output tile of a block
   int slice_count = 1;           ///< slices of k in a stage
   int stage_count = 0;
-  Products products = kMost;
+  Products products = kCommon | kBlockwise;
   Products experts = kNoProducts;  ///< those of them, or others, that it is built for the rows of experts of
 
   constexpr Tactic slices(int count) const { return with(&TacticOf::slice_count, count); }
@@ -106,22 +106,22 @@ constexpr WgmmaSsTactic wgmma_ss(int channels, int tokens) {
 // tactics: begin
 /// Decode: weights stream past few tokens; all warps along k, unless a block has many channels.
 inline constexpr StreamTactic kStreamTactics[] = {
-    stream(32, 8).slices(8).stages(3).blocks_an_sm(2).for_(kNotBlockwise | kSmallBlocks | kRareWeights).and_experts(),
-    stream(32, 8).slices(16).stages(2).for_(kNotBlockwise),
-    stream(48, 8).slices(8).stages(3).blocks_an_sm(2).for_(kNotBlockwise),
-    stream(64, 8).slices(4).stages(3).blocks_an_sm(4).for_(kNotBlockwise | kRareWeights).and_experts(),
-    stream(64, 8).slices(4).stages(2).blocks_an_sm(4).for_(kNotBlockwise),
+    stream(32, 8).slices(8).stages(3).blocks_an_sm(2).for_(kCommon | kSmallBlocks | kRareWeights).and_experts(),
+    stream(32, 8).slices(16).stages(2).for_(kCommon),
+    stream(48, 8).slices(8).stages(3).blocks_an_sm(2).for_(kCommon),
+    stream(64, 8).slices(4).stages(3).blocks_an_sm(4).for_(kCommon | kRareWeights).and_experts(),
+    stream(64, 8).slices(4).stages(2).blocks_an_sm(4).for_(kCommon),
     stream(64, 8).warp(32).slices(8).stages(3).for_(kWeightOnly),
     stream(128, 8).warp(64).slices(4).stages(2).blocks_an_sm(2).for_(kWeightOnly).and_experts(),
     stream(80, 8).slices(8).stages(3).blocks_an_sm(2).for_(kInt4Weights),
     stream(224, 8).warp(112).slices(4).stages(2).for_(kInt4Weights),
-    stream(32, 16).slices(8).stages(3).blocks_an_sm(2).for_(kNotBlockwise),
-    stream(48, 16).slices(8).stages(3).for_(kNotBlockwise),
-    stream(64, 16).slices(4).stages(3).blocks_an_sm(2).for_(kNotBlockwise | kSmallBlocks | kRareWeights).and_experts(),
+    stream(32, 16).slices(8).stages(3).blocks_an_sm(2).for_(kCommon),
+    stream(48, 16).slices(8).stages(3).for_(kCommon),
+    stream(64, 16).slices(4).stages(3).blocks_an_sm(2).for_(kCommon | kSmallBlocks | kRareWeights).and_experts(),
     stream(64, 16).slices(8).stages(3).for_(kInt4Weights | kEightByEight),
     stream(80, 16).slices(8).stages(2).for_(kWeightOnly),
     stream(224, 16).warp(112).slices(4).stages(2).for_(kInt4Weights),
-    stream(64, 32).warp(32).slices(4).stages(3).for_(kMost | kMinimums).and_experts(),
+    stream(64, 32).warp(32).slices(4).stages(3).for_(kCommon | kBlockwise | kMinimums).and_experts(),
     stream(48, 32).slices(8).stages(2).for_(kWeightOnly),
     stream(80, 32).slices(8).stages(2).for_(kInt4Weights),
     stream(128, 32).warp(64).slices(4).stages(2).for_(kWeightOnly),
@@ -137,14 +137,14 @@ inline constexpr StreamTactic kStreamTactics[] = {
 };
 
 inline constexpr MultistageTactic kMultistageTactics[] = {
-    // up to 64 tokens: all warps along k still
-    multistage(64, 16).warp(32, 16).slices(2).stages(3).blocks_an_sm(2).for_(kAll).and_experts(),  // fits 99 KB in
-                                                                                                   // every scheme
-    multistage(48, 64).slices(4).stages(3).for_(kNotBlockwise),  // 6144 channels in one wave of 128 blocks
-    multistage(64, 64).warp(32, 64).slices(4).stages(3).for_(kNotBlockwise),
-    multistage(128, 64).warp(32, 64).slices(2).stages(3).for_(kNotBlockwise),
+    // up to 64 tokens: all warps along k still; the first one fits 99 KB in every scheme
+    multistage(64, 16).warp(32, 16).slices(2).stages(3).blocks_an_sm(2).for_(kAllButFourByEight).and_experts(),
+    multistage(48, 64).slices(4).stages(3).for_(kCommon),  // 6144 channels in one wave of 128 blocks
+    multistage(64, 64).warp(32, 64).slices(4).stages(3).for_(kCommon),
+    multistage(128, 64).warp(32, 64).slices(2).stages(3).for_(kCommon),
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
-    multistage(64, 64).warp(32, 32).stages(3).blocks_an_sm(2).for_(kAll).and_experts(),  // fits 99 KB as well
+    // this one fits 99 KB, too
+    multistage(64, 64).warp(32, 32).stages(3).blocks_an_sm(2).for_(kAllButFourByEight).and_experts(),
     multistage(128, 128).warp(32, 128).stages(4).blocks_an_sm(2).for_(kWeightOnly | kRareWeights).and_experts(),
     multistage(256, 64).warp(32, 64).stages(4).for_(kWeightOnly),
     multistage(256, 128).warp(32, 128).stages(4).for_(kWeightOnly),
@@ -180,7 +180,7 @@ inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(128, 64).stages(8).for_(kFourByEight),
     wgmma_rs(128, 128).stages(8).for_(kFourByEight),
     wgmma_rs(128, 160).stages(6).for_(kFourByEight),
-    // rows of experts, whose numbers differ: all of one with 60 to 90 in a tile, where 64 would leave half of them some
+    // Experts often have 60 to 90 rows: a tile of 96 holds them, where one of 64 would ask for a second.
     wgmma_rs(256, 96).slices(2).stages(4).for_experts(kInt4Weights | kE2M1Weights),
     wgmma_rs(256, 96).stages(6).for_experts(kInt8Weights | kE4M3Weights),
 };
@@ -201,7 +201,7 @@ struct Tactic {
   int warps = 0;
   int warp_channels = 0, warp_tokens = 0;
   int min_blocks = 1;  ///< blocks an SM that the register budget must allow
-  Products products = kMost, experts = kNoProducts;
+  Products products = kCommon | kBlockwise, experts = kNoProducts;
 
   constexpr bool serves(Kind const& kind) const { return (products & kind.product()) != 0; }
   constexpr bool serves_experts(Kind const& kind) const {

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "cuda/moe/early_launch.cuh"
+#include "cuda/launch_grid.cuh"
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "qcutlass/error.h"
@@ -163,10 +163,11 @@ void route(RouteArguments const& arguments, void* stream) {
   int const needed = std::max(int(layout::ceil_div(total, int64_t(kWarp) * blocks)), kLeastWarps);
   int const warps = std::min({needed, room, kMostWarps});
   task.part = int(layout::ceil_div(total, int64_t(kWarp) * warps * blocks)) * kWarp;
-  EarlyLaunch const launch{dim3(unsigned(blocks)), dim3(unsigned(warps * kWarp)),
-                           int(sizeof(int)) * (kArrays + warps) * task.padded, blocks};
-  launch_early(arguments.id_bytes == 8 ? route_slots<int64_t> : route_slots<int32_t>, launch,
-               static_cast<cudaStream_t>(stream), task);
+  dim3 const grid{unsigned(blocks)};  // one cluster
+  GridShape const shape{grid, dim3(unsigned(warps * kWarp)), int(sizeof(int)) * (kArrays + warps) * task.padded, grid,
+                        runs_sm90_code()};
+  launch_grid(arguments.id_bytes == 8 ? route_slots<int64_t> : route_slots<int32_t>, shape,
+              static_cast<cudaStream_t>(stream), task);
 }
 
 }  // namespace qcutlass::cuda

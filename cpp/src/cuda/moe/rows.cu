@@ -3,7 +3,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "cuda/moe/early_launch.cuh"
+#include "cuda/launch_grid.cuh"
 #include "cuda/quantize/grid.h"
 #include "cuda/quantize/vector.cuh"
 #include "cutlass_ext/arch/grid_dependency.h"
@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(kThreads) sum_slots_kernel(__grid_constant__ S
 template <class Task>
 void launch_rows(void (*kernel)(Task), int64_t rows, int64_t columns, int count, void* stream, Task const& task) {
   Grid const grid = grid_of(rows, layout::ceil_div(columns, count), kThreads);
-  launch_early(kernel, {grid.blocks, grid.threads}, static_cast<cudaStream_t>(stream), task);
+  launch_grid(kernel, {grid.blocks, grid.threads, 0, dim3(1), runs_sm90_code()}, static_cast<cudaStream_t>(stream),
+              task);
 }
 
 template <class Element>

@@ -12,7 +12,7 @@
 namespace cutlass::epilogue::threadblock {
 
 /// kBlocks: n8 token blocks a warp transposes between two barriers. kRow: fp32 words from one token's row to the next
-/// (tactics.h).
+/// (epilogue_row in plan/footprint.h).
 template <class Mma, int kBlocks, int kRow>
 class TransposedEpilogue {
  public:

@@ -26,8 +26,8 @@ struct GroupMatrix {
   }
 };
 
-/// k -> group without a branch: FastDivmod for any divisor but 1, so it counts in eighths of k, and groups are
-/// multiples of 16.
+/// k -> group without a branch: FastDivmod for any divisor but 1, so it counts in units of eight columns,
+/// and groups are multiples of 16.
 struct GroupSize {
   static constexpr int kUnit = 8;
   FastDivmod divisor;
