@@ -83,7 +83,7 @@ if not TYPE_CHECKING:  # to type checkers a misspelt name stays one
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PARTS})
+    return sorted({*__all__, *_PARTS})
 
 
 _registration.register()  # last: it may import what imports this module

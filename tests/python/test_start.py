@@ -115,6 +115,7 @@ def test_every_name_is_there() -> None:
     assert set(qcutlass.__all__) - names == {"CheckpointError", "UnsupportedError", "__version__", "blockwise", "moe"}
     assert names <= set(qcutlass.__all__)
     assert all(getattr(qcutlass, name) is getattr(_public, name) for name in names)
+    assert set(dir(qcutlass)) == {*qcutlass.__all__, *qcutlass._PARTS}  # what completion offers
     assert printed("from qcutlass import *; print(gemm.__module__, blockwise.__name__)").endswith("qcutlass.blockwise")
 
 
