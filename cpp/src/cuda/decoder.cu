@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/launch_grid.cuh"
+#include "cuda/vector.cuh"
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
 #include "cutlass_ext/arch/grid_dependency.h"
@@ -25,11 +26,6 @@ constexpr int kMostBlocksAcross = 1 << 16;
 /// Elements of 16 bytes, or one where rows are not aligned to that.
 template <class Element, bool kWhole>
 inline constexpr int kVector = kWhole ? 16 / int(sizeof(Element)) : 1;
-
-template <class Element, int kCount>
-struct alignas(sizeof(Element) * kCount) Vector {
-  Element values[kCount];
-};
 
 template <int kCount, class Element>
 __device__ Vector<Element, kCount> load_vector(void const* data, int64_t element) {

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/cuda_check.h"
+#include "cuda/vector.cuh"
 #include "cutlass/float8.h"
 #include "cutlass_ext/arch/dequantize.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
@@ -52,11 +53,6 @@ struct VectorCodes {
 static_assert(VectorCodes<Packing::kW4A16>::holds() && VectorCodes<Packing::kW8A16>::holds());
 static_assert(VectorCodes<Packing::kE2M1A16>::holds() && VectorCodes<Packing::kE4M3A16>::holds());
 
-template <class Element>
-struct alignas(kVector * sizeof(Element) > 16 ? 16 : kVector * sizeof(Element)) Vector {
-  Element values[kVector];
-};
-
 /// Codes of one vector of both channels: words of lanes 4g .. 4g + 3, shifted.
 using Words = uint32_t[4];
 
@@ -93,7 +89,7 @@ struct NativeMath {
   }
 
   __device__ void weights(WeightArguments const&, Words const& words, Group const& group, int, int64_t const (&)[2],
-                          Vector<Element> (&out)[2]) const {
+                          Vector<Element, kVector> (&out)[2]) const {
 #pragma unroll
     for (int pair = 0; pair < kVector / 2; ++pair) {
       reinterpret_cast<uint32_t*>(out[0].values)[pair] = Converter::template convert<0>(&words[pair], group.operands);
@@ -193,7 +189,7 @@ struct FloatMath {
   }
 
   __device__ void weights(WeightArguments const& w, Words const& words, Group const& group, int k,
-                          int64_t const (&n)[2], Vector<Element> (&out)[2]) const {
+                          int64_t const (&n)[2], Vector<Element, kVector> (&out)[2]) const {
     Parameters p = parameters(w, group);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -246,13 +242,13 @@ __global__ void __launch_bounds__(kWarps * 32)
   for (int i = 0; i < kVectorsPerThread; ++i) {
     int const k = (first + i * 32) * kVector;
     if (k >= columns) return;
-    Vector<Element> weights[2];
+    Vector<Element, kVector> weights[2];
     math.weights(w, words[i], groups[i], k, n, weights);
 #pragma unroll
     for (int channel = 0; channel < 2; ++channel) {
       if (!wanted[channel]) continue;
       if (aligned && k + kVector <= columns) {
-        *reinterpret_cast<Vector<Element>*>(out[channel] + k) = weights[channel];
+        *reinterpret_cast<Vector<Element, kVector>*>(out[channel] + k) = weights[channel];
       } else {
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
@@ -265,7 +261,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 template <Packing kPacking, class Math>
 void launch(DequantizeArguments const& a, cudaStream_t stream) {
   using Element = typename Math::Element;
-  constexpr int64_t kAlignment = alignof(Vector<Element>);
+  constexpr int64_t kAlignment = alignof(Vector<Element, kVector>);
   bool const aligned =
       reinterpret_cast<uintptr_t>(a.out) % kAlignment == 0 && a.out_stride * int64_t(sizeof(Element)) % kAlignment == 0;
   unsigned const blocks = unsigned(layout::ceil_div(a.weights.k, kBlockK));

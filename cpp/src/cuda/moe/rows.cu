@@ -5,7 +5,7 @@
 
 #include "cuda/launch_grid.cuh"
 #include "cuda/quantize/grid.h"
-#include "cuda/quantize/vector.cuh"
+#include "cuda/vector.cuh"
 #include "cutlass_ext/arch/grid_dependency.h"
 #include "qcutlass/error.h"
 #include "qcutlass/moe.h"

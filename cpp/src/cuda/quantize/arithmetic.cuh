@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/quantize/vector.cuh"
+#include "cuda/vector.cuh"
 #include "integer_floats.h"
 #include "qcutlass/quantize.h"
 
