@@ -51,7 +51,7 @@ def load(layer: LayerTensors) -> CanonicalLinear:
         )
     n, k, groups = (2 * rows, columns, second) if channels_first else (2 * columns, rows, first)
     size = layer.group_size("weights_scaling_factor", k, groups)
-    act_scale = _act_scale(layer, k)
+    act_scale = layer.act_scale("prequant_scaling_factor", k)
     bias = layer.bias(n)
     if "zero" in layer:
         layer.check("zero", FLOATS, (first, second))
@@ -69,11 +69,3 @@ def _quantized(codes: Tensor, scales: Tensor, offsets: Tensor | None, size: int)
     if offsets is None:
         return QuantizedTensor(codes, scales, None, 4, size)
     return from_minima(codes, scales, offsets.contiguous(), 4, size, offset=_MIDDLE)
-
-
-def _act_scale(layer: LayerTensors, k: int) -> Tensor | None:
-    suffix = "prequant_scaling_factor"
-    if suffix not in layer:
-        return None
-    layer.check(suffix, FLOATS, (1, k) if len(layer.info(suffix).shape) == 2 else (k,))
-    return layer.finite(suffix).reshape(k)

@@ -20,6 +20,8 @@ INT32: Final = ("I32",)
 SHORT: Final = (torch.float16, torch.bfloat16)
 """Types of 16 bits, the more exact one first."""
 _BITS: Final = (4, 8)
+PRE_QUANT_SCALE: Final = "pre_quant_scale"
+"""Suffix of ModelOpt's factors of a layer's activations."""
 FROM_FLOATS: Final = "quantise the model's float original instead: qcutlass quantize"
 """What to do about a model in a format that is not read."""
 REQUANTIZE: Final = (
@@ -125,6 +127,20 @@ class LayerTensors:
             return None
         self.check("bias", FLOATS, (n,))
         return self.finite("bias")
+
+    def act_scale(self, suffix: str, k: int) -> Tensor | None:
+        """The factors of the activations, floating `[K]`; None if they are absent."""
+        if suffix not in self:
+            return None
+        self.check(suffix, FLOATS, (1, k) if len(self.info(suffix).shape) == 2 else (k,))
+        return self.finite(suffix).reshape(k)
+
+    def check_no_act_scale(self, activations: str) -> None:
+        """Raises UnsupportedError if ModelOpt has factors of the activations, which layers of this kind do not take."""
+        if PRE_QUANT_SCALE in self:
+            raise UnsupportedError(
+                f"{self.full_name(PRE_QUANT_SCALE)}: factors of {activations} activations are not read; {FROM_FLOATS}"
+            )
 
     def bits(self, suffix: str, width: int, fields: int) -> int:
         """Bits of a field, from `width` words of 32 bits that hold `fields` of them."""
