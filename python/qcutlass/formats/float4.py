@@ -53,7 +53,8 @@ def load_blocks(layer: LayerTensors) -> CanonicalLinear:
 
 def matches(layer: LayerTensors) -> bool:
     """Whether the weights are ModelOpt's NVFP4."""
-    return "weight_scale_2" in layer and "weight" in layer and layer.info("weight").dtype == "U8"
+    types = {"weight": _BYTES, "weight_scale": _SCALES}
+    return all(suffix in layer and layer.info(suffix).dtype in dtypes for suffix, dtypes in types.items())
 
 
 def load(layer: LayerTensors) -> CanonicalLinear:
