@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.python.formats.stored import as_fp8, as_gptq, named, stored
+from tests.python.formats.stored import as_fp8, as_gptq, as_modelopt, named, stored
 from tests.python.models.folders import Cut, RandomCut, write_model
 from tests.python.models.mixtures import MixtureCut
+from tests.python.models.quantizations import make
 from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import load, logits
 
 import qcutlass
 from qcutlass import UnsupportedError, WeightOnly, models
+from qcutlass.algorithms import round_to_nearest
 from qcutlass.formats.specs import ModelSpec, Requantized
 from qcutlass.models.transformers import load_model
 from qcutlass.testing.models import NOISE, noise_ratio
@@ -221,3 +223,30 @@ def test_records_that_are_damaged(random_cut: RandomCut, tmp_path: Path) -> None
         with pytest.raises(qcutlass.CheckpointError, match="requantized"):
             models.ConvertedFolder(tmp_path / "new")
     assert Requantized.from_dict({"from": "nf4", "error": 1}, "") == Requantized("nf4", 1.0)
+
+
+def test_factors_of_a_layers_input_are_part_of_its_weights(tmp_path: Path, seed: int) -> None:
+    """ModelOpt's pre_quant_scale: kept by a conversion, multiplied in where weights are quantised anew."""
+    model = make("llama", seed)
+    tensors, exact, config = {}, {}, model.config.to_dict()
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        layer = stored(*tensor.shape, 32, seed=len(tensors), symmetric=True)
+        factors = torch.exp2(torch.randint(-2, 3, (tensor.shape[1],)).float())
+        tensors |= named(as_modelopt(layer) | {"pre_quant_scale": factors}, module)
+        exact[module] = layer.weight * factors
+    described = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32}
+    source = write_model(tmp_path / "source", tensors, config, described)
+    assert len(exact) == 21
+    models.convert(source, tmp_path / "converted", verify=True)
+    folder = models.ConvertedFolder(tmp_path / "converted")
+    assert all(torch.equal(folder[name].canonical().effective_weight(), weight) for name, weight in exact.items())
+    method = models.Method("rtn", SCHEME)
+    models.quantize_model(source, tmp_path / "new", method)
+    folder = models.ConvertedFolder(tmp_path / "new")
+    for name, weight in exact.items():
+        expected = round_to_nearest(weight, method.scheme, clip=method.clip)
+        assert torch.equal(models.weights_of(folder[name]), expected.dequantize(torch.float32))
