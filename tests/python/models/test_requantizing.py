@@ -225,28 +225,45 @@ def test_records_that_are_damaged(random_cut: RandomCut, tmp_path: Path) -> None
     assert Requantized.from_dict({"from": "nf4", "error": 1}, "") == Requantized("nf4", 1.0)
 
 
-def test_factors_of_a_layers_input_are_part_of_its_weights(tmp_path: Path, seed: int) -> None:
-    """ModelOpt's pre_quant_scale: kept by a conversion, multiplied in where weights are quantised anew."""
+def write_modelopt(folder: Path, seed: int, scaled: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder of ModelOpt's W4A16_AWQ, and its weights with the factors of their input, which those `scaled` have."""
     model = make("llama", seed)
     tensors, exact, config = {}, {}, model.config.to_dict()
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
+        if not module.endswith(("_proj", "lm_head")):
             tensors[name] = tensor
             continue
         layer = stored(*tensor.shape, 32, seed=len(tensors), symmetric=True)
-        factors = torch.exp2(torch.randint(-2, 3, (tensor.shape[1],)).float())
-        tensors |= named(as_modelopt(layer) | {"pre_quant_scale": factors}, module)
-        exact[module] = layer.weight * factors
+        tensors |= named(as_modelopt(layer), module)
+        exact[module] = layer.weight
+        if module.endswith(scaled):
+            factors = torch.exp2(torch.randint(-2, 3, (tensor.shape[1],)).float())
+            tensors[f"{module}.pre_quant_scale"] = factors
+            exact[module] = layer.weight * factors
     described = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32}
-    source = write_model(tmp_path / "source", tensors, config, described)
-    assert len(exact) == 21
+    return write_model(folder, tensors, config, described), exact
+
+
+def test_factors_of_a_layers_input_are_part_of_its_weights(tmp_path: Path, seed: int) -> None:
+    """ModelOpt's pre_quant_scale: kept by a conversion, multiplied in where weights are quantised anew."""
+    source, exact = write_modelopt(tmp_path / "source", seed, "_proj")
+    assert len(exact) == 22
     models.convert(source, tmp_path / "converted", verify=True)
     folder = models.ConvertedFolder(tmp_path / "converted")
     assert all(torch.equal(folder[name].canonical().effective_weight(), weight) for name, weight in exact.items())
     method = models.Method("rtn", SCHEME)
     models.quantize_model(source, tmp_path / "new", method)
     folder = models.ConvertedFolder(tmp_path / "new")
+    del exact["lm_head"]  # stays as it is
     for name, weight in exact.items():
         expected = round_to_nearest(weight, method.scheme, clip=method.clip)
         assert torch.equal(models.weights_of(folder[name]), expected.dequantize(torch.float32))
+
+
+def test_an_exported_head_has_the_factors_of_its_input(tmp_path: Path, seed: int) -> None:
+    source, exact = write_modelopt(tmp_path / "source", seed, "lm_head")
+    models.convert(source, tmp_path / "converted")
+    models.export_model(tmp_path / "converted", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], exact["lm_head"].half())
