@@ -21,6 +21,8 @@ _SECTIONS: Final = {  # file: where in it the quantisation is described; "": eve
 }
 VERSIONS: Final = ("checkpoint_format", "format")
 """Keys that name the version of a format; a file may have either, and several files of a folder one each."""
+PACKINGS: Final = ("packing_format", "backend")
+"""Keys under which AutoRound names the format that it writes, in newer and in older files."""
 _PATTERN: Final = re.compile(r"[][*+?^$(){}|\\]")
 """What tells AutoRound's patterns from names of layers."""
 
@@ -76,9 +78,10 @@ class Config:
         """With some values replaced; a version takes the place of what any key of any file says of it."""
         if not values:
             return self
-        replaced = set(values).union(VERSIONS if not values.keys().isdisjoint(VERSIONS) else ())
-        kept = {key: value for key, value in self.values.items() if key not in replaced}
-        return replace(self, values={**kept, **values}, others=() if replaced.issuperset(VERSIONS) else self.others)
+        if values.keys().isdisjoint(VERSIONS):
+            return replace(self, values={**self.values, **values})
+        kept = {key: value for key, value in self.values.items() if key not in (*VERSIONS, *PACKINGS)}
+        return replace(self, values={**kept, **values}, others=())
 
     def of_layer(self, name: str) -> Config:
         """With what it says of one layer apart: in GPTQModel's `dynamic`, or AutoRound's `extra_config`."""

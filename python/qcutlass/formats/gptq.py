@@ -4,8 +4,8 @@
 Fields lie from low to high bits. `checkpoint_format`, or `format`, "gptq" (version 1) stores zero points minus one,
 modulo 2**bits; "gptq_v2" stores them as they are. GPTQModel writes version 1 by subtracting one from all fields of a
 word at once, which borrows from the next field where a zero point is 0; AutoGPTQ, and what reads its files, take each
-field for itself. The method: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers" (2022).
+field for itself. AutoRound's `packing_format` (`backend`) is of version 1 where "gptq" is in it, else of version 2. The
+method: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
+from qcutlass.formats.config import PACKINGS, Config
 from qcutlass.formats.layers import CanonicalLinear, Layer
 from qcutlass.formats.tensors import (
     FLOATS,
@@ -85,11 +86,21 @@ def store(layer: Layer, version: int) -> dict[str, Tensor]:
     return tensors if layer.bias is None else {**tensors, "bias": layer.bias}
 
 
+def _versions(config: Config) -> dict[str, str]:
+    """What the folder says of the version, by place; AutoRound names the packing."""
+    said = config.versions()
+    for key in PACKINGS:
+        packing = (config.text(key) or "").replace("-", "_")
+        if packing.startswith(("auto_round", "autoround")):
+            said[f"{config.where}: {key}"] = "gptq" if "gptq" in packing else "gptq_v2"
+    return said
+
+
 def _zeros(layer: LayerTensors, words: Tensor, bits: int) -> Tensor | None:
     """Zero points uint8 `[G, N]`; None if they are in the middle."""
     stored = unpack(words, bits)
     middle = 2 ** (bits - 1)
-    said = layer.config.versions()
+    said = _versions(layer.config)
     for place, label in said.items():
         if label not in _VERSIONS:
             raise UnsupportedError(f"{place} {label!r} is not read, only gptq and gptq_v2")

@@ -152,6 +152,24 @@ def test_places_of_the_version(key: str, file: str, tmp_path: Path, seed: int) -
     assert torch.equal(dequantized(canonical(formats.load(folder)["up"])), layer.weight)
 
 
+@pytest.mark.parametrize("key", ["packing_format", "backend"])
+@pytest.mark.parametrize(
+    ("packing", "version"),
+    [
+        ("auto_round", 2), ("auto_round:exllamav2", 2), ("autoround:triton", 2), ("auto-round", 2),
+        ("auto_round:auto_gptq", 1), ("auto_round:gptqmodel", 1), ("auto_round:gptq:exllamav2", 1),
+    ],
+)  # fmt: skip
+def test_autoround_names_its_packing(key: str, packing: str, version: int, seed: int) -> None:
+    """Its own stores zero points as they are; those named after GPTQ store them minus one."""
+    layer = stored(16, 32, 16, seed=seed)
+    config = {"quant_method": "auto-round", "sym": False, key: packing}
+    assert torch.equal(dequantized(loaded(as_gptq(layer, version), **config)), layer.weight)
+    override = {"checkpoint_format": f"gptq{'_v2' * (version == 1)}"}
+    with pytest.raises(CheckpointError, match=rf"expected one version, got .* in config: {key}; pass config="):
+        loaded(as_gptq(layer, version), **config, **override)
+
+
 def test_versions_that_contradict_each_other(tmp_path: Path, seed: int) -> None:
     layer = stored(16, 32, 16, seed=seed)
     folder = write_folder(tmp_path / "model", named(as_gptq(layer, 2), "up"), CONFIG)
