@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 FORMAT_NAMES: Final = (
-    "gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "marlin", "hqq", "tensorrt-llm", "nvfp4", "mxfp4",
-    "gguf", "floats",
+    "gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "marlin", "hqq", "tensorrt-llm", "nvfp4",
+    "modelopt-awq", "mxfp4", "gguf", "floats",
 )  # fmt: skip
 """The keys of `formats.FORMATS`."""
 METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8", "fp8", "blockwise")

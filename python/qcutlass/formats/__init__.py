@@ -93,8 +93,12 @@ _TABLE: Final = (
         tensorrt_llm.matches, tensorrt_llm.load,
     ),
     Format(
-        "nvfp4", "ModelOpt's NVFP4: 4-bit floats", "weight_scale_2", float4.SUFFIXES, ("modelopt", "modelopt_fp4"),
-        float4.matches, float4.load,
+        "nvfp4", "ModelOpt's NVFP4 and NVFP4_AWQ: 4-bit floats", "weight_scale_2", float4.SUFFIXES,
+        ("modelopt", "modelopt_fp4", "nvfp4", "nvfp4_awq", "w4a16_nvfp4"), float4.matches, float4.load,
+    ),
+    Format(
+        "modelopt-awq", "ModelOpt's W4A16_AWQ: groupwise 4 bits", "weight_scale", tensorrt_llm.MODELOPT_SUFFIXES,
+        ("modelopt", "w4a16_awq"), tensorrt_llm.matches_modelopt, tensorrt_llm.load_modelopt,
     ),
     Format(
         "mxfp4", "gpt-oss: experts of 4-bit floats", "blocks", float4.BLOCK_SUFFIXES, ("mxfp4",),

@@ -17,6 +17,8 @@ from qcutlass.formats.tensors import FLOATS, INT32, LayerTensors, settle_zeros
 from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = ("qweight", "qzeros", "scales", "bias")
+_OTHERS: Final = ("gemv", "llm-awq", "marlin")
+"""Versions that lay out codes in other orders, or begin with one of these."""
 _COLUMN_OF_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -30,9 +32,14 @@ def matches(layer: LayerTensors) -> bool:
 
 def load(layer: LayerTensors) -> CanonicalLinear:
     """See `qcutlass.formats.load`."""
-    version = layer.config.text("version")
-    if version is not None and version.startswith("gemv"):
-        raise UnsupportedError(f"{layer.config.where}: AWQ version {version!r} is not read; export version 'gemm'")
+    said = {f"{layer.config.where}: version": layer.config.text("version"), **layer.config.versions()}
+    for place, version in said.items():
+        if version is not None and version.startswith(_OTHERS):
+            raise UnsupportedError(f"{place} {version!r} of AWQ is not read; export version 'gemm'")
+    if layer.info("qweight").dtype == "I16":
+        raise UnsupportedError(
+            f"{layer.full_name('qweight')}: AWQ's words of 16 bits (gemv_fast) are not read; export version 'gemm'"
+        )
     groups, n = layer.matrix("scales", FLOATS)
     k, width = layer.matrix("qweight", INT32)
     bits = layer.bits("qweight", width, n)

@@ -4,24 +4,29 @@ pack-quantized: `weight_packed` int32 `[N, ceil(K * bits / 32)]`, fields from lo
 to their signed value, `weight_scale` `[N, G]`, `weight_zero_point` int32 `[ceil(N * bits / 32), G]` packed alike along
 N (or int8 `[N, G]`), `weight_shape` int64 (N, K), `weight_g_idx` int32 `[K]`.
 int-quantized: `weight` int8 `[N, K]`, `weight_scale` `[N, 1]`, for int8 activations; their scale is computed token by
-token, or it is `input_scale`, one number. Where no activations are quantised, only the storage is int8.
+token, or it is `input_scale`, one number. Where no activations are quantised, only the storage is int8. Packed weights
+of 4 bits may have activations of 8 bits, too, whose scale is computed token by token.
 float-quantized: `weight` float8_e4m3fn `[N, K]`, which `qcutlass.formats.fp8` reads; `weight_scale` of the strategies
 "tensor" `[1]`, "channel" `[N, 1]`, "block" `[ceil(N / rows), ceil(K / columns)]` and "group" `[N, G]`.
+mxfp8-quantized: the same in groups of 32, with exponents uint8 for scales.
 nvfp4-pack-quantized and mxfp4-pack-quantized: `weight_packed` uint8 `[N, K / 2]`; see `float4`.
+
+`config_groups` describe weights and activations of the layers that their `targets` match.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from qcutlass.errors import UnsupportedError
+from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import float4, fp8
-from qcutlass.formats.config import Config
-from qcutlass.formats.layers import CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer
+from qcutlass.formats.config import Config, pattern
+from qcutlass.formats.layers import CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer, for_eight_bits
 from qcutlass.formats.tensors import (
     FLOATS,
     FROM_FLOATS,
@@ -44,6 +49,9 @@ SUFFIXES: Final = (
     "weight_global_scale", "input_global_scale", "weight", "input_scale", "input_zero_point", "bias",
 )  # fmt: skip
 _INT8: Final = ("I8",)
+_PATTERN: Final = "re:"
+"""What patterns among the targets begin with; others are names and classes of modules."""
+_LEAVE_OUT: Final = "remove input_activations from its group in config.json to multiply by activations of 16 bits"
 
 
 def matches(layer: LayerTensors) -> bool:
@@ -61,24 +69,51 @@ def load(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8 | CanonicalFp8:
         if section and section.text("format") != "dense":
             raise UnsupportedError(f"{section.where}: {reason} are not read")
     if "weight_packed" in layer:
-        return _load_packed(layer)
+        return _load_packed(layer, _group(layer))
     if layer.info("weight").dtype in fp8.FLOAT8:
-        return fp8.load_described(layer, _described(layer.config))
-    return _load_int8(layer)
+        return fp8.load_described(layer, _described(_group(layer)))
+    return _load_int8(layer, _group(layer))
 
 
-def _arguments(config: Config) -> tuple[Config, bool | None]:
-    """The description of weights, and whether activations are quantised; empty where groups of layers differ."""
-    groups = config.section("config_groups")
-    if len(groups.values) != 1:
-        return Config({}, groups.where), None
-    group = groups.section(next(iter(groups.values)))
-    return group.section("weights"), bool(group.section("input_activations"))
+def _group(layer: LayerTensors) -> Config:
+    """The group that a layer belongs to, as compressed-tensors finds it; empty where there are no groups.
+
+    Its name goes before patterns, these in the order of the alphabet before its class. What no target matches belongs
+    to the only group, or to any of groups that are alike but for their targets.
+    """
+    groups = layer.config.section("config_groups")
+    if len(groups.values) < 2:
+        return groups.section(*groups.values)
+    found = {target: name for name in groups.values for target in _targets(groups.section(name))}
+    patterns = sorted(target for target in found if target.startswith(_PATTERN))
+    classes = ("Embedding", "Linear") if "embed" in layer.name.rpartition(".")[2] else ("Linear",)
+    for target in (layer.name, *patterns, *classes):
+        is_pattern = target.startswith(_PATTERN)
+        if target in found and (not is_pattern or _matches(target, layer.name, groups.where)):
+            return groups.section(found[target])
+    alike = [{**groups.section(name).values, "targets": None} for name in groups.values]
+    if any(group != alike[0] for group in alike):
+        raise CheckpointError(
+            f"{groups.where}: expected a target that matches {layer.name}, got {', '.join(found)[:120]}; add its name "
+            "to the targets of its group"
+        )
+    return groups.section(next(iter(groups.values)))
 
 
-def _described(config: Config) -> fp8.Description:
+def _matches(target: str, name: str, where: str) -> bool:
+    return pattern(target.removeprefix(_PATTERN), where).match(name) is not None
+
+
+def _targets(group: Config) -> list[str]:
+    targets = group.values.get("targets") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"{group.where}: targets: expected a list of names and patterns, got {targets!r:.60}")
+    return targets
+
+
+def _described(group: Config) -> fp8.Description:
     """The description of fp8 weights."""
-    weights, quantizes_activations = _arguments(config)
+    weights, inputs = group.section("weights"), group.section("input_activations")
     strategy = weights.text("strategy")
     if strategy not in (None, "tensor", "channel", "block", "group"):
         raise UnsupportedError(
@@ -91,17 +126,15 @@ def _described(config: Config) -> fp8.Description:
     if strategy == "group":
         size = weights.integer("group_size")
         group_size = size if size is not None and size > 0 else None  # -1: one group, a channel
-    if quantizes_activations is not None:
+    if group:
         activations = "none"
-    if quantizes_activations:
-        groups = config.section("config_groups")
-        is_static = groups.section(next(iter(groups.values)), "input_activations").values.get("dynamic") is False
-        activations = "static" if is_static else "dynamic"
+    if inputs:
+        activations = "static" if inputs.flag("dynamic") is False else "dynamic"
     return fp8.Description(weights.where, block, activations, group_size)
 
 
-def _load_packed(layer: LayerTensors) -> CanonicalLinear:
-    weights, quantizes_activations = _arguments(layer.config)
+def _load_packed(layer: LayerTensors, group: Config) -> CanonicalLinear:
+    weights, inputs = group.section("weights"), group.section("input_activations")
     if layer.info("weight_packed").dtype == "U8":
         return float4.load_packed(layer.with_config(weights))
     if layer.info("weight_packed").dtype != "I32":
@@ -109,8 +142,6 @@ def _load_packed(layer: LayerTensors) -> CanonicalLinear:
             f"{layer.full_name('weight_packed')}: expected words of integers or bytes of 4-bit floats, got "
             f"{layer.info('weight_packed').dtype}; {FROM_FLOATS}"
         )
-    if quantizes_activations:
-        raise UnsupportedError(f"{layer.config.where}: packed weights with quantised activations are not read")
     layer = layer.with_config(weights)
     n, width = layer.matrix("weight_packed", INT32)
     layer.check("weight_shape", ("I64", "I32"), (2,))
@@ -131,11 +162,40 @@ def _load_packed(layer: LayerTensors) -> CanonicalLinear:
     zeros = _zeros(layer, n, groups, bits)
     scales = _scales(layer, n)
     codes = unpack(layer.read("weight_packed"), bits)[:, :k]
-    return CanonicalLinear(QuantizedTensor(permuted(codes, perm).contiguous(), scales, zeros, bits, size), bias, perm)
+    weight = QuantizedTensor(permuted(codes, perm).contiguous(), scales, zeros, bits, size)
+    return _with_activations(layer, CanonicalLinear(weight, bias, perm), inputs)
 
 
-def _load_int8(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
-    weights, quantizes_activations = _arguments(layer.config)
+def _with_activations(layer: LayerTensors, found: CanonicalLinear, inputs: Config) -> CanonicalLinear:
+    """The layer of packed weights for the activations that are described."""
+    if not inputs:
+        return found
+    bits, kind, strategy = inputs.integer("num_bits"), inputs.text("type"), inputs.text("strategy")
+    is_dynamic = inputs.values.get("dynamic") is True and strategy in (None, "token")
+    takes = {"int": "int8", "float": "fp8"}.get(kind or "int") if bits == 8 and is_dynamic else None
+    quantising = for_eight_bits(found, takes) if takes is not None else None
+    if quantising is None:
+        raise UnsupportedError(
+            f"{layer.full_name('weight_packed')}: packed weights with quantised activations are read where these have "
+            f"8 bits and a dynamic scale a token, and the weights 4 bits, {inputs.where} is "
+            f"{dict(inputs.values)!r:.80}; {_LEAVE_OUT}"
+        )
+    _tell_of_asymmetry(inputs)
+    return quantising
+
+
+def _tell_of_asymmetry(inputs: Config) -> None:
+    """Warns of activations whose zero points are not computed: they are quantised otherwise, not multiplied wrongly."""
+    if inputs.flag("symmetric") is False:
+        warnings.warn(
+            f"{inputs.where}: symmetric is false; each token of activations is quantised without a zero point, which "
+            "rounds it a little more coarsely",
+            stacklevel=2,
+        )
+
+
+def _load_int8(layer: LayerTensors, group: Config) -> CanonicalLinear | CanonicalInt8:
+    weights, inputs = group.section("weights"), group.section("input_activations")
     if layer.info("weight").dtype not in _INT8:
         raise UnsupportedError(
             f"{layer.full_name('weight')}: {layer.info('weight').dtype} weights are not read, only I8 and F8_E4M3; "
@@ -146,15 +206,21 @@ def _load_int8(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8:
     groups = _check_scales(layer, n)
     size = layer.group_size("weight_scale", k, groups)
     bias = layer.bias(n)
-    if quantizes_activations is False:  # only the storage is int8
+    if group and not inputs:  # only the storage is int8
         zeros = _zeros(layer, n, groups, 8)
         codes = layer.read("weight").view(torch.uint8) ^ 0x80
         return CanonicalLinear(QuantizedTensor(codes, _scales(layer, n), zeros, 8, size), bias)
     if groups != 1:
-        raise UnsupportedError(f"{layer.full_name('weight_scale')}: int8 activations need one scale a channel")
+        raise UnsupportedError(
+            f"{layer.full_name('weight_scale')}: int8 activations need one scale a channel; {_LEAVE_OUT}"
+        )
     for suffix in ("weight_zero_point", "input_zero_point"):
         if suffix in layer and bool(layer.read(suffix).any()):
-            raise UnsupportedError(f"{layer.full_name(suffix)}: only symmetric int8 weights and activations are read")
+            raise UnsupportedError(
+                f"{layer.full_name(suffix)}: only symmetric int8 weights and activations are read; {_LEAVE_OUT}"
+            )
+    layer.check_no_act_scale("int8")
+    _tell_of_asymmetry(inputs)
     scales = _scales(layer, n).view(n).float()
     input_scale = None
     if "input_scale" in layer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +19,12 @@ _SECTIONS: Final = {  # file: where in it the quantisation is described; "": eve
     "quant_config.json": ("",),
     "hf_quant_config.json": ("quantization",),
 }
+VERSIONS: Final = ("checkpoint_format", "format")
+"""Keys that name the version of a format; a file may have either, and several files of a folder one each."""
+PACKINGS: Final = ("packing_format", "backend")
+"""Keys under which AutoRound names the format that it writes, in newer and in older files."""
+_PATTERN: Final = re.compile(r"[][*+?^$(){}|\\]")
+"""What tells AutoRound's patterns from names of layers."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -56,17 +64,40 @@ class Config:
     Attributes:
         values: keys and values; empty where nothing describes it.
         where: for messages.
+        others: what other files of the folder say.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     where: str = "config"
+    others: tuple[Config, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.values)
 
     def updated(self, values: Mapping[str, Any] | None) -> Config:
-        """With some values replaced."""
-        return Config({**self.values, **values}, self.where) if values else self
+        """With some values replaced; a version takes the place of what any key of any file says of it."""
+        if not values:
+            return self
+        if values.keys().isdisjoint(VERSIONS):
+            return replace(self, values={**self.values, **values})
+        kept = {key: value for key, value in self.values.items() if key not in (*VERSIONS, *PACKINGS)}
+        return replace(self, values={**kept, **values}, others=())
+
+    def of_layer(self, name: str) -> Config:
+        """With what it says of one layer apart: in GPTQModel's `dynamic`, or AutoRound's `extra_config`."""
+        key, rule = self._rule(name)
+        own = self.values[key][rule] if rule is not None and not rule.startswith("-:") else None
+        if not own:
+            return self
+        where = f"{self.where}: {key}: {rule}"
+        if not isinstance(own, dict):
+            raise CheckpointError(f"{where}: expected an object, got {_short(own)}")
+        return replace(self, values={**self.values, **own}, where=where)
+
+    def versions(self) -> dict[str, str]:
+        """What the folder calls the version of its format, in lower case, by file and key."""
+        found = ((config, key, config.text(key)) for config in (self, *self.others) for key in VERSIONS)
+        return {f"{config.where}: {key}": text for config, key, text in found if text is not None}
 
     def section(self, *keys: str) -> Config:
         """The object under nested keys, empty where it is absent or null."""
@@ -96,6 +127,32 @@ class Config:
         found = self._first(keys, (bool,), "true or false")
         return None if found is None else bool(found)
 
+    def _rule(self, name: str) -> tuple[str, str | None]:
+        """The key of what describes layers apart, and the rule under it that is this layer's; None: there is none."""
+        found = next((rule for pattern, rule in self._dynamic if pattern.match(name)), None)
+        if found is not None:
+            return "dynamic", found
+        if name in self._extra_config:
+            return "extra_config", name
+        return "extra_config", next((rule for pattern, rule in self._extra_patterns if pattern.search(name)), None)
+
+    @cached_property
+    def _dynamic(self) -> list[tuple[re.Pattern[str], str]]:
+        """GPTQModel's rules, which begin with "+:" or nothing; with "-:" those of layers that are not quantised."""
+        rules = self.values.get("dynamic")  # compressed-tensors has a flag of this name
+        rules = rules if isinstance(rules, dict) else {}
+        return [(pattern(re.sub("^[-+]:", "", rule), f"{self.where}: dynamic"), rule) for rule in rules]
+
+    @cached_property
+    def _extra_config(self) -> Mapping[str, Any]:
+        return self.section("extra_config").values
+
+    @cached_property
+    def _extra_patterns(self) -> list[tuple[re.Pattern[str], str]]:
+        """AutoRound's patterns, which stand among names of layers."""
+        rules = filter(_PATTERN.search, self._extra_config)
+        return [(pattern(rule, f"{self.where}: extra_config"), rule) for rule in rules]
+
     def _first(self, keys: tuple[str, ...], types: tuple[type, ...], expected: str) -> Any:
         for key in keys:
             value = self.values.get(key)
@@ -108,18 +165,26 @@ class Config:
 
 
 def read_config(folder: Path) -> Config:
-    """The description of the quantisation in the JSON files of a folder."""
+    """The description of the quantisation in the JSON files of a folder: that of the first one, with the others'."""
+    found = []
     for name, keys in _SECTIONS.items():
         path = folder / name
         values = read_json_if_there(path)
         if values is None:
             continue
         whole = Config(values, str(path))
-        for key in keys:
-            found = whole.section(key) if key else whole
-            if found:
-                return found
-    return Config({}, str(folder / "config.json"))
+        sections = (whole.section(key) if key else whole for key in keys)
+        found.append(next(filter(None, sections), Config()))
+    found = list(filter(None, found)) or [Config({}, str(folder / "config.json"))]
+    return replace(found[0], others=tuple(found[1:]))
+
+
+def pattern(text: str, where: str) -> re.Pattern[str]:
+    """A regular expression of a configuration; CheckpointError, with `where`, if it is none."""
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{where}: expected a regular expression, got {_short(text)}: {error}") from error
 
 
 def _short(value: object) -> str:

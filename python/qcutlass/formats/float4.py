@@ -6,6 +6,7 @@ and a float32 number for the whole tensor, by which ModelOpt (`weight_scale_2`) 
 its codes `blocks`, uint8 `[N, K / 32, 16]`, and the exponents `scales`; `stacked` makes layers of its experts.
 
 Activations stay as they are: what a file says of quantising them (`input_scale`, `input_global_scale`) is not read.
+`pre_quant_scale` of ModelOpt's NVFP4_AWQ, floating `[K]`, is: they are multiplied by it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.layers import CanonicalLinear
-from qcutlass.formats.tensors import FROM_FLOATS, LayerTensors
+from qcutlass.formats.tensors import FROM_FLOATS, PRE_QUANT_SCALE, LayerTensors
 from qcutlass.products.checks import E8M0
 from qcutlass.quantized import QuantizedTensor
 
-SUFFIXES: Final = ("weight", "weight_scale", "weight_scale_2", "input_scale", "bias")
+SUFFIXES: Final = ("weight", "weight_scale", "weight_scale_2", PRE_QUANT_SCALE, "input_scale", "bias")
 _BYTES: Final = ("U8",)
 _POWERS: Final = ("U8", "F8_E8M0")
 _SCALES: Final = ("F8_E4M3",)
@@ -52,15 +53,16 @@ def load_blocks(layer: LayerTensors) -> CanonicalLinear:
 
 def matches(layer: LayerTensors) -> bool:
     """Whether the weights are ModelOpt's NVFP4."""
-    return "weight_scale_2" in layer and "weight" in layer and layer.info("weight").dtype == "U8"
+    types = {"weight": _BYTES, "weight_scale": _SCALES}
+    return all(suffix in layer and layer.info(suffix).dtype in dtypes for suffix, dtypes in types.items())
 
 
 def load(layer: LayerTensors) -> CanonicalLinear:
     """See `qcutlass.formats.load`."""
     n, k = _shape(layer, "weight")
-    scales = _small_scales(layer, n, k)
+    scales, act_scale = _small_scales(layer, n, k), layer.act_scale(PRE_QUANT_SCALE, k)
     weight = QuantizedTensor(_codes(layer, "weight"), scales, None, 4, 16, "e2m1", _number(layer, "weight_scale_2"))
-    return CanonicalLinear(weight, layer.bias(n))
+    return CanonicalLinear(weight, layer.bias(n), None, act_scale)
 
 
 def load_packed(layer: LayerTensors) -> CanonicalLinear:

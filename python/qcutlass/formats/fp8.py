@@ -20,12 +20,14 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import floats
 from qcutlass.formats.config import Config
 from qcutlass.formats.layers import CanonicalBlockwise, CanonicalFp8, CanonicalLinear, FloatLinear
-from qcutlass.formats.tensors import FLOATS, LayerTensors
+from qcutlass.formats.tensors import FLOATS, PRE_QUANT_SCALE, LayerTensors
 from qcutlass.products.block_operators import BLOCK_SIZES
-from qcutlass.products.checks import are_finite, ceil_div
+from qcutlass.products.checks import E8M0, are_finite, ceil_div
 from qcutlass.quantized import QuantizedTensor
 
-SUFFIXES: Final = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "bias")
+SUFFIXES: Final = (
+    "weight", "weight_scale", "weight_scale_inv", "input_scale", "activation_scale", PRE_QUANT_SCALE, "bias",
+)  # fmt: skip
 E4M3: Final = ("F8_E4M3",)
 FLOAT8: Final = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _SCALES: Final = (*FLOATS, "F8_E8M0")
@@ -103,7 +105,9 @@ def load_described(layer: LayerTensors, described: Description) -> CanonicalFp8 
     if size is not None or described.activations == "none":
         rows, _ = described.block or BLOCK
         grouped = _of_groups(scales, n, rows)
-        return CanonicalLinear(QuantizedTensor(codes.view(torch.uint8), grouped, None, 8, size or k, "e4m3"), bias)
+        weight = QuantizedTensor(codes.view(torch.uint8), grouped, None, 8, size or k, "e4m3")
+        return CanonicalLinear(weight, bias, None, layer.act_scale(PRE_QUANT_SCALE, k))
+    layer.check_no_act_scale("fp8")
     channels = scales.float().reshape(-1).expand(n).contiguous()
     return CanonicalFp8(codes, channels, _input_scale(layer, described), bias)
 
@@ -142,16 +146,19 @@ def _group_size(layer: LayerTensors, suffix: str, n: int, k: int, described: Des
     else:
         rows, size = described.block or BLOCK
         expected, meaning = (ceil_div(n, rows), ceil_div(k, size)), f"blocks of {rows} x {size}"
-    layer.check(suffix, _SCALES, expected, f"weights {[n, k]} in {meaning}, as {described.where} has it")
+    powers = ("U8",) if described.group_size is not None else ()  # mxfp8-quantized
+    layer.check(suffix, (*_SCALES, *powers), expected, f"weights {[n, k]} in {meaning}, as {described.where} has it")
     return min(size, k)
 
 
 def _of_e8m0(layer: LayerTensors, suffix: str) -> Tensor:
     """Powers of two, which bfloat16 holds."""
-    stored = layer.read(suffix)
-    if bool((stored.view(torch.uint8) == 0xFF).any()):
+    stored = layer.read(suffix).view(torch.uint8)
+    if bool((stored == 0xFF).any()):
         raise layer.error(suffix, "expected finite numbers, got NaN; download it again")
-    return stored.to(torch.bfloat16)
+    if not E8M0:
+        raise UnsupportedError(f"{layer.full_name(suffix)}: exponents for scales need torch 2.7 or newer; update it")
+    return stored.view(E8M0[0]).to(torch.bfloat16)
 
 
 def _of_groups(scales: Tensor, n: int, rows: int) -> Tensor:

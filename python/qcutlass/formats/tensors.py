@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -19,6 +20,8 @@ INT32: Final = ("I32",)
 SHORT: Final = (torch.float16, torch.bfloat16)
 """Types of 16 bits, the more exact one first."""
 _BITS: Final = (4, 8)
+PRE_QUANT_SCALE: Final = "pre_quant_scale"
+"""Suffix of ModelOpt's factors of a layer's activations."""
 FROM_FLOATS: Final = "quantise the model's float original instead: qcutlass quantize"
 """What to do about a model in a format that is not read."""
 REQUANTIZE: Final = (
@@ -38,7 +41,12 @@ class LayerTensors:
     """
 
     def __init__(self, source: TensorSource, name: str, config: Config) -> None:
-        self._source, self.name, self.config = source, name, config
+        self._source, self.name, self._config = source, name, config
+
+    @cached_property
+    def config(self) -> Config:
+        """What the checkpoint says of this layer's quantisation."""
+        return self._config.of_layer(self.name)
 
     def with_config(self, config: Config) -> LayerTensors:
         """The same tensors, described by something else."""
@@ -120,6 +128,20 @@ class LayerTensors:
         self.check("bias", FLOATS, (n,))
         return self.finite("bias")
 
+    def act_scale(self, suffix: str, k: int) -> Tensor | None:
+        """The factors of the activations, floating `[K]`; None if they are absent."""
+        if suffix not in self:
+            return None
+        self.check(suffix, FLOATS, (1, k) if len(self.info(suffix).shape) == 2 else (k,))
+        return self.finite(suffix).reshape(k)
+
+    def check_no_act_scale(self, activations: str) -> None:
+        """Raises UnsupportedError if ModelOpt has factors of the activations, which layers of this kind do not take."""
+        if PRE_QUANT_SCALE in self:
+            raise UnsupportedError(
+                f"{self.full_name(PRE_QUANT_SCALE)}: factors of {activations} activations are not read; {FROM_FLOATS}"
+            )
+
     def bits(self, suffix: str, width: int, fields: int) -> int:
         """Bits of a field, from `width` words of 32 bits that hold `fields` of them."""
         bits = 32 * width // fields
@@ -127,34 +149,25 @@ class LayerTensors:
             raise self.error(suffix, f"expected {fields} fields of 4 or 8 bits, got {width} words of 32 bits")
         return self.check_bits(suffix, bits)
 
-    @property
-    def _has_exceptions(self) -> bool:
-        """Whether some layers are described apart, by GPTQModel; compressed-tensors has a flag of this name.
-
-        What begins with "-:" are layers that are not quantised.
-        """
-        dynamic = self.config.values.get("dynamic")
-        return isinstance(dynamic, dict) and not all(str(key).startswith("-:") for key in dynamic)
-
     def check_bits(self, suffix: str, bits: int) -> int:
         """`bits`, if it is supported and the configuration agrees."""
         if bits not in _BITS:
             raise UnsupportedError(f"{self.full_name(suffix)}: {bits}-bit weights are not supported, only 4 and 8")
         said = self.config.integer("bits", "w_bit", "num_bits")
-        if said is not None and said != bits and not self._has_exceptions:
+        if said is not None and said != bits:
             raise self.error(suffix, f"holds {bits}-bit fields, {self.config.where} says {said}; correct one of them")
         return bits
 
     def group_size(self, suffix: str, k: int, groups: int) -> int:
         """Columns that share a scale: as many as the configuration says, which must agree with the number of groups.
 
-        Where it says nothing, or this layer may be an exception, the groups have one size.
+        Where it says nothing, the groups have one size.
         """
         said = self.config.integer("group_size", "q_group_size")
         size = k if said is None or said == -1 else min(said, k)
         if said is not None and size >= 1 and ceil_div(k, size) == groups:
             return size
-        if said is not None and not self._has_exceptions:
+        if said is not None:
             raise self.error(
                 suffix,
                 f"has {groups} groups of K = {k} columns, {self.config.where} says group_size {said}; correct it",

@@ -171,7 +171,7 @@ def _layers(source: ConvertedFolder) -> list[str]:
 
 def _dequantized(layer: QuantLinear, name: str) -> dict[str, Tensor]:
     """The tensors of a layer as one that is not quantised."""
-    weight = layer.weights()
+    weight = layer.canonical().effective_weight()
     short = next((w for w in (weight.half(), weight.bfloat16()) if bool(w.isfinite().all())), weight)
     bias = {} if layer.bias is None else {f"{name}.bias": layer.bias}
     return {f"{name}.weight": short, **bias}

@@ -76,12 +76,17 @@ class QCutlassConfig(interface.QuantizationConfig):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """How a layer is loaded and computed; None: as vLLM does it."""
         if isinstance(layer, interface.LinearBase | interface.ParallelLMHead):
-            return QCutlassLinearMethod(self.values, prefix)
+            return QCutlassLinearMethod(self.values, prefix, self._fused(prefix))
         if isinstance(layer, interface.RoutedExperts):
             return QCutlassExpertsMethod(self.values, prefix, layer.moe_config)
         if isinstance(layer, interface.VocabParallelEmbedding) and self._has_packed_embedding(prefix):
             return QCutlassEmbeddingMethod(self.values, prefix)
         return None
+
+    def _fused(self, prefix: str) -> list[str]:
+        """The last parts of the names of layers that one of vLLM's fuses."""
+        fused: Mapping[str, list[str]] = getattr(self, "packed_modules_mapping", {})
+        return fused.get(prefix.rpartition(".")[2], [])
 
     def _has_packed_embedding(self, prefix: str) -> bool:
         """Whether this is a converted folder whose embedding is not among the modules that keep their floats."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,11 +26,12 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
 
     Args:
         values: `quantization_config` of the folder.
-        prefix: the layer's name, for errors.
+        prefix: the layer's name.
+        parts: the last parts of the names that layers have in the checkpoint which this one fuses.
     """
 
-    def __init__(self, values: Mapping[str, Any], prefix: str) -> None:
-        self._values, self._prefix = values, prefix
+    def __init__(self, values: Mapping[str, Any], prefix: str, parts: Sequence[str] = ()) -> None:
+        self._values, self._prefix, self._parts = values, prefix, parts
 
     def create_weights(
         self,
@@ -70,7 +71,7 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
         whole = [] if isinstance(layer, interface.VocabParallelEmbedding) else interface.whole_sizes(layer)
         shares: dict[int, Share] = {}
         for places, tensors in self._waiting.take().items():
-            found = layer_of(tensors, self._values, self._prefix, device)
+            found = layer_of(tensors, self._values, self._prefix, device, self._module(places))
             numbers = range(len(self._sizes)) if places is None else places
             begin = 0
             for number in numbers:
@@ -83,6 +84,12 @@ class QCutlassLinearMethod(interface.LinearMethodBase):
         if sorted(shares) != list(range(len(self._sizes))):
             layer_of({}, self._values, self._prefix, device)  # raises: a part has no tensors
         return [shares[number] for number in range(len(self._sizes))]
+
+    def _module(self, places: Sequence[int] | None) -> str:
+        """The name that these parts have in the checkpoint."""
+        if places is None or len(places) != 1 or places[0] >= len(self._parts):
+            return self._prefix
+        return ".".join([*self._prefix.split(".")[:-1], self._parts[places[0]]])
 
     def _first_channel(self, layer: Any, whole: int, size: int) -> int:
         if isinstance(layer, interface.VocabParallelEmbedding):

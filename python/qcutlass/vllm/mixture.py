@@ -92,7 +92,8 @@ class QCutlassExpertsMethod(interface.FusedMoEMethodBase):
         def layers() -> Iterator[Any]:
             for part in Expert._fields:
                 name = f"{self._prefix}: {part} of expert {expert} of this rank"
-                found = layer_of(parts.get(ExpertPart(expert, part), {}), self._values, name, device)
+                module = f"{self._prefix}.{expert}.{part}_proj"
+                found = layer_of(parts.get(ExpertPart(expert, part), {}), self._values, name, device, module)
                 yield of_weights_alone(found, name)
 
         return ExpertLayers(*layers())

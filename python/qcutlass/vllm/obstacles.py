@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+from qcutlass.formats.config import VERSIONS
 from qcutlass.formats.specs import METHOD
 
 _Config = Mapping[str, Any]
@@ -43,14 +44,16 @@ def obstacle(config: _Config, experts: bool = False, native: _Native = ()) -> st
 
 
 def _gptq(config: _Config, native: _Native) -> str | None:
-    bits, version = config.get("bits"), config.get("checkpoint_format") or "gptq"
+    bits, versions = config.get("bits"), [config[key] for key in VERSIONS if config.get(key)]
     if bits not in (4, 8):
         return f"gptq of {bits} bits, only 4 and 8 are read"
-    return None if version in ("gptq", "gptq_v2") else f"checkpoint_format {version!r} is not read"
+    unknown = [version for version in versions if str(version).lower() not in ("gptq", "gptq_v2")]
+    return f"checkpoint_format {unknown[0]!r} is not read" if unknown else None
 
 
 def _awq(config: _Config, native: _Native) -> str | None:
-    bits, version = config.get("bits", config.get("w_bit")), str(config.get("version") or "gemm").lower()
+    bits = config.get("bits", config.get("w_bit"))
+    version = next((str(config[key]).lower() for key in ("version", *VERSIONS) if config.get(key)), "gemm")
     if bits != 4:
         return f"awq of {bits} bits, only 4 are read"
     return None if version == "gemm" else f"awq of version {version!r}, only 'gemm' is read"

@@ -29,7 +29,9 @@ _KIND_OF_PACKED: Final = {torch.uint8: "weight_only", torch.int8: "int8", torch.
 _BLOCKS: Final = "blockwise"
 
 
-def layer_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str, device: torch.device) -> Layer:
+def layer_of(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str, device: torch.device, module: str = ""
+) -> Layer:
     """The layer of canonical form that a checkpoint's tensors make, whichever format they have.
 
     Args:
@@ -37,6 +39,7 @@ def layer_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str
         config: `quantization_config` of the folder.
         name: for errors.
         device: on which the layer is.
+        module: the layer's name in the checkpoint, by which the configuration may describe it apart; "": `name`.
 
     Raises:
         CheckpointError: the tensors are none of a layer, or contradict each other.
@@ -59,9 +62,10 @@ def layer_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str
             return _of_packed(tensors, name, device)
         if is_float(tensors):
             return FloatLinear(tensors["weight"].to(device))
-        stored = {f"{_NAME}.{suffix}": tensor for suffix, tensor in tensors.items()}
+        module = module or name or _NAME
+        stored = {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
         try:
-            read = formats.load(stored, config=config)[_NAME]
+            read = formats.load(stored, config=config)[module]
         except (CheckpointError, UnsupportedError, KeyError) as error:
             raise type(error)(f"{name}: {error}") from error
     return moved(_ALONE.get(read.kind, _as_it_is)(read), device)

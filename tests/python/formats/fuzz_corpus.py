@@ -22,6 +22,7 @@ from tests.python.formats.stored import (
     as_gptq,
     as_hqq,
     as_marlin,
+    as_modelopt,
     as_tensorrt_llm,
     named,
     stored,
@@ -60,6 +61,18 @@ def subjects() -> dict[str, Files]:
     }
     activations = {"num_bits": 8, "dynamic": False}
     group = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": activations}
+    groups = {
+        "group_0": {
+            "targets": ["re:up|down"],
+            "weights": weights,
+            "input_activations": {"num_bits": 8, "dynamic": True},
+        },
+        "group_1": {"targets": ["Linear", "gate"], "weights": {**weights, "num_bits": 8}},
+    }
+    own = {"bits": 4, "group_size": 32}
+    rules = {"dynamic": {"-:.*head": {}, "+:down|u": own}, "extra_config": {"gate": {"bits": 8}, "^up$": own}}
+    modelopt = {"quant_method": "modelopt"}
+    factors = {"pre_quant_scale": torch.ones(64)}
     offsets = np.full(layer.scales.shape, 0.125)
     hqq = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}}
     mxfp4 = json.dumps({"quantization_config": {"quant_method": "mxfp4"}}).encode()
@@ -82,8 +95,13 @@ def subjects() -> dict[str, Files]:
     return {
         "gptq": folder(as_gptq(layer) | bias, GPTQ),
         "gptq act-order": folder(as_gptq(eight, 2), act_order),
+        "gptq rules": folder(as_gptq(layer), GPTQ | {"bits": 8, "format": "gptq"} | rules)
+        | {"quantize_config.json": json.dumps(GPTQ).encode()},
         "awq": folder(as_awq(layer) | bias, awq),
         "compressed-tensors": folder(as_compressed(layer), packed),
+        "compressed-tensors groups": folder(
+            as_compressed(layer), {"quant_method": "compressed-tensors", "config_groups": groups}
+        ),
         "compressed-tensors int8": folder(int8, {"quant_method": "compressed-tensors", "config_groups": {"g": group}}),
         "compressed-tensors fp8": folder(
             channels, {"quant_method": "compressed-tensors", "config_groups": {"g": floating}}
@@ -105,7 +123,8 @@ def subjects() -> dict[str, Files]:
         "bitsandbytes int8": folder(as_int8(even.weight)[0], INT8),
         "hqq": folder(as_hqq(layer), hqq),
         "tensorrt-llm": folder(as_tensorrt_llm(layer, offsets, channels_first=True), {"quant_algo": "W4A16_AWQ"}),
-        "nvfp4": folder(float4("weight") | {"weight_scale_2": torch.tensor(0.5)}, {"quant_method": "modelopt"}),
+        "nvfp4": folder(float4("weight") | factors | {"weight_scale_2": torch.tensor(0.5)}, modelopt),
+        "modelopt-awq": folder(as_modelopt(even) | factors, modelopt),
         "compressed-tensors nvfp4": folder(float4("weight_packed") | {"weight_global_scale": torch.ones(1)}, floats),
         "mxfp4 experts": {"model.safetensors": save(gpt_oss(True)), "config.json": mxfp4},
         "stacked floats": {"model.safetensors": save(gpt_oss(False))},

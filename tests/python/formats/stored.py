@@ -159,6 +159,13 @@ def as_tensorrt_llm(layer: Stored, offsets: Array | None, *, channels_first: boo
     return tensors if channels_first else {name: tensor.T.contiguous() for name, tensor in tensors.items()}
 
 
+def as_modelopt(layer: Stored) -> Tensors:
+    """As ModelOpt packs two channels a byte: of rows of the transpose, the first one in the low nibble."""
+    signed = torch.from_numpy(layer.codes - 8).T.reshape(-1, len(layer.codes) // 2, 2)
+    packed = (signed[..., 0] & 15) | ((signed[..., 1] & 15) << 4)
+    return {"weight": packed.T.contiguous().to(torch.uint8), "weight_scale": half(layer.scales.T)}
+
+
 def as_fp8(
     weight: Tensor,
     block: tuple[int, int] | None = None,

@@ -69,9 +69,25 @@ def test_without_zero_points(seed: int) -> None:
     assert result.bias is not None
 
 
-def test_other_versions(seed: int) -> None:
-    with pytest.raises(UnsupportedError, match="export version 'gemm'"):
-        loaded(as_awq(stored(16, 32, 16, seed=seed)), version="gemv_fast")
+@pytest.mark.parametrize("key", ["version", "checkpoint_format", "format"])
+@pytest.mark.parametrize("version", ["GEMV", "gemv_fast", "llm-awq", "marlin"])
+def test_other_versions(key: str, version: str, seed: int) -> None:
+    """GPTQModel writes AWQ, too, and calls its version as that of GPTQ."""
+    config = CONFIG | {"version": None, key: version}
+    with pytest.raises(UnsupportedError, match=f"config: {key} '{version.lower()}' of AWQ .* export version 'gemm'"):
+        loaded(as_awq(stored(16, 32, 16, seed=seed)), **config)
+
+
+@pytest.mark.parametrize("n", [64, 128])
+def test_words_of_16_bits(n: int) -> None:
+    """gemv_fast, by whatever name: square layers have as many columns of words as channels, like GPTQ's."""
+    tensors = {
+        "qweight": torch.zeros(n // 4, 64, dtype=torch.int16),
+        "qzeros": torch.zeros(8, n, dtype=torch.float16),
+        "scales": torch.ones(8, n, dtype=torch.float16),
+    }
+    with pytest.raises(UnsupportedError, match=r"up\.qweight: AWQ's words of 16 bits .* export version 'gemm'"):
+        loaded(tensors, version=None)
 
 
 @pytest.mark.parametrize(

@@ -429,7 +429,11 @@ def test_empty_tensors_of_any_extent_are_refused_before_anything_is_made_of_them
 
 
 def test_the_table_is_complete() -> None:
-    assert list(FORMATS) == [*every_format(), "nvfp4", "mxfp4", "gguf", "floats"] == list(defaults.FORMAT_NAMES)
+    assert (
+        list(FORMATS)
+        == [*every_format(), "nvfp4", "modelopt-awq", "mxfp4", "gguf", "floats"]
+        == list(defaults.FORMAT_NAMES)
+    )
     for name, row in FORMATS.items():
         assert row.name == name
         assert row.key in row.suffixes

@@ -214,10 +214,16 @@ def test_int8_storage_alone(seed: int) -> None:
 
 UNSUPPORTED = {
     "bytes of integers": ({"weight_packed": torch.zeros(12, 20, dtype=torch.uint8)}, scheme(), "bytes of int weights"),
-    "packed and int8 activations": ({}, scheme(4, 16, True, DYNAMIC), "quantised activations"),
+    "packed and static activations": (
+        {}, scheme(4, 16, True, DYNAMIC | {"dynamic": False}), "up.weight_packed: .*remove input_activations from",
+    ),
+    "packed and 4-bit activations": ({}, scheme(4, 16, True, DYNAMIC | {"num_bits": 4}), "remove input_activations"),
+    "packed and activations in groups": (
+        {}, scheme(4, 16, True, DYNAMIC | {"strategy": "group"}), "remove input_activations",
+    ),
     "a transform": ({}, scheme() | {"transform_config": {"config_groups": {"u": {}}}}, "transform"),
     "sparse": ({}, scheme() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
@@ -231,6 +237,111 @@ def test_dense_sparsity_is_none(seed: int) -> None:
     layer = stored(12, 48, 16, seed=seed)
     config = scheme() | {"sparsity_config": {"format": "dense"}, "transform_config": {}}
     assert torch.equal(dequantized(canonical(loaded(as_compressed(layer), config))), layer.weight)
+
+
+@pytest.mark.parametrize(("type", "activations"), [("int", "int8"), ("float", "fp8")])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_weights_for_8_bit_activations(type: str, activations: str, symmetric: bool, seed: int) -> None:
+    stored_layer = stored(16, 64, 32, seed=seed, symmetric=symmetric)
+    layer = loaded(as_compressed(stored_layer), scheme(4, 32, symmetric, DYNAMIC | {"type": type}))
+    assert layer.kind == f"w4a8_{activations}"
+    assert torch.equal(dequantized(canonical(layer)), stored_layer.weight)
+    with pytest.raises(UnsupportedError, match=r"up\.weight_packed: packed weights with quantised activations"):
+        loaded(as_compressed(stored(16, 64, 32, 8, seed=seed)), scheme(8, 32, True, DYNAMIC | {"type": type}))
+
+
+def test_activations_that_are_not_symmetric(seed: int) -> None:
+    """Another rounding of the activations than the file's, which is said; the weights are the same."""
+    for tensors, config in (
+        (int8_tensors(seed), scheme(8, -1, True, DYNAMIC | {"symmetric": False})),
+        (as_compressed(stored(16, 64, 32, seed=seed)), scheme(4, 32, True, DYNAMIC | {"symmetric": False})),
+    ):
+        with pytest.warns(UserWarning, match="group_0: input_activations: symmetric is false; each token"):
+            assert loaded(tensors, config).quantises_activations
+
+
+def groups(*described: tuple[list[str], dict[str, Any]]) -> dict[str, Any]:
+    """A configuration of several groups, each the one group of another."""
+    found = {
+        f"group_{index}": {**one["config_groups"]["group_0"], "targets": targets}
+        for index, (targets, one) in enumerate(described)
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": found}
+
+
+TARGETS = [  # that match first, and second
+    (["up"], ["re:.*", "Linear"]),
+    (["re:.*u"], ["Linear"]),
+    (["re:a|u"], ["re:u"]),
+    (["re:.p"], ["p", "re:p", "u", "Linear"]),
+    (["Linear"], ["Conv2d", "down", "re:p"]),
+]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_the_group_of_a_layer(targets: tuple[list[str], list[str]], reverse: bool, seed: int) -> None:
+    """Whether activations are quantised is told by the group, as the package finds it, whatever comes first."""
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    weights_alone, both = scheme(8, -1, True), scheme(8, -1, True, DYNAMIC)
+    described = [(targets[0], weights_alone), (targets[1], both)]
+    config = groups(*(described[::-1] if reverse else described))
+    assert isinstance(loaded(int8_tensors(seed), config), CanonicalLinear)
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(40, 12)})
+    config["config_groups"] = {
+        name: group | {"weights": {"num_bits": 8, "strategy": "channel"}}
+        for name, group in config["config_groups"].items()
+    }
+    apply_quantization_config(model, QuantizationConfig(**config))
+    assert model["up"].quantization_scheme.input_activations is None
+
+
+def test_each_group_has_its_own_scheme(seed: int) -> None:
+    config = groups((["re:up"], scheme(4, 16)), (["re:down"], scheme(8, 32)), (["gate"], scheme(8, -1, True, DYNAMIC)))
+    up, down = stored(16, 64, 16, seed=seed), stored(16, 64, 32, 8, seed=seed)
+    tensors = named(as_compressed(up), "up") | named(as_compressed(down), "down") | named(int8_tensors(seed), "gate")
+    checkpoint = formats.load(tensors, config=config)
+    assert torch.equal(dequantized(canonical(checkpoint["up"])), up.weight)
+    assert torch.equal(dequantized(canonical(checkpoint["down"])), down.weight)
+    assert isinstance(checkpoint["gate"], Int8Linear)
+    with pytest.raises(CheckpointError, match=r"4-bit fields, config: config_groups: group_1: weights says 8"):
+        formats.load(named(as_compressed(up), "down"), config=config)["down"]
+
+
+def test_embeddings_have_a_class_of_their_own(seed: int) -> None:
+    config = groups((["Linear"], scheme(8, -1, True, DYNAMIC)), (["Embedding"], scheme(8, -1, True)))
+    checkpoint = formats.load(named(int8_tensors(seed), "model.embed_tokens"), config=config)
+    assert isinstance(checkpoint["model.embed_tokens"], CanonicalLinear)
+
+
+def test_layers_that_no_target_matches(seed: int) -> None:
+    """Where groups are alike, any of them will do."""
+    alike = groups((["re:down"], scheme(8, -1, True)), (["re:gate"], scheme(8, -1, True)))
+    assert isinstance(loaded(int8_tensors(seed), alike), CanonicalLinear)
+    differ = groups((["re:down"], scheme(8, -1, True)), (["re:gate"], scheme(8, -1, True, DYNAMIC)))
+    message = r"config: config_groups: expected a target that matches up, got re:down, re:gate; add its name"
+    with pytest.raises(CheckpointError, match=message):
+        loaded(int8_tensors(seed), differ)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("up", "group_0: targets: expected a list of names and patterns, got 'up'"),
+        ([4], r"targets: expected a list of names and patterns, got \[4\]"),
+        (["re:("], r"config_groups: expected a regular expression, got '\('"),
+    ],
+)
+def test_targets_that_are_none(targets: Any, message: str, seed: int) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        loaded(int8_tensors(seed), groups((targets, scheme(8, -1, True)), (["Linear"], scheme(8, -1, True, DYNAMIC))))
+
+
+def test_factors_of_int8_activations(seed: int) -> None:
+    """ModelOpt's INT8_SQ, whose tensors have these names."""
+    with pytest.raises(UnsupportedError, match=r"up\.pre_quant_scale: factors of int8 activations are not read"):
+        formats.load(named(int8_tensors(seed, pre_quant_scale=torch.ones(40)), "up"))["up"]
 
 
 @pytest.mark.parametrize(

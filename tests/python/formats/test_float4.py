@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -86,6 +87,40 @@ def test_bytes_of_modelopt_worked_out_by_hand() -> None:
     expected = torch.zeros(2, 32)
     expected[0, 0], expected[0, 1], expected[1, 18], expected[1, 19] = -1.5, -0.125, 56, 112
     assert torch.equal(canonical(checkpoint["up"]).dequantize(torch.float32), expected)
+
+
+def modelopt_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "weight": torch.randint(0, 256, (32, 32), generator=generator).to(torch.uint8),
+        "weight_scale": torch.ones(32, 4).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.25),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_factors_of_the_activations(dtype: torch.dtype) -> None:
+    """NVFP4_AWQ: the layer multiplies its input by them, channel by channel."""
+    factors = torch.rand(64) + 0.5
+    tensors = modelopt_tensors() | {"pre_quant_scale": factors.to(dtype)}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}
+    checkpoint = formats.load(named(tensors, "up"), config=config)
+    assert checkpoint.rest == []
+    layer = canonical(checkpoint["up"])
+    expected = layer.dequantize(torch.float32) * factors.to(dtype).float()
+    assert torch.equal(layer.effective_weight(), expected)
+    linear = qcutlass.QuantLinear.from_checkpoint(named(tensors, "up"), "up", config=config)
+    assert torch.equal(linear(torch.eye(64)).T, expected)
+    with pytest.raises(CheckpointError, match=r"pre_quant_scale: expected .* \[64\], got .* \[63\]"):
+        loaded(tensors | {"pre_quant_scale": factors[:63]}, config)
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"])
+def test_modelopts_name_of_the_scheme_alone(scheme: str) -> None:
+    """As `hf_quant_config.json` has it, which names no method."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert formats.detect(named(modelopt_tensors(), "up"), {"quant_algo": scheme}) == "nvfp4"
 
 
 ALL_SCALES = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)  # those above 0 that a file may have

@@ -212,6 +212,60 @@ def test_what_compressed_tensors_compresses_in_blocks(
     assert layer.weight.scales.dtype == dtype
 
 
+@pytest.mark.skipif(not E8M0, reason="this torch has no float8_e8m0fnu")
+def test_exponents_for_scales(seed: int) -> None:
+    """mxfp8-quantized: the weights of the package, whose scales are bytes."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    arguments = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments, scale_dtype=torch.uint8))
+    compressor = BaseCompressor.get_value_from_registry("mxfp8-quantized")
+    scales = torch.exp2(torch.randint(-20, 4, (24, 3), generator=torch.Generator().manual_seed(seed)).float())
+    tensors = compressor.compress({"weight": random(24, 96, seed), "weight_scale": scales}, scheme)
+    expected = compressor.decompress(dict(tensors), scheme)["weight"]
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": arguments | {"dynamic": True}}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    layer = canonical(loaded(tensors, config, "compressed-tensors"))
+    assert torch.equal(layer.dequantize(torch.bfloat16), expected.bfloat16())
+    tensors["weight_scale"][0, 0] = 255
+    with pytest.raises(CheckpointError, match=r"up\.weight_scale: expected finite numbers, got NaN"):
+        loaded(tensors, config, "compressed-tensors")
+
+
+def test_several_groups_of_layers(seed: int) -> None:
+    """Blocks, groups and activations are those of the layer's own group."""
+    weights = {
+        "q": {"strategy": "block", "block_structure": [64, 64]}, "k": {"strategy": "group", "group_size": 32},
+        "v": {"strategy": "channel"}, "o": {"strategy": "channel"},
+    }  # fmt: skip
+    groups, tensors, expected = {}, {}, {}
+    for name, arguments in weights.items():
+        config, parts, expected[name] = compressed(
+            random(96, 96, seed), arguments, TOKEN if name == "o" else None, torch.float16
+        )
+        groups[name] = config["config_groups"]["group_0"] | {"targets": [f"re:.*{name}_proj$"]}
+        tensors |= named(parts, f"{name}_proj")
+    checkpoint = formats.load(tensors, config={"quant_method": "compressed-tensors", "config_groups": groups})
+    for name, weight in expected.items():
+        layer = checkpoint[f"{name}_proj"]
+        assert layer.quantises_activations == (name == "o")
+        assert torch.equal(layer.dequantize(torch.float16), weight)
+
+
+@pytest.mark.parametrize("block", [None, (32, 32)])
+def test_factors_of_the_activations(block: tuple[int, int] | None, seed: int) -> None:
+    """ModelOpt's `pre_quant_scale`: multiplied with 16-bit activations, refused with those that are quantised."""
+    tensors, weight = as_fp8(random(64, 96, seed), block)
+    tensors["pre_quant_scale"] = torch.full((96,), 0.5)
+    config = {"quant_method": "modelopt", "weight_block_size": block and [*block]}
+    if block is None:
+        with pytest.raises(UnsupportedError, match=r"up\.pre_quant_scale: factors of fp8 activations are not read"):
+            loaded(tensors, config)
+    else:
+        assert torch.equal(canonical(loaded(tensors, config)).effective_weight(), weight / 2)
+
+
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
 def test_fp8_weights_for_16_bit_activations(strategy: str, seed: int) -> None:
     """Where compressed-tensors quantises no activations."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.python.formats.stored import Stored, as_gptq, canonical, dequantized, named, stored
+from tests.python.formats.stored import Stored, as_gptq, canonical, dequantized, named, stored, write_folder
 
 from qcutlass import CheckpointError, UnsupportedError, formats
 from qcutlass.formats import CanonicalLinear
@@ -138,6 +140,52 @@ def test_undecidable_versions(config: dict[str, Any], seed: int) -> None:
         loaded(as_gptq(stored(16, 32, 16, seed=seed)), **config)
 
 
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+@pytest.mark.parametrize("file", ["config.json", "quantize_config.json"])
+def test_places_of_the_version(key: str, file: str, tmp_path: Path, seed: int) -> None:
+    """`quantize_config.json` is read beside a description in `config.json`, too."""
+    layer = stored(16, 32, 16, seed=seed)
+    described = {"quant_method": "gptq", "bits": 4, "sym": False}
+    folder = write_folder(tmp_path / "model", named(as_gptq(layer, 2), "up"), described)
+    values = {"bits": 4, key: "GPTQ_v2"}
+    (folder / file).write_text(json.dumps({"quantization_config": described | values} if file[0] == "c" else values))
+    assert torch.equal(dequantized(canonical(formats.load(folder)["up"])), layer.weight)
+
+
+@pytest.mark.parametrize("key", ["packing_format", "backend"])
+@pytest.mark.parametrize(
+    ("packing", "version"),
+    [
+        ("auto_round", 2), ("auto_round:exllamav2", 2), ("autoround:triton", 2), ("auto-round", 2),
+        ("auto_round:auto_gptq", 1), ("auto_round:gptqmodel", 1), ("auto_round:gptq:exllamav2", 1),
+    ],
+)  # fmt: skip
+def test_autoround_names_its_packing(key: str, packing: str, version: int, seed: int) -> None:
+    """Its own stores zero points as they are; those named after GPTQ store them minus one."""
+    layer = stored(16, 32, 16, seed=seed)
+    config = {"quant_method": "auto-round", "sym": False, key: packing}
+    assert torch.equal(dequantized(loaded(as_gptq(layer, version), **config)), layer.weight)
+    override = {"checkpoint_format": f"gptq{'_v2' * (version == 1)}"}
+    with pytest.raises(CheckpointError, match=rf"expected one version, got .* in config: {key}; pass config="):
+        loaded(as_gptq(layer, version), **config, **override)
+
+
+def test_versions_that_contradict_each_other(tmp_path: Path, seed: int) -> None:
+    layer = stored(16, 32, 16, seed=seed)
+    folder = write_folder(tmp_path / "model", named(as_gptq(layer, 2), "up"), CONFIG)
+    (folder / "quantize_config.json").write_text(json.dumps({"format": "gptq_v2"}))
+    message = (
+        r"up\.qzeros: expected one version, got gptq in .*config: checkpoint_format and gptq_v2 in .*: format; pass"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        formats.load(folder)["up"]
+    for key in ("checkpoint_format", "format"):
+        result = formats.load(folder, config={key: "gptq_v2"})["up"]
+        assert torch.equal(dequantized(canonical(result)), layer.weight)
+    with pytest.raises(CheckpointError, match="expected one version"):
+        loaded(as_gptq(layer, 2), **CONFIG, format="gptq_v2")
+
+
 def test_symmetric_label_on_zero_points_that_vary(seed: int) -> None:
     layer = stored(16, 32, 16, seed=seed)
     with pytest.warns(UserWarning, match="sym is true"):
@@ -223,6 +271,59 @@ def test_layers_with_settings_of_their_own(seed: int) -> None:
     layer = stored(16, 32, 16, 8, seed=seed)
     result = loaded(as_gptq(layer), bits=4, group_size=32, dynamic={r"+:.*up": {"bits": 8, "group_size": 16}}, **CONFIG)
     assert torch.equal(dequantized(result), layer.weight)
+
+
+@pytest.mark.parametrize("g_idx", [True, False])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"dynamic": {"+:.*up": {"group_size": 32}}},
+        {"dynamic": {"+:down": {"group_size": 8}, "u": {"group_size": 32}, ".*": {"bits": 2}}},
+        {"extra_config": {"up": {"group_size": 32}, "u.": {"bits": 2}}},
+        {"extra_config": {"down": {"bits": 2}, "p$": {"group_size": 32}}},
+    ],
+)
+def test_groups_of_a_rule_need_not_divide_the_columns(rules: dict[str, Any], g_idx: bool, seed: int) -> None:
+    """48 columns in two groups: of 32 and 16, as the rule says, and not of 24."""
+    layer = stored(16, 48, 32, seed=seed)
+    result = loaded(as_gptq(layer, g_idx=g_idx), bits=4, group_size=16, **rules, **CONFIG)
+    assert torch.equal(dequantized(result), layer.weight)
+
+
+def test_several_widths_of_autoround(seed: int) -> None:
+    layer = stored(16, 32, 16, 8, seed=seed)
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+    result = loaded(as_gptq(layer), **config, extra_config={"up": {"bits": 8, "group_size": 16, "sym": False}})
+    assert torch.equal(dequantized(result), layer.weight)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"dynamic": {"+:.*down": {"bits": 8}}},
+        {"dynamic": {"-:up": {}, "+:.*": {"bits": 8}}},
+        {"dynamic": {"+:p": {"bits": 8}}},  # patterns match from the beginning
+        {"extra_config": {"u": {"bits": 8}}},  # a name, no pattern
+    ],
+)
+def test_rules_of_other_layers(rules: dict[str, Any], seed: int) -> None:
+    with pytest.raises(CheckpointError, match="holds 8-bit fields, config says 4"):
+        loaded(as_gptq(stored(16, 32, 16, 8, seed=seed)), bits=4, **rules, **CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"dynamic": {"+:(": {}}}, r"config: dynamic: expected a regular expression, got '\('"),
+        ({"dynamic": {"up": 4}}, r"config: dynamic: up: expected an object, got 4"),
+        ({"dynamic": {"+:up": {"bits": 8}}}, r"4-bit fields, config: dynamic: \+:up says 8"),
+        ({"extra_config": 4}, r"config: extra_config: expected an object, got 4"),
+        ({"extra_config": {"(": {}}}, r"config: extra_config: expected a regular expression, got '\('"),
+    ],
+)
+def test_rules_that_are_none(rules: dict[str, Any], message: str, seed: int) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        loaded(as_gptq(stored(16, 32, 16, seed=seed)), **rules, **CONFIG)
 
 
 @pytest.mark.parametrize("key", ["-:.*embed_tokens$", "+:.*down"])

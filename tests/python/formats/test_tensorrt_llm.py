@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.python.formats.stored import as_tensorrt_llm, canonical, dequantized, named, stored
+from tests.python.formats.stored import as_modelopt, as_tensorrt_llm, canonical, dequantized, named, stored
 from torch import Tensor
 
 import qcutlass
@@ -91,6 +92,33 @@ def test_activations_are_scaled_first(seed: int) -> None:
         packed = qcutlass.preprocess_weights(result.weight.codes, bits=4)
         y = qcutlass.gemm(torch.eye(32), packed, result.weight.scales, bits=4, act_scale=result.act_scale)
         assert torch.equal(y.T, layer.weight * scale.float())
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, CONFIG])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_modelopts_folders_for_transformers(dtype: torch.dtype, config: dict[str, Any], seed: int) -> None:
+    layer = stored(16, 32, 16, seed=seed, symmetric=True)
+    factors = (torch.rand(32) + 0.5).to(dtype)
+    tensors = named(as_modelopt(layer) | {"pre_quant_scale": factors, "bias": torch.ones(16)}, "fc")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint = formats.load(tensors, config=config | {"group_size": 16})
+    assert (checkpoint.format, checkpoint.rest) == ("modelopt-awq", [])
+    found = canonical(checkpoint["fc"])
+    assert torch.equal(dequantized(found), layer.weight)
+    assert torch.equal(found.effective_weight(), layer.weight * factors.float())
+    with pytest.raises(CheckpointError, match=r"2 groups of K = 32 columns, config says group_size 8"):
+        formats.load(tensors, config=config | {"group_size": 8})["fc"]
+
+
+def test_modelopts_w4a8_is_not_read(seed: int) -> None:
+    tensors = as_modelopt(stored(16, 32, 16, seed=seed, symmetric=True))
+    tensors |= {"weight_scale_2": torch.ones(1), "input_scale": torch.ones(1)}
+    config = {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}
+    with pytest.raises(
+        UnsupportedError, match=r"fc\.weight_scale_2: 4-bit weights for 8-bit float .* qcutlass quantize"
+    ):
+        formats.load(named(tensors, "fc"), config=config)["fc"]
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.python.formats.stored import as_fp8, as_gptq, named, stored
+from tests.python.formats.stored import as_fp8, as_gptq, as_modelopt, named, stored
 from tests.python.models.folders import Cut, RandomCut, write_model
 from tests.python.models.mixtures import MixtureCut
+from tests.python.models.quantizations import make
 from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import load, logits
 
 import qcutlass
 from qcutlass import UnsupportedError, WeightOnly, models
+from qcutlass.algorithms import round_to_nearest
 from qcutlass.formats.specs import ModelSpec, Requantized
 from qcutlass.models.transformers import load_model
 from qcutlass.testing.models import NOISE, noise_ratio
@@ -221,3 +223,47 @@ def test_records_that_are_damaged(random_cut: RandomCut, tmp_path: Path) -> None
         with pytest.raises(qcutlass.CheckpointError, match="requantized"):
             models.ConvertedFolder(tmp_path / "new")
     assert Requantized.from_dict({"from": "nf4", "error": 1}, "") == Requantized("nf4", 1.0)
+
+
+def write_modelopt(folder: Path, seed: int, scaled: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder of ModelOpt's W4A16_AWQ, and its weights with the factors of their input, which those `scaled` have."""
+    model = make("llama", seed)
+    tensors, exact, config = {}, {}, model.config.to_dict()
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if not module.endswith(("_proj", "lm_head")):
+            tensors[name] = tensor
+            continue
+        layer = stored(*tensor.shape, 32, seed=len(tensors), symmetric=True)
+        tensors |= named(as_modelopt(layer), module)
+        exact[module] = layer.weight
+        if module.endswith(scaled):
+            factors = torch.exp2(torch.randint(-2, 3, (tensor.shape[1],)).float())
+            tensors[f"{module}.pre_quant_scale"] = factors
+            exact[module] = layer.weight * factors
+    described = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32}
+    return write_model(folder, tensors, config, described), exact
+
+
+def test_factors_of_a_layers_input_are_part_of_its_weights(tmp_path: Path, seed: int) -> None:
+    """ModelOpt's pre_quant_scale: kept by a conversion, multiplied in where weights are quantised anew."""
+    source, exact = write_modelopt(tmp_path / "source", seed, "_proj")
+    assert len(exact) == 22
+    models.convert(source, tmp_path / "converted", verify=True)
+    folder = models.ConvertedFolder(tmp_path / "converted")
+    assert all(torch.equal(folder[name].canonical().effective_weight(), weight) for name, weight in exact.items())
+    method = models.Method("rtn", SCHEME)
+    models.quantize_model(source, tmp_path / "new", method)
+    folder = models.ConvertedFolder(tmp_path / "new")
+    del exact["lm_head"]  # stays as it is
+    for name, weight in exact.items():
+        expected = round_to_nearest(weight, method.scheme, clip=method.clip)
+        assert torch.equal(models.weights_of(folder[name]), expected.dequantize(torch.float32))
+
+
+def test_an_exported_head_has_the_factors_of_its_input(tmp_path: Path, seed: int) -> None:
+    source, exact = write_modelopt(tmp_path / "source", seed, "lm_head")
+    models.convert(source, tmp_path / "converted")
+    models.export_model(tmp_path / "converted", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], exact["lm_head"].half())

@@ -69,7 +69,10 @@ def test_what_the_device_multiplies_itself_is_left(
     [
         ({"quant_method": "gptq", "bits": 8}, None),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2", "checkpoint_format": "gptq_v2"}, None),
         ({"quant_method": "awq", "w_bit": 4, "version": "GEMM"}, None),
+        ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}, "gemv_fast"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "awq", "bits": 8}, "8 bits"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),

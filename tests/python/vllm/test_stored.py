@@ -125,6 +125,14 @@ class TestLayers:
         made.load_state_dict(tensors)
         assert torch.equal(found.effective_weight(), made.weights())
 
+    def test_what_is_said_of_one_layer(self) -> None:
+        """The configuration has its name in the checkpoint, which is not that of the engine's fused layer."""
+        layer = stored(32, 96, 64, seed=0)
+        config = GPTQ | {"group_size": 32, "dynamic": {"+:.*k_proj": {"group_size": 64}}}
+        module = "model.layers.0.self_attn.k_proj"
+        found = layer_of(as_gptq(layer), config, "model.layers.0.self_attn.qkv_proj", CPU, module)
+        assert torch.equal(found.effective_weight(), layer.weight)
+
     def test_floats(self) -> None:
         weight = torch.randn(48, 64).half()
         assert torch.equal(layer_of({"weight": weight}, GPTQ, "up", CPU).dequantize(), weight)

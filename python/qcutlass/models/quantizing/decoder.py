@@ -102,7 +102,7 @@ class Decoder:
         module, _, suffix = stored.rpartition(".")
         if module in self._source.names:
             layer = self._source.layer(module)
-            value = layer.bias if suffix == "bias" else layer.dequantize(torch.float32)
+            value = layer.bias if suffix == "bias" else layer.effective_weight()
             if value is None:
                 raise UnsupportedError(f"{name}: expected it in the checkpoint; it is absent")
         else:
