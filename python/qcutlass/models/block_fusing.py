@@ -47,6 +47,9 @@ def fuse_block(model: nn.Module) -> BlockFusion:
     operator there in eager calls, and in the steps of a `Decoder`, where it writes keys and values into the static
     cache, and is left to the compiler otherwise. In training mode attention is the model's own.
 
+    Hooks may change tensors in place: what was computed ahead of them is computed anew.
+    Compiled code sees no changes in place that are made between blocks by others than hooks.
+
     Args:
         model: changed in place. Its linear layers may be of any kind.
 

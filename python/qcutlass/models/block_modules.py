@@ -16,16 +16,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.utils import TransformersKwargs
 
-from qcutlass.layers.fusing import shared_product, version_of
+from qcutlass.layers.changes import Seen, has_hooks
+from qcutlass.layers.fusing import shared_product
 from qcutlass.models.block_steps import EXACT, GATES, PLAIN, BlockStep, ways_of
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.families import FAMILIES
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.models.whole_steps import stepped
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
+from qcutlass.products.library import is_traced
 from qcutlass.products.rotary_operators import rotary, rotary_append
 
-Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
+Pending: TypeAlias = tuple[Seen, Tensor]
 
 _KNOWN: Final = PLAIN | TransformersKwargs.__annotations__.keys()
 """Arguments that change nothing of attention, or that its implementations take."""
@@ -46,9 +48,10 @@ class FusedNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         pending = self._pending
         if pending is not None:
-            vars(self)["_pending"] = None  # a module's own way of setting attributes takes several microseconds
-            if pending[0] is hidden_states and pending[1] == version_of(hidden_states):
-                return pending[2]
+            self.forget()
+            seen, normed = pending
+            if seen.is_still(hidden_states, self._weights()) and (seen.notices or not has_hooks(self)):
+                return normed
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -59,7 +62,14 @@ class FusedNorm(nn.Module):
 
     def hand_out(self, x: Tensor, normed: Tensor) -> None:
         """Has the next call with `x` return its norm, `normed`."""
-        vars(self)["_pending"] = x, version_of(x), normed
+        vars(self)["_pending"] = Seen(x, self._weights()), normed
+
+    def forget(self) -> None:
+        """Has the next call compute its norm."""
+        vars(self)["_pending"] = None  # a module's own way of setting attributes takes several microseconds
+
+    def _weights(self) -> list[Any]:
+        return [self._parameters["weight"]]  # to ask for the attribute takes twice the time
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pending": None}
@@ -198,7 +208,9 @@ class FusedBlock(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
-        cache = pop_cache(options)
+        cache, is_unseen = pop_cache(options), has_hooks(self) and is_traced()
+        if is_unseen and isinstance(self.input_layernorm, FusedNorm):
+            self.input_layernorm.forget()  # hooks may change what comes and goes, which nobody may have counted
         if attention_mask is None and position_embeddings is not None and options.keys() <= PLAIN:
             total = stepped(self, hidden_states, position_embeddings, cache)
             if total is not None:
@@ -215,7 +227,10 @@ class FusedBlock(nn.Module):
         norm = self.post_attention_layernorm
         hidden_states = norm.add(attended, hidden_states)
         out = self.mlp(norm(hidden_states))
-        return self.following[0].add(out, hidden_states)
+        total = self.following[0].add(out, hidden_states)
+        if is_unseen:
+            self.following[0].forget()
+        return total
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_step"}

@@ -256,6 +256,97 @@ def test_hooks_of_modules_run(seed: int) -> None:
     ]
 
 
+def _add_to_output(module: Any, inputs: Any, out: Any) -> None:
+    (out[0] if isinstance(out, tuple) else out).add_(1)
+
+
+def _triple_input(module: Any, inputs: Any) -> None:
+    inputs[0].mul_(3)
+
+
+IN_PLACE = {
+    "model.layers.0": _add_to_output,
+    "model.layers.0.self_attn": _add_to_output,
+    "model.layers.0.mlp": _add_to_output,
+    "model.layers.0.mlp.gate_proj": _triple_input,
+    "model.layers.0.mlp.up_proj": _triple_input,
+    "model.layers.1": _triple_input,
+    "model.layers.1.self_attn.k_proj": _triple_input,
+    "model.layers.1.self_attn.v_proj": _triple_input,
+    "model.layers.1.post_attention_layernorm": _triple_input,
+    "model.norm": _triple_input,
+}
+
+
+def _hook(model: Any, name: str, hook: Any) -> None:
+    """Has it run before a module, or behind it."""
+    module = model.get_submodule(name)
+    (module.register_forward_pre_hook if hook is _triple_input else module.register_forward_hook)(hook)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_hooks_that_change_tensors_in_place(name: str, mode: Any, seed: int) -> None:
+    """What was computed ahead is computed anew: outputs are those of the model with the same hook."""
+    model = tiny("Llama", seed)
+    answers = dense(model, torch.float64), dense(model, torch.float32), fused(model)
+    ids, _ = prompt(1, seed)
+    for each in answers:
+        _hook(each, name, IN_PLACE[name])
+    with mode():
+        exact, rounded, found = (each(ids, use_cache=False).logits for each in answers)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1",
+        "model.layers.1.post_attention_layernorm",
+        "model.norm",
+    ],
+)
+def test_hooks_in_compiled_code(name: str, seed: int) -> None:
+    """Where nobody counts changes in place."""
+    together = fused(tiny("Llama", seed, num_hidden_layers=2))
+    ids, _ = prompt(1, seed)
+    before = together(ids, use_cache=False).logits
+    _hook(together, name, IN_PLACE[name])
+    expected = together(ids, use_cache=False).logits
+    assert not torch.equal(expected, before)
+    compiled = torch.compile(together, fullgraph=True, backend="eager")
+    testing.assert_equal(compiled(ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_steps_behind_hooks_that_change_the_residual_stream(mode: Any, seed: int) -> None:
+    model = tiny("Llama", seed)
+    answers = dense(model, torch.float64), dense(model, torch.float32), fused(model)
+    for each in answers:
+        _hook(each, "model.layers.1", _add_to_output)
+    with mode():
+        exact, rounded, found = (logits(each, 1, seed, growing(each), mask=False) for each in answers)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
+def growing(model: Any) -> Any:
+    from qcutlass.models.growing_cache import growing_cache
+
+    return growing_cache(model.config)
+
+
+@torch.no_grad()
+def test_weights_of_norms_that_are_changed_in_place(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    norm = together.model.norm
+    total = norm.add(torch.randn(1, 2, 64), torch.randn(1, 2, 64))
+    norm.weight.mul_(2)
+    testing.assert_equal(norm(total), norm(total.clone()))
+
+
 def test_a_real_model(smol: SmolCut, seed: int) -> None:
     """Two blocks of SmolLM2."""
     cut = smol.awq()
