@@ -347,6 +347,60 @@ def test_weights_of_norms_that_are_changed_in_place(seed: int) -> None:
     testing.assert_equal(norm(total), norm(total.clone()))
 
 
+def _halving(module: Any, inputs: Any, out: Tensor) -> Tensor:
+    return out / 2
+
+
+def _with_hook(model: Any, name: str) -> None:
+    model.get_submodule(name).register_forward_hook(_halving)
+
+
+def _other_activation(model: Any, name: str) -> None:
+    model.get_submodule(name.rpartition(".")[0]).act_fn = torch.nn.ReLU()
+
+
+def _other_head_norm(model: Any, name: str) -> None:
+    model.get_submodule(name.rpartition(".")[0]).q_norm = torch.nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_with_hook, "model.layers.1.mlp.act_fn"),
+        (_other_activation, "model.layers.1.mlp.act_fn"),
+        (_with_hook, "model.layers.1.self_attn.q_norm"),
+        (_other_head_norm, "model.layers.1.self_attn.q_norm"),
+    ],
+)
+def test_modules_that_operators_stand_for_are_called_where_they_do_more(change: Any, name: str, seed: int) -> None:
+    """Prompts and steps, which had been taken before."""
+    model = tiny("Qwen3", seed)
+    answers = dense(model, torch.float64), dense(model, torch.float32), fused(model)
+    before = logits(answers[2], 1, seed, growing(model), mask=False)
+    for each in answers:
+        change(each, name)
+    exact, rounded, found = (logits(each, 1, seed, growing(each), mask=False) for each in answers)
+    assert not torch.equal(found, before)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "growing"])
+@pytest.mark.parametrize("quantised", [True, False])
+def test_casts_of_torch(quantised: bool, cache: str, seed: int) -> None:
+    """Where modules are given tensors of several types."""
+    model = tiny("Qwen3", seed)
+    exact = logits(dense(model, torch.float64), 1, seed, None)
+    if not quantised:
+        model = dense(model, torch.float32)
+    together = copy.deepcopy(model)
+    fuse_block(together)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = logits(dense(tiny("Qwen3", seed), torch.float32), 1, seed, new_cache("dynamic", model), mask=False)
+        found = logits(together, 1, seed, growing(model) if cache == "growing" else new_cache(cache, model), mask=False)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
 def test_a_real_model(smol: SmolCut, seed: int) -> None:
     """Two blocks of SmolLM2."""
     cut = smol.awq()
