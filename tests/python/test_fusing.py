@@ -26,6 +26,8 @@ def case(n: int, **options: Any) -> testing.Case:
     return testing.Case(3, n, K, **{"group_size": 64, "zeros": "int", **options})
 
 
+MODES = [torch.no_grad, torch.inference_mode]
+
 CASES: dict[str, dict[str, Any]] = {
     "int zeros": {},
     "8 bits, symmetric, bias, silu": {"bits": 8, "zeros": "none", "bias": True, "activation": "silu"},
@@ -101,13 +103,70 @@ def test_every_call_gets_the_product_of_its_own_input(seed: int, monkeypatch: py
         testing.assert_equal(out, model[name](x), label=name)
 
 
-def test_an_input_that_is_changed_in_place_is_multiplied_again(seed: int) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_an_input_that_is_changed_in_place_is_multiplied_again(mode: Any, seed: int) -> None:
     model = attention(seed)
     together: Any = fused(model)
-    a = randn(3, K, seed=seed)
-    together["q_proj"](a)
-    a.add_(1)
-    testing.assert_equal(together["k_proj"](a), model["k_proj"](a))
+    with mode():
+        a = randn(3, K, seed=seed)
+        together["q_proj"](a)
+        a.add_(1)
+        testing.assert_equal(together["k_proj"](a), model["k_proj"](a))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_are_changed_in_place_multiply_again(mode: Any, seed: int) -> None:
+    """Of a model that was made in this mode, too."""
+    with mode():
+        model = attention(seed)
+        together: Any = fused(model)
+        a = randn(3, K, seed=seed)
+        together["q_proj"](a)
+        together["q_proj"].product.scales.mul_(2)
+        for name in ("k_proj", "v_proj"):
+            model[name].scales.mul_(2)  # type: ignore[operator,union-attr]
+            testing.assert_equal(together[name](a), model[name](a))
+
+
+def _doubled_input(module: nn.Module, inputs: tuple[Tensor, ...], *_: Any) -> None:
+    inputs[0].mul_(2)
+
+
+def _doubled_first(layer: Any) -> None:
+    forward = layer.forward
+    layer.forward = lambda a: forward(a.mul_(2))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(_doubled_input),
+    "hook": lambda layer: layer.register_forward_hook(_doubled_input),
+    "forward": _doubled_first,
+}
+
+
+class SideBySide(nn.Module):
+    """All outputs of layers."""
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, a: Tensor) -> Tensor:
+        return torch.cat([layer(a) for layer in self.layers.values()], dim=-1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in SIZES), ("k_proj", True)])
+def test_hooks_that_change_the_input_in_place(name: str, compiled: bool, change: str, mode: Any, seed: int) -> None:
+    model = attention(seed)
+    outs = []
+    for each in (SideBySide(model), SideBySide(fused(model))):  # type: ignore[arg-type]
+        CHANGES[change](each.layers[name])
+        call = torch.compile(each, fullgraph=True, backend="eager") if compiled else each
+        with mode():
+            outs.append(call(randn(3, K, seed=seed)))
+    testing.assert_equal(*outs)
 
 
 def test_nothing_is_kept_when_all_have_been_called(seed: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.changes import Seen, has_hooks
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.epilogue import GATE_STEP
@@ -22,7 +23,7 @@ GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _STRIP: Final = 16  # channels of a tile of packed weights
 _SHARED: Final = ("act_scale", "perm", "global_scale")  # belong to the input, or to all channels
-_Pending = tuple[Tensor, int | None, tuple[Tensor | None, ...]]
+_Pending = tuple[Seen, tuple[Tensor | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,12 @@ def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS)
     One product of many channels takes less time than several of few, above all for few tokens. The first layer of a
     group that is called computes the outputs of all; the others, called with the same tensor, hand out their part of
     it. A layer that gets another tensor multiplies that one: results never depend on the order of calls, but calls with
-    different inputs gain nothing. In inference mode, and compiled, the input must not be changed in place between the
-    calls; otherwise such a change is noticed if autograd counts it (not through `.data` or a raw pointer).
+    different inputs gain nothing.
+
+    Input and weights that are changed in place between the calls are multiplied anew if torch counts such changes: not
+    those through `.data`, numpy or a raw pointer, and none of weights that are tensors of inference mode. Inputs that
+    are such tensors are compared with a copy on the CPU. On a GPU, and in compiled code, which counts nothing, such an
+    input may be changed between the calls by hooks of the layers alone, which then multiply for themselves.
 
     Modules keep their names, `state_dict` has the keys and values it had (as copies), and states of the model without
     fusion are loaded. `.to(device)`, `deepcopy`, pickle, `torch.compile(fullgraph=True)`, CUDA graphs and
@@ -115,7 +120,7 @@ class FusedProjection(nn.Module):
 
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        return self.product.part(a, self._index)
+        return self.product.part(a, self._index, has_hooks(self))
 
     def separate(self) -> WeightOnlyLinear:
         """The layer as it was, with a copy of its weights.
@@ -187,19 +192,23 @@ class _FusedLinear(WeightOnlyLinear):
         self.stored_forms = [member.stored_form for member in members]
         self._pending: _Pending | None = None
 
-    def part(self, a: Tensor, index: int) -> Tensor:
-        """The output of one member: of the product that another one asked for, if it was with the same input."""
-        pending, version = self._pending, version_of(a)
-        outs: tuple[Tensor | None, ...] = ()
-        if pending is not None and pending[0] is a and pending[1] == version:
-            outs = pending[2]
-        out = outs[index] if outs else None
-        if out is None:  # or handed out already
-            outs = self._members(self(a))
-            out = outs[index]
+    def part(self, a: Tensor, index: int, is_hooked: bool) -> Tensor:
+        """The output of one member: of the product that another one asked for, if it was with the same input.
+
+        `is_hooked`: something may change the input before the member's call or behind it.
+        """
+        pending, weights = self._pending, [part for part in self._buffers.values() if part is not None]
+        if pending is not None and (not pending[0].is_still(a, weights) or (is_hooked and not pending[0].notices)):
+            pending = None
+        if pending is None or pending[1][index] is None:  # or handed out already
+            outs: tuple[Tensor | None, ...] = self._members(self(a))
+            pending = Seen(a, weights), outs
+        seen, outs = pending
+        out = outs[index]
         assert out is not None
         left = tuple(None if i == index else other for i, other in enumerate(outs))
-        self._pending = None if all(other is None for other in left) else (a, version, left)
+        is_kept = any(other is not None for other in left) and (seen.notices or not is_hooked)
+        self._pending = (seen, left) if is_kept else None
         return out
 
     def interleave(self) -> bool:
@@ -210,7 +219,8 @@ class _FusedLinear(WeightOnlyLinear):
             for name, part in self._buffers.items():
                 if part is not None and name not in ("layout", *_SHARED):
                     dim = _dimension(name)
-                    self._buffers[name] = interleave_gate_up(*part.chunk(2, dim), dim=dim)
+                    with torch.inference_mode(False):
+                        self._buffers[name] = interleave_gate_up(*part.chunk(2, dim), dim=dim)
             self.interleaved, self._pending = True, None
         return True
 
@@ -280,7 +290,7 @@ class _FusedLinear(WeightOnlyLinear):
 def shared_product(*layers: nn.Module) -> Any:
     """The product that computes the outputs of all these layers and no others, in this order; None: there is none.
 
-    Its `sizes` are their numbers of channels. Hooks of a layer keep it from being left out.
+    Its `sizes` are their numbers of channels. A layer with hooks is not left out.
     """
     first = layers[0]
     if type(first) is not FusedProjection:
@@ -291,7 +301,7 @@ def shared_product(*layers: nn.Module) -> Any:
     for index, layer in enumerate(layers):
         if type(layer) is not FusedProjection or layer.product is not product or layer._index != index:
             return None
-        if layer._forward_hooks or layer._forward_pre_hooks:
+        if has_hooks(layer):
             return None
     return product
 
@@ -342,9 +352,10 @@ def _kind(part: Tensor | None, with_shape: bool = True) -> str:
 
 def _joined(name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
-    if not tensors or name in _SHARED:
-        return parts[0]
-    return torch.cat(tensors, dim=_dimension(name))
+    if not tensors:
+        return None
+    with torch.inference_mode(False):  # whose tensors' changes nobody counts
+        return tensors[0].clone() if name in _SHARED else torch.cat(tensors, dim=_dimension(name))
 
 
 def _dimension(name: str) -> int:
@@ -355,10 +366,3 @@ def _dimension(name: str) -> int:
 def _turns(channels: Tensor) -> Tensor:
     """`[..., N]` of two interleaved layers as `[..., N / 32, 2, 16]`."""
     return torch.unflatten(channels, -1, (-1, 2, GATE_STEP))
-
-
-def version_of(a: Tensor) -> int | None:
-    """Counts changes in place, where they are counted."""
-    if torch.compiler.is_compiling() or not isinstance(a, Tensor) or a.is_inference():
-        return None
-    return a._version

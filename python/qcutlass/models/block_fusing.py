@@ -45,7 +45,12 @@ def fuse_block(model: nn.Module) -> BlockFusion:
     Each operator computes in fp32 and rounds once, where the model rounded after each of its steps: results differ by
     rounding alone. On a GPU norms and gates let the product behind them start early; the rotary embedding is an
     operator there in eager calls, and in the steps of a `Decoder`, where it writes keys and values into the static
-    cache, and is left to the compiler otherwise. In training mode attention is the model's own.
+    cache, and is left to the compiler otherwise. In training mode attention is the model's own, under `torch.autocast`
+    the MLPs are, too.
+
+    Hooks run wherever they are. Where an activation or a norm of heads has some, or was replaced, the MLP or attention
+    around it is the model's own. Hooks may change tensors in place: what was computed ahead of them is computed anew.
+    Compiled code sees no changes in place that are made between blocks by others than hooks.
 
     Args:
         model: changed in place. Its linear layers may be of any kind.

@@ -16,16 +16,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.utils import TransformersKwargs
 
-from qcutlass.layers.fusing import shared_product, version_of
-from qcutlass.models.block_steps import EXACT, GATES, PLAIN, BlockStep, ways_of
+from qcutlass.layers.changes import Seen, has_hooks
+from qcutlass.layers.fusing import shared_product
+from qcutlass.models.block_steps import EXACT, PLAIN, BlockStep, gate_of, ways_of
+from qcutlass.models.block_steps import GATES as GATES
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.families import FAMILIES
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.models.whole_steps import stepped
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
+from qcutlass.products.library import is_traced
 from qcutlass.products.rotary_operators import rotary, rotary_append
 
-Pending: TypeAlias = tuple[Tensor, int | None, Tensor]
+Pending: TypeAlias = tuple[Seen, Tensor]
 
 _KNOWN: Final = PLAIN | TransformersKwargs.__annotations__.keys()
 """Arguments that change nothing of attention, or that its implementations take."""
@@ -34,6 +37,11 @@ _KNOWN: Final = PLAIN | TransformersKwargs.__annotations__.keys()
 def _is_traced_on_gpu(x: Tensor) -> bool:
     """Whether a compiler that fuses by itself what stands between products will see these operations."""
     return not x.is_cpu and torch.compiler.is_compiling()
+
+
+def _is_mixed(x: Tensor) -> bool:
+    """Whether tensors of several types meet, as modules have them where torch casts their inputs."""
+    return torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)  # a device is slow to say its type
 
 
 class FusedNorm(nn.Module):
@@ -46,20 +54,30 @@ class FusedNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         pending = self._pending
         if pending is not None:
-            vars(self)["_pending"] = None  # a module's own way of setting attributes takes several microseconds
-            if pending[0] is hidden_states and pending[1] == version_of(hidden_states):
-                return pending[2]
+            self.forget()
+            seen, normed = pending
+            if seen.is_still(hidden_states, self._weights()) and (seen.notices or not has_hooks(self)):
+                return normed
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`x + residual`, whose norm the next call hands out."""
+        if x.dtype != residual.dtype:
+            return x + residual
         total, normed = add_rms_norm(x, residual, self.weight, self.variance_epsilon)
         self.hand_out(total, normed)
         return total
 
     def hand_out(self, x: Tensor, normed: Tensor) -> None:
         """Has the next call with `x` return its norm, `normed`."""
-        vars(self)["_pending"] = x, version_of(x), normed
+        vars(self)["_pending"] = Seen(x, self._weights()), normed
+
+    def forget(self) -> None:
+        """Has the next call compute its norm."""
+        vars(self)["_pending"] = None  # a module's own way of setting attributes takes several microseconds
+
+    def _weights(self) -> list[Any]:
+        return [self._parameters["weight"]]  # to ask for the attribute takes twice the time
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pending": None}
@@ -74,7 +92,10 @@ class FusedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first: Any = self._modules["gate_proj"]
         second: Any = self._modules["up_proj"]
-        product, name = shared_product(first, second), GATES[type(self.act_fn).__name__]
+        product, name = shared_product(first, second), gate_of(self)
+        if name is None or _is_mixed(x):
+            plain: Tensor = super().forward(x)
+            return plain
         if product is not None and product.interleaved:
             hidden = product.gated(x, name)
         else:
@@ -104,8 +125,9 @@ class FusedAttention(nn.Module):
         cache = pop_cache(options)
         # The layer of a cache whose place no host code knows, where one token of each sequence comes.
         layer = cache_layer(cache, self.layer_idx, PlacedLayer) if hidden_states.shape[1] == 1 else None
-        traced = _is_traced_on_gpu(hidden_states) and layer is None
-        if self.training or traced or cos.shape[-1] != self.head_dim or not options.keys() <= _KNOWN:
+        traced, norms = _is_traced_on_gpu(hidden_states) and layer is None, self.head_norms()
+        is_plain = cos.shape[-1] == self.head_dim and options.keys() <= _KNOWN and not _is_mixed(hidden_states)
+        if self.training or traced or norms is None or not is_plain:
             plain: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -116,7 +138,6 @@ class FusedAttention(nn.Module):
             return plain
         shape = hidden_states.shape[:-1]
         parts = [part.view(*shape, -1, self.head_dim) for part in self._projected(hidden_states)]
-        norms = self._head_norms()
         if layer is None:
             q, k = rotary(parts[0], parts[1], cos, sin, *norms)
             queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), parts[2].transpose(1, 2)
@@ -140,11 +161,16 @@ class FusedAttention(nn.Module):
             )
         return self.o_proj(out.reshape(*shape, -1)), weights
 
-    def _head_norms(self) -> tuple[Tensor, Tensor, float] | tuple[()]:
-        """Weights of the norms of queries and of keys, and their eps; nothing if there are none."""
+    def head_norms(self) -> tuple[Tensor, Tensor, float] | tuple[()] | None:
+        """Weights of the norms of queries and of keys, and their eps; nothing if there are none; None: they do more."""
         q_norm: Any = self._modules.get("q_norm")
         k_norm: Any = self._modules.get("k_norm")
-        return () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+        if q_norm is None and k_norm is None:
+            return ()
+        if not all(type(norm) in FUSED and not has_hooks(norm) for norm in (q_norm, k_norm)):
+            return None
+        eps: float = q_norm.variance_epsilon
+        return (q_norm.weight, k_norm.weight, eps) if k_norm.variance_epsilon == eps else None
 
     def _projected(self, hidden_states: Tensor) -> Sequence[Tensor]:
         layers: list[Any] = [self._modules[name] for name in ("q_proj", "k_proj", "v_proj")]
@@ -198,7 +224,9 @@ class FusedBlock(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
-        cache = pop_cache(options)
+        cache, is_unseen = pop_cache(options), has_hooks(self) and is_traced()
+        if is_unseen and isinstance(self.input_layernorm, FusedNorm):
+            self.input_layernorm.forget()  # hooks may change what comes and goes, which nobody may have counted
         if attention_mask is None and position_embeddings is not None and options.keys() <= PLAIN:
             total = stepped(self, hidden_states, position_embeddings, cache)
             if total is not None:
@@ -215,7 +243,10 @@ class FusedBlock(nn.Module):
         norm = self.post_attention_layernorm
         hidden_states = norm.add(attended, hidden_states)
         out = self.mlp(norm(hidden_states))
-        return self.following[0].add(out, hidden_states)
+        total = self.following[0].add(out, hidden_states)
+        if is_unseen:
+            self.following[0].forget()
+        return total
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_step"}

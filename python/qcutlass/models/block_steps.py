@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qcutlass.layers.changes import has_hooks
 from qcutlass.layers.fusing import shared_product
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.models.growing_cache import GrowingLayer, Room
@@ -31,7 +32,8 @@ class BlockStep:
     """A block as it was when it was prepared for one token of each sequence. It keeps alive what it points into."""
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
-        attention, layers = block.self_attn, _layers(block)
+        attention, layers, gate = block.self_attn, _layers(block), gate_of(block.mlp)
+        assert gate is not None  # or the block would not be plain
         size = attention.head_dim
 
         def call(layer: Any) -> GemmCall:
@@ -49,7 +51,7 @@ class BlockStep:
             heads=attention.q_proj.out_features // size,
             kv_heads=self._kv_heads,
             head_size=size,
-            gate=GATES[type(block.mlp.act_fn).__name__],
+            gate=gate,
             head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
             mlp_norm=mlp_norm,
             next_norm=next_norm,
@@ -198,15 +200,25 @@ def _is_plain(block: Any) -> bool:
     """Whether the block's modules do what a step does in their place."""
     if not all(map(is_exact, (block.self_attn, block.mlp, block.input_layernorm, *_norms(block)))):
         return False
+    if block.self_attn.head_norms() is None:
+        return False
     norms, called = [norm for norm in _head_norms(block.self_attn) if norm is not None], _stands_for(block)
     kinds = {(norm.weight.dtype, norm.variance_epsilon) for norm in norms}
-    if len(kinds) > 1 or len(norms) == 1 or block.self_attn.config._attn_implementation != "sdpa":
+    if len(kinds) > 1 or block.self_attn.config._attn_implementation != "sdpa":
         return False
     if not all(map(_is_product, _layers(block).all)) or any(_hooks(called)):
         return False
-    if block.training or block.self_attn.training or block.mlp.training:
+    if block.training or block.self_attn.training or block.mlp.training or gate_of(block.mlp) is None:
         return False
     return not any("forward" in vars(module) for module in (block, *called))
+
+
+def gate_of(mlp: Any) -> str | None:
+    """The operator that stands for the activation of a gated MLP and its product; None where none does."""
+    activation = mlp._modules.get("act_fn")
+    if activation is None or has_hooks(activation):
+        return None
+    return GATES.get(type(activation).__name__)
 
 
 def ways_of(kind: type) -> tuple[Any, Any]:

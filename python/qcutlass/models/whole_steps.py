@@ -217,6 +217,8 @@ def _is_one_token(hidden_states: Tensor) -> bool:
     """Whether one token of each sequence comes to a block in an ordinary call on the CPU."""
     if hidden_states.shape[1] != 1 or not hidden_states.is_cpu or not is_eager(hidden_states):
         return False
+    if torch.is_autocast_enabled("cpu"):  # tensors of several types meet
+        return False
     return not torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from qcutlass import _C
 from qcutlass.products.checks import ACTIVATION_OF_GATE, ceil_div
 from qcutlass.products.extension import DTYPES
+from qcutlass.products.memory import counted
 from qcutlass.products.packing import TILE_N
 from qcutlass.products.product import Product
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
@@ -131,7 +132,7 @@ class PlacedBlocks:
                 first block, and the stream.
             angles: cosines and sines, `[B or 1, 1, size]`, of that type.
         """
-        total, out = torch.empty_like(residual), torch.empty_like(residual)
+        total, out = counted(residual, 2)  # the norm is computed ahead of what may change the stream
         cos, sin = (each.contiguous() for each in angles)
         self._blocks.run(
             used + 1,

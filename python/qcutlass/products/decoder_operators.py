@@ -27,7 +27,7 @@ from qcutlass.products.checks import (
 )
 from qcutlass.products.extension import DTYPES, current_device, device_traits
 from qcutlass.products.library import is_eager, register
-from qcutlass.products.memory import as_rows
+from qcutlass.products.memory import as_rows, counted
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
@@ -157,8 +157,8 @@ def backend(tensor: Tensor) -> tuple[int, int, int]:
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
     _check_norm(x, weight, eps, residual)
     ready(x=x, residual=residual, weight=weight)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = None if residual is None else torch.empty_like(out)
+    out, *sums = counted(x, 1 if residual is None else 2)  # norms are computed ahead of what may change the sum
+    total = sums[0] if sums else None
     if out.numel():
         columns = x.shape[-1]
         x, stride = _rows(x)

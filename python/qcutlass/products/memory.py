@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from qcutlass.products.checks import Arguments, tensors_of
@@ -33,6 +34,12 @@ def as_separate_rows(matrix: Tensor) -> Tensor:
 def aligned(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy where it is on a GPU at an address that kernels cannot read in vectors."""
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def counted(tensor: Tensor, number: int) -> list[Tensor]:
+    """So many new tensors like this one, without gaps, whose changes in place torch counts, even in inference mode."""
+    with torch._C._InferenceMode(False):  # what torch.inference_mode enters, without its two microseconds
+        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(number)]
 
 
 def extent(tensor: Tensor) -> int:

@@ -256,6 +256,151 @@ def test_hooks_of_modules_run(seed: int) -> None:
     ]
 
 
+def _add_to_output(module: Any, inputs: Any, out: Any) -> None:
+    (out[0] if isinstance(out, tuple) else out).add_(1)
+
+
+def _triple_input(module: Any, inputs: Any) -> None:
+    inputs[0].mul_(3)
+
+
+IN_PLACE = {
+    "model.layers.0": _add_to_output,
+    "model.layers.0.self_attn": _add_to_output,
+    "model.layers.0.mlp": _add_to_output,
+    "model.layers.0.mlp.gate_proj": _triple_input,
+    "model.layers.0.mlp.up_proj": _triple_input,
+    "model.layers.1": _triple_input,
+    "model.layers.1.self_attn.k_proj": _triple_input,
+    "model.layers.1.self_attn.v_proj": _triple_input,
+    "model.layers.1.post_attention_layernorm": _triple_input,
+    "model.norm": _triple_input,
+}
+
+
+def _hook(model: Any, name: str, hook: Any) -> None:
+    """Has it run before a module, or behind it."""
+    module = model.get_submodule(name)
+    (module.register_forward_pre_hook if hook is _triple_input else module.register_forward_hook)(hook)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_hooks_that_change_tensors_in_place(name: str, mode: Any, seed: int) -> None:
+    """What was computed ahead is computed anew: outputs are those of the model with the same hook."""
+    model = tiny("Llama", seed)
+    answers = dense(model, torch.float64), dense(model, torch.float32), fused(model)
+    ids, _ = prompt(1, seed)
+    for each in answers:
+        _hook(each, name, IN_PLACE[name])
+    with mode():
+        exact, rounded, found = (each(ids, use_cache=False).logits for each in answers)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1",
+        "model.layers.1.post_attention_layernorm",
+        "model.norm",
+    ],
+)
+def test_hooks_in_compiled_code(name: str, seed: int) -> None:
+    """Where nobody counts changes in place."""
+    together = fused(tiny("Llama", seed, num_hidden_layers=2))
+    ids, _ = prompt(1, seed)
+    before = together(ids, use_cache=False).logits
+    _hook(together, name, IN_PLACE[name])
+    expected = together(ids, use_cache=False).logits
+    assert not torch.equal(expected, before)
+    compiled = torch.compile(together, fullgraph=True, backend="eager")
+    testing.assert_equal(compiled(ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_steps_behind_hooks_that_change_the_residual_stream(mode: Any, seed: int) -> None:
+    model = tiny("Llama", seed)
+    answers = dense(model, torch.float64), dense(model, torch.float32), fused(model)
+    for each in answers:
+        _hook(each, "model.layers.1", _add_to_output)
+    with mode():
+        exact, rounded, found = (logits(each, 1, seed, growing(each), mask=False) for each in answers)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
+def growing(model: Any) -> Any:
+    from qcutlass.models.growing_cache import growing_cache
+
+    return growing_cache(model.config)
+
+
+@torch.no_grad()
+def test_weights_of_norms_that_are_changed_in_place(seed: int) -> None:
+    together = fused(tiny("Llama", seed))
+    norm = together.model.norm
+    total = norm.add(torch.randn(1, 2, 64), torch.randn(1, 2, 64))
+    norm.weight.mul_(2)
+    testing.assert_equal(norm(total), norm(total.clone()))
+
+
+def _halving(module: Any, inputs: Any, out: Tensor) -> Tensor:
+    return out / 2
+
+
+def _with_hook(model: Any, name: str) -> None:
+    model.get_submodule(name).register_forward_hook(_halving)
+
+
+def _other_activation(model: Any, name: str) -> None:
+    model.get_submodule(name.rpartition(".")[0]).act_fn = torch.nn.ReLU()
+
+
+def _other_head_norm(model: Any, name: str) -> None:
+    model.get_submodule(name.rpartition(".")[0]).q_norm = torch.nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_with_hook, "model.layers.1.mlp.act_fn"),
+        (_other_activation, "model.layers.1.mlp.act_fn"),
+        (_with_hook, "model.layers.1.self_attn.q_norm"),
+        (_other_head_norm, "model.layers.1.self_attn.q_norm"),
+    ],
+)
+def test_modules_that_operators_stand_for_are_called_where_they_do_more(change: Any, name: str, seed: int) -> None:
+    """Prompts and steps, which had been taken before."""
+    model = tiny("Qwen3", seed)
+    answers = dense(model, torch.float64), dense(model, torch.float32), fused(model)
+    before = logits(answers[2], 1, seed, growing(model), mask=False)
+    for each in answers:
+        change(each, name)
+    exact, rounded, found = (logits(each, 1, seed, growing(each), mask=False) for each in answers)
+    assert not torch.equal(found, before)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "growing"])
+@pytest.mark.parametrize("quantised", [True, False])
+def test_casts_of_torch(quantised: bool, cache: str, seed: int) -> None:
+    """Where modules are given tensors of several types."""
+    model = tiny("Qwen3", seed)
+    exact = logits(dense(model, torch.float64), 1, seed, None)
+    if not quantised:
+        model = dense(model, torch.float32)
+    together = copy.deepcopy(model)
+    fuse_block(together)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = logits(dense(tiny("Qwen3", seed), torch.float32), 1, seed, new_cache("dynamic", model), mask=False)
+        found = logits(together, 1, seed, growing(model) if cache == "growing" else new_cache(cache, model), mask=False)
+    assert noise_ratio(found, rounded, exact) <= NOISE
+
+
 def test_a_real_model(smol: SmolCut, seed: int) -> None:
     """Two blocks of SmolLM2."""
     cut = smol.awq()

@@ -228,7 +228,9 @@ def test_another_type_counts(seed: int, counter: Counter) -> None:
     assert counter.count == 3 * STEPS * 3
 
 
-@pytest.mark.parametrize("name", ["self_attn", "self_attn.k_proj", "mlp", "mlp.down_proj", "input_layernorm"])
+@pytest.mark.parametrize(
+    "name", ["self_attn", "self_attn.k_proj", "mlp", "mlp.act_fn", "mlp.down_proj", "input_layernorm"]
+)
 def test_hooks_run_wherever_they_are(name: str, seed: int, counter: Counter) -> None:
     together = fused(tiny("Llama", seed))
     expected = made(together, seed)

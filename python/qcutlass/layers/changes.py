@@ -1,0 +1,63 @@
+"""What was computed ahead, and whether it still is what a call would compute."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all
+
+from qcutlass.products.library import is_eager
+
+_COMPILED: Final = -1  # no tensor's version: nothing that compiled code computed ahead is taken outside, or reversed
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its class has: hooks, of all modules too, a `forward` of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or of_all._global_forward_hooks
+        or of_all._global_forward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
+class Seen:
+    """An input and weights as they are now, to be compared with those of a later call.
+
+    Torch counts changes in place, but not in compiled code, and not those of tensors of inference mode. Of such an
+    input a copy is kept on the CPU, which takes about a hundredth of a product's time at most; on a GPU the host would
+    have to wait for a comparison. Of such weights nothing is known.
+
+    Attributes:
+        notices: whether a change in place of the input is noticed.
+    """
+
+    __slots__ = ("_a", "_values", "_versions", "_weights", "notices")
+
+    def __init__(self, a: Tensor, weights: Sequence[Tensor]) -> None:
+        self._a, self._weights = a, weights
+        self._versions = _versions(a, weights)
+        version = self._versions[0]
+        is_copied = version is None and a.is_cpu and is_eager(a)
+        self._values = a.clone() if is_copied else None
+        self.notices = is_copied or (version is not None and version != _COMPILED)
+
+    def is_still(self, a: Tensor, weights: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, and nothing is known to have changed in them."""
+        if a is not self._a or len(weights) != len(self._weights):
+            return False
+        if not all(map(operator.is_, weights, self._weights)) or _versions(a, weights) != self._versions:
+            return False
+        return self._values is None or torch.equal(self._values, a)
+
+
+def _versions(a: Tensor, weights: Sequence[Tensor]) -> list[int | None]:
+    """How often each was changed in place; None: nobody counts."""
+    if torch.compiler.is_compiling():
+        return [_COMPILED]
+    return [None if tensor.is_inference() else tensor._version for tensor in (a, *weights)]
