@@ -63,7 +63,7 @@ class Checkpoint(Mapping[str, Layer]):
         config: what the checkpoint says of its quantisation.
         skipped: names of layers that cannot be loaded, and why.
         rest: names of the tensors that belong to no layer: embeddings, norms, layers that were not quantised.
-        metadata: numbers and strings of a GGUF file's header, by key; empty for other formats.
+        metadata: numbers, strings and short arrays of numbers of a GGUF file's header, by key; empty for others.
     """
 
     def __init__(self, source: TensorSource, layout: Format, config: Config) -> None:

@@ -84,7 +84,7 @@ class GGUFSource:
         path: of the file, whose header is read as a whole.
 
     Attributes:
-        metadata: numbers and strings of the header, by key; arrays are left out.
+        metadata: numbers, strings and short arrays of numbers of the header, by key; other arrays are left out.
 
     Raises:
         UnsupportedError: version 1, or big-endian.

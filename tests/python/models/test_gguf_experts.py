@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
     "no number": ("qwen3moe", STACK, {}, "got a model of 'qwen3moe'"),
     "no use": ("llama", STACK, {"expert_count": 4}, r"expected the key llama\.expert_used_count and tensors"),
     "no experts": (
-        "llama", {"output_norm.weight": (32,)}, {"expert_count": 4, "expert_used_count": 2},
+        "llama", {"blk.0.attn_norm.weight": (32,)}, {"expert_count": 4, "expert_used_count": 2},
         "expected the key .* tensors of experts; one of them is absent",
     ),
     "twice": (
