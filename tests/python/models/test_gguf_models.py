@@ -48,6 +48,7 @@ def write_gguf(
     values: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     absent: Collection[str] = (),
+    split: int = 0,
 ) -> Path:
     """Linear layers in a mix of types, embeddings in a type of GGUF where the mix has none, all else in F32.
 
@@ -57,13 +58,14 @@ def write_gguf(
         values: keys behind the architecture's name, more or others; None leaves one out.
         tensors: more of them.
         absent: names of tensors that are left out.
+        split: how many tensors a file holds at most; 0: all are in one. The path of the first file is returned.
     """
     random = np.random.default_rng(seed)
     kinds: Mapping[str, str] = {"token_embd": embeddings} | MIXES[mix] | dict(types or {})
     biases = {"qwen2": ("attn_q", "attn_k", "attn_v")}.get(architecture, biases)
     hidden, wide = (LARGE, LARGE) if MIXES[mix] else (HIDDEN, WIDE)
     size = SIZES.get(architecture, hidden // HEADS)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     sizes: dict[str, Any] = {
         "block_count": BLOCKS, "context_length": 256, "embedding_length": hidden, "feed_forward_length": wide,
         "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": size,
@@ -118,7 +120,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-*.gguf")) if split else path
 
 
 @pytest.mark.parametrize("mix", MIXES)
