@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 from typing import Final
 
+from qcutlass import formats
 from qcutlass.cli.terminal import Steps, say
+from qcutlass.errors import UnsupportedError
 from qcutlass.formats.converted import CONFIG, is_converted
 from qcutlass.formats.gguf import files_of, models_in
 from qcutlass.formats.source import listed
@@ -65,6 +67,11 @@ def runnable_model(model: Path, report: Steps) -> Path:
     identity = f"{path.resolve()} {[(each.st_size, each.st_mtime_ns) for each in states]} {__version__}"
     folder = cache_folder() / "models" / f"{path.stem[:80]}-{hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]}"
     if not is_converted(folder):
+        if formats.load(path).is_float:
+            raise UnsupportedError(
+                f"{path}: its weights are floats, which are not rounded without being asked to; convert it first: "
+                "qcutlass convert FILE OUT --bits 8 (or 4), or with less loss quantize FILE OUT --calibration TEXT"
+            )
         say(f"{path.name}: converted into {folder}, where the next run finds it")
         try:
             convert(path, folder, progress=report)

@@ -103,10 +103,12 @@ _TABLE: Final = (
     Format(
         "gguf", f"{', '.join(sorted(gguf_blocks.QUANTIZED))}; F32, F16, BF16 as floats",
         "weight", gguf.SUFFIXES, (), gguf.matches, gguf.load, selects=True, obstacle=gguf.obstacle,
+        is_float=gguf.is_float,
     ),
     Format(
         "floats", "F32, F16, BF16 in safetensors, to be quantised",
         "weight", floats.SUFFIXES, (), floats.matches, floats.load, selects=True, obstacle=floats.obstacle,
+        is_float=lambda layer: True,
     ),
 )  # fmt: skip
 

@@ -41,14 +41,18 @@ def obstacle(layer: LayerTensors) -> str | None:
     return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}; {FROM_FLOATS}"
 
 
+def is_float(layer: LayerTensors) -> bool:
+    """Whether a layer is not quantised."""
+    return layer.info("weight").dtype in _FLOATS
+
+
 def load(layer: LayerTensors) -> CanonicalLinear | FloatLinear:
     """See `qcutlass.formats.load`."""
     n, _ = layer.matrix("weight", _READABLE)
-    kind = layer.info("weight").dtype
     bias = layer.bias(n)
-    if kind in _FLOATS:
+    if is_float(layer):
         return FloatLinear(layer.finite("weight"), bias)
-    blocks = layer.read("weight")
+    kind, blocks = layer.info("weight").dtype, layer.read("weight")
     if not QUANTIZED[kind].is_finite(blocks):
         raise layer.error("weight", "expected finite scales and minima, got NaN or infinity; download it again")
     return CanonicalLinear(QUANTIZED[kind].decode(blocks), bias)
