@@ -59,6 +59,7 @@ _EXPERT: Final = ("ffn_gate", "ffn_up", "ffn_down")
 _FOLDERS: Final = {"mixtral": "block_sparse_moe"}
 """What a model's files have for "mlp"."""
 _EXPERT_COUNTS: Final = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
+_EPSILON: Final = "attention.layer_norm_rms_epsilon"
 _SIZES: Final = {  # keys of the header, behind the architecture's name: what transformers calls them
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -66,7 +67,7 @@ _SIZES: Final = {  # keys of the header, behind the architecture's name: what tr
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    _EPSILON: "rms_norm_eps",
 }
 _TOKENS: Final = {  # the same, behind "tokenizer.ggml"
     "bos_token_id": "bos_token_id",
@@ -84,7 +85,7 @@ _BIASES: Final[
 }
 _HEAD: Final = f"{_WHOLE['output']}.weight"
 _SHARED: Final = "mlp.shared_expert_gate.weight"
-_NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count")
+_NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count", _EPSILON)
 
 
 def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -136,8 +137,8 @@ def _of_all_blocks(path: Path, metadata: Mapping[str, Any], key: str) -> Any:
     if len(set(value)) != 1:
         got = ", ".join(map(str, sorted(set(value))[:8])) or "none"
         raise UnsupportedError(
-            f"{path}: {key}: expected one number for all blocks, got {got}; "
-            "models whose blocks have different shapes are not read"
+            f"{path}: {key}: expected one number for all blocks, got {got}; models whose blocks have different "
+            "shapes are not read"
         )
     return value[0]
 
@@ -244,7 +245,7 @@ class GGUFModel(ModelSource):
                 found[f"{name}.bias"] = f"{stored}.bias"
         found |= self.rest
         for name, stored in found.items():
-            if expert_layer(name.rpartition(".")[0]) is not None:
+            if expert_layer(name.removesuffix(".weight")) is not None:
                 continue  # a part of a tensor of the model
             shape, expected = self._tensors[stored].shape, self._shapes.get(self._in_module(name))
             if name.endswith(_SHARED) and len(shape) == 1:
@@ -256,9 +257,11 @@ class GGUFModel(ModelSource):
                     f"{self._path}: {stored}: expected {list(expected)} by the header's sizes, got {list(shape)}"
                 )
         known = {self._in_module(name) for name in found}
+        known |= {_HEAD} if self._parsed.tie_word_embeddings else set()
+        experts = {self._in_module(part.block) for part in map(expert_layer, self.names) if part is not None}
         for name in self._shapes:
-            is_elsewhere = ".experts." in name or name.endswith(".bias")  # in parts; zeros, or in a packed layer
-            if name not in known and not is_elsewhere and (name != _HEAD or not self._parsed.tie_word_embeddings):
+            is_elsewhere = name.rpartition(".")[0] in experts or name.endswith(".bias")  # zeros, or packed
+            if name not in known and not is_elsewhere:
                 raise CheckpointError(f"{self._path}: expected a tensor for {name}; it is absent, download it again")
 
     def _in_module(self, name: str) -> str:

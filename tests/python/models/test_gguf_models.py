@@ -176,10 +176,10 @@ def test_the_header_is_read_by_our_own_reader_alone(tmp_path: Path, seed: int, m
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
 
 
-def test_a_header_without_a_size(tmp_path: Path, seed: int) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed)
-    path.write_bytes(path.read_bytes().replace(b"llama.embedding_length", b"llama.embedding_breadth"[:22]))
-    with pytest.raises(CheckpointError, match=r"expected the key llama\.embedding_length; it is absent"):
+@pytest.mark.parametrize("key", ["embedding_length", "attention.layer_norm_rms_epsilon"])
+def test_a_header_without_a_size(key: str, tmp_path: Path, seed: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed, values={key: None})
+    with pytest.raises(CheckpointError, match=rf"expected the key llama\.{key}; it is absent"):
         GGUFModel(formats.load(path), path)
 
 
