@@ -338,7 +338,7 @@ def convert(
         check_places(source, destination, overwrite)
         check_new(destination, overwrite)
         with memory_told(source):
-            is_float = open_source(source, format, None).checkpoint.format == "floats"
+            is_float = open_source(source, format, None).checkpoint.is_float
         if is_float and bits is None:
             raise ValueError(
                 f"{source}: its weights are floats; qcutlass quantize --calibration TEXT loses least, convert --bits 4 "

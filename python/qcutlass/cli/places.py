@@ -8,8 +8,12 @@ import re
 from pathlib import Path
 from typing import Final
 
+from qcutlass import formats
 from qcutlass.cli.terminal import Steps, say
+from qcutlass.errors import UnsupportedError
 from qcutlass.formats.converted import CONFIG, is_converted
+from qcutlass.formats.gguf import files_of, models_in
+from qcutlass.formats.source import listed
 from qcutlass.models.conversion import convert
 from qcutlass.products.tuned_plans import cache_folder
 from qcutlass.version import __version__
@@ -58,10 +62,16 @@ def runnable_model(model: Path, report: Steps) -> Path:
     path = _gguf_of(place)
     if path is None:
         return place
-    status = path.stat()
-    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}"
+    files = (path.with_name(name) for name in files_of(path.name))
+    states = [file.stat() for file in files if file.exists()]
+    identity = f"{path.resolve()} {[(each.st_size, each.st_mtime_ns) for each in states]} {__version__}"
     folder = cache_folder() / "models" / f"{path.stem[:80]}-{hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]}"
     if not is_converted(folder):
+        if formats.load(path).is_float:
+            raise UnsupportedError(
+                f"{path}: its weights are floats, which are not rounded without being asked to; convert it first: "
+                "qcutlass convert FILE OUT --bits 8 (or 4), or with less loss quantize FILE OUT --calibration TEXT"
+            )
         say(f"{path.name}: converted into {folder}, where the next run finds it")
         try:
             convert(path, folder, progress=report)
@@ -72,10 +82,10 @@ def runnable_model(model: Path, report: Steps) -> Path:
 
 
 def _gguf_of(place: Path) -> Path | None:
-    """The GGUF file that a place is, or is a folder of; None for folders that transformers reads."""
+    """The GGUF file that a place is, or is a folder of (the first of a model's); None for what transformers reads."""
     if place.suffix.lower() == ".gguf" and place.is_file():
         return place
     if place.is_dir() and not (place / CONFIG).exists():
-        files = list(place.glob("*.gguf"))
-        return files[0] if len(files) == 1 else None
+        names = models_in(listed(place))
+        return place / names[0] if len(names) == 1 else None
     return None

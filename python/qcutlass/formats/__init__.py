@@ -107,10 +107,12 @@ _TABLE: Final = (
     Format(
         "gguf", f"{', '.join(sorted(gguf_blocks.QUANTIZED))}; F32, F16, BF16 as floats",
         "weight", gguf.SUFFIXES, (), gguf.matches, gguf.load, selects=True, obstacle=gguf.obstacle,
+        is_float=gguf.is_float,
     ),
     Format(
         "floats", "F32, F16, BF16 in safetensors, to be quantised",
         "weight", floats.SUFFIXES, (), floats.matches, floats.load, selects=True, obstacle=floats.obstacle,
+        is_float=lambda layer: True,
     ),
 )  # fmt: skip
 
@@ -133,9 +135,10 @@ def load(
     believed, with a warning.
 
     Args:
-        checkpoint: a folder with safetensors files (and their index, `config.json`), or with one GGUF file; such a
-            file; or tensors by name. Pickles are never read, and folders of which transformers would read other files
-            than this (an index beside a `model.safetensors` that it does not name) are refused.
+        checkpoint: a folder with safetensors files (and their index, `config.json`), or with one GGUF model; such a
+            file, the first of several where a GGUF model is split; or tensors by name. Pickles are never read, and
+            folders of which transformers would read other files than this (an index beside a `model.safetensors` that
+            it does not name) are refused.
         format: a key of `FORMATS`, or "auto".
         config: replaces what the checkpoint says of its quantisation, key by key: `{"checkpoint_format": "gptq_v2"}`.
 
@@ -222,11 +225,11 @@ def _open_folder(folder: Path) -> tuple[TensorSource, Config]:
     if source is not None:
         return source, read_config(folder)
     names = listed(folder)
-    models = [name for name in names if name.endswith(".gguf")]
+    models = gguf.models_in(names)
     if len(models) == 1:
         return _open(inside(folder, models[0], str(folder)))
     if models:
-        raise CheckpointError(f"{folder}: expected one .gguf file, got {', '.join(models[:8])}; pass one of them")
+        raise CheckpointError(f"{folder}: expected one GGUF model, got {', '.join(models[:8])}; pass one of them")
     pickles = [name for name in names if Path(name).suffix.lower() in _PICKLES]
     if pickles:
         raise UnsupportedError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class Format:
         load: reads one layer.
         selects: whether only what matches is a layer; else what does not is a damaged one.
         obstacle: why a layer cannot be loaded; None if it can.
+        is_float: whether a layer is not quantised.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Format:
     load: Callable[[LayerTensors], Layer]
     selects: bool = False
     obstacle: Callable[[LayerTensors], str | None] = lambda layer: None
+    is_float: Callable[[LayerTensors], bool] = lambda layer: False
 
     def candidates(self, source: TensorSource, config: Config) -> Iterator[LayerTensors]:
         """The layers that have a tensor `*.key`."""
@@ -63,7 +66,7 @@ class Checkpoint(Mapping[str, Layer]):
         config: what the checkpoint says of its quantisation.
         skipped: names of layers that cannot be loaded, and why.
         rest: names of the tensors that belong to no layer: embeddings, norms, layers that were not quantised.
-        metadata: numbers and strings of a GGUF file's header, by key; empty for other formats.
+        metadata: numbers, strings and short arrays of numbers of a GGUF file's header, by key; empty for others.
     """
 
     def __init__(self, source: TensorSource, layout: Format, config: Config) -> None:
@@ -105,6 +108,11 @@ class Checkpoint(Mapping[str, Layer]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._layers
+
+    @cached_property
+    def is_float(self) -> bool:
+        """Whether no layer is quantised."""
+        return all(map(self._layout.is_float, self._layers.values()))
 
     @property
     def files(self) -> list[str]:

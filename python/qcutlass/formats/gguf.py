@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.files import read_span
+from qcutlass.formats.files import inside, read_span
 from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.gguf_header import Stored, read_header
 from qcutlass.formats.layers import CanonicalLinear, FloatLinear
@@ -26,6 +26,7 @@ SUFFIXES: Final = ("weight", "bias")
 _NOT_LINEAR: Final = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EXPERTS: Final = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps\.weight")
+_PART: Final = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _READABLE: Final = tuple(sorted(QUANTIZED.keys() | _FLOATS.keys()))
 
 
@@ -40,14 +41,18 @@ def obstacle(layer: LayerTensors) -> str | None:
     return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}; {FROM_FLOATS}"
 
 
+def is_float(layer: LayerTensors) -> bool:
+    """Whether a layer is not quantised."""
+    return layer.info("weight").dtype in _FLOATS
+
+
 def load(layer: LayerTensors) -> CanonicalLinear | FloatLinear:
     """See `qcutlass.formats.load`."""
     n, _ = layer.matrix("weight", _READABLE)
-    kind = layer.info("weight").dtype
     bias = layer.bias(n)
-    if kind in _FLOATS:
+    if is_float(layer):
         return FloatLinear(layer.finite("weight"), bias)
-    blocks = layer.read("weight")
+    kind, blocks = layer.info("weight").dtype, layer.read("weight")
     if not QUANTIZED[kind].is_finite(blocks):
         raise layer.error("weight", "expected finite scales and minima, got NaN or infinity; download it again")
     return CanonicalLinear(QUANTIZED[kind].decode(blocks), bias)
@@ -75,29 +80,83 @@ def _taken_apart(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]
     return found
 
 
+def models_in(names: Iterable[str]) -> list[str]:
+    """Of the files with these names those that hold a GGUF model or, where it is split into several, begin it.
+
+    Example:
+        >>> from qcutlass.formats.gguf import models_in
+        >>> models_in(["a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "config.json"])
+        ['a.gguf', 'b-00001-of-00002.gguf']
+    """
+    parts = ((name, _PART.fullmatch(name)) for name in names if name.endswith(".gguf"))
+    return sorted({name if part is None else f"{part['model']}-00001-of-{part['count']}.gguf" for name, part in parts})
+
+
+def files_of(name: str) -> list[str]:
+    """The names of all files of the model that a GGUF file with this name is of; the first one has its header."""
+    part = _PART.fullmatch(name)
+    if part is None:
+        return [name]
+    return [f"{part['model']}-{number:05}-of-{part['count']}.gguf" for number in range(1, int(part["count"]) + 1)]
+
+
+def _other_files(path: Path, count: int) -> list[Path]:
+    """Those of a model of `count` files that come after the first, which `path` has to be."""
+    names = files_of(path.name)
+    if len(names) != count:
+        raise CheckpointError(
+            f"{path}: one of {count} files of a model (split.count), expected the name NAME-00001-of-{count:05}.gguf; "
+            "give all of them the names with which they were published"
+        )
+    if path.name != names[0]:
+        raise CheckpointError(f"{path}: one of {count} files of a model; pass the first, {names[0]}, or their folder")
+    return [inside(path.parent, name, str(path)) for name in names[1:]]
+
+
 class GGUFSource:
-    """The tensors of a GGUF file; blocks are read as uint8 `[N, blocks of a row, bytes]`.
+    """The tensors of a GGUF file, or of all files of a split model; blocks are read as uint8 `[N, blocks, bytes]`.
 
     Tensors of all experts of a block are given as those of each.
 
     Args:
-        path: of the file, whose header is read as a whole.
+        path: of the file, or of the first of several, whose headers are read as a whole.
 
     Attributes:
-        metadata: numbers and strings of the header, by key; arrays are left out.
+        metadata: numbers, strings and short arrays of numbers of the header, by key; other arrays are left out.
 
     Raises:
         UnsupportedError: version 1, or big-endian.
-        CheckpointError: the file is not GGUF, is truncated, or its header contradicts itself.
+        CheckpointError: a file is not GGUF, is truncated, absent, or its header contradicts itself or another file.
     """
 
     format: ClassVar[str | None] = "gguf"
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.metadata, stored, self._stamp = read_header(path)
+        self.metadata, stored, stamp = read_header(path)
+        self._stamps = {str(path): stamp}
+        count = self.metadata.get("split.count")
+        if isinstance(count, int) and count > 1:
+            for number, file in enumerate(_other_files(path, count), start=1):
+                self._add(file, number, count, stored)
+            expected = self.metadata.get("split.tensors.count", len(stored))
+            if expected != len(stored):
+                raise CheckpointError(f"{path}: expected {expected} tensors in {count} files, got {len(stored)}")
         self._stored = _taken_apart(stored, path)
         self._infos = {name: stored.info for name, stored in self._stored.items()}
+
+    def _add(self, file: Path, number: int, count: int, stored: dict[str, Stored]) -> None:
+        """Adds the tensors of another file of the model to `stored`."""
+        metadata, more, self._stamps[str(file)] = read_header(file)
+        place = metadata.get("split.no"), metadata.get("split.count")
+        if place != (number, count):
+            raise CheckpointError(
+                f"{file}: expected split.no {number} and split.count {count}, got {place[0]!r:.40} and "
+                f"{place[1]!r:.40}; it is of another model, or has another's name"
+            )
+        twice = stored.keys() & more
+        if twice:
+            raise CheckpointError(f"{file}: the tensor {min(twice)!r} is also in {stored[min(twice)].info.file}")
+        stored |= more
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -107,11 +166,11 @@ class GGUFSource:
     def read(self, name: str) -> Tensor:
         """See `TensorSource`; KeyError for a name that is not there."""
         info, begin, size = self._stored[name]
-        data = read_span(self._path, self._stamp, begin, size, name)
+        data = read_span(Path(info.file), self._stamps[info.file], begin, size, name)
         if info.dtype in _FLOATS:
             return data.view(_FLOATS[info.dtype]).view(info.shape)
         if info.dtype not in QUANTIZED:
-            raise UnsupportedError(f"{self._path}: {name}: {info.dtype} is not read, only {', '.join(_READABLE)}")
+            raise UnsupportedError(f"{info.file}: {name}: {info.dtype} is not read, only {', '.join(_READABLE)}")
         blocks = info.shape[-1] // QUANTIZED[info.dtype].columns
         rows = math.prod(info.shape[:-1])
         return data.view(rows, blocks, size // (rows * blocks))

@@ -22,6 +22,7 @@ _MOST_BYTES: Final = 64 << 20  # of a header; those of models have up to 20 MB
 _MOST_PAIRS: Final = 1 << 14
 _MOST_STRING: Final = 16 << 20
 _MOST_ITEMS: Final = 1 << 21  # strings and arrays in all arrays together, which are skipped one by one
+_MOST_NUMBERS: Final = 1 << 10  # of an array that is kept: one for each block of a model
 _ALIGNMENT: Final = 32
 
 
@@ -88,7 +89,9 @@ class _Reader:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Stored], Stamp]:
-    """Numbers and strings of the metadata by key, all tensors by name, and what tells whether the file changes later.
+    """Metadata by key, all tensors by name, and what tells whether the file changes later.
+
+    Metadata are numbers, strings, and short arrays of numbers, as tuples; other arrays are left out.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -120,7 +123,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Stored], Stamp]:
 
 
 def _value(reader: _Reader, kind: int, depth: int) -> Any:
-    """One value; None for arrays, which are skipped."""
+    """One value; None for long arrays and those of anything but numbers, which are skipped."""
     if kind in _SCALARS:
         return reader.number(_SCALARS[kind])
     if kind == _STRING:
@@ -129,7 +132,10 @@ def _value(reader: _Reader, kind: int, depth: int) -> Any:
         raise reader.error(f"expected a type of values from 0 to 12, got {kind}")
     element, count = reader.number("I"), reader.number("Q")
     if element in _SCALARS:
-        reader.skip(count * struct.calcsize(f"<{_SCALARS[element]}"))
+        size = count * struct.calcsize(f"<{_SCALARS[element]}")
+        if depth == 0 and count <= _MOST_NUMBERS:
+            return struct.unpack(f"<{count}{_SCALARS[element]}", reader.bytes(size))
+        reader.skip(size)
     elif element == _STRING:
         for _ in reader.items(count):
             reader.skip(reader.number("Q"))

@@ -148,14 +148,17 @@ def canonical_int4(activations: str) -> type[CanonicalInt4]:
 
 
 def for_eight_bits(layer: CanonicalLinear, activations: str) -> CanonicalInt4 | None:
-    """A weight-only layer for such activations; None: its codes have not 4 bits, or zeros that are no integers."""
+    """A weight-only layer for such activations; None: its codes have not 4 bits, or zeros that are no integers.
+
+    Their product takes scales of one level: two, as those of GGUF's Q3_K, become one, exactly, in float32.
+    """
     weight = layer.weight
     integers = weight.bits == 4 and weight.weight_dtype is None and weight.minimums is None
     if type(layer) is not CanonicalLinear or not integers:
         return None
     if weight.zeros is not None and weight.zeros.is_floating_point():
         return None
-    return canonical_int4(activations)(weight, layer.bias, layer.perm, layer.act_scale)
+    return canonical_int4(activations)(weight.expanded(), layer.bias, layer.perm, layer.act_scale)
 
 
 _AnyEightBit = TypeVar("_AnyEightBit", bound="_EightBit")

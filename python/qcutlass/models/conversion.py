@@ -99,7 +99,7 @@ class _Plan:
     def _weights(self, name: str) -> Layer:
         """Its weights, whatever its activations are."""
         layer, keep = self.source.layer(name), is_kept(name, self.skip)
-        if not isinstance(layer, FloatLinear) or self.source.checkpoint.format != "floats":
+        if not isinstance(layer, FloatLinear) or not self.source.checkpoint.is_float:
             return self.requantizer.layer(name, layer, keep)
         if keep:
             return layer

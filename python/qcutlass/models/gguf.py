@@ -8,7 +8,8 @@ so that moving rows loses nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +20,9 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
 from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.source import TensorInfo
-from qcutlass.models.experts import part_names
+from qcutlass.models.experts import expert_layer, part_names
 from qcutlass.models.extras import SAFE, import_transformers, reading
+from qcutlass.models.gguf_rope import DIVISORS, RopeKeys
 from qcutlass.models.sources import ModelSource
 
 _KINDS: Final = {  # by architecture, and whether there are experts: what transformers calls it
@@ -52,19 +54,20 @@ _IN_BLOCK: Final = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_BLOCK: Final = re.compile(r"blk\.(\d{1,6})\.")
 _EXPERT: Final = ("ffn_gate", "ffn_up", "ffn_down")
 _FOLDERS: Final = {"mixtral": "block_sparse_moe"}
 """What a model's files have for "mlp"."""
 _EXPERT_COUNTS: Final = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
+_EPSILON: Final = "attention.layer_norm_rms_epsilon"
 _SIZES: Final = {  # keys of the header, behind the architecture's name: what transformers calls them
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "embedding_length": "hidden_size",
-    "rope.freq_base": "rope_theta",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    _EPSILON: "rms_norm_eps",
 }
 _TOKENS: Final = {  # the same, behind "tokenizer.ggml"
     "bos_token_id": "bos_token_id",
@@ -72,8 +75,17 @@ _TOKENS: Final = {  # the same, behind "tokenizer.ggml"
     "unknown_token_id": "unk_token_id",
     "padding_token_id": "pad_token_id",
 }
+_ATTENTION: Final = ("attn_q", "attn_k", "attn_v", "attn_output")
+_BIASES: Final[
+    dict[str, dict[str, tuple[str, ...]]]
+] = {  # keys of configurations of some models: the layers that have biases then
+    "llama": {"attention_bias": _ATTENTION, "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down")},
+    "qwen3": {"attention_bias": _ATTENTION},
+    "qwen3_moe": {"attention_bias": _ATTENTION},
+}
+_HEAD: Final = f"{_WHOLE['output']}.weight"
 _SHARED: Final = "mlp.shared_expert_gate.weight"
-_NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count")
+_NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count", _EPSILON)
 
 
 def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -85,19 +97,58 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
     architecture = metadata["general.architecture"]
     for key in _NEEDED:
         if f"{architecture}.{key}" not in metadata:
-            raise CheckpointError(f"{path}: expected the key {architecture}.{key}; it is absent, or an array")
+            raise CheckpointError(f"{path}: expected the key {architecture}.{key}; it is absent")
+    _check_blocks(path, metadata[f"{architecture}.block_count"], tensors)
     keys = {f"{architecture}.{key}": name for key, name in _SIZES.items()}
     keys |= {f"tokenizer.ggml.{key}": name for key, name in _TOKENS.items()}
-    values = {name: metadata[key] for key, name in keys.items() if key in metadata}
-    heads = metadata.get(f"{architecture}.attention.key_length")
-    if heads is None and architecture == "llama":
-        heads = metadata.get("llama.rope.dimension_count")  # turns whole heads there
-    if heads is not None:
-        values["head_dim"] = heads
+    values: dict[str, Any] = {
+        name: _of_all_blocks(path, metadata, key) for key, name in keys.items() if key in metadata
+    }
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    size = f"{architecture}.attention.key_length"
+    if size not in metadata and architecture == "llama":
+        size = "llama.rope.dimension_count"  # turns whole heads there
+    if size in metadata:
+        values["head_dim"] = _of_all_blocks(path, metadata, size)
     embedding = tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
+    modules = {name.removesuffix(".bias").rpartition(".")[2] for name in tensors if name.endswith(".bias")}
+    biases = _BIASES.get(model_kind(metadata) or "", {})
+    values |= {key: True for key, layers in biases.items() if modules.intersection(layers)}
     return {**values, **_mixture_values(path, metadata, tensors), "tie_word_embeddings": "output.weight" not in tensors}
+
+
+def _check_blocks(path: Path, count: object, tensors: Iterable[str]) -> None:
+    """Raises CheckpointError unless there are tensors of as many blocks as the header says."""
+    found = {int(block[1]) for block in map(_BLOCK.match, tensors) if block is not None}
+    if count != len(found) or found != set(range(len(found))):
+        raise CheckpointError(
+            f"{path}: expected tensors of {count!r:.40} blocks, as the header says, got those of {len(found)}; "
+            "download it again"
+        )
+
+
+def _of_all_blocks(path: Path, metadata: Mapping[str, Any], key: str) -> Any:
+    """A value; of a list with one for each block that which all have."""
+    value = metadata[key]
+    if not isinstance(value, tuple):
+        return value
+    if len(set(value)) != 1:
+        got = ", ".join(map(str, sorted(set(value))[:8])) or "none"
+        raise UnsupportedError(
+            f"{path}: {key}: expected one number for all blocks, got {got}; models whose blocks have different "
+            "shapes are not read"
+        )
+    return value[0]
+
+
+def _head_size(values: Mapping[str, Any]) -> int | None:
+    """Columns of a head; None where the sizes are none."""
+    size, heads = values.get("head_dim"), values["num_attention_heads"]
+    if size is None and isinstance(values["hidden_size"], int) and isinstance(heads, int) and heads > 0:
+        return int(values["hidden_size"] // heads)
+    return size if isinstance(size, int) else None
 
 
 def model_kind(metadata: Mapping[str, Any]) -> str | None:
@@ -111,7 +162,7 @@ def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[st
     kind, architecture = model_kind(metadata), metadata["general.architecture"]
     if kind not in _EXPERT_COUNTS:
         return {}
-    used = metadata.get(f"{architecture}.expert_used_count")
+    used, count = (metadata.get(f"{architecture}.{key}") for key in ("expert_used_count", "expert_count"))
     widths = {
         part: info.shape[0]
         for name, info in tensors.items()
@@ -122,7 +173,7 @@ def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[st
         raise CheckpointError(
             f"{path}: expected the key {architecture}.expert_used_count and tensors of experts; one of them is absent"
         )
-    values = {_EXPERT_COUNTS[kind]: metadata[f"{architecture}.expert_count"], "num_experts_per_tok": used}
+    values = {_EXPERT_COUNTS[kind]: count, "num_experts_per_tok": used}
     if kind == "mixtral":
         return values
     values |= {"moe_intermediate_size": widths["ffn_gate.0"], "norm_topk_prob": kind == "qwen3_moe"}
@@ -135,8 +186,12 @@ def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[st
 class GGUFModel(ModelSource):
     """A GGUF file of a decoder with Llama's layers, or a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE.
 
+    A layer without a bias, where the model has one, gets a bias of zeros.
+
     Raises:
-        UnsupportedError: of another architecture, or with tensors that have no place in it; or transformers is absent.
+        UnsupportedError: of another architecture, with rotary embeddings that transformers has no words for, or with
+            tensors that have no place in it; or transformers is absent.
+        CheckpointError: a size or a tensor is absent, or a tensor has another shape than its place.
     """
 
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
@@ -148,23 +203,70 @@ class GGUFModel(ModelSource):
             known = ", ".join(f"{name}{' with experts' * mixed}" for name, mixed in _KINDS)
             raise UnsupportedError(f"{path}: expected one of {known}, got a model of {architecture!r}{experts}")
         self._kind = kind
-        super().__init__(checkpoint, path.parent)
         self._permuted = architecture == _PERMUTED
+        super().__init__(checkpoint, path.parent)
         self.names = {self._name(name): name for name in checkpoint}
-        parts = (name.rpartition(".") for name in checkpoint.rest)
+        parts = (name.rpartition(".") for name in checkpoint.rest if not self._are_divisors(name))
         self.rest = {f"{self._name(module)}.{suffix}": f"{module}.{suffix}" for module, _, suffix in parts}
+        self._check_places()
         embeddings = f"{_EMBEDDINGS}.weight"
         if embeddings in checkpoint.rest and checkpoint.info(embeddings).dtype in QUANTIZED:
             del self.rest[f"{_WHOLE[_EMBEDDINGS]}.weight"]
             self.names[_WHOLE[_EMBEDDINGS]] = _EMBEDDINGS
 
+    def _are_divisors(self, name: str) -> bool:
+        """Whether this tensor belongs into the configuration: only files of the architecture "llama" have it."""
+        return self._permuted and name == DIVISORS
+
     def _config(self) -> dict[str, Any]:
         transformers = import_transformers("reading the configuration of a GGUF file")
         values = model_values(self._path, self._metadata, self._tensors)
+        divisors = next(
+            (self.checkpoint.tensor(name) for name in self.checkpoint.rest if self._are_divisors(name)), None
+        )
+        values |= RopeKeys(self._path, self._metadata, _head_size(values)).values(divisors)
         with reading(self._path, "configuration"):
             self._parsed = transformers.AutoConfig.for_model(self._kind, **values)
-        architecture = transformers.AutoModelForCausalLM._model_mapping[type(self._parsed)].__name__
+        with reading(self._path, "model"), torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(self._parsed)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        architecture = type(model).__name__
         return {**self._parsed.to_dict(), "architectures": [architecture], "dtype": "float32"}  # dtype: of norms
+
+    def _check_places(self) -> None:
+        """Raises unless the tensors of the file are those of the model: transformers leaves out what it does not know.
+
+        Layers in blocks may have biases where the model has none: they stay in the packed layer.
+        """
+        found = {}
+        for name, stored in self.names.items():
+            found[f"{name}.weight"] = f"{stored}.weight"
+            if f"{stored}.bias" in self._tensors and self._tensors[f"{stored}.weight"].dtype not in QUANTIZED:
+                found[f"{name}.bias"] = f"{stored}.bias"
+        found |= self.rest
+        for name, stored in found.items():
+            if expert_layer(name.removesuffix(".weight")) is not None:
+                continue  # a part of a tensor of the model
+            shape, expected = self._tensors[stored].shape, self._shapes.get(self._in_module(name))
+            if name.endswith(_SHARED) and len(shape) == 1:
+                shape = (1, *shape)
+            if expected is None:
+                raise UnsupportedError(f"{self._path}: the tensor {stored!r} has no place in a {self._kind} model")
+            if shape != expected:
+                raise CheckpointError(
+                    f"{self._path}: {stored}: expected {list(expected)} by the header's sizes, got {list(shape)}"
+                )
+        known = {self._in_module(name) for name in found}
+        known |= {_HEAD} if self._parsed.tie_word_embeddings else set()
+        experts = {self._in_module(part.block) for part in map(expert_layer, self.names) if part is not None}
+        for name in self._shapes:
+            is_elsewhere = name.rpartition(".")[0] in experts or name.endswith(".bias")  # zeros, or packed
+            if name not in known and not is_elsewhere:
+                raise CheckpointError(f"{self._path}: expected a tensor for {name}; it is absent, download it again")
+
+    def _in_module(self, name: str) -> str:
+        """What transformers calls a tensor that has this name in files."""
+        return name.replace(f".{_FOLDERS.get(self._kind, 'mlp')}.", ".mlp.")
 
     def _name(self, name: str) -> str:
         found = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?", name)
@@ -184,6 +286,8 @@ class GGUFModel(ModelSource):
 
     def layer(self, name: str) -> Layer:
         layer = super().layer(name)
+        if layer.bias is None and f"{self._in_module(name)}.bias" in self._shapes:
+            layer = replace(layer, bias=torch.zeros(layer.shape[0]))
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.rpartition(".")[2])
         return layer if heads is None or not self._permuted else self._in_order(layer, name, self.config[heads])
 

@@ -10,6 +10,8 @@ from qcutlass import formats
 from qcutlass.formats import Checkpoint
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, check_rest, is_converted
+from qcutlass.formats.gguf import models_in
+from qcutlass.formats.source import listed
 from qcutlass.models.experts import check_configuration, check_names
 from qcutlass.models.gguf import GGUFModel
 from qcutlass.models.sources import ModelSource, files_beside
@@ -35,7 +37,7 @@ def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> Mo
 
 def _model_source(path: Path, checkpoint: Checkpoint) -> ModelSource:
     if checkpoint.format == "gguf":
-        return GGUFModel(checkpoint, path if path.is_file() else next(path.glob("*.gguf")))
+        return GGUFModel(checkpoint, path if path.is_file() else path / models_in(listed(path))[0])
     folder = path if path.is_dir() else path.parent
     files_beside(folder)
     return ModelSource(checkpoint, folder)

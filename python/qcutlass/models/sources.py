@@ -36,7 +36,7 @@ class ModelSource:
         self.config = self._config()
         if checkpoint.skipped:
             name, reason = next(iter(checkpoint.skipped.items()))
-            raise UnsupportedError(f"{name}: {reason}")
+            raise UnsupportedError(f"{checkpoint.info(f'{name}.weight').file}: {name}: {reason}")
         self.names: dict[str, str] = {name: name for name in checkpoint}
         self.rest: dict[str, str] = {name: name for name in checkpoint.rest}
 

@@ -239,11 +239,14 @@ def gguf_model() -> bytes:
         writer.add_rope_freq_base(10000.0)
         writer.add_rope_dimension_count(16)
         writer.add_token_list(["a", "b", "c", "d"])
-        shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "ffn_up": (32, 64)}
+        shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+        shapes |= {"ffn_gate": (32, 64), "ffn_up": (32, 64), "ffn_down": (64, 32)}
         for name, shape in shapes.items():
             tensor = np.ones(shape, dtype=np.float32)
             blocks = gguf.quantize(tensor, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+            writer.add_tensor(f"{name}.weight", np.ones(64, dtype=np.float32))
         writer.add_tensor("token_embd.weight", np.ones((4, 64), dtype=np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

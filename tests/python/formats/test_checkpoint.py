@@ -359,7 +359,7 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
         formats.load(tmp_path)
     for name in "ab":
         (tmp_path / f"{name}.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"expected one \.gguf file, got a\.gguf, b\.gguf"):
+    with pytest.raises(CheckpointError, match=r"expected one GGUF model, got a\.gguf, b\.gguf"):
         formats.load(tmp_path)
     (tmp_path / "a.gguf").unlink()
     with pytest.raises(CheckpointError, match=r"b\.gguf: not a whole GGUF file"):

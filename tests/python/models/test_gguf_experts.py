@@ -254,11 +254,25 @@ def models_scheme() -> Any:
     return WeightOnly(8, 32)
 
 
+def test_a_block_without_experts(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = gguf.GGUFWriter.add_tensor
+
+    def add_others(writer: gguf.GGUFWriter, name: str, *arguments: Any, **options: Any) -> None:
+        if not name.startswith("blk.1.") or "_exps" not in name:
+            add(writer, name, *arguments, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_others)
+    path = Written(tmp_path / "tiny.gguf", "mixtral", "Q8_0", seed).path
+    with pytest.raises(CheckpointError, match=r"a tensor for model\.layers\.1\.mlp\.experts\.\w+; it is absent"):
+        models.convert(path, tmp_path / "new")
+
+
 def write_small(path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **values: int) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {"block_count": 1, "feed_forward_length": 32, "embedding_length": 32, **values}.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_uint32(f"{architecture}.attention.head_count", 1)
+    writer.add_layer_norm_rms_eps(1e-5)
     for name, shape in tensors.items():
         writer.add_tensor(name, np.ones(shape, dtype=np.float32))
     writer.write_header_to_file()
@@ -274,7 +288,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
     "no number": ("qwen3moe", STACK, {}, "got a model of 'qwen3moe'"),
     "no use": ("llama", STACK, {"expert_count": 4}, r"expected the key llama\.expert_used_count and tensors"),
     "no experts": (
-        "llama", {"output_norm.weight": (32,)}, {"expert_count": 4, "expert_used_count": 2},
+        "llama", {"blk.0.attn_norm.weight": (32,)}, {"expert_count": 4, "expert_used_count": 2},
         "expected the key .* tensors of experts; one of them is absent",
     ),
     "twice": (

@@ -16,7 +16,15 @@ import qcutlass
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.cli import app
 from qcutlass.formats.specs import LayerSpec
-from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear, shard, use_activations
+from qcutlass.layers import (
+    Int4Linear,
+    QuantEmbedding,
+    QuantLinear,
+    TiedLinear,
+    WeightOnlyLinear,
+    shard,
+    use_activations,
+)
 
 pytest.importorskip("transformers", reason="needs transformers")
 from tests.python.models import test_gguf_models
@@ -141,6 +149,20 @@ def test_activations_of_8_bits(tiny: Any, ids: Tensor) -> None:
         assert not torch.equal(found, expected)
         error = float((found - expected).norm() / expected.norm())
         assert error < 0.05, error
+
+
+@pytest.mark.parametrize("activations", ["int8", "fp8"])
+def test_scales_of_two_levels_become_one_for_activations_of_8_bits(activations: Any, tiny: Any, tmp_path: Path) -> None:
+    """Q3_K has whole zero points, and so is multiplied with such activations; blocks with minimums are not."""
+    path, folder = tiny("others")
+    models.convert(path, tmp_path / "w4a8", activations=activations, verify=True)
+    made, before = models.ConvertedFolder(tmp_path / "w4a8"), models.ConvertedFolder(folder)
+    eight = {name for name, layer in made.items() if type(layer) is Int4Linear}
+    assert eight == {f"model.layers.{i}.self_attn.k_proj" for i in range(2)}
+    for name in eight:
+        assert torch.equal(models.weights_of(made[name]), models.weights_of(before[name]))
+    if activations == "fp8":
+        assert set(use_activations(load(folder), "fp8")) == eight
 
 
 def test_zeros_and_minimums_exclude_each_other() -> None:

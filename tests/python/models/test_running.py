@@ -54,6 +54,25 @@ def test_a_gguf_file_is_converted_once(
     assert len(list((cache / "models").iterdir())) == 2  # another file has another place
 
 
+def test_a_gguf_file_of_floats_is_rounded_when_that_is_asked_for(cache: Path, tmp_path: Path, seed: int) -> None:
+    names = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output", "token_embd"
+    for kind in ("F16", "BF16"):
+        path = write_gguf(tmp_path / f"{kind}.gguf", "llama", seed, types=dict.fromkeys(names, kind))
+        run = command("generate", path, "--prompt", "ab")
+        assert run.exit_code == 2
+        assert "its weights are floats, which are not rounded without being asked to; convert it first" in run.stderr
+        assert "converted into" not in run.stderr
+        assert not cache.exists()
+        unasked = command("convert", path, tmp_path / kind)
+        assert unasked.exit_code == 2
+        assert "its weights are floats; qcutlass quantize --calibration TEXT loses least, convert" in unasked.stderr
+        done = command("convert", path, tmp_path / kind, "--bits", 8, "--group-size", 32, "--verify")
+        assert done.exit_code == 0, done.output
+        assert "gguf: 14 layers" in done.stdout
+        assert "note: rounded to the nearest int8 in groups of 32" in done.stderr
+        assert command("generate", tmp_path / kind, "--prompt", "ab", "--max-new-tokens", 2).exit_code == 0
+
+
 def test_a_file_that_cannot_be_converted_leaves_nothing(cache: Path, tmp_path: Path, seed: int) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "gemma", seed)
     result = command("generate", path, "--prompt", "ab")
