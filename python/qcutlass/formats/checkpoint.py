@@ -23,7 +23,7 @@ _CODES: Final = frozenset(
 )  # fmt: skip
 """Types of which codes of weights are: as numbers, without their scales, these would be wrong weights."""
 _MOST_DIMENSIONS: Final = 3
-"""Of codes, those of all experts of a block. Bytes with more are masks of attention, which old files have."""
+"""Of codes, those of all experts of a block; bytes with more are masks of attention, which old files have."""
 
 
 @dataclass(frozen=True)
