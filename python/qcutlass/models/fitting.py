@@ -158,27 +158,24 @@ def _is_replaced(module: nn.Module) -> bool:
 def check_layers(names: Iterable[str], model: Any) -> None:
     """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed."""
     _, others = of_experts((name for name in names if not is_router(name)), model)
-    found = places(others, model)
-    read: list[str] = []
-    owners = {}
-    for place, (name, module) in found.items():
-        model.set_submodule(place, _Packed(module, name, read))
+    owners: dict[type[nn.Module], nn.Module] = {}
+    for place, (name, module) in places(others, model).items():
+        model.set_submodule(place, _Packed(module, name))
         owner = model.get_submodule(place.rpartition(".")[0])
-        owners[type(owner), is_initialised_alone(owner)] = owner
+        if not is_initialised_alone(owner):
+            owners[type(owner)] = owner
+    tokens = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
     try:
-        for owner in owners.values():
-            if not is_initialised_alone(owner):
-                model._init_weights(owner)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tokens = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
+            for owner in owners.values():
+                model._init_weights(owner)
             model(input_ids=tokens, attention_mask=tokens, use_cache=False)
-    except AttributeError as error:
-        if read:
-            raise UnsupportedError(
-                f"{read[-1]}: {type(model).__name__} reads the weight of this layer itself, which a packed one lacks; "
-                f"{_INSTEAD}"
-            ) from error
+    except _WeightRead as error:
+        raise UnsupportedError(
+            f"{error.name}: {type(model).__name__} reads the weight of this layer itself, which a packed one lacks; "
+            f"{_INSTEAD}"
+        ) from error
     except Exception:  # of models that don't compute without numbers: nothing is known of them
         return
 
@@ -188,17 +185,23 @@ def is_initialised_alone(owner: nn.Module) -> bool:
     return not owner._parameters and not owner._buffers
 
 
-class _Packed(nn.Module):
-    """Stands where a packed layer will be, and notes who asks for the weight that it will not have."""
+class _WeightRead(AttributeError):
+    """A model asks for the weight of the layer `name`."""
 
-    def __init__(self, module: nn.Linear | nn.Embedding, name: str, read: list[str]) -> None:
+
+class _Packed(nn.Module):
+    """Stands where a packed layer will be, and lacks the weight as that does."""
+
+    bias: None
+
+    def __init__(self, module: nn.Linear | nn.Embedding, name: str) -> None:
         super().__init__()
         self._size, self._is_linear = module.weight.shape, isinstance(module, nn.Linear)
-        self._dtype, self._name, self._read = module.weight.dtype, name, read
+        self._dtype, self._name, self.bias = module.weight.dtype, name, None
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            self._read.append(self._name)
+            raise _WeightRead(name=self._name)
         return super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
