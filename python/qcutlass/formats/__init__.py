@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -132,7 +132,7 @@ def load(
 
     Headers and configuration are read and checked at once; tensors when a layer is asked for, one layer in memory at a
     time. The format is told by the tensors' names, types and shapes; a configuration that says something else is not
-    believed, with a warning.
+    believed, with a warning. A checkpoint may have layers of several formats, each told by its own tensors.
 
     Args:
         checkpoint: a folder with safetensors files (and their index, `config.json`), or with one GGUF model; such a
@@ -174,7 +174,7 @@ def load(
     if format != "auto" and (format == "gguf") != is_gguf:
         raise CheckpointError(f"format: got {format!r}, but this is {'a' if is_gguf else 'no'} GGUF file; pass 'auto'")
     found = found.updated(config)
-    return Checkpoint(source, _detect(source, found) if format == "auto" else FORMATS[format], found)
+    return Checkpoint(source, _detect(source, found) if format == "auto" else [FORMATS[format]], found)
 
 
 def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> str:
@@ -184,7 +184,7 @@ def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mappi
         checkpoint, config: as for `load`.
 
     Returns:
-        A key of `FORMATS`.
+        A key of `FORMATS`; several, joined by ", ", where layers are of several formats.
 
     Raises:
         FileNotFoundError, UnsupportedError, CheckpointError: as for `load`.
@@ -238,28 +238,42 @@ def _open_folder(folder: Path) -> tuple[TensorSource, Config]:
     raise CheckpointError(f"{folder}: expected .safetensors files or a .gguf file, got none")
 
 
-def _detect(source: TensorSource, config: Config) -> Format:
-    """The format of the tensors; labels decide only where tensors do not."""
+def _detect(source: TensorSource, config: Config) -> list[Format]:
+    """The formats of the tensors, mostly one; labels decide only where tensors do not."""
     if source.format is not None:
-        return FORMATS[source.format]
+        return [FORMATS[source.format]]
     label = config.text("quant_method", "quant_algo")
     labelled = [row for row in _TABLE if label in row.labels]
-    quantised = [row for row in _TABLE if row.labels]
-    found = [row for row in quantised if any(map(row.matches, row.candidates(source, config)))]
-    if len(found) > 1:
-        found = [row for row in found if row in labelled] or found
-    if len(found) > 1:
-        names = ", ".join(row.name for row in found)
-        raise CheckpointError(f"{config.where}: tensors of several formats ({names}); pass format=")
+    found = _matching(source, config, labelled)
     if not found:  # damaged throughout: the loader of the label says how
         found = [row for row in labelled if not row.selects and any(row.candidates(source, config))][:1]
     if not found and label is not None and not labelled:
         known = ", ".join(row.name for row in _TABLE if row.labels)
         raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {known}; {FROM_FLOATS}")
-    row = found[0] if found else FORMATS["floats"]
-    if label is not None and row not in labelled:
+    found = found or [FORMATS["floats"]]
+    if label is not None and any(row not in labelled for row in found):
+        names = ", ".join(row.name for row in found)
         warnings.warn(
-            f"{config.where}: quant_method is {label!r}, but the tensors are those of {row.name}: read as {row.name}",
+            f"{config.where}: quant_method is {label!r}, but the tensors are those of {names}: read as {names}",
             stacklevel=4,
         )
-    return row
+    return found
+
+
+def _matching(source: TensorSource, config: Config, labelled: Sequence[Format]) -> list[Format]:
+    """The quantised formats that layers have; of those that layers could be of, the labelled ones."""
+    layers = {
+        row.name: {layer.name for layer in row.candidates(source, config) if row.matches(layer)}
+        for row in _TABLE
+        if row.labels
+    }
+    found = [FORMATS[name] for name, names in layers.items() if names]
+
+    def compete(a: Format, b: Format) -> bool:
+        return a is not b and (a.key == b.key or not layers[a.name].isdisjoint(layers[b.name]))
+
+    found = [row for row in found if row in labelled or not any(compete(row, b) for b in found if b in labelled)]
+    if any(compete(a, b) for a in found for b in found):
+        names = ", ".join(row.name for row in found)
+        raise CheckpointError(f"{config.where}: tensors of several formats ({names}); pass format=")
+    return found

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -15,6 +15,16 @@ from qcutlass.formats.config import Config
 from qcutlass.formats.layers import Layer
 from qcutlass.formats.source import TensorInfo, TensorSource
 from qcutlass.formats.tensors import LayerTensors
+
+_CODES: Final = frozenset(
+    {
+        "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2",
+        "U8", "I8", "U16", "I16", "U32", "I32",
+    }
+)  # fmt: skip
+"""Types of which codes of weights are: as numbers, without their scales, these would be wrong weights."""
+_MOST_DIMENSIONS: Final = 3
+"""Of codes, those of all experts of a block; bytes with more are masks of attention, which old files have."""
 
 
 @dataclass(frozen=True)
@@ -62,33 +72,39 @@ class Checkpoint(Mapping[str, Layer]):
     """The linear layers of a checkpoint, by name, block by block; each is read when it is asked for, and not kept.
 
     Attributes:
-        format: a name in `qcutlass.formats.FORMATS`.
+        format: a name in `qcutlass.formats.FORMATS`; where layers are of several, all of them: "fp8, nvfp4".
         config: what the checkpoint says of its quantisation.
         skipped: names of layers that cannot be loaded, and why.
         rest: names of the tensors that belong to no layer: embeddings, norms, layers that were not quantised.
         metadata: numbers, strings and short arrays of numbers of a GGUF file's header, by key; empty for others.
     """
 
-    def __init__(self, source: TensorSource, layout: Format, config: Config) -> None:
-        self.format: str = layout.name
+    def __init__(self, source: TensorSource, layouts: Sequence[Format], config: Config) -> None:
+        self.format: str = ", ".join(layout.name for layout in layouts)
         self.config: Mapping[str, Any] = config.values
         self.skipped: dict[str, str] = {}
         self.metadata: Mapping[str, Any] = getattr(source, "metadata", {})
-        self._source, self._layout, self._config = source, layout, config
+        self._source, self._config = source, config
+        self._load_matrix: Callable[[LayerTensors], Layer] = floats.load if source.format is None else layouts[0].load
         self._layers: dict[str, LayerTensors] = {}
-        self._add_layers(config)
-        taken = {layer.full_name(suffix) for layer in self._layers.values() for suffix in layout.suffixes}
+        self._layouts: dict[str, Format] = {}
+        self._add_layers(layouts)
+        taken = {self._layers[name].full_name(each) for name, row in self._layouts.items() for each in row.suffixes}
         self.rest: list[str] = [name for name in source.tensors if name not in taken]
 
-    def _add_layers(self, config: Config) -> None:
-        for layer in sorted(self._layout.candidates(self._source, config), key=lambda layer: _numbers(layer.name)):
-            if self._layout.selects and not self._layout.matches(layer):
-                continue
-            reason = self._layout.obstacle(layer)
+    def _add_layers(self, layouts: Sequence[Format]) -> None:
+        found: dict[str, tuple[LayerTensors, Format]] = {}
+        for layout in layouts:
+            for layer in layout.candidates(self._source, self._config):
+                is_match = layout.matches(layer)
+                if is_match or not (layout.selects or layer.name in found):
+                    found[layer.name] = layer, layout
+        for name, (layer, layout) in sorted(found.items(), key=lambda item: _numbers(item[0])):
+            reason = layout.obstacle(layer)
             if reason is None:
-                self._layers[layer.name] = layer
+                self._layers[name], self._layouts[name] = layer, layout
             else:
-                self.skipped[layer.name] = reason
+                self.skipped[name] = reason
 
     def __getitem__(self, name: str) -> Layer:
         """One layer.
@@ -98,7 +114,7 @@ class Checkpoint(Mapping[str, Layer]):
             CheckpointError: its tensors contradict each other or the configuration, or hold NaN or infinity.
             UnsupportedError: it is whole, but of a kind that is not read.
         """
-        return self._layout.load(self._layers[name])
+        return self._layouts[name].load(self._layers[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
@@ -112,7 +128,7 @@ class Checkpoint(Mapping[str, Layer]):
     @cached_property
     def is_float(self) -> bool:
         """Whether no layer is quantised."""
-        return all(map(self._layout.is_float, self._layers.values()))
+        return all(self._layouts[name].is_float(layer) for name, layer in self._layers.items())
 
     @property
     def files(self) -> list[str]:
@@ -127,7 +143,14 @@ class Checkpoint(Mapping[str, Layer]):
     def tensors_of(self, name: str) -> Iterator[TensorInfo]:
         """Types and shapes of a layer's tensors, as they are stored."""
         layer, tensors = self._layers[name], self._source.tensors
-        return (tensors[layer.full_name(suffix)] for suffix in self._layout.suffixes if suffix in layer)
+        return (tensors[layer.full_name(suffix)] for suffix in self._layouts[name].suffixes if suffix in layer)
+
+    def codes(self) -> Iterator[str]:
+        """Names of `rest` that hold codes, of which no layer has the scales: they are no numbers of a model."""
+        for name in self.rest:
+            info = self._source.tensors[name]
+            if info.dtype in _CODES and len(info.shape) <= _MOST_DIMENSIONS:
+                yield name
 
     def tensor(self, name: str) -> Tensor:
         """One of `rest`, as numbers: blocks of GGUF are dequantised to float32.
@@ -148,5 +171,4 @@ class Checkpoint(Mapping[str, Layer]):
         Raises:
             CheckpointError, UnsupportedError: as for a layer.
         """
-        load = self._layout.load if self._layout.selects else floats.load
-        return load(LayerTensors(self._source, name, self._config))
+        return self._load_matrix(LayerTensors(self._source, name, self._config))

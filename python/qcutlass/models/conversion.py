@@ -25,6 +25,7 @@ from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.experts import STACKED, ExpertBlocks, expert_layer, is_router
+from qcutlass.models.fitting import check_layers
 from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
@@ -43,7 +44,7 @@ class Conversion:
     """The result of `convert`.
 
     Attributes:
-        source: the format that was read, a key of `qcutlass.formats.FORMATS`.
+        source: the format that was read, a key of `qcutlass.formats.FORMATS`, or several, joined by ", ".
         layers: how many were packed.
         weights: how many numbers these hold.
         verified: how many layers were read back and compared.
@@ -95,6 +96,13 @@ class _Plan:
             return layer
         found = for_eight_bits(layer, self.activations) if isinstance(layer, CanonicalLinear) else None
         return layer if found is None else found
+
+    def check_layers(self) -> None:
+        """Raises UnsupportedError if the model could not be loaded with these layers packed."""
+        is_float = self.source.checkpoint.format == "floats"
+        if self.source.model is not None:
+            names = [name for name in self.source.names if not (is_float and is_kept(name, self.skip))]
+            check_layers(names, self.source.model)
 
     def _weights(self, name: str) -> Layer:
         """Its weights, whatever its activations are."""
@@ -167,7 +175,8 @@ def convert(
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read; the model is a mixture of
             experts of a form that is not taken: see the manual's page on models; a layer would lose something, and
-            `requantize` is False.
+            `requantize` is False; the model of `config.json` has no place for a packed layer, or the checkpoint codes
+            that no layer has.
         OSError: the disk is full.
         MemoryError: the memory does not suffice for a layer, and for what making it takes.
 
@@ -201,6 +210,7 @@ def convert(
             take_float_experts(opened)
         opened = with_head(opened, lm_head)
         plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize), activations)
+        plan.check_layers()
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
             lost = plan.requantizer.done

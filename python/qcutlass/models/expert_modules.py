@@ -85,8 +85,14 @@ def find_blocks(names: Iterable[str], model: Any) -> tuple[list[Block], list[str
         CheckpointError: a block lacks an expert or a part of one, or has more than the model.
         UnsupportedError: the experts have an activation that their product has not.
     """
+    found, others = of_experts(names, model)
+    return [_block(place, layers, model.get_submodule(place)) for place, layers in found.items()], others
+
+
+def of_experts(names: Iterable[str], model: Any) -> tuple[dict[str, dict[tuple[int, str], str]], list[str]]:
+    """The names of experts' layers, by their module, number and part, and the names of others."""
     prefix = f"{model.base_model_prefix}."
-    modules: dict[str, Any] = expert_modules(model)
+    modules = expert_modules(model)
     found: dict[str, dict[tuple[int, str], str]] = {}
     others: list[str] = []
     for name in names:
@@ -98,7 +104,7 @@ def find_blocks(names: Iterable[str], model: Any) -> tuple[list[Block], list[str
             others.append(name)
         else:
             found.setdefault(place, {})[layer.expert, layer.part] = name
-    return [_block(place, layers, modules[place]) for place, layers in found.items()], others
+    return found, others
 
 
 def _block(place: str, layers: dict[tuple[int, str], str], module: Any) -> Block:

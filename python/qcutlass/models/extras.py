@@ -17,6 +17,9 @@ SAFE: Final[Mapping[str, Any]] = {"trust_remote_code": False}
 SAFE_WEIGHTS: Final[Mapping[str, Any]] = {**SAFE, "use_safetensors": True}
 """Options of those that read weights: None would take a pickle where there is no file in safetensors."""
 
+_IMPLEMENTATIONS: Final = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Of attention and of experts, that are parts of transformers."""
+
 
 def import_transformers(purpose: str) -> Any:
     """The package; UnsupportedError if it is not installed."""
@@ -43,3 +46,27 @@ def load_tokenizer(folder: Path, **keywords: Any) -> Any:
     transformers = import_transformers("a tokenizer")
     with reading(folder, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(folder, **SAFE, **keywords)
+
+
+def check_implementations(values: object, where: object) -> None:
+    """Raises UnsupportedError if a configuration names an implementation that may be code from elsewhere."""
+    for name in _implementations(values):
+        if name not in _IMPLEMENTATIONS:
+            raise UnsupportedError(
+                f"{where}: an implementation {name!r:.80}, which may be code from elsewhere; expected one of "
+                f"{', '.join(_IMPLEMENTATIONS)}"
+            )
+
+
+def _implementations(values: object, named: bool = False) -> Iterator[object]:
+    """The implementations of attention and of experts that a configuration names, at any depth."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _implementations(
+                value, named or str(key).endswith(("attn_implementation", "experts_implementation"))
+            )
+    elif isinstance(values, list):
+        for value in values:
+            yield from _implementations(value, named)
+    elif named and values is not None:
+        yield values

@@ -67,7 +67,7 @@ class _WithHead(ModelSource):
 
     def __init__(self, source: ModelSource, scheme: WeightOnly) -> None:
         self._source, self._scheme = source, scheme
-        self.checkpoint, self.config = source.checkpoint, source.config
+        self.checkpoint, self.config, self.model = source.checkpoint, source.config, source.model
         self.names, self.rest = dict(source.names), dict(source.rest)
         modules = [*self.names, *(name.removesuffix(".weight") for name in self.rest)]
         heads = [*(name for name in _HEADS if name in modules), *filter(is_embedding, modules)]

@@ -44,7 +44,7 @@ class FolderSummary:
     """The result of `inspect`.
 
     Attributes:
-        format: "qcutlass" for a converted folder, else a key of `qcutlass.formats.FORMATS`.
+        format: "qcutlass" for a converted folder, else a key of `qcutlass.formats.FORMATS`, or several, joined by ", ".
         groups: of linear layers.
         rest: number of the tensors that belong to none.
         rest_size: their bytes; None where the format does not tell.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from qcutlass.formats.converted import CONFIG, check_rest, is_converted
 from qcutlass.formats.gguf import models_in
 from qcutlass.formats.source import listed
 from qcutlass.models.experts import check_configuration, check_names
+from qcutlass.models.fitting import check_codes, left_out, skeleton
 from qcutlass.models.gguf import GGUFModel
 from qcutlass.models.sources import ModelSource, files_beside
 
@@ -20,8 +22,10 @@ from qcutlass.models.sources import ModelSource, files_beside
 def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> ModelSource:
     """A folder or a file, as `qcutlass.formats.load` reads them.
 
+    What the model never loads is left out, with a warning.
+
     Raises:
-        UnsupportedError: a mixture of experts that converted folders do not hold.
+        UnsupportedError: a mixture of experts that converted folders do not hold; codes that no layer has.
     """
     if path.is_dir() and is_converted(path):
         raise ValueError(f"source: {path} is converted already")
@@ -31,8 +35,26 @@ def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> Mo
     checkpoint = formats.load(path, format, config)
     check_names(checkpoint, checkpoint.rest, None if checkpoint.format == "gguf" else values, path)
     source = _model_source(path, checkpoint)
+    source.model = skeleton(source.config, checkpoint, path)
+    check_codes(checkpoint, source.model)
+    if source.model is not None:
+        _leave_out(source, source.model, path)
     check_rest(source.rest, source.names, path)  # refused before anything is written, as links are
     return source
+
+
+def _leave_out(source: ModelSource, model: Any, where: Path) -> None:
+    """Takes from a source what its model never loads, as blocks that predict further tokens, and says so."""
+    gone = left_out([*source.names, *source.rest], model)
+    for name in gone:
+        source.names.pop(name, None)
+        source.rest.pop(name, None)
+    if gone:
+        warnings.warn(
+            f"{where}: {len(gone)} layers and tensors are left out, which {type(model).__name__} never loads, as "
+            f"{gone[0]}",
+            stacklevel=2,
+        )
 
 
 def _model_source(path: Path, checkpoint: Checkpoint) -> ModelSource:

@@ -28,7 +28,10 @@ class ModelSource:
         config: for `config.json`, without what it says of quantisation.
         names: of its layers; keys are names in a converted folder, values names in the checkpoint.
         rest: of its other tensors, the same way.
+        model: of transformers, on the meta device; None where it is not known.
     """
+
+    model: Any = None
 
     def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
         self.checkpoint = checkpoint

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
@@ -31,20 +31,20 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
-from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
+from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.activations import check_activations
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.packed import PackedModule
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.expert_modules import Block, expert_modules, find_blocks, split
 from qcutlass.models.experts import expert_layer, module_forms
-from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, load_tokenizer, reading
+from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_implementations, load_tokenizer, reading
+from qcutlass.models.fitting import check_codes, is_initialised_alone, left_out, places, skeleton, unloaded
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
     from transformers import PreTrainedModel
 
 _DEFAULT: Final = "default"
-_IMPLEMENTATIONS: Final = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # parts of transformers
 
 
 @register_quantization_config(METHOD)
@@ -74,14 +74,24 @@ class _Awaited(nn.Module):
     """Stands where a layer will be, while transformers places and loads everything else.
 
     Its one byte goes where the layer is to be; in plans for the devices' memory it counts as the layer's size.
+
+    Args:
+        size: of the layer, in bytes.
+        bias: of a head whose weights are those of an embedding; it is loaded as any other tensor.
     """
 
     place: Tensor
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.size = size
+        self.bias = bias
         self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError("a packed layer has no weight, which this model reads itself; convert says of which")
+        return super().__getattr__(name)
 
 
 @register_quantizer(METHOD)
@@ -98,7 +108,7 @@ class QcutlassQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QcutlassConfig, **keywords: Any) -> None:
         super().__init__(quantization_config, **keywords)
-        self._awaited: dict[str, Callable[[], QuantLinear | QuantExperts]] = {}
+        self._awaited: dict[str, Callable[[], nn.Module]] = {}
         self._blocks: list[Block] = []
         self._specs: dict[str, LayerSpec] = {}
         self._source: str | None = None
@@ -118,23 +128,28 @@ class QcutlassQuantizer(HfQuantizer):
             converted = ConvertedFolder(folder)
             _check_files(checkpoint_files, converted.files)
             self._check_complete(model, converted)
-            blocks, others = find_blocks(converted, model)
-            self._specs = {name: converted.spec[name] for name in converted}
-            self._await_experts(model, blocks, converted, converted.__getitem__)
-            _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in converted))
-            for place, (name, module) in _places(others, model).items():
-                layer = converted.empty(name)
-                if (layer.out_features, layer.in_features) != tuple(module.weight.shape):
-                    raise CheckpointError(f"{name}: {layer} is in the place of {module}")
-                if isinstance(module, nn.Embedding):
-                    layer = _embedding(layer, module, name)
-                model.set_submodule(place, layer)
-                layer.begin_loading()
-            _tie(model)
+            self._place(model, converted)
         else:
             checkpoint = formats.load(folder, config=values.get("checkpoint"))
             _check_files(checkpoint_files, checkpoint.files)
+            check_codes(checkpoint, model)
             self._await(model, checkpoint)
+
+    def _place(self, model: PreTrainedModel, converted: ConvertedFolder) -> None:
+        names = _loaded(model, converted)
+        blocks, others = find_blocks(names, model)
+        self._specs = {name: converted.spec[name] for name in names}
+        self._await_experts(model, blocks, converted, converted.__getitem__)
+        _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in names))
+        for place, (name, module) in places(others, model).items():
+            layer = converted.empty(name)
+            if (layer.out_features, layer.in_features) != tuple(module.weight.shape):
+                raise CheckpointError(f"{name}: {layer} is in the place of {module}")
+            if isinstance(module, nn.Embedding):
+                layer = _embedding(layer, module, name)
+            _replace(model, place, layer)
+            layer.begin_loading()
+        self._tie(model, converted.rest)
 
     def _check_complete(self, model: PreTrainedModel, converted: ConvertedFolder) -> None:
         """transformers fills in random numbers, with a warning, where weights are absent."""
@@ -152,13 +167,38 @@ class QcutlassQuantizer(HfQuantizer):
         def read(name: str) -> QuantLinear:
             return from_layer(checkpoint[name], name)
 
-        blocks, others = find_blocks(checkpoint, model)
+        def read_for(module: nn.Module, name: str) -> QuantLinear:
+            return _embedding(read(name), module, name) if isinstance(module, nn.Embedding) else read(name)
+
+        blocks, others = find_blocks(_loaded(model, checkpoint), model)
         self._source = checkpoint.format
         self._await_experts(model, blocks, checkpoint, read)
-        for place, (name, _) in _places(others, model).items():
-            self._awaited[place] = partial(read, name)
-            model.set_submodule(place, _Awaited(sum(info.nbytes for info in checkpoint.tensors_of(name))))
+        for place, (name, module) in places(others, model).items():
+            self._awaited[place] = partial(read_for, module, name)
+            _replace(model, place, _Awaited(sum(info.nbytes for info in checkpoint.tensors_of(name))))
             _ignore(model, (rf"^{re.escape(each)}\." for each in (place, name)))
+        self._tie(model, checkpoint.rest)
+
+    def _tie(self, model: PreTrainedModel, floats: Container[str]) -> None:
+        """Has the heads that are tied to packed embeddings share them, and transformers tie nothing that is packed.
+
+        Args:
+            floats: names of tensors in the files; a head whose weights are among them keeps these.
+        """
+        tied = dict(model.all_tied_weights_keys)
+        for target, source in model.all_tied_weights_keys.items():
+            (place, _, _), (owner, _, _) = target.rpartition("."), source.rpartition(".")
+            embedding, head = model.get_submodule(owner), model.get_submodule(place)
+            if type(head) is nn.Linear and target not in floats:
+                if isinstance(embedding, QuantEmbedding):
+                    model.set_submodule(place, TiedLinear(embedding, head.bias))
+                elif isinstance(embedding, _Awaited):
+                    model.set_submodule(place, _Awaited(1, head.bias))
+                    self._awaited[place] = partial(_tied, model, place, owner)
+            if any(isinstance(module, QuantLinear | _Awaited) for module in (embedding, head)):
+                del tied[target]
+        if tied != model.all_tied_weights_keys:
+            model.all_tied_weights_keys, model._tied_weights_keys = tied, dict(tied)
 
     def _await_experts(
         self, model: PreTrainedModel, blocks: list[Block], source: Any, read: Callable[[str], QuantLinear]
@@ -173,6 +213,8 @@ class QcutlassQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         self._fill(model)
+        if isinstance(model.get_input_embeddings(), QuantEmbedding):
+            model.resize_token_embeddings = partial(_resize, model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 module.end_loading()
@@ -259,20 +301,26 @@ def _embedding(layer: QuantLinear, module: nn.Embedding, name: str) -> QuantEmbe
         raise CheckpointError(f"{name}: {error}") from error
 
 
-def _tie(model: PreTrainedModel) -> None:
-    """Has the heads that are tied to packed embeddings share them, and transformers tie nothing that is packed."""
-    tied = dict(model.all_tied_weights_keys)
-    for target, source in model.all_tied_weights_keys.items():
-        (place, _, _), (owner, _, _) = target.rpartition("."), source.rpartition(".")
-        embedding, head = model.get_submodule(owner), model.get_submodule(place)
-        if isinstance(embedding, QuantEmbedding) and type(head) is nn.Linear:
-            model.set_submodule(place, TiedLinear(embedding, head.bias))
-        if any(isinstance(module, QuantLinear) for module in (embedding, head)):
-            del tied[target]
-    if tied != model.all_tied_weights_keys:
-        model.all_tied_weights_keys, model._tied_weights_keys = tied, dict(tied)
-    if isinstance(model.get_input_embeddings(), QuantEmbedding):
-        model.resize_token_embeddings = partial(_resize, model)
+def _tied(model: PreTrainedModel, place: str, owner: str) -> TiedLinear:
+    """The head for a place, that shares the weights of an embedding."""
+    embedding: Any = model.get_submodule(owner)
+    return TiedLinear(embedding, model.get_submodule(place).bias)
+
+
+def _loaded(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """The layers that the model loads; transformers passes over the tensors of the others, without a warning."""
+    names = list(names)
+    others = set(left_out(names, model))
+    _ignore(model, unloaded(model))
+    return [name for name in names if name not in others]
+
+
+def _replace(model: PreTrainedModel, place: str, layer: nn.Module) -> None:
+    """Puts a layer into a model, of which no owner then initialises weights that it no longer has."""
+    model.set_submodule(place, layer)
+    owner: Any = model.get_submodule(place.rpartition(".")[0])
+    if is_initialised_alone(owner):
+        owner._is_hf_initialized = True
 
 
 def _resize(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
@@ -304,28 +352,6 @@ def _cast_parameters(model: nn.Module, types: Mapping[str, torch.dtype]) -> None
         dtype = types.get(name, parameter.dtype)
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
-
-
-def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, tuple[str, nn.Linear | nn.Embedding]]:
-    """By the names of modules: the layer of a checkpoint that each is for; UnsupportedError if a layer has no place.
-
-    The modules of a base model lack the prefix that those of the whole model have. A base model takes its part.
-    """
-    prefix = f"{model.base_model_prefix}."
-    places: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)
-    }
-    found: dict[str, tuple[str, nn.Linear | nn.Embedding]] = {}
-    for name in names:
-        candidates = (name, prefix + name, name.removeprefix(prefix))
-        place = next((place for place in candidates if place in places), None)
-        if place is not None:
-            found[place] = name, places[place]
-        elif model.base_model is not model or name.startswith(prefix):
-            raise UnsupportedError(
-                f"{name}: {type(model).__name__} has no such torch.nn.Linear or Embedding to replace"
-            )
-    return found
 
 
 def checkpoint_config(folder: str | PathLike[str], config: dict[str, Any] | None = None, **keywords: Any) -> Any:
@@ -393,6 +419,8 @@ def load_model(
     config.transformers_weights = _weights_file(path, opened.files)
     if isinstance(opened, formats.Checkpoint):
         if opened.format == "floats":
+            if any(opened.codes()):
+                check_codes(opened, skeleton(config.to_dict(), opened, path))
             config.__dict__.pop(QUANTIZATION, None)  # whatever it says
         else:
             config.quantization_config = QcutlassConfig().to_dict()
@@ -435,21 +463,4 @@ def _check_alone(folder: Path) -> None:
                 f"{path}: adapters and shards of a distributed model are not read; merge them into the model"
             )
     path = folder / CONFIG
-    for name in _implementations(read_json(path) if path.is_file() else {}):
-        if name not in _IMPLEMENTATIONS:
-            raise UnsupportedError(
-                f"{path}: an implementation {name!r:.80}, which may be code from elsewhere; expected one of "
-                f"{', '.join(_IMPLEMENTATIONS)}"
-            )
-
-
-def _implementations(values: object, named: bool = False) -> Iterator[object]:
-    """The implementations of attention and of experts that a configuration names, at any depth."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _implementations(value, named or key.endswith(("attn_implementation", "experts_implementation")))
-    elif isinstance(values, list):
-        for value in values:
-            yield from _implementations(value, named)
-    elif named and values is not None:
-        yield values
+    check_implementations(read_json(path) if path.is_file() else {}, path)

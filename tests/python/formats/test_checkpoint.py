@@ -35,6 +35,7 @@ from tests.python.formats.stored import (
 from qcutlass import CheckpointError, UnsupportedError, defaults, formats
 from qcutlass.formats import FORMATS, FloatLinear
 from qcutlass.formats.safetensors_header import dtype_name
+from qcutlass.products.checks import E8M0
 
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": 32, "sym": False}
 
@@ -105,12 +106,62 @@ def test_labels_that_are_not_known() -> None:
         formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "quanto"})
 
 
-def test_several_formats_at_once() -> None:
-    both = named(as_gptq(layer_of()), "up") | named(as_hqq(layer_of()), "down")
-    with pytest.raises(CheckpointError, match=r"several formats \(gptq, hqq\); pass format="):
+def test_layers_of_several_formats() -> None:
+    """Each is read as what its own tensors are; a format that is asked for leaves the others."""
+    weights = {"up": layer_of(1).weight, "down": as_fp8(layer_of(2).weight)[1]}
+    both = named(as_gptq(layer_of(1)), "up") | named(as_fp8(layer_of(2).weight)[0], "down")
+    with pytest.warns(UserWarning, match="the tensors are those of gptq, fp8: read as gptq, fp8"):
+        checkpoint = formats.load(both, config=GPTQ | {"sym": True})
+    assert checkpoint.format == "gptq, fp8"
+    assert list(checkpoint) == ["up", "down"]
+    assert checkpoint.rest == []
+    for name, weight in weights.items():
+        assert torch.equal(checkpoint[name].dequantize(torch.float32), weight)
+    alone = formats.load(both, "fp8")
+    assert list(alone) == ["down"]
+    assert list(alone.codes()) == ["up.qweight", "up.qzeros", "up.g_idx"]
+
+
+def test_formats_of_which_a_model_has_one() -> None:
+    """Those of layers by the same tensors' names: the label decides, and is asked for where there is none."""
+    both = named(as_gptq(layer_of()), "up") | named(as_awq(layer_of()), "down")
+    with pytest.raises(CheckpointError, match=r"several formats \(gptq, awq\); pass format="):
         formats.load(both)
-    assert list(formats.load(both, "hqq")) == ["down"]
-    assert list(formats.load(both, config={"quant_method": "gptq"})) == ["up"]
+    checkpoint = formats.load(both, config=GPTQ | {"sym": True})
+    assert checkpoint.format == "gptq"
+    with pytest.raises(CheckpointError, match=r"down\."):
+        checkpoint["down"]
+
+
+@pytest.mark.skipif(not E8M0, reason="this torch has no float8_e8m0fnu")
+def test_a_mixture_of_modelopts_formats() -> None:
+    """MIXED_PRECISION: 4-bit floats with two scales beside fp8 with one."""
+    four = {
+        "weight": torch.full((32, 32), 0x2A, dtype=torch.uint8),  # 1.0 and -1.0
+        "weight_scale": torch.full((32, 4), 2.0).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.25),
+    }
+    eight = {"weight": torch.ones(32, 32).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(3.0)}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    checkpoint = formats.load(named(four, "mlp") | named(eight, "attention"), config=config)
+    assert checkpoint.format == "fp8, nvfp4"
+    assert checkpoint["mlp"].dequantize(torch.float32)[0, :2].abs().tolist() == [0.5, 0.5]
+    assert bool((checkpoint["attention"].dequantize(torch.float32) == 3).all())
+    assert list(checkpoint.codes()) == []
+
+
+def test_codes_that_no_layer_has() -> None:
+    """Not masks of attention, positions, or a scale: codes have at most three dimensions."""
+    rest = {
+        "a.weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
+        "b.experts": torch.ones(2, 8, 8, dtype=torch.int8),
+        "c.table": torch.ones(8, dtype=torch.int32),
+        "attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "position_ids": torch.ones(1, 8, dtype=torch.int64),
+        "norm.weight": torch.ones(8),
+    }
+    checkpoint = formats.load(rest | named(as_gptq(layer_of()), "up"), "gptq", GPTQ | {"sym": True})
+    assert list(checkpoint.codes()) == ["a.weight", "b.experts", "c.table"]
 
 
 def test_layers_come_block_by_block() -> None:

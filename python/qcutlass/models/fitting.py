@@ -1,0 +1,210 @@
+"""What of a checkpoint fits a model of transformers: the modules that layers are for, and what is never loaded."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from qcutlass.errors import UnsupportedError
+from qcutlass.formats import Checkpoint
+from qcutlass.formats.tensors import FROM_FLOATS
+from qcutlass.layers.experts import REPLACED
+from qcutlass.models.expert_modules import of_experts
+from qcutlass.models.experts import is_router
+from qcutlass.models.extras import check_implementations, import_transformers
+
+_WEIGHT: Final = ".weight"  # transformers may give such tensors other names, those of experts
+_LINEARS: Final = ("FalconLinear",)
+"""Types of transformers that are derived from `torch.nn.Linear` and compute what it does."""
+_MOST_NEXT: Final = 16
+"""Blocks that predict further tokens; published models have one or a few."""
+_INSTEAD: Final = (
+    "a float layer can stay as it is (skip=, --skip); of a quantised model take the float original: "
+    "qcutlass.replace_linear(model, scheme, skip=...) packs the other layers, once transformers has loaded it"
+)
+_WITHOUT_HEAD: Final = (
+    "it does more than look up rows, as packed ones do; leave out lm_head= (--lm-head) if it was given, else "
+    f"{FROM_FLOATS}"
+)
+_TOKENS: Final = (1, 2)
+
+
+def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -> Any:
+    """The model of a configuration, on the meta device; None, with a warning, where transformers can't make it.
+
+    Without a warning, where the configuration names no class (`architectures`), or transformers is absent. No code of
+    others is run, and nothing is made of more blocks than the checkpoint has tensors.
+    """
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    if not isinstance(name, str):
+        return None
+    try:
+        transformers = import_transformers("a model")
+    except UnsupportedError:
+        return None
+    try:
+        check_implementations(config, where)
+        found, blocks = getattr(transformers, name), config.get("num_hidden_layers")
+        if isinstance(blocks, int) and blocks > len(checkpoint.tensors):
+            raise UnsupportedError(f"{blocks} blocks of {len(checkpoint.tensors)} tensors")
+        if not issubclass(found, transformers.PreTrainedModel):
+            raise UnsupportedError("it is no model")
+        with torch.device("meta"):
+            return found(found.config_class.from_dict({**config, "attn_implementation": "eager"}))
+    except Exception as error:  # configurations raise errors of any type
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        warnings.warn(
+            f"{where}: transformers makes no {name:.80} ({reason:.200}): that it can load the layers is not checked",
+            stacklevel=2,
+        )
+        return None
+
+
+def unloaded(model: Any) -> list[str]:
+    """Patterns of the names that a model says it never loads: those of its class, and those of the blocks behind the
+    last one, which predict further tokens."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    blocks, more = (getattr(model.config, key, None) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if isinstance(blocks, int) and isinstance(more, int):
+        patterns += (rf"(^|\.)layers\.{blocks + i}\." for i in range(min(more, _MOST_NEXT)))
+    return patterns
+
+
+def left_out(names: Iterable[str], model: Any) -> list[str]:
+    """Those of these names of layers or tensors that are `unloaded`, and that the model has no place for."""
+    patterns = [re.compile(pattern) for pattern in unloaded(model)]
+
+    def is_left_out(name: str) -> bool:
+        forms = _forms(name, model)
+        is_named = any(pattern.search(form) for pattern in patterns for form in forms)
+        return is_named and not any(_has(model, form) for form in forms)
+
+    return [name for name in names if is_left_out(name)]
+
+
+def _forms(name: str, model: Any) -> tuple[str, ...]:
+    """The names that a model may have for what files call `name`: those of a base model lack the whole one's prefix."""
+    prefix = f"{model.base_model_prefix}."
+    return name, prefix + name, name.removeprefix(prefix)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether a module or a tensor has this name, or it is one of experts, which are all in one tensor."""
+    module = model
+    for part in name.split("."):
+        child = module._modules.get(part)
+        if child is None:
+            return type(module).__name__ in REPLACED or part in module._parameters or part in module._buffers
+        module = child
+    return True
+
+
+def check_codes(checkpoint: Checkpoint, model: Any) -> None:
+    """Raises UnsupportedError if codes that no layer has the scales of would become parameters.
+
+    Args:
+        model: that the checkpoint is of; None: it is not known, and its parameters may be all that end in ".weight".
+    """
+    names = list(checkpoint.codes())
+    if model is None:
+        names = [name for name in names if name.endswith(_WEIGHT)]
+    elif names:
+        parameters, gone = {name for name, _ in model.named_parameters()}, set(left_out(names, model))
+        names = [name for name in names if name.endswith(_WEIGHT) or parameters.intersection(_forms(name, model))]
+        names = [name for name in names if name not in gone]
+    if names:
+        info = checkpoint.info(names[0])
+        more = f" ({len(names) - 1} more)" if len(names) > 1 else ""
+        raise UnsupportedError(
+            f"{info.file}: {names[0]}: expected floats beside the layers of {checkpoint.format}, got {info.dtype} "
+            f"{list(info.shape)}{more}, codes that would be wrong weights without their scales; leave out format= "
+            f"(--from) if it was given, else {FROM_FLOATS}"
+        )
+
+
+def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear | nn.Embedding]]:
+    """By the names of modules: the layer of a checkpoint that each is for; UnsupportedError if a layer has no place.
+
+    A base model takes its part.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, tuple[str, nn.Linear | nn.Embedding]] = {}
+    for name in names:
+        forms = _forms(name, model)
+        place = next((form for form in forms if form in modules), None)
+        module = None if place is None else modules[place]
+        if place is not None and isinstance(module, nn.Linear | nn.Embedding) and _is_replaced(module):
+            found[place] = name, module
+        elif model.base_model is not model or name.startswith(f"{model.base_model_prefix}."):
+            got = "" if module is None else f", but a {type(module).__name__}"
+            instead = _WITHOUT_HEAD if isinstance(module, nn.Embedding) else _INSTEAD
+            raise UnsupportedError(
+                f"{name}: {type(model).__name__} has no such torch.nn.Linear or Embedding to replace{got}; {instead}"
+            )
+    return found
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a packed layer computes what the module does: others may scale, or return more."""
+    return type(module) in (nn.Linear, nn.Embedding) or type(module).__name__ in _LINEARS
+
+
+def check_layers(names: Iterable[str], model: Any) -> None:
+    """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed."""
+    _, others = of_experts((name for name in names if not is_router(name)), model)
+    owners: dict[type[nn.Module], nn.Module] = {}
+    for place, (name, module) in places(others, model).items():
+        model.set_submodule(place, _Packed(module, name))
+        owner = model.get_submodule(place.rpartition(".")[0])
+        if not is_initialised_alone(owner):
+            owners[type(owner)] = owner
+    tokens = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for owner in owners.values():
+                model._init_weights(owner)
+            model(input_ids=tokens, attention_mask=tokens, use_cache=False)
+    except _WeightRead as error:
+        raise UnsupportedError(
+            f"{error.name}: {type(model).__name__} reads the weight of this layer itself, which a packed one lacks; "
+            f"{_INSTEAD}"
+        ) from error
+    except Exception:  # of models that don't compute without numbers: nothing is known of them
+        return
+
+
+def is_initialised_alone(owner: nn.Module) -> bool:
+    """Whether a module has nothing to initialise but its layers."""
+    return not owner._parameters and not owner._buffers
+
+
+class _WeightRead(AttributeError):
+    """A model asks for the weight of the layer `name`."""
+
+
+class _Packed(nn.Module):
+    """Stands where a packed layer will be, and lacks the weight as that does."""
+
+    bias: None
+
+    def __init__(self, module: nn.Linear | nn.Embedding, name: str) -> None:
+        super().__init__()
+        self._size, self._is_linear = module.weight.shape, isinstance(module, nn.Linear)
+        self._dtype, self._name, self.bias = module.weight.dtype, name, None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise _WeightRead(name=self._name)
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self._size
+        shape = (*x.shape[:-1], rows) if self._is_linear else (*x.shape, columns)
+        return torch.empty(shape, dtype=x.dtype if self._is_linear else self._dtype, device=x.device)
