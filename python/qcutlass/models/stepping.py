@@ -370,7 +370,7 @@ class _Steps:
         return logits
 
 
-_OF_STEPS: Final = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
+_OF_STEPS: Final = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict"}
 """The options of a call that a step follows, or of which `_is_prompt` says whether it does."""
 
 
@@ -383,7 +383,7 @@ def _is_prompt(
     use_cache: bool | None = None,
     logits_to_keep: int | Tensor = 0,
     return_dict: bool | None = None,
-    **unused: None,
+    **others: object,
 ) -> bool:
     """Whether a call reads prompts as `generate` does, which `Decoder.prefill` does as well."""
     if ids is None or use_cache is False or return_dict is False:

@@ -171,16 +171,18 @@ def generated(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> list[lis
 
 
 @pytest.mark.parametrize("padding", [0, 40])
-def test_generate_gives_the_same_tokens_in_steps(padding: int) -> None:
+def test_generate_gives_the_same_tokens_in_steps(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("cpu")
     ids, mask = prompts("cpu", padding)
     expected = generated(model, ids[:, :PROMPT], mask[:, :PROMPT])
-    waited = []
+    waited, steps, step = list[int](), list[int](), Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda decoder: steps.append(1) or step(decoder))  # type: ignore[func-returns-value]
     with in_steps(model, PROMPT + STEPS, compiled=False, on_first_step=lambda: waited.append(1)):
         assert generated(model, ids[:, :PROMPT], mask[:, :PROMPT]) == expected
         alone = generated(model, ids[:1, :PROMPT], mask[:1, :PROMPT])
         assert alone == expected[:1]
     assert not waited, "nothing is compiled"
+    assert len(steps) == 2 * (STEPS - 1), "the prompt gives the first token"
     assert generated(model, ids[:, :PROMPT], mask[:, :PROMPT]) == expected
     assert "forward" not in vars(model)
 
