@@ -54,9 +54,9 @@ def check_described(tensors: Mapping[str, TensorInfo]) -> None:
         layer, _, suffix = name.rpartition(".")
         if suffix == "w_packed" and f"{layer}.layout" in tensors:
             raise CheckpointError(
-                f"{info.file}: {name}: qcutlass has packed these layers, but no {QUANTIZATION} in {CONFIG} says how; "
-                "save the model that has them again, with save_pretrained of transformers, or convert what it was made "
-                "of; the file alone is a state for load_state_dict, of a model with the same layers"
+                f"{info.file}: {name}: qcutlass has packed these layers, but no quantization_config in config.json "
+                "says how; save the model that has them again, with save_pretrained of transformers, or convert what "
+                "it was made of; the file alone is a state for load_state_dict, of a model with the same layers"
             )
 
 
