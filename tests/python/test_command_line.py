@@ -176,6 +176,8 @@ def test_float_models_are_rounded_where_it_is_asked_for(floats: Path, tmp_path: 
     assert "note: groups of 20 run on the CPU alone; GPU kernels take multiples of 16, or -1" in other.stderr
     channel = command("convert", floats, tmp_path / "channel", "--bits", 8, "--group-size", -1)
     assert channel.stderr == "note: rounded to the nearest int8 in a scale a channel; qcutlass quantize loses less\n"
+    wide = command("convert", floats, tmp_path / "wide", "--bits", 8, "--group-size", 1000000)
+    assert wide.stderr == channel.stderr
 
 
 def test_groups_that_no_gpu_takes_are_said_at_once(floats: Path, tmp_path: Path) -> None:

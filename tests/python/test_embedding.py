@@ -150,6 +150,18 @@ def test_the_whole_is_one_graph(seed: int) -> None:
         assert torch.equal(compiled(ids), model(ids))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_exported_for_any_number_of_ids(bits: int, seed: int) -> None:
+    model = nn.Sequential(QuantEmbedding(WeightOnlyLinear(quantized(50, 96, 32, bits, "none", seed))))
+    batch, tokens = torch.export.Dim("batch", min=2), torch.export.Dim("tokens", min=2)
+    with torch.inference_mode():
+        program = torch.export.export(
+            model, (torch.ones(2, 9, dtype=torch.int64),), dynamic_shapes=({0: batch, 1: tokens},)
+        )
+        ids = torch.tensor([[3, 4], [49, 0], [1, 2]])
+        assert torch.equal(program.module()(ids), model(ids))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_on_a_gpu_within_a_graph(bits: int, seed: int) -> None:

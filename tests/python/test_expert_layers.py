@@ -187,6 +187,16 @@ def test_compiled_whole(seed: int) -> None:
         testing.assert_equal(compiled(*given), experts(*given))
 
 
+def test_exported_for_any_number_of_tokens(seed: int) -> None:
+    tokens = torch.export.Dim("tokens", min=2)
+    with torch.inference_mode():
+        experts, given = made(seed), inputs(seed)
+        shapes = ({0: tokens},) * 3
+        program = torch.export.export(experts, given, dynamic_shapes=shapes).module()
+        for others in (given, inputs(seed, tokens=4)):
+            testing.assert_equal(program(*others), experts(*others))
+
+
 def expert(seed: int, **options: Any) -> Expert:
     """Of H = 64 and I = 32."""
     quantized = [qcutlass.quantize(randn(*shape, seed=seed), **{"bits": 4, "group_size": 32, **options})

@@ -166,6 +166,13 @@ def test_sparse_operands_are_refused() -> None:
         qcutlass.gemm(**values | {"a": values["a"].to_sparse()})
 
 
+def test_nested_operands_are_refused() -> None:
+    values = arguments()
+    nested = torch.nested.nested_tensor([values["a"], values["a"]])
+    with pytest.raises(qcutlass.UnsupportedError, match=r"a: expected a dense tensor, got a nested one"):
+        qcutlass.gemm(**values | {"a": nested})
+
+
 def test_a_plan_made_before_tuning_is_not_remembered_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = launching.launch_of
 

@@ -59,6 +59,12 @@ def chat(
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{folder}: its tokenizer has no chat template; qcutlass generate continues texts")
     from qcutlass.models.generation import fast_steps
+    from qcutlass.models.positions import positions_of
+
+    longest = positions_of(model) or context
+    if longest < context:
+        say(f"note: the context is {longest} tokens, for which the model has learned positions")
+        context = longest
 
     with suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines, and remembers them

@@ -121,9 +121,11 @@ def quickstart(
     from qcutlass.cli.places import found_model
     from qcutlass.cli.quickstart import Options, Trial, default_model
     from qcutlass.cli.quickstart_report import layer_table, summary
+    from qcutlass.products.checks import check_seed
 
     console = _console()
     seed = torch.seed() % 2**31 if seed is None else seed
+    check_seed("--seed", seed)
     rows, where = tuple(dict.fromkeys(tokens or (1, 16))), chosen_device(device)
     options = Options(where, int(bits.value), None if group_size == -1 else group_size, rows, seed)
     path = default_model() if model is None else found_model(model)
@@ -326,6 +328,7 @@ def convert(
 ) -> None:
     """Pack the linear layers of a checkpoint into a folder that transformers loads; quantised ones lose nothing."""
     from qcutlass.cli.places import found_model
+    from qcutlass.formats.converted import PackedFolder
     from qcutlass.models.conversion import check_places
     from qcutlass.models.conversion import convert as convert_model
     from qcutlass.models.memory import memory_told
@@ -371,9 +374,11 @@ def convert(
     if requantize:
         echo(_requantized(found))
     if is_float:
-        groups = "a scale a channel" if group_size == -1 else f"groups of {group_size}"
+        made = PackedFolder(destination).spec.default  # -1, too, where no layer has as many columns
+        size = group_size if made is None else made.group_size
+        groups = "a scale a channel" if size == -1 else f"groups of {size}"
         say(f"note: rounded to the nearest int{scheme.bits} in {groups}; qcutlass quantize loses less")
-        note_group_size(group_size)
+        note_group_size(size)
 
 
 def _converted(found: Conversion, destination: Path) -> str:

@@ -28,6 +28,7 @@ from qcutlass.formats import (
 )
 from qcutlass.formats.checkpoint import Checkpoint, Format
 from qcutlass.formats.config import Config, read_config
+from qcutlass.formats.converted import check_described
 from qcutlass.formats.files import inside
 from qcutlass.formats.layers import (
     CanonicalBlockwise,
@@ -250,6 +251,8 @@ def _detect(source: TensorSource, config: Config) -> list[Format]:
     if not found and label is not None and not labelled:
         known = ", ".join(row.name for row in _TABLE if row.labels)
         raise UnsupportedError(f"{config.where}: quant_method {label!r} is not read, only {known}; {FROM_FLOATS}")
+    if not found:
+        check_described(source.tensors)
     found = found or [FORMATS["floats"]]
     if label is not None and any(row not in labelled for row in found):
         names = ", ".join(row.name for row in found)

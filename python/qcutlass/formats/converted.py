@@ -48,6 +48,18 @@ def check_rest(rest: Iterable[str], layers: Container[str], where: object) -> No
             raise CheckpointError(f"{where}: {name}: expected no tensor named as a part of a packed layer; rename it")
 
 
+def check_described(tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises CheckpointError if these have packed layers, of which nothing says what they are."""
+    for name, info in tensors.items():
+        layer, _, suffix = name.rpartition(".")
+        if suffix == "w_packed" and f"{layer}.layout" in tensors:
+            raise CheckpointError(
+                f"{info.file}: {name}: qcutlass has packed these layers, but no quantization_config in config.json "
+                "says how; save the model that has them again, with save_pretrained of transformers, or convert what "
+                "it was made of; the file alone is a state for load_state_dict, of a model with the same layers"
+            )
+
+
 @dataclass(frozen=True)
 class PackedLinear:
     """A layer of a converted folder: its description and shape; its tensors are read when asked for.

@@ -240,7 +240,11 @@ def scales_16(scales: Tensor) -> Tensor:
     found = narrowed(scales)
     if found.dtype != torch.float32:
         return found
-    raise UnsupportedError("expected scales of 16 bits, got float32 ones; quantise with float16 scales")
+    raise UnsupportedError(
+        "expected scales of 16 bits, got float32 ones, as convert --bits makes of float32 weights; quantise the floats "
+        "with float16 scales: qcutlass quantize makes these, so does convert(..., scheme=WeightOnly(scale_dtype="
+        "torch.float16))"
+    )
 
 
 def check_no_minimums(weight: QuantizedTensor) -> None:

@@ -192,8 +192,8 @@ class QuantExperts(nn.Module):
             x,
             self.gate_up.weights,
             self.down.weights,
-            ids.reshape(len(x), -1),
-            top_k_weights.reshape(len(x), -1).float(),
+            ids.reshape(x.shape[0], -1),  # len() would be a plain number to torch.export
+            top_k_weights.reshape(x.shape[0], -1).float(),
             activation=self.activation,
             limit=self.limit,
             alpha=self.alpha,

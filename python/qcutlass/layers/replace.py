@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Final
 
 from torch import nn
 
@@ -14,6 +15,9 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear, check_plain, kind_of
 from qcutlass.layers.experts import gate_of, is_replaced, quantized_experts
 from qcutlass.schemes import Scheme
+
+AFTER: Final[list[Callable[[nn.Module], None]]] = []
+"""What `replace_linear` calls with the model when its layers are in place, for those who save models of theirs."""
 
 
 def replace_linear(
@@ -96,6 +100,8 @@ def replace_linear(
     for name in replaced:
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, layers[modules[name]])
+    for act in AFTER:
+        act(model)
     return replaced
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcutlass.models.positions import check_length
 from qcutlass.products.checks import check_integer
 
 
@@ -46,7 +47,7 @@ def perplexity(
         progress: called with the number of windows done and the number of all.
 
     Raises:
-        ValueError: there is no whole window.
+        ValueError: there is no whole window; a model with learned positions has none for as many tokens.
 
     Example:
         >>> import torch
@@ -57,6 +58,7 @@ def perplexity(
         8.0
     """
     check_integer("window", window, minimum=2)
+    check_length("window", model, window, "it has", "take a smaller one (--window)")
     windows = ids[: len(ids) // window * window].view(-1, window)
     if not len(windows):
         raise ValueError(

@@ -13,7 +13,7 @@ from qcutlass.formats.specs import LayerSpec
 from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers import QuantExperts, QuantLinear, WeightOnlyLinear
 from qcutlass.layers.experts import REPLACED, Expert, Gate, gate_of, sizes_of
-from qcutlass.models.experts import expert_layer, module_forms, part_names
+from qcutlass.models.experts import expert_layer, file_forms, module_forms, part_names
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class Block:
 
     def specs(self, module: QuantExperts) -> dict[str, LayerSpec]:
         """The descriptions of the layers that `split` gives, by their names in the files."""
-        of_parts = [layer.spec for layer in module.expert(0)]
-        return {name: spec for names in self.layers for name, spec in zip(names, of_parts, strict=True)}
+        return _specs(module, self.layers)
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -123,6 +122,23 @@ def _block(place: str, layers: dict[tuple[int, str], str], module: Any) -> Block
     if len(layers) > 3 * count:
         raise CheckpointError(f"{place}: expected {count} experts, got {len(layers) // 3}")
     return Block(place, [tuple(layers[key] for key in keys) for keys in wanted], gate, (hidden, intermediate))
+
+
+def specs_of(model: Any) -> dict[str, LayerSpec]:
+    """The descriptions of the layers that `split` gives, by each name that files may have for them."""
+    words, found = part_names(model.config.model_type), dict[str, LayerSpec]()
+    for place, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            for form in file_forms(place, model.config.model_type):
+                experts = range(module.gate_up.experts)
+                found |= _specs(module, [[f"{form}.{expert}.{word}" for word in words] for expert in experts])
+    return found
+
+
+def _specs(module: QuantExperts, layers: Iterable[Iterable[str]]) -> dict[str, LayerSpec]:
+    """By name: `layers` has those of each expert's gate, up and down."""
+    of_parts = [layer.spec for layer in module.expert(0)]
+    return {name: spec for names in layers for name, spec in zip(names, of_parts, strict=True)}
 
 
 def split(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

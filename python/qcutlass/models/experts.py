@@ -95,6 +95,14 @@ def module_forms(block: str) -> Iterator[str]:
             yield block.replace(theirs, ours)
 
 
+def file_forms(block: str, model_type: str) -> Iterator[str]:
+    """The names that files of a model may have for the experts that transformers calls `block`, this one first."""
+    yield block
+    for ours, theirs in _FOLDERS.items() if model_type in _WORDS else ():
+        if ours in block:
+            yield block.replace(ours, theirs)
+
+
 def check_configuration(values: Any, where: object) -> None:
     """Raises UnsupportedError if this is the configuration of a mixture of experts that is not taken."""
     if isinstance(values, dict) and values.get("model_type") in TAKEN:

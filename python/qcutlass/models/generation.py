@@ -15,6 +15,7 @@ from qcutlass.models import stepping
 from qcutlass.models.block_modules import FusedBlock
 from qcutlass.models.cache_argument import CACHE
 from qcutlass.models.growing_cache import growing_cache
+from qcutlass.models.positions import check_length
 from qcutlass.models.sampling import Sampling
 from qcutlass.products.checks import check_integer
 
@@ -94,7 +95,8 @@ def generate(
 
     Raises:
         Interrupted: the user pressed Ctrl-C after the first token; a KeyboardInterrupt that has the text so far.
-        ValueError: the prompt is empty, or `chat` without a template.
+        ValueError: the prompt is empty, or `chat` without a template; a model with learned positions has none for
+            as long a text.
 
     Example:
         >>> from qcutlass.models.generation import generate
@@ -113,6 +115,13 @@ def generate(
     count = inputs["input_ids"].shape[1]
     if count == 0:
         raise ValueError("prompt: expected at least one token, got none")
+    check_length(
+        "prompt",
+        model,
+        count + max_new_tokens - 1,  # the last one is not read
+        f"{count} tokens and {max_new_tokens} new ones (max_new_tokens) make a text of",
+        "take a shorter prompt or fewer new tokens (--max-new-tokens)",
+    )
     stream = _Stream(tokenizer, on_text)
     chosen = sampling or Sampling()
     begin = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qcutlass.products.checks import check_integer
+from qcutlass.products.checks import check_integer, check_seed
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Sampling:
         seed: of what is drawn; None: torch's generator as it is.
 
     Raises:
-        ValueError: a temperature below 0 or not finite, a probability outside (0, 1], a negative seed; `top_p` or
-            `seed` where nothing is drawn.
+        ValueError: a temperature below 0 or not finite, a probability outside (0, 1], a seed below 0 or of more than
+            64 bits; `top_p` or `seed` where nothing is drawn.
 
     Example:
         >>> from qcutlass.models.sampling import Sampling
@@ -43,6 +43,7 @@ class Sampling:
             raise ValueError(f"top_p: expected a probability in (0, 1], got {self.top_p}")
         if self.seed is not None:
             check_integer("seed", self.seed, minimum=0)
+            check_seed("seed", self.seed)
         if self.temperature == 0 and (self.top_p != 1 or self.seed is not None):
             name = "top_p" if self.top_p != 1 else "seed"
             raise ValueError(f"{name}: nothing is drawn at temperature 0; pass temperature=, say 0.7, or leave it out")

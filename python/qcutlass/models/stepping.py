@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -127,12 +128,20 @@ class Decoder:
 
         Returns:
             Logits `[batch, vocabulary]` behind the last token of each.
+
+        Raises:
+            ValueError: it has not as many prompts as there is room for; one is too long; it is padded on the right.
         """
         batch, count = ids.shape
         if batch != len(self.tokens) or not 0 < count <= self.length:
             raise ValueError(
                 f"ids: expected [{len(self.tokens)}, 1 to {self.length}] tokens, got {list(ids.shape)}; make another "
                 "Decoder for them"
+            )
+        if mask is not None and (mask.shape != ids.shape or not bool(mask[:, -1].all())):
+            raise ValueError(
+                f"mask: expected {list(ids.shape)}, 1 for the last token of each prompt, got {list(mask.shape)}"
+                f"{' with 0 there' * (mask.shape == ids.shape)}; pad on the left (padding_side='left' of a tokenizer)"
             )
         self._cache.reset()  # and the place
         whole = torch.ones_like(ids) if mask is None else mask.to(ids.device, ids.dtype)
@@ -282,10 +291,112 @@ class StepCache(Cache):
         """Tokens of each sequence so far, padding included."""
         return self.count
 
-    def _unsupported(self, *arguments: object) -> None:
-        raise UnsupportedError("generate: in_steps makes one token of each prompt at a time; call generate outside")
+    def _unsupported(self, *arguments: object, **options: object) -> None:
+        raise UnsupportedError(
+            f"{CACHE}: in_steps makes one token of each prompt at a time, from a cache that serves inside alone; call "
+            "generate outside"
+        )
 
-    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _unsupported  # beams, assistants
+    # beams and assistants; the last two are what a model's own forward asks of a cache
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _unsupported
+    update = get_mask_sizes = _unsupported
+
+
+class _Steps:
+    """The decoders of a model inside `in_steps`, one for each number of prompts, and what `generate` calls there.
+
+    A decoder holds the keys and values of one text of each prompt: those that were read last.
+    """
+
+    def __init__(
+        self, model: Any, own: Callable[..., Any], length: int, compiled: bool, on_first_step: Callable[[], object]
+    ) -> None:
+        self._model, self._own, self._length, self._compiled = model, own, length, compiled
+        self._on_first_step = on_first_step
+        self._decoders: dict[int, Decoder] = {}
+        self._current: dict[int, StepCache] = {}  # by the number of prompts: whose keys and values its decoder holds
+        self._lock = threading.RLock()  # a step changes how the model attends, for all threads
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """The model's, but for prompts that `generate` reads, and for steps."""
+        with self._lock:
+            return self._forward(*arguments, **options)
+
+    def _forward(self, *arguments: Any, **options: Any) -> Any:
+        named = inspect.signature(self._own).bind_partial(*arguments).arguments | options
+        cache, ids = pop_cache(named), named.pop("input_ids", None)
+        asked = {name for name, value in named.items() if value is not None and value is not False} - _OF_STEPS
+        if isinstance(cache, StepCache):
+            if asked or ids is None or named.get("use_cache") is False:
+                words = ", ".join(sorted(asked)) or ("input_ids: None" if ids is None else "use_cache=False")
+                raise UnsupportedError(f"{words}: a step of in_steps does not take this; call the model outside")
+            logits = self._step(ids, cache)
+        elif asked or not _is_prompt(ids, cache, **named):
+            return self._own(*arguments, **options)
+        else:
+            logits, cache = self._read(ids, named.get("attention_mask"))
+        cache.count += ids.shape[1]
+        return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: cache})
+
+    def _read(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, StepCache]:
+        count = len(ids)
+        if count not in self._decoders:
+            self._decoders[count] = Decoder(self._model, count, self._length, compiled=self._compiled)
+        self._current.pop(count, None)
+        cache = StepCache(self._decoders[count])
+        padded = mask is not None and not bool(mask.all())
+        logits = cache.decoder.prefill(ids, mask if padded else None)
+        self._current[count] = cache
+        return logits, cache
+
+    def _step(self, ids: Tensor, cache: StepCache) -> Tensor:
+        decoder = cache.decoder
+        count = len(decoder.tokens)
+        if tuple(ids.shape) != (count, 1):
+            cache._unsupported()
+        if self._current.get(count) is not cache:
+            raise UnsupportedError(
+                f"{CACHE}: in_steps no longer has this text: other prompts ({count}, as these) were read since, or a "
+                "step was interrupted; finish a text before the next is begun, in whatever thread, or call outside"
+            )
+        if cache.count >= decoder.length:
+            raise ValueError(f"length: the sequence is longer than {decoder.length} tokens; pass in_steps a larger one")
+        if not decoder.is_ready:
+            self._on_first_step()
+        del self._current[count]  # a step that is interrupted leaves half of its keys
+        decoder.tokens.copy_(ids)
+        logits = decoder.step()
+        self._current[count] = cache
+        return logits
+
+
+_OF_STEPS: Final = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict"}
+"""The options of a call that a step follows, or of which `_is_prompt` says whether it does."""
+
+
+def _is_prompt(
+    ids: Tensor | None,
+    cache: Any,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    return_dict: bool | None = None,
+    **others: object,
+) -> bool:
+    """Whether a call reads prompts as `generate` does, which `Decoder.prefill` does as well."""
+    if ids is None or use_cache is False or return_dict is False:
+        return False
+    if not isinstance(logits_to_keep, int) or logits_to_keep != 1:
+        return False
+    if cache is not None and cache.get_seq_length() > 0:
+        return False
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    if mask.shape != ids.shape or not bool(mask[:, -1:].all()):
+        return False
+    expected = mask.long().cumsum(-1) - 1
+    return position_ids is None or not bool(((position_ids != expected) & mask.bool()).any())
 
 
 @contextmanager
@@ -295,7 +406,11 @@ def in_steps(
     """Inside, transformers' own `generate` of this model runs on a `Decoder`, for prompts of any number.
 
     Every option of `generate` that asks for one token of each sequence at a time works: sampling, streamers, stopping
-    criteria. Beam search, assisted decoding and prompts that continue a cache of one's own do not, and are refused.
+    criteria. Beam search is refused. What asks the model for more than the next token, such as `labels`, all logits or
+    hidden states, for no cache, or to go on with a cache of one's own, runs as it does outside, without steps.
+
+    There is one `Decoder` for each number of prompts, and it holds one text of each: a text that is gone on with after
+    as many other prompts have been read, by another thread for example, is refused. Calls of threads take turns.
 
     Args:
         model: as for `Decoder`.
@@ -304,7 +419,7 @@ def in_steps(
         on_first_step: called before the first step of each number of prompts, which is compiled then.
 
     Raises:
-        UnsupportedError: as for `Decoder`.
+        UnsupportedError: as for `Decoder`; the model is in steps already; inside: see above.
         ValueError: inside: a sequence gets longer.
 
     Example:
@@ -314,42 +429,22 @@ def in_steps(
         ...     with in_steps(model, length=2048):
         ...         return tokenizer.decode(model.generate(**inputs, max_new_tokens=128)[0])
     """
-    why = obstacle(model)
+    own = model.forward
+    why = "it is in steps already" if hasattr(own, "replaced") else obstacle(model)
     if why is not None:
         raise UnsupportedError(f"model: {why}; use the model's own generate")
-    own, decoders = model.forward, dict[int, Decoder]()
-
-    def start(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, StepCache]:
-        if len(ids) not in decoders:
-            decoders[len(ids)] = Decoder(model, len(ids), length, compiled=compiled)
-        cache = StepCache(decoders[len(ids)])
-        padded = mask is not None and not bool(mask.all())
-        return cache.decoder.prefill(ids, mask if padded else None), cache
+    steps, before = _Steps(model, own, length, compiled, on_first_step), vars(model).get("forward")
 
     @functools.wraps(own)
-    def forward(input_ids: Tensor, **options: Any) -> CausalLMOutputWithPast:
-        cache = pop_cache(options)
-        if not isinstance(cache, StepCache):
-            if cache is not None and cache.get_seq_length() > 0:
-                raise UnsupportedError(f"{CACHE}: in_steps continues no cache but its own; call generate outside")
-            logits, cache = start(input_ids, options.get("attention_mask"))
-        elif input_ids.shape[1] != 1 or len(input_ids) != len(cache.decoder.tokens):
-            cache._unsupported()
-        elif cache.count >= cache.decoder.length:
-            raise ValueError(
-                f"length: the sequence is longer than {cache.decoder.length} tokens; pass in_steps a larger one"
-            )
-        else:
-            if not cache.decoder.is_ready:
-                on_first_step()
-            cache.decoder.tokens.copy_(input_ids)
-            logits = cache.decoder.step()
-        cache.count += input_ids.shape[1]
-        return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: cache})
+    def forward(*arguments: Any, **options: Any) -> Any:
+        return steps.forward(*arguments, **options)
 
     forward.replaced = own  # type: ignore[attr-defined]
     model.forward = forward
     try:
         yield
     finally:
-        del model.forward
+        if before is None:
+            del model.forward
+        else:
+            model.forward = before

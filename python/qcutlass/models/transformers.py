@@ -35,9 +35,10 @@ from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyL
 from qcutlass.layers.activations import check_activations
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.packed import PackedModule
+from qcutlass.layers.replace import AFTER
 from qcutlass.models.converted import ConvertedFolder
-from qcutlass.models.expert_modules import Block, expert_modules, find_blocks, split
-from qcutlass.models.experts import expert_layer, module_forms
+from qcutlass.models.expert_modules import Block, expert_modules, find_blocks, specs_of, split
+from qcutlass.models.experts import TAKEN, expert_layer, module_forms
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_implementations, load_tokenizer, reading
 from qcutlass.models.fitting import check_codes, is_initialised_alone, left_out, places, skeleton, unloaded
 
@@ -241,8 +242,9 @@ class QcutlassQuantizer(HfQuantizer):
     def _describe(self, model: PreTrainedModel) -> None:
         """Has the configuration say what the layers are."""
         values: dict[str, Any] = self.quantization_config.to_dict()
-        kept = values.get("modules_to_not_convert", [*_linears(model), *expert_modules(model)])
-        described = ModelSpec.of(self._specs, kept, self._source or values.get("source", "")).to_dict()
+        listed = [*values.get("modules_to_not_convert", ()), *_linears(model), *expert_modules(model)]
+        kept = [name for name in dict.fromkeys(listed) if name not in self._specs]
+        described = ModelSpec.of(self._specs, kept, self._source or values.get("source", "floats")).to_dict()
         described |= {key: values[key] for key in ("requantized",) if key in values}
         self.quantization_config = model.config.quantization_config = QcutlassConfig(**described)
 
@@ -253,13 +255,15 @@ class QcutlassQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors that `save_pretrained` writes, before its configuration: the model's and guards of layers."""
-        modules = [(name, module) for name, module in model.named_modules() if name in self._specs]
-        specs = {name: module.spec for name, module in modules if isinstance(module, QuantLinear)}
-        if specs.items() - self._specs.items():  # use_activations has put others in their place
-            self._specs |= specs
-            self._describe(model)
         state = split(model, model.state_dict())
         layers = [name.removesuffix(".w_packed") for name in state if name.endswith(".w_packed")]
+        modules = [(name, module) for name, module in model.named_modules() if name in layers]
+        specs = {name: module.spec for name, module in modules if isinstance(module, QuantLinear)}
+        specs |= specs_of(model)
+        if specs.items() - self._specs.items():  # replace_linear or use_activations has put others in their place
+            self._specs |= specs
+            self._describe(model)
+        model.config.quantization_config = self.quantization_config  # which its base model has, too, and may describe
         return {**state, **{f"{name}.{GUARD}": guard() for name in layers}}, {}
 
     def is_serializable(self) -> bool:
@@ -272,6 +276,20 @@ class QcutlassQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _save_as_converted(model: nn.Module) -> None:
+    """Has `save_pretrained` of a model whose layers were replaced, and of those in it, write a converted folder."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and getattr(module, "hf_quantizer", None) is None:
+            module.hf_quantizer = QcutlassQuantizer(QcutlassConfig())
+            if module.config.model_type not in TAKEN:  # whose renamed experts are found; other layers have one name
+                module._weight_conversions = []
+
+
+AFTER.append(_save_as_converted)
 
 
 def _ignore(model: PreTrainedModel, patterns: Iterable[str]) -> None:

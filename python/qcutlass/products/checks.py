@@ -117,6 +117,12 @@ def check_integer(name: str, value: object, allowed: Container[int] | None = Non
         raise ValueError(f"{name}: expected at least {minimum}, got {value}")
 
 
+def check_seed(name: str, value: int) -> None:
+    """Raises ValueError unless torch's generators take this seed."""
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"{name}: expected an integer of 64 bits, less than 2**64, got {value}")
+
+
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
@@ -209,9 +215,11 @@ def check_memory(tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def check_device(name: str, value: Tensor) -> None:
-    """Raises UnsupportedError unless `value` is on a device qcutlass runs on."""
+    """Raises UnsupportedError unless `value` is on a device qcutlass runs on, and in one piece."""
     if value.device.type not in DEVICES:
         raise UnsupportedError(f"{name} is on {value.device}: qcutlass runs on cpu and cuda tensors")
+    if value.is_nested:
+        raise UnsupportedError(f"{name}: expected a dense tensor, got a nested one: pass {name}.to_padded_tensor(0.0)")
 
 
 def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where: str = "") -> None:

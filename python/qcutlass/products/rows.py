@@ -72,7 +72,7 @@ def _codes_4(w_packed: Tensor, rows: Tensor) -> Tensor:
     strip, row = rows // TILE_N, rows % TILE_N
     found = w_packed.view(strips, tiles, *_TILE_4)[strip, :, row % 8]  # T, tile, t, step, odd, half
     shift = (row // 8 * 4).to(torch.uint8).view(-1, 1, 1, 1, 1, 1)
-    return (found >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(len(rows), 64 * tiles)
+    return (found >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(rows.shape[0], 64 * tiles)
 
 
 def _codes_8(w_packed: Tensor, rows: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _codes_8(w_packed: Tensor, rows: Tensor) -> Tensor:
     strip, row = rows // TILE_N, rows % TILE_N
     # T, tile, t, step, half, odd
     found = w_packed.view(strips, tiles, *_TILE_8)[strip, :, row % 8, :, :, :, row // 8]
-    return found.permute(0, 1, 3, 4, 2, 5).reshape(len(rows), 32 * tiles)
+    return found.permute(0, 1, 3, 4, 2, 5).reshape(rows.shape[0], 32 * tiles)
 
 
 def _spread(parameters: Tensor, rows: Tensor, k: int, group_size: int, supers: Tensor | None = None) -> Tensor:

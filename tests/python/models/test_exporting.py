@@ -169,7 +169,7 @@ def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> 
     root = quantized("symmetric").parent
     wide = models.Method("rtn", WeightOnly(4, 32, scale_dtype=torch.float32))
     models.quantize_model(root / "source", tmp_path / "wide", wide)
-    refused("expected scales of 16 bits, got float32 ones", tmp_path / "wide", "gptq")
+    refused("got float32 ones.*qcutlass quantize makes these", tmp_path / "wide", "gptq")
 
     models.quantize_model(root / "source", tmp_path / "blocks", "blockwise")
     refused("compressed-tensors holds no layers of kind blockwise", tmp_path / "blocks", "compressed-tensors")

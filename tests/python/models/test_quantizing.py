@@ -253,6 +253,8 @@ def test_what_cannot_be_done_is_refused(seed: int, tmp_path: Path) -> None:
         quantize(ids=calibration(0), skip=["*_proj"])
     with pytest.raises(ValueError, match="calibration: expected a text of at least 9 tokens, got 8"):
         models.calibration_windows(torch.arange(8), 2, 9, 0)
+    with pytest.raises(ValueError, match="seed: expected an integer of 64 bits"):
+        models.calibration_windows(torch.arange(8), 2, 4, 2**64)
     with pytest.raises(ValueError, match=r"skip: 'up_porj' matches no layer; there are .*up_proj"):
         quantize(ids=calibration(0), skip=["*.0.*", "up_porj"])
     with pytest.raises(ValueError, match=r"skip: 'model\.layers\.7\.mlp\.up_proj' .* model\.layers\.\d\.mlp\.up_proj"):

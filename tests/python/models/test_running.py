@@ -131,6 +131,7 @@ def test_sampling_repeats_with_a_seed(random_cut: RandomCut) -> None:
         (("--temperature", "inf"), "temperature: expected a finite number"),
         (("--temperature", 1, "--top-p", 0), "top_p: expected a probability in (0, 1], got 0.0"),
         (("--temperature", 1, "--seed", -1), "seed"),
+        (("--temperature", 1, "--seed", 2**64), "seed: expected an integer of 64 bits, less than 2**64"),
     ],
 )
 def test_sampling_that_makes_no_sense(options: tuple[object, ...], message: str, tmp_path: Path) -> None:

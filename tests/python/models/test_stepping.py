@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor
 
 import qcutlass
+from qcutlass import UnsupportedError
 
 transformers = pytest.importorskip("transformers")
 from qcutlass.models import stepping  # noqa: E402
+from qcutlass.models.cache_argument import CACHE  # noqa: E402
 from qcutlass.models.stepping import Decoder, in_steps  # noqa: E402
 
 gpu = pytest.mark.gpu
@@ -167,16 +171,18 @@ def generated(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> list[lis
 
 
 @pytest.mark.parametrize("padding", [0, 40])
-def test_generate_gives_the_same_tokens_in_steps(padding: int) -> None:
+def test_generate_gives_the_same_tokens_in_steps(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("cpu")
     ids, mask = prompts("cpu", padding)
     expected = generated(model, ids[:, :PROMPT], mask[:, :PROMPT])
-    waited = []
+    waited, steps, step = list[int](), list[int](), Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda decoder: steps.append(1) or step(decoder))  # type: ignore[func-returns-value]
     with in_steps(model, PROMPT + STEPS, compiled=False, on_first_step=lambda: waited.append(1)):
         assert generated(model, ids[:, :PROMPT], mask[:, :PROMPT]) == expected
         alone = generated(model, ids[:1, :PROMPT], mask[:1, :PROMPT])
         assert alone == expected[:1]
     assert not waited, "nothing is compiled"
+    assert len(steps) == 2 * (STEPS - 1), "the prompt gives the first token"
     assert generated(model, ids[:, :PROMPT], mask[:, :PROMPT]) == expected
     assert "forward" not in vars(model)
 
@@ -211,6 +217,141 @@ def test_what_steps_cannot_do_is_refused() -> None:
         Decoder(model, 1, 64)
     with pytest.raises(NotImplementedError, match="attend to all tokens before"), in_steps(model, 64):
         pass
+
+
+def test_a_text_is_not_gone_on_with_after_another_was_read() -> None:
+    model, (ids, _) = model_of("cpu"), prompts("cpu", 0)
+    read = {"use_cache": True, "logits_to_keep": 1}
+    with torch.inference_mode():
+        expected = model(ids[:1, :10]).logits[:, 8:]
+        with in_steps(model, 32, compiled=False):
+            first = model(ids[:1, :9], **read)
+            model(ids[:, :9], **read)  # of another number of prompts, which another decoder holds
+            second = model(ids[:1, 9:10], **{**read, CACHE: first[CACHE]})
+            found = torch.cat([first.logits, second.logits], dim=1)
+            assert (found - expected).abs().max() < 1e-4 * expected.std()
+            model(ids[1:, :9], **read)
+            with pytest.raises(NotImplementedError, match="no longer has this text"):
+                model(ids[:1, 9:10], **{**read, CACHE: first[CACHE]})
+        with pytest.raises(NotImplementedError, match="serves inside alone"):
+            model(ids[:1, 9:10], **{**read, CACHE: first[CACHE]})
+        with pytest.raises(NotImplementedError, match="serves inside alone"):
+            copy.deepcopy(first[CACHE])
+
+
+def interrupted(decoder: Decoder) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_text_is_not_gone_on_with_after_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = model_of("cpu"), prompts("cpu", 0)
+    with torch.inference_mode(), in_steps(model, 32, compiled=False):
+        cache = model(ids[:1, :9], logits_to_keep=1)[CACHE]
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "_compute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:1, 9:10], **{CACHE: cache})
+        with pytest.raises(NotImplementedError, match="a step was interrupted"):
+            model(ids[:1, 9:10], **{CACHE: cache})
+
+
+def test_threads_get_their_own_tokens_or_a_refusal() -> None:
+    model, (ids, mask) = model_of("cpu"), prompts("cpu", 0)
+    texts = [(ids[:1, :9], mask[:1, :9]), (ids[1:, :7], mask[1:, :7]), (ids[:, :8], mask[:, :8])]
+    expected = [generated(model, *text) for text in texts]
+    found: list[list[Any]] = [[] for _ in texts]
+
+    def run(place: int) -> None:
+        for _ in range(3):
+            try:
+                found[place].append(generated(model, *texts[place]))
+            except UnsupportedError:
+                found[place].append(None)
+
+    with in_steps(model, 32, compiled=False):
+        threads = [threading.Thread(target=run, args=(place,)) for place in range(len(texts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for place, results in enumerate(found):
+        assert len(results) == 3
+        assert all(result in (expected[place], None) for result in results)
+    assert found[2] == [expected[2]] * 3, "nobody else has two prompts"
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "all logits": {},
+    "labels": {"labels": "ids"},
+    "hidden states": {"output_hidden_states": True, "logits_to_keep": 1},
+    "no cache": {"use_cache": False, "logits_to_keep": 1},
+    "embeddings": {"inputs_embeds": "ids", "input_ids": None, "logits_to_keep": 1},
+    "positions": {"position_ids": torch.tensor([[0, 1, 5, 6]]), "logits_to_keep": 1},
+    "padded on the right": {"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), "logits_to_keep": 1},
+    "a tuple": {"return_dict": False, "logits_to_keep": 1},
+}
+
+
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_other_calls_are_the_models_own(options: dict[str, Any]) -> None:
+    model, (ids, _) = model_of("cpu"), prompts("cpu", 0)
+    options = {"input_ids": ids[:, :4]} | options
+    with torch.inference_mode():
+        if "labels" in options:
+            options["labels"] = ids[:, :4]
+        if "inputs_embeds" in options:
+            options["inputs_embeds"] = model.get_input_embeddings()(ids[:, :4])
+        expected = model(**options)
+        with in_steps(model, 32, compiled=False):
+            found = model(**options)
+            if options["input_ids"] is not None and "return_dict" not in options and "use_cache" not in options:
+                again = model(ids[:, 4:5], **{CACHE: found[CACHE]})  # nor is a cache of its own
+                assert again.logits.shape == (2, 1, VOCABULARY)
+    assert type(found) is type(expected)
+    names = expected.keys() if isinstance(expected, dict) else ()
+    assert list(names) == list(found.keys() if names else ())
+    for name in {"loss", "logits"}.intersection(names):
+        assert torch.equal(found[name], expected[name])
+
+
+def test_generate_runs_without_steps_where_it_asks_for_more() -> None:
+    model, (ids, mask) = model_of("cpu"), prompts("cpu", 0)
+    some = {"return_dict_in_generate": True, "output_hidden_states": True, "max_new_tokens": 3, "pad_token_id": 0}
+    mask[0, 15:20] = 0  # padded on the right
+    expected = model.generate(ids[:, :20], attention_mask=mask[:, :20], do_sample=False, **some)
+    with in_steps(model, 64, compiled=False):
+        found = model.generate(ids[:, :20], attention_mask=mask[:, :20], do_sample=False, **some)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert len(found.hidden_states) == 3
+        for use_cache in (True, False):
+            options = {"max_new_tokens": 3, "pad_token_id": 0, "use_cache": use_cache}
+            right = model.generate(ids[:, :20], attention_mask=mask[:, :20], do_sample=False, **options)
+            assert torch.equal(right, expected.sequences)
+
+
+def test_what_a_step_does_not_take_is_named() -> None:
+    model, (ids, _) = model_of("cpu"), prompts("cpu", 0)
+    with torch.inference_mode(), in_steps(model, 32, compiled=False):
+        cache = {CACHE: model(ids[:, :4], logits_to_keep=1)[CACHE]}
+        for options in ({"labels": ids[:, 4:5]}, {"output_attentions": True}, {"use_cache": False}):
+            with pytest.raises(NotImplementedError, match=next(iter(options))):
+                model(ids[:, 4:5], **cache, **options)
+        with pytest.raises(NotImplementedError, match="already"), in_steps(model, 32):
+            pass
+    model.forward = own = functools.partial(type(model).forward, model)  # as hooks of others put one there
+    with in_steps(model, 32, compiled=False):
+        assert model.forward is not own
+    assert model.forward is own
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [(torch.tensor([[1, 1, 0]]), "pad on the left"), (torch.ones(1, 4), r"expected \[1, 3\].*got \[1, 4\]")],
+)
+def test_prompts_are_padded_on_the_left(mask: Tensor, words: str) -> None:
+    decoder = Decoder(model_of("cpu"), 1, 8, compiled=False)
+    with pytest.raises(ValueError, match=words):
+        decoder.prefill(torch.ones(1, 3, dtype=torch.int64), mask)
 
 
 def test_compiled_code_stays_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, check_destination, file_stats, work_folder
 from qcutlass.models.replacing import new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource
-from qcutlass.products.checks import check_integer, check_tensor
+from qcutlass.products.checks import check_integer, check_seed, check_tensor
 from qcutlass.version import __version__
 
 _VERSION = 5  # of the work folder
@@ -76,7 +76,7 @@ def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Te
         int64 `[samples, seqlen]`.
 
     Raises:
-        ValueError: the text has less than `seqlen` tokens.
+        ValueError: the text has less than `seqlen` tokens; the seed is not of 64 bits.
 
     Example:
         >>> import torch
@@ -86,6 +86,7 @@ def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Te
     """
     check_integer("samples", samples, minimum=1)
     check_integer("seqlen", seqlen, minimum=1)
+    check_seed("seed", seed)
     if len(ids) < seqlen:
         raise ValueError(f"calibration: expected a text of at least {seqlen} tokens, got {len(ids)}; take a longer one")
     generator = torch.Generator().manual_seed(seed)
