@@ -32,6 +32,10 @@ _WITHOUT_HEAD: Final = (
     f"{FROM_FLOATS}"
 )
 _TOKENS: Final = (1, 2)
+_BLOCKS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
+"""Where configurations say how many blocks there are."""
+_ATTENTION: Final = ("attn_implementation", "_attn_implementation")
+"""What a skeleton takes none of."""
 
 
 def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -> Any:
@@ -49,14 +53,16 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
     except UnsupportedError:
         return None
     try:
-        check_implementations(config, where)
-        found, blocks = getattr(transformers, name), config.get("num_hidden_layers")
-        if isinstance(blocks, int) and blocks > len(checkpoint.tensors):
-            raise UnsupportedError(f"{blocks} blocks of {len(checkpoint.tensors)} tensors")
+        values = {key: value for key, value in config.items() if key not in _ATTENTION}
+        check_implementations(values, where)
+        found = getattr(transformers, name)
         if not issubclass(found, transformers.PreTrainedModel):
             raise UnsupportedError("it is no model")
+        blocks = _most_blocks(values)
+        if blocks > len(checkpoint.tensors):
+            raise UnsupportedError(f"{blocks} blocks of {len(checkpoint.tensors)} tensors")
         with torch.device("meta"):
-            return found(found.config_class.from_dict({**config, "attn_implementation": "eager"}))
+            return found(found.config_class.from_dict({**values, _ATTENTION[0]: "eager"}))
     except Exception as error:  # configurations raise errors of any type
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         warnings.warn(
@@ -64,6 +70,13 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
             stacklevel=2,
         )
         return None
+
+
+def _most_blocks(config: Mapping[str, Any]) -> int:
+    """The most blocks of a part of a model."""
+    own = [blocks for key in _BLOCKS if isinstance(blocks := config.get(key), int)]
+    parts = [_most_blocks(part) for name, part in config.items() if name.endswith("config") and isinstance(part, dict)]
+    return max([0, *own, *parts])
 
 
 def unloaded(model: Any) -> list[str]:
@@ -156,10 +169,21 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def check_layers(names: Iterable[str], model: Any) -> None:
-    """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed."""
+    """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed.
+
+    Of models of several parts, as those that see, files may have other names than transformers gives their modules:
+    where a layer has no place there, that is a warning.
+    """
     _, others = of_experts((name for name in names if not is_router(name)), model)
     owners: dict[type[nn.Module], nn.Module] = {}
-    for place, (name, module) in places(others, model).items():
+    try:
+        found = places(others, model)
+    except UnsupportedError as error:
+        if not model.config.sub_configs:
+            raise
+        warnings.warn(f"{error}: transformers may not load the folder, others that name it so may", stacklevel=2)
+        return
+    for place, (name, module) in found.items():
         model.set_submodule(place, _Packed(module, name))
         owner = model.get_submodule(place.rpartition(".")[0])
         if not is_initialised_alone(owner):

@@ -38,8 +38,10 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def counted(tensor: Tensor, number: int) -> list[Tensor]:
     """So many new tensors like this one, without gaps, whose changes in place torch counts, even in inference mode."""
-    with torch._C._InferenceMode(False):  # what torch.inference_mode enters, without its two microseconds
-        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(number)]
+    if torch.is_inference_mode_enabled():
+        with torch._C._InferenceMode(False):  # what torch.inference_mode enters, without its two microseconds
+            return counted(tensor, number)
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(number)]
 
 
 def extent(tensor: Tensor) -> int:

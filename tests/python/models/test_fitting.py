@@ -180,6 +180,38 @@ def test_names_that_transformers_gives_no_layer(tmp_path: Path, random_cut: Rand
         models.convert(folder, tmp_path / "newlarge")
 
 
+SEEING = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    },
+}  # fmt: skip
+"""The configuration of a model with vision, without its text_config."""
+
+
+def test_names_that_transformers_changes_in_models_of_several_parts(tmp_path: Path, random_cut: RandomCut) -> None:
+    """Other readers may take the folder."""
+    stored = load_file(random_cut.gptq().folder / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    for blocks, match in ((None, "has no such .*: transformers may not load the folder"), (10**9, "10{9} blocks of")):
+        text = {**random_cut.config, "model_type": "llama"} | ({} if blocks is None else {"num_hidden_layers": blocks})
+        folder = write_model(tmp_path / f"old{blocks}", tensors, {**SEEING, "text_config": text}, GPTQ)
+        with pytest.warns(UserWarning, match=match):
+            models.convert(folder, tmp_path / f"new{blocks}", verify=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_attention_that_a_configuration_asks_for(tmp_path: Path, random_cut: RandomCut) -> None:
+    """It is no code of others to check names by, and the names are checked."""
+    stored = load_file(random_cut.gptq().folder / "model.safetensors")
+    config = {**random_cut.config, "architectures": ["LlamaForCausalLM"], "_attn_implementation": "flash_attention_2"}
+    tensors = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no such"):
+        models.convert(write_model(tmp_path / "old", tensors, config, GPTQ), tmp_path / "new")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_packed_embeddings_of_other_formats(tied: bool, random_cut: RandomCut, tmp_path: Path) -> None:
     """In a folder as it is, and converted."""
