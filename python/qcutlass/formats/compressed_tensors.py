@@ -17,7 +17,7 @@ nvfp4-pack-quantized and mxfp4-pack-quantized: `weight_packed` uint8 `[N, K / 2]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -51,6 +51,8 @@ SUFFIXES: Final = (
 _INT8: Final = ("I8",)
 _PATTERN: Final = "re:"
 """What patterns among the targets begin with; others are names and classes of modules."""
+_CLASSES: Final = ("Embedding", "Linear")
+"""The classes of modules that may be targets, those of embeddings first."""
 _LEAVE_OUT: Final = "remove input_activations from its group in config.json to multiply by activations of 16 bits"
 
 
@@ -84,13 +86,10 @@ def _group(layer: LayerTensors) -> Config:
     groups = layer.config.section("config_groups")
     if len(groups.values) < 2:
         return groups.section(*groups.values)
-    found = {target: name for name in groups.values for target in _targets(groups.section(name))}
-    patterns = sorted(target for target in found if target.startswith(_PATTERN))
-    classes = ("Embedding", "Linear") if "embed" in layer.name.rpartition(".")[2] else ("Linear",)
-    for target in (layer.name, *patterns, *classes):
-        is_pattern = target.startswith(_PATTERN)
-        if target in found and (not is_pattern or _matches(target, layer.name, groups.where)):
-            return groups.section(found[target])
+    found = _by_target(groups)
+    target = _target(found, layer.name, groups.where)
+    if target is not None:
+        return groups.section(found[target])
     alike = [{**groups.section(name).values, "targets": None} for name in groups.values]
     if any(group != alike[0] for group in alike):
         raise CheckpointError(
@@ -98,6 +97,29 @@ def _group(layer: LayerTensors) -> Config:
             "to the targets of its group"
         )
     return groups.section(next(iter(groups.values)))
+
+
+def is_named(config: Config, name: str) -> bool:
+    """Whether a target of several groups is a layer's name, or a pattern that matches it, rather than its class."""
+    groups = config.section("config_groups")
+    if len(groups.values) < 2:
+        return False
+    return _target(_by_target(groups), name, groups.where) not in (None, *_CLASSES)
+
+
+def _by_target(groups: Config) -> dict[str, str]:
+    """The groups' names by their targets."""
+    return {target: name for name in groups.values for target in _targets(groups.section(name))}
+
+
+def _target(targets: Collection[str], name: str, where: str) -> str | None:
+    """The target that a layer belongs to; None: there is none."""
+    patterns = sorted(target for target in targets if target.startswith(_PATTERN))
+    classes: tuple[str, ...] = _CLASSES if "embed" in name.rpartition(".")[2] else ("Linear",)
+    for target in [name, *patterns, *classes]:
+        if target in targets and (not target.startswith(_PATTERN) or _matches(target, name, where)):
+            return target
+    return None
 
 
 def _matches(target: str, name: str, where: str) -> bool:

@@ -13,6 +13,7 @@ from qcutlass.vllm import interface
 from qcutlass.vllm.embedding import QCutlassEmbeddingMethod
 from qcutlass.vllm.method import QCutlassLinearMethod
 from qcutlass.vllm.mixture import QCutlassExpertsMethod
+from qcutlass.vllm.naming import Rename, with_names
 from qcutlass.vllm.obstacles import obstacle
 
 EMBEDDINGS: Final = ("embed_tokens", "wte", "embed_in", "word_embeddings")
@@ -29,6 +30,8 @@ class QCutlassConfig(interface.QuantizationConfig):
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
         self.values = dict(values)
+        self._stored = self.values
+        self._renames: list[Rename] = []
 
     def get_name(self) -> str:
         return METHOD
@@ -72,6 +75,13 @@ class QCutlassConfig(interface.QuantizationConfig):
     def get_checkpoint_weight_mapper() -> Any:
         """Keeps `g_idx`, which the base class drops since 0.30."""
         return interface.keeping_everything()
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Has rules of single layers match vLLM's names, too; each part of a model may have a mapper."""
+        rename = getattr(hf_to_vllm_mapper, "apply_list", None)
+        if rename is not None:
+            self._renames.append(rename)
+            self.values = with_names(self._stored, self._renames)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """How a layer is loaded and computed; None: as vLLM does it."""

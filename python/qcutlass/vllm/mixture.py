@@ -27,7 +27,7 @@ class QCutlassExpertsMethod(interface.FusedMoEMethodBase):
 
     Args:
         values: `quantization_config` of the folder.
-        prefix: the block's name, for errors.
+        prefix: the block's name.
         moe: vLLM's description of the block.
     """
 
@@ -92,8 +92,8 @@ class QCutlassExpertsMethod(interface.FusedMoEMethodBase):
         def layers() -> Iterator[Any]:
             for part in Expert._fields:
                 name = f"{self._prefix}: {part} of expert {expert} of this rank"
-                module = f"{self._prefix}.{expert}.{part}_proj"
-                found = layer_of(parts.get(ExpertPart(expert, part), {}), self._values, name, device, module)
+                modules = [f"{self._prefix}.{module}" for module in self._waiting.names(expert, part)]
+                found = layer_of(parts.get(ExpertPart(expert, part), {}), self._values, name, device, *modules)
                 yield of_weights_alone(found, name)
 
         return ExpertLayers(*layers())

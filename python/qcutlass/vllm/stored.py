@@ -16,6 +16,7 @@ from qcutlass.layers.base import from_spec
 from qcutlass.layers.stored_form import from_stored
 from qcutlass.products.packing import one_level
 from qcutlass.quantized import QuantizedTensor
+from qcutlass.vllm import naming
 
 FORMATS: Final = ("gptq", "awq", "compressed-tensors", "fp8", "nvfp4")
 """The formats of other makers, keys of `qcutlass.formats.FORMATS`, of which layers are read here."""
@@ -30,7 +31,7 @@ _BLOCKS: Final = "blockwise"
 
 
 def layer_of(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str, device: torch.device, module: str = ""
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], name: str, device: torch.device, *modules: str
 ) -> Layer:
     """The layer of canonical form that a checkpoint's tensors make, whichever format they have.
 
@@ -39,7 +40,8 @@ def layer_of(
         config: `quantization_config` of the folder.
         name: for errors.
         device: on which the layer is.
-        module: the layer's name in the checkpoint, by which the configuration may describe it apart; "": `name`.
+        modules: names that the layer may have in the checkpoint, by which the configuration may describe it apart;
+            `name` where there are none.
 
     Raises:
         CheckpointError: the tensors are none of a layer, or contradict each other.
@@ -62,13 +64,17 @@ def layer_of(
             return _of_packed(tensors, name, device)
         if is_float(tensors):
             return FloatLinear(tensors["weight"].to(device))
-        module = module or name or _NAME
-        stored = {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+        def load(module: str, described: Mapping[str, Any]) -> Layer:
+            stored = {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
+            read = formats.load(stored, config=described)[module]
+            return _ALONE.get(read.kind, _as_it_is)(read)
+
         try:
-            read = formats.load(stored, config=config)[module]
+            read = naming.read(load, config, modules or (name or _NAME,))
         except (CheckpointError, UnsupportedError, KeyError) as error:
             raise type(error)(f"{name}: {error}") from error
-    return moved(_ALONE.get(read.kind, _as_it_is)(read), device)
+    return moved(read, device)
 
 
 def is_float(tensors: Mapping[str, Tensor]) -> bool:

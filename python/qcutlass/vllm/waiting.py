@@ -14,7 +14,7 @@ Shard = int | str | tuple[int, ...] | None
 """Which part of a fused layer a tensor belongs to: a number, a name, several that are fused in the file; None: all."""
 _PLACES: Final = {"q": 0, "k": 1, "v": 2}
 _PARTS: Final = {"w1": "gate", "w2": "down", "w3": "up"}
-"""The layers of an expert, by the names that vLLM has for them."""
+"""The layers of an expert, by the names that vLLM has for them, and Mixtral's files."""
 _DONE: Final = "layers of qcutlass take no weights after loading; start the engine anew"
 
 
@@ -91,10 +91,13 @@ class WaitingExperts:
         [False, True]
         >>> list(waiting.parts)
         [ExpertPart(expert=0, part='up')]
+        >>> waiting.names(0, "up")
+        ['2.up_proj', '2.w3']
     """
 
     def __init__(self, local: Callable[[int], int]) -> None:
         self._local = local
+        self._numbers: dict[int, int] = {}  # in the model, of experts of this rank
         self.parts: dict[ExpertPart, dict[str, Tensor]] = {}
         self._is_done = False
 
@@ -113,10 +116,16 @@ class WaitingExperts:
                 raise UnsupportedError(f"{weight_name}: {_DONE}")
             expert = self._local(expert_id)
             if expert >= 0:
+                self._numbers[expert] = expert_id
                 self.parts.setdefault(ExpertPart(expert, _PARTS[shard_id]), {})[suffix] = loaded_weight
             return expert >= 0 if return_success else None
 
         return load
+
+    def names(self, expert: int, part: str) -> list[str]:
+        """Names that a layer of an expert of this rank may have in a checkpoint, within its block."""
+        number = self._numbers.get(expert, expert)
+        return [f"{number}.{word}" for word in (f"{part}_proj", *(word for word in _PARTS if _PARTS[word] == part))]
 
     def take(self) -> dict[ExpertPart, dict[str, Tensor]]:
         """The tensors, which are not kept."""

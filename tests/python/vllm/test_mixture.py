@@ -269,3 +269,13 @@ def test_compressed_tensors_of_8_bits() -> None:
     experts, layer = random_experts(bits=8), block(configuration.QCutlassConfig(values))
     load(layer, experts, as_compressed)
     assert all(torch.equal(of_module(layer.products, i), expected(expert)) for i, expert in enumerate(experts))
+
+
+def test_rules_have_the_words_of_files_and_numbers_in_the_model() -> None:
+    rules = {r"+:.*experts\.[23]\.w2$": {"bits": 8}, r"+:.*experts\.[01]\.w2$": {"bits": 4, "group_size": 64}}
+    values = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": 32, "dynamic": rules}
+    experts, of_eight_bits = random_experts(), random_experts(bits=8)
+    experts = [{**expert, "down": other["down"]} for expert, other in zip(experts, of_eight_bits, strict=True)]
+    layer = block(configuration.QCutlassConfig(values), 1, 2, expert_parallel=True)
+    load(layer, experts, as_gptq)
+    assert all(torch.equal(of_module(layer.products, index), expected(experts[index + 2])) for index in range(2))

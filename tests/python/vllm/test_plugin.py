@@ -404,3 +404,11 @@ def test_batch_invariance_is_that_of_vllm(asked: str, monkeypatch: pytest.Monkey
         assert invariance.is_on() == (asked == "1")
     finally:
         invariance.switch(None)
+
+
+def test_rules_are_known_by_the_names_of_vllm() -> None:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    config = configuration.QCutlassConfig({"quant_method": "gptq", "dynamic": {r"+:model\.up": {"bits": 8}}})
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert list(config.values["dynamic"]) == [r"+:model\.up", "+:language_model.model.up"]

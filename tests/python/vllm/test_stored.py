@@ -253,7 +253,7 @@ def test_the_entry_point_is_the_plug_in(repository: Any) -> None:
     assert register.__module__ == "qcutlass.vllm"
 
 
-@pytest.mark.parametrize("name", ["cutting", "experts", "obstacles", "stored", "products", "waiting"])
+@pytest.mark.parametrize("name", ["cutting", "experts", "naming", "obstacles", "stored", "products", "waiting"])
 def test_examples(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"qcutlass.vllm.{name}"))
     assert result.attempted > 0
