@@ -192,7 +192,7 @@ def test_the_signature_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_steps(model, 64, compiled=False):
         step = model(torch.tensor([[1, 2]]), use_cache=True, logits_to_keep=1)
         monkeypatch.setattr(stepping, "inspect", None)  # steps have what they need
-        model(torch.tensor([[3]]), use_cache=True, **{CACHE: step[CACHE]})
+        assert model(torch.tensor([[3]]), use_cache=True, **{CACHE: step[CACHE]}).logits.shape == (1, 1, VOCABULARY)
 
 
 def test_sampling_goes_on_as_ever() -> None:
