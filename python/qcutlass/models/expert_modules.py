@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,13 +143,25 @@ def _specs(module: QuantExperts, layers: Iterable[Iterable[str]]) -> dict[str, L
 
 
 def split(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state with the layers of each expert, as converted folders hold them, in place of joined ones."""
+    """A state of a model with the layers of each expert, as converted folders hold them, in place of joined ones."""
     words = part_names(model.config.model_type)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, QuantExperts)}
     found = {name: part for name, part in state.items() if not name.startswith(tuple(f"{each}." for each in modules))}
-    for place, module in modules.items():
-        for expert in range(module.gate_up.experts):
+    for place, own in modules.items():
+        tensors = {name: part for name, part in state.items() if name.startswith(f"{place}.")}
+        module = _holding(own, tensors, place)
+        for expert in range(module.gate_up.experts if tensors else 0):
             for word, layer in zip(words, module.expert(expert), strict=True):
-                tensors = layer.state_dict()
-                found |= {f"{place}.{expert}.{word}.{name}": part.clone() for name, part in tensors.items()}
+                each = layer.state_dict()
+                found |= {f"{place}.{expert}.{word}.{name}": part.clone() for name, part in each.items()}
+    return found
+
+
+def _holding(module: QuantExperts, tensors: Mapping[str, Tensor], place: str) -> QuantExperts:
+    """The experts with these tensors: a copy, unless they are their own."""
+    own = {f"{place}.{name}": part for name, part in module.state_dict().items()}
+    if all(name in own and part.data_ptr() == own[name].data_ptr() for name, part in tensors.items()):
+        return module
+    found = copy.deepcopy(module)
+    found.load_state_dict({name.removeprefix(f"{place}."): part for name, part in tensors.items()})
     return found

@@ -312,6 +312,7 @@ class _Steps:
         self, model: Any, own: Callable[..., Any], length: int, compiled: bool, on_first_step: Callable[[], object]
     ) -> None:
         self._model, self._own, self._length, self._compiled = model, own, length, compiled
+        self._signature = inspect.signature(own)  # which takes long: not at each step
         self._on_first_step = on_first_step
         self._decoders: dict[int, Decoder] = {}
         self._current: dict[int, StepCache] = {}  # by the number of prompts: whose keys and values its decoder holds
@@ -323,7 +324,7 @@ class _Steps:
             return self._forward(*arguments, **options)
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
-        named = inspect.signature(self._own).bind_partial(*arguments).arguments | options
+        named = self._signature.bind_partial(*arguments).arguments | options
         cache, ids = pop_cache(named), named.pop("input_ids", None)
         asked = {name for name, value in named.items() if value is not None and value is not False} - _OF_STEPS
         if isinstance(cache, StepCache):

@@ -30,17 +30,18 @@ from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
-from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec, guard
-from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
+from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec
+from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.activations import check_activations
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.packed import PackedModule
 from qcutlass.layers.replace import AFTER
 from qcutlass.models.converted import ConvertedFolder
-from qcutlass.models.expert_modules import Block, expert_modules, find_blocks, specs_of, split
-from qcutlass.models.experts import TAKEN, expert_layer, module_forms
+from qcutlass.models.expert_modules import Block, expert_modules, find_blocks
+from qcutlass.models.experts import expert_layer, module_forms
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_implementations, load_tokenizer, reading
 from qcutlass.models.fitting import check_codes, is_initialised_alone, left_out, places, skeleton, unloaded
+from qcutlass.models.saving import Saved, floats, save, saved_tensors
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
     from transformers import PreTrainedModel
@@ -113,6 +114,7 @@ class QcutlassQuantizer(HfQuantizer):
         self._blocks: list[Block] = []
         self._specs: dict[str, LayerSpec] = {}
         self._source: str | None = None
+        self._places: dict[str, str] = {}  # of layers, by their names in the files
         self._types: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(
@@ -150,6 +152,7 @@ class QcutlassQuantizer(HfQuantizer):
                 layer = _embedding(layer, module, name)
             _replace(model, place, layer)
             layer.begin_loading()
+            self._places[name] = place
         self._tie(model, converted.rest)
 
     def _check_complete(self, model: PreTrainedModel, converted: ConvertedFolder) -> None:
@@ -176,6 +179,7 @@ class QcutlassQuantizer(HfQuantizer):
         self._await_experts(model, blocks, checkpoint, read)
         for place, (name, module) in places(others, model).items():
             self._awaited[place] = partial(read_for, module, name)
+            self._places[name] = place
             _replace(model, place, _Awaited(sum(info.nbytes for info in checkpoint.tensors_of(name))))
             _ignore(model, (rf"^{re.escape(each)}\." for each in (place, name)))
         self._tie(model, checkpoint.rest)
@@ -224,6 +228,8 @@ class QcutlassQuantizer(HfQuantizer):
                 except (TypeError, ValueError) as error:
                     raise CheckpointError(f"{name}: {error}") from error
         _cast_parameters(model, self._types)
+        model.save_pretrained = partial(save, model, self.saved)
+        _save_as_converted(model)  # its base model, which is saved with other names
         return model
 
     def _fill(self, model: PreTrainedModel) -> None:
@@ -236,35 +242,45 @@ class QcutlassQuantizer(HfQuantizer):
         for block in self._blocks:  # joined experts have types in common
             self._specs |= block.specs(model.get_submodule(block.place))
         if self._awaited:
-            self._describe(model)
+            self.quantization_config = model.config.quantization_config = self.described(model, self._specs)
         self._awaited = {}
 
-    def _describe(self, model: PreTrainedModel) -> None:
-        """Has the configuration say what the layers are."""
+    def described(self, model: PreTrainedModel, specs: Mapping[str, LayerSpec]) -> QcutlassConfig:
+        """The configuration that says what the layers are."""
         values: dict[str, Any] = self.quantization_config.to_dict()
-        listed = [*values.get("modules_to_not_convert", ()), *_linears(model), *expert_modules(model)]
-        kept = [name for name in dict.fromkeys(listed) if name not in self._specs]
-        described = ModelSpec.of(self._specs, kept, self._source or values.get("source", "floats")).to_dict()
-        described |= {key: values[key] for key in ("requantized",) if key in values}
-        self.quantization_config = model.config.quantization_config = QcutlassConfig(**described)
+        listed = [*values.get("modules_to_not_convert", ()), *floats(model)]
+        kept = [name for name in dict.fromkeys(listed) if name not in specs]
+        found = ModelSpec.of(specs, kept, self._source or values.get("source", "floats")).to_dict()
+        found |= {key: values[key] for key in ("requantized",) if key in values}
+        return QcutlassConfig(**found)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Bytes of an element, by which devices are filled."""
         module = model.get_submodule(param_name.rpartition(".")[0])
         return float(module.size if isinstance(module, _Awaited) else param.element_size())
 
+    def saved(self, model: PreTrainedModel, state: Mapping[str, Tensor] | None = None) -> Saved:
+        """The tensors that `save_pretrained` writes, and their configuration: None where no layer is packed.
+
+        The layers that are there now are described: others may have been put in their place since.
+        """
+        tensors, specs = saved_tensors(model, state)
+        if not specs:
+            return tensors, None
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for block in self._blocks:
+            experts = modules.get(block.place)
+            if isinstance(experts, QuantExperts):
+                specs |= block.specs(experts)
+        specs |= {name: specs[place] for name, place in self._places.items() if place in specs}
+        return tensors, self.described(model, specs)
+
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors that `save_pretrained` writes, before its configuration: the model's and guards of layers."""
-        state = split(model, model.state_dict())
-        layers = [name.removesuffix(".w_packed") for name in state if name.endswith(".w_packed")]
-        modules = [(name, module) for name, module in model.named_modules() if name in layers]
-        specs = {name: module.spec for name, module in modules if isinstance(module, QuantLinear)}
-        specs |= specs_of(model)
-        if specs.items() - self._specs.items():  # replace_linear or use_activations has put others in their place
-            self._specs |= specs
-            self._describe(model)
-        model.config.quantization_config = self.quantization_config  # which its base model has, too, and may describe
-        return {**state, **{f"{name}.{GUARD}": guard() for name in layers}}, {}
+        """The tensors that transformers writes where it is not asked by the `save_pretrained` of the model."""
+        tensors, config = self.saved(model)
+        model.config.__dict__.pop(QUANTIZATION, None)
+        model.config.__dict__.update({} if config is None else {QUANTIZATION: config})
+        return tensors, {}
 
     def is_serializable(self) -> bool:
         return True
@@ -283,10 +299,9 @@ def _save_as_converted(model: nn.Module) -> None:
     from transformers import PreTrainedModel
 
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and getattr(module, "hf_quantizer", None) is None:
-            module.hf_quantizer = QcutlassQuantizer(QcutlassConfig())
-            if module.config.model_type not in TAKEN:  # whose renamed experts are found; other layers have one name
-                module._weight_conversions = []
+        quantised = getattr(module, "hf_quantizer", None) is not None or "save_pretrained" in vars(module)
+        if isinstance(module, PreTrainedModel) and not quantised:
+            module.save_pretrained = partial(save, module, QcutlassQuantizer(QcutlassConfig()).saved)
 
 
 AFTER.append(_save_as_converted)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,10 @@ def test_parts_and_wholes_are_saved(tmp_path: Path, seed: int) -> None:
     loaded = load(tmp_path / "whole")
     with pytest.raises(ValueError, match="not supported for quantized model"):
         loaded.half()  # as docs/layers.md says
+    loaded.model.save_pretrained(tmp_path / "base")
+    base, state = AutoModel.from_pretrained(tmp_path / "base"), loaded.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in base.state_dict().items())
+    assert models.ConvertedFolder(tmp_path / "base").spec.modules_to_not_convert == ()
     assert loaded.to(torch.float16).dtype == torch.float16
 
 
@@ -95,3 +101,90 @@ def test_layers_without_their_description_are_told(tmp_path: Path, seed: int) ->
         assert result.exit_code == 2
         assert "save the model that has them again" in result.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_only_packed_layers_are_described(tmp_path: Path, seed: int) -> None:
+    """Those that are there when the model is saved: one put back, then all; the configuration stays as it was."""
+    model = model_for("llama", seed)
+    before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    packed = qcutlass.replace_linear(model, W4)
+    model.save_pretrained(tmp_path / "packed")
+    assert not hasattr(model.config, QUANTIZATION)
+    float_model = type(model)(model.config).eval()
+    float_model.save_pretrained(tmp_path / "float")
+    assert torch.equal(logits(load(tmp_path / "float")), logits(float_model))
+
+    model.set_submodule(packed[0], before[packed[0]])
+    model.save_pretrained(tmp_path / "one")
+    assert packed[0] in models.ConvertedFolder(tmp_path / "one").spec.modules_to_not_convert
+    loaded = load(tmp_path / "one")
+    assert torch.equal(logits(loaded), logits(model))
+
+    for name in packed:
+        model.set_submodule(name, before[name])
+        loaded.set_submodule(name, before[name])
+    for each in (model, loaded):
+        each.save_pretrained(tmp_path / "none")
+        assert QUANTIZATION not in json.loads((tmp_path / "none" / CONFIG).read_text())
+        assert torch.equal(logits(load(tmp_path / "none")), logits(model))
+    assert loaded.config.quantization_config.quant_method == "qcutlass"  # with which it was loaded
+
+
+def test_a_copy_saves_itself(tmp_path: Path, seed: int) -> None:
+    model = model_for("llama", seed)
+    qcutlass.replace_linear(model, W4)
+    for which in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            which.model.norm.weight.fill_(7)
+        which.save_pretrained(tmp_path)
+        assert torch.equal(logits(load(tmp_path)), logits(which))
+
+
+def test_a_part_without_packed_layers_is_saved_as_ever(tmp_path: Path) -> None:
+    from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8, projection_dim=32)
+    text = LlamaConfig(**sizes, vocab_size=VOCABULARY)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
+    qcutlass.replace_linear(model, W4, ["*vision_tower*", "*projector*", "lm_head"])
+    tower = model.model.vision_tower
+    tower.save_pretrained(tmp_path)
+    assert QUANTIZATION not in json.loads((tmp_path / CONFIG).read_text())
+    again = CLIPVisionModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tower.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_given_state_is_what_is_saved(kind: str, tmp_path: Path, seed: int) -> None:
+    model, other = model_for(kind, seed), model_for(kind, seed + 1)
+    for each in (model, other):
+        qcutlass.replace_linear(each, W4)
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "other", state_dict={k: v.clone() for k, v in other.state_dict().items()})
+        assert torch.equal(logits(load(tmp_path / "other")), logits(other))
+        model.save_pretrained(tmp_path / "own")
+        model = load(tmp_path / "own")  # saves the state that it is given, too
+
+
+def test_a_given_state_may_hold_floats(tmp_path: Path, seed: int) -> None:
+    model, before = model_for("llama", seed), model_for("llama", seed)
+    name, *_ = qcutlass.replace_linear(model, W4)
+    state = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(f"{name}.")}
+    model.save_pretrained(tmp_path, state_dict={**state, f"{name}.weight": before.get_submodule(name).weight})
+    model.set_submodule(name, before.get_submodule(name))
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_a_given_state_of_other_layers_is_refused(tmp_path: Path, seed: int) -> None:
+    model = model_for("llama", seed)
+    name, *_ = qcutlass.replace_linear(model, W4)
+    state, scales = model.state_dict(), f"{name}.scales"
+    for given, words in (
+        ({**state, scales: state[scales].double()}, f"{scales}: expected torch.float32 .* got torch.float64"),
+        ({key: state[key] for key in state if key != scales}, f"{scales}: expected .* absent"),
+        ({**state, "other.w_packed": state[f"{name}.w_packed"]}, "other.w_packed: the model has no packed layer there"),
+    ):
+        with pytest.raises(ValueError, match=f"^state_dict: {words}"):
+            model.save_pretrained(tmp_path / "saved", state_dict=given)
+    assert not (tmp_path / "saved").exists()

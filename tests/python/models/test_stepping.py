@@ -187,6 +187,14 @@ def test_generate_gives_the_same_tokens_in_steps(padding: int, monkeypatch: pyte
     assert "forward" not in vars(model)
 
 
+def test_the_signature_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("cpu")
+    with in_steps(model, 64, compiled=False):
+        step = model(torch.tensor([[1, 2]]), use_cache=True, logits_to_keep=1)
+        monkeypatch.setattr(stepping, "inspect", None)  # steps have what they need
+        assert model(torch.tensor([[3]]), use_cache=True, **{CACHE: step[CACHE]}).logits.shape == (1, 1, VOCABULARY)
+
+
 def test_sampling_goes_on_as_ever() -> None:
     model, (ids, mask) = model_of("cpu"), prompts("cpu", 0)
     options = {"attention_mask": mask[:, :9], "max_new_tokens": 8, "do_sample": True, "temperature": 2.0, "top_p": 0.9}
