@@ -71,7 +71,8 @@ def layer_of(
             return _ALONE.get(read.kind, _as_it_is)(read)
 
         try:
-            read = naming.read(load, config, modules or (name or _NAME,))
+            named = [module for module in modules if module]  # layers of some models have no prefix
+            read = naming.read(load, config, named or [name or _NAME])
         except (CheckpointError, UnsupportedError, KeyError) as error:
             raise type(error)(f"{name}: {error}") from error
     return moved(read, device)

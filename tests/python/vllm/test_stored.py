@@ -133,6 +133,11 @@ class TestLayers:
         found = layer_of(as_gptq(layer), config, "model.layers.0.self_attn.qkv_proj", CPU, module)
         assert torch.equal(found.effective_weight(), layer.weight)
 
+    @pytest.mark.parametrize("name", ["", "up"])
+    def test_layers_of_some_models_have_no_prefix(self, name: str) -> None:
+        layer = stored(32, 96, 32, seed=0)
+        assert torch.equal(layer_of(as_gptq(layer), GPTQ, name, CPU, "").effective_weight(), layer.weight)
+
     def test_floats(self) -> None:
         weight = torch.randn(48, 64).half()
         assert torch.equal(layer_of({"weight": weight}, GPTQ, "up", CPU).dequantize(), weight)
