@@ -103,6 +103,19 @@ def test_each_number_of_sequences_is_compiled_for_itself(monkeypatch: pytest.Mon
         torch.compile(model, fullgraph=True)(ids)  # none of these counts for the model itself
 
 
+def test_steps_are_compiled_alike_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def compiler(function: Any, **options: Any) -> Any:
+        seen.append(options)
+        return function
+
+    monkeypatch.setattr(stepping.torch, "compile", compiler)
+    Decoder(model_of("cpu", num_hidden_layers=1), 1, 128)
+    known = hasattr(torch._inductor.config, "deterministic")
+    assert [options["options"] for options in seen] == [{"deterministic": True} if known else None]
+
+
 @gpu
 def test_decoders_of_several_sizes_follow_one_another() -> None:
     model = model_of("cuda")
