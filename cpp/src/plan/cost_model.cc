@@ -95,7 +95,7 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
 /// Instructions per A register (two weights, or four of 8 bits) of the converters, broadcasting folded: see
 /// cutlass_ext/arch/dequantize.h and byte_difference.h.
 double convert_instructions(Kind const& kind, bool scales) {
-  if (kind.packing == Packing::kW4A8) return kind.is_float8() ? 7.5 : 4;
+  if (kind.packing == Packing::kW4A8) return kind.is_float8() ? 5 : 4;
   if (!kind.dequantises()) return 0;
   if (kind.mode == ScaleMode::kFloat) return 10;
   if (kind.mode == ScaleMode::kMinimum) return 8;  // a fused multiply and add for each of the two

@@ -50,11 +50,11 @@ BY_INT8 = (tactic("gemm_w4a8-int8, groups of multiples of 128", "sm90a_n128m128k
 
 WGMMA_GROUPS = (
     Mutant(
-        "negative differences are one short",
+        "differences are one off",
         "wgmma, 4 by 8 bits",
         "cutlass_ext/arch/byte_difference.h",
-        " + (~positive & 0x01010101)",
-        "",
+        "byte_distances(d, kOffset)",
+        "byte_distances(d, kOffset - 0x01010101)",
         FOUR_BITS,
         BY_FLOAT8,
     ),

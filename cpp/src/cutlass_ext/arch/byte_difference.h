@@ -49,11 +49,10 @@ struct ByteDifference<float_e4m3_t> {
   }
 
  private:
-  /// d = 0x80 + difference. Positive, the sign bit of d is set and goes: ~(d ^ 0x7f) has the others as they are.
-  /// Negative, ~d = 0x7f - difference is one short of 0x80 + |difference|, the sign and the magnitude.
+  /// d = 0x80 + difference, whose sign bit is set unless the difference is negative.
   static CUTLASS_DEVICE uint32_t from_offset(uint32_t d) {
-    uint32_t const positive = repeat_signs(d);  // 0xff or 0
-    return not_xor_and(d, positive, 0x7f7f7f7f) + (~positive & 0x01010101);
+    constexpr uint32_t kOffset = 0x80808080;
+    return and_not_or(d, kOffset, byte_distances(d, kOffset));
   }
 };
 

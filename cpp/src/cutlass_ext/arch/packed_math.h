@@ -39,13 +39,6 @@ CUTLASS_DEVICE uint32_t and_not_or(uint32_t a, uint32_t mask, uint32_t bits) {
   return r;
 }
 
-/// ~(a ^ (b & mask)): table 0x87.
-CUTLASS_DEVICE uint32_t not_xor_and(uint32_t a, uint32_t b, uint32_t mask) {
-  uint32_t r;
-  asm volatile("lop3.b32 %0, %1, %2, %3, 0x87;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
-  return r;
-}
-
 template <int kBits>
 CUTLASS_DEVICE uint32_t shift_right(uint32_t a) {
   if constexpr (kBits == 0) return a;
@@ -61,10 +54,10 @@ CUTLASS_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector)
   return r;
 }
 
-/// Each byte's sign, eight times: bit 3 of a selector repeats the sign of the byte that the others name.
-CUTLASS_DEVICE uint32_t repeat_signs(uint32_t a) {
+/// |a - b| of each unsigned byte.
+CUTLASS_DEVICE uint32_t byte_distances(uint32_t a, uint32_t b) {
   uint32_t r;
-  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0), "n"(0xba98));
+  asm volatile("vabsdiff4.u32.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0));
   return r;
 }
 
