@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,7 @@ def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear |
         forms = _forms(name, model)
         place = next((form for form in forms if form in modules), None)
         module = None if place is None else modules[place]
-        if place is not None and isinstance(module, nn.Linear | nn.Embedding) and _is_replaced(module):
+        if place is not None and module is not None and (is_linear(module) or type(module) is nn.Embedding):
             found[place] = name, module
         elif model.base_model is not model or name.startswith(f"{model.base_model_prefix}."):
             got = "" if module is None else f", but a {type(module).__name__}"
@@ -163,9 +163,9 @@ def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear |
     return found
 
 
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether a packed layer computes what the module does: others may scale, or return more."""
-    return type(module) in (nn.Linear, nn.Embedding) or type(module).__name__ in _LINEARS
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a packed linear layer computes what the module does: those of derived types may scale, or return more."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS)
 
 
 def check_layers(names: Iterable[str], model: Any) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from qcutlass import CheckpointError, UnsupportedError, WeightOnly, formats, models
 from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear
 from qcutlass.testing.models import NOISE, noise_ratio
+from qcutlass.testing.quantizing import relative_norm
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -150,6 +151,32 @@ def test_models_that_read_weights_themselves(tmp_path: Path) -> None:
     )
     models.convert(source, tmp_path / "new", scheme=SCHEME, skip=["lm_head", "dt_proj", "out_proj", "x_proj"])
     assert isinstance(load(tmp_path / "new").backbone.layers[0].mixer.in_proj, QuantLinear)
+
+
+def test_what_the_model_could_not_load_is_not_quantised(tmp_path: Path) -> None:
+    """Nothing is written: neither the folder nor that of the work."""
+    mamba, _ = saved("mamba", tmp_path / "mamba", state_size=8, time_step_rank=32)
+    gemma, _ = saved("gemma2", tmp_path / "gemma2", head_dim=32)
+    method = models.Method("rtn", SCHEME)
+    with pytest.raises(UnsupportedError, match=r"mixer\.\w+_proj: MambaForCausalLM reads the weight of this layer"):
+        models.quantize_model(mamba, tmp_path / "new", method)
+    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens: .*Gemma2TextScaledWordEmbedding; .*--lm-head"):
+        models.quantize_model(gemma, tmp_path / "new", method, lm_head=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma2", "mamba"]
+    models.quantize_model(mamba, tmp_path / "new", method, skip=["dt_proj", "out_proj", "x_proj"])
+    assert isinstance(load(tmp_path / "new").backbone.layers[0].mixer.in_proj, QuantLinear)
+
+
+def test_linears_of_falcon_are_quantised(tmp_path: Path) -> None:
+    source, model = saved("falcon", tmp_path / "old")
+    ids, distances = torch.randint(0, VOCABULARY, (2, 16)), []
+    for name, bits in (("rtn", 4), ("awq", 8)):
+        method = models.Method(name, WeightOnly(bits, 32))
+        models.quantize_model(source, tmp_path / name, method, calibration=None if name == "rtn" else ids)
+        loaded = load(tmp_path / name)
+        assert sum(isinstance(each, QuantLinear) for each in loaded.modules()) == 2 * 4
+        distances.append(relative_norm(logits(loaded), logits(model)))
+    assert distances[1] < distances[0] < 1
 
 
 def test_embeddings_that_scale_rows(tmp_path: Path) -> None:
