@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -163,6 +164,12 @@ def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear |
     return found
 
 
+def embeddings(names: Iterable[str], model: Any) -> list[str]:
+    """Those of these names of layers that are embeddings in the model."""
+    found = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return [name for name in names if found.intersection(_forms(name, model))]
+
+
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a packed linear layer computes what the module does: those of derived types may scale, or return more."""
     return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS)
@@ -189,19 +196,37 @@ def check_layers(names: Iterable[str], model: Any) -> None:
         if not is_initialised_alone(owner):
             owners[type(owner)] = owner
     tokens = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "use_cache": False}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
+    model.eval()  # some scale weights for inference
+
+    def initialise() -> None:
+        for owner in owners.values():
+            model._init_weights(owner)
+
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for owner in owners.values():
-                model._init_weights(owner)
-            model(input_ids=tokens, attention_mask=tokens, use_cache=False)
+        _runs(initialise)
+        if not _runs(partial(model, attention_mask=tokens, **inputs)):
+            _runs(partial(model, **inputs))  # some look at the numbers of masks
     except _WeightRead as error:
         raise UnsupportedError(
             f"{error.name}: {type(model).__name__} reads the weight of this layer itself, which a packed one lacks; "
             f"{_INSTEAD}"
         ) from error
-    except Exception:  # of models that don't compute without numbers: nothing is known of them
-        return
+
+
+def _runs(act: Callable[[], object]) -> bool:
+    """Whether it can be done without numbers: if not, nothing is known of what it reads; else raises _WeightRead."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            act()
+    except _WeightRead:
+        raise
+    except Exception:  # of any type
+        return False
+    return True
 
 
 def is_initialised_alone(owner: nn.Module) -> bool:

@@ -149,6 +149,8 @@ def test_models_that_read_weights_themselves(tmp_path: Path) -> None:
     refused(
         source, tmp_path / "new", r"mixer\.\w+_proj: MambaForCausalLM reads the weight of this layer", scheme=SCHEME
     )
+    rwkv, _ = saved("rwkv", tmp_path / "rwkv", attention_hidden_size=128)  # in inference alone
+    refused(rwkv, tmp_path / "new", r"rwkv\.blocks\..*: RwkvForCausalLM reads the weight of this", scheme=SCHEME)
     models.convert(source, tmp_path / "new", scheme=SCHEME, skip=["lm_head", "dt_proj", "out_proj", "x_proj"])
     assert isinstance(load(tmp_path / "new").backbone.layers[0].mixer.in_proj, QuantLinear)
 
@@ -165,6 +167,32 @@ def test_what_the_model_could_not_load_is_not_quantised(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma2", "mamba"]
     models.quantize_model(mamba, tmp_path / "new", method, skip=["dt_proj", "out_proj", "x_proj"])
     assert isinstance(load(tmp_path / "new").backbone.layers[0].mixer.in_proj, QuantLinear)
+
+
+def test_encoders_with_decoders(tmp_path: Path) -> None:
+    """Embeddings stay floats, whatever their names; T5 asks for the type of a weight."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=VOCABULARY, d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16)
+    model = T5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "old")
+    new = tmp_path / "new"
+    match = r"DenseReluDense\.wo: T5ForConditionalGeneration reads the weight of this layer itself"
+    refused(tmp_path / "old", new, match, scheme=SCHEME)
+    models.convert(tmp_path / "old", new, scheme=SCHEME, skip=["lm_head", "wo"])
+    loaded = T5ForConditionalGeneration.from_pretrained(new, dtype=torch.float32)
+    assert torch.equal(loaded.shared.weight, model.shared.weight)
+    assert not any(isinstance(each, QuantEmbedding) for each in loaded.modules())
+    for name, layer in loaded.named_modules():
+        if isinstance(layer, QuantLinear):
+            model.get_submodule(name).weight.data = layer.weights()
+    ids = torch.arange(16)[None]
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.inference_mode():
+        found, dense = loaded(**inputs).logits, model(**inputs).logits
+        exact = model.double()(**inputs).logits
+    assert noise_ratio(found, dense, exact) <= NOISE
 
 
 def test_linears_of_falcon_are_quantised(tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ class Decoder:
             with _parameters_on_meta():
                 self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         except Exception as error:  # of any type, for configurations that make no sense
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UnsupportedError(
-                f"model_type {kind!r}: transformers makes no causal model of it ({error})"
+                f"model_type {kind!r}: transformers makes no causal model of it ({reason:.200}); "
+                "qcutlass.replace_linear(model, scheme) packs the linear layers of any model that is loaded"
             ) from error
         with _parameters_on_meta():
             unroll(self.model)
