@@ -136,6 +136,18 @@ def test_processes_must_be_there() -> None:
         parallelise(nn.Linear(1, 1))
 
 
+def test_transformers_does_not_cut_packed_layers(random_cut: RandomCut, tmp_path: Path) -> None:
+    """What `tp_plan="auto"` makes of a configuration, in two processes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+    config = AutoConfig.from_pretrained(tmp_path / "converted")
+    config.distributed_config = DistributedConfig(tp_size=2)
+    with pytest.raises(qcutlass.UnsupportedError, match=r"tp_size = 2: .*call qcutlass\.models\.parallelise\(model\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "converted", config=config)
+
+
 def run_script(repository: Path, folder: Path, where: Path, environment: dict[str, str]) -> Tensor:
     """Logits of the last of three tokens from the manual's script (docs/models.md), in two processes."""
     script = run_by(repository / "docs/models.md", "tests/python/models/test_parallel.py")
