@@ -57,6 +57,14 @@ def gguf_file(path: Path, *kinds: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("columns", ["0", "20"])
+def test_tables_keep_their_columns_on_narrow_terminals(columns: str, tmp_path: Path) -> None:
+    folder = random_model(tmp_path / "folder", layers=1, seed=0)
+    environment = {"COLUMNS": columns, "NO_COLOR": "1", "TERM": "dumb"}
+    shown = CliRunner(env=environment).invoke(app, ["inspect", str(folder)]).stdout
+    assert all(part in shown for part in ("model", "up_pr", "N x K"))
+
+
 def test_the_version() -> None:
     result = command("--version")
     assert (result.exit_code, result.stdout) == (0, f"qcutlass {qcutlass.__version__}\n")

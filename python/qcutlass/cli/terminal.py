@@ -29,6 +29,8 @@ USER_ERRORS: Final = (UnsupportedError, ValueError, OSError, MemoryError, Safete
 is short, are faults of ours."""
 
 _MOST_TEXT_BYTES: Final = 1 << 30
+_NARROWEST: Final = 40
+"""Columns of a table: in fewer the names of layers go, and with COLUMNS=0, as some terminals have it, all of it."""
 _UNSEEN: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # control characters: move the cursor, clear the screen, name the window
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of what is written around them
@@ -163,7 +165,10 @@ def say(text: object) -> None:
 
 def console(stderr: bool = False) -> Console:
     """One that leaves text as it is: no emoji for `:x:`, no coloured numbers. What is printed goes through `markup`."""
-    return Console(stderr=stderr, emoji=False, highlight=False)
+    found = Console(stderr=stderr, emoji=False, highlight=False)
+    if not stderr and found.width < _NARROWEST:
+        found.width = _NARROWEST
+    return found
 
 
 Steps = Callable[[str, int, int], None]

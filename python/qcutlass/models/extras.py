@@ -17,6 +17,9 @@ SAFE: Final[Mapping[str, Any]] = {"trust_remote_code": False}
 SAFE_WEIGHTS: Final[Mapping[str, Any]] = {**SAFE, "use_safetensors": True}
 """Options of those that read weights: None would take a pickle where there is no file in safetensors."""
 
+_SIZES: Final = ("tp_size", "ep_size", "pp_size", "dp_size")
+"""Into how many parts `DistributedConfig` of transformers has a model cut."""
+
 _IMPLEMENTATIONS: Final = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Of attention and of experts, that are parts of transformers."""
 
@@ -39,6 +42,21 @@ def reading(place: Path, what: str) -> Iterator[None]:
     except Exception as error:  # tokenizers and configurations raise errors of any type
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UnsupportedError(f"{place}: transformers reads no {what} there ({reason})") from error
+
+
+def checked_files(files: list[str] | None, config: Any) -> list[str]:
+    """The files that `from_pretrained` reads; UnsupportedError if it has none, or is to cut the model into parts."""
+    if not files:
+        raise UnsupportedError("from_pretrained: expected the name of a folder; quantised layers come from its files")
+    plan = getattr(config, "distributed_config", None)
+    split = [name for name in _SIZES if isinstance(size := getattr(plan, name, None), int) and size > 1]
+    if split:
+        raise UnsupportedError(
+            f"from_pretrained: {split[0]} = {getattr(plan, split[0])}: transformers does not cut packed layers; leave "
+            "tp_plan= and distributed_config= out, so that each process loads the model whole, and call "
+            "qcutlass.models.parallelise(model)"
+        )
+    return files
 
 
 def load_tokenizer(folder: Path, **keywords: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +153,7 @@ def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear |
         forms = _forms(name, model)
         place = next((form for form in forms if form in modules), None)
         module = None if place is None else modules[place]
-        if place is not None and isinstance(module, nn.Linear | nn.Embedding) and _is_replaced(module):
+        if place is not None and module is not None and (is_linear(module) or type(module) is nn.Embedding):
             found[place] = name, module
         elif model.base_model is not model or name.startswith(f"{model.base_model_prefix}."):
             got = "" if module is None else f", but a {type(module).__name__}"
@@ -163,9 +164,15 @@ def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear |
     return found
 
 
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether a packed layer computes what the module does: others may scale, or return more."""
-    return type(module) in (nn.Linear, nn.Embedding) or type(module).__name__ in _LINEARS
+def embeddings(names: Iterable[str], model: Any) -> list[str]:
+    """Those of these names of layers that are embeddings in the model."""
+    found = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return [name for name in names if found.intersection(_forms(name, model))]
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a packed linear layer computes what the module does: those of derived types may scale, or return more."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS)
 
 
 def check_layers(names: Iterable[str], model: Any) -> None:
@@ -189,19 +196,37 @@ def check_layers(names: Iterable[str], model: Any) -> None:
         if not is_initialised_alone(owner):
             owners[type(owner)] = owner
     tokens = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "use_cache": False}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
+    model.eval()  # some scale weights for inference
+
+    def initialise() -> None:
+        for owner in owners.values():
+            model._init_weights(owner)
+
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for owner in owners.values():
-                model._init_weights(owner)
-            model(input_ids=tokens, attention_mask=tokens, use_cache=False)
+        _runs(initialise)
+        if not _runs(partial(model, attention_mask=tokens, **inputs)):
+            _runs(partial(model, **inputs))  # some look at the numbers of masks
     except _WeightRead as error:
         raise UnsupportedError(
             f"{error.name}: {type(model).__name__} reads the weight of this layer itself, which a packed one lacks; "
             f"{_INSTEAD}"
         ) from error
-    except Exception:  # of models that don't compute without numbers: nothing is known of them
-        return
+
+
+def _runs(act: Callable[[], object]) -> bool:
+    """Whether it can be done without numbers: if not, nothing is known of what it reads; else raises _WeightRead."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            act()
+    except _WeightRead:
+        raise
+    except Exception:  # of any type
+        return False
+    return True
 
 
 def is_initialised_alone(owner: nn.Module) -> bool:

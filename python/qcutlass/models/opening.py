@@ -14,7 +14,7 @@ from qcutlass.formats.converted import CONFIG, check_rest, is_converted
 from qcutlass.formats.gguf import models_in
 from qcutlass.formats.source import listed
 from qcutlass.models.experts import check_configuration, check_names
-from qcutlass.models.fitting import check_codes, left_out, skeleton
+from qcutlass.models.fitting import check_codes, embeddings, left_out, skeleton
 from qcutlass.models.gguf import GGUFModel
 from qcutlass.models.sources import ModelSource, files_beside
 
@@ -39,6 +39,8 @@ def open_source(path: Path, format: str, config: Mapping[str, Any] | None) -> Mo
     check_codes(checkpoint, source.model)
     if source.model is not None:
         _leave_out(source, source.model, path)
+        if checkpoint.format == "floats":
+            _keep_embeddings(source, source.model)
     check_rest(source.rest, source.names, path)  # refused before anything is written, as links are
     return source
 
@@ -55,6 +57,13 @@ def _leave_out(source: ModelSource, model: Any, where: Path) -> None:
             f"{gone[0]}",
             stacklevel=2,
         )
+
+
+def _keep_embeddings(source: ModelSource, model: Any) -> None:
+    """Takes from a source's layers the matrices that are embeddings in the model, whatever their names are."""
+    for name in embeddings(source.names, model):
+        stored = source.names.pop(name)
+        source.rest[f"{name}.weight"] = f"{stored}.weight"
 
 
 def _model_source(path: Path, checkpoint: Checkpoint) -> ModelSource:

@@ -13,6 +13,8 @@ from qcutlass.layers.sharding import shard
 
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
+_WHOLE: Final = ("num_heads", "activation_sparsity")
+"""Attributes of modules that count on all heads (StableLM), or whose activation looks at all channels (Gemma 3n)."""
 
 Add = Callable[[Tensor], Any]
 """Adds, in place, the tensors that all ranks call it with."""
@@ -23,8 +25,9 @@ def parallelise(model: nn.Module, group: Any = None) -> nn.Module:
 
     Queries, keys, values, gate and up are cut by channels, the projections behind them by columns, and the sums of
     all ranks are added (Shoeybi et al., "Megatron-LM", 2019). Attention whose heads of keys are no multiple of the
-    ranks, and layers whose cut would go through a group of columns, stay whole on every rank; so do all others: norms,
-    embeddings, output heads. Every rank loads the whole model first.
+    ranks, layers whose cut would go through a group of columns, and attention and MLPs that compute with several heads
+    or channels together (norms over all of them, sinks) stay whole on every rank; so do all others: norms, embeddings,
+    output heads. Every rank loads the whole model first.
 
     Args:
         model: of Llama's kind, with layers of `qcutlass.layers` of the names that transformers gives them; changed.
@@ -73,6 +76,8 @@ def _cut(module: nn.Module, rank: int, world_size: int, add: Add) -> bool:
             continue
         if names is _ATTENTION and not _has_equal_heads(module, world_size):
             return False
+        if not _is_separable(module, names):
+            return False
         try:
             parts = [shard(layer, rank, world_size, "out") for layer in layers[:-1]]
             parts.append(shard(layers[-1], rank, world_size, "in"))
@@ -89,6 +94,16 @@ def _has_equal_heads(attention: Any, world_size: int) -> bool:
     """Whether each rank gets as many heads of keys as the others, and the queries that belong to them."""
     heads, rest = divmod(attention.k_proj.out_features, attention.head_dim)
     return bool(rest == 0 and heads % world_size == 0)
+
+
+def _is_separable(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a module has nothing beside its layers that takes more than one head, or channel of an MLP, at a time."""
+    if any(getattr(module, name, 0) for name in _WHOLE):
+        return False
+    packed = {name for name, child in module.named_modules() if isinstance(child, QuantLinear)}
+    others = [(name, each) for name, each in module.named_parameters() if name.partition(".")[0] not in names]
+    head = [getattr(module, "head_dim", None)]  # a norm of each head has so many weights
+    return packed == set(names) and all(name.count(".") == 1 and list(each.shape) == head for name, each in others)
 
 
 def _summing(add: Add) -> Callable[..., Tensor]:

@@ -39,7 +39,7 @@ from qcutlass.layers.replace import AFTER
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.expert_modules import Block, expert_modules, find_blocks
 from qcutlass.models.experts import expert_layer, module_forms
-from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_implementations, load_tokenizer, reading
+from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_implementations, checked_files, load_tokenizer, reading
 from qcutlass.models.fitting import check_codes, is_initialised_alone, left_out, places, skeleton, unloaded
 from qcutlass.models.saving import Saved, floats, save, saved_tensors
 
@@ -120,21 +120,18 @@ class QcutlassQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        if not checkpoint_files:
-            raise UnsupportedError(
-                "from_pretrained: expected the name of a folder; quantised layers come from its files"
-            )
+        files = checked_files(checkpoint_files, model.config)
         self._types = _parameter_types(model)
-        folder = Path(checkpoint_files[0]).parent
+        folder = Path(files[0]).parent
         values = self.quantization_config.to_dict()
         if _DEFAULT in values:
             converted = ConvertedFolder(folder)
-            _check_files(checkpoint_files, converted.files)
+            _check_files(files, converted.files)
             self._check_complete(model, converted)
             self._place(model, converted)
         else:
             checkpoint = formats.load(folder, config=values.get("checkpoint"))
-            _check_files(checkpoint_files, checkpoint.files)
+            _check_files(files, checkpoint.files)
             check_codes(checkpoint, model)
             self._await(model, checkpoint)
 

@@ -19,6 +19,7 @@ from torch import nn
 from qcutlass import CheckpointError, UnsupportedError, WeightOnly, formats, models
 from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear
 from qcutlass.testing.models import NOISE, noise_ratio
+from qcutlass.testing.quantizing import relative_norm
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -148,8 +149,62 @@ def test_models_that_read_weights_themselves(tmp_path: Path) -> None:
     refused(
         source, tmp_path / "new", r"mixer\.\w+_proj: MambaForCausalLM reads the weight of this layer", scheme=SCHEME
     )
+    rwkv, _ = saved("rwkv", tmp_path / "rwkv", attention_hidden_size=128)  # in inference alone
+    refused(rwkv, tmp_path / "new", r"rwkv\.blocks\..*: RwkvForCausalLM reads the weight of this", scheme=SCHEME)
     models.convert(source, tmp_path / "new", scheme=SCHEME, skip=["lm_head", "dt_proj", "out_proj", "x_proj"])
     assert isinstance(load(tmp_path / "new").backbone.layers[0].mixer.in_proj, QuantLinear)
+
+
+def test_what_the_model_could_not_load_is_not_quantised(tmp_path: Path) -> None:
+    """Nothing is written: neither the folder nor that of the work."""
+    mamba, _ = saved("mamba", tmp_path / "mamba", state_size=8, time_step_rank=32)
+    gemma, _ = saved("gemma2", tmp_path / "gemma2", head_dim=32)
+    method = models.Method("rtn", SCHEME)
+    with pytest.raises(UnsupportedError, match=r"mixer\.\w+_proj: MambaForCausalLM reads the weight of this layer"):
+        models.quantize_model(mamba, tmp_path / "new", method)
+    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens: .*Gemma2TextScaledWordEmbedding; .*--lm-head"):
+        models.quantize_model(gemma, tmp_path / "new", method, lm_head=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma2", "mamba"]
+    models.quantize_model(mamba, tmp_path / "new", method, skip=["dt_proj", "out_proj", "x_proj"])
+    assert isinstance(load(tmp_path / "new").backbone.layers[0].mixer.in_proj, QuantLinear)
+
+
+def test_encoders_with_decoders(tmp_path: Path) -> None:
+    """Embeddings stay floats, whatever their names; T5 asks for the type of a weight."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=VOCABULARY, d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16)
+    model = T5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "old")
+    new = tmp_path / "new"
+    match = r"DenseReluDense\.wo: T5ForConditionalGeneration reads the weight of this layer itself"
+    refused(tmp_path / "old", new, match, scheme=SCHEME)
+    models.convert(tmp_path / "old", new, scheme=SCHEME, skip=["lm_head", "wo"])
+    loaded = T5ForConditionalGeneration.from_pretrained(new, dtype=torch.float32)
+    assert torch.equal(loaded.shared.weight, model.shared.weight)
+    assert not any(isinstance(each, QuantEmbedding) for each in loaded.modules())
+    for name, layer in loaded.named_modules():
+        if isinstance(layer, QuantLinear):
+            model.get_submodule(name).weight.data = layer.weights()
+    ids = torch.arange(16)[None]
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.inference_mode():
+        found, dense = loaded(**inputs).logits, model(**inputs).logits
+        exact = model.double()(**inputs).logits
+    assert noise_ratio(found, dense, exact) <= NOISE
+
+
+def test_linears_of_falcon_are_quantised(tmp_path: Path) -> None:
+    source, model = saved("falcon", tmp_path / "old")
+    ids, distances = torch.randint(0, VOCABULARY, (2, 16)), []
+    for name, bits in (("rtn", 4), ("awq", 8)):
+        method = models.Method(name, WeightOnly(bits, 32))
+        models.quantize_model(source, tmp_path / name, method, calibration=None if name == "rtn" else ids)
+        loaded = load(tmp_path / name)
+        assert sum(isinstance(each, QuantLinear) for each in loaded.modules()) == 2 * 4
+        distances.append(relative_norm(logits(loaded), logits(model)))
+    assert distances[1] < distances[0] < 1
 
 
 def test_embeddings_that_scale_rows(tmp_path: Path) -> None:

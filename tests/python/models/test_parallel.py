@@ -100,6 +100,30 @@ def test_logits_of_two_ranks_are_those_of_one(kv_heads: int, seed: int) -> None:
         assert noise_ratio(part(tokens).logits, in_float32, exact) > NOISE
 
 
+def test_what_computes_with_several_heads_or_channels_stays_whole(seed: int) -> None:
+    """Norms over all heads (OLMo2), an activation that looks at all channels (Gemma 3n), counts of heads (StableLM)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sparse = {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5], "layer_types": ["full_attention"]}
+    kinds: dict[str, dict[str, Any]] = {"olmo2": {}, "gemma3n_text": sparse, "stablelm": {}}
+    for kind, options in kinds.items():
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(kind, **sizes, **options)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        qcutlass.replace_linear(model, qcutlass.WeightOnly(bits=4, group_size=32))
+        tokens = torch.arange(20)[None] * 7 % 96
+        plain = dense(model)
+        with torch.inference_mode():
+            in_float32, exact = plain(tokens).logits, copy.deepcopy(plain).double()(tokens).logits
+        assert noise_ratio(Ranks(2).logits(model, tokens)[0], in_float32, exact) <= NOISE
+        part = cut_blocks(copy.deepcopy(model), 0, 2, lambda out: None)
+        block = next(each for each in part.modules() if hasattr(each, "self_attn"))
+        assert (block.self_attn.q_proj.out_features == 64) == (kind == "gemma3n_text")
+        assert (block.mlp.down_proj.in_features == 128) == (kind != "gemma3n_text")
+
+
 def test_models_without_such_layers_are_refused(seed: int) -> None:
     with pytest.raises(ValueError, match="model: LlamaForCausalLM has no attention or MLP of quantised layers"):
         cut_blocks(random_llama(seed), 0, 2, lambda out: None)
@@ -110,6 +134,18 @@ def test_models_without_such_layers_are_refused(seed: int) -> None:
 def test_processes_must_be_there() -> None:
     with pytest.raises(RuntimeError, match="start the script with torchrun"):
         parallelise(nn.Linear(1, 1))
+
+
+def test_transformers_does_not_cut_packed_layers(random_cut: RandomCut, tmp_path: Path) -> None:
+    """What `tp_plan="auto"` makes of a configuration, in two processes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+    config = AutoConfig.from_pretrained(tmp_path / "converted")
+    config.distributed_config = DistributedConfig(tp_size=2)
+    with pytest.raises(qcutlass.UnsupportedError, match=r"tp_size = 2: .*call qcutlass\.models\.parallelise\(model\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "converted", config=config)
 
 
 def run_script(repository: Path, folder: Path, where: Path, environment: dict[str, str]) -> Tensor:

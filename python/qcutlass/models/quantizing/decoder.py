@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qcutlass.errors import UnsupportedError
 from qcutlass.models.experts import stored_forms
 from qcutlass.models.extras import import_transformers
+from qcutlass.models.fitting import is_linear
 from qcutlass.models.quantizing.unrolling import unroll
 from qcutlass.models.sources import ModelSource
 
@@ -53,8 +54,10 @@ class Decoder:
             with _parameters_on_meta():
                 self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         except Exception as error:  # of any type, for configurations that make no sense
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UnsupportedError(
-                f"model_type {kind!r}: transformers makes no causal model of it ({error})"
+                f"model_type {kind!r}: transformers makes no causal model of it ({reason:.200}); "
+                "qcutlass.replace_linear(model, scheme) packs the linear layers of any model that is loaded"
             ) from error
         with _parameters_on_meta():
             unroll(self.model)
@@ -63,7 +66,7 @@ class Decoder:
 
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block, by their names inside it."""
-        return {name: module for name, module in self.blocks[index].named_modules() if type(module) is nn.Linear}
+        return {name: module for name, module in self.blocks[index].named_modules() if is_linear(module)}
 
     def check_ids(self, ids: Tensor) -> None:
         """Raises ValueError unless the model takes windows of these tokens, `[samples, tokens]`."""
@@ -195,9 +198,7 @@ def _blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """The list of modules that holds most of the linear layers."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     counts = {
-        name: sum(type(inner) is nn.Linear for inner in found.modules())
-        if len({type(each) for each in found}) == 1
-        else 0
+        name: sum(map(is_linear, found.modules())) if len({type(each) for each in found}) == 1 else 0
         for name, found in lists.items()
     }
     best = max(counts, key=counts.__getitem__, default=None)

@@ -26,6 +26,7 @@ from qcutlass.algorithms.gptq import DAMPING, check_damping
 from qcutlass.defaults import METHODS as METHODS
 from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.layers.base import from_layer
+from qcutlass.models.fitting import is_linear
 from qcutlass.models.quantizing.wiring import InputGroup, divide, input_of
 from qcutlass.products.checks import check_flag
 from qcutlass.schemes import Blockwise, WeightOnly, check_kind_of_activations
@@ -262,7 +263,7 @@ def _fold(
         return factors, factors
     previous = block.get_submodule(group.previous)
     divide(previous, factors)
-    if type(previous) is not nn.Linear:
+    if not is_linear(previous):
         result.changed |= {f"{group.previous}.{name}": value.detach() for name, value in previous.named_parameters()}
     return None, factors
 

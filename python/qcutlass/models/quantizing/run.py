@@ -26,6 +26,7 @@ from qcutlass.models.conversion import (
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.experts import expert_layer
 from qcutlass.models.extras import import_transformers
+from qcutlass.models.fitting import check_layers, is_linear
 from qcutlass.models.heads import check_head, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
@@ -293,7 +294,7 @@ class _Run:
         self._device = device
         if ids is not None:
             self._decoder.check_ids(ids)
-        check_matches(skip, [name for name, module in self._decoder.model.named_modules() if type(module) is nn.Linear])
+        check_matches(skip, [name for name, module in self._decoder.model.named_modules() if is_linear(module)])
         self._names = [
             [
                 name
@@ -305,11 +306,24 @@ class _Run:
         if not any(self._names):
             raise ValueError("skip: no linear layer of the blocks is left to quantise")
         _check_experts(method, [name for names in self._names for name in names])
+        self._check_places()
         passes = 0 if ids is None else 2 * len(ids)
         self._steps = [passes + len(names) for names in self._names]
         self.blocks = len(self._names)
         self._done = 0
         self._groups: dict[tuple[Any, ...], list[InputGroup]] = {}
+
+    def _check_places(self) -> None:
+        """Raises UnsupportedError if the model could not be loaded with the layers packed that will be."""
+        source, found = self._source, enumerate(self._names)
+        quantized = {self._decoder.stored_name(index, name) for index, names in found for name in names}
+        is_float = source.checkpoint.format == "floats"
+
+        def is_packed(name: str) -> bool:
+            return not is_float or name in quantized or name not in source.checkpoint  # a tied head's embedding
+
+        if source.model is not None:
+            check_layers(filter(is_packed, source.names), source.model)
 
     def all(self, work: Work) -> int:
         """Quantises what an earlier run has not; how many blocks it had finished."""
