@@ -141,9 +141,11 @@ class _Talk:
 
     def _room(self) -> int:
         """Tokens that are left for the answer, once the oldest messages are left out that do not fit."""
+        from qcutlass.models.generation import in_template
+
         while True:
             messages = [*self._system, *self._messages]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = in_template(self._tokenizer, messages)
             room = self._context - len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
             if room >= min(self._most, self._context // 4) or len(self._messages) < 2:
                 return room

@@ -69,6 +69,32 @@ class _Stream(TextStreamer):
         self._on_text(text)
 
 
+def in_template(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """The messages as a model reads them; ValueError if the template does not take them."""
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs: they raise what they like
+        roles = ", ".join(message["role"] for message in messages)
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"chat: the chat template of the tokenizer does not take messages of {roles} ({reason}); leave out the "
+            "system message (--system) if there is one, or continue a text without a template"
+        ) from error
+    return _checked(text)
+
+
+def _checked(text: str) -> str:
+    """The text; ValueError if the terminal gave bytes in it that are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt: expected text in UTF-8, got other bytes at character {error.start}; set a UTF-8 locale "
+            "(LC_ALL=C.UTF-8), or pass a file in UTF-8 on stdin"
+        ) from error
+    return text
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -95,8 +121,8 @@ def generate(
 
     Raises:
         Interrupted: the user pressed Ctrl-C after the first token; a KeyboardInterrupt that has the text so far.
-        ValueError: the prompt is empty, or `chat` without a template; a model with learned positions has none for
-            as long a text.
+        ValueError: the prompt is empty, or has bytes that are no UTF-8; `chat` without a template, or with one that
+            refuses the messages; a model with learned positions has none for as long a text.
 
     Example:
         >>> from qcutlass.models.generation import generate
@@ -109,9 +135,8 @@ def generate(
     is_text = isinstance(prompt, str)
     if not is_text and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: the tokenizer has no chat template; leave it out")
-    if not is_text:
-        prompt = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=is_text).to(model.device)
+    text = _checked(prompt) if isinstance(prompt, str) else in_template(tokenizer, prompt)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=is_text).to(model.device)
     count = inputs["input_ids"].shape[1]
     if count == 0:
         raise ValueError("prompt: expected at least one token, got none")

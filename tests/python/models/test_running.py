@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,6 @@ def test_keywords_of_sampling() -> None:
 
 
 def test_a_chat_template_is_pointed_out(random_cut: RandomCut, tmp_path: Path) -> None:
-    import shutil
-
     folder = tmp_path / "chat"
     shutil.copytree(random_cut.floats().folder, folder)
     assert "--chat" not in command("generate", folder, "--prompt", "5", "--max-new-tokens", 1).stderr
@@ -157,6 +156,25 @@ def test_a_chat_template_is_pointed_out(random_cut: RandomCut, tmp_path: Path) -
     plain = command("generate", folder, "--prompt", "5", "--max-new-tokens", 1)
     assert plain.stderr.startswith("note: this model has a chat template; --chat puts the prompt into it\n")
     assert "note:" not in command("generate", folder, "--prompt", "5", "--max-new-tokens", 1, "--chat").stderr
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% for m in messages %}{{ m"])
+def test_a_template_that_raises_is_an_error_of_one_line(template: str, random_cut: RandomCut, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(random_cut.floats().folder, tmp_path / "model"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    told = r"error: chat: the chat template of the tokenizer does not take messages of (system, )?user \(.*--system"
+    shown = command("generate", folder, "--prompt", "1 2", "--chat")
+    assert (shown.exit_code, bool(re.search(told, shown.stderr))) == (2, True)
+    shown = command("chat", folder, "--system", "7", input="5\n")
+    assert (shown.exit_code, bool(re.search(told, shown.stderr))) == (2, True)
+
+
+def test_a_prompt_of_other_bytes_than_utf_8(random_cut: RandomCut) -> None:
+    """As Python hands on bytes of a command line that its locale does not have."""
+    shown = command("generate", random_cut.floats().folder, "--prompt", b"1 \xe9".decode(errors="surrogateescape"))
+    assert shown.exit_code == 2
+    assert "prompt: expected text in UTF-8, got other bytes at character 2" in shown.stderr
 
 
 def test_a_faster_way_is_pointed_out(random_cut: RandomCut, tmp_path: Path) -> None:
