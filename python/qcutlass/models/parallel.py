@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch.distributed
@@ -23,8 +23,9 @@ def parallelise(model: nn.Module, group: Any = None) -> nn.Module:
 
     Queries, keys, values, gate and up are cut by channels, the projections behind them by columns, and the sums of
     all ranks are added (Shoeybi et al., "Megatron-LM", 2019). Attention whose heads of keys are no multiple of the
-    ranks, and layers whose cut would go through a group of columns, stay whole on every rank; so do all others: norms,
-    embeddings, output heads. Every rank loads the whole model first.
+    ranks or that has more than norms of one head between its projections (OLMo's norms and gpt-oss's sinks are of all
+    heads), and layers whose cut would go through a group of columns, stay whole on every rank; so do all others: norms,
+    embeddings, experts, output heads. Every rank loads the whole model first.
 
     Args:
         model: of Llama's kind, with layers of `qcutlass.layers` of the names that transformers gives them; changed.
@@ -60,7 +61,8 @@ def cut_blocks(model: nn.Module, rank: int, world_size: int, add: Add) -> nn.Mod
     if not any(found):
         raise ValueError(
             f"model: {type(model).__name__} has no attention or MLP of quantised layers that can be cut into "
-            f"{world_size} parts; use a number of ranks that divides its heads of keys, or its groups of columns"
+            f"{world_size} parts; use a number of ranks that divides its heads of keys, or its groups of columns; what "
+            "normalises all of its heads together stays whole"
         )
     return model
 
@@ -72,6 +74,8 @@ def _cut(module: nn.Module, rank: int, world_size: int, add: Add) -> bool:
         if len(layers) < len(names):
             continue
         if names is _ATTENTION and not _has_equal_heads(module, world_size):
+            return False
+        if not _is_same_for_parts(module, names):
             return False
         try:
             parts = [shard(layer, rank, world_size, "out") for layer in layers[:-1]]
@@ -89,6 +93,17 @@ def _has_equal_heads(attention: Any, world_size: int) -> bool:
     """Whether each rank gets as many heads of keys as the others, and the queries that belong to them."""
     heads, rest = divmod(attention.k_proj.out_features, attention.head_dim)
     return bool(rest == 0 and heads % world_size == 0)
+
+
+def _is_same_for_parts(module: nn.Module, projections: Collection[str]) -> bool:
+    """Whether what lies between the projections is for each head alone: norms as wide as one, and nothing else."""
+    between = [child for name, child in module.named_children() if name not in projections]
+    if module._parameters or any(
+        isinstance(layer, nn.Linear | QuantLinear) for child in between for layer in child.modules()
+    ):
+        return False
+    width = getattr(module, "head_dim", None)
+    return all(part.shape == (width,) for child in between for part in child.parameters())
 
 
 def _summing(add: Add) -> Callable[..., Tensor]:
