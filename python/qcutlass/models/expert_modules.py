@@ -62,7 +62,10 @@ class Block:
 
     def _checked(self, name: str, layer: QuantLinear, part: str) -> WeightOnlyLinear:
         if not isinstance(layer, WeightOnlyLinear):
-            raise UnsupportedError(f"{name}: experts of weights alone are taken, got {type(layer).__name__}")
+            raise UnsupportedError(
+                f"{name}: experts of weights alone are taken, got {type(layer).__name__}; qcutlass convert "
+                "--requantize makes them such"
+            )
         expected = self.shape if part == "down" else self.shape[::-1]
         if (layer.out_features, layer.in_features) != expected:
             raise CheckpointError(f"{name}: expected weights {[*expected]} for {self.place}, got {layer}")

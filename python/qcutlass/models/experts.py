@@ -223,7 +223,7 @@ def _check_spec(name: str, spec: LayerSpec) -> None:
     if LAYER_KINDS[spec.kind].quantises_activations:
         raise UnsupportedError(
             f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
-            f"{REQUANTIZE}"
+            "qcutlass convert --requantize (requantize=True) keeps their codes and leaves their activations as they are"
         )
     if "act_scale" in dict(spec.buffers):
         raise UnsupportedError(
