@@ -228,6 +228,8 @@ def test_fp8_experts_keep_their_codes_for_activations_of_16_bits(static: bool, t
         models.convert(source, tmp_path / "new")
     done = models.convert(source, tmp_path / "new", requantize=True, verify=True)
     assert {each.error for each in done.requantized.values()} == {0}
+    told = command("convert", source, tmp_path / "told", "--requantize").stdout
+    assert f"{len(cut.experts)} layers keep their weights, and their activations are no longer quantised" in told
     assert sorted(done.requantized) == sorted(cut.experts)
     dense = Cut(tmp_path / "new", weights)
     exact, plain = (logits(cut.dense(dense, dtype)) for dtype in (torch.float64, torch.float32))
