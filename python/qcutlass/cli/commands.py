@@ -393,6 +393,8 @@ def _requantized(found: Conversion) -> str:
     """What was lost: the mean and the worst of each kind of source layers."""
     if not found.requantized:
         return "no layer had to be quantised anew: nothing is lost"
+    if not any(each.error for each in found.requantized.values()):
+        return f"{len(found.requantized)} layers keep their weights, and their activations are no longer quantised"
     lines = [f"{len(found.requantized)} layers were quantised anew, WITH LOSS (relative error of a layer's weights):"]
     for stored in dict.fromkeys(each.stored for each in found.requantized.values()):
         errors = {name: each.error for name, each in found.requantized.items() if each.stored == stored}

@@ -80,7 +80,8 @@ _TABLE: Final = (
     ),
     Format(
         "fp8", "e4m3 with a scale a tensor or a channel, for fp8 activations; in blocks, for 16-bit ones",
-        "weight", fp8.SUFFIXES, ("fp8", "modelopt", "fp8_per_channel_per_token"), fp8.matches, fp8.load, selects=True,
+        "weight", fp8.SUFFIXES, ("fp8", "modelopt", "fp8_per_channel_per_token", "fp8_pb_wo"), fp8.matches, fp8.load,
+        selects=True,
     ),
     Format(
         "bitsandbytes", "LLM.int8; NF4 and FP4, dequantised, to be quantised anew", "weight", bitsandbytes.SUFFIXES,

@@ -3,9 +3,9 @@
 `weight` float8_e4m3fn `[N, K]` and the scales that it is multiplied by: `weight_scale`, or `weight_scale_inv`, which is
 no inverse despite its name. One scale (`[]`, `[1]`, `[1, 1]`) or one a channel (`[N]`, `[N, 1]`) are for fp8
 activations; their scale is computed token by token, or it is `input_scale` (`activation_scale`), one number. With
-scales of blocks, `[ceil(N / rows), ceil(K / columns)]` with `weight_block_size` (128 x 128 where nothing says), and of
-groups, `[N, G]`, activations stay 16-bit: scales of blocks become those of groups of as many columns. `in_blocks` makes
-blocks of them again, for fp8 activations.
+scales of blocks, `[ceil(N / rows), ceil(K / columns)]` with `weight_block_size` (128 x 128 where nothing says; modelopt
+has them as `[ceil(N / 128), 1, ceil(K / 128), 1]`), and of groups, `[N, G]`, activations stay 16-bit: scales of blocks
+become those of groups of as many columns. `in_blocks` makes blocks of them again, for fp8 activations.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def _one_of(layer: LayerTensors, *suffixes: str) -> str | None:
 def _group_size(layer: LayerTensors, suffix: str, n: int, k: int, described: Description) -> int | None:
     """Columns of a block or group, None where a channel or more share one scale; the shape of the scales is checked."""
     shape = layer.info(suffix).shape
+    expected: tuple[int, ...]
     if described.block is None and described.group_size is None and shape in (*_ONE, (n,), (n, 1)):
         layer.check(suffix, _SCALES, shape)
         return None
@@ -146,6 +147,8 @@ def _group_size(layer: LayerTensors, suffix: str, n: int, k: int, described: Des
     else:
         rows, size = described.block or BLOCK
         expected, meaning = (ceil_div(n, rows), ceil_div(k, size)), f"blocks of {rows} x {size}"
+        if len(shape) == 4:  # modelopt's FP8_PB_WO
+            expected = (expected[0], 1, expected[1], 1)
     powers = ("U8",) if described.group_size is not None else ()  # mxfp8-quantized
     layer.check(suffix, (*_SCALES, *powers), expected, f"weights {[n, k]} in {meaning}, as {described.where} has it")
     return min(size, k)
@@ -163,6 +166,8 @@ def _of_e8m0(layer: LayerTensors, suffix: str) -> Tensor:
 
 def _of_groups(scales: Tensor, n: int, rows: int) -> Tensor:
     """`[G, N]`, of scales of blocks, channels or the whole matrix."""
+    if scales.dim() == 4:
+        scales = scales[:, 0, :, 0]
     if scales.dim() < 2:
         scales = scales.reshape(-1, 1)
     repeated = scales if len(scales) == n else scales.repeat_interleave(n if len(scales) == 1 else rows, dim=0)[:n]

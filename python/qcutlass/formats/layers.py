@@ -125,6 +125,10 @@ class CanonicalInt4(CanonicalLinear):
 
     activations: ClassVar[Literal["fp8", "int8"]]
 
+    def weights_alone(self) -> CanonicalLinear:
+        """The same codes for activations that stay as they are."""
+        return CanonicalLinear(self.weight, self.bias, self.perm, self.act_scale)
+
 
 class CanonicalInt4Fp8(CanonicalInt4):
     """A `CanonicalInt4` for e4m3 activations."""
@@ -236,6 +240,18 @@ class _EightBit(_Codes):
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""
         return (self.codes.float() * self.scales[:, None]).to(dtype)
 
+    def weights_alone(self: _AnyEightBit) -> CanonicalLinear | _AnyEightBit:
+        """The same codes for activations that stay as they are; itself, where these are divided by `smooth` first."""
+        if self.smooth is not None:
+            return self
+        codes, kind = self._plain_codes()
+        weight = QuantizedTensor(codes, self.scales[None], None, 8, self.shape[1], kind)
+        return CanonicalLinear(weight, self.bias)
+
+    def _plain_codes(self) -> tuple[Tensor, str | None]:
+        """uint8 `[N, K]` as those of weights alone, and their type if they are no integers."""
+        raise NotImplementedError
+
 
 class CanonicalInt8(_EightBit):
     """A linear layer with int8 weights for int8 activations (W8A8).
@@ -250,6 +266,9 @@ class CanonicalInt8(_EightBit):
 
     kind: ClassVar = "int8"
 
+    def _plain_codes(self) -> tuple[Tensor, str | None]:
+        return self.codes.view(torch.uint8) ^ 0x80, None  # zeros in the middle
+
 
 class CanonicalFp8(_EightBit):
     """A linear layer with e4m3 weights for e4m3 activations.
@@ -260,6 +279,9 @@ class CanonicalFp8(_EightBit):
     """
 
     kind: ClassVar = "fp8"
+
+    def _plain_codes(self) -> tuple[Tensor, str | None]:
+        return self.codes.view(torch.uint8), "e4m3"
 
 
 @dataclass(frozen=True, eq=False)

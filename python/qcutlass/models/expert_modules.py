@@ -62,7 +62,10 @@ class Block:
 
     def _checked(self, name: str, layer: QuantLinear, part: str) -> WeightOnlyLinear:
         if not isinstance(layer, WeightOnlyLinear):
-            raise UnsupportedError(f"{name}: experts of weights alone are taken, got {type(layer).__name__}")
+            raise UnsupportedError(
+                f"{name}: experts of weights alone are taken, got {type(layer).__name__}; qcutlass convert "
+                "--requantize makes them such"
+            )
         expected = self.shape if part == "down" else self.shape[::-1]
         if (layer.out_features, layer.in_features) != expected:
             raise CheckpointError(f"{name}: expected weights {[*expected]} for {self.place}, got {layer}")
@@ -86,6 +89,7 @@ def find_blocks(names: Iterable[str], model: Any) -> tuple[list[Block], list[str
         UnsupportedError: the experts have an activation that their product has not.
     """
     found, others = of_experts(names, model)
+    check_counts(found, model)
     return [_block(place, layers, model.get_submodule(place)) for place, layers in found.items()], others
 
 
@@ -107,11 +111,29 @@ def of_experts(names: Iterable[str], model: Any) -> tuple[dict[str, dict[tuple[i
     return found, others
 
 
+def check_counts(found: Mapping[str, Mapping[tuple[int, str], str]], model: Any) -> None:
+    """Raises unless the model has as many experts as there are layers for, of what `of_experts` finds.
+
+    Raises:
+        CheckpointError: a block has more or fewer than the model.
+        UnsupportedError: the experts have an activation that their product has not.
+    """
+    for place, layers in found.items():
+        module = model.get_submodule(place)
+        if gate_of(module) is None:
+            raise UnsupportedError(f"{place}: experts with {type(module.act_fn).__name__} are not taken")
+        (expected, _, _), count = sizes_of(module), 1 + max(expert for expert, _ in layers)
+        if count != expected:
+            raise CheckpointError(
+                f"{place}: expected {expected} experts, as config.json has it, all quantised or none; the quantised "
+                f"layers are those of {count}"
+            )
+
+
 def _block(place: str, layers: dict[tuple[int, str], str], module: Any) -> Block:
     count, hidden, intermediate = sizes_of(module)
     gate = gate_of(module)
-    if gate is None:
-        raise UnsupportedError(f"{place}: experts with {type(module.act_fn).__name__} are not taken")
+    assert gate is not None  # see `check_counts`
     wanted = [[(expert, part) for part in Expert._fields] for expert in range(count)]
     absent = [key for keys in wanted for key in keys if key not in layers]
     if absent:
@@ -120,8 +142,6 @@ def _block(place: str, layers: dict[tuple[int, str], str], module: Any) -> Block
             f"{place}: expected {count} experts, all quantised or none; expert {expert} has no quantised {part} "
             "projection"
         )
-    if len(layers) > 3 * count:
-        raise CheckpointError(f"{place}: expected {count} experts, got {len(layers) // 3}")
     return Block(place, [tuple(layers[key] for key in keys) for keys in wanted], gate, (hidden, intermediate))
 
 

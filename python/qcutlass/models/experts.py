@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.expert_rows import MODELS
+from qcutlass.formats.expert_rows import FOLDERS, MODELS, USUAL, WORDS
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.formats.tensors import REQUANTIZE
 from qcutlass.layers.experts import Expert, have_one_order
@@ -28,14 +28,9 @@ _COUNTS: Final = (  # in configurations: of the experts that tokens are sent to
 _NAME: Final = re.compile(r"(^|\.)(experts|block_sparse_moe)(\.|$)")
 _LAYER: Final = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d{1,6})\.(?P<part>\w+)")
 _ROUTER: Final = re.compile(r"(.*\.)?((mlp|block_sparse_moe)\.gate|mlp\.router)")
-_WORDS: Final = {"mixtral": ("w1", "w3", "w2")}
-"""The names of gate, up and down in the files of a model that calls them otherwise."""
-_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
 _PARTS: Final = {
-    word: part for words in (_USUAL, *_WORDS.values()) for word, part in zip(words, Expert._fields, strict=True)
+    word: part for words in (USUAL, *WORDS.values()) for word, part in zip(words, Expert._fields, strict=True)
 }
-_FOLDERS: Final = {".mlp.": ".block_sparse_moe."}
-"""Parts of a module's name, as transformers calls it, that files may have otherwise."""
 
 
 class ExpertLayer(NamedTuple):
@@ -72,25 +67,25 @@ def is_router(name: str) -> bool:
 
 def part_names(model_type: str) -> tuple[str, ...]:
     """The names of gate, up and down in the files of a model."""
-    return _WORDS.get(model_type, _USUAL)
+    return WORDS.get(model_type, USUAL)
 
 
 def stored_forms(name: str) -> Iterator[str]:
     """The names that files may have for what transformers calls `name`, this one first."""
     yield name
-    for ours, theirs in _FOLDERS.items():
+    for ours, theirs in FOLDERS.items():
         if ours in name:
             renamed = name.replace(ours, theirs)
             yield renamed
-            for words in _WORDS.values():
-                for usual, word in zip(_USUAL, words, strict=True):
+            for words in WORDS.values():
+                for usual, word in zip(USUAL, words, strict=True):
                     yield renamed.replace(f".{usual}", f".{word}")
 
 
 def module_forms(block: str) -> Iterator[str]:
     """The names that transformers may have for the experts that a file calls `block`, this one first."""
     yield block
-    for ours, theirs in _FOLDERS.items():
+    for ours, theirs in FOLDERS.items():
         if theirs in block:
             yield block.replace(theirs, ours)
 
@@ -98,7 +93,7 @@ def module_forms(block: str) -> Iterator[str]:
 def file_forms(block: str, model_type: str) -> Iterator[str]:
     """The names that files of a model may have for the experts that transformers calls `block`, this one first."""
     yield block
-    for ours, theirs in _FOLDERS.items() if model_type in _WORDS else ():
+    for ours, theirs in FOLDERS.items() if model_type in WORDS else ():
         if ours in block:
             yield block.replace(ours, theirs)
 
@@ -228,7 +223,7 @@ def _check_spec(name: str, spec: LayerSpec) -> None:
     if LAYER_KINDS[spec.kind].quantises_activations:
         raise UnsupportedError(
             f"{name}: experts of quantised activations ({spec.words}) are not taken, only those of weights alone; "
-            f"{REQUANTIZE}"
+            "qcutlass convert --requantize (requantize=True) keeps their codes and leaves their activations as they are"
         )
     if "act_scale" in dict(spec.buffers):
         raise UnsupportedError(

@@ -15,7 +15,7 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
 from qcutlass.formats.tensors import FROM_FLOATS
 from qcutlass.layers.experts import REPLACED
-from qcutlass.models.expert_modules import of_experts
+from qcutlass.models.expert_modules import check_counts, of_experts
 from qcutlass.models.experts import is_router
 from qcutlass.models.extras import check_implementations, import_transformers
 
@@ -178,10 +178,13 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 def check_layers(names: Iterable[str], model: Any) -> None:
     """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed.
 
+    CheckpointError, if a block has more or fewer experts than the model.
+
     Of models of several parts, as those that see, files may have other names than transformers gives their modules:
     where a layer has no place there, that is a warning.
     """
-    _, others = of_experts((name for name in names if not is_router(name)), model)
+    experts, others = of_experts((name for name in names if not is_router(name)), model)
+    check_counts(experts, model)
     owners: dict[type[nn.Module], nn.Module] = {}
     try:
         found = places(others, model)

@@ -63,7 +63,8 @@ def cut_blocks(model: nn.Module, rank: int, world_size: int, add: Add) -> nn.Mod
     if not any(found):
         raise ValueError(
             f"model: {type(model).__name__} has no attention or MLP of quantised layers that can be cut into "
-            f"{world_size} parts; use a number of ranks that divides its heads of keys, or its groups of columns"
+            f"{world_size} parts; use a number of ranks that divides its heads of keys, or its groups of columns; what "
+            "normalises all of its heads together stays whole"
         )
     return model
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats import CanonicalLinear, DequantizedLinear, FloatLinear, Layer
+from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, DequantizedLinear, FloatLinear, Layer
 from qcutlass.formats.affine import from_minima
+from qcutlass.formats.layers import CanonicalInt4
 from qcutlass.formats.specs import LayerSpec, Requantized
 from qcutlass.models.experts import ExpertBlocks, expert_layer, is_router
 from qcutlass.models.sources import ModelSource
@@ -37,6 +38,11 @@ def to_zeros(layer: Layer, scheme: WeightOnly) -> Layer:
     return replace(
         layer, weight=from_minima(weight.codes.clone(), weight.scales, minima, weight.bits, weight.group_size)
     )
+
+
+def to_weights_alone(layer: Layer, scheme: WeightOnly | None = None) -> Layer:
+    """Has activations stay as they are, and the codes too; what divides its activations first is left as it is."""
+    return layer.weights_alone() if isinstance(layer, CanonicalInt4 | CanonicalInt8 | CanonicalFp8) else layer
 
 
 class Requantizer:
@@ -101,7 +107,8 @@ class Requantizer:
             if place is not None and place.block == block:
                 layer = self._source.layer(name)
                 perm = getattr(layer, "perm", None)
-                found = _Told(name, _spec(layer), layer.shape, isinstance(layer, DequantizedLinear), perm)
+                alone = _spec(to_weights_alone(layer))
+                found = _Told(name, _spec(layer), alone, layer.shape, isinstance(layer, DequantizedLinear), perm)
                 told.setdefault((block, place.part.replace("up", "gate")), []).append(found)
         is_quantised = any(each.spec is not None or each.is_dequantized for found in told.values() for each in found)
         return {key: _least_change(found) if is_quantised else None for key, found in told.items()}
@@ -112,6 +119,7 @@ class _Told(NamedTuple):
 
     name: str
     spec: LayerSpec | None
+    of_weights_alone: LayerSpec | None
     shape: tuple[int, int]
     is_dequantized: bool
     perm: Tensor | None
@@ -123,7 +131,11 @@ def _least_change(layers: list[_Told]) -> Change | None:
         return to_nearest
     if _are_taken(layers):
         return None
-    return to_zeros if _are_taken([each._replace(spec=_without_minimums(each.spec)) for each in layers]) else to_nearest
+    if _are_taken([each._replace(spec=_without_minimums(each.spec)) for each in layers]):
+        return to_zeros
+    return (
+        to_weights_alone if _are_taken([each._replace(spec=each.of_weights_alone) for each in layers]) else to_nearest
+    )
 
 
 def take_float_experts(source: ModelSource) -> None:

@@ -68,7 +68,9 @@ def attend(
     """Attention as transformers asks for it, of one token of each sequence.
 
     The queries that share keys are rows of one product, whatever their number: transformers' own function repeats keys
-    and values where it is not a power of two, and torch shares them among heads only where it is.
+    and values where it is not a power of two, and torch shares them among heads only where it is. Keys and values of a
+    cache lie in order; those that a step computes (DeepSeek) are brought into it, as what torch 2.13 compiles for a CPU
+    reads views of them wrongly.
 
     Args:
         query: `[batch, heads, 1, size]`.
@@ -85,8 +87,8 @@ def attend(
     rows = query.reshape(batch, key.shape[1], -1, size)
     result = flex_attention(
         rows,
-        key,
-        value,
+        key.contiguous(),
+        value.contiguous(),
         block_mask=attention_mask,
         scale=scaling,
         kernel_options=options,  # type: ignore[arg-type]

@@ -170,6 +170,24 @@ def test_blocks_of_any_shape(shape: tuple[int, int], dtype: torch.dtype, seed: i
     assert torch.equal(dequantized(layer), exact)
 
 
+@pytest.mark.parametrize(
+    "config", [{"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, {"quant_algo": "FP8_PB_WO"}]
+)
+@pytest.mark.parametrize("shape", [(192, 320), (96, 128)])
+def test_blocks_of_modelopt(shape: tuple[int, int], config: dict[str, str], seed: int) -> None:
+    """FP8_PB_WO, whose scales have four dimensions."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    tensors, exact = as_fp8(weight, (128, 128))
+    tensors["weight_scale"] = tensors["weight_scale"][:, None, :, None]
+    checkpoint = formats.load(named(tensors), config=config)
+    assert checkpoint.format == "fp8"
+    (layer,) = checkpoint.values()
+    assert torch.equal(layer.dequantize(torch.float32), exact)
+    tensors["weight_scale"] = tensors["weight_scale"].repeat(1, 2, 1, 1)
+    with pytest.raises(CheckpointError, match=r"weight_scale: expected .* in blocks of 128 x 128"):
+        formats.load(named(tensors), config=config)["model.layers.0.mlp.up_proj"]
+
+
 def test_blocks_of_another_size(seed: int) -> None:
     tensors, exact = as_fp8(random(40, 100, seed), (16, 32), "weight_scale_inv")
     layer = canonical(loaded(tensors, FP8 | {"weight_block_size": [16, 32]}))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.python.formats.stored import Tensors, as_gptq, named, stored
-from tests.python.models.folders import GPTQ, random_model, write_model
-from tests.python.models.mixtures import EXPERTS, KINDS, MixtureCut, model_of
+from tests.python.models.folders import GPTQ, random_model, write_model, write_tokenizer
+from tests.python.models.mixtures import EXPERTS, KINDS, VOCABULARY, MixtureCut, model_of
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -206,6 +206,30 @@ def test_converted_mixtures_without_an_expert_are_refused(word: str, cut: Mixtur
         shutil.copyfile(cut.gptq().folder / name, tmp_path / "new" / name)
     with pytest.raises((UnsupportedError, CheckpointError), match=r"layers\.[01]\.mlp\.experts"):
         load_model(tmp_path / "new")
+
+
+@pytest.mark.parametrize("count", [EXPERTS - 1, EXPERTS + 1])
+def test_models_of_another_number_of_experts(count: int, cut: MixtureCut, tmp_path: Path) -> None:
+    """What could not be loaded is not written."""
+    source = written(tmp_path / "source", cut, "fp8", lambda tensors: tensors)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {key: count for key in config if key.endswith("_experts")}))
+    write_tokenizer(source, VOCABULARY)
+    message = rf"layers\.0\.mlp\.experts: expected {count} experts, as config\.json has it.*those of {EXPERTS}"
+    with pytest.raises(CheckpointError, match=message):
+        models.convert(source, tmp_path / "new")
+    with pytest.raises(CheckpointError, match=message):
+        load_model(source)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_models_with_another_activation(cut: MixtureCut, tmp_path: Path) -> None:
+    source = written(tmp_path / "source", cut, "fp8", lambda tensors: tensors)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts: experts with GELUActivation are not taken"):
+        models.convert(source, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_expert_of_another_shape(cut: MixtureCut, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.python.manual import run_by
 from tests.python.models.folders import RandomCut
+from tests.python.models.mixtures import VOCABULARY, model_of
 from tests.python.models.test_mixtures import load
 from torch import Tensor, nn
 
@@ -129,6 +130,37 @@ def test_models_without_such_layers_are_refused(seed: int) -> None:
         cut_blocks(random_llama(seed), 0, 2, lambda out: None)
     with pytest.raises(ValueError, match="can be cut into 5 parts"):
         cut_blocks(quantized(random_llama(seed)), 0, 5, lambda out: None)
+
+
+SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+
+
+@pytest.mark.parametrize(("kind", "is_cut"), [("qwen3", True), ("olmo2", False)])
+def test_what_is_between_projections(kind: str, is_cut: bool, seed: int) -> None:
+    """Norms of one head are each rank's; those of all heads keep attention whole."""
+    own = {"head_dim": 32} if kind == "qwen3" else {}
+    model = quantized(model_of(kind, seed % 2**31, **SIZES, **own, intermediate_size=128))
+    with torch.inference_mode():
+        for name, part in model.named_parameters():
+            if "norm" in name:
+                part.uniform_(0.5, 2)
+    tokens, plain = torch.arange(20)[None] * 7 % VOCABULARY, dense(model)
+    with torch.inference_mode():
+        in_float32, exact = plain(tokens).logits, copy.deepcopy(plain).double()(tokens).logits
+    first, second = Ranks(2).logits(model, tokens)
+    assert torch.equal(first, second)
+    assert noise_ratio(first, in_float32, exact) <= NOISE
+    layer = cut_blocks(model, 0, 2, lambda out: None).get_submodule("model.layers.0")
+    assert layer.self_attn.q_proj.out_features == (64 if is_cut else 128)
+    assert layer.mlp.down_proj.in_features == 64
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "gpt_oss", "bitnet"])
+def test_models_that_stay_whole_are_refused(kind: str, seed: int) -> None:
+    """Norms of all heads or of all intermediate channels, and a number for each head; experts are not cut."""
+    model = quantized(model_of(kind, seed % 2**31, num_experts=4, num_local_experts=4, head_dim=32))
+    with pytest.raises(ValueError, match=r"cut into 2 parts.*what normalises all of its heads together"):
+        cut_blocks(model, 0, 2, lambda out: None)
 
 
 def test_processes_must_be_there() -> None:

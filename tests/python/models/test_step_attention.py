@@ -46,6 +46,31 @@ def test_attends_as_torch_does_on_a_gpu(heads: int, kv_heads: int, size: int, va
     assert_attends_as_torch_does(heads, kv_heads, size, value_size, "cuda")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_keys_and_values_that_a_compiled_step_computes(device: str) -> None:
+    """As DeepSeek's attention does, of what its cache holds: they don't lie as those of a cache."""
+    torch.manual_seed(0)
+    length, heads, size = step_attention.BLOCK, 4, 16
+    query, weight = torch.randn(1, heads, 1, 2 * size).to(device), torch.randn(heads * 2 * size, 32).to(device) / 8
+    latent, shared = (torch.randn(1, 1, length, each).to(device) for each in (32, size))
+    place = torch.tensor([PLACE % length], device=device)
+    blocks = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+    mask = step_attention.block_mask(torch.zeros(1, dtype=torch.int64, device=device), place, blocks, length, 1)
+
+    def keys_and_values() -> tuple[torch.Tensor, torch.Tensor]:
+        both = nn.functional.linear(latent, weight).view(1, length, heads, 2 * size).transpose(1, 2)
+        own, value = both.split(size, dim=-1)
+        return torch.cat([own, shared.expand(-1, heads, -1, -1)], dim=-1), value
+
+    def step() -> torch.Tensor:
+        return step_attention.attend(nn.Module(), query, *keys_and_values(), mask)[0]
+
+    found = torch.compile(step, dynamic=False)()
+    key, value = (part[:, :, : PLACE % length + 1] for part in keys_and_values())
+    expected = nn.functional.scaled_dot_product_attention(query, key, value)
+    assert (found - expected.transpose(1, 2)).abs().max() < 1e-3
+
+
 def test_heads_of_a_model_are_counted_in_its_decoder() -> None:
     class Attention(nn.Module):
         def __init__(self, groups: int) -> None:
