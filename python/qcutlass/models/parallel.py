@@ -27,7 +27,7 @@ def parallelise(model: nn.Module, group: Any = None) -> nn.Module:
     all ranks are added (Shoeybi et al., "Megatron-LM", 2019). Attention whose heads of keys are no multiple of the
     ranks, layers whose cut would go through a group of columns, and attention and MLPs that compute with several heads
     or channels together (norms over all of them, sinks) stay whole on every rank; so do all others: norms, embeddings,
-    output heads. Every rank loads the whole model first.
+    experts, output heads. Every rank loads the whole model first.
 
     Args:
         model: of Llama's kind, with layers of `qcutlass.layers` of the names that transformers gives them; changed.

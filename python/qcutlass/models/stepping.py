@@ -117,7 +117,7 @@ class Decoder:
         if compiled:
             compiled_code()
             # How keys are split depends on the batch.
-            self._forward = torch.compile(_own(self._plain), dynamic=False, options=_options())
+            self._forward = torch.compile(_own(self._plain), dynamic=False, options=_compiler_options())
         self._block_mask = self._new_block_mask() if compiled else None
 
     @torch.inference_mode()
@@ -266,8 +266,8 @@ def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _options() -> dict[str, Any] | None:
-    """Those of the compiler, with which it compiles a step alike in every process.
+def _compiler_options() -> dict[str, Any] | None:
+    """With these torch compiles a step alike in every process.
 
     It would choose among kernels of a few microseconds by timing them apart, and takes others each time: what adds up
     shares of attention took 3.7 microseconds instead of 1.4 on an H200, in each of 32 layers, and sums had another
