@@ -165,14 +165,18 @@ class WeightOnlyLayer(Layer):
 
     @cached_property
     def packed(self) -> list[list[Tensor]]:
-        """Copies of (packed codes, scales, zeros or minimums if there are any)."""
-        packed, p = qcutlass.preprocess_weights(self.problem.codes, bits=self.case.bits), self.problem
-        return rotation([t for t in (packed, p.scales, p.zeros, p.minimums) if t is not None])
+        """Copies of packed codes, scales, and what there is of zeros, minimums and a global scale."""
+        packed = qcutlass.preprocess_weights(self.problem.codes, bits=self.case.bits)
+        return rotation([packed, *(getattr(self.problem, name) for name in self._names[1:])])
+
+    @property
+    def _names(self) -> list[str]:
+        names = ("zeros", "minimums", "global_scale")
+        return ["w_packed", "scales", *(name for name in names if getattr(self.problem, name) is not None)]
 
     def operands(self, index: int) -> dict[str, Tensor]:
         """A copy, by the names that `gemm` has for them."""
-        last = "zeros" if self.problem.minimums is None else "minimums"
-        return dict(zip(("w_packed", "scales", last), self.packed[index], strict=False))
+        return dict(zip(self._names, self.packed[index], strict=True))
 
     def dense_weight(self) -> Tensor:
         return self.problem.weight(self.dtype)

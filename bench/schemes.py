@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -12,11 +12,13 @@ from bench.limits import Operands
 from qcutlass import testing
 
 PATTERNS: Final = (
-    "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], "
-    "blockwise[_quant|_fp8][_f16|_bf16], w4a8[_int8]_<g<size>|channel>[_int][_f16|_bf16]"
+    "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], <mxfp4|nvfp4|e4m3>[_f16|_bf16|_f32], "
+    "w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], blockwise[_quant|_fp8][_f16|_bf16], "
+    "w4a8[_int8]_<g<size>|channel>[_int][_f16|_bf16]"
 )
 _DTYPE: Final = r"(?:_(f16|bf16))?"
 _WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real|min))?(?:_(f16|bf16|f32))?")
+_OF_FILES: Final = re.compile(r"(mxfp4|nvfp4|e4m3)(?:_(f16|bf16|f32))?")
 _INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
 _FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
 _BLOCKWISE: Final = re.compile(r"blockwise(_quant|_fp8)?" + _DTYPE)
@@ -38,6 +40,8 @@ class WeightOnly:
         group_size: columns that share a scale; None: one scale a channel.
         zeros: "none" (symmetric), "int" or "real"; "minimum": minimums, float32 as the scales, as K-quants have them.
         dtype: of the activations; None: the bench's default (float16 on a GPU, float32 on the CPU).
+        weight_dtype: of floating codes, "e2m1" or "e4m3"; None: integers.
+        scale_dtype: of the scales; None: the activations', but float32 with minimums.
     """
 
     name: str
@@ -45,6 +49,8 @@ class WeightOnly:
     group_size: int | None
     zeros: testing.Zeros
     dtype: torch.dtype | None
+    weight_dtype: str | None = None
+    scale_dtype: torch.dtype | None = None
 
     @property
     def operands(self) -> Operands:
@@ -56,8 +62,8 @@ class WeightOnly:
         """For the titles of figures."""
         groups = "a scale a channel" if self.group_size is None else f"groups of {self.group_size}"
         named = {"none": "", "int": ", integer zeros", "real": ", real zeros", "minimum": ", minimums"}
-        zeros = named[self.zeros]
-        return f"int{self.bits} weights ({groups}{zeros}), {_TYPES[self.dtype or torch.float16]} activations"
+        codes = self.weight_dtype or f"int{self.bits}"
+        return f"{codes} weights ({groups}{named[self.zeros]}), {_TYPES[self.dtype or torch.float16]} activations"
 
     def case(self, m: int, n: int, k: int, default_dtype: torch.dtype) -> testing.Case:
         """The product of this scheme at (m, n, k)."""
@@ -69,8 +75,16 @@ class WeightOnly:
             group_size=self.group_size or k,
             zeros=self.zeros,
             dtype=self.dtype or default_dtype,
-            scale_dtype=torch.float32 if self.zeros == "minimum" else None,
+            scale_dtype=self.scale_dtype or (torch.float32 if self.zeros == "minimum" else None),
+            weight_dtype=self.weight_dtype,
         )
+
+
+_FORMATS: Final = {  # of checkpoints
+    "mxfp4": WeightOnly("", 4, 32, "none", None, "e2m1", torch.float8_e8m0fnu),
+    "nvfp4": WeightOnly("", 4, 16, "none", None, "e2m1", torch.float8_e4m3fn),
+    "e4m3": WeightOnly("", 8, None, "none", None, "e4m3"),
+}
 
 
 class _EightBitActivations:
@@ -212,6 +226,8 @@ def parse(name: str) -> Scheme:
             None: "none", "int": "int", "real": "real", "min": "minimum"
         }  # fmt: skip
         return WeightOnly(name, int(bits), int(group) if group else None, kinds[zeros], _DTYPES.get(dtype))
+    if match := _OF_FILES.fullmatch(name):
+        return replace(_FORMATS[match[1]], name=name, dtype=_DTYPES.get(match[2]))
     if match := _INT8.fullmatch(name):
         azp, dtype = match.groups()
         return EightBit(name, torch.int8, azp is not None, _DTYPES[dtype or "bf16"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant
-from bench.layer import Layer
+from bench.layer import Layer, WeightOnlyLayer
 
 _Kind = TypeVar("_Kind", bound=Layer)
 
@@ -65,6 +65,14 @@ def require(layer: Layer, kind: type[_Kind]) -> _Kind:
     """The layer, if it is of this kind; raises `Skip` if it is not."""
     if not isinstance(layer, kind):
         raise Skip(f"multiplies {kind.kind} alone")
+    return layer
+
+
+def require_integers(layer: Layer) -> WeightOnlyLayer:
+    """The layer, if its weights are integers; raises `Skip` if they are not."""
+    layer = require(layer, WeightOnlyLayer)
+    if layer.case.weight_dtype is not None:
+        raise Skip("takes integer codes alone")
     return layer
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant, rotation
-from bench.layer import Layer, WeightOnlyLayer
-from bench.peers.base import Peer, Product, Skip, import_library, require
+from bench.layer import Layer
+from bench.peers.base import Peer, Product, Skip, import_library, require_integers
 
 AUTOTUNE_MODES: Final = ("default", "fast", "max")
 _MOST_ROWS: Final = 64  # beyond, each M tunes dozens of kernels that are slower than a dense product
@@ -45,7 +45,7 @@ class Gemlite(Peer):
 
     def prepare(self, layer: Layer) -> Product:
         gemlite = import_library("gemlite", "gemlite")
-        layer = require(layer, WeightOnlyLayer)
+        layer = require_integers(layer)
         case, problem = layer.case, layer.problem
         if problem.minimums is not None:
             raise Skip("takes zeros, not minimums")

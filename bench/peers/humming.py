@@ -15,6 +15,8 @@ from bench.layer_w8a8 import EightBitLayer
 from bench.peers.base import Peer, Product, Skip, import_library, require
 
 _CODES: Final = {torch.int8: "int8", torch.float8_e4m3fn: "float8e4m3", torch.float8_e5m2: "float8e5m2"}
+_FLOAT_CODES: Final = {"e2m1": "float4e2m1", "e4m3": "float8e4m3"}
+_SCALES: Final = {torch.float8_e8m0fnu: "float8e8m0", torch.float8_e4m3fn: "float8e4m3"}
 
 
 class Humming(Peer):
@@ -55,9 +57,10 @@ def _weight_only(layer: WeightOnlyLayer) -> Product:
     groups = case.k // case.group_size
 
     # Codes are packed along K, integer zeros along N; both are [N, ...] as the scales are.
+    scales = problem.scales.reshape(groups, case.n)
     tensors = {
         "weight": pack(problem.codes.to(torch.int32).contiguous(), case.bits),
-        "weight_scale": problem.scales.reshape(groups, case.n).T.to(case.dtype).contiguous(),
+        "weight_scale": (scales if scales.dtype in _SCALES else scales.to(case.dtype)).T.contiguous(),
     }
     if case.zeros == "int":
         assert problem.zeros is not None
@@ -66,11 +69,15 @@ def _weight_only(layer: WeightOnlyLayer) -> Product:
         assert problem.zeros is not None
         tensors["zero_point"] = problem.zeros.T.to(case.dtype).contiguous()
     config: dict[str, Any] = {
-        "dtype": f"uint{case.bits}",
+        "dtype": f"uint{case.bits}" if case.weight_dtype is None else _FLOAT_CODES[case.weight_dtype],
         "group_size": 0 if groups == 1 else case.group_size,
         "has_zero_point": case.zeros != "none",
         "is_fp_zero_point": case.zeros == "real",
     }
+    if scales.dtype in _SCALES:
+        config["scale_dtype"] = _SCALES[scales.dtype]
+    if problem.global_scale is not None:
+        tensors["weight_scale_2"], config["scale_2_type"] = problem.global_scale, "tensor"
     layers = _layers(layer, tensors, config)
 
     def contestants(m: int) -> list[Contestant]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu_timing import Contestant, rotation
-from bench.layer import Layer, WeightOnlyLayer
-from bench.peers.base import Peer, Product, Skip, require, require_gpu
+from bench.layer import Layer
+from bench.peers.base import Peer, Product, Skip, require_gpu, require_integers
 
 _GROUPS: Final = (32, 64, 128, 256)
 _MOST_ROWS: Final = 64  # beyond, it is many times slower than dense
@@ -27,7 +27,7 @@ class Int4pack(Peer):
         return f"torch {torch.__version__}"
 
     def prepare(self, layer: Layer) -> Product:
-        layer = require(layer, WeightOnlyLayer)
+        layer = require_integers(layer)
         case, problem = layer.case, layer.problem
         if case.bits != 4 or case.group_size not in _GROUPS or case.k % case.group_size != 0:
             raise Skip(f"takes 4 bits in whole groups of {', '.join(map(str, _GROUPS))}")

@@ -29,7 +29,7 @@ from qcutlass.testing import Case, Problem
 M, N, K = 3, 48, 128  # 4-bit: three by two tiles
 GROUPS = 4
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm", "minimums", "residual")
+OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm", "minimums", "residual", "global_scale")
 INTEGER_TYPES = {torch.uint8: _C.DType.UINT8, torch.int8: _C.DType.INT8, torch.int32: _C.DType.INT32}
 ONE = 10**6  # one group a channel
 
@@ -363,7 +363,7 @@ class WeightOnly(Description):
     model = Model
 
     layers = ("w4 float16", "w4 bfloat16", "w8 float16")
-    benched = ("w4a16_g128", "w8a16_channel_int", "w4a16_g64_real_bf16")
+    benched = ("w4a16_g128", "w8a16_channel_int", "w4a16_g64_real_bf16", "mxfp4", "nvfp4", "e4m3_bf16")
 
     def __init__(self) -> None:
         self.variants = {f"w{bits} {short(d)}": {"bits": bits, "dtype": d} for d in SIXTEEN_BIT for bits in (4, 8)}
@@ -425,7 +425,8 @@ class WeightOnly(Description):
         given = {name: getattr(problem, name) for name in OPERANDS}
         operands = {"a": given.pop("a"), "w_packed": qcutlass.preprocess_weights(problem.codes, bits=problem.bits)}
         operands |= {name: tensor for name, tensor in given.items() if tensor is not None}
-        options = {} if problem.activation is None else {"activation": problem.activation}
+        named = {"activation": problem.activation, "weight_dtype": problem.weight_dtype}
+        options = {name: value for name, value in named.items() if value is not None}
         return Product(self, problem, operands, options | problem.ambiguous)
 
     def arguments(self, case: Case) -> _C.GemmArguments:
