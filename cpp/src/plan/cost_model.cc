@@ -97,10 +97,11 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
 double convert_instructions(Kind const& kind, bool scales) {
   if (kind.packing == Packing::kW4A8) return kind.is_float8() ? 5 : 4;
   if (!kind.dequantises()) return 0;
-  if (kind.mode == ScaleMode::kFloat) return 10;
-  if (kind.mode == ScaleMode::kMinimum) return 8;  // a fused multiply and add for each of the two
+  if (kind.mode == ScaleMode::kFloat && scales) return 10;
+  if (kind.mode == ScaleMode::kMinimum && scales) return 8;  // a fused multiply and add for each of the two
   double const multiply = scales ? 1 : 0;
-  if (kind.packing == Packing::kE2M1A16) return multiply + 4.75;
+  if (kind.packing == Packing::kE2M1A16)  // sums may have fp16's small numbers
+    return multiply + (kind.activations == DType::kFloat16 && !scales ? 3.75 : 4.75);
   if (kind.packing == Packing::kE4M3A16) return multiply + (kind.activations == DType::kFloat16 ? 1 : 4);
   bool const four_bits = kind.weight_bits() == 4;
   if (kind.activations == DType::kFloat16) return multiply + (four_bits ? 2.25 : 2.0);
@@ -144,10 +145,16 @@ double compute(Problem const& p, Model const& model, Tactic const& t, Waves cons
   if (is_wgmma(t.mainloop)) return wgmma_compute(kind, model.costs.wgmma, t, waves);
   MmaSyncCosts const& costs = model.mainloop(t);
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
-  double const converting = 4 * convert_instructions(kind, rounds_weights(t, kind.mode)) * model.costs.alu;
-  double const step = strips * (columns * model.mma + converting + costs.strip) + columns * costs.column;
+  double const converting = 4 * convert_instructions(kind, rounds_weights(t, kind)) * model.costs.alu;
+  // Sums of groups of any size are scaled every two steps, by three times as many instructions with offsets, which ask
+  // for the sums of activations, too.
+  bool const scales_groups = streams_scaled_groups(kind) && scales_sums(t, kind);
+  bool const has_offsets = scales_groups && !has_float_codes(kind.packing);
+  double const column = costs.column + (has_offsets ? model.mma : 0);
+  double const step = strips * (columns * model.mma + converting + costs.strip) + columns * column;
   int const slice_k = t.slice_k(kind.packing);
-  double const promotions = kind.is_promoted() ? slice_k / promoted_k(kind.mode) * strips * columns : 0;
+  int const group_k = kind.is_promoted() ? promoted_k(kind.mode) : scales_groups ? 2 * step_k(kind.packing) : 0;
+  double const promotions = group_k > 0 ? slice_k / group_k * (has_offsets ? 3 : 1) * strips * columns : 0;
   double const slice =
       static_cast<double>(slice_k) / step_k(kind.packing) * step + promotions * model.costs.promotion + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps / 4.0);

@@ -186,13 +186,30 @@ constexpr ProductCosts four_by_eight_costs() {
   return c;
 }
 
+/// Weight-only products whose groups' sums are scaled where tokens are few: see scales_sums.
+constexpr ProductCosts scaled_groups_costs() {
+  ProductCosts c = weight_only_costs();
+  c.exposed = 0.389;
+  c.promotion = 11.8;
+  c.stream.latency = 1.55;
+  c.stream.slice = 9.17;
+  c.stream.column = 13.4;
+  c.stream.wait = 388;
+  c.stream.kernel = 0.213;
+  c.stream.output = 2.82e-4;
+  c.stream.strip = 0.469;
+  return c;
+}
+
 /// The classes of products that have constants of their own, by name.
-enum class CostClass : uint8_t { kWeightOnly, kEightByEight, kBlockwise, kFourByEight };
-inline constexpr char const* kCostClassNames[] = {"weight_only", "eight_by_eight", "blockwise", "four_by_eight"};
+enum class CostClass : uint8_t { kWeightOnly, kEightByEight, kBlockwise, kFourByEight, kScaledGroups };
+inline constexpr char const* kCostClassNames[] = {"weight_only", "eight_by_eight", "blockwise", "four_by_eight",
+                                                  "scaled_groups"};
 inline constexpr ProductCosts kProductCosts[] = {weight_only_costs(), eight_by_eight_costs(), blockwise_costs(),
-                                                 four_by_eight_costs()};
+                                                 four_by_eight_costs(), scaled_groups_costs()};
 
 constexpr CostClass cost_class(Kind const& kind) {
+  if (streams_scaled_groups(kind)) return CostClass::kScaledGroups;
   if (kind.dequantises()) return CostClass::kWeightOnly;
   if (kind.packing == Packing::kW4A8) return CostClass::kFourByEight;
   return kind.is_promoted() ? CostClass::kBlockwise : CostClass::kEightByEight;

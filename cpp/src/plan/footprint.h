@@ -21,9 +21,19 @@ constexpr int zero_bytes(ScaleMode mode) { return takes_any_type(mode) ? 4 : 1; 
 /// fp32 words of one row of block scales in shared memory, of tokens and of strips of 16 channels: whole vectors.
 constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
 
-/// The streaming loop scales sums instead of weights where a group spans many columns: nothing is rounded then.
-constexpr bool rounds_weights(Tactic const& t, ScaleMode mode) {
-  return !is_promoted(mode) && scale_rows(mode) > 0 && (t.mainloop != Mainloop::kStream || mode != ScaleMode::kNative);
+/// Whether the streaming loop scales the sums of groups, in fp32, instead of weights: where a group spans many columns;
+/// and where it would be the dearer way for as many tokens as a warp has, with offsets for two column blocks at most.
+constexpr bool streams_scaled_sums(Packing packing, ScaleMode mode, int tokens) {
+  if (mode == ScaleMode::kNative) return true;
+  return streams_scaled_groups(packing, mode) && (has_float_codes(packing) || tokens <= 16);
+}
+constexpr bool scales_sums(Tactic const& t, Kind const& kind) {
+  return t.mainloop == Mainloop::kStream && streams_scaled_sums(kind.packing, kind.mode, t.warp_tokens);
+}
+
+/// Whether weights are rounded to the activations' type.
+constexpr bool rounds_weights(Tactic const& t, Kind const& kind) {
+  return !is_promoted(kind.mode) && scale_rows(kind.mode) > 0 && !scales_sums(t, kind);
 }
 
 /// Shared memory of a stage for m rows of activations.

@@ -107,6 +107,14 @@ struct Kind {
   std::string prefix() const;
 };
 
+/// Whether, of 16-bit activations, the streaming loop scales the sums of groups of any size: of e2m1 codes, which are
+/// operands as they are, and of scales and offsets of any type, which weights would have to be scaled by in fp32.
+constexpr bool streams_scaled_groups(Packing packing, ScaleMode mode) {
+  if (activation_bytes(packing) != 2) return false;
+  return takes_any_type(mode) || (packing == Packing::kE2M1A16 && mode == ScaleMode::kFine);
+}
+constexpr bool streams_scaled_groups(Kind const& kind) { return streams_scaled_groups(kind.packing, kind.mode); }
+
 /// The number of elements that share a scale.
 enum class Granularity : uint8_t {
   kNone,   ///< no scales: the elements are the numbers

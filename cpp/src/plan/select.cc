@@ -80,7 +80,7 @@ Candidate candidate(Problem const& problem, DeviceTraits const& device, int row,
   result.plan.shared_channel = shared.first_channel;
   result.plan.shared_token = shared.first_token;
   result.plan.workspace_bytes = Workspace(problem, result.plan).bytes;
-  result.plan.rounds_weights = rounds_weights(t, problem.kind.mode);
+  result.plan.rounds_weights = rounds_weights(t, problem.kind);
   result.cost = predict(problem, device, t, split_k, cluster);
   return result;
 }

@@ -20,7 +20,7 @@
 //
 // A tactic has an order of its own where
 //   - fp32 code adds scaled sums in the loop, whose multiplications and additions the compiler may fuse, or not, in
-//     each kernel anew: streamed native groups, blocks, groups of 4 by 8 bits, fp8 by wgmma;
+//     each kernel anew: streamed groups, blocks, groups of 4 by 8 bits, fp8 by wgmma;
 //   - the epilogue has such code: GELU by tanh, and what multiplies sums by e2m1 weights' global scale.
 #pragma once
 
@@ -50,11 +50,11 @@ constexpr bool sums_exactly(Kind const& kind, Activation activation) {
 /// The order of a row of kTactics whose k is shared by `split_k` blocks in every tile.
 constexpr SumOrder sum_order(Kind const& kind, Activation activation, int row, int split_k) {
   Tactic const& t = kTactics[row];
-  bool const scales_sums = kind.is_promoted() || (t.mainloop == Mainloop::kStream && kind.mode == ScaleMode::kNative) ||
-                           (is_wgmma(t.mainloop) && (kind.packing == Packing::kE2M1A16 || !kind.dequantises()));
+  bool const has_own = kind.is_promoted() || scales_sums(t, kind) ||
+                       (is_wgmma(t.mainloop) && (kind.packing == Packing::kE2M1A16 || !kind.dequantises()));
   // Slices of wgmma's stages follow one another; shares of k are cut between stages.
   int const slices = t.mainloop == Mainloop::kWgmmaRs && split_k == 1 ? 1 : t.slices;
-  return {t.mainloop, slices, split_k, scales_sums || may_fuse(activation) ? row : -1};
+  return {t.mainloop, slices, split_k, has_own || may_fuse(activation) ? row : -1};
 }
 
 }  // namespace qcutlass

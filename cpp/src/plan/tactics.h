@@ -115,7 +115,7 @@ inline constexpr StreamTactic kStreamTactics[] = {
     stream(128, 8).warp(64).slices(4).stages(2).blocks_an_sm(2).for_(kWeightOnly).and_experts(),
     stream(80, 8).slices(8).stages(3).blocks_an_sm(2).for_(kInt4Weights),
     stream(224, 8).warp(112).slices(4).stages(2).for_(kInt4Weights),
-    stream(32, 16).slices(8).stages(3).blocks_an_sm(2).for_(kCommon),
+    stream(32, 16).slices(8).stages(3).blocks_an_sm(2).for_(kCommon | kRareWeights),
     stream(48, 16).slices(8).stages(3).for_(kCommon),
     stream(64, 16).slices(4).stages(3).blocks_an_sm(2).for_(kCommon | kSmallBlocks | kRareWeights).and_experts(),
     stream(64, 16).slices(8).stages(3).for_(kInt4Weights | kEightByEight),
@@ -137,13 +137,13 @@ inline constexpr StreamTactic kStreamTactics[] = {
 };
 
 inline constexpr MultistageTactic kMultistageTactics[] = {
-    // up to 64 tokens: all warps along k still; the first one fits 99 KB in every scheme
-    multistage(64, 16).warp(32, 16).slices(2).stages(3).blocks_an_sm(2).for_(kAllButFourByEight).and_experts(),
+    // up to 64 tokens: all warps along k still
+    multistage(64, 16).warp(32, 16).slices(2).stages(3).blocks_an_sm(2).for_(kCommon | kAnyBlocks).and_experts(),
     multistage(48, 64).slices(4).stages(3).for_(kCommon),  // 6144 channels in one wave of 128 blocks
     multistage(64, 64).warp(32, 64).slices(4).stages(3).for_(kCommon),
     multistage(128, 64).warp(32, 64).slices(2).stages(3).for_(kCommon),
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
-    // this one fits 99 KB, too
+    // this one fits 99 KB in every scheme
     multistage(64, 64).warp(32, 32).stages(3).blocks_an_sm(2).for_(kAllButFourByEight).and_experts(),
     multistage(128, 128).warp(32, 128).stages(4).blocks_an_sm(2).for_(kWeightOnly | kRareWeights).and_experts(),
     multistage(256, 64).warp(32, 64).stages(4).for_(kWeightOnly),

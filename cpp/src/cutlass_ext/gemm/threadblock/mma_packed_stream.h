@@ -1,14 +1,15 @@
 // The stream main loop, for few tokens: the weights pass through at the speed of memory and everything else keeps out
 // of their way. Differences from MmaPackedMultistage:
 //   - every slice of k has a ring of its own (stream_ring.h);
-//   - where a group of scales spans at least 64 k, sums of (code - zero) * activation, exact products, are scaled in
-//     fp32, once a group: cheaper than scaling the weights as long as there are few tokens, and nothing is rounded.
+//   - sums of exact products are scaled in fp32, once a group, where that is cheaper than scaling the weights
+//     (streams_scaled_sums): of (code - zero) * activation where groups span at least 64 k, else as group_sums.h says.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/stream_fragments.h"
 #include "cutlass_ext/gemm/threadblock/stream_ring.h"
 #include "cutlass_ext/gemm/warp/block_promotion.h"
 #include "cutlass_ext/gemm/warp/group_promotion.h"
+#include "cutlass_ext/gemm/warp/group_sums.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -37,9 +38,11 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         tokens_(fast_min(args.tokens - token, Shape::kN)),
         places_(storage, args, slice_),
         whole_groups_(args.group_size.divisor.divisor * GroupSize::kUnit % kStageK == 0),
-        ring_(places_, args, channel, token, tokens_, slice_, first_k + slice_ * kStageK, end_k, thread_) {
+        ring_(places_, args, channel, token, tokens_, slice_, first_k + slice_ * kStageK, end_k, thread_),
+        group_sums_(fragments_.first_channel(), args.scales.type, args.zeros.type),
+        pairs_of_steps_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0) {
     fragments_.set_tokens(lane, tokens_);
-    if constexpr (kScaleSums) {
+    if constexpr (kNativeSums) {
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < kStrips; ++m) offsets_[m] = Scales::symmetric();
     }
@@ -69,6 +72,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
       read = read == places_[kStages - 1] ? places_[0] : read + places_.bytes;
     }
     ring_.drain();
+    group_sums_.finish(accumulators);
     args_.apply(accumulators);
   }
 
@@ -83,26 +87,46 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   using Promotion = warp::BlockPromotion<typename Traits::Product>;
   using Sums = Array<typename Base::Accumulator, 4>;
 
-  /// Scale the sums instead of the weights. Where groups may be as short as 16 it does not pay, and real-valued zeros
-  /// would have to be multiplied out of the sums, which cancels digits.
-  static constexpr bool kScaleSums = kMode == qcutlass::ScaleMode::kNative;
+  /// Scale the sums instead of the weights: native ones, with zeros that are taken off codes, or those of GroupSums.
+  static constexpr bool kScaleSums = qcutlass::streams_scaled_sums(kPacking, kMode, WarpShape::kN);
+  static constexpr bool kNativeSums = kScaleSums && kMode == qcutlass::ScaleMode::kNative;
+  static constexpr bool kGroupSums = kScaleSums && !kNativeSums;
+  struct NoGroupSums {
+    static constexpr bool kHasOffsets = false;
+    struct Words {};
+    CUTLASS_DEVICE NoGroupSums(int, qcutlass::DType, qcutlass::DType) {}
+    template <class Sums>
+    CUTLASS_DEVICE void finish(Sums&) const {}
+  };
+  using GroupSums = std::conditional_t<kGroupSums, warp::GroupSums<Element, kPacking, kMode>, NoGroupSums>;
+  /// Strips whose MMAs take turns: one strip's, with few tokens, would wait for their own results.
+  static constexpr int kTogether = kColumns == 1 ? (kStrips % 3 == 0 ? 3 : 2) : kColumns == 2 ? 2 : 1;
+  /// Sums of activations are kept for all strips where these are many, and blocks have registers for it.
+  static constexpr bool kKeepsTokenSums = GroupSums::kHasOffsets && kColumns > 1 && kStrips > kTogether;
+  template <int kGroups>
+  using TokenSums = float2[kKeepsTokenSums ? kGroups : 1][kColumns];
   static constexpr int kRowSteps = kRows > 0 ? kSteps / kRows : kSteps;  // steps that one row of scales serves
   /// Blockwise: sums of blocks of k are scaled into the accumulators.
   static constexpr bool kBlockwise = qcutlass::is_promoted(kMode);
   static constexpr int kPromotedSteps = qcutlass::promoted_k(kMode) / kStepK;
-  /// Strips whose MMAs take turns: one strip's, with few tokens, would wait for their own results.
-  static constexpr int kTogether = kColumns == 1 ? (kStrips % 3 == 0 ? 3 : 2) : kColumns == 2 ? 2 : 1;
 
   /// The products of the stage at k, strip by strip.
   CUTLASS_DEVICE void accumulate(FragmentC& accumulators, uint8_t const* place, int k) {
     Tokens b;
     fragments_.load_tokens(b, place);
-    if (kScaleSums && args_.zeros.data != nullptr) {
+    if (kNativeSums && args_.zeros.data != nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < kStrips; ++m) offsets_[m] = load_operands(place, 0, m);
     }
-    unsigned const starts = group_starts(k);
     Sums* const sums = reinterpret_cast<Sums*>(&accumulators);
+    if constexpr (kGroupSums) {
+      if (pairs_of_steps_ && (GroupSums::kHasOffsets || group_sums_.has_powers()))
+        accumulate_groups<2, !GroupSums::kHasOffsets>(sums, place, b);
+      else
+        accumulate_groups<1, false>(sums, place, b);
+      return;
+    }
+    unsigned const starts = group_starts(k);
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < kStrips; m += kTogether) {
       constexpr int kRest = (kStrips - 1) % kTogether + 1;
@@ -160,7 +184,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
       if constexpr (!kScaleSums) op[i] = load_operands(place, 0, m + i);
-      if constexpr (kScaleSums) op[i] = offsets_[m + i];
+      if constexpr (kNativeSums) op[i] = offsets_[m + i];
       clear(group[i]);
     }
     CUTLASS_PRAGMA_UNROLL
@@ -169,11 +193,11 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
       if (s > 0 && s % kRowSteps == 0 && (starts >> s & 1)) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kCount; ++i) {
-          if constexpr (kScaleSums) {
+          if constexpr (kNativeSums) {
             promote(sums + i, group[i], place, s / kRowSteps - 1, m + i);
             clear(group[i]);
           }
-          if (!kScaleSums || args_.zeros.data != nullptr) op[i] = load_operands(place, s / kRowSteps, m + i);
+          if (!kNativeSums || args_.zeros.data != nullptr) op[i] = load_operands(place, s / kRowSteps, m + i);
         }
       }
       CUTLASS_PRAGMA_UNROLL
@@ -182,14 +206,89 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         dequantize(a, codes[i] + s * LayoutA::kWords, op[i]);
         CUTLASS_PRAGMA_UNROLL
         for (int n = 0; n < kColumns; ++n) {
-          Sums& sum = kScaleSums ? group[i][n] : sums[i + n * kStrips];
+          Sums& sum = kNativeSums ? group[i][n] : sums[i + n * kStrips];
           mma(sum, a, b[n][s], sum);
         }
       }
     }
-    if constexpr (kScaleSums) {
+    if constexpr (kNativeSums) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCount; ++i) promote(sums + i, group[i], place, kRows - 1, m + i);
+    }
+  }
+
+  /// The products of a stage whose groups have as many columns as kGroupSteps steps, or a multiple of that.
+  template <int kGroupSteps, bool kPowers>
+  CUTLASS_DEVICE void accumulate_groups(Sums* sums, uint8_t const* place, Tokens const& b) const {
+    TokenSums<kSteps / kGroupSteps> tokens{};
+    if constexpr (kKeepsTokenSums) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int s = 0; s < kSteps; s += kGroupSteps) add_tokens<kGroupSteps>(tokens[s / kGroupSteps], b, s);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < kStrips; m += kTogether) {
+      constexpr int kRest = (kStrips - 1) % kTogether + 1;
+      if (m + kTogether <= kStrips)
+        accumulate_groups_of<kTogether, kGroupSteps, kPowers>(sums + m, place, m, b, tokens);
+      else
+        accumulate_groups_of<kRest, kGroupSteps, kPowers>(sums + m, place, m, b, tokens);
+    }
+  }
+
+  /// Those of `kCount` strips from the warp's strip m on.
+  template <int kCount, int kGroupSteps, bool kPowers>
+  CUTLASS_DEVICE void accumulate_groups_of(Sums* sums, uint8_t const* place, int m, Tokens const& b,
+                                           TokenSums<kSteps / kGroupSteps> const& kept) const {
+    Codes codes[kCount];
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kStageK / LayoutA::kTileK; ++tile) fragments_.load_codes(codes, place, m, tile);
+    Products zero;
+    zero.clear();
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < kSteps; s += kGroupSteps) {
+      typename GroupSums::Words words[kCount];
+      Sums group[kCount][kColumns];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) words[i] = load_words(place, s, m + i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = s; step < s + kGroupSteps; ++step) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kCount; ++i) {
+          uint32_t const* const code = codes[i] + step * LayoutA::kWords;
+          uint32_t const a[4] = {group_sums_.template code<0>(code), group_sums_.template code<1>(code),
+                                 group_sums_.template code<2>(code), group_sums_.template code<3>(code)};
+          CUTLASS_PRAGMA_UNROLL
+          for (int n = 0; n < kColumns; ++n) mma(group[i][n], a, b[n][step], step == s ? zero : group[i][n]);
+        }
+      }
+      float2 tokens[kColumns] = {};
+      if constexpr (kKeepsTokenSums) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < kColumns; ++n) tokens[n] = kept[s / kGroupSteps][n];
+      } else if constexpr (GroupSums::kHasOffsets) {
+        add_tokens<kGroupSteps>(tokens, b, s);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < kColumns; ++n)
+          group_sums_.template add<kPowers>(sums[i + n * kStrips], group[i][n], words[i], tokens[n]);
+      }
+    }
+  }
+
+  /// The sums of a group's activations, of the lane's two tokens of each column: MMAs by ones leave them in every row.
+  template <int kGroupSteps>
+  CUTLASS_DEVICE void add_tokens(float2 (&tokens)[kColumns], Tokens const& b, int first) const {
+    if (!group_sums_.has_offsets()) return;
+    uint32_t const ones[4] = {GroupSums::kOnes, GroupSums::kOnes, GroupSums::kOnes, GroupSums::kOnes};
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < kColumns; ++n) {
+      Products sum;
+      sum.clear();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = first; step < first + kGroupSteps; ++step) mma(sum, ones, b[n][step], sum);
+      tokens[n] = {sum[0], sum[1]};
     }
   }
 
@@ -208,12 +307,19 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
 
   CUTLASS_DEVICE Operands load_operands(uint8_t const* place, int row, int m) const {
     return fragments_.load_operands(place, row, m, args_.scales.type,
-                                    kScaleSums ? qcutlass::DType::kUInt8 : args_.zeros.type);
+                                    kNativeSums ? qcutlass::DType::kUInt8 : args_.zeros.type);
   }
 
-  /// A step's A fragment: the weights, or code - zero where the sums are scaled.
+  /// What the sums of the group in row `row` are scaled by.
+  CUTLASS_DEVICE typename GroupSums::Words load_words(uint8_t const* place, int row, int m) const {
+    uint8_t const* groups = place + Ring::Place::kGroups;
+    return group_sums_.load(groups + row * Ring::GroupLoader::kScaleRowBytes,
+                            groups + Ring::GroupLoader::kZeros + row * Ring::GroupLoader::kZeroRowBytes, m);
+  }
+
+  /// A step's A fragment: the weights, or code - zero where native sums are scaled.
   static CUTLASS_DEVICE void dequantize(uint32_t (&a)[4], uint32_t const* words, Operands const& op) {
-    if constexpr (kScaleSums) {
+    if constexpr (kNativeSums) {
       a[0] = Converter::template difference<0>(words, op), a[1] = Converter::template difference<1>(words, op);
       a[2] = Converter::template difference<2>(words, op), a[3] = Converter::template difference<3>(words, op);
     } else {
@@ -247,7 +353,9 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   typename Ring::Places places_;
   bool const whole_groups_;  // no group ends within a stage
   Ring ring_;
-  Operands offsets_[kScaleSums ? kStrips : 1];  // zeros of the strips
+  GroupSums group_sums_;
+  bool const pairs_of_steps_;                    // no group ends between the two of a pair
+  Operands offsets_[kNativeSums ? kStrips : 1];  // zeros of the strips
 };
 
 }  // namespace cutlass::gemm::threadblock

@@ -165,7 +165,8 @@ class MmaPackedWgmmaRs {
           args_(args),
           warpgroup_(warpgroup),
           strip_(warpgroup * 4 + warp),
-          lane_(lane) {
+          lane_(lane),
+          pairs_of_rows_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0) {
       if (kTurns_ && warpgroup == 1) arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier);  // the other one begins
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < kAhead * kBatchRows; ++r) operands_[r / kBatchRows][r % kBatchRows] = Scales::symmetric();
@@ -202,9 +203,13 @@ class MmaPackedWgmmaRs {
     static constexpr int kBatchTiles = kBatch > LayoutA::kSteps ? kBatch / LayoutA::kSteps : 1;
     static constexpr int kCodeSteps = kBatchTiles * LayoutA::kSteps;  // whose codes are in registers
     static constexpr int kBatchRows = kBatch > kRowSteps ? kBatch / kRowSteps : 1;
+    static constexpr bool kAnyType = qcutlass::takes_any_type(kMode) || kPacking_ == qcutlass::Packing::kE2M1A16;
     /// Whether the lanes that load a batch's scales, several rows of them at once, find these rows: where conversions
     /// are the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
     static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1;
+    /// Whether two rows are read as one where no group ends between them: where each takes many instructions.
+    static constexpr bool kSharesRows =
+        kLanesFindRows && kBatchRows % 2 == 0 && (kAnyType || qcutlass::has_float_codes(kPacking_));
     /// How many batches before its MMAs a batch's codes and scales leave shared memory: 2, if each batch has its own,
     /// and looking ahead does not hold on to another stage.
     static constexpr int kAhead = kBatches > 1 && kBatch % kCodeSteps == 0 && kBatch % kRowSteps == 0 ? 2 : 1;
@@ -284,7 +289,6 @@ class MmaPackedWgmmaRs {
 
     /// The operands of a batch that begins with `step`.
     CUTLASS_DEVICE void load_operands(Operands (&operands)[kBatchRows], int place, int step) {
-      constexpr bool kAnyType = qcutlass::takes_any_type(kMode) || kPacking_ == qcutlass::Packing::kE2M1A16;
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
       auto const at = [&](int row) {
@@ -293,6 +297,16 @@ class MmaPackedWgmmaRs {
       };
       if constexpr (kLanesFindRows) {
         auto const row_of = [&](int i) { return at(__shfl_sync(~0u, row_, i * 8)); };
+        if constexpr (kSharesRows) {
+          if (pairs_of_rows_) {
+            Operands firsts[kBatchRows / 2];
+            auto const first_of = [&](int i) { return row_of(2 * i); };
+            Scales::load(firsts, at(row_), first_of, lane_, args_.scale_type, args_.zero_type);
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kBatchRows; ++i) operands[i] = firsts[i / 2];
+            return;
+          }
+        }
         Scales::load(operands, at(row_), row_of, lane_, args_.scale_type, args_.zero_type);
       } else {
         CUTLASS_PRAGMA_UNROLL
@@ -326,6 +340,7 @@ class MmaPackedWgmmaRs {
     SharedStorage& storage_;
     Arguments const& args_;
     int const warpgroup_, strip_, lane_;
+    bool const pairs_of_rows_;
     int k_;    // of the stage whose codes come next
     int row_;  // of scales: see find_rows()
     uint32_t fragments_[2][kBatch][4];

@@ -7,15 +7,19 @@
 
 namespace cutlass::gemm::warp {
 
-/// Scales of the activations' type, and of e2m1 codes also e8m0 and e4m3 ones: as pairs of that type.
+/// Two e4m3 numbers as a pair of type Element.
+template <class Element>
+CUTLASS_DEVICE uint32_t e4m3_pair(uint32_t low, uint32_t high) {
+  uint32_t const codes = low | high << 8;
+  return arch::FloatCodes<Element, qcutlass::Packing::kE4M3A16>::template numbers<0>(&codes);
+}
+
+/// Scales of the activations' type, and of e2m1 codes also e8m0 ones, two codes in the halves: as pairs of that type.
 template <class Element, qcutlass::Packing kPacking>
 struct ScalePairs {
   using Operands = typename arch::NativeFloatConverter<Element, kPacking>::Operands;
 
   static CUTLASS_DEVICE Operands of_pair(uint32_t pair) { return {pair}; }
-  static CUTLASS_DEVICE Operands of_bytes(uint8_t low, uint8_t high, qcutlass::DType) {
-    return {arch::make_pair(low, high)};
-  }
 };
 
 template <>
@@ -23,18 +27,11 @@ struct ScalePairs<bfloat16_t, qcutlass::Packing::kE2M1A16> {
   using Operands = arch::NativeFloatConverter<bfloat16_t, qcutlass::Packing::kE2M1A16>::Operands;
 
   static CUTLASS_DEVICE Operands of_pair(uint32_t pair) { return {pair}; }
-  static CUTLASS_DEVICE Operands of_bytes(uint8_t low, uint8_t high, qcutlass::DType type) {
-    return {arch::make_pair(bits(low, type), bits(high, type))};
-  }
-
- private:
-  static CUTLASS_DEVICE uint32_t bits(uint32_t byte, qcutlass::DType type) {
-    if (type == qcutlass::DType::kFloat8E8M0) {
-      uint32_t const power = byte == 0 ? 0x40 : byte << 7;  // 0 is 2^-127, a subnormal
-      return byte == 0xff ? 0x7fc0 : power;
-    }
-    bfloat16_t const value(float(float_e4m3_t::bitcast(uint8_t(byte))));
-    return value.raw();
+  /// Exponents as they are; with the bit below, 0 is 2^-127, a subnormal, and 255 NaN. Sums carry into bit 8 of a half
+  /// for all but 0, and for 255 alone.
+  static CUTLASS_DEVICE Operands of_powers(uint32_t codes) {
+    uint32_t const zero = ~(codes + 0x00ff00ff) & 0x01000100, nan = (codes + 0x00010001) & 0x01000100;
+    return {codes << 7 | (zero | nan) >> 2};
   }
 };
 
@@ -44,30 +41,16 @@ struct ScalePairs<half_t, qcutlass::Packing::kE2M1A16> {
   using Operands = arch::NativeFloatConverter<half_t, qcutlass::Packing::kE2M1A16>::Operands;
 
   static CUTLASS_DEVICE Operands of_pair(uint32_t pair) { return {pair, Codes::kUnit}; }
-  static CUTLASS_DEVICE Operands of_bytes(uint8_t low, uint8_t high, qcutlass::DType type) {
-    if (type != qcutlass::DType::kFloat8E8M0) return of_pair(arch::make_pair(e4m3(low), e4m3(high)));
-    Power const first(low), second(high);
-    return {arch::make_pair(first.scale, second.scale), arch::make_pair(first.unit, second.unit)};
+  /// 2^14 2^(code - 127) as a product of two fp16 numbers, both channels' at once: the first one, 1, or 2^15 from code
+  /// 128 on, keeps e2m1's small numbers exact. From 2^17 on, where every weight but 0 is beyond fp16, scales count as
+  /// 2^16, code 143; up to 2^-29, code 98, where every weight is rounded to 0, as 0.
+  static CUTLASS_DEVICE Operands of_powers(uint32_t codes) {
+    constexpr uint32_t kBoth = 0x00010001, kLeast = 98, kMost = 143, kExponent = 1 << 10, kLarge = 15 * kExponent;
+    uint32_t const within = __vmaxu2(__vminu2(codes, kMost * kBoth), kLeast * kBoth);
+    uint32_t const large = within >> 7 & kBoth, nan = (codes + kBoth) & 0x100 * kBoth;  // bit 8 of 255 + 1
+    return {within * kExponent - kLeast * kExponent * kBoth - large * kLarge,
+            0x3c00 * kBoth + large * kLarge + nan * 6};  // 2^15, 0x7800, and 6 * 0x100 are 0x7e00, a NaN
   }
-
- private:
-  static CUTLASS_DEVICE uint32_t e4m3(uint8_t byte) { return half_t(float(float_e4m3_t::bitcast(byte))).raw(); }
-
-  /// 2^14 2^(byte - 127) as a product of two fp16 numbers. The first one, 1 or 2^15, keeps e2m1's small numbers exact.
-  /// From 2^17 on, where every weight but 0 is beyond fp16, scales count as 2^16.
-  struct Power {
-    uint32_t unit, scale;
-
-    CUTLASS_DEVICE explicit Power(int byte) {
-      constexpr int kBias = 15, kUnit = 15;
-      int const exponent = byte - 127 + 14;
-      bool const large = exponent > kBias;
-      int const rest = fast_min(large ? exponent - kUnit : exponent, kBias);
-      unit = large ? (kUnit + kBias) << 10 : kBias << 10;
-      scale = rest > -kBias ? (rest + kBias) << 10 : rest < -24 ? 0 : 1u << (rest + 24);
-      if (byte == 0xff) scale = 0x7e00;
-    }
-  };
 };
 
 /// Converter and operand reader of a scale mode: kNative and kFine here.
@@ -78,28 +61,38 @@ struct FloatCodeScales {
   using Pairs = ScalePairs<Element, kPacking>;
   static constexpr bool kHasBytes = kPacking == qcutlass::Packing::kE2M1A16;
 
-  static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* /*zeros*/, int row,
-                                      qcutlass::DType scale_type, qcutlass::DType /*zero_type*/) {
-    if (kHasBytes && is_byte(scale_type)) return Pairs::of_bytes(scales[row], scales[row + 8], scale_type);
-    uint16_t const* s = reinterpret_cast<uint16_t const*>(scales) + row;
-    return Pairs::of_pair(arch::make_pair(s[0], s[8]));
-  }
-
+  /// The type decides once for all of them: what comes from shared memory comes together.
   template <int kCount, class RowOf>
   static CUTLASS_DEVICE void load(Operands (&operands)[kCount], GroupRow const& /*own*/, RowOf const& row_of, int lane,
-                                  qcutlass::DType scale_type, qcutlass::DType zero_type) {
+                                  qcutlass::DType scale_type, qcutlass::DType /*zero_type*/) {
+    if (kHasBytes && (scale_type == qcutlass::DType::kFloat8E8M0 || scale_type == qcutlass::DType::kFloat8E4M3)) {
+      uint32_t low[kCount], high[kCount];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) load_two(low[i], high[i], row_of(i), lane, uint8_t());
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        if constexpr (kHasBytes)
+          operands[i] = scale_type == qcutlass::DType::kFloat8E8M0
+                            ? Pairs::of_powers(arch::make_pair(low[i], high[i]))
+                            : Pairs::of_pair(e4m3_pair<Element>(low[i], high[i]));
+      }
+      return;
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      GroupRow const row = row_of(i);
-      operands[i] = load(row.scales, row.zeros, row.channel + lane / 4, scale_type, zero_type);
+      uint32_t low, high;
+      load_two(low, high, row_of(i), lane, uint16_t());
+      operands[i] = Pairs::of_pair(arch::make_pair(low, high));
     }
   }
 
   static CUTLASS_DEVICE Operands symmetric() { return Pairs::of_pair(0); }
 
  private:
-  static CUTLASS_DEVICE bool is_byte(qcutlass::DType type) {
-    return type == qcutlass::DType::kFloat8E8M0 || type == qcutlass::DType::kFloat8E4M3;
+  template <class T>
+  static CUTLASS_DEVICE void load_two(uint32_t& low, uint32_t& high, GroupRow const& row, int lane, T) {
+    T const* p = reinterpret_cast<T const*>(row.scales) + row.channel + lane / 4;
+    low = p[0], high = p[8];
   }
 };
 
@@ -108,21 +101,10 @@ struct FloatCodeScales<Element, kPacking, qcutlass::ScaleMode::kFloat> {
   using Converter = arch::FloatFloatConverter<Element, kPacking>;
   using Operands = typename Converter::Operands;
 
-  static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* /*zeros*/, int row,
-                                      qcutlass::DType scale_type, qcutlass::DType /*zero_type*/) {
-    Operands op;
-    load_scales(op.scale, scales, row, scale_type);
-    return op;
-  }
-
   template <int kCount, class RowOf>
   static CUTLASS_DEVICE void load(Operands (&operands)[kCount], GroupRow const& /*own*/, RowOf const& row_of, int lane,
-                                  qcutlass::DType scale_type, qcutlass::DType zero_type) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      GroupRow const row = row_of(i);
-      operands[i] = load(row.scales, row.zeros, row.channel + lane / 4, scale_type, zero_type);
-    }
+                                  qcutlass::DType scale_type, qcutlass::DType /*zero_type*/) {
+    load_scales(operands, row_of, lane, scale_type);
   }
 
   static CUTLASS_DEVICE Operands symmetric() { return {}; }

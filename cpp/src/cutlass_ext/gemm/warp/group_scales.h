@@ -10,44 +10,61 @@
 
 namespace cutlass::gemm::warp {
 
-/// Elements `index` and `index + 8` of a row in shared memory.
-template <class T>
-CUTLASS_DEVICE void load_two(float (&values)[2], uint8_t const* row, int index) {
-  T const* p = reinterpret_cast<T const*>(row) + index;
-  values[0] = float(p[0]), values[1] = float(p[8]);
-}
-
-// One branch for both elements, and for scales, which are floats, three cases alone: unrolled loops hold many copies,
-// and the time of ptxas grows faster than their branches.
-
-/// The same of scales, of any supported type.
-CUTLASS_DEVICE void load_scales(float (&values)[2], uint8_t const* row, int index, qcutlass::DType type) {
-  switch (type) {
-    case qcutlass::DType::kFloat16: return load_two<half_t>(values, row, index);
-    case qcutlass::DType::kBFloat16: return load_two<bfloat16_t>(values, row, index);
-    default: return load_two<float>(values, row, index);
-  }
-}
-
-/// The same of zeros; where there are none, `symmetric`.
-CUTLASS_DEVICE void load_zeros(float (&values)[2], uint8_t const* row, int index, qcutlass::DType type,
-                               float symmetric) {
-  switch (type) {
-    case qcutlass::DType::kFloat16: return load_two<half_t>(values, row, index);
-    case qcutlass::DType::kBFloat16: return load_two<bfloat16_t>(values, row, index);
-    case qcutlass::DType::kFloat32: return load_two<float>(values, row, index);
-    case qcutlass::DType::kUInt8: return load_two<uint8_t>(values, row, index);
-    case qcutlass::DType::kInt8: return load_two<int8_t>(values, row, index);
-    case qcutlass::DType::kInt32: return load_two<int32_t>(values, row, index);
-    default: values[0] = values[1] = symmetric;
-  }
-}
-
 /// Where the scales and zeros of a strip for one group lie: a row of each, and the strip's first channel in them.
 struct GroupRow {
   uint8_t const *scales, *zeros;
   int channel;
 };
+
+// One branch for all elements, so that they come from shared memory together, and for scales, which are floats, three
+// cases alone: unrolled loops hold many copies, and the time of ptxas grows faster than their branches.
+
+/// Scales, or zeros, of a lane's rows g and g + 8 of several strips or groups.
+template <class T, class Operands, int kCount, class RowOf>
+CUTLASS_DEVICE void load_scales_of(Operands (&operands)[kCount], RowOf const& row_of, int lane) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    GroupRow const row = row_of(i);
+    T const* p = reinterpret_cast<T const*>(row.scales) + row.channel + lane / 4;
+    operands[i].scale[0] = float(p[0]), operands[i].scale[1] = float(p[8]);
+  }
+}
+template <class T, class Operands, int kCount, class RowOf>
+CUTLASS_DEVICE void load_zeros_of(Operands (&operands)[kCount], RowOf const& row_of, int lane) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    GroupRow const row = row_of(i);
+    T const* p = reinterpret_cast<T const*>(row.zeros) + row.channel + lane / 4;
+    operands[i].zero[0] = float(p[0]), operands[i].zero[1] = float(p[8]);
+  }
+}
+
+/// Scales of any supported type.
+template <class Operands, int kCount, class RowOf>
+CUTLASS_DEVICE void load_scales(Operands (&operands)[kCount], RowOf const& row_of, int lane, qcutlass::DType type) {
+  switch (type) {
+    case qcutlass::DType::kFloat16: return load_scales_of<half_t>(operands, row_of, lane);
+    case qcutlass::DType::kBFloat16: return load_scales_of<bfloat16_t>(operands, row_of, lane);
+    default: return load_scales_of<float>(operands, row_of, lane);
+  }
+}
+
+/// The same of zeros; where there are none, `symmetric`.
+template <class Operands, int kCount, class RowOf>
+CUTLASS_DEVICE void load_zeros(Operands (&operands)[kCount], RowOf const& row_of, int lane, qcutlass::DType type,
+                               float symmetric) {
+  switch (type) {
+    case qcutlass::DType::kFloat16: return load_zeros_of<half_t>(operands, row_of, lane);
+    case qcutlass::DType::kBFloat16: return load_zeros_of<bfloat16_t>(operands, row_of, lane);
+    case qcutlass::DType::kFloat32: return load_zeros_of<float>(operands, row_of, lane);
+    case qcutlass::DType::kUInt8: return load_zeros_of<uint8_t>(operands, row_of, lane);
+    case qcutlass::DType::kInt8: return load_zeros_of<int8_t>(operands, row_of, lane);
+    case qcutlass::DType::kInt32: return load_zeros_of<int32_t>(operands, row_of, lane);
+    default:
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) operands[i].zero[0] = operands[i].zero[1] = symmetric;
+  }
+}
 
 /// Converter and operand reader of a scale mode.
 template <class Element, int Bits, qcutlass::ScaleMode kMode>
@@ -99,22 +116,11 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
   using Converter = arch::FloatConverter<Element, Bits>;
   using Operands = typename Converter::Operands;
 
-  static CUTLASS_DEVICE Operands load(uint8_t const* scales, uint8_t const* zeros, int row, qcutlass::DType scale_type,
-                                      qcutlass::DType zero_type) {
-    Operands op;
-    load_scales(op.scale, scales, row, scale_type);
-    load_zeros(op.zero, zeros, row, zero_type, float(qcutlass::symmetric_zero(Bits)));
-    return op;
-  }
-
   template <int kCount, class RowOf>
   static CUTLASS_DEVICE void load(Operands (&operands)[kCount], GroupRow const& /*own*/, RowOf const& row_of, int lane,
                                   qcutlass::DType scale_type, qcutlass::DType zero_type) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      GroupRow const row = row_of(i);
-      operands[i] = load(row.scales, row.zeros, row.channel + lane / 4, scale_type, zero_type);
-    }
+    load_scales(operands, row_of, lane, scale_type);
+    load_zeros(operands, row_of, lane, zero_type, float(qcutlass::symmetric_zero(Bits)));
   }
 
   static CUTLASS_DEVICE Operands symmetric() { return {}; }

@@ -5,28 +5,10 @@
 
 #include <math_constants.h>
 
-#include "cutlass/half.h"
 #include "cutlass_ext/arch/byte_difference.h"
-#include "qcutlass/types.h"
+#include "cutlass_ext/gemm/warp/number_pair.h"
 
 namespace cutlass::gemm::warp {
-
-/// Words, aligned ones, that elements `index` and `index + 8` of a row lie in, in its bytes.
-class ElementPair {
- public:
-  CUTLASS_DEVICE ElementPair(int index, int element_bytes)
-      : first_(index * element_bytes / 4 * 4), step_(8 * element_bytes), byte_(index * element_bytes % 4) {}
-
-  CUTLASS_DEVICE uint32_t word(uint8_t const* row, int i) const {
-    return *reinterpret_cast<uint32_t const*>(row + first_ + i * step_);
-  }
-  /// Where the element begins in its word: the same for both.
-  CUTLASS_DEVICE uint32_t byte() const { return byte_; }
-
- private:
-  int const first_, step_;
-  uint32_t const byte_;
-};
 
 template <class Element>
 class SumScales {
