@@ -56,9 +56,7 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
     try:
         values = {key: value for key, value in config.items() if key not in _ATTENTION}
         check_implementations(values, where)
-        found = getattr(transformers, name)
-        if not issubclass(found, transformers.PreTrainedModel):
-            raise UnsupportedError("it is no model")
+        found = model_class(transformers, name)
         blocks = _most_blocks(values)
         if blocks > len(checkpoint.tensors):
             raise UnsupportedError(f"{blocks} blocks of {len(checkpoint.tensors)} tensors")
@@ -71,6 +69,24 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
             stacklevel=2,
         )
         return None
+
+
+def model_class(transformers: Any, name: str) -> Any:
+    """The class that `architectures` of a configuration names; an error of any type where there is none."""
+    found = getattr(transformers, name)
+    if not issubclass(found, transformers.PreTrainedModel):
+        raise UnsupportedError("it is no model")
+    return found
+
+
+def check_decoder(config: Any, where: object) -> None:
+    """Raises UnsupportedError for a model with an encoder, of which transformers would load the decoder alone."""
+    if getattr(config, "is_encoder_decoder", False):
+        name = (config.architectures or ["AutoModelForSeq2SeqLM"])[0]
+        raise UnsupportedError(
+            f"{where}: expected a causal language model, got {name}, which has an encoder; where qcutlass is imported, "
+            f"transformers.{name}.from_pretrained loads it"
+        )
 
 
 def _most_blocks(config: Mapping[str, Any]) -> int:
@@ -175,13 +191,16 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS)
 
 
-def check_layers(names: Iterable[str], model: Any) -> None:
+def check_layers(names: Iterable[str], model: Any) -> list[str]:
     """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed.
 
     CheckpointError, if a block has more or fewer experts than the model.
 
     Of models of several parts, as those that see, files may have other names than transformers gives their modules:
     where a layer has no place there, that is a warning.
+
+    Returns:
+        Names of the model's linear layers that stay as they are, but for the output head; none, after that warning.
     """
     experts, others = of_experts((name for name in names if not is_router(name)), model)
     check_counts(experts, model)
@@ -192,7 +211,7 @@ def check_layers(names: Iterable[str], model: Any) -> None:
         if not model.config.sub_configs:
             raise
         warnings.warn(f"{error}: transformers may not load the folder, others that name it so may", stacklevel=2)
-        return
+        return []
     for place, (name, module) in found.items():
         model.set_submodule(place, _Packed(module, name))
         owner = model.get_submodule(place.rpartition(".")[0])
@@ -217,6 +236,8 @@ def check_layers(names: Iterable[str], model: Any) -> None:
             f"{error.name}: {type(model).__name__} reads the weight of this layer itself, which a packed one lacks; "
             f"{_INSTEAD}"
         ) from error
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if is_linear(module) and module is not head]
 
 
 def _runs(act: Callable[[], object]) -> bool:

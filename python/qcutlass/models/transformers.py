@@ -28,8 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.config import read_json
-from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
+from qcutlass.formats.converted import QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec
 from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.activations import check_activations
@@ -39,8 +38,16 @@ from qcutlass.layers.replace import AFTER
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.expert_modules import Block, expert_modules, find_blocks
 from qcutlass.models.experts import expert_layer, module_forms
-from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_implementations, checked_files, load_tokenizer, reading
-from qcutlass.models.fitting import check_codes, is_initialised_alone, left_out, places, skeleton, unloaded
+from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_alone, checked_files, load_tokenizer, reading
+from qcutlass.models.fitting import (
+    check_codes,
+    check_decoder,
+    is_initialised_alone,
+    left_out,
+    places,
+    skeleton,
+    unloaded,
+)
 from qcutlass.models.saving import Saved, floats, save, saved_tensors
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
@@ -428,8 +435,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        UnsupportedError: as for `qcutlass.formats.load`; transformers reads no model or tokenizer there; the folder
-            holds adapters, or asks for code from elsewhere.
+        UnsupportedError: as for `qcutlass.formats.load`; transformers reads no model or tokenizer there; the model has
+            an encoder; the folder holds adapters, or asks for code from elsewhere.
         CheckpointError: as for `qcutlass.formats.load`; some of the model's tensors are absent.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -443,9 +450,10 @@ def load_model(
         )
     # Both check the headers, with errors that say more than those of transformers.
     opened = PackedFolder(path) if is_converted(path) else formats.load(path)
-    _check_alone(path)
+    check_alone(path)
     with reading(path, "configuration"):
         config = AutoConfig.from_pretrained(path, **SAFE)
+    check_decoder(config, path)
     config.transformers_weights = _weights_file(path, opened.files)
     if isinstance(opened, formats.Checkpoint):
         if opened.format == "floats":
@@ -483,14 +491,3 @@ def _weights_file(folder: Path, files: Iterable[str]) -> str:
             f"{', '.join(found[:4])}; convert it first: qcutlass convert"
         )
     return found[0]
-
-
-def _check_alone(folder: Path) -> None:
-    """Raises UnsupportedError where transformers would read, beside what has been checked, what has not."""
-    for pattern in ("adapter_config.json", "shard-*-model-*.safetensors"):
-        for path in folder.glob(pattern):
-            raise UnsupportedError(
-                f"{path}: adapters and shards of a distributed model are not read; merge them into the model"
-            )
-    path = folder / CONFIG
-    check_implementations(read_json(path) if path.is_file() else {}, path)
