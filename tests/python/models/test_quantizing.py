@@ -351,6 +351,7 @@ def test_a_layer_that_cannot_be_quantised_is_named(method: str, seed: int, tmp_p
     message = r"^model\.layers\.1\.self_attn\.o_proj: weight: a scale overflows torch\.float16"
     with pytest.raises(CheckpointError, match=message):
         models.quantize_model(tmp_path / "source", tmp_path / "new", method, calibration=ids)
+    assert not (tmp_path / "new.work").exists()  # though a block is finished: it would be refused again
 
 
 def test_calibration_windows_follow_the_seed() -> None:
