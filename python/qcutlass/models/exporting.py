@@ -14,8 +14,9 @@ from torch import Tensor
 from qcutlass.defaults import EXPORTS as EXPORTS
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalLinear, Layer, compressed_tensors, gptq
-from qcutlass.formats.config import read_json
+from qcutlass.formats.config import model_types, read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION
+from qcutlass.formats.floats import has_conv1d
 from qcutlass.formats.specs import LAYER_KINDS
 from qcutlass.layers import QuantLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
@@ -133,7 +134,8 @@ def export_model(
 def export_note(folder: str | PathLike[str]) -> str | None:
     """A note for the user about programs that cannot load an exported folder; None: no such program is known.
 
-    transformers 5.23 makes room for zero points of a byte each, where compressed-tensors packs them like codes.
+    transformers 5.23 makes room for zero points of a byte each, where compressed-tensors packs them like codes, and
+    takes no compressed layer for a `Conv1D`.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -144,7 +146,13 @@ def export_note(folder: str | PathLike[str]) -> str | None:
         ...     print(export_note(name))
         None
     """
-    groups = read_json(Path(folder) / CONFIG)[QUANTIZATION].get("config_groups", {})
+    config = read_json(Path(folder) / CONFIG)
+    groups = config[QUANTIZATION].get("config_groups", {})
+    if groups and has_conv1d(model_types(config)):
+        return (
+            "transformers (5.24) puts random weights in the place of compressed-tensors layers of models with Conv1D "
+            "(GPT-2); for transformers export with --to gptq, or load the folder that was exported"
+        )
     if all(group["weights"]["symmetric"] for group in groups.values()):
         return None
     return (

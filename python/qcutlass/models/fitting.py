@@ -6,11 +6,12 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from qcutlass.algorithms.conv1d import is_conv1d
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
 from qcutlass.formats.tensors import FROM_FLOATS
@@ -158,13 +159,13 @@ def check_codes(checkpoint: Checkpoint, model: Any) -> None:
         )
 
 
-def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear | nn.Embedding]]:
+def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Module]]:
     """By the names of modules: the layer of a checkpoint that each is for; UnsupportedError if a layer has no place.
 
     A base model takes its part.
     """
     modules = dict(model.named_modules())
-    found: dict[str, tuple[str, nn.Linear | nn.Embedding]] = {}
+    found: dict[str, tuple[str, nn.Module]] = {}
     for name in names:
         forms = _forms(name, model)
         place = next((form for form in forms if form in modules), None)
@@ -186,9 +187,16 @@ def embeddings(names: Iterable[str], model: Any) -> list[str]:
     return [name for name in names if found.intersection(_forms(name, model))]
 
 
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_linear(module: nn.Module) -> bool:
     """Whether a packed linear layer computes what the module does: those of derived types may scale, or return more."""
-    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS)
+    is_known = isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS
+    return type(module) is nn.Linear or is_known or is_conv1d(module)
+
+
+def weight_shape(module: Any) -> tuple[int, int]:
+    """(N, K) of a linear layer, (rows, columns) of an embedding."""
+    first, second = module.weight.shape
+    return (second, first) if is_conv1d(module) else (first, second)
 
 
 def check_layers(names: Iterable[str], model: Any) -> list[str]:
@@ -267,9 +275,9 @@ class _Packed(nn.Module):
 
     bias: None
 
-    def __init__(self, module: nn.Linear | nn.Embedding, name: str) -> None:
+    def __init__(self, module: Any, name: str) -> None:
         super().__init__()
-        self._size, self._is_linear = module.weight.shape, isinstance(module, nn.Linear)
+        self._size, self._is_linear = weight_shape(module), is_linear(module)
         self._dtype, self._name, self.bias = module.weight.dtype, name, None
 
     def __getattr__(self, name: str) -> Any:

@@ -43,10 +43,12 @@ from qcutlass.models.fitting import (
     check_codes,
     check_decoder,
     is_initialised_alone,
+    is_linear,
     left_out,
     places,
     skeleton,
     unloaded,
+    weight_shape,
 )
 from qcutlass.models.saving import Saved, floats, save, saved_tensors
 
@@ -150,7 +152,7 @@ class QcutlassQuantizer(HfQuantizer):
         _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in names))
         for place, (name, module) in places(others, model).items():
             layer = converted.empty(name)
-            if (layer.out_features, layer.in_features) != tuple(module.weight.shape):
+            if (layer.out_features, layer.in_features) != weight_shape(module):
                 raise CheckpointError(f"{name}: {layer} is in the place of {module}")
             if isinstance(module, nn.Embedding):
                 layer = _embedding(layer, module, name)
@@ -324,8 +326,8 @@ def _check_files(read: Iterable[str], checked: Iterable[str]) -> None:
             raise CheckpointError(f"{file}: transformers reads it, qcutlass {', '.join(sorted(checked))}; keep one")
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+def _linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_linear(module)]
 
 
 def _embedding(layer: QuantLinear, module: nn.Embedding, name: str) -> QuantEmbedding:

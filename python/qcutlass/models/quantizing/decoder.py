@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qcutlass.algorithms.conv1d import as_linear, is_conv1d
 from qcutlass.errors import UnsupportedError
 from qcutlass.models.experts import stored_forms
 from qcutlass.models.extras import import_transformers
@@ -70,13 +71,16 @@ class Decoder:
             )
         with _parameters_on_meta():
             unroll(self.model)
+            for name, module in list(self.model.named_modules()):
+                if is_conv1d(module):  # which the source's layers are the transposed of
+                    self.model.set_submodule(name, as_linear(module))
         found = _blocks(self.model, has_encoder)
         self.names, self.blocks = list(found), list(found.values())
         self._base = f"{self.model.base_model_prefix}."
 
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block, by their names inside it."""
-        return {name: module for name, module in self.blocks[index].named_modules() if is_linear(module)}
+        return {name: as_linear(module) for name, module in self.blocks[index].named_modules() if is_linear(module)}
 
     def check_ids(self, ids: Tensor) -> None:
         """Raises ValueError unless the model takes windows of these tokens, `[samples, tokens]`."""
