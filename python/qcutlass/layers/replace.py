@@ -33,10 +33,11 @@ def replace_linear(
     Layers of exactly the type `torch.nn.Linear` are replaced, and transformers' `Conv1D` (GPT-2); not those of derived
     types, whose owners may look into them, nor those directly in a `torch.nn.TransformerEncoderLayer`, which reads
     their weights itself in inference; its attention's output projection is of a derived type, as parametrized Linears
-    are. A layer with several names is quantised once. Modules with all experts of a block, as Mixtral, Qwen2-MoE,
-    Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 and gpt-oss have in transformers 5, become `qcutlass.layers.QuantExperts` with
-    `WeightOnly`; other schemes leave them as they are, and other models' experts stay. The new layers are made before
-    the first is put in, so that an error changes nothing; old and new weights are in memory together until then.
+    are. Other layers whose weights their model reads itself, as `wo` of T5, are for `skip`. A layer with several names
+    is quantised once. Modules with all experts of a block, as Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3
+    and gpt-oss have in transformers 5, become `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes leave
+    them as they are, and other models' experts stay. The new layers are made before the first is put in, so that an
+    error changes nothing; old and new weights are in memory together until then.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with

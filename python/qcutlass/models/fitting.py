@@ -37,7 +37,7 @@ _TOKENS: Final = (1, 2)
 _BLOCKS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
 """Where configurations say how many blocks there are."""
 _ATTENTION: Final = ("attn_implementation", "_attn_implementation")
-"""What a skeleton takes none of."""
+"""How attention is to be computed, of which models that are made here take nothing."""
 
 
 def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -> Any:
@@ -55,8 +55,7 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
     except UnsupportedError:
         return None
     try:
-        values = {key: value for key, value in config.items() if key not in _ATTENTION}
-        check_implementations(values, where)
+        values = of_own_code(config, where)
         found = model_class(transformers, name)
         blocks = _most_blocks(values)
         if blocks > len(checkpoint.tensors):
@@ -70,6 +69,16 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
             stacklevel=2,
         )
         return None
+
+
+def of_own_code(config: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """A configuration of which transformers makes a model that runs no code of others.
+
+    UnsupportedError, with `where`, if a part of it asks for such code.
+    """
+    values = {key: value for key, value in config.items() if key not in _ATTENTION}
+    check_implementations(values, where)
+    return values
 
 
 def model_class(transformers: Any, name: str) -> Any:

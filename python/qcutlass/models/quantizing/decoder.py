@@ -13,7 +13,7 @@ from qcutlass.algorithms.conv1d import as_linear, is_conv1d
 from qcutlass.errors import UnsupportedError
 from qcutlass.models.experts import stored_forms
 from qcutlass.models.extras import import_transformers
-from qcutlass.models.fitting import is_linear, model_class
+from qcutlass.models.fitting import is_linear, model_class, of_own_code
 from qcutlass.models.quantizing.unrolling import unroll
 from qcutlass.models.sources import ModelSource
 
@@ -50,7 +50,7 @@ class Decoder:
     def __init__(self, source: ModelSource, device: torch.device, *, is_calibrated: bool) -> None:
         transformers = import_transformers("quantising a model")
         self._source, self._device = source, device
-        values = dict(source.config)
+        values = of_own_code(source.config, "config.json")
         kind = values.pop("model_type", None)
         try:
             config = transformers.AutoConfig.for_model(kind, **values)
