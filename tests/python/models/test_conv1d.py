@@ -104,6 +104,19 @@ def test_methods(name: str, tmp_path: Path) -> None:
         assert relative_norm(loaded(ids).logits, model(ids).logits) < 0.15
 
 
+def test_blocks_that_return_lists(tmp_path: Path) -> None:
+    """Those of the first GPT."""
+    torch.manual_seed(0)
+    config = transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=32)
+    model, ids = transformers.OpenAIGPTLMHeadModel(config).eval(), calibration(0)
+    model.save_pretrained(tmp_path / "old")
+    method = models.Method("gptq", WeightOnly(8, 32))
+    found = models.quantize_model(tmp_path / "old", tmp_path / "new", method, calibration=ids)
+    assert found.layers == 2 * len(LAYERS)
+    with torch.no_grad():
+        assert relative_norm(load(tmp_path / "new")(ids).logits, model(ids).logits) < 0.05
+
+
 def test_exports(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path / "old")
     models.quantize_model(tmp_path / "old", tmp_path / "new", models.Method("rtn", WeightOnly(4, 32, True)))

@@ -171,7 +171,7 @@ class Decoder:
             with self.block(0) as block:
                 arguments, keywords = calls[0][1]
                 answer = block(hidden[0], *arguments, **keywords)
-            form = (lambda x: (x, *answer[1:])) if isinstance(answer, tuple) else (lambda x: x)
+            form = (lambda x: (x, *answer[1:])) if isinstance(answer, tuple | list) else (lambda x: x)
             found = self._record(base, ids[:1].to(self._device), stop=len(self.blocks), form=form)
         return hidden, [call for _, call in found]
 
@@ -202,9 +202,14 @@ class Decoder:
 
 
 def run(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """The hidden states that a block returns."""
+    """The hidden states that a block returns; UnsupportedError if it returns something else."""
     answer = block(hidden, *call.arguments, **call.keywords)
-    result: Tensor = answer[0] if isinstance(answer, tuple) else answer
+    result = answer[0] if isinstance(answer, tuple | list) else answer
+    if not isinstance(result, Tensor):
+        raise UnsupportedError(
+            f"calibration: {type(block).__name__} returns {type(answer).__name__}, and no hidden states that the next "
+            "block could take; take a method without calibration: rtn, blockwise, w8a8 or fp8 (--method)"
+        )
     return result
 
 
