@@ -97,3 +97,24 @@ def test_the_size_of_blocks_is_kept_where_a_layer_is_smaller() -> None:
 def test_group_sizes_that_a_kind_does_not_have(kind: str, size: int) -> None:
     with pytest.raises(qcutlass.CheckpointError, match=f"here: expected group_size .* of kind {kind}, got {size}"):
         LayerSpec.from_dict({"kind": kind, "bits": 8, "group_size": size}, "here")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scheme", HELD, ids=str)
+def test_a_layer_alone_is_exported(scheme: Scheme, bias: bool, seed: int) -> None:
+    """Not inside another module, and not traced from bytecode: torch counts buffers that are None there."""
+    torch.manual_seed(seed)
+    layer = QuantLinear.from_linear(torch.nn.Linear(64, 16, bias=bias), scheme).eval()
+    a = torch.randn(3, 64)
+    assert torch.equal(torch.export.export(layer, (a,), strict=False).module()(a), layer(a))
+
+
+def test_a_layer_whose_zero_points_a_state_took_is_exported(seed: int) -> None:
+    torch.manual_seed(seed)
+    layer, other = (
+        QuantLinear.from_linear(torch.nn.Linear(64, 16), WeightOnly(4, 32, symmetric)).eval()
+        for symmetric in (False, True)
+    )
+    layer.load_state_dict(other.state_dict())
+    a = torch.randn(3, 64)
+    assert torch.equal(torch.export.export(layer, (a,), strict=False).module()(a), other(a))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qcutlass.algorithms.conv1d import is_conv1d
 from qcutlass.products.checks import check_channels
 
 
@@ -67,7 +68,8 @@ def calibrate(
 
     Args:
         model: any module, not compiled; its layers may be shared.
-        types: kinds of layers to watch; the first argument of their `forward` is a floating `[..., K]`.
+        types: kinds of layers to watch; the first argument of their `forward` is a floating `[..., K]`. With
+            `torch.nn.Linear` transformers' `Conv1D` is meant, too.
 
     Yields:
         Statistics in fp32 by the layer's name in `model.named_modules()`, on the device of its input, as they grow. A
@@ -90,7 +92,7 @@ def calibrate(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, types):
+        if isinstance(module, types) or (nn.Linear in types and is_conv1d(module)):
             names.setdefault(module, []).append(name)
     if not names:
         raise ValueError(f"model: it has no layer of type {', '.join(kind.__name__ for kind in types)} to record")

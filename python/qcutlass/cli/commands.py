@@ -20,6 +20,7 @@ from qcutlass.cli.terminal import (
     Bits,
     Commands,
     HeadBits,
+    Skip,
     chosen_device,
     echo,
     markup,
@@ -30,7 +31,7 @@ from qcutlass.cli.terminal import (
 )
 from qcutlass.cli.terminal import console as _console
 from qcutlass.cli.terminal import failed as _failed
-from qcutlass.defaults import FORMAT_NAMES, SHARD_BYTES
+from qcutlass.defaults import FORMAT_NAMES, SHARD_BYTES, SKIPPED
 from qcutlass.version import __version__
 
 if TYPE_CHECKING:
@@ -323,6 +324,7 @@ def convert(
             help="Have layers of 4 bits with whole zero points quantise each token (W4A8; CPU, compute capability 9.0)."
         ),
     ] = None,
+    skip: Skip = [*SKIPPED],  # noqa: B006
     lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     shard_bytes: Annotated[int, typer.Option(min=1, help="The largest size of a file, in bytes.")] = SHARD_BYTES,
 ) -> None:
@@ -362,6 +364,7 @@ def convert(
             destination,
             format=format,
             scheme=scheme,
+            skip=skip,
             lm_head=lm_head.bits,
             requantize=requantize,
             activations=None if activations is None else activations.value,

@@ -12,6 +12,7 @@ from qcutlass.cli.terminal import (
     HEAD_HELP,
     Bits,
     HeadBits,
+    Skip,
     chosen_device,
     console,
     echo,
@@ -32,6 +33,7 @@ _PARTS: Final = {
     **dict.fromkeys(("samples", "seqlen", "seed"), "calibration"),
 }
 """Options of the command that are part of one of a method's."""
+_TOLD: Final = 4  # names of layers in a line
 
 
 class Activations(str, Enum):
@@ -39,9 +41,6 @@ class Activations(str, Enum):
 
     dynamic = "dynamic"
     static = "static"
-
-
-_Skip = Annotated[list[str], typer.Option(help="A layer to leave alone, by name or pattern. It can be repeated.")]
 
 
 def quantize(
@@ -94,7 +93,7 @@ def quantize(
         Activations,
         typer.Option(help="A scale for each token as it comes, or one from calibration (smoothquant, w8a8, fp8)."),
     ] = Activations.dynamic,
-    skip: _Skip = [*SKIPPED],  # noqa: B006
+    skip: Skip = [*SKIPPED],  # noqa: B006
     lm_head: Annotated[HeadBits, typer.Option(help=HEAD_HELP)] = HeadBits.keep,
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda|cuda:N", help="The device on which blocks run and are quantised.")
@@ -142,7 +141,7 @@ def quantize(
             note_group_size(scheme.group_size or -1)
         ids = None
         if words is not None:
-            Decoder(source, where)  # whether transformers knows the model
+            Decoder(source, where, is_calibrated=True)  # whether the model is one to calibrate
             report("tokenizing", 0, 0)
             tokens = source.tokenizer()(words)["input_ids"]
             ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
@@ -180,6 +179,12 @@ def _summary(found: Quantization, method: Method, out: Path) -> str:
         f"{method.name}: {found.layers} layers of {found.weights / 1e6:.1f} M weights; "
         f"{found.size / 1e6:.1f} MB in {printable(out)}"
     ]
+    if found.kept:
+        more = ", ..." if len(found.kept) > _TOLD else ""
+        lines.append(
+            f"{len(found.kept)} linear layers outside of the blocks stay floats: "
+            f"{printable(', '.join(found.kept[:_TOLD]))}{more}"
+        )
     if found.resumed:
         lines.append(f"{found.resumed} blocks were taken over from an earlier run")
     errors = {name: notes["error"] for name, notes in found.notes.items() if "error" in notes}
@@ -193,12 +198,12 @@ def _summary(found: Quantization, method: Method, out: Path) -> str:
     if unreached:
         lines.append(
             f"{len(unreached)} layers of experts got no token of the calibration and were rounded to nearest: "
-            f"{printable(', '.join(unreached[:4]))}"
+            f"{printable(', '.join(unreached[:_TOLD]))}"
         )
     damped = [name for name, notes in found.notes.items() if notes.get("damping", method.damping) > method.damping]
     if damped:
         lines.append(
-            f"{len(damped)} layers needed more damping than {method.damping:g}: {printable(', '.join(damped[:4]))}"
+            f"{len(damped)} layers needed more damping than {method.damping:g}: {printable(', '.join(damped[:_TOLD]))}"
         )
     return "\n".join(lines)
 

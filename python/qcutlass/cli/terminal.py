@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import typer
 from rich.console import Console
@@ -61,6 +61,7 @@ class HeadBits(str, Enum):
         return None if self is HeadBits.keep else int(self.value)
 
 
+Skip = Annotated[list[str], typer.Option(help="A layer to leave alone, by name or pattern. It can be repeated.")]
 HEAD_HELP: Final = "The bits of the output head, and of an embedding tied to it. keep leaves it as the source has it."
 
 

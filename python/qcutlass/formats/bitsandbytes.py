@@ -92,7 +92,7 @@ def _four_bits(layer: LayerTensors, kind: str) -> DequantizedLinear:
         raise layer.error("weight.absmax", "expected scales of finite weights, got larger ones; download it again")
     stored = info.nbytes + layer.info("weight.absmax").nbytes
     double = " of double quantisation" * (layer.info("weight.absmax").dtype == "U8")
-    return DequantizedLinear(weight.view(n, k), bias, f"{kind} g{size}{double}", stored)
+    return DequantizedLinear(weight.view(n, k), bias, stored=f"{kind} g{size}{double}", stored_bytes=stored)
 
 
 def _state(layer: LayerTensors, kind: str) -> Config:

@@ -26,7 +26,14 @@ from torch import Tensor
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import float4, fp8
 from qcutlass.formats.config import Config, pattern
-from qcutlass.formats.layers import CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer, for_eight_bits
+from qcutlass.formats.layers import (
+    CanonicalBlockwise,
+    CanonicalFp8,
+    CanonicalInt8,
+    CanonicalLinear,
+    Layer,
+    for_eight_bits,
+)
 from qcutlass.formats.tensors import (
     FLOATS,
     FROM_FLOATS,
@@ -270,12 +277,29 @@ def _store_eight_bit(layer: CanonicalInt8 | CanonicalFp8) -> dict[str, Tensor]:
     return tensors if layer.input_scale is None else {**tensors, "input_scale": layer.input_scale}
 
 
-def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
-    """The tensors of pack-quantized weights."""
+def _store_weights(layer: CanonicalLinear) -> dict[str, Tensor]:
+    """The tensors of weights for activations as they are."""
     if layer.act_scale is not None:
         raise UnsupportedError(_HOLDS)
     if layer.perm is not None:
         raise UnsupportedError("compressed-tensors has given up act-order with groups of its own; export to gptq")
+    return _store_float8(layer.weight) if layer.weight.weight_dtype == "e4m3" else _store_packed(layer)
+
+
+def _store_float8(weight: QuantizedTensor) -> dict[str, Tensor]:
+    """The tensors of float-quantized weights with a scale a channel or group."""
+    return {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": weight.scales.T.contiguous()}
+
+
+def _store_blocks(layer: CanonicalBlockwise) -> dict[str, Tensor]:
+    """The tensors of float-quantized weights with a scale a block."""
+    if layer.codes.dtype == torch.int8:
+        raise UnsupportedError(_HOLDS)
+    return {"weight": layer.codes, "weight_scale": layer.scales}
+
+
+def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
+    """The tensors of pack-quantized weights."""
     weight, (n, k) = integers(layer.weight), layer.shape
     check_no_minimums(weight)
     tensors = {
@@ -288,11 +312,12 @@ def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
     return tensors
 
 
-_HOLDS: Final = "compressed-tensors holds quantised weights without activation scales alone"
+_HOLDS: Final = "compressed-tensors holds quantised weights without activation scales alone, and blocks of e4m3"
 _STORES: Final[dict[str, Callable[[Any], dict[str, Tensor]]]] = {
-    CanonicalLinear.kind: _store_packed,
+    CanonicalLinear.kind: _store_weights,
     CanonicalInt8.kind: _store_eight_bit,
     CanonicalFp8.kind: _store_eight_bit,
+    CanonicalBlockwise.kind: _store_blocks,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -65,11 +65,13 @@ class Config:
         values: keys and values; empty where nothing describes it.
         where: for messages.
         others: what other files of the folder say.
+        model_types: what `config.json` calls the model and its parts.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     where: str = "config"
     others: tuple[Config, ...] = ()
+    model_types: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -166,17 +168,27 @@ class Config:
 
 def read_config(folder: Path) -> Config:
     """The description of the quantisation in the JSON files of a folder: that of the first one, with the others'."""
-    found = []
+    found, types = [], frozenset[str]()
     for name, keys in _SECTIONS.items():
         path = folder / name
         values = read_json_if_there(path)
         if values is None:
             continue
+        types |= set(model_types(values))
         whole = Config(values, str(path))
         sections = (whole.section(key) if key else whole for key in keys)
         found.append(next(filter(None, sections), Config()))
     found = list(filter(None, found)) or [Config({}, str(folder / "config.json"))]
-    return replace(found[0], others=tuple(found[1:]))
+    return replace(found[0], others=tuple(found[1:]), model_types=types)
+
+
+def model_types(values: Mapping[str, Any]) -> Iterator[str]:
+    """Those of a configuration and of the ones in it."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from model_types(value)
+        elif key == "model_type" and isinstance(value, str):
+            yield value
 
 
 def pattern(text: str, where: str) -> re.Pattern[str]:

@@ -90,7 +90,11 @@ class PackedLinear:
 
     def read(self) -> dict[str, Tensor]:
         """All tensors, by suffix."""
-        return {suffix: self._source.read(f"{self._name}.{suffix}") for suffix in self.suffixes}
+        return {suffix: self.part(suffix) for suffix in self.suffixes}
+
+    def part(self, suffix: str) -> Tensor:
+        """One of them."""
+        return self._source.read(f"{self._name}.{suffix}")
 
 
 class PackedFolder:

@@ -119,11 +119,17 @@ def in_blocks(layer: CanonicalLinear) -> CanonicalBlockwise | None:
     is_plain = layer.perm is None and layer.act_scale is None and weight.global_scale is None
     if weight.weight_dtype != "e4m3" or not is_plain or size not in BLOCK_SIZES:
         return None
-    scales = weight.scales.float().T
-    blocks = scales[::size].contiguous()
-    if not torch.equal(blocks.repeat_interleave(size, 0)[: len(scales)], scales):
+    blocks = scales_of_blocks(weight.scales, size)
+    if blocks is None:
         return None
     return CanonicalBlockwise(weight.codes.view(torch.float8_e4m3fn), blocks, size, layer.bias)
+
+
+def scales_of_blocks(scales: Tensor, size: int) -> Tensor | None:
+    """float32 `[ceil(N / size), G]` of the scales `[G, N]` of groups; None where so many channels have others."""
+    found = scales.float().T
+    blocks = found[::size].contiguous()
+    return blocks if torch.equal(blocks.repeat_interleave(size, 0)[: len(found)], found) else None
 
 
 def _one_of(layer: LayerTensors, *suffixes: str) -> str | None:

@@ -339,14 +339,15 @@ class FloatLinear:
     Attributes:
         weight: float16, bfloat16 or float32 `[N, K]`.
         bias: such a type, `[N]`, or None.
+        is_transposed: whether `tensors`, as files, have the weight as `[K, N]`: that of transformers' `Conv1D`.
     """
 
     kind: ClassVar = "float"
     quantises_activations: ClassVar = False
-    options: ClassVar[dict[str, int]] = {}
 
     weight: Tensor
     bias: Tensor | None = None
+    is_transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -367,12 +368,19 @@ class FloatLinear:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that it has, by name, for `of`."""
-        return _present(vars(self), "weight", "bias")
+        weight = self.weight.T.contiguous() if self.is_transposed else self.weight
+        return _present({**vars(self), "weight": weight}, "weight", "bias")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `of` takes beside the tensors."""
+        return {"is_transposed": True} if self.is_transposed else {}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> FloatLinear:
-        """The layer with these `tensors`."""
-        return cls(**tensors)
+    def of(cls, tensors: Mapping[str, Tensor], is_transposed: bool = False) -> FloatLinear:
+        """The layer with these `tensors` and `options`."""
+        weight = tensors["weight"].T.contiguous() if is_transposed else tensors["weight"]
+        return cls(**{**tensors, "weight": weight}, is_transposed=is_transposed)
 
     def rows(self, index: Tensor) -> FloatLinear:
         """The layer with its output channels in another order, or some of them."""

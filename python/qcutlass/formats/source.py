@@ -11,15 +11,18 @@ from typing import ClassVar, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-from qcutlass.errors import CheckpointError
+from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.config import read_json, read_json_if_there
-from qcutlass.formats.expert_rows import rows_of
+from qcutlass.formats.expert_rows import BLOCK, SCALES, Model, Rows, rows_of, scale_rows_of
 from qcutlass.formats.files import Stamp, inside, read_span
 from qcutlass.formats.safetensors_header import BITS, Entry, as_tensor, dtype_name, read_header
 
 _INDEX: Final = ".safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
 FLOATS: Final = ("F16", "BF16", "F32")
+_SCALED: Final = ("F8_E4M3",)
+_SCALES: Final = (*FLOATS, "F8_E8M0")
+_UNKNOWN: Final = Model()
 _PLAIN_NAME: Final = re.compile(r"[^/\\\0]+\.safetensors")
 
 
@@ -86,18 +89,20 @@ class SafetensorsSource:
     Args:
         files: whose headers are read.
         shards: the file of each tensor, where several hold the same name or an index tells.
-        model_type: of the model, in the words of transformers: floats of all its experts in one tensor are given as
-            those of each (`expert_rows`).
+        model: what `config.json` says of it: floats, and e4m3 weights with their scales, of all its experts in one
+            tensor are given as those of each (`expert_rows`).
 
     Raises:
         FileNotFoundError: a file is absent.
-        UnsupportedError: torch lacks the type of a tensor.
+        UnsupportedError: torch lacks the type of a tensor; scales of all experts have another form.
         CheckpointError: a file is damaged, or its header contradicts it, another file or `shards`.
     """
 
     format: ClassVar[str | None] = None
 
-    def __init__(self, files: Iterable[Path], shards: Mapping[str, Path] | None = None, model_type: str = "") -> None:
+    def __init__(
+        self, files: Iterable[Path], shards: Mapping[str, Path] | None = None, model: Model = _UNKNOWN
+    ) -> None:
         self._stamps: dict[Path, Stamp] = {}
         self._stored: dict[str, tuple[Path, Entry]] = {}
         for file in files:
@@ -105,7 +110,7 @@ class SafetensorsSource:
         for name, file in (shards or {}).items():
             if name not in self._stored:
                 raise CheckpointError(f"{file}: expected the tensor {name!r} that the index places there; it is absent")
-        self._take_apart(model_type)
+        self._take_apart(model)
         self._infos = {
             name: TensorInfo(entry.dtype, entry.shape, str(file)) for name, (file, entry) in self._stored.items()
         }
@@ -115,18 +120,36 @@ class SafetensorsSource:
         """See `TensorSource`."""
         return self._infos
 
-    def _take_apart(self, model_type: str) -> None:
+    def _take_apart(self, model: Model) -> None:
         for stack in list(self._stored):
-            file, entry = self._stored[stack]
-            parts = rows_of(stack, entry.shape, model_type) if entry.dtype in FLOATS else []
-            if parts:
-                del self._stored[stack]
-            row = entry.size // math.prod(entry.shape[:-1]) if parts else 0  # bytes
-            for name, begin, size in parts:
-                if name in self._stored:
-                    raise CheckpointError(f"{file}: {stack}: the tensor {name!r} is also there; keep one of them")
-                shape = (size, entry.shape[-1])
-                self._stored[name] = file, Entry(entry.dtype, shape, entry.begin + begin * row, size * row)
+            _, entry = self._stored[stack]
+            scaled = f"{stack}{SCALES}"
+            is_scaled = entry.dtype in _SCALED and scaled in self._stored
+            parts = rows_of(stack, entry.shape, model.type) if is_scaled or entry.dtype in FLOATS else []
+            if not parts:
+                continue
+            if is_scaled:
+                file, scales = self._stored[scaled]
+                found = scale_rows_of(parts, scales.shape, model.block) if scales.dtype in _SCALES else None
+                if found is None:
+                    raise UnsupportedError(
+                        f"{file}: {scaled}: expected scales of floats [experts, rows of blocks, columns of blocks] for "
+                        f"weights {list(entry.shape)}, of blocks of {model.block or BLOCK} rows, of gate or of up "
+                        f"alone, got {scales.dtype} {list(scales.shape)}; quantise the model's float original "
+                        "instead: qcutlass quantize"
+                    )
+                self._split(scaled, found)
+            self._split(stack, parts)
+
+    def _split(self, stack: str, parts: Iterable[Rows]) -> None:
+        """Puts rows of a tensor, as tensors of their own, in its place."""
+        file, entry = self._stored.pop(stack)
+        row = entry.size // math.prod(entry.shape[:-1])  # bytes
+        for name, begin, size in parts:
+            if name in self._stored:
+                raise CheckpointError(f"{file}: {stack}: the tensor {name!r} is also there; keep one of them")
+            shape = (size, entry.shape[-1])
+            self._stored[name] = file, Entry(entry.dtype, shape, entry.begin + begin * row, size * row)
 
     def _add(self, file: Path, shards: Mapping[str, Path]) -> None:
         entries, self._stamps[file] = read_header(file)
@@ -162,7 +185,7 @@ def open_folder(folder: Path) -> SafetensorsSource | None:
     Without an index: `model.safetensors`, or else all files. A folder of which transformers would read other files is
     refused: it takes what `transformers_weights` in `config.json` names, else `model.safetensors`, else the index.
     """
-    names, model_type = listed(folder), _model_type(folder)
+    names, model = listed(folder), _model(folder)
     indexes = [name for name in names if name.endswith(_INDEX)]
     if len(indexes) > 1:
         raise CheckpointError(f"{folder}: expected one index, got {', '.join(indexes)}")
@@ -175,19 +198,23 @@ def open_folder(folder: Path) -> SafetensorsSource | None:
                 "left over"
             )
         _check_named(folder, indexes[0])
-        return SafetensorsSource(files, shards, model_type)
+        return SafetensorsSource(files, shards, model)
     found = [name for name in names if name.endswith(".safetensors")]
     if _WHOLE in found:
         found = [_WHOLE]
     if not found:
         return None
     _check_named(folder, found[0] if len(found) == 1 else "")
-    return SafetensorsSource([inside(folder, name, str(folder)) for name in found], model_type=model_type)
+    return SafetensorsSource([inside(folder, name, str(folder)) for name in found], model=model)
 
 
-def _model_type(folder: Path) -> str:
-    """What `config.json` says; "" where it says none."""
-    return str((read_json_if_there(folder / "config.json") or {}).get("model_type", ""))
+def _model(folder: Path) -> Model:
+    """What `config.json` says; of blocks, those of the form that loaders check."""
+    values = read_json_if_there(folder / "config.json") or {}
+    quantization = values.get("quantization_config")
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    rows = block[0] if isinstance(block, list) and block else None
+    return Model(str(values.get("model_type", "")), rows if type(rows) is int and rows > 0 else None)
 
 
 def listed(folder: Path) -> list[str]:

@@ -53,6 +53,7 @@ class PackedModule(nn.Module, ABC):
     group_size: int
     weight_dtype: str | None = None
     layout: Tensor
+    _names: tuple[str, ...] = ()
 
     def _register(self, parts: Parts) -> None:
         """Checks the buffers, and takes them with their layout."""
@@ -62,6 +63,17 @@ class PackedModule(nn.Module, ABC):
         for name, part in parts.items():
             self.register_buffer(name, None if part is None else part.detach().contiguous())
         self.register_buffer("layout", torch.tensor(self._layout, device=device))
+        self._names = tuple(self._buffers)
+        self._put_absent_last()
+
+    def _put_absent_last(self) -> None:
+        """Orders buffers, of which `torch.export` of the module itself counts those that are None as inputs, too."""
+        places = {name: place for place, name in enumerate(self._names)}
+        names = sorted(self._buffers, key=lambda name: (self._buffers[name] is None, places.get(name, len(places))))
+        if names != list(self._buffers):
+            ordered = {name: self._buffers[name] for name in names}
+            self._buffers.clear()
+            self._buffers.update(ordered)
 
     def check(self) -> None:
         """Raises TypeError or ValueError unless the buffers are those of such a layer, in this layout, and finite.
@@ -88,6 +100,7 @@ class PackedModule(nn.Module, ABC):
     def _settle(self) -> None:
         """Has scales of one level where the device takes no others."""
         self._buffers.update(_for_device(self._buffers, self.layout.device))
+        self._put_absent_last()
 
     @abstractmethod
     def _check(self, parts: Parts) -> None:
@@ -168,6 +181,7 @@ class PackedModule(nn.Module, ABC):
                 own = self._buffers[name]
                 if part is None or own is None or own.dtype != part.dtype or own.shape != part.shape:
                     self._buffers[name] = None if part is None else torch.empty_like(part, device=device)
+            self._put_absent_last()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
+from qcutlass.algorithms.conv1d import as_linear, is_conv1d
 from qcutlass.defaults import ROUTERS as ROUTERS
 from qcutlass.defaults import SKIPPED as SKIPPED
 from qcutlass.errors import UnsupportedError
@@ -29,13 +30,14 @@ def replace_linear(
 ) -> list[str]:
     """Replaces the Linear layers of a model, and the experts of a mixture, in place, by quantised ones.
 
-    Layers of exactly the type `torch.nn.Linear` are replaced, not those of derived types, whose owners may look into
-    them, nor those directly in a `torch.nn.TransformerEncoderLayer`, which reads their weights itself in inference; its
-    attention's output projection is of a derived type, as parametrized Linears are. A layer with several names is
-    quantised once. Modules with all experts of a block, as Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3
-    and gpt-oss have in transformers 5, become `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes
-    leave them as they are, and other models' experts stay. The new layers are made before the first is put in, so that
-    an error changes nothing; old and new weights are in memory together until then.
+    Layers of exactly the type `torch.nn.Linear` are replaced, and transformers' `Conv1D` (GPT-2); not those of derived
+    types, whose owners may look into them, nor those directly in a `torch.nn.TransformerEncoderLayer`, which reads
+    their weights itself in inference; its attention's output projection is of a derived type, as parametrized Linears
+    are. Other layers whose weights their model reads itself, as `wo` of T5, are for `skip`. A layer with several names
+    is quantised once. Modules with all experts of a block, as Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3
+    and gpt-oss have in transformers 5, become `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes leave
+    them as they are, and other models' experts stay. The new layers are made before the first is put in, so that an
+    error changes nothing; old and new weights are in memory together until then.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
@@ -71,7 +73,10 @@ def replace_linear(
     modules = dict(model.named_modules(remove_duplicate=False))
     skipped = _skipped(modules, SKIPPED if skip is None else skip, must_match=skip is not None)
     skipped |= _read_by_others(modules.values())
-    names = [name for name, module in modules.items() if type(module) is nn.Linear and module not in skipped]
+    linears: dict[str, Any] = {
+        name: module for name, module in modules.items() if type(module) is nn.Linear or is_conv1d(module)
+    }
+    names = [name for name, module in linears.items() if module not in skipped]
     mixtures = [name for name, module in modules.items() if is_replaced(module, scheme) and module not in skipped]
     if "" in names:
         raise ValueError("model: is itself a Linear; use qcutlass.QuantLinear.from_linear(model, scheme)")
@@ -80,7 +85,6 @@ def replace_linear(
     if not names and not mixtures:
         raise ValueError("model: it has no torch.nn.Linear to replace (without skip and TransformerEncoderLayers)")
 
-    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     for name in names:
         check_plain(name, linears[name], ", or list it in skip")
     layers: dict[nn.Module, nn.Module] = {}
@@ -91,7 +95,7 @@ def replace_linear(
         try:
             if name in linears:
                 found = (statistics or {}).get(name)
-                layers[module] = QuantLinear.from_linear(linears[name], scheme, statistics=found)
+                layers[module] = QuantLinear.from_linear(as_linear(module), scheme, statistics=found)
             else:
                 layers[module] = quantized_experts(module, scheme)
         except (TypeError, ValueError, UnsupportedError) as error:

@@ -31,7 +31,7 @@ from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.requantizing import Requantizer, take_float_experts
-from qcutlass.models.shards import ShardedWriter, write_json
+from qcutlass.models.shards import ShardedWriter, as_bytes, write_json
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
 from qcutlass.schemes import W4A8, WeightOnly
@@ -329,8 +329,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same bits: a NaN is itself, 0.0 is not -0.0."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    first, second = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
-    return torch.equal(first, second)
+    return torch.equal(as_bytes(a), as_bytes(b))
 
 
 def weights_of(layer: QuantLinear) -> Tensor:

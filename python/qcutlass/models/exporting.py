@@ -13,9 +13,11 @@ from torch import Tensor
 
 from qcutlass.defaults import EXPORTS as EXPORTS
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats import CanonicalLinear, Layer, compressed_tensors, gptq
-from qcutlass.formats.config import read_json
+from qcutlass.formats import CanonicalBlockwise, CanonicalLinear, Layer, compressed_tensors, gptq
+from qcutlass.formats.config import model_types, read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION
+from qcutlass.formats.floats import has_conv1d
+from qcutlass.formats.fp8 import in_blocks, scales_of_blocks
 from qcutlass.formats.specs import LAYER_KINDS
 from qcutlass.layers import QuantLinear
 from qcutlass.models.conversion import SHARD_BYTES, check_places
@@ -25,6 +27,7 @@ from qcutlass.models.memory import memory_told
 from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
+from qcutlass.products.block_operators import BLOCK_SIZES
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 
@@ -35,6 +38,7 @@ class _Common:
 
     kind: str
     bits: int
+    weight_dtype: str | None
     group_size: int
     symmetric: bool
     act_order: bool
@@ -55,7 +59,8 @@ def export_model(
     small).
 
     "gptq": 4 and 8 bits; version 1 where there are no zero points, else version 2, which alone holds a zero point of 0.
-    "compressed-tensors": pack-quantized, int-quantized for W8A8, float-quantized for fp8; group sizes that divide K.
+    "compressed-tensors": pack-quantized, int-quantized for W8A8, float-quantized for fp8, in blocks, too, and for e4m3
+    weights alone; group sizes that divide K.
     `export_note` says what other programs make of it.
 
     Args:
@@ -73,8 +78,8 @@ def export_model(
         ValueError: no such format; a folder to overwrite is none of these; `destination` lies in `folder`, or around
             it.
         UnsupportedError: the format cannot say it: activation scales (`act_scale`, `smooth`), act-order (gptq can),
-            blocks, real-valued zeros, minimums, layers that differ in bits or group size, scales that are not of 16
-            bits, shapes that fill no words.
+            blocks of int8, real-valued zeros, minimums, codes of other floats than e4m3 (gptq: of any), layers that
+            differ in bits or group size, scales of integers that are not of 16 bits, shapes that fill no words.
         CheckpointError: the folder is damaged, or has a link out of it beside the weights.
         OSError, MemoryError: as for `convert`.
 
@@ -105,7 +110,9 @@ def export_model(
         described = _gptq_config(common, source, layers)
         store = lambda layer: gptq.store(layer, 1 if common.symmetric else 2)  # noqa: E731
     else:
-        described, store = _compressed_config(common, source, layers), compressed_tensors.store
+        are_blocks = _are_in_blocks(common, source, layers)
+        described = _compressed_config(common, source, layers, are_blocks)
+        store = _stored_blocks if are_blocks else compressed_tensors.store
         _check_groups(common, source, layers)
     with (
         memory_told(old),
@@ -133,7 +140,8 @@ def export_model(
 def export_note(folder: str | PathLike[str]) -> str | None:
     """A note for the user about programs that cannot load an exported folder; None: no such program is known.
 
-    transformers 5.23 makes room for zero points of a byte each, where compressed-tensors packs them like codes.
+    transformers 5.23 makes room for zero points of a byte each, where compressed-tensors packs them like codes, and
+    takes no compressed layer for a `Conv1D`.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -144,7 +152,13 @@ def export_note(folder: str | PathLike[str]) -> str | None:
         ...     print(export_note(name))
         None
     """
-    groups = read_json(Path(folder) / CONFIG)[QUANTIZATION].get("config_groups", {})
+    config = read_json(Path(folder) / CONFIG)
+    groups = config[QUANTIZATION].get("config_groups", {})
+    if groups and has_conv1d(model_types(config)):
+        return (
+            "transformers (5.24) puts random weights in the place of compressed-tensors layers of models with Conv1D "
+            "(GPT-2); for transformers export with --to gptq, or load the folder that was exported"
+        )
     if all(group["weights"]["symmetric"] for group in groups.values()):
         return None
     return (
@@ -185,10 +199,8 @@ def _common(source: ConvertedFolder, layers: Sequence[str]) -> _Common:
     group_size = max(spec.group_size for spec in specs)  # -1: one group a channel, all K columns
     for name, spec, held in zip(layers, specs, buffers, strict=True):
         fits = spec.group_size == group_size or (spec.group_size == -1 and source.shape(name)[1] <= group_size)
-        if (spec.kind, spec.bits) != (first.kind, first.bits) or not fits:
+        if (spec.kind, spec.bits, spec.weight_dtype) != (first.kind, first.bits, first.weight_dtype) or not fits:
             raise UnsupportedError(f"{name}: expected bits and groups as in the other layers; export needs one scheme")
-        if spec.weight_dtype is not None:
-            raise UnsupportedError(f"{name}: {spec.weight_dtype} weights for 16-bit activations are not exported")
         if spec.has_minimums:
             raise UnsupportedError(
                 f"{name}: it has minimums, which other formats do not hold; quantise the model anew: qcutlass quantize "
@@ -202,7 +214,7 @@ def _common(source: ConvertedFolder, layers: Sequence[str]) -> _Common:
                 )
     symmetric = not any("zeros" in held or "minima" in held for held in buffers)
     act_order = any("perm" in held for held in buffers)
-    return _Common(first.kind, first.bits, group_size, symmetric, act_order)
+    return _Common(first.kind, first.bits, first.weight_dtype, group_size, symmetric, act_order)
 
 
 def _check_groups(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> None:
@@ -224,6 +236,10 @@ def _stored(layer: QuantLinear, common: _Common) -> Layer:
 def _gptq_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> dict[str, Any]:
     if LAYER_KINDS[common.kind].quantises_activations:
         raise UnsupportedError("gptq: quantised activations have no place in it; export to compressed-tensors")
+    if common.weight_dtype is not None:
+        raise UnsupportedError(
+            f"gptq: {common.weight_dtype} weights have no place in it; compressed-tensors holds e4m3 ones"
+        )
     kept = [name for name in source.spec.modules_to_not_convert if name != HEAD]
     dynamic: dict[str, dict[str, str]] = {
         f"-:.*{re.escape(name)}$": {} for name in kept
@@ -241,19 +257,43 @@ def _gptq_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]
 
 
 _COMPRESSED: Final = {
-    "weight_only": ("pack-quantized", "int"),
-    "int8": ("int-quantized", "int"),
-    "fp8": ("float-quantized", "float"),
+    ("weight_only", None): ("pack-quantized", "int"),
+    ("weight_only", "e4m3"): ("float-quantized", "float"),
+    ("int8", None): ("int-quantized", "int"),
+    ("fp8", None): ("float-quantized", "float"),
+    ("blockwise", "e4m3"): ("float-quantized", "float"),
 }
-"""The words of compressed-tensors for kinds of layers: of the layout, and of the type of numbers."""
+"""The words of compressed-tensors for kinds and codes of layers: of the layout, and of the type of numbers."""
 
 
-def _compressed_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> dict[str, Any]:
-    if common.kind not in _COMPRESSED:
-        raise UnsupportedError(f"compressed-tensors holds no layers of kind {common.kind}")
-    layout, type_ = _COMPRESSED[common.kind]
+def _are_in_blocks(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> bool:
+    """Whether all layers have scales of square blocks, which others multiply faster than those of groups."""
+    if common.weight_dtype != "e4m3" or common.group_size not in BLOCK_SIZES:
+        return False
+    if common.kind == CanonicalBlockwise.kind:
+        return True
+    scales = (source.packed(name).part("scales") for name in layers)
+    return all(scales_of_blocks(found, common.group_size) is not None for found in scales)
+
+
+def _stored_blocks(layer: Layer) -> dict[str, Tensor]:
+    found = in_blocks(layer) if isinstance(layer, CanonicalLinear) else layer
+    assert found is not None
+    return compressed_tensors.store(found)
+
+
+def _compressed_config(
+    common: _Common, source: ConvertedFolder, layers: Sequence[str], are_blocks: bool
+) -> dict[str, Any]:
+    key = common.kind, common.weight_dtype
+    if key not in _COMPRESSED:
+        codes = "" if common.weight_dtype is None else f" and {common.weight_dtype} codes"
+        raise UnsupportedError(f"compressed-tensors: layers of kind {common.kind}{codes} are not exported")
+    layout, type_ = _COMPRESSED[key]
     weights: dict[str, Any] = {"num_bits": common.bits, "type": type_, "symmetric": common.symmetric, "dynamic": False}
-    if common.group_size == -1:
+    if are_blocks:
+        weights |= {"strategy": "block", "block_structure": [common.group_size, common.group_size]}
+    elif common.group_size == -1:
         weights["strategy"] = "channel"
     else:
         weights |= {"strategy": "group", "group_size": common.group_size}
@@ -262,6 +302,8 @@ def _compressed_config(common: _Common, source: ConvertedFolder, layers: Sequenc
         static = "a_scale" in dict(source.spec[layers[0]].buffers)
         activations = {"num_bits": 8, "type": type_, "symmetric": True, "dynamic": not static}
         activations["strategy"] = "tensor" if static else "token"
+        if are_blocks:
+            activations |= {"strategy": "group", "group_size": common.group_size}
     listed = source.spec.modules_to_not_convert
     kept = [HEAD] if HEAD not in layers else []
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}

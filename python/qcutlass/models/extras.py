@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 
 from qcutlass.errors import CheckpointError, UnsupportedError
+from qcutlass.formats.config import read_json
+from qcutlass.formats.converted import CONFIG
 
 SAFE: Final[Mapping[str, Any]] = {"trust_remote_code": False}
 """Options of every `from_pretrained`: None would ask the user whether code may run."""
@@ -88,3 +90,14 @@ def _implementations(values: object, named: bool = False) -> Iterator[object]:
             yield from _implementations(value, named)
     elif named and values is not None:
         yield values
+
+
+def check_alone(folder: Path) -> None:
+    """Raises UnsupportedError where transformers would read, beside what has been checked, what has not."""
+    for pattern in ("adapter_config.json", "shard-*-model-*.safetensors"):
+        for path in folder.glob(pattern):
+            raise UnsupportedError(
+                f"{path}: adapters and shards of a distributed model are not read; merge them into the model"
+            )
+    path = folder / CONFIG
+    check_implementations(read_json(path) if path.is_file() else {}, path)

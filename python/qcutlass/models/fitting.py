@@ -6,11 +6,12 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from qcutlass.algorithms.conv1d import is_conv1d
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import Checkpoint
 from qcutlass.formats.tensors import FROM_FLOATS
@@ -36,7 +37,7 @@ _TOKENS: Final = (1, 2)
 _BLOCKS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
 """Where configurations say how many blocks there are."""
 _ATTENTION: Final = ("attn_implementation", "_attn_implementation")
-"""What a skeleton takes none of."""
+"""How attention is to be computed, of which models that are made here take nothing."""
 
 
 def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -> Any:
@@ -54,11 +55,8 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
     except UnsupportedError:
         return None
     try:
-        values = {key: value for key, value in config.items() if key not in _ATTENTION}
-        check_implementations(values, where)
-        found = getattr(transformers, name)
-        if not issubclass(found, transformers.PreTrainedModel):
-            raise UnsupportedError("it is no model")
+        values = of_own_code(config, where)
+        found = model_class(transformers, name)
         blocks = _most_blocks(values)
         if blocks > len(checkpoint.tensors):
             raise UnsupportedError(f"{blocks} blocks of {len(checkpoint.tensors)} tensors")
@@ -71,6 +69,34 @@ def skeleton(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -
             stacklevel=2,
         )
         return None
+
+
+def of_own_code(config: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """A configuration of which transformers makes a model that runs no code of others.
+
+    UnsupportedError, with `where`, if a part of it asks for such code.
+    """
+    values = {key: value for key, value in config.items() if key not in _ATTENTION}
+    check_implementations(values, where)
+    return values
+
+
+def model_class(transformers: Any, name: str) -> Any:
+    """The class that `architectures` of a configuration names; an error of any type where there is none."""
+    found = getattr(transformers, name)
+    if not issubclass(found, transformers.PreTrainedModel):
+        raise UnsupportedError("it is no model")
+    return found
+
+
+def check_decoder(config: Any, where: object) -> None:
+    """Raises UnsupportedError for a model with an encoder, of which transformers would load the decoder alone."""
+    if getattr(config, "is_encoder_decoder", False):
+        name = (config.architectures or ["AutoModelForSeq2SeqLM"])[0]
+        raise UnsupportedError(
+            f"{where}: expected a causal language model, got {name}, which has an encoder; where qcutlass is imported, "
+            f"transformers.{name}.from_pretrained loads it"
+        )
 
 
 def _most_blocks(config: Mapping[str, Any]) -> int:
@@ -142,13 +168,13 @@ def check_codes(checkpoint: Checkpoint, model: Any) -> None:
         )
 
 
-def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Linear | nn.Embedding]]:
+def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Module]]:
     """By the names of modules: the layer of a checkpoint that each is for; UnsupportedError if a layer has no place.
 
     A base model takes its part.
     """
     modules = dict(model.named_modules())
-    found: dict[str, tuple[str, nn.Linear | nn.Embedding]] = {}
+    found: dict[str, tuple[str, nn.Module]] = {}
     for name in names:
         forms = _forms(name, model)
         place = next((form for form in forms if form in modules), None)
@@ -170,18 +196,28 @@ def embeddings(names: Iterable[str], model: Any) -> list[str]:
     return [name for name in names if found.intersection(_forms(name, model))]
 
 
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_linear(module: nn.Module) -> bool:
     """Whether a packed linear layer computes what the module does: those of derived types may scale, or return more."""
-    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS)
+    is_known = isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS
+    return type(module) is nn.Linear or is_known or is_conv1d(module)
 
 
-def check_layers(names: Iterable[str], model: Any) -> None:
+def weight_shape(module: Any) -> tuple[int, int]:
+    """(N, K) of a linear layer, (rows, columns) of an embedding."""
+    first, second = module.weight.shape
+    return (second, first) if is_conv1d(module) else (first, second)
+
+
+def check_layers(names: Iterable[str], model: Any) -> list[str]:
     """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed.
 
     CheckpointError, if a block has more or fewer experts than the model.
 
     Of models of several parts, as those that see, files may have other names than transformers gives their modules:
     where a layer has no place there, that is a warning.
+
+    Returns:
+        Names of the model's linear layers that stay as they are, but for the output head; none, after that warning.
     """
     experts, others = of_experts((name for name in names if not is_router(name)), model)
     check_counts(experts, model)
@@ -192,7 +228,7 @@ def check_layers(names: Iterable[str], model: Any) -> None:
         if not model.config.sub_configs:
             raise
         warnings.warn(f"{error}: transformers may not load the folder, others that name it so may", stacklevel=2)
-        return
+        return []
     for place, (name, module) in found.items():
         model.set_submodule(place, _Packed(module, name))
         owner = model.get_submodule(place.rpartition(".")[0])
@@ -217,6 +253,8 @@ def check_layers(names: Iterable[str], model: Any) -> None:
             f"{error.name}: {type(model).__name__} reads the weight of this layer itself, which a packed one lacks; "
             f"{_INSTEAD}"
         ) from error
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if is_linear(module) and module is not head]
 
 
 def _runs(act: Callable[[], object]) -> bool:
@@ -246,9 +284,9 @@ class _Packed(nn.Module):
 
     bias: None
 
-    def __init__(self, module: nn.Linear | nn.Embedding, name: str) -> None:
+    def __init__(self, module: Any, name: str) -> None:
         super().__init__()
-        self._size, self._is_linear = module.weight.shape, isinstance(module, nn.Linear)
+        self._size, self._is_linear = weight_shape(module), is_linear(module)
         self._dtype, self._name, self.bias = module.weight.dtype, name, None
 
     def __getattr__(self, name: str) -> Any:

@@ -14,6 +14,7 @@ from qcutlass.layers import QuantLinear
 from qcutlass.layers.packed import PackedModule
 from qcutlass.models.expert_modules import expert_modules, specs_of, split
 from qcutlass.models.experts import TAKEN
+from qcutlass.models.fitting import is_linear
 
 Saved = tuple[dict[str, Tensor], object]
 """Tensors and their `quantization_config`, or None where no layer is packed."""
@@ -91,7 +92,7 @@ def _attributes(target: object, values: Mapping[str, object]) -> Iterator[None]:
 def floats(model: nn.Module) -> list[str]:
     """Names of what may be floats in a folder: of a packed layer, too, in whose place a given state has them."""
     modules = model.named_modules()
-    layers = [name for name, module in modules if type(module) is nn.Linear or isinstance(module, QuantLinear)]
+    layers = [name for name, module in modules if is_linear(module) or isinstance(module, QuantLinear)]
     return [*layers, *expert_modules(model)]
 
 

@@ -77,8 +77,14 @@ def _packed(header: dict[str, Any]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """uint8 `[bytes]`, of elements row by row."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
+
+
 def _data(tensor: Tensor) -> memoryview:
-    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data: Any = as_bytes(tensor.detach().cpu()).numpy()
     return memoryview(data)
 
 

@@ -28,8 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
-from qcutlass.formats.config import read_json
-from qcutlass.formats.converted import CONFIG, QUANTIZATION, PackedFolder, is_converted
+from qcutlass.formats.converted import QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec
 from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.activations import check_activations
@@ -39,8 +38,18 @@ from qcutlass.layers.replace import AFTER
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.expert_modules import Block, expert_modules, find_blocks
 from qcutlass.models.experts import expert_layer, module_forms
-from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_implementations, checked_files, load_tokenizer, reading
-from qcutlass.models.fitting import check_codes, is_initialised_alone, left_out, places, skeleton, unloaded
+from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_alone, checked_files, load_tokenizer, reading
+from qcutlass.models.fitting import (
+    check_codes,
+    check_decoder,
+    is_initialised_alone,
+    is_linear,
+    left_out,
+    places,
+    skeleton,
+    unloaded,
+    weight_shape,
+)
 from qcutlass.models.saving import Saved, floats, save, saved_tensors
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
@@ -143,7 +152,7 @@ class QcutlassQuantizer(HfQuantizer):
         _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in names))
         for place, (name, module) in places(others, model).items():
             layer = converted.empty(name)
-            if (layer.out_features, layer.in_features) != tuple(module.weight.shape):
+            if (layer.out_features, layer.in_features) != weight_shape(module):
                 raise CheckpointError(f"{name}: {layer} is in the place of {module}")
             if isinstance(module, nn.Embedding):
                 layer = _embedding(layer, module, name)
@@ -317,8 +326,8 @@ def _check_files(read: Iterable[str], checked: Iterable[str]) -> None:
             raise CheckpointError(f"{file}: transformers reads it, qcutlass {', '.join(sorted(checked))}; keep one")
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+def _linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_linear(module)]
 
 
 def _embedding(layer: QuantLinear, module: nn.Embedding, name: str) -> QuantEmbedding:
@@ -428,8 +437,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        UnsupportedError: as for `qcutlass.formats.load`; transformers reads no model or tokenizer there; the folder
-            holds adapters, or asks for code from elsewhere.
+        UnsupportedError: as for `qcutlass.formats.load`; transformers reads no model or tokenizer there; the model has
+            an encoder; the folder holds adapters, or asks for code from elsewhere.
         CheckpointError: as for `qcutlass.formats.load`; some of the model's tensors are absent.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -443,9 +452,10 @@ def load_model(
         )
     # Both check the headers, with errors that say more than those of transformers.
     opened = PackedFolder(path) if is_converted(path) else formats.load(path)
-    _check_alone(path)
+    check_alone(path)
     with reading(path, "configuration"):
         config = AutoConfig.from_pretrained(path, **SAFE)
+    check_decoder(config, path)
     config.transformers_weights = _weights_file(path, opened.files)
     if isinstance(opened, formats.Checkpoint):
         if opened.format == "floats":
@@ -483,14 +493,3 @@ def _weights_file(folder: Path, files: Iterable[str]) -> str:
             f"{', '.join(found[:4])}; convert it first: qcutlass convert"
         )
     return found[0]
-
-
-def _check_alone(folder: Path) -> None:
-    """Raises UnsupportedError where transformers would read, beside what has been checked, what has not."""
-    for pattern in ("adapter_config.json", "shard-*-model-*.safetensors"):
-        for path in folder.glob(pattern):
-            raise UnsupportedError(
-                f"{path}: adapters and shards of a distributed model are not read; merge them into the model"
-            )
-    path = folder / CONFIG
-    check_implementations(read_json(path) if path.is_file() else {}, path)

@@ -128,6 +128,11 @@ def subjects() -> dict[str, Files]:
         "compressed-tensors nvfp4": folder(float4("weight_packed") | {"weight_global_scale": torch.ones(1)}, floats),
         "mxfp4 experts": {"model.safetensors": save(gpt_oss(True)), "config.json": mxfp4},
         "stacked floats": {"model.safetensors": save(gpt_oss(False))},
+        "fp8 experts": fp8_experts(),
+        "conv1d": {
+            "model.safetensors": save({"h.0.mlp.c_fc.weight": torch.ones(8, 16), "h.0.mlp.c_fc.bias": torch.ones(16)}),
+            "config.json": b'{"model_type": "gpt2", "n_embd": 8}',
+        },
         "floats": folder({"weight": torch.randn(8, 16).bfloat16(), "bias": torch.ones(8)}, None),
         "shards": sharded(as_gptq(layer), GPTQ),
         "gguf": {"model.gguf": gguf_bytes(gguf_parts())},
@@ -153,6 +158,20 @@ def gpt_oss(is_packed: bool) -> Tensors:
     else:
         found |= {"gate_up_proj": torch.ones(2, 64, 64), "down_proj": torch.ones(2, 32, 64)}
     return {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in found.items()}
+
+
+def fp8_experts() -> Files:
+    """A block of two experts with H = 64 and I = 96, in blocks of 48 x 32."""
+    tensors: Tensors = {}
+    for name, shape in {"gate_up_proj": (192, 64), "down_proj": (64, 96)}.items():
+        codes, scales = as_fp8(torch.ones(shape), (48, 32))[0].values()
+        tensors |= {name: torch.stack([codes] * 2), f"{name}_scale_inv": torch.stack([scales] * 2)}
+    described = {"quant_method": "fp8", "weight_block_size": [48, 32]}
+    config = {"model_type": "qwen3_moe", "quantization_config": described}
+    return {
+        "model.safetensors": save({f"model.layers.0.mlp.experts.{key}": part for key, part in tensors.items()}),
+        "config.json": json.dumps(config).encode(),
+    }
 
 
 def float4(name: str) -> Tensors:

@@ -32,6 +32,7 @@ from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.formats.specs import ModelSpec
 from qcutlass.layers.base import from_spec
 from qcutlass.models import conversion
+from qcutlass.models.shards import ShardedWriter
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
@@ -177,6 +178,17 @@ def test_every_tensor_lies_on_a_multiple_of_its_elements_size(tmp_path: Path, se
     assert size % 8 == 0
     for name, entry in header.items():
         assert name == "__metadata__" or entry["data_offsets"][0] % widths[entry["dtype"]] == 0, name
+
+
+def test_tensors_of_one_element_are_written_whatever_their_strides_are(tmp_path: Path) -> None:
+    """A slice of a matrix is one, and counts as contiguous: the scale of a layer's only block, for example."""
+    part = torch.arange(5.0, 69).view(1, 64).T[::64]
+    assert (part.is_contiguous(), part.reshape(-1).stride()) == (True, (64,))
+    with ShardedWriter(tmp_path, 1 << 20) as writer:
+        writer.add({"x": part, "none": torch.ones(0), "one": torch.tensor(2.0)})
+        writer.finish()
+    found = load_file(tmp_path / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"x": [[5.0]], "none": [], "one": 2.0}
 
 
 def test_verification_notices_one_wrong_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from tests.python.modules import assert_same_state
 from torch import Tensor
 
 import qcutlass
-from qcutlass import FP8, W8A8, Blockwise, QuantLinear, models
+from qcutlass import FP8, W8A8, Blockwise, QuantLinear, formats, models
 from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear
 from qcutlass.models.transformers import load_model
 from qcutlass.schemes import Scheme
@@ -148,8 +149,45 @@ def test_fp8_in_blocks_multiplies_16_bit_activations(
     assert noise_ratio(logits(direct, ids), dense, exact) <= NOISE
     direct.save_pretrained(tmp_path / "saved")
     assert_same_state(load(tmp_path / "saved"), again.state_dict())
-    with pytest.raises(qcutlass.UnsupportedError, match="e4m3 weights for 16-bit activations are not exported"):
-        models.export_model(tmp_path / "new", tmp_path / "exported", "compressed-tensors")
+
+
+@pytest.mark.parametrize("form", ["blocks", "fp8 activations", "groups"])
+def test_fp8_in_blocks_is_exported(form: str, random_cut: RandomCut, tmp_path: Path) -> None:
+    """As blocks where scales are those of square ones, else as groups; compressed-tensors' own code reads them."""
+    options = {"block": (16 if form == "groups" else 128, 128), "name": "weight_scale_inv"}
+    config = {**BLOCKS, "weight_block_size": list(options["block"])}
+    folder, weights = fp8_folder(random_cut, tmp_path / "source", config, **options)
+    models.convert(folder, tmp_path / "new")
+    if form == "fp8 activations":
+        load_model(tmp_path / "new", activations="fp8")[0].save_pretrained(tmp_path / "quantising")
+    source = tmp_path / ("quantising" if form == "fp8 activations" else "new")
+    models.export_model(source, tmp_path / "out", "compressed-tensors")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group = described["config_groups"]["group_0"]
+    told = {"block_structure": [128, 128]} if form != "groups" else {"group_size": 128}
+    assert {**told, "strategy": "group" if form == "groups" else "block"}.items() <= group["weights"].items()
+    inputs = group["input_activations"]
+    if form == "fp8 activations":
+        expected = {**FLOAT, "strategy": "group", "group_size": 128, "dynamic": True, "symmetric": True}
+        assert inputs == expected
+    else:
+        assert inputs is None
+    checkpoint = formats.load(tmp_path / "out")
+    for name, weight in weights.items():
+        assert torch.equal(checkpoint[name].dequantize(torch.float32), weight)
+    models.convert(tmp_path / "out", tmp_path / "again", verify=True)
+    with pytest.raises(qcutlass.UnsupportedError, match=r"gptq: (e4m3 weights|quantised activations) have no place"):
+        models.export_model(source, tmp_path / "gptq", "gptq")
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    read = QuantizationConfig.model_validate(described)
+    compressor = BaseCompressor.get_value_from_registry(read.format)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, weight in weights.items():
+        state = {key: tensors[f"{name}.{key}"] for key in ("weight", "weight_scale")}
+        assert torch.equal(compressor.decompress(state, read.config_groups["group_0"])["weight"].float(), weight)
 
 
 def test_fp8_in_blocks_multiplies_fp8_activations_where_asked(random_cut: RandomCut, seed: int, tmp_path: Path) -> None:

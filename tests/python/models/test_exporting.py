@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import UnsupportedError, WeightOnly, formats, models
 from qcutlass.cli import app
+from qcutlass.schemes import float_format
 
 pytest.importorskip("transformers", reason="needs transformers")
 from tests.python.models.quantizations import calibration, make
@@ -29,9 +30,11 @@ METHODS = {
     "int8": models.Method("smoothquant", act_scale=False),
     "fp8": models.Method("fp8"),
     "fp8 static": models.Method("fp8", activations="static"),
+    "e4m3": models.Method("rtn", WeightOnly(8, 32, weight_dtype="e4m3")),
+    "e4m3 channels": models.Method("rtn", WeightOnly(8, None, weight_dtype="e4m3", scale_dtype=torch.bfloat16)),
 }
 UNSUPPORTED = [
-    *((name, "gptq") for name in ("int8", "fp8", "fp8 static")),
+    *((name, "gptq") for name in ("int8", "fp8", "fp8 static", "e4m3", "e4m3 channels")),
     ("act-order", "compressed-tensors"),
     ("ragged", "compressed-tensors"),
 ]
@@ -164,6 +167,7 @@ def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> 
 
     refused("gptq: quantised activations have no place in it", quantized("int8"), "gptq")
     refused("gptq: quantised activations have no place in it", quantized("fp8"), "gptq")
+    refused("gptq: e4m3 weights have no place in it; compressed-tensors holds e4m3 ones", quantized("e4m3"), "gptq")
     refused("has given up act-order", quantized("act-order"), "compressed-tensors")
     refused("takes group sizes that divide K = 128, got 48", quantized("ragged"), "compressed-tensors")
     root = quantized("symmetric").parent
@@ -172,7 +176,10 @@ def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> 
     refused("got float32 ones.*qcutlass quantize makes these", tmp_path / "wide", "gptq")
 
     models.quantize_model(root / "source", tmp_path / "blocks", "blockwise")
-    refused("compressed-tensors holds no layers of kind blockwise", tmp_path / "blocks", "compressed-tensors")
+    refused("compressed-tensors: layers of kind blockwise are not exported", tmp_path / "blocks", "compressed-tensors")
+
+    models.quantize_model(root / "source", tmp_path / "e2m1", models.Method("rtn", float_format("mxfp4")))
+    refused("kind weight_only and e2m1 codes are not exported", tmp_path / "e2m1", "compressed-tensors")
 
     make("llama", 0).save_pretrained(tmp_path / "grouped")  # of whose heads several share keys and values
     models.quantize_model(tmp_path / "grouped", tmp_path / "scaled", "awq", calibration=calibration(0))

@@ -267,6 +267,24 @@ def test_attention_that_a_configuration_asks_for(tmp_path: Path, random_cut: Ran
         models.convert(write_model(tmp_path / "old", tensors, config, GPTQ), tmp_path / "new")
 
 
+def test_no_attention_that_a_configuration_asks_for_is_run(tmp_path: Path) -> None:
+    """It may be code of others, or of a package that is absent; in a part of the model it is refused."""
+    saved("llama", tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    config = json.loads(path.read_text())
+    for index, attention in enumerate(("flash_attention_2", "somebody/kernels")):
+        path.write_text(json.dumps({**config, "_attn_implementation": attention}))
+        assert (
+            models.quantize_model(tmp_path / "source", tmp_path / str(index), models.Method("rtn", SCHEME)).layers
+            == 2 * 7
+        )
+    path.write_text(json.dumps({**config, "text_config": {"attn_implementation": "somebody/kernels"}}))
+    with pytest.warns(UserWarning, match="is not checked"), pytest.raises(UnsupportedError) as caught:
+        models.quantize_model(tmp_path / "source", tmp_path / "new", models.Method("rtn", SCHEME))
+    assert str(caught.value).startswith("config.json: an implementation 'somebody/kernels', which may be code from els")
+    assert not (tmp_path / "new.work").exists()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_packed_embeddings_of_other_formats(tied: bool, random_cut: RandomCut, tmp_path: Path) -> None:
     """In a folder as it is, and converted."""

@@ -16,6 +16,8 @@ from qcutlass import W8A8, CheckpointError, UnsupportedError, WeightOnly, models
 from qcutlass.algorithms import InputStatistics, gptq, round_to_nearest
 from qcutlass.layers import QuantLinear
 from qcutlass.models.quantizing import run
+from qcutlass.models.quantizing.decoder import Call
+from qcutlass.models.quantizing.decoder import run as run_block
 from qcutlass.models.quantizing.methods import METHODS, READERS
 from qcutlass.models.quantizing.wiring import InputGroup, divide, find_groups
 from qcutlass.testing import quantizing
@@ -351,6 +353,13 @@ def test_a_layer_that_cannot_be_quantised_is_named(method: str, seed: int, tmp_p
     message = r"^model\.layers\.1\.self_attn\.o_proj: weight: a scale overflows torch\.float16"
     with pytest.raises(CheckpointError, match=message):
         models.quantize_model(tmp_path / "source", tmp_path / "new", method, calibration=ids)
+    assert not (tmp_path / "new.work").exists()  # though a block is finished: it would be refused again
+
+
+def test_blocks_that_return_no_hidden_states_are_refused() -> None:
+    block = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match=r"calibration: Identity returns dict, and no hidden states .*--method"):
+        run_block(block, {}, Call((), {}))  # type: ignore[arg-type]
 
 
 def test_calibration_windows_follow_the_seed() -> None:

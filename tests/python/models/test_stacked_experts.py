@@ -1,4 +1,4 @@
-"""Float folders with one tensor for all experts of a block, as transformers keeps them in memory and may write them."""
+"""Folders with one tensor for all experts of a block, as transformers keeps them in memory and may write them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.python.formats.stored import Tensors
 from tests.python.models.folders import write_model, write_tokenizer
-from tests.python.models.mixtures import EXPERTS, KINDS, VOCABULARY, model_of
+from tests.python.models.mixtures import EXPERTS, KINDS, VOCABULARY, MixtureCut, model_of
 from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import SCHEME, load, logits
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
-from qcutlass.formats.expert_rows import MODELS, rows_of
+from qcutlass.formats.expert_rows import MODELS, USUAL, WORDS, rows_of, scale_rows_of
 from qcutlass.models.inspection import inspect
 
 pytest.importorskip("transformers", reason="needs transformers")
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 
 def saved(folder: Path, kind: str, seed: int, *, stacked: bool) -> Path:
@@ -124,3 +125,101 @@ def test_codes_in_stacks_are_refused(tmp_path: Path, seed: int) -> None:
     write_model(folder, tensors, json.loads((folder / "config.json").read_text()), None)
     with pytest.raises(UnsupportedError, match=r"a mixture of experts \(model\.layers\.0\.mlp\.experts\.down_proj\)"):
         models.convert(folder, tmp_path / "new")
+
+
+def with_stacks(source: Path, folder: Path) -> Path:
+    """An fp8 folder with the tensors of experts joined, as transformers has them."""
+    tensors: Tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    words = WORDS.get(config["model_type"], USUAL)
+    for block in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        name = f"{block.replace('.block_sparse_moe', '.mlp')}.experts"
+        for suffix, ending in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            gate, up, down = (
+                [tensors.pop(f"{block}.experts.{expert}.{word}.{suffix}") for expert in range(EXPERTS)]
+                for word in words
+            )
+            tensors[f"{name}.gate_up_proj{ending}"] = torch.stack(
+                [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+            )
+            tensors[f"{name}.down_proj{ending}"] = torch.stack(down)
+    write_model(folder, tensors, config, config.pop("quantization_config"))
+    write_tokenizer(folder, VOCABULARY)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "olmoe"])
+def test_fp8_is_read_as_that_with_tensors_for_each_expert(kind: str, tmp_path: Path) -> None:
+    """In blocks; as it is, converted, and bit for bit what transformers dequantises."""
+    cut = MixtureCut(tmp_path, kind).fp8()
+    folder = with_stacks(cut.folder, tmp_path / "stacked")
+    checkpoint = formats.load(folder)
+    for name, exact in cut.weights.items():
+        assert torch.equal(checkpoint[name].dequantize(torch.float32), exact)
+    dequantised = Fp8Dequantize(None)
+    tensors = load_file(folder / "model.safetensors")
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = dequantised._dequantize_one(tensors[stack], tensors[f"{stack}_scale_inv"], torch.float32)
+    gate, up, _ = WORDS.get(kind, USUAL)
+    block = f"model.layers.1.{'block_sparse_moe' if kind in WORDS else 'mlp'}.experts"
+    read = torch.cat([checkpoint[f"{block}.3.{part}"].dequantize(torch.float32) for part in (gate, up)])
+    assert torch.equal(read, whole[3])
+    models.convert(folder, tmp_path / "new", verify=True)
+    models.convert(cut.folder, tmp_path / "other", verify=True)
+    expected = logits(load(tmp_path / "other"))
+    assert torch.equal(logits(load(tmp_path / "new")), expected)
+    assert torch.equal(logits(load(folder, direct=True)), expected)
+    groups = {group.name: group.count for group in inspect(folder).groups}
+    assert groups[f"{block.replace('.1.', '.*.')}.*.{up}"] == 2 * EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("rows", "scales", "block", "expected"),
+    [
+        (512, (2, 4, 3), 128, [(0, 2), (2, 2), (4, 2), (6, 2)]),
+        (512, (2, 4, 3), None, [(0, 2), (2, 2), (4, 2), (6, 2)]),  # 128, where nothing says
+        (80, (2, 2, 1), 128, [(0, 1), (1, 1), (2, 1), (3, 1)]),  # a block each, though one would do
+        (80, (2, 1, 1), 128, [(0, 1), (0, 1), (1, 1), (1, 1)]),  # one for both
+        (512, (2, 1, 1), None, [(0, 1), (0, 1), (1, 1), (1, 1)]),
+        (512, (2, 2, 1), None, [(0, 1), (1, 1), (2, 1), (3, 1)]),
+        (384, (2, 3, 3), 128, None),  # the second has rows of gate and of up
+        (384, (2, 4, 3), 128, None),  # of 96 rows, or of 128 and of 64
+        (512, (2, 1, 1), 128, None),
+        (512, (3, 4, 3), 128, None),
+        (512, (2, 4), 128, None),
+        (512, (2, 4, 0), 128, None),
+    ],
+)
+def test_scales_of_gate_and_of_up(
+    rows: int, scales: tuple[int, ...], block: int | None, expected: list[tuple[int, int]] | None
+) -> None:
+    weights = rows_of("mlp.experts.gate_up_proj", (2, rows, 384), "olmoe")
+    found = scale_rows_of(weights, scales, block)
+    assert (found and [part[1:] for part in found]) == expected
+    assert found is None or [f"{part.name}_scale_inv" for part in weights] == [part.name for part in found]
+
+
+@pytest.mark.parametrize("change", ["blocks of both", "int", "absent", "of one expert too"])
+def test_fp8_of_other_forms_is_refused(change: str, tmp_path: Path) -> None:
+    """By name; e4m3 weights without scales were refused before."""
+    folder = with_stacks(MixtureCut(tmp_path, "olmoe").fp8().folder, tmp_path / "stacked")
+    tensors: Tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    scales = tensors.pop(f"{name}_scale_inv")
+    expected: type[Exception] = UnsupportedError
+    match = rf"{name}_scale_inv: expected scales of floats .* for weights \[4, 128, 64\], .* up alone, got "
+    if change == "blocks of both":
+        tensors[f"{name}_scale_inv"] = scales[:, :3].contiguous()
+    elif change == "int":
+        tensors[f"{name}_scale_inv"] = scales.to(torch.int32)
+    elif change == "absent":
+        match = rf"{name}(\)|: expected floats)"
+    else:
+        tensors[f"{name}_scale_inv"] = scales
+        tensors["model.layers.0.mlp.experts.2.up_proj.weight_scale_inv"] = scales[2, 2:].clone()
+        expected, match = CheckpointError, "up_proj.weight_scale_inv' is also there"
+    write_model(folder, tensors, config, config.pop("quantization_config"))
+    for read in (lambda: models.convert(folder, tmp_path / "new"), lambda: load(folder, direct=True)):
+        with pytest.raises(expected, match=match):
+            read()

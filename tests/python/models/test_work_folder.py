@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,15 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qcutlass import WeightOnly, models
+from qcutlass import UnsupportedError, WeightOnly, models
 from qcutlass.cli import app
 from qcutlass.models import marks, replacing
 from qcutlass.models.marks import MARK, mark
 from qcutlass.models.quantizing import run, work
+from qcutlass.models.quantizing.decoder import Decoder
 
 pytest.importorskip("transformers", reason="needs transformers")
 from tests.python.models.conversions import contents, killed_at_every_line
-from tests.python.models.quantizations import make
+from tests.python.models.quantizations import calibration, make
 
 
 class _Killed(BaseException):
@@ -291,6 +293,35 @@ def test_a_run_that_ends_meanwhile_removes_the_folder(
     assert quantize(source).layers == 21
     assert moments == [[], []]
     assert names(tmp_path) == ["new", "source"]
+
+
+@pytest.mark.parametrize("where", ["inputs", "_record", "block"])
+@pytest.mark.parametrize("error", [RuntimeError, UnsupportedError, _Killed])
+def test_errors_before_a_block_is_finished_leave_nothing(
+    where: str, error: type[BaseException], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While activations are recorded, for example: nothing is there from which another run could go on."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as context:
+        context.setattr(Decoder, where, fail)
+        with pytest.raises(error):
+            models.quantize_model(source, tmp_path / "new", "gptq", calibration=calibration(0))
+    assert names(tmp_path) == ["source"]
+
+
+def test_a_disk_that_is_full_from_the_begin(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    for writer in ("mark", "_write_whole"):
+        with monkeypatch.context() as context:
+            context.setattr(work, writer, fail)
+            with pytest.raises(OSError, match="full"):
+                quantize(source)
+        assert names(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize("length", [245, 251, 255])

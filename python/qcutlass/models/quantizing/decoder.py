@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qcutlass.algorithms.conv1d import as_linear, is_conv1d
 from qcutlass.errors import UnsupportedError
 from qcutlass.models.experts import stored_forms
 from qcutlass.models.extras import import_transformers
-from qcutlass.models.fitting import is_linear
+from qcutlass.models.fitting import is_linear, model_class, of_own_code
 from qcutlass.models.quantizing.unrolling import unroll
 from qcutlass.models.sources import ModelSource
 
@@ -29,44 +30,57 @@ class _Enough(Exception):
 
 
 class Decoder:
-    """A causal language model without weights, but for those of one block at a time.
+    """A causal language model without weights, but for those of one block at a time; or one with an encoder, too.
 
     Args:
         source: of its weights, which become fp32.
         device: where blocks run.
+        is_calibrated: whether blocks are to run, with `inputs`, one behind the other.
 
     Attributes:
         model: the module of transformers.
-        blocks: its decoder blocks, in which each expert of a mixture has linear layers of its own.
-        prefix: their name, "model.layers".
+        blocks: its blocks, in which each expert of a mixture has linear layers of its own; those of an encoder first.
+        names: theirs, "model.layers.0" and so on.
 
     Raises:
-        UnsupportedError: transformers is absent or does not know the model; it has no list of blocks.
+        UnsupportedError: transformers is absent or does not know the model; it has no list of blocks; it has an
+            encoder, and is to be calibrated.
     """
 
-    def __init__(self, source: ModelSource, device: torch.device) -> None:
+    def __init__(self, source: ModelSource, device: torch.device, *, is_calibrated: bool) -> None:
         transformers = import_transformers("quantising a model")
         self._source, self._device = source, device
-        values = dict(source.config)
+        values = of_own_code(source.config, "config.json")
         kind = values.pop("model_type", None)
         try:
             config = transformers.AutoConfig.for_model(kind, **values)
             with _parameters_on_meta():
-                self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+                self.model: Any = _made(transformers, config)
         except Exception as error:  # of any type, for configurations that make no sense
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UnsupportedError(
                 f"model_type {kind!r}: transformers makes no causal model of it ({reason:.200}); "
                 "qcutlass.replace_linear(model, scheme) packs the linear layers of any model that is loaded"
             ) from error
+        has_encoder = bool(getattr(self.model.config, "is_encoder_decoder", False))
+        if has_encoder and is_calibrated:
+            raise UnsupportedError(
+                f"calibration: {type(self.model).__name__} has an encoder, and its activations are not recorded; take "
+                "a method without calibration, which quantises encoder and decoder: rtn, blockwise, w8a8 or fp8 "
+                "(--method)"
+            )
         with _parameters_on_meta():
             unroll(self.model)
-        self.prefix, self.blocks = _blocks(self.model)
+            for name, module in list(self.model.named_modules()):
+                if is_conv1d(module):  # which the source's layers are the transposed of
+                    self.model.set_submodule(name, as_linear(module))
+        found = _blocks(self.model, has_encoder)
+        self.names, self.blocks = list(found), list(found.values())
         self._base = f"{self.model.base_model_prefix}."
 
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block, by their names inside it."""
-        return {name: module for name, module in self.blocks[index].named_modules() if is_linear(module)}
+        return {name: as_linear(module) for name, module in self.blocks[index].named_modules() if is_linear(module)}
 
     def check_ids(self, ids: Tensor) -> None:
         """Raises ValueError unless the model takes windows of these tokens, `[samples, tokens]`."""
@@ -85,7 +99,7 @@ class Decoder:
 
     def stored_name(self, index: int, name: str) -> str:
         """The source's name of a module or a parameter of a block."""
-        return self._resolve(f"{self.prefix}.{index}.{name}")
+        return self._resolve(f"{self.names[index]}.{name}")
 
     def _resolve(self, name: str) -> str:
         known = (self._source.names, self._source.rest)
@@ -124,7 +138,7 @@ class Decoder:
     def block(self, index: int) -> Iterator[nn.Module]:
         """A block with its weights, which go when the context is left."""
         block = self.blocks[index]
-        with self._loaded(block, f"{self.prefix}.{index}."):
+        with self._loaded(block, f"{self.names[index]}."):
             yield block
 
     @contextmanager
@@ -147,7 +161,7 @@ class Decoder:
 
         All rows are of one length and without padding, so that these are the same for all rows.
         """
-        base, name = self.model.base_model, self.prefix.removeprefix(self._base)
+        base, name = self.model.base_model, self.names[0].rpartition(".")[0].removeprefix(self._base)
         prefix = self._base if base is not self.model else ""
         hidden: list[Tensor] = []
         with self._loaded(base, prefix, without=f"{name}."):
@@ -157,7 +171,7 @@ class Decoder:
             with self.block(0) as block:
                 arguments, keywords = calls[0][1]
                 answer = block(hidden[0], *arguments, **keywords)
-            form = (lambda x: (x, *answer[1:])) if isinstance(answer, tuple) else (lambda x: x)
+            form = (lambda x: (x, *answer[1:])) if isinstance(answer, tuple | list) else (lambda x: x)
             found = self._record(base, ids[:1].to(self._device), stop=len(self.blocks), form=form)
         return hidden, [call for _, call in found]
 
@@ -188,23 +202,44 @@ class Decoder:
 
 
 def run(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """The hidden states that a block returns."""
+    """The hidden states that a block returns; UnsupportedError if it returns something else."""
     answer = block(hidden, *call.arguments, **call.keywords)
-    result: Tensor = answer[0] if isinstance(answer, tuple) else answer
+    result = answer[0] if isinstance(answer, tuple | list) else answer
+    if not isinstance(result, Tensor):
+        raise UnsupportedError(
+            f"calibration: {type(block).__name__} returns {type(answer).__name__}, and no hidden states that the next "
+            "block could take; take a method without calibration: rtn, blockwise, w8a8 or fp8 (--method)"
+        )
     return result
 
 
-def _blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """The list of modules that holds most of the linear layers."""
+def _made(transformers: Any, config: Any) -> Any:
+    """The causal language model of a configuration; if that has an encoder, too, the model of the class it names."""
+    make = transformers.AutoModelForCausalLM.from_config  # of one with an encoder this would be the decoder alone
+    if getattr(config, "is_encoder_decoder", False):
+        if not config.architectures:
+            raise ValueError("it has an encoder, and config.json names no class in architectures")
+        make = model_class(transformers, config.architectures[0])._from_config
+    return make(config, dtype=torch.float32).eval()
+
+
+def _blocks(model: Any, has_encoder: bool) -> dict[str, nn.Module]:
+    """The blocks, by their names: of the list of modules that holds most of the linear layers.
+
+    Of a model with an encoder they are those of all lists that hold some, but for lists in other blocks.
+    """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     counts = {
         name: sum(map(is_linear, found.modules())) if len({type(each) for each in found}) == 1 else 0
         for name, found in lists.items()
     }
-    best = max(counts, key=counts.__getitem__, default=None)
-    if best is None or counts[best] == 0:
+    chosen: list[str] = []
+    for name in counts if has_encoder else sorted(counts, key=counts.__getitem__, reverse=True)[:1]:
+        if counts[name] and not any(name.startswith(f"{outer}.") for outer in chosen):
+            chosen.append(name)
+    if not chosen:
         raise UnsupportedError(f"{type(model).__name__}: it has no list of decoder blocks with torch.nn.Linear layers")
-    return best, lists[best]
+    return {f"{name}.{index}": block for name in chosen for index, block in enumerate(lists[name])}
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,8 @@ class Quantization:
         notes: by layer: `error`, of its outputs over their size (both squared); `exponent` of AWQ or SmoothQuant;
             `damping` of GPTQ; `unreached` of an expert that no token of the calibration came to, so that it was rounded
             to nearest.
+        kept: names of the linear layers that stay floats though `skip` names none of them: those outside of blocks, but
+            for the output head. Empty, too, where transformers does not know the model's class.
     """
 
     layers: int
@@ -65,6 +67,7 @@ class Quantization:
     files: list[str]
     resumed: int
     notes: dict[str, dict[str, float]]
+    kept: list[str] = field(default_factory=list)
 
 
 def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Tensor:
@@ -149,12 +152,13 @@ def quantize_model(
     """Quantises the linear layers of a decoder's blocks, and writes a folder as `qcutlass.models.convert` does.
 
     One block is in memory at a time: its layers see what the quantised blocks before it make of the calibration tokens.
-    What a finished block has become is kept in `<destination>.work` (shortened where that is too long for a name); the
-    same call goes on from there after a kill, and gives the same bytes. The destination appears as a whole, and the
-    folder with the work goes; if a kill comes between the two, the same call removes it and tells what was made.
+    Methods without calibration take models with an encoder, too, and quantise the blocks of both. What a finished block
+    has become is kept in `<destination>.work` (shortened where that is too long for a name); the same call goes on from
+    there after a kill, and gives the same bytes. The destination appears as a whole, and the folder with the work goes;
+    if a kill comes between the two, the same call removes it and tells what was made.
 
     Args:
-        source: a folder with `config.json` and safetensors files, or a GGUF file, of a decoder that transformers knows.
+        source: a folder with `config.json` and safetensors files, or a GGUF file, of a model that transformers knows.
         destination: a folder that is made.
         method: a `Method`, or the name of one.
         calibration: int64 `[samples, tokens]`, see `calibration_windows`; needed by gptq, awq, smoothquant and static
@@ -173,7 +177,7 @@ def quantize_model(
             another source, calibration, method or version of a package, being worked in, or holds files of others.
         UnsupportedError: transformers is absent, does not know the model, or names its weights otherwise; the model is
             a mixture of experts of a form that is not taken, or the method not one for experts: smoothquant, w8a8, gptq
-            with act-order.
+            with act-order; it has an encoder, and the method needs calibration.
         TypeError, ValueError: options; calibration is missing, not of this model's tokens, or not looked at by the
             method; a pattern of `skip` matches no layer; or as for `convert`.
         CheckpointError, OSError, MemoryError: as for `convert`.
@@ -209,7 +213,7 @@ def quantize_model(
         told = work.made(new)
         if told is not None:
             remove_leftovers(new)
-            return Quantization(**told, resumed=run_through.blocks)
+            return Quantization(**told, resumed=run_through.blocks, kept=run_through.kept)
         resumed = run_through.all(work)
         work.open()
         overlay = _Overlay(opened, work)
@@ -219,7 +223,7 @@ def quantize_model(
             told = {"layers": done.layers, "weights": done.weights, "size": done.size, "files": done.files}
             told["notes"] = work.notes
             work.set_made(folder, told)
-    return Quantization(**told, resumed=resumed)
+    return Quantization(**told, resumed=resumed, kept=run_through.kept)
 
 
 def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor | None:
@@ -290,31 +294,31 @@ class _Run:
         report: Progress,
     ) -> None:
         self._source, self._method, self._ids, self._report = source, method, ids, report
-        self._decoder = Decoder(source, device)
+        self._decoder = Decoder(source, device, is_calibrated=ids is not None)
         self._device = device
         if ids is not None:
             self._decoder.check_ids(ids)
         check_matches(skip, [name for name, module in self._decoder.model.named_modules() if is_linear(module)])
         self._names = [
-            [
-                name
-                for name in self._decoder.linears(index)
-                if not is_kept(f"{self._decoder.prefix}.{index}.{name}", skip)
-            ]
-            for index in range(len(self._decoder.blocks))
+            [name for name in self._decoder.linears(index) if not is_kept(f"{block}.{name}", skip)]
+            for index, block in enumerate(self._decoder.names)
         ]
         if not any(self._names):
             raise ValueError("skip: no linear layer of the blocks is left to quantise")
         _check_experts(method, [name for names in self._names for name in names])
-        self._check_places()
+        self.kept = [name for name in self._check_places() if not is_kept(name, skip)]
         passes = 0 if ids is None else 2 * len(ids)
         self._steps = [passes + len(names) for names in self._names]
         self.blocks = len(self._names)
         self._done = 0
         self._groups: dict[tuple[Any, ...], list[InputGroup]] = {}
 
-    def _check_places(self) -> None:
-        """Raises UnsupportedError if the model could not be loaded with the layers packed that will be."""
+    def _check_places(self) -> list[str]:
+        """Raises UnsupportedError if the model could not be loaded with the layers packed that will be.
+
+        Returns:
+            Names of the linear layers that stay as they are, where the model is known.
+        """
         source, found = self._source, enumerate(self._names)
         quantized = {self._decoder.stored_name(index, name) for index, names in found for name in names}
         is_float = source.checkpoint.format == "floats"
@@ -322,8 +326,7 @@ class _Run:
         def is_packed(name: str) -> bool:
             return not is_float or name in quantized or name not in source.checkpoint  # a tied head's embedding
 
-        if source.model is not None:
-            check_layers(filter(is_packed, source.names), source.model)
+        return [] if source.model is None else check_layers(filter(is_packed, source.names), source.model)
 
     def all(self, work: Work) -> int:
         """Quantises what an earlier run has not; how many blocks it had finished."""
@@ -364,7 +367,7 @@ class _Run:
                     block, groups, statistics, self._method, lambda name: self._step(f"block {index}: {name}")
                 )
             except ValueError as error:
-                raise CheckpointError(f"{self._decoder.prefix}.{index}.{error}") from error
+                raise CheckpointError(f"{self._decoder.names[index]}.{error}") from error
             del statistics
             self._keep_types(index, block, found)
             if call is not None:
@@ -373,7 +376,7 @@ class _Run:
                         hidden[i] = run(block, x, call)
                         self._step(f"block {index}: outputs")
                         if not bool(hidden[i].isfinite().all()):
-                            raise CheckpointError(f"{self._decoder.prefix}.{index}: its output is not finite")
+                            raise CheckpointError(f"{self._decoder.names[index]}: its output is not finite")
         state = torch.cat(hidden) if hidden and index + 1 < len(self._names) else None
         layers, changed, notes = found.layers, found.changed, found.notes
         work.add(index, self._stored(index, layers), self._stored(index, changed), state, self._stored(index, notes))

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from qcutlass.errors import CheckpointError
+from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Layer
 from qcutlass.formats.config import read_json
 from qcutlass.formats.layers import LAYERS
@@ -29,8 +29,11 @@ _DIGEST: Final = "digest"
 _OWN: Final = re.compile(
     r"(manifest\.json|record|block-\d{5,}\.(json|safetensors)|state-\d{5,}\.safetensors)(\.partial)?"
 )
+_RECORDS: Final = "block-*.json"
 _SUFFIX: Final = ".work"
 _SHORT: Final = 60  # characters of two values that are told
+_REFUSALS: Final = (CheckpointError, UnsupportedError)
+"""Errors that the same call ends in again; one with other options begins anew."""
 
 
 class Work:
@@ -110,7 +113,7 @@ class Work:
 
     def open(self) -> None:
         """Makes the layers of all finished blocks readable."""
-        records = [_read_whole(path) for path in sorted(self.folder.glob("block-*.json"))]
+        records = [_read_whole(path) for path in sorted(self.folder.glob(_RECORDS))]
         self._layers = {name: entry for record in records for name, entry in record["layers"].items()}
         self._changed = {name for record in records for name in record["changed"]}
         self._source = SafetensorsSource(sorted(self.folder.glob("block-*.safetensors")))
@@ -119,7 +122,7 @@ class Work:
     def notes(self) -> dict[str, dict[str, float]]:
         """The notes on each layer, for the user."""
         found: dict[str, dict[str, float]] = {}
-        for path in sorted(self.folder.glob("block-*.json")):
+        for path in sorted(self.folder.glob(_RECORDS)):
             found |= _read_whole(path)["notes"]
         return found
 
@@ -191,7 +194,10 @@ def check_destination(destination: Path, overwrite: bool, restart: bool) -> None
 def work_folder(
     destination: Path, run: Mapping[str, Any], *, overwrite: bool = False, restart: bool = False
 ) -> Iterator[Work]:
-    """The folder `work_path` of a run; removed when the block ends, kept when it is left by an error.
+    """The folder `work_path` of a run; removed when the block ends.
+
+    When the block is left by an error, the folder stays if the same call can go on there: some block is finished, and
+    the error is none that it would end in again.
 
     Args:
         run: what makes a run: of another one nothing may be taken over.
@@ -214,8 +220,6 @@ def work_folder(
             raise
         if restart:
             _empty(folder)
-        if not is_marked(folder):
-            mark(folder)
         wanted = json.loads(json.dumps(run))
         if (folder / _MANIFEST).is_file():
             manifest = _read_whole(folder / _MANIFEST)
@@ -230,12 +234,27 @@ def work_folder(
                     f"{folder}: left by a run with another {', '.join(differing)}; pass restart=True (--restart) to "
                     "remove it, or finish that run"
                 )
-        else:
-            _write_whole(folder / _MANIFEST, _MANIFEST, {"run": wanted})
-        yield Work(folder)
+        with _kept_if_of_use(folder):
+            if not is_marked(folder):
+                mark(folder)
+            if not (folder / _MANIFEST).is_file():
+                _write_whole(folder / _MANIFEST, _MANIFEST, {"run": wanted})
+            yield Work(folder)
         _remove(folder)
     finally:
         os.close(lock)
+
+
+@contextmanager
+def _kept_if_of_use(folder: Path) -> Iterator[None]:
+    """Removes a folder when the block is left by an error after which nobody could go on there."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, _REFUSALS) or next(folder.glob(_RECORDS), None) is None:
+            with suppress(OSError):
+                _remove(folder)
+        raise
 
 
 def _locked(folder: Path) -> int:
@@ -319,6 +338,6 @@ def _empty(folder: Path) -> None:
 def _remove(folder: Path) -> None:
     """Removes it but for what others have put there meanwhile."""
     _empty(folder)
-    (folder / MARK).unlink()
+    (folder / MARK).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
