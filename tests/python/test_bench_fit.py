@@ -35,10 +35,12 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Explanation]:
     """`explain` of the product that the bench measures under this name, written here once more."""
-    if scheme == "w4a16_g128":
+    if scheme in ("w4a16_g128", "w4a16_g32_real"):
         packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.uint8), bits=4)
-        a, scales = meta(m, k, dtype=torch.float16), meta(k // 128, n, dtype=torch.float16)
-        return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales)
+        a, group = meta(m, k, dtype=torch.float16), 128 if scheme == "w4a16_g128" else 32
+        scales = meta(k // group, n, dtype=torch.float16)
+        zeros = scales if scheme == "w4a16_g32_real" else None
+        return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, zeros)
     packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.int8), bits=8, activations="int8")
     a, f32 = meta(m, k, dtype=torch.int8), torch.float32
     if scheme == "w8a8":
@@ -75,7 +77,7 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], **facts: Any) -> Measuremen
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> Measurements:
     """Rows of every class; their times are today's predictions."""
-    rows = [one for scheme in ("w4a16_g128", "w8a8", "blockwise") for one in untimed(scheme)]
+    rows = [one for scheme in ("w4a16_g128", "w8a8", "blockwise", "w4a16_g32_real") for one in untimed(scheme)]
     return read(tmp_path_factory.mktemp("predicted"), rows)
 
 
@@ -129,6 +131,7 @@ def test_a_number_reaches_every_class_that_does_not_replace_it(lines: CostLines)
         "weight_only": {("block", 2.0), ("exposed", 3.0)},
         "eight_by_eight": {("block", 2.0), ("wgmma.clock", 1.0)},
         "blockwise": {("block", 2.0), ("wgmma.clock", 1.0)},
+        "scaled_groups": {("block", 2.0)},
     }
 
 
@@ -151,7 +154,7 @@ def test_rows_are_predicted_as_explain_does(lines: CostLines, predicted: Measure
         assert time == one.microseconds, one.row
     judged = fit.judge(lines, predicted.rows, {})
     assert max(judged.errors) == 0
-    assert len(judged.choices) == 3 * len(SHAPES) * len(MS)
+    assert len(judged.choices) == len(CLASSES) * len(SHAPES) * len(MS)
     assert judged.mean_loss == 0
 
 
@@ -235,7 +238,7 @@ def test_without_iterations_the_lines_are_those_of_today(lines: CostLines, synth
     code = "\n".join(report.summary[list(report.summary).index("") + 1 :])
     source = (PLAN / "costs.h").read_text()
     assert all(f"{function}\n}}\n" in source for function in code.removesuffix("\n}").split("\n}\n\n"))
-    assert code.count("constexpr") == 4
+    assert code.count("constexpr") == 5
     for today, after in zip(report.rows[::2], report.rows[1::2], strict=True):
         assert today | {"when": ""} == after | {"when": ""}
 

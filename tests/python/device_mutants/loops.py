@@ -10,7 +10,10 @@ EPILOGUE = "cutlass_ext/epilogue"
 # Codes with minimums have few kernels, which compile soon, and rows of scales for every 16 columns.
 FEW = "w4a16_minimum"
 FEW_STREAM = (tactic("gemm with minimums-float16 w4", "stream_n64m16k512w4_s3"),)
-FEW_MULTISTAGE = (tactic("gemm with minimums-float16 w4", "sm80_n64m16k128_s3"),)
+FINE = "w4a16_bf16_native_fine"
+FINE_STREAM = (tactic("gemm-bfloat16 w4 groups of 16 and more", "stream_n64m16k512w4_s3"),)
+MULTISTAGE_UNIT = "w4a16_bf16_float"
+MULTISTAGE_TESTS = (tactic("gemm-bfloat16 w4 mixed types", "sm80_n64m16k128_s3"),)
 
 STREAM = (
     Mutant(
@@ -19,6 +22,33 @@ STREAM = (
         f"{THREADBLOCK}/mma_packed_stream.h",
         "op[i] = load_operands(place, s / kRowSteps, m + i);",
         "op[i] = load_operands(place, 0, m + i);",
+        FINE,
+        FINE_STREAM,
+    ),
+    Mutant(
+        "what the sums of a stage's first group are scaled by, for all of its groups",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "words[i] = load_words(place, s, m + i);",
+        "words[i] = load_words(place, 0, m + i);",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "minimums of the sums of a group's first activations alone",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "step < first + kGroupSteps; ++step) mma(sum, ones",
+        "step < first + 1; ++step) mma(sum, ones",
+        FEW,
+        FEW_STREAM,
+    ),
+    Mutant(
+        "groups of 16 columns scaled by pairs",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "pairs_of_steps_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0)",
+        "pairs_of_steps_(true)",
         FEW,
         FEW_STREAM,
     ),
@@ -57,8 +87,8 @@ STREAM = (
         "      if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);",
         "    for (int s = 0; s < kSteps - 1; ++s) {\n"
         "      if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);",
-        FEW,
-        FEW_STREAM,
+        FINE,
+        FINE_STREAM,
     ),
     Mutant(
         "scales of rows g and g + 8 swapped",
@@ -96,8 +126,8 @@ MULTISTAGE = (
         f"{THREADBLOCK}/multistage_ring.h",
         "arch::cp_async_wait<kStages - 2>();",
         "arch::cp_async_wait<kStages - 1>();",
-        FEW,
-        FEW_MULTISTAGE,
+        MULTISTAGE_UNIT,
+        MULTISTAGE_TESTS,
     ),
     Mutant(
         "a place is filled again while it is read",
@@ -105,8 +135,8 @@ MULTISTAGE = (
         f"{THREADBLOCK}/multistage_ring.h",
         "int const free = (place + kStages - 1) % kStages;",
         "int const free = place;",
-        FEW,
-        FEW_MULTISTAGE,
+        MULTISTAGE_UNIT,
+        MULTISTAGE_TESTS,
     ),
     Mutant(
         "scales of a slice's first row for all of its rows",
@@ -114,8 +144,8 @@ MULTISTAGE = (
         f"{THREADBLOCK}/mma_packed_multistage.h",
         "(this->slice_ * kSliceRows + row) * Ring::GroupLoader::kRowBytes",
         "(this->slice_ * kSliceRows) * Ring::GroupLoader::kRowBytes",
-        FEW,
-        FEW_MULTISTAGE,
+        MULTISTAGE_UNIT,
+        MULTISTAGE_TESTS,
     ),
     Mutant(
         "the last columns of k are dropped",
@@ -123,8 +153,8 @@ MULTISTAGE = (
         f"{THREADBLOCK}/activation_loader.h",
         "left_ > ahead * kStageK + slice * kRowK;",
         "left_ > ahead * kStageK + slice * kRowK + kChunkK;",
-        FEW,
-        FEW_MULTISTAGE,
+        MULTISTAGE_UNIT,
+        MULTISTAGE_TESTS,
     ),
     Mutant(
         "the last token of a small tile is left out",
@@ -132,8 +162,8 @@ MULTISTAGE = (
         f"{THREADBLOCK}/activation_loader.h",
         "exists_[i] = kRepeatRows || row < rows;",
         "exists_[i] = kRepeatRows || row + 1 < rows;",
-        FEW,
-        FEW_MULTISTAGE,
+        MULTISTAGE_UNIT,
+        MULTISTAGE_TESTS,
     ),
 )
 
@@ -184,7 +214,7 @@ OUTPUT = (
         "add(sum, load(row, 0, block));",
         "add(sum, load(row, 0, rank));",
         FEW,
-        (*FEW_STREAM, *FEW_MULTISTAGE),
+        FEW_STREAM,
     ),
     Mutant(
         "a row behind the last one is written",
@@ -202,7 +232,7 @@ OUTPUT = (
         "load_channels(bias_, params.bias, params.bias_type, source, params.channels);",
         "load_channels(bias_, params.bias, params.bias_type, source + 1, params.channels);",
         FEW,
-        (*FEW_STREAM, *FEW_MULTISTAGE),
+        FEW_STREAM,
     ),
     Mutant(
         "activation before bias, and again behind it",

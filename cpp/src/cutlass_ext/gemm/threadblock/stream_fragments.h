@@ -68,18 +68,20 @@ class StreamFragments {
   /// The scales and zeros of strip m in row `row` of a stage.
   CUTLASS_DEVICE Operands load_operands(uint8_t const* place, int row, int m, qcutlass::DType scale_type,
                                         qcutlass::DType zero_type) const {
-    uint8_t const* const groups = place + Place::kGroups;
-    uint8_t const* const scales = groups + row * Ring::GroupLoader::kScaleRowBytes;
-    uint8_t const* const zeros = groups + Ring::GroupLoader::kZeros + row * Ring::GroupLoader::kZeroRowBytes;
     if constexpr (Ring::kRows == 0) {
       return Scales::symmetric();
-    } else if constexpr (qcutlass::takes_any_type(Traits::kMode) || qcutlass::has_float_codes(Traits::kPacking)) {
-      Operands operands[1];
-      warp::GroupRow const own{scales, zeros, first_channel_ - lane_ / 4 + m * 16};
-      Scales::load(operands, own, [&](int) { return own; }, lane_, scale_type, zero_type);
-      return operands[0];
     } else {
-      return Scales::load(scales, zeros, first_channel_ + m * 16, scale_type, zero_type);
+      uint8_t const* const scales = place + Place::kGroups + row * Ring::GroupLoader::kScaleRowBytes;
+      uint8_t const* const zeros =
+          place + Place::kGroups + Ring::GroupLoader::kZeros + row * Ring::GroupLoader::kZeroRowBytes;
+      if constexpr (qcutlass::takes_any_type(Traits::kMode) || qcutlass::has_float_codes(Traits::kPacking)) {
+        Operands operands[1];
+        warp::GroupRow const own{scales, zeros, first_channel_ - lane_ / 4 + m * 16};
+        Scales::load(operands, own, [&](int) { return own; }, lane_, scale_type, zero_type);
+        return operands[0];
+      } else {
+        return Scales::load(scales, zeros, first_channel_ + m * 16, scale_type, zero_type);
+      }
     }
   }
 
