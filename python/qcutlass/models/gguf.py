@@ -20,6 +20,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
 from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.source import TensorInfo
+from qcutlass.formats.tensors import FROM_FLOATS
 from qcutlass.models.experts import expert_layer, part_names
 from qcutlass.models.extras import SAFE, import_transformers, reading
 from qcutlass.models.gguf_rope import DIVISORS, RopeKeys
@@ -85,6 +86,24 @@ _BIASES: Final[
 }
 _HEAD: Final = f"{_WHOLE['output']}.weight"
 _SHARED: Final = "mlp.shared_expert_gate.weight"
+_NEUTRAL: Final[dict[str, tuple[float, ...]]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0,),  # and the usual one
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "use_parallel_residual": (False,),
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_weights_scale": (0, 1),
+    "expert_group_count": (0, 1),
+}
+"""Keys of the header, behind the architecture's name, that say what none of these models computes: the values that
+change nothing."""
 _NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count", _EPSILON)
 
 
@@ -110,6 +129,7 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
         size = "llama.rope.dimension_count"  # turns whole heads there
     if size in metadata:
         values["head_dim"] = _of_all_blocks(path, metadata, size)
+    _check_neutral(path, metadata, _head_size(values))
     embedding = tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
@@ -127,6 +147,23 @@ def _check_blocks(path: Path, count: object, tensors: Iterable[str]) -> None:
             f"{path}: expected tensors of {count!r:.40} blocks, as the header says, got those of {len(found)}; "
             "download it again"
         )
+
+
+def _check_neutral(path: Path, metadata: Mapping[str, Any], size: int | None) -> None:
+    """Raises UnsupportedError where the header says of a model that it computes what the one of transformers does not.
+
+    Args:
+        size: columns of a head; None where that is unknown.
+    """
+    for key, neutral in _NEUTRAL.items():
+        name = f"{metadata['general.architecture']}.{key}"
+        value = metadata.get(name, neutral[0])
+        is_usual = key == "attention.scale" and isinstance(value, float) and round(value * (size or 0) ** 0.5, 5) == 1
+        if value not in neutral and not is_usual:
+            raise UnsupportedError(
+                f"{path}: {name}: expected it absent, or {neutral[-1]}, got {value!r:.80}, which the models that are "
+                f"read do not compute; {FROM_FLOATS}"
+            )
 
 
 def _of_all_blocks(path: Path, metadata: Mapping[str, Any], key: str) -> Any:
@@ -174,9 +211,13 @@ def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[st
             f"{path}: expected the key {architecture}.expert_used_count and tensors of experts; one of them is absent"
         )
     values = {_EXPERT_COUNTS[kind]: count, "num_experts_per_tok": used}
+    norm = f"{architecture}.expert_weights_norm"
+    is_normed = metadata.get(norm, kind != "qwen2_moe")
     if kind == "mixtral":
+        if not is_normed:
+            raise UnsupportedError(f"{path}: {norm}: expected it absent, or True, got {is_normed!r:.80}; {FROM_FLOATS}")
         return values
-    values |= {"moe_intermediate_size": widths["ffn_gate.0"], "norm_topk_prob": kind == "qwen3_moe"}
+    values |= {"moe_intermediate_size": widths["ffn_gate.0"], "norm_topk_prob": bool(is_normed)}
     if "ffn_gate_shexp" in widths:
         values["shared_expert_intermediate_size"] = widths["ffn_gate_shexp"]
     dense = (re.fullmatch(r"blk\.(\d{1,6})\.ffn_gate\.weight", name) for name in tensors)
