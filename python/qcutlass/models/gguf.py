@@ -8,6 +8,7 @@ so that moving rows loses nothing.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,11 @@ _BIASES: Final[
     "qwen3": {"attention_bias": _ATTENTION},
     "qwen3_moe": {"attention_bias": _ATTENTION},
 }
+_SPLIT_AS_GPT2: Final = (
+    "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "smollm", "starcoder", "refact", "codeshell", "command-r",
+)  # fmt: skip
+"""Ways to split text into words, by the names of GGUF files, that are GPT-2's, or give the same tokens: those that keep
+digits apart, which their merges do, too."""
 _HEAD: Final = f"{_WHOLE['output']}.weight"
 _SHARED: Final = "mlp.shared_expert_gate.weight"
 _NEUTRAL: Final[dict[str, tuple[float, ...]]] = {
@@ -347,7 +353,23 @@ class GGUFModel(ModelSource):
         # AutoTokenizer would read the whole header for its configuration, with a reader that takes seconds.
         kind = TOKENIZER_MAPPING.get(type(self._parsed), None) or transformers.PreTrainedTokenizerFast
         with reading(self._path, "tokenizer"):
-            return kind.from_pretrained(self._path.parent, gguf_file=self._path.name, **SAFE)
+            found = kind.from_pretrained(self._path.parent, gguf_file=self._path.name, **SAFE)
+        self._check_split(found)
+        return found
+
+    def _check_split(self, tokenizer: Any) -> None:
+        """Warns where transformers splits text as GPT-2 does before it merges, since it knows no other way by the
+        name that the file has for it."""
+        name, before = self._metadata.get("tokenizer.ggml.pre"), tokenizer.backend_tokenizer.pre_tokenizer
+        if self._metadata.get("tokenizer.ggml.model") != "gpt2" or name in (None, *_SPLIT_AS_GPT2) or before is None:
+            return
+        if [begin for _, (begin, _) in before.pre_tokenize_str("\tb 1234")] == [0, 1, 2]:
+            warnings.warn(
+                f"{self._path}: tokenizer.ggml.pre is {name!r:.80}, which transformers does not know: it splits text "
+                "as GPT-2 does, and some tokens may be others than the model learned; put the tokenizer of the model's "
+                "float original into the converted folder",
+                stacklevel=2,
+            )
 
     def write_files(self, folder: Path) -> None:
         tokenizer = self.tokenizer()
