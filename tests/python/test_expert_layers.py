@@ -412,3 +412,16 @@ def test_experts_are_replaced_by_the_class_and_the_activation(seed: int) -> None
     assert_same_state(model["known"], snapshot(made(seed)))
     with pytest.raises(ValueError, match="is itself the experts of a mixture"):
         qcutlass.replace_linear(MixtralExperts(*weights(seed), nn.SiLU()), SCHEMES["w4"])
+
+
+def test_experts_with_hooks_or_a_forward_of_their_own_are_refused(seed: int) -> None:
+    """Neither ran in the module that took their place."""
+    model = nn.ModuleDict({"experts": MixtralExperts(*weights(seed), nn.SiLU())})
+    handle = model["experts"].register_forward_hook(lambda module, inputs, out: 2 * out)
+    with pytest.raises(ValueError, match=r"experts: has forward hooks, .* or list it in skip$"):
+        qcutlass.replace_linear(model, SCHEMES["w4"])
+    handle.remove()
+    model["experts"].forward = lambda *inputs: inputs[0]
+    with pytest.raises(ValueError, match=r"experts: its forward was replaced, .* or list it in skip$"):
+        qcutlass.replace_linear(model, SCHEMES["w4"])
+    assert isinstance(model["experts"], MixtralExperts)

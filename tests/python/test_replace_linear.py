@@ -118,6 +118,20 @@ def test_linears_with_hooks_are_refused_before_any_is_replaced(kind: str) -> Non
     assert "mlp.2" not in replaced
 
 
+def test_linears_whose_forward_was_replaced_are_refused_before_any_is_replaced() -> None:
+    """The quantised layer would pass it over, as it does those of accelerate, which only move tensors."""
+    model = Block()
+    linear = model.mlp[2]
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)
+    with pytest.raises(ValueError, match=r"mlp\.2: its forward was replaced, .* or list it in skip$"):
+        qcutlass.replace_linear(model, WeightOnly())
+    with pytest.raises(ValueError, match=r"linear: its forward was replaced, .*\(del layer\.forward\)$"):
+        QuantLinear.from_linear(linear)
+    assert "mlp.2" not in qcutlass.replace_linear(model, WeightOnly(), skip=["mlp.2"])
+    linear._hf_hook = None  # type: ignore[assignment]
+    QuantLinear.from_linear(linear)
+
+
 def test_hooks_that_are_removed_are_no_obstacle(seed: int) -> None:
     linear = random_linear(16, 64, seed, bias=False)
     weight_norm(linear)

@@ -223,6 +223,13 @@ def test_folded_weights_are_rounded_once(dtype: torch.dtype, seed: int) -> None:
     assert torch.equal(linear.bias, bias)
 
 
+class BiasFirst(nn.LayerNorm):
+    """A norm whose weight multiplies its bias, too."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.layer_norm(input, self.normalized_shape) + self.bias) * self.weight
+
+
 def _tied() -> list[nn.Module]:
     first, second = nn.Linear(8, 4), nn.Linear(8, 4)
     second.weight = first.weight
@@ -233,6 +240,7 @@ def _tied() -> list[nn.Module]:
     ("previous", "linears", "s", "error", "message"),
     [
         (RMSNorm(8, offset=1.0), nn.Linear(8, 4), 2, ValueError, "RMSNorm is not proportional to its weight"),
+        (BiasFirst(8), nn.Linear(8, 4), 2, ValueError, "BiasFirst is not proportional to its weight, plus its bias"),
         (nn.ReLU(), nn.Linear(8, 4), 2, TypeError, "norm_or_linear: ReLU has no weight to divide"),
         (nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 4), 2, TypeError, "LayerNorm has no weight to divide"),
         (nn.Conv2d(3, 8, 1), nn.Linear(8, 4), 2, TypeError, "expected a Linear, or a norm with a weight"),

@@ -104,6 +104,35 @@ def test_blocks_wired_in_another_way_are_not_guessed_at(change: Callable[[Block]
         qcutlass.smooth_model(model, statistics)
 
 
+def _add_input(module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> Tensor:
+    return out + inputs[0]
+
+
+def test_norms_that_others_read_are_left_alone_in_models_that_can_be_run(seed: int) -> None:
+    """As in MiniMax, whose residual is what the norm gives: factors in such a norm gave another model."""
+    model, tokens, statistics = decoder(seed)
+    model.dummy_inputs = {"tokens": tokens[:1]}  # type: ignore[assignment]  # as transformers' models have them
+    for block in model.layers:
+        block.self_attn.register_forward_hook(_add_input)
+    model.layers[0].train()
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        before = model(tokens)
+        smoothed = qcutlass.smooth_model(model, statistics)
+        assert relative(model(tokens), before) < 2.0**-18
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, weights[name])}
+    mlp = ["post_attention_layernorm", *FOLDED[3:]]
+    assert changed == {f"layers.{i}.{part}.weight" for i in range(2) for part in mlp}
+    assert smoothed["layers.0.self_attn.q_proj"].smooth is not None
+    assert model.layers[0].training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+    for block in model.layers:
+        block.mlp.register_forward_hook(_add_input)
+    with pytest.raises(ValueError, match="groups: found no block whose only norms are"):
+        qcutlass.smooth_model(model, statistics)
+
+
 QKV = [f"layers.0.{name}" for name in FOLDED[:3]]
 
 

@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 from typing import Final
 
-from qcutlass import formats
 from qcutlass.cli.terminal import Steps, say
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.converted import CONFIG, is_converted
 from qcutlass.formats.gguf import files_of, models_in
 from qcutlass.formats.source import listed
 from qcutlass.models.conversion import convert
+from qcutlass.models.opening import open_source
 from qcutlass.products.tuned_plans import cache_folder
 from qcutlass.version import __version__
 
@@ -67,7 +67,7 @@ def runnable_model(model: Path, report: Steps) -> Path:
     identity = f"{path.resolve()} {[(each.st_size, each.st_mtime_ns) for each in states]} {__version__}"
     folder = cache_folder() / "models" / f"{path.stem[:80]}-{hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]}"
     if not is_converted(folder):
-        if formats.load(path).is_float:
+        if open_source(path, "auto", None).checkpoint.is_float:  # of a model that is taken, else it says so
             raise UnsupportedError(
                 f"{path}: its weights are floats, which are not rounded without being asked to; convert it first: "
                 "qcutlass convert FILE OUT --bits 8 (or 4), or with less loss quantize FILE OUT --calibration TEXT"

@@ -41,6 +41,7 @@ from qcutlass.formats.layers import (
     QuantizedLayer,
 )
 from qcutlass.formats.source import MemorySource, SafetensorsSource, TensorSource, listed, open_folder
+from qcutlass.formats.specs import METHOD
 from qcutlass.formats.stacked import UnstackedSource, is_stacked
 from qcutlass.formats.tensors import FROM_FLOATS
 
@@ -245,6 +246,8 @@ def _detect(source: TensorSource, config: Config) -> list[Format]:
     if source.format is not None:
         return [FORMATS[source.format]]
     label = config.text("quant_method", "quant_algo")
+    if label == METHOD:
+        raise UnsupportedError(f"{config.where}: converted already; qcutlass.models.ConvertedFolder reads its layers")
     labelled = [row for row in _TABLE if label in row.labels]
     found = _matching(source, config, labelled)
     if not found:  # damaged throughout: the loader of the label says how

@@ -117,7 +117,9 @@ class PackedFolder:
     def __init__(self, folder: str | PathLike[str]) -> None:
         path = Path(folder)
         if not path.is_dir():
-            raise FileNotFoundError(f"{path}: no such folder")
+            what = "a file, expected a converted folder; qcutlass convert makes one"
+            got = what if path.exists() else "no such folder"
+            raise FileNotFoundError(f"{path}: {got}")
         if not is_converted(path):
             raise CheckpointError(f"{path}: not a converted folder; qcutlass convert makes one")
         where = path / CONFIG

@@ -110,7 +110,8 @@ class QuantLinear(PackedModule):
 
         Args:
             linear: with float16, bfloat16 or float32 weights, on any device; it is not changed. The bias is copied.
-                It has no forward hooks and no parametrization, which the quantised layer would not run.
+                It has no forward hooks, no forward of its own and no parametrization, which the quantised layer would
+                not run.
             scheme: `WeightOnly`, `W4A8`, `W8A8`, `FP8` or `Blockwise`; None: `WeightOnly(**options)`, that is `bits=4,
                 group_size=128, symmetric=False`.
             statistics: of the layer's input, from `calibrate` or `smooth_model`; needed by static schemes.
@@ -122,7 +123,7 @@ class QuantLinear(PackedModule):
         Raises:
             TypeError: `linear` is not a Linear with floating weights, or an option is unknown or of another type.
             ValueError: an option has no such value, weights or statistics are not finite, statistics are missing;
-                `linear` has forward hooks, or weights that are not a parameter.
+                `linear` has forward hooks, a forward of its own, or weights that are not a parameter.
 
         Example:
             >>> import torch, qcutlass
@@ -349,14 +350,19 @@ def check_activation(activation: object) -> None:
     check_options(activation, None, 0)
 
 
-def check_plain(name: str, linear: nn.Linear, otherwise: str = "") -> None:
-    """Raises ValueError if `linear` computes more than `x @ w.T + bias` with a weight of its own."""
-    if linear._forward_pre_hooks or linear._forward_hooks:
+def check_plain(name: str, module: nn.Module, otherwise: str = "") -> None:
+    """Raises ValueError if `module` computes more than its class does; a Linear, if its weight is not its own."""
+    if module._forward_pre_hooks or module._forward_hooks:
         raise ValueError(
             f"{name}: has forward hooks, which a quantised layer would not run; remove them "
             "(torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove or the hook's handle)" + otherwise
         )
-    if not isinstance(linear.weight, nn.Parameter):
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's moves tensors, and no more
+        raise ValueError(
+            f"{name}: its forward was replaced, by one that a quantised layer would not run; restore it "
+            "(del layer.forward)" + otherwise
+        )
+    if isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter):
         raise ValueError(
             f"{name}: its weight is computed, not a Parameter; make it one "
             "(torch.nn.utils.parametrize.remove_parametrizations)" + otherwise

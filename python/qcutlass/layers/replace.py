@@ -54,7 +54,7 @@ def replace_linear(
     Raises:
         TypeError: an argument is of another type.
         ValueError: nothing to replace, an entry of `skip` matches no module, or a layer (named) can't be quantised:
-            it has forward hooks, as of `torch.nn.utils.weight_norm`, for example.
+            it has forward hooks, as of `torch.nn.utils.weight_norm`, or a forward of its own, for example.
         UnsupportedError: a layer is on a GPU that has no kernel for the scheme.
 
     Example:
@@ -85,8 +85,8 @@ def replace_linear(
     if not names and not mixtures:
         raise ValueError("model: it has no torch.nn.Linear to replace (without skip and TransformerEncoderLayers)")
 
-    for name in names:
-        check_plain(name, linears[name], ", or list it in skip")
+    for name in (*names, *mixtures):
+        check_plain(name, modules[name], ", or list it in skip")
     layers: dict[nn.Module, nn.Module] = {}
     for name in (*names, *mixtures):
         module = modules[name]

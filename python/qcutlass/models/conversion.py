@@ -18,14 +18,14 @@ from qcutlass.defaults import SHARD_BYTES as SHARD_BYTES
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
-from qcutlass.formats.layers import for_eight_bits
+from qcutlass.formats.layers import canonical_int4, for_eight_bits
 from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, Requantized, guard
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import ConvertedFolder
 from qcutlass.models.experts import STACKED, ExpertBlocks, expert_layer, is_router
-from qcutlass.models.fitting import check_layers
+from qcutlass.models.fitting import check_layers, embeddings
 from qcutlass.models.heads import HEAD, check_head, is_embedding, with_head
 from qcutlass.models.memory import memory_told
 from qcutlass.models.opening import open_source
@@ -88,11 +88,13 @@ class _Plan:
     skip: Sequence[str]
     requantizer: Requantizer
     activations: str | None
+    embeddings: Collection[str]
 
     def layer(self, name: str) -> Layer:
         """A layer of the source; quantised, unless it is to stay as it is."""
         layer = self._weights(name)
-        if self.activations is None or expert_layer(name) is not None or is_kept(name, self.skip):
+        is_whole = name in self.embeddings or expert_layer(name) is not None or is_kept(name, self.skip)
+        if self.activations is None or is_whole:
             return layer
         found = for_eight_bits(layer, self.activations) if isinstance(layer, CanonicalLinear) else None
         return layer if found is None else found
@@ -155,8 +157,8 @@ def convert(
             multiplies (`DequantizedLinear`), and experts of a form that their product does not take. `Conversion`, the
             folder's `config.json` and `inspect` say which, and what they lost. False: such a layer is refused.
         activations: "fp8" or "int8": layers of 4-bit codes with integer zeros, or none, become those of the scheme
-            `W4A8`, which run on the CPU and on GPUs of compute capability 9.0; others, experts and what `skip` names
-            stay as they are. None: all do.
+            `W4A8`, which run on the CPU and on GPUs of compute capability 9.0; others, embeddings, experts and what
+            `skip` names stay as they are, but one layer has to become so. None: all stay.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.
@@ -169,9 +171,9 @@ def convert(
         FileExistsError: `destination` is there and `overwrite` is False.
         TypeError: `scheme` is not a WeightOnly, `skip` no list of names, `requantize` no bool, `shard_bytes` no
             integer.
-        ValueError: `activations` is another name; source and destination are the same folder or one in the other; the
-            source is converted already; a folder to overwrite is not a converted one; `skip` has a pattern that no
-            layer matches; `lm_head` is neither 4 nor 8.
+        ValueError: `activations` is another name, or no layer has such codes; source and destination are the same
+            folder or one in the other; the source is converted already; a folder to overwrite is not a converted one;
+            `skip` has a pattern that no layer matches; `lm_head` is neither 4 nor 8.
         CheckpointError, UnsupportedError: as for `qcutlass.formats.load`; a file beside the weights that is to be
             copied is a link out of the folder; what was written is not what was read; the model is a mixture of
             experts of a form that is not taken: see the manual's page on models; a layer would lose something, and
@@ -209,7 +211,9 @@ def convert(
         if requantize:
             take_float_experts(opened)
         opened = with_head(opened, lm_head)
-        plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize), activations)
+        rows = {*filter(is_embedding, opened.names)}  # are looked up: nothing is multiplied
+        rows |= set() if opened.model is None else {*embeddings(opened.names, opened.model)}
+        plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize), activations, rows)
         plan.check_layers()
         check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
@@ -303,6 +307,13 @@ def _packed(layer: Layer, name: str) -> QuantLinear:
 def _check_written(plan: _Plan, folder: Path, verify: bool, progress: Progress) -> int:
     """Opens what was written; reads and compares all of it if `verify`."""
     written = ConvertedFolder(folder)
+    if plan.activations is not None:
+        kind = canonical_int4(plan.activations).kind
+        if not any(written.spec[name].kind == kind for name in written.names):
+            raise ValueError(
+                f"activations: expected layers of 4-bit codes with integer zeros, or none, to quantise their input to "
+                f"{plan.activations}; there is none in this model; leave it out (--activations)"
+            )
     if not verify:
         return 0
     for count, name in enumerate(plan.source.names):

@@ -112,11 +112,12 @@ def _divided(previous: nn.Module, s: Tensor) -> list[_Part]:
 
 
 def _check_norm(norm: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError unless the norm's output is proportional to its weight, bias aside: zero for zeros."""
+    """Raises ValueError unless the norm's output is proportional to its weight, plus its bias: that, for zeros."""
     state = {name: buffer.clone() for name, buffer in norm.named_buffers()}  # a BatchNorm would change its own
     state["weight"] = torch.zeros_like(weight)
+    expected = torch.zeros_like(weight)
     if isinstance(bias, Tensor):
-        state["bias"] = torch.zeros_like(bias)
+        state["bias"] = expected = torch.ones_like(bias)
     probe = torch.linspace(-1, 1, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
     kind = type(norm).__name__
     try:
@@ -127,8 +128,8 @@ def _check_norm(norm: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
             f"norm_or_linear: expected a norm that runs on one row of activations {shape_of(probe)}, but {kind} "
             f"raised: {error}; call eval() on a model in training mode, else leave this layer out"
         ) from error
-    if bool((answer != 0).any()):
+    if bool((answer != expected).any()):
         raise ValueError(
-            f"norm_or_linear: the output of {kind} is not proportional to its weight (some norms "
-            "multiply by 1 + weight), so dividing the weight does not divide the output"
+            f"norm_or_linear: the output of {kind} is not proportional to its weight, plus its bias (some norms "
+            "multiply by 1 + weight), so dividing them does not divide the output"
         )

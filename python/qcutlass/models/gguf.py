@@ -8,6 +8,7 @@ so that moving rows loses nothing.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
 from qcutlass.formats.gguf_blocks import QUANTIZED
 from qcutlass.formats.source import TensorInfo
+from qcutlass.formats.tensors import FROM_FLOATS
 from qcutlass.models.experts import expert_layer, part_names
 from qcutlass.models.extras import SAFE, import_transformers, reading
 from qcutlass.models.gguf_rope import DIVISORS, RopeKeys
@@ -83,8 +85,31 @@ _BIASES: Final[
     "qwen3": {"attention_bias": _ATTENTION},
     "qwen3_moe": {"attention_bias": _ATTENTION},
 }
+_SPLIT_AS_GPT2: Final = (
+    "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "smollm", "starcoder", "refact", "codeshell", "command-r",
+)  # fmt: skip
+"""Ways to split text into words, by the names of GGUF files, that are GPT-2's, or give the same tokens: those that keep
+digits apart, which their merges do, too."""
 _HEAD: Final = f"{_WHOLE['output']}.weight"
 _SHARED: Final = "mlp.shared_expert_gate.weight"
+_NEUTRAL: Final[dict[str, tuple[float, ...]]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0,),  # and the usual one
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "use_parallel_residual": (False,),
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_weights_scale": (0, 1),
+    "expert_group_count": (0, 1),
+}
+"""Keys of the header, behind the architecture's name, that say what none of these models computes: the values that
+change nothing."""
 _NEEDED: Final = ("block_count", "feed_forward_length", "embedding_length", "attention.head_count", _EPSILON)
 
 
@@ -110,6 +135,7 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
         size = "llama.rope.dimension_count"  # turns whole heads there
     if size in metadata:
         values["head_dim"] = _of_all_blocks(path, metadata, size)
+    _check_neutral(path, metadata, _head_size(values))
     embedding = tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
@@ -127,6 +153,23 @@ def _check_blocks(path: Path, count: object, tensors: Iterable[str]) -> None:
             f"{path}: expected tensors of {count!r:.40} blocks, as the header says, got those of {len(found)}; "
             "download it again"
         )
+
+
+def _check_neutral(path: Path, metadata: Mapping[str, Any], size: int | None) -> None:
+    """Raises UnsupportedError where the header says of a model that it computes what the one of transformers does not.
+
+    Args:
+        size: columns of a head; None where that is unknown.
+    """
+    for key, neutral in _NEUTRAL.items():
+        name = f"{metadata['general.architecture']}.{key}"
+        value = metadata.get(name, neutral[0])
+        is_usual = key == "attention.scale" and isinstance(value, float) and round(value * (size or 0) ** 0.5, 5) == 1
+        if value not in neutral and not is_usual:
+            raise UnsupportedError(
+                f"{path}: {name}: expected it absent, or {neutral[-1]}, got {value!r:.80}, which the models that are "
+                f"read do not compute; {FROM_FLOATS}"
+            )
 
 
 def _of_all_blocks(path: Path, metadata: Mapping[str, Any], key: str) -> Any:
@@ -174,9 +217,13 @@ def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[st
             f"{path}: expected the key {architecture}.expert_used_count and tensors of experts; one of them is absent"
         )
     values = {_EXPERT_COUNTS[kind]: count, "num_experts_per_tok": used}
+    norm = f"{architecture}.expert_weights_norm"
+    is_normed = metadata.get(norm, kind != "qwen2_moe")
     if kind == "mixtral":
+        if not is_normed:
+            raise UnsupportedError(f"{path}: {norm}: expected it absent, or True, got {is_normed!r:.80}; {FROM_FLOATS}")
         return values
-    values |= {"moe_intermediate_size": widths["ffn_gate.0"], "norm_topk_prob": kind == "qwen3_moe"}
+    values |= {"moe_intermediate_size": widths["ffn_gate.0"], "norm_topk_prob": bool(is_normed)}
     if "ffn_gate_shexp" in widths:
         values["shared_expert_intermediate_size"] = widths["ffn_gate_shexp"]
     dense = (re.fullmatch(r"blk\.(\d{1,6})\.ffn_gate\.weight", name) for name in tensors)
@@ -306,7 +353,23 @@ class GGUFModel(ModelSource):
         # AutoTokenizer would read the whole header for its configuration, with a reader that takes seconds.
         kind = TOKENIZER_MAPPING.get(type(self._parsed), None) or transformers.PreTrainedTokenizerFast
         with reading(self._path, "tokenizer"):
-            return kind.from_pretrained(self._path.parent, gguf_file=self._path.name, **SAFE)
+            found = kind.from_pretrained(self._path.parent, gguf_file=self._path.name, **SAFE)
+        self._check_split(found)
+        return found
+
+    def _check_split(self, tokenizer: Any) -> None:
+        """Warns where transformers splits text as GPT-2 does before it merges, since it knows no other way by the
+        name that the file has for it."""
+        name, before = self._metadata.get("tokenizer.ggml.pre"), tokenizer.backend_tokenizer.pre_tokenizer
+        if self._metadata.get("tokenizer.ggml.model") != "gpt2" or name in (None, *_SPLIT_AS_GPT2) or before is None:
+            return
+        if [begin for _, (begin, _) in before.pre_tokenize_str("\tb 1234")] == [0, 1, 2]:
+            warnings.warn(
+                f"{self._path}: tokenizer.ggml.pre is {name!r:.80}, which transformers does not know: it splits text "
+                "as GPT-2 does, and some tokens may be others than the model learned; put the tokenizer of the model's "
+                "float original into the converted folder",
+                stacklevel=2,
+            )
 
     def write_files(self, folder: Path) -> None:
         tokenizer = self.tokenizer()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.smoothing import smooth
@@ -23,6 +24,10 @@ _BLOCK: Final[tuple[Group, ...]] = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
 )
+
+_FACTORS: Final = (8.0, 0.5, 0.125, 2.0)
+_CHANGED: Final = 1e-3
+"""The part of a model's output by which it differs where factors reach what does not undo them."""
 
 
 def smooth_model(
@@ -45,7 +50,8 @@ def smooth_model(
         groups: pairs of names, as in `model.named_modules()`: a norm or linear, and all the linears that read its
             output (see `fold_smoothing` for what may lie in between). None: found in Llama-like blocks, whose only
             norms are `input_layernorm`, before `self_attn.q_proj`, `k_proj`, `v_proj`, and `post_attention_layernorm`,
-            before `mlp.gate_proj`, `up_proj`.
+            before `mlp.gate_proj`, `up_proj`. A model of transformers is run, on its `dummy_inputs`, to see whether
+            others read these norms, too (MiniMax's residual, Laguna's gates): such groups are left out.
         others: whether layers in no group get factors of their own.
 
     Returns:
@@ -66,11 +72,11 @@ def smooth_model(
         (True, torch.Size([32]))
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    groups = list(_llama_groups(modules) if groups is None else groups)
+    groups = _wired(model, modules, list(_llama_groups(modules))) if groups is None else list(groups)
     if not groups:
         raise ValueError(
-            "groups: found no block whose only norms are input_layernorm and post_attention_layernorm, with q_proj, "
-            "k_proj, v_proj in self_attn or gate_proj, up_proj in mlp; pass pairs (norm, [linears])"
+            "groups: found no block whose only norms are input_layernorm and post_attention_layernorm, which nothing "
+            "reads but q_proj, k_proj, v_proj in self_attn and gate_proj, up_proj in mlp; pass pairs (norm, [linears])"
         )
     _check_names(modules, groups, statistics)
     result = dict(statistics)
@@ -130,6 +136,54 @@ def _llama_groups(modules: Mapping[str, nn.Module]) -> Iterator[Group]:
         for norm, linears in _BLOCK:
             if all(isinstance(modules.get(prefix + linear), nn.Linear) for linear in linears):
                 yield prefix + norm, [prefix + linear for linear in linears]
+
+
+def _wired(model: nn.Module, modules: Mapping[str, nn.Module], groups: list[Group]) -> list[Group]:
+    """Those of the groups whose linears alone read the norm's output, as far as running the model tells.
+
+    Powers of two round nothing: divided out of the norms' outputs, and multiplied into the linears' inputs, they
+    change a model where another module meets them.
+    """
+    inputs = getattr(model, "dummy_inputs", None)  # of transformers' models
+    if not groups or not isinstance(inputs, Mapping):
+        return groups
+    kinds = {norm: [group for group in groups if group[0].rpartition(".")[2] == norm] for norm, _ in _BLOCK}
+    training = [module for module in modules.values() if module.training]
+    model.eval()
+    try:
+        expected = _run(model, inputs)
+        for norm, alike in kinds.items():
+            with ExitStack() as hooks:
+                for previous, linears in alike:
+                    for handle in _factored(modules[previous], [modules[name] for name in linears]):
+                        hooks.callback(handle.remove)
+                difference = _run(model, inputs) - expected
+            if bool(difference.square().mean() > _CHANGED**2 * expected.square().mean()):
+                kinds[norm] = []
+    except Exception:  # it takes other inputs: nothing is found out
+        return groups
+    finally:
+        for module in training:
+            module.training = True
+    return [group for group in groups if group in kinds[group[0].rpartition(".")[2]]]
+
+
+@torch.no_grad()
+def _run(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    device = next(model.parameters()).device
+    output: Tensor = model(**{name: each.to(device) for name, each in inputs.items()})[0]
+    return output.float()
+
+
+def _factored(norm: nn.Module, linears: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
+    """Hooks that divide a norm's output by factors, and multiply the linears' inputs by them."""
+
+    def factors(x: Tensor) -> Tensor:
+        return torch.tensor(_FACTORS, dtype=x.dtype, device=x.device).repeat(x.shape[-1])[: x.shape[-1]]
+
+    yield norm.register_forward_hook(lambda module, inputs, output: output / factors(output))
+    for linear in linears:
+        yield linear.register_forward_pre_hook(lambda module, inputs: (inputs[0] * factors(inputs[0]), *inputs[1:]))
 
 
 def _check_names(

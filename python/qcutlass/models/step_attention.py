@@ -70,7 +70,7 @@ def attend(
     The queries that share keys are rows of one product, whatever their number: transformers' own function repeats keys
     and values where it is not a power of two, and torch shares them among heads only where it is. Keys and values of a
     cache lie in order; those that a step computes (DeepSeek) are brought into it, as what torch 2.13 compiles for a CPU
-    reads views of them wrongly.
+    reads views of them wrongly. Of views of queries it fails to compile anything there.
 
     Args:
         query: `[batch, heads, 1, size]`.
@@ -85,6 +85,8 @@ def attend(
     bytes_of_pair = (size + value.shape[-1]) * query.element_size()
     options = _options(batch * key.shape[1], bytes_of_pair, query.device)
     rows = query.reshape(batch, key.shape[1], -1, size)
+    if query.device.type == "cpu":
+        rows = torch.maximum(rows, rows)  # a copy that is not compiled away
     result = flex_attention(
         rows,
         key.contiguous(),
@@ -101,10 +103,12 @@ def _options(pairs: int, bytes_of_pair: int, device: torch.device) -> dict[str, 
     """How `flex_attention` shares one step's work of (sequence, head of keys) pairs.
 
     Each SM gets a block, or two halves where all pairs fit. torch's own choice splits keys twice as often, for blocks
-    of two warps, and takes 1.6 to 1.9 times as long in steps of 1 to 32 sequences of 512 keys on an H200.
+    of two warps, and takes 1.6 to 1.9 times as long in steps of 1 to 32 sequences of 512 keys on an H200. On a CPU keys
+    are not split: what torch 2.13 makes for that, of 512 keys and more a sequence, is C++ that does not compile, unless
+    parts are no whole blocks, which keeps it from it.
     """
     if device.type != "cuda":
-        return None
+        return {"PARTITION_SIZE": BLOCK // 2}
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     options = {"SPLIT_KV": max(2 if pairs <= sms else 1, sms // pairs)}

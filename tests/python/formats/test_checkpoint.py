@@ -104,6 +104,8 @@ def test_floats_under_the_label_of_something_quantised() -> None:
 def test_labels_that_are_not_known() -> None:
     with pytest.raises(UnsupportedError, match="quant_method 'quanto' is not read, only gptq, awq"):
         formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "quanto"})
+    with pytest.raises(UnsupportedError, match=r"converted already; qcutlass\.models\.ConvertedFolder reads"):
+        formats.load({"up.weight": torch.ones(4, 4)}, config={"quant_method": "qcutlass"})
 
 
 def test_layers_of_several_formats() -> None:

@@ -362,6 +362,7 @@ def test_from_floats_to_text_in_the_format_of_others(smol: SmolCut, tmp_path: Pa
         (("quantize", "{source}", "{source}", "--method", "rtn"), "apart from the source"),
         (("export", "{absent}", "{other}"), "no such folder"),
         (("export", "{source}", "{other}"), "not a converted folder"),
+        (("export", "{source}/model.safetensors", "{other}"), "a file, expected a converted folder; qcutlass convert"),
     ],
 )
 def test_errors_of_quantising(arguments: tuple[str, ...], message: str, smol: SmolCut, tmp_path: Path) -> None:

@@ -98,6 +98,11 @@ def test_divisors_of_frequencies_are_those_of_llama_3(numbers: Any, tmp_path: Pa
     assert (said["factor"], said["original_max_position_embeddings"]) == numbers[:2]
 
 
+def test_keys_that_change_nothing(tmp_path: Path, seed: int) -> None:
+    values = {"attention.scale": 32**-0.5, "attention.causal": True, "logit_scale": 1.0, "residual_scale": 0.0}
+    assert rope_of(write_gguf(tmp_path / "tiny.gguf", "llama", seed, values=values))[1] == 1
+
+
 def test_divisors_that_divide_nothing(tmp_path: Path, seed: int) -> None:
     ones = {"rope_freqs.weight": np.ones(PAIRS, dtype=np.float32)}
     assert furthest(rope_of(write_gguf(tmp_path / "tiny.gguf", "llama", seed, tensors=ones))[0], PLAIN) < 1e-6
@@ -136,6 +141,11 @@ UNREAD: Final[dict[str, tuple[str, dict[str, Any], str]]] = {  # architecture, o
     "a norm without a place": ("llama", {"tensors": {"blk.0.attn_q_norm.weight": ROW}}, "attn_q_norm.weight' has n"),
     "a block too many": ("llama", {"values": {"block_count": 1}}, "expected tensors of 1 blocks, .* got those of 2;"),
     "a block too few": ("llama", {"values": {"block_count": 3}}, "expected tensors of 3 blocks, .* got those of 2;"),
+    "attention of both sides": (
+        "qwen3", {"values": {"attention.causal": False}}, "attention.causal: expected it absent, or True, got False",
+    ),
+    "attention's scale": ("llama", {"values": {"attention.scale": 0.05}}, "attention.scale: expected it absent, or 0,"),
+    "capped logits": ("llama", {"values": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping: expected it a"),
     "no tensor": ("llama", {"absent": ["blk.1.attn_v.weight"]}, "a tensor for model.layers.1.self_attn.v_proj.weight;"),
     "no norm": ("llama", {"absent": ["output_norm.weight"]}, "expected a tensor for model.norm.weight; it is absent"),
     "another shape": (

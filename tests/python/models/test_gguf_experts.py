@@ -17,7 +17,7 @@ from tests.python.models.test_mixtures import check_structure, load, logits
 from torch import Tensor
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
-from qcutlass.models.gguf import GGUFModel
+from qcutlass.models.gguf import GGUFModel, model_values
 from qcutlass.testing.models import NOISE, noise_ratio, rounded_logits
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -218,6 +218,16 @@ def test_configuration_is_that_of_transformers(kind: str, tmp_path: Path, seed: 
     assert found["moe_intermediate_size"] == WIDE
 
 
+def test_weights_of_experts_are_normed_where_the_header_says_so(tmp_path: Path) -> None:
+    sizes = {"expert_count": 4, "expert_used_count": 2}
+    for norms in ({}, {"expert_weights_norm": 0}, {"expert_weights_norm": 1}):
+        for architecture, usual in (("qwen2moe", False), ("qwen3moe", True)):
+            path = write_small(tmp_path / "tiny.gguf", architecture, STACK, **sizes, **norms)
+            checkpoint = formats.load(path)
+            found = model_values(path, checkpoint.metadata, checkpoint.tensors)["norm_topk_prob"]
+            assert found is bool(norms.get("expert_weights_norm", usual))
+
+
 def test_the_commands(tmp_path: Path, seed: int) -> None:
     written, new = Written(tmp_path / "tiny.gguf", "qwen3_moe", "Q4_K_M", seed), tmp_path / "new"
     listed = command("inspect", written.path)
@@ -290,6 +300,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
     "no experts": (
         "llama", {"blk.0.attn_norm.weight": (32,)}, {"expert_count": 4, "expert_used_count": 2},
         "expected the key .* tensors of experts; one of them is absent",
+    ),
+    "weights as they are": (
+        "llama", STACK, {"expert_count": 4, "expert_used_count": 2, "expert_weights_norm": 0},
+        r"llama\.expert_weights_norm: expected it absent, or True, got 0;",
+    ),
+    "sigmoid": (
+        "qwen3moe", STACK, {"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 2},
+        r"qwen3moe\.expert_gating_func: expected it absent, or 1, got 2, which the models that are read do not compute",
     ),
     "twice": (
         "llama", STACK | {"blk.0.ffn_gate.1.weight": (32, 32)}, {"expert_count": 4, "expert_used_count": 2},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,21 @@ def test_configuration_and_tokenizer_are_those_of_transformers(architecture: str
     assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == names
     for name in names:
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text(), name
+
+
+def test_ways_to_split_text_that_transformers_does_not_know(tmp_path: Path, seed: int) -> None:
+    """It splits as GPT-2 does then, without a word."""
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed)
+    source = GGUFModel(formats.load(path), path)
+    header = source._metadata
+    source._metadata = {**header, "tokenizer.ggml.pre": "deepseek-coder"}
+    with pytest.warns(UserWarning, match=r"tokenizer\.ggml\.pre is 'deepseek-coder', which transformers does not know"):
+        source.tokenizer()
+    for same in (header, {**header, "tokenizer.ggml.pre": "smollm"}):
+        source._metadata = same
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            source.tokenizer()
 
 
 def test_the_header_is_read_by_our_own_reader_alone(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import CheckpointError, UnsupportedError, WeightOnly, formats, models
 from qcutlass.cli import app
-from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear
+from qcutlass.layers import Int4Linear, QuantEmbedding, QuantLinear, TiedLinear, WeightOnlyLinear
 from qcutlass.testing.models import NOISE, noise_ratio
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -190,6 +190,27 @@ def test_float_embeddings_of_16_bits_keep_them(tiny: Any) -> None:
     folder = models.ConvertedFolder(tiny("F16")[1])
     assert EMBEDDINGS not in folder
     assert folder.tensor(f"{EMBEDDINGS}.weight").dtype == torch.float16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_of_4_bits_are_looked_up_whatever_activations_are(
+    tied: bool, tmp_path: Path, seed: int, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They became layers that quantise their input, which no embedding has, in a folder that did not load."""
+    monkeypatch.setattr(GGUFModel, "write_files", lambda self, folder: None)
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed, embeddings="Q4_0", tied=tied, types={"ffn_up": "Q4_0"})
+    models.convert(path, tmp_path / "new", activations="fp8", verify=True)
+    folder = models.ConvertedFolder(tmp_path / "new")
+    assert {name for name, layer in folder.items() if type(layer) is Int4Linear} == {
+        f"model.layers.{i}.mlp.up_proj" for i in range(2)
+    }
+    assert logits(load(tmp_path / "new"), ids).isfinite().all()
+
+
+def test_activations_that_no_layer_quantises_are_refused(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="activations: expected layers of 4-bit codes with integer zeros"):
+        tiny("Q4_0", activations="int8")  # all but the embeddings have 8 bits
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("to", models.EXPORTS)

@@ -20,6 +20,8 @@ from qcutlass.models.sampling import Sampling
 
 pytest.importorskip("transformers", reason="needs transformers")
 
+LINEARS = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output", "token_embd"
+
 
 def command(*arguments: object, **options: Any) -> Any:
     environment = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -56,9 +58,8 @@ def test_a_gguf_file_is_converted_once(
 
 
 def test_a_gguf_file_of_floats_is_rounded_when_that_is_asked_for(cache: Path, tmp_path: Path, seed: int) -> None:
-    names = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output", "token_embd"
     for kind in ("F16", "BF16"):
-        path = write_gguf(tmp_path / f"{kind}.gguf", "llama", seed, types=dict.fromkeys(names, kind))
+        path = write_gguf(tmp_path / f"{kind}.gguf", "llama", seed, types=dict.fromkeys(LINEARS, kind))
         run = command("generate", path, "--prompt", "ab")
         assert run.exit_code == 2
         assert "its weights are floats, which are not rounded without being asked to; convert it first" in run.stderr
@@ -75,10 +76,11 @@ def test_a_gguf_file_of_floats_is_rounded_when_that_is_asked_for(cache: Path, tm
 
 
 def test_a_file_that_cannot_be_converted_leaves_nothing(cache: Path, tmp_path: Path, seed: int) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", "gemma", seed)
-    result = command("generate", path, "--prompt", "ab")
-    assert result.exit_code == 2
-    assert "got a model of 'gemma'" in result.stderr
+    for names in ((), LINEARS):
+        path = write_gguf(tmp_path / "tiny.gguf", "gemma", seed, types=dict.fromkeys(names, "F16"))
+        result = command("generate", path, "--prompt", "ab")
+        assert result.exit_code == 2
+        assert "got a model of 'gemma'" in result.stderr  # of floats, too, which no option rounds
     assert not cache.exists() or not list((cache / "models").iterdir())
 
 

@@ -71,6 +71,29 @@ def test_keys_and_values_that_a_compiled_step_computes(device: str) -> None:
     assert (found - expected.transpose(1, 2)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize(("blocks", "is_turned"), [(1, False), (4, True)])
+def test_what_torch_does_not_compile_for_a_cpu_by_itself(blocks: int, is_turned: bool) -> None:
+    """Queries of a linear layer that nothing turns, as those of OPT; 512 keys and more, for one token."""
+    torch.manual_seed(0)
+    heads, size, length = 4, 16, blocks * step_attention.BLOCK
+    x, weight = torch.randn(1, 1, 32), torch.randn(heads * size, 32) / 8
+    key, value = torch.randn(2, 1, 2, length, size)
+    place, seen = torch.tensor([length - 20]), torch.full((1, 1, 1), blocks, dtype=torch.int32)
+    mask = step_attention.block_mask(torch.zeros(1, dtype=torch.int64), place, seen, length, 2)
+
+    def queries() -> torch.Tensor:
+        found = nn.functional.linear(x, weight).view(1, 1, heads, size).transpose(1, 2)
+        return found.sin() if is_turned else found
+
+    def step() -> torch.Tensor:
+        return step_attention.attend(nn.Module(), queries(), key, value, mask)[0]
+
+    found = torch.compile(step, dynamic=False)()
+    key, value = (part[:, :, : length - 19] for part in (key, value))
+    expected = nn.functional.scaled_dot_product_attention(queries(), key, value, enable_gqa=True)
+    assert (found - expected.transpose(1, 2)).abs().max() < 1e-3
+
+
 def test_heads_of_a_model_are_counted_in_its_decoder() -> None:
     class Attention(nn.Module):
         def __init__(self, groups: int) -> None:
