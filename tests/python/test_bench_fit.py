@@ -35,12 +35,13 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Explanation]:
     """`explain` of the product that the bench measures under this name, written here once more."""
-    if scheme in ("w4a16_g128", "w4a16_g32_real"):
+    if scheme in ("w4a16_g128", "mxfp4"):
         packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.uint8), bits=4)
-        a, group = meta(m, k, dtype=torch.float16), 128 if scheme == "w4a16_g128" else 32
-        scales = meta(k // group, n, dtype=torch.float16)
-        zeros = scales if scheme == "w4a16_g32_real" else None
-        return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, zeros)
+        a = meta(m, k, dtype=torch.float16)
+        if scheme == "mxfp4":
+            scales = meta(k // 32, n, dtype=torch.float8_e8m0fnu)
+            return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, weight_dtype="e2m1")
+        return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, meta(k // 128, n, dtype=torch.float16))
     packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.int8), bits=8, activations="int8")
     a, f32 = meta(m, k, dtype=torch.int8), torch.float32
     if scheme == "w8a8":
@@ -77,7 +78,7 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], **facts: Any) -> Measuremen
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> Measurements:
     """Rows of every class; their times are today's predictions."""
-    rows = [one for scheme in ("w4a16_g128", "w8a8", "blockwise", "w4a16_g32_real") for one in untimed(scheme)]
+    rows = [one for scheme in ("w4a16_g128", "w8a8", "blockwise", "mxfp4") for one in untimed(scheme)]
     return read(tmp_path_factory.mktemp("predicted"), rows)
 
 

@@ -146,15 +146,12 @@ double compute(Problem const& p, Model const& model, Tactic const& t, Waves cons
   MmaSyncCosts const& costs = model.mainloop(t);
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
   double const converting = 4 * convert_instructions(kind, rounds_weights(t, kind)) * model.costs.alu;
-  // Sums of groups of any size are scaled every two steps, by three times as many instructions with offsets, which ask
-  // for the sums of activations, too.
-  bool const scales_groups = streams_scaled_groups(kind) && scales_sums(t, kind);
-  bool const has_offsets = scales_groups && !has_float_codes(kind.packing);
-  double const column = costs.column + (has_offsets ? model.mma : 0);
-  double const step = strips * (columns * model.mma + converting + costs.strip) + columns * column;
+  double const step = strips * (columns * model.mma + converting + costs.strip) + columns * costs.column;
   int const slice_k = t.slice_k(kind.packing);
+  // Sums of groups of any size are scaled every two steps.
+  bool const scales_groups = streams_scaled_groups(kind) && scales_sums(t, kind);
   int const group_k = kind.is_promoted() ? promoted_k(kind.mode) : scales_groups ? 2 * step_k(kind.packing) : 0;
-  double const promotions = group_k > 0 ? slice_k / group_k * (has_offsets ? 3 : 1) * strips * columns : 0;
+  double const promotions = group_k > 0 ? slice_k / group_k * strips * columns : 0;
   double const slice =
       static_cast<double>(slice_k) / step_k(kind.packing) * step + promotions * model.costs.promotion + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps / 4.0);

@@ -21,14 +21,10 @@ constexpr int zero_bytes(ScaleMode mode) { return takes_any_type(mode) ? 4 : 1; 
 /// fp32 words of one row of block scales in shared memory, of tokens and of strips of 16 channels: whole vectors.
 constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
 
-/// Whether the streaming loop scales the sums of groups, in fp32, instead of weights: where a group spans many columns;
-/// and where it would be the dearer way for as many tokens as a warp has, with offsets for two column blocks at most.
-constexpr bool streams_scaled_sums(Packing packing, ScaleMode mode, int tokens) {
-  if (mode == ScaleMode::kNative) return true;
-  return streams_scaled_groups(packing, mode) && (has_float_codes(packing) || tokens <= 16);
-}
+/// Whether sums are scaled instead of weights: by the streaming loop, where a group spans many columns or codes are
+/// floats.
 constexpr bool scales_sums(Tactic const& t, Kind const& kind) {
-  return t.mainloop == Mainloop::kStream && streams_scaled_sums(kind.packing, kind.mode, t.warp_tokens);
+  return t.mainloop == Mainloop::kStream && (kind.mode == ScaleMode::kNative || streams_scaled_groups(kind));
 }
 
 /// Whether weights are rounded to the activations' type.

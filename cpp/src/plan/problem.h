@@ -107,11 +107,12 @@ struct Kind {
   std::string prefix() const;
 };
 
-/// Whether, of 16-bit activations, the streaming loop scales the sums of groups of any size: of e2m1 codes, which are
-/// operands as they are, and of scales and offsets of any type, which weights would have to be scaled by in fp32.
+/// Whether the streaming loop scales the sums of groups of any size: of floating codes, which are operands as they are
+/// or with one instruction more. Offsets would have to be multiplied out of sums: an infinite activation would give
+/// NaN.
 constexpr bool streams_scaled_groups(Packing packing, ScaleMode mode) {
-  if (activation_bytes(packing) != 2) return false;
-  return takes_any_type(mode) || (packing == Packing::kE2M1A16 && mode == ScaleMode::kFine);
+  return packing == Packing::kE2M1A16 ? mode != ScaleMode::kNative
+                                      : packing == Packing::kE4M3A16 && mode == ScaleMode::kFloat;
 }
 constexpr bool streams_scaled_groups(Kind const& kind) { return streams_scaled_groups(kind.packing, kind.mode); }
 

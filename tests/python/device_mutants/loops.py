@@ -12,6 +12,7 @@ FEW = "w4a16_minimum"
 FEW_STREAM = (tactic("gemm with minimums-float16 w4", "stream_n64m16k512w4_s3"),)
 FINE = "w4a16_bf16_native_fine"
 FINE_STREAM = (tactic("gemm-bfloat16 w4 groups of 16 and more", "stream_n64m16k512w4_s3"),)
+FLOAT_CODES = (tests("test_float_codes.py", "test_every_tactic[dtype0-e2m1-"),)
 MULTISTAGE_UNIT = "w4a16_bf16_float"
 MULTISTAGE_TESTS = (tactic("gemm-bfloat16 w4 mixed types", "sm80_n64m16k128_s3"),)
 
@@ -20,8 +21,8 @@ STREAM = (
         "scales of a stage's first row for all of its rows",
         "stream",
         f"{THREADBLOCK}/mma_packed_stream.h",
-        "op[i] = load_operands(place, s / kRowSteps, m + i);",
-        "op[i] = load_operands(place, 0, m + i);",
+        "load_operands(op, place, s / kRowSteps, m);",
+        "load_operands(op, place, 0, m);",
         FINE,
         FINE_STREAM,
     ),
@@ -31,17 +32,17 @@ STREAM = (
         f"{THREADBLOCK}/mma_packed_stream.h",
         "words[i] = load_words(place, s, m + i);",
         "words[i] = load_words(place, 0, m + i);",
-        FEW,
-        FEW_STREAM,
+        "e2m1a16",
+        FLOAT_CODES,
     ),
     Mutant(
-        "minimums of the sums of a group's first activations alone",
+        "sums of a group's first step twice",
         "stream",
         f"{THREADBLOCK}/mma_packed_stream.h",
-        "step < first + kGroupSteps; ++step) mma(sum, ones",
-        "step < first + 1; ++step) mma(sum, ones",
-        FEW,
-        FEW_STREAM,
+        "step == s ? zero : group[i][n]);",
+        "step == s ? zero : group[i][n]), step == s + 1 ? mma(group[i][n], a, b[n][s], group[i][n]) : void();",
+        "e2m1a16",
+        FLOAT_CODES,
     ),
     Mutant(
         "groups of 16 columns scaled by pairs",
@@ -49,8 +50,8 @@ STREAM = (
         f"{THREADBLOCK}/mma_packed_stream.h",
         "pairs_of_steps_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0)",
         "pairs_of_steps_(true)",
-        FEW,
-        FEW_STREAM,
+        "e2m1a16",
+        FLOAT_CODES,
     ),
     Mutant(
         "zeros of the next stage",
@@ -103,8 +104,8 @@ STREAM = (
         "zeros ignored",
         "stream",
         f"{THREADBLOCK}/mma_packed_stream.h",
-        "offsets_[m] = load_operands(place, 0, m);",
-        "offsets_[m] = Scales::symmetric();",
+        "if (args_.zeros.data != nullptr) load_operands(offsets_, place, 0, 0);",
+        "",
         "w4a16_bf16_native_fine",
         (tactic("gemm-bfloat16 w4 groups of 64", "stream_n64m16k512w4_s3"),),
     ),

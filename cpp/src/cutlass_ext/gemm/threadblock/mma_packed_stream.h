@@ -39,7 +39,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         places_(storage, args, slice_),
         whole_groups_(args.group_size.divisor.divisor * GroupSize::kUnit % kStageK == 0),
         ring_(places_, args, channel, token, tokens_, slice_, first_k + slice_ * kStageK, end_k, thread_),
-        group_sums_(fragments_.first_channel(), args.scales.type, args.zeros.type),
+        group_sums_(fragments_.first_channel(), args.scales.type),
         pairs_of_steps_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0) {
     fragments_.set_tokens(lane, tokens_);
     if constexpr (kNativeSums) {
@@ -88,23 +88,16 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   using Sums = Array<typename Base::Accumulator, 4>;
 
   /// Scale the sums instead of the weights: native ones, with zeros that are taken off codes, or those of GroupSums.
-  static constexpr bool kScaleSums = qcutlass::streams_scaled_sums(kPacking, kMode, WarpShape::kN);
-  static constexpr bool kNativeSums = kScaleSums && kMode == qcutlass::ScaleMode::kNative;
-  static constexpr bool kGroupSums = kScaleSums && !kNativeSums;
+  static constexpr bool kNativeSums = kMode == qcutlass::ScaleMode::kNative;
+  static constexpr bool kGroupSums = qcutlass::streams_scaled_groups(kPacking, kMode);
   struct NoGroupSums {
-    static constexpr bool kHasOffsets = false;
-    struct Words {};
-    CUTLASS_DEVICE NoGroupSums(int, qcutlass::DType, qcutlass::DType) {}
+    CUTLASS_DEVICE NoGroupSums(int, qcutlass::DType) {}
     template <class Sums>
     CUTLASS_DEVICE void finish(Sums&) const {}
   };
   using GroupSums = std::conditional_t<kGroupSums, warp::GroupSums<Element, kPacking, kMode>, NoGroupSums>;
   /// Strips whose MMAs take turns: one strip's, with few tokens, would wait for their own results.
   static constexpr int kTogether = kColumns == 1 ? (kStrips % 3 == 0 ? 3 : 2) : kColumns == 2 ? 2 : 1;
-  /// Sums of activations are kept for all strips where these are many, and blocks have registers for it.
-  static constexpr bool kKeepsTokenSums = GroupSums::kHasOffsets && kColumns > 1 && kStrips > kTogether;
-  template <int kGroups>
-  using TokenSums = float2[kKeepsTokenSums ? kGroups : 1][kColumns];
   static constexpr int kRowSteps = kRows > 0 ? kSteps / kRows : kSteps;  // steps that one row of scales serves
   /// Blockwise: sums of blocks of k are scaled into the accumulators.
   static constexpr bool kBlockwise = qcutlass::is_promoted(kMode);
@@ -114,14 +107,12 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   CUTLASS_DEVICE void accumulate(FragmentC& accumulators, uint8_t const* place, int k) {
     Tokens b;
     fragments_.load_tokens(b, place);
-    if (kNativeSums && args_.zeros.data != nullptr) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int m = 0; m < kStrips; ++m) offsets_[m] = load_operands(place, 0, m);
-    }
+    if constexpr (kNativeSums)
+      if (args_.zeros.data != nullptr) load_operands(offsets_, place, 0, 0);
     Sums* const sums = reinterpret_cast<Sums*>(&accumulators);
     if constexpr (kGroupSums) {
-      if (pairs_of_steps_ && (GroupSums::kHasOffsets || group_sums_.has_powers()))
-        accumulate_groups<2, !GroupSums::kHasOffsets>(sums, place, b);
+      if (pairs_of_steps_ && group_sums_.has_powers())
+        accumulate_groups<2, true>(sums, place, b);
       else
         accumulate_groups<1, false>(sums, place, b);
       return;
@@ -183,10 +174,10 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     Sums group[kCount][kColumns];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      if constexpr (!kScaleSums) op[i] = load_operands(place, 0, m + i);
       if constexpr (kNativeSums) op[i] = offsets_[m + i];
       clear(group[i]);
     }
+    if constexpr (!kNativeSums) load_operands(op, place, 0, m);
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kSteps; ++s) {
       if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);
@@ -197,8 +188,8 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
             promote(sums + i, group[i], place, s / kRowSteps - 1, m + i);
             clear(group[i]);
           }
-          if (!kNativeSums || args_.zeros.data != nullptr) op[i] = load_operands(place, s / kRowSteps, m + i);
         }
+        if (!kNativeSums || args_.zeros.data != nullptr) load_operands(op, place, s / kRowSteps, m);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCount; ++i) {
@@ -220,25 +211,17 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// The products of a stage whose groups have as many columns as kGroupSteps steps, or a multiple of that.
   template <int kGroupSteps, bool kPowers>
   CUTLASS_DEVICE void accumulate_groups(Sums* sums, uint8_t const* place, Tokens const& b) const {
-    TokenSums<kSteps / kGroupSteps> tokens{};
-    if constexpr (kKeepsTokenSums) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int s = 0; s < kSteps; s += kGroupSteps) add_tokens<kGroupSteps>(tokens[s / kGroupSteps], b, s);
-    }
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < kStrips; m += kTogether) {
       constexpr int kRest = (kStrips - 1) % kTogether + 1;
-      if (m + kTogether <= kStrips)
-        accumulate_groups_of<kTogether, kGroupSteps, kPowers>(sums + m, place, m, b, tokens);
-      else
-        accumulate_groups_of<kRest, kGroupSteps, kPowers>(sums + m, place, m, b, tokens);
+      m + kTogether <= kStrips ? accumulate_groups_of<kTogether, kGroupSteps, kPowers>(sums + m, place, m, b)
+                               : accumulate_groups_of<kRest, kGroupSteps, kPowers>(sums + m, place, m, b);
     }
   }
 
   /// Those of `kCount` strips from the warp's strip m on.
   template <int kCount, int kGroupSteps, bool kPowers>
-  CUTLASS_DEVICE void accumulate_groups_of(Sums* sums, uint8_t const* place, int m, Tokens const& b,
-                                           TokenSums<kSteps / kGroupSteps> const& kept) const {
+  CUTLASS_DEVICE void accumulate_groups_of(Sums* sums, uint8_t const* place, int m, Tokens const& b) const {
     Codes codes[kCount];
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kStageK / LayoutA::kTileK; ++tile) fragments_.load_codes(codes, place, m, tile);
@@ -255,40 +238,18 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kCount; ++i) {
           uint32_t const* const code = codes[i] + step * LayoutA::kWords;
-          uint32_t const a[4] = {group_sums_.template code<0>(code), group_sums_.template code<1>(code),
-                                 group_sums_.template code<2>(code), group_sums_.template code<3>(code)};
+          uint32_t const a[4] = {GroupSums::template number<0>(code), GroupSums::template number<1>(code),
+                                 GroupSums::template number<2>(code), GroupSums::template number<3>(code)};
           CUTLASS_PRAGMA_UNROLL
           for (int n = 0; n < kColumns; ++n) mma(group[i][n], a, b[n][step], step == s ? zero : group[i][n]);
         }
-      }
-      float2 tokens[kColumns] = {};
-      if constexpr (kKeepsTokenSums) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int n = 0; n < kColumns; ++n) tokens[n] = kept[s / kGroupSteps][n];
-      } else if constexpr (GroupSums::kHasOffsets) {
-        add_tokens<kGroupSteps>(tokens, b, s);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCount; ++i) {
         CUTLASS_PRAGMA_UNROLL
         for (int n = 0; n < kColumns; ++n)
-          group_sums_.template add<kPowers>(sums[i + n * kStrips], group[i][n], words[i], tokens[n]);
+          group_sums_.template add<kPowers>(sums[i + n * kStrips], group[i][n], words[i]);
       }
-    }
-  }
-
-  /// The sums of a group's activations, of the lane's two tokens of each column: MMAs by ones leave them in every row.
-  template <int kGroupSteps>
-  CUTLASS_DEVICE void add_tokens(float2 (&tokens)[kColumns], Tokens const& b, int first) const {
-    if (!group_sums_.has_offsets()) return;
-    uint32_t const ones[4] = {GroupSums::kOnes, GroupSums::kOnes, GroupSums::kOnes, GroupSums::kOnes};
-    CUTLASS_PRAGMA_UNROLL
-    for (int n = 0; n < kColumns; ++n) {
-      Products sum;
-      sum.clear();
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = first; step < first + kGroupSteps; ++step) mma(sum, ones, b[n][step], sum);
-      tokens[n] = {sum[0], sum[1]};
     }
   }
 
@@ -305,16 +266,16 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     return starts;
   }
 
-  CUTLASS_DEVICE Operands load_operands(uint8_t const* place, int row, int m) const {
-    return fragments_.load_operands(place, row, m, args_.scales.type,
-                                    kNativeSums ? qcutlass::DType::kUInt8 : args_.zeros.type);
+  /// Those of strips from the warp's strip m on.
+  template <int kCount>
+  CUTLASS_DEVICE void load_operands(Operands (&operands)[kCount], uint8_t const* place, int row, int m) const {
+    fragments_.load_operands(operands, place, row, m, args_.scales.type,
+                             kNativeSums ? qcutlass::DType::kUInt8 : args_.zeros.type);
   }
 
   /// What the sums of the group in row `row` are scaled by.
-  CUTLASS_DEVICE typename GroupSums::Words load_words(uint8_t const* place, int row, int m) const {
-    uint8_t const* groups = place + Ring::Place::kGroups;
-    return group_sums_.load(groups + row * Ring::GroupLoader::kScaleRowBytes,
-                            groups + Ring::GroupLoader::kZeros + row * Ring::GroupLoader::kZeroRowBytes, m);
+  CUTLASS_DEVICE auto load_words(uint8_t const* place, int row, int m) const {
+    return group_sums_.load(place + Ring::Place::kGroups + row * Ring::GroupLoader::kScaleRowBytes, m);
   }
 
   /// A step's A fragment: the weights, or code - zero where native sums are scaled.

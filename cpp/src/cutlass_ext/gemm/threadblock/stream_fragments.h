@@ -65,22 +65,26 @@ class StreamFragments {
                                                   tile * LayoutA::kTileBytes + byte);
   }
 
-  /// The scales and zeros of strip m in row `row` of a stage.
-  CUTLASS_DEVICE Operands load_operands(uint8_t const* place, int row, int m, qcutlass::DType scale_type,
-                                        qcutlass::DType zero_type) const {
+  /// The scales and zeros of kCount strips from strip m on in row `row` of a stage.
+  template <int kCount>
+  CUTLASS_DEVICE void load_operands(Operands (&operands)[kCount], uint8_t const* place, int row, int m,
+                                    qcutlass::DType scale_type, qcutlass::DType zero_type) const {
     if constexpr (Ring::kRows == 0) {
-      return Scales::symmetric();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) operands[i] = Scales::symmetric();
     } else {
       uint8_t const* const scales = place + Place::kGroups + row * Ring::GroupLoader::kScaleRowBytes;
       uint8_t const* const zeros =
           place + Place::kGroups + Ring::GroupLoader::kZeros + row * Ring::GroupLoader::kZeroRowBytes;
       if constexpr (qcutlass::takes_any_type(Traits::kMode) || qcutlass::has_float_codes(Traits::kPacking)) {
-        Operands operands[1];
-        warp::GroupRow const own{scales, zeros, first_channel_ - lane_ / 4 + m * 16};
-        Scales::load(operands, own, [&](int) { return own; }, lane_, scale_type, zero_type);
-        return operands[0];
+        auto const row_of = [&](int i) {
+          return warp::GroupRow{scales, zeros, first_channel_ - lane_ / 4 + (m + i) * 16};
+        };
+        Scales::load(operands, row_of(0), row_of, lane_, scale_type, zero_type);
       } else {
-        return Scales::load(scales, zeros, first_channel_ + m * 16, scale_type, zero_type);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kCount; ++i)
+          operands[i] = Scales::load(scales, zeros, first_channel_ + (m + i) * 16, scale_type, zero_type);
       }
     }
   }

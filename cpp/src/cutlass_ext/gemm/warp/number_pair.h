@@ -1,8 +1,6 @@
 // Shared memory -> registers of what sums are scaled by: the numbers of a lane's rows g and g + 8 of a strip in a row
-// of scales, zeros or minimums, of any type.
+// of scales.
 #pragma once
-
-#include <math_constants.h>
 
 #include "cutlass/array.h"
 #include "cutlass/float8.h"
@@ -29,15 +27,10 @@ class ElementPair {
   uint32_t const byte_;
 };
 
-/// Which types numbers may have: all but floats of 16 and 32 bits cost a branch.
-enum class NumberTypes {
-  kFloats,  ///< float16, bfloat16, float32
-  kScales,  ///< these, e8m0 and e4m3
-  kAny,     ///< float16, bfloat16, float32, uint8, int8, int32
-};
-
-/// Words come early, without a branch, so that nothing waits for them; numbers are made of them when they are needed.
-template <NumberTypes kTypes>
+/// Scales of a lane's rows g and g + 8, of type float16, bfloat16, float32, e8m0 or e4m3. Words come early, without a
+/// branch, so that nothing waits for them; numbers are made of them when they are needed. kHasBytes: the last two
+/// types, which cost a branch, are possible.
+template <bool kHasBytes>
 class NumberPair {
  public:
   using Words = Array<uint32_t, 2>;
@@ -46,7 +39,7 @@ class NumberPair {
   CUTLASS_DEVICE NumberPair(int index, qcutlass::DType type)
       : type_(type), bytes_(size(type)), pair_(index, bytes_), selector_(selector(type, pair_.byte())) {}
 
-  CUTLASS_DEVICE bool are_powers() const { return type_ == qcutlass::DType::kFloat8E8M0; }
+  CUTLASS_DEVICE bool are_powers() const { return kHasBytes && type_ == qcutlass::DType::kFloat8E8M0; }
 
   CUTLASS_DEVICE Words load(uint8_t const* row, int strip) const {
     row += strip * 16 * bytes_;
@@ -54,38 +47,31 @@ class NumberPair {
   }
 
   /// kPowers: the type is known to be e8m0.
-  template <bool kPowers = false>
+  template <bool kPowers>
   CUTLASS_DEVICE float2 numbers(Words const& words) const {
     uint32_t const low = arch::permute_bytes(words[0], 0, selector_),
                    high = arch::permute_bytes(words[1], 0, selector_);
     if constexpr (kPowers) return {power(low), power(high)};
-    if constexpr (kTypes == NumberTypes::kScales) {
+    if constexpr (kHasBytes) {
       if (type_ == qcutlass::DType::kFloat8E8M0) return {power(low), power(high)};
       if (type_ == qcutlass::DType::kFloat8E4M3) return {float8(low), float8(high)};
     }
-    if constexpr (kTypes == NumberTypes::kAny)
-      if (is_integer(type_)) return {float(int(low)), float(int(high))};
     bool const is_half = type_ == qcutlass::DType::kFloat16;  // no branch
     return {is_half ? half(low) : __uint_as_float(low), is_half ? half(high) : __uint_as_float(high)};
   }
 
  private:
-  static CUTLASS_DEVICE bool is_integer(qcutlass::DType type) {
-    return type == qcutlass::DType::kUInt8 || type == qcutlass::DType::kInt8 || type == qcutlass::DType::kInt32;
-  }
   static CUTLASS_DEVICE int size(qcutlass::DType type) {
     if (type == qcutlass::DType::kFloat16 || type == qcutlass::DType::kBFloat16) return 2;
-    return type == qcutlass::DType::kFloat32 || type == qcutlass::DType::kInt32 ? 4 : 1;
+    return type == qcutlass::DType::kFloat32 ? 4 : 1;
   }
 
-  /// Digit by digit the source of a byte: 0 to 3 the element's word, 4 to 7 zeros, 8 more than a byte its sign.
+  /// Digit by digit the source of a byte: 0 to 3 the element's word, 4 to 7 zeros.
   static CUTLASS_DEVICE uint32_t selector(qcutlass::DType type, uint32_t byte) {
     switch (type) {
       case qcutlass::DType::kFloat16: return 0x4410 + byte * 0x11;
       case qcutlass::DType::kBFloat16: return 0x1044 + byte * 0x1100;  // the upper half of a float
-      case qcutlass::DType::kFloat32:
-      case qcutlass::DType::kInt32: return 0x3210;
-      case qcutlass::DType::kInt8: return 0x1111 * byte + 0x8880;
+      case qcutlass::DType::kFloat32: return 0x3210;
       default: return 0x4440 + byte;
     }
   }
