@@ -47,7 +47,8 @@ def gemm(
     `code[n, k] * scale[g, n] - minimum[g, n]`; and
     `a'[m, k] = round_to_dtype_of_a(a[m, p] * act_scale[p])` with p = perm[k], or k without `perm`.
     On CUDA, `w` is rounded to the type of `a`, except by the kernels for few rows where a group has 64 columns or more
-    or codes are "e2m1": those scale sums of exact products (`plan(...).rounds_weights` tells). The CPU keeps `w` in fp32.
+    or codes are "e2m1": those scale sums of exact products (`plan(...).rounds_weights` tells). The CPU keeps `w` in
+    fp32.
 
     With `weight_dtype` the codes are floating numbers, without zeros: `w[n, k] = code[n, k] * scale[g, n]`, with
     `scale * global_scale`, rounded to float32, in place of the scale where there is one. NaN codes give NaN.
