@@ -139,6 +139,12 @@ double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves,
          (shared - shared / split_k) * costs.exchange;
 }
 
+/// The streaming loop scales the sums of groups of any size by powers of two every other step. By other scales it does
+/// so every step, with branches by their type: measured to cost nine times as much.
+double scalings_a_step(Operand const& weights) {
+  return weights.scale_type == DType::kFloat8E8M0 && weights.group % 32 == 0 ? 0.5 : 9;
+}
+
 /// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
 double compute(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
   Kind const& kind = p.kind;
@@ -148,10 +154,10 @@ double compute(Problem const& p, Model const& model, Tactic const& t, Waves cons
   double const converting = 4 * convert_instructions(kind, rounds_weights(t, kind)) * model.costs.alu;
   double const step = strips * (columns * model.mma + converting + costs.strip) + columns * costs.column;
   int const slice_k = t.slice_k(kind.packing);
-  // Sums of groups of any size are scaled every two steps.
-  bool const scales_groups = streams_scaled_groups(kind) && scales_sums(t, kind);
-  int const group_k = kind.is_promoted() ? promoted_k(kind.mode) : scales_groups ? 2 * step_k(kind.packing) : 0;
-  double const promotions = group_k > 0 ? slice_k / group_k * strips * columns : 0;
+  double const accumulators = strips * columns;
+  double promotions = kind.is_promoted() ? slice_k / promoted_k(kind.mode) * accumulators : 0;
+  if (streams_scaled_groups(kind) && scales_sums(t, kind))
+    promotions = slice_k / step_k(kind.packing) * scalings_a_step(p.weights) * accumulators;
   double const slice =
       static_cast<double>(slice_k) / step_k(kind.packing) * step + promotions * model.costs.promotion + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps / 4.0);
