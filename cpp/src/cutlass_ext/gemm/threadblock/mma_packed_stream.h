@@ -115,18 +115,18 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         accumulate_groups<2, true>(sums, place, b);
       else
         accumulate_groups<1, false>(sums, place, b);
-      return;
-    }
-    unsigned const starts = group_starts(k);
-    CUTLASS_PRAGMA_UNROLL
-    for (int m = 0; m < kStrips; m += kTogether) {
-      constexpr int kRest = (kStrips - 1) % kTogether + 1;
-      if constexpr (kBlockwise) {
-        m + kTogether <= kStrips ? accumulate_blocks<kTogether>(sums + m, place, m, b)
-                                 : accumulate_blocks<kRest>(sums + m, place, m, b);
-      } else {
-        m + kTogether <= kStrips ? accumulate_strips<kTogether>(sums + m, place, m, b, starts)
-                                 : accumulate_strips<kRest>(sums + m, place, m, b, starts);
+    } else {
+      unsigned const starts = group_starts(k);
+      CUTLASS_PRAGMA_UNROLL
+      for (int m = 0; m < kStrips; m += kTogether) {
+        constexpr int kRest = (kStrips - 1) % kTogether + 1;
+        if constexpr (kBlockwise) {
+          m + kTogether <= kStrips ? accumulate_blocks<kTogether>(sums + m, place, m, b)
+                                   : accumulate_blocks<kRest>(sums + m, place, m, b);
+        } else {
+          m + kTogether <= kStrips ? accumulate_strips<kTogether>(sums + m, place, m, b, starts)
+                                   : accumulate_strips<kRest>(sums + m, place, m, b, starts);
+        }
       }
     }
   }
