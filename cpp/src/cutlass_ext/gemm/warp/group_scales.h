@@ -19,33 +19,27 @@ struct GroupRow {
 // One branch for all elements, so that they come from shared memory together, and for scales, which are floats, three
 // cases alone: unrolled loops hold many copies, and the time of ptxas grows faster than their branches.
 
-/// Scales, or zeros, of a lane's rows g and g + 8 of several strips or groups.
+/// Numbers of type T of a lane's rows g and g + 8 of several strips or groups, from one of the rows of each.
 template <class T, class Operands, int kCount, class RowOf>
-CUTLASS_DEVICE void load_scales_of(Operands (&operands)[kCount], RowOf const& row_of, int lane) {
+CUTLASS_DEVICE void load_numbers(Operands (&operands)[kCount], float (Operands::*numbers)[2],
+                                 uint8_t const* GroupRow::*bytes, RowOf const& row_of, int lane) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kCount; ++i) {
     GroupRow const row = row_of(i);
-    T const* p = reinterpret_cast<T const*>(row.scales) + row.channel + lane / 4;
-    operands[i].scale[0] = float(p[0]), operands[i].scale[1] = float(p[8]);
-  }
-}
-template <class T, class Operands, int kCount, class RowOf>
-CUTLASS_DEVICE void load_zeros_of(Operands (&operands)[kCount], RowOf const& row_of, int lane) {
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    GroupRow const row = row_of(i);
-    T const* p = reinterpret_cast<T const*>(row.zeros) + row.channel + lane / 4;
-    operands[i].zero[0] = float(p[0]), operands[i].zero[1] = float(p[8]);
+    T const* p = reinterpret_cast<T const*>(row.*bytes) + row.channel + lane / 4;
+    (operands[i].*numbers)[0] = float(p[0]), (operands[i].*numbers)[1] = float(p[8]);
   }
 }
 
 /// Scales of any supported type.
 template <class Operands, int kCount, class RowOf>
 CUTLASS_DEVICE void load_scales(Operands (&operands)[kCount], RowOf const& row_of, int lane, qcutlass::DType type) {
+  auto const to = &Operands::scale;
+  auto const from = &GroupRow::scales;
   switch (type) {
-    case qcutlass::DType::kFloat16: return load_scales_of<half_t>(operands, row_of, lane);
-    case qcutlass::DType::kBFloat16: return load_scales_of<bfloat16_t>(operands, row_of, lane);
-    default: return load_scales_of<float>(operands, row_of, lane);
+    case qcutlass::DType::kFloat16: return load_numbers<half_t>(operands, to, from, row_of, lane);
+    case qcutlass::DType::kBFloat16: return load_numbers<bfloat16_t>(operands, to, from, row_of, lane);
+    default: return load_numbers<float>(operands, to, from, row_of, lane);
   }
 }
 
@@ -53,13 +47,15 @@ CUTLASS_DEVICE void load_scales(Operands (&operands)[kCount], RowOf const& row_o
 template <class Operands, int kCount, class RowOf>
 CUTLASS_DEVICE void load_zeros(Operands (&operands)[kCount], RowOf const& row_of, int lane, qcutlass::DType type,
                                float symmetric) {
+  auto const to = &Operands::zero;
+  auto const from = &GroupRow::zeros;
   switch (type) {
-    case qcutlass::DType::kFloat16: return load_zeros_of<half_t>(operands, row_of, lane);
-    case qcutlass::DType::kBFloat16: return load_zeros_of<bfloat16_t>(operands, row_of, lane);
-    case qcutlass::DType::kFloat32: return load_zeros_of<float>(operands, row_of, lane);
-    case qcutlass::DType::kUInt8: return load_zeros_of<uint8_t>(operands, row_of, lane);
-    case qcutlass::DType::kInt8: return load_zeros_of<int8_t>(operands, row_of, lane);
-    case qcutlass::DType::kInt32: return load_zeros_of<int32_t>(operands, row_of, lane);
+    case qcutlass::DType::kFloat16: return load_numbers<half_t>(operands, to, from, row_of, lane);
+    case qcutlass::DType::kBFloat16: return load_numbers<bfloat16_t>(operands, to, from, row_of, lane);
+    case qcutlass::DType::kFloat32: return load_numbers<float>(operands, to, from, row_of, lane);
+    case qcutlass::DType::kUInt8: return load_numbers<uint8_t>(operands, to, from, row_of, lane);
+    case qcutlass::DType::kInt8: return load_numbers<int8_t>(operands, to, from, row_of, lane);
+    case qcutlass::DType::kInt32: return load_numbers<int32_t>(operands, to, from, row_of, lane);
     default:
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCount; ++i) operands[i].zero[0] = operands[i].zero[1] = symmetric;
