@@ -21,8 +21,8 @@ constexpr int zero_bytes(ScaleMode mode) { return takes_any_type(mode) ? 4 : 1; 
 /// fp32 words of one row of block scales in shared memory, of tokens and of strips of 16 channels: whole vectors.
 constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
 
-/// Whether sums are scaled instead of weights: by the streaming loop, where a group spans many columns or codes are
-/// floats.
+/// Whether sums are scaled instead of weights: by the streaming loop, where a group spans many columns, or of any size
+/// where streams_scaled_groups says so.
 constexpr bool scales_sums(Tactic const& t, Kind const& kind) {
   return t.mainloop == Mainloop::kStream && (kind.mode == ScaleMode::kNative || streams_scaled_groups(kind));
 }

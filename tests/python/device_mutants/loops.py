@@ -48,7 +48,7 @@ STREAM = (
         "groups of 16 columns scaled by pairs",
         "stream",
         f"{THREADBLOCK}/mma_packed_stream.h",
-        "pairs_of_steps_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0)",
+        "pairs_of_steps_(args.group_size.is_multiple_of(2 * kStepK))",
         "pairs_of_steps_(true)",
         "e2m1a16",
         FLOAT_CODES,

@@ -37,10 +37,10 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         fragments_(warp, lane),
         tokens_(fast_min(args.tokens - token, Shape::kN)),
         places_(storage, args, slice_),
-        whole_groups_(args.group_size.divisor.divisor * GroupSize::kUnit % kStageK == 0),
+        whole_groups_(args.group_size.is_multiple_of(kStageK)),
         ring_(places_, args, channel, token, tokens_, slice_, first_k + slice_ * kStageK, end_k, thread_),
         group_sums_(fragments_.first_channel(), args.scales.type),
-        pairs_of_steps_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0) {
+        pairs_of_steps_(args.group_size.is_multiple_of(2 * kStepK)) {
     fragments_.set_tokens(lane, tokens_);
     if constexpr (kNativeSums) {
       CUTLASS_PRAGMA_UNROLL

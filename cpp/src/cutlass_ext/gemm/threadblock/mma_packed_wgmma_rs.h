@@ -166,7 +166,7 @@ class MmaPackedWgmmaRs {
           warpgroup_(warpgroup),
           strip_(warpgroup * 4 + warp),
           lane_(lane),
-          pairs_of_rows_(args.group_size.divisor.divisor * GroupSize::kUnit % (2 * kStepK) == 0) {
+          pairs_of_rows_(args.group_size.is_multiple_of(2 * kStepK)) {
       if (kTurns_ && warpgroup == 1) arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier);  // the other one begins
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < kAhead * kBatchRows; ++r) operands_[r / kBatchRows][r % kBatchRows] = Scales::symmetric();

@@ -35,6 +35,9 @@ struct GroupSize {
   GroupSize() = default;
   explicit GroupSize(int group_size) : divisor(group_size / kUnit) {}
 
+  /// Whether no group ends within any of the runs of k columns that the matrix is cut into.
+  CUTLASS_DEVICE bool is_multiple_of(int k) const { return divisor.divisor * kUnit % k == 0; }
+
   CUTLASS_DEVICE int group(int k) const {
     return __umulhi(unsigned(k) / kUnit, divisor.multiplier) >> divisor.shift_right;
   }
