@@ -165,13 +165,13 @@ class WeightOnlyLayer(Layer):
 
     @cached_property
     def packed(self) -> list[list[Tensor]]:
-        """Copies of packed codes, scales, and what there is of zeros, minimums and a global scale."""
+        """Copies of packed codes, scales, and what there is of zeros, minimums, a second level and a global scale."""
         packed = qcutlass.preprocess_weights(self.problem.codes, bits=self.case.bits)
         return rotation([packed, *(getattr(self.problem, name) for name in self._names[1:])])
 
     @property
     def _names(self) -> list[str]:
-        names = ("zeros", "minimums", "global_scale")
+        names = ("zeros", "minimums", "super_scales", "super_minimums", "global_scale")
         return ["w_packed", "scales", *(name for name in names if getattr(self.problem, name) is not None)]
 
     def operands(self, index: int) -> dict[str, Tensor]:

@@ -12,13 +12,13 @@ from bench.limits import Operands
 from qcutlass import testing
 
 PATTERNS: Final = (
-    "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], <mxfp4|nvfp4|e4m3>[_f16|_bf16|_f32], "
+    "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], <mxfp4|nvfp4|e4m3|q4_k|q6_k>[_f16|_bf16|_f32], "
     "w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], blockwise[_quant|_fp8][_f16|_bf16], "
     "w4a8[_int8]_<g<size>|channel>[_int][_f16|_bf16]"
 )
 _DTYPE: Final = r"(?:_(f16|bf16))?"
 _WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real|min))?(?:_(f16|bf16|f32))?")
-_OF_FILES: Final = re.compile(r"(mxfp4|nvfp4|e4m3)(?:_(f16|bf16|f32))?")
+_OF_FILES: Final = re.compile(r"(mxfp4|nvfp4|e4m3|q4_k|q6_k)(?:_(f16|bf16|f32))?")
 _INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
 _FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
 _BLOCKWISE: Final = re.compile(r"blockwise(_quant|_fp8)?" + _DTYPE)
@@ -42,6 +42,7 @@ class WeightOnly:
         dtype: of the activations; None: the bench's default (float16 on a GPU, float32 on the CPU).
         weight_dtype: of floating codes, "e2m1" or "e4m3"; None: integers.
         scale_dtype: of the scales; None: the activations', but float32 with minimums.
+        super_groups: groups of a super-block, of scales and minimums of two levels; 0: they have one.
     """
 
     name: str
@@ -51,6 +52,7 @@ class WeightOnly:
     dtype: torch.dtype | None
     weight_dtype: str | None = None
     scale_dtype: torch.dtype | None = None
+    super_groups: int = 0
 
     @property
     def operands(self) -> Operands:
@@ -63,7 +65,10 @@ class WeightOnly:
         groups = "a scale a channel" if self.group_size is None else f"groups of {self.group_size}"
         named = {"none": "", "int": ", integer zeros", "real": ", real zeros", "minimum": ", minimums"}
         codes = self.weight_dtype or f"int{self.bits}"
-        return f"{codes} weights ({groups}{named[self.zeros]}), {_TYPES[self.dtype or torch.float16]} activations"
+        levels = ", two levels" if self.super_groups else ""
+        return (
+            f"{codes} weights ({groups}{named[self.zeros]}{levels}), {_TYPES[self.dtype or torch.float16]} activations"
+        )
 
     def case(self, m: int, n: int, k: int, default_dtype: torch.dtype) -> testing.Case:
         """The product of this scheme at (m, n, k)."""
@@ -77,6 +82,7 @@ class WeightOnly:
             dtype=self.dtype or default_dtype,
             scale_dtype=self.scale_dtype or (torch.float32 if self.zeros == "minimum" else None),
             weight_dtype=self.weight_dtype,
+            super_groups=self.super_groups,
         )
 
 
@@ -84,6 +90,8 @@ _FORMATS: Final = {  # of checkpoints
     "mxfp4": WeightOnly("", 4, 32, "none", None, "e2m1", torch.float8_e8m0fnu),
     "nvfp4": WeightOnly("", 4, 16, "none", None, "e2m1", torch.float8_e4m3fn),
     "e4m3": WeightOnly("", 8, None, "none", None, "e4m3"),
+    "q4_k": WeightOnly("", 4, 32, "minimum", None, super_groups=8),
+    "q6_k": WeightOnly("", 8, 16, "none", None, super_groups=16),
 }
 
 

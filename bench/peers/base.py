@@ -69,10 +69,12 @@ def require(layer: Layer, kind: type[_Kind]) -> _Kind:
 
 
 def require_integers(layer: Layer) -> WeightOnlyLayer:
-    """The layer, if its weights are integers; raises `Skip` if they are not."""
+    """The layer, if its weights are integers with scales of one level; raises `Skip` if they are not."""
     layer = require(layer, WeightOnlyLayer)
     if layer.case.weight_dtype is not None:
         raise Skip("takes integer codes alone")
+    if layer.case.super_groups:
+        raise Skip("takes scales of one level")
     return layer
 
 

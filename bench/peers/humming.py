@@ -54,6 +54,8 @@ def _weight_only(layer: WeightOnlyLayer) -> Product:
     case, problem = layer.case, layer.problem
     if problem.minimums is not None:
         raise Skip("takes zeros, not minimums")
+    if problem.super_scales is not None:
+        raise Skip("takes scales of one level")
     groups = case.k // case.group_size
 
     # Codes are packed along K, integer zeros along N; both are [N, ...] as the scales are.

@@ -299,6 +299,7 @@ class TacticTraits(metaclass=_pybind11_type):
 
 # layout
 LAYOUT_VERSION: int
+SUPER_BLOCK_STEP: int
 
 def tile_k(packing: Packing) -> int: ...
 def position(packing: Packing, k_extent: int, n: int, k: int) -> tuple[int, int]: ...
@@ -341,8 +342,7 @@ def dequantize(
     threads: int = 1,
 ) -> None: ...
 
-# between the products of a decoder block; by position the members in decoder.h, then threads, a device, -1 for the
-# host, and its stream
+# between products of a decoder block; by position the members in decoder.h, threads, a device, -1: the host, its stream
 _Heads = tuple[int, int, int, int, int, int, int, int, int, int]
 
 def add_rms_norm(*arguments: int | float | DType) -> None: ...

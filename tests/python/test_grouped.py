@@ -48,6 +48,8 @@ CODES: dict[str, Case] = {
     "minimums": Case(9, 72, 256, 4, 32, "minimum", torch.float16, bias=True),
     "minimums, float32": Case(9, 40, 200, 4, 40, "minimum", torch.float32, torch.bfloat16, torch.float32),
     "minimums, 8 bits": Case(9, 129, 520, 8, 16, "minimum", torch.bfloat16, torch.float32),
+    "two levels": Case(9, 72, 256, 4, 32, "minimum", torch.float16, bias=True, super_groups=4),
+    "two levels, 8 bits": Case(9, 129, 512, 8, 16, "none", torch.bfloat16, super_groups=8),
     "MXFP4": Case(9, 96, 192, 4, 32, "none", torch.bfloat16, POWERS, bias=True, weight_dtype="e2m1"),
     "NVFP4": Case(9, 72, 256, 4, 16, "none", torch.float16, torch.float8_e4m3fn, weight_dtype="e2m1"),
     "e2m1, float scales": Case(9, 40, 100, 4, 24, "none", torch.float32, torch.float16, weight_dtype="e2m1"),
@@ -83,7 +85,8 @@ def arguments(problem: GroupedProblem) -> tuple[tuple[Any, ...], dict[str, Any]]
         problem.stacked("zeros"),
     )
     options: dict[str, Any] = {name: getattr(problem, name) for name in ("offsets", "rows", "row_scale")}
-    options |= {name: problem.stacked(name) for name in ("bias", "minimums", "global_scale", "perm")}
+    names = "bias", "minimums", "global_scale", "perm", "super_scales", "super_minimums"
+    options |= {name: problem.stacked(name) for name in names}
     return operands, options | {name: getattr(first, name) for name in ("activation", "weight_dtype")} | first.ambiguous
 
 

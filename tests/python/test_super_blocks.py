@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product as pairs
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from qcutlass.layers import QuantEmbedding, QuantLinear, WeightOnlyLinear, packe
 from qcutlass.layers.expert_stack import ExpertStack
 from qcutlass.products.packing import one_level
 from qcutlass.products.rows import dequantize_rows
+from qcutlass.products.selection import weight_dtype
 from qcutlass.testing import Case, Problem
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -44,6 +46,13 @@ def product(problem: Problem, **changes: Any) -> Tensor:
 def of_one_level(problem: Problem) -> Problem:
     levels: dict[str, Any] = one_level({name: getattr(problem, name) for name in LEVELS})
     return replace(problem, **levels)
+
+
+def on_gpu(name: str) -> Case:
+    """Of activations, and groups, that GPUs take."""
+    case = CASES[name]
+    group_size = case.group_size if case.group_size % 16 == 0 else 48
+    return replace(case, dtype=F16 if case.dtype == F32 else case.dtype, group_size=group_size)
 
 
 def quantized(problem: Problem) -> QuantizedTensor:
@@ -166,24 +175,68 @@ def test_descriptions_that_contradict_themselves(name: str, seed: int) -> None:
         LayerSpec.from_dict({key: value for key, value in values.items() if value is not None}, "layer")
 
 
-def test_products_on_gpus_take_one_level(seed: int) -> None:
-    weight = any_weights(seed)
+def test_gpus_take_super_blocks_of_128_columns(seed: int) -> None:
+    weight = quantized(Case(1, 48, 512, 4, 32, "minimum", super_groups=2).random(seed=seed))
     kinds = {name: (getattr(weight, name).shape, getattr(weight, name).dtype) for name in LEVELS}
     with FakeTensorMode():
         parts = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in kinds.items()}
         w_packed = torch.empty(3, 8, 32, 16, dtype=torch.uint8, device="cuda")
-        with pytest.raises(UnsupportedError, match=r"super_scales: .*expand_scales"):
+        message = r"super_scales: on CUDA .*multiple of 128 columns, got \[8, 48\] .* groups of 32: .*expand_scales"
+        with pytest.raises(UnsupportedError, match=message):
             qcutlass.gemm(torch.empty(1, 512, dtype=F16, device="cuda"), w_packed, **parts)
-        with pytest.raises(UnsupportedError, match=r"super_scales: .*expand_scales"):
+        with pytest.raises(UnsupportedError, match=message):
             qcutlass.dequantize(w_packed, k=512, **parts)
+    a, packed_codes = torch.ones(1, 512, dtype=F16), qcutlass.preprocess_weights(weight.codes, 4)
+    levels: dict[str, Any] = {name: getattr(weight, name) for name in LEVELS}
+    with pytest.raises(UnsupportedError, match=r"super_scales: .*multiples of 128 columns, got 64;"):
+        qcutlass.explain(qcutlass.gemm, a, packed_codes, **levels, device="h200")
 
 
-def test_layers_on_gpus_have_one_level(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"a block a group"}))  # whose super-blocks have 64 columns
+def test_on_gpus(name: str, seed: int) -> None:
+    """By every tactic; the bits are those of one level where the kernel is the same, and after dequantising."""
+    for m in (1, 9, 33, 130):
+        case = replace(on_gpu(name), m=m)
+        exact, expected = case.exact(device="cuda", seed=seed)
+        problem = case.random(device="cuda", seed=seed)
+        other = of_one_level(problem)
+        w_packed = qcutlass.preprocess_weights(problem.codes, problem.bits)
+        operands = problem.a, w_packed, problem.scales
+        for tactic, split_k in pairs(qcutlass.tactics(qcutlass.gemm, *operands, **problem.keywords), (1, 2)):
+            forced: dict[str, Any] = {"tactic": tactic, "split_k": split_k}
+            try:
+                testing.assert_equal(product(exact, **forced), expected, label=tactic)
+            except UnsupportedError:  # more shared memory than there is, or too short a K
+                continue
+            out = product(problem, **forced)
+            rounded = weight_dtype(*operands, **problem.keywords, **forced)
+            testing.assert_close(out, problem.reference(rounded), label=(tactic, problem))
+            if problem.minimums is not None:
+                assert torch.equal(out, product(other, **forced)), tactic
+        levels = {part: getattr(problem, part) for part in LEVELS}
+        options = {"k": case.k, "bits": problem.bits, "group_size": problem.group_size, "dtype": F32}
+        assert torch.equal(qcutlass.dequantize(w_packed, **levels, **options), problem.weight())
+
+
+@pytest.mark.gpu
+def test_layers_on_gpus_keep_two_levels(seed: int) -> None:
+    problem = Case(5, 48, 512, 4, 32, "minimum", F16, super_groups=8).random(seed=seed)
+    layer = WeightOnlyLinear(quantized(problem)).cuda()
+    assert layer.super_scales is not None
+    assert layer.scales.dtype == torch.int8
+    testing.assert_close(layer(problem.a.cuda()).cpu(), problem.reference(F16), label=problem)
+    embedding = QuantEmbedding(layer)
+    assert torch.equal(embedding(torch.tensor([5], device="cuda")), layer.weights()[5:6])
+
+
+def test_layers_on_gpus_have_what_these_take(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for a GPU: what layers do on one follows from the table of devices."""
-    weight = any_weights(seed)
+    weight = quantized(Case(1, 48, 512, 4, 32, "minimum", super_groups=2).random(seed=seed))
     layer, stack = WeightOnlyLinear(weight), ExpertStack.of_layers([WeightOnlyLinear(weight)], 1)
     state, expected = layer.state_dict(), layer.weights()
-    monkeypatch.setattr(packed, "_OF_ONE_LEVEL", ("cpu",))
+    monkeypatch.setattr(packed, "_ASKING", ("cpu",))
+    assert WeightOnlyLinear(any_weights(seed)).to("cpu").super_scales is not None  # super-blocks of 256 columns
     loaded = WeightOnlyLinear(any_weights(seed + 1))
     loaded.load_state_dict(state)
     assigned = WeightOnlyLinear._empty(layer.spec, 48, 512)

@@ -30,6 +30,9 @@
 
 namespace qcutlass {
 
+/// On GPUs super-blocks, if there are several, have a multiple of so many columns: a stage of a main loop lies in one.
+inline constexpr int64_t kSuperBlockStep = 128;
+
 /// A matrix [groups, n] of one of the parameters of groups: scales, zeros or minimums.
 struct GroupParameters {
   DType type = DType::kNone;
@@ -71,7 +74,9 @@ struct WeightArguments {
 
   constexpr bool has_minimums() const { return minimum_type != DType::kNone; }
   constexpr bool has_super_blocks() const { return super_groups != 0; }
-  constexpr int64_t super_blocks() const { return (groups() + super_groups - 1) / super_groups; }
+  constexpr int64_t super_blocks() const {
+    return has_super_blocks() ? (groups() + super_groups - 1) / super_groups : 0;
+  }
   constexpr GroupParameters group_scales() const {
     return {scale_type, scales, scale_stride, super_scales, super_scale_stride, super_groups};
   }

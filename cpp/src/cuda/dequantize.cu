@@ -147,7 +147,8 @@ struct FloatMath {
   explicit FloatMath(WeightArguments const& w) : group_size(unsigned(w.group_size < w.k ? w.group_size : w.k)) {}
 
   struct Group {
-    uint32_t scale[2], offset[2];  // their bits
+    uint32_t scale[2], offset[2];              // their bits
+    uint32_t super_scale[2], super_offset[2];  // likewise, of the second level
   };
 
   __device__ Group group(WeightArguments const& w, int k, int64_t const (&n)[2]) const {
@@ -160,6 +161,20 @@ struct FloatMath {
       result.offset[channel] = offsets.type == DType::kNone
                                    ? __float_as_uint(float(symmetric_zero(kPacking)))
                                    : load_bits(offsets.data, offsets.type, index * offsets.stride + n[channel]);
+    }
+    if constexpr (!has_float_codes(kPacking)) {
+      if (w.has_super_blocks()) {
+        constexpr uint32_t kOne = 0x3c00;  // in fp16
+        unsigned const block = index / unsigned(w.super_groups);
+#pragma unroll
+        for (int channel = 0; channel < 2; ++channel) {
+          result.super_scale[channel] =
+              load_bits(w.super_scales, DType::kFloat16, block * w.super_scale_stride + n[channel]);
+          result.super_offset[channel] = w.has_minimums() ? load_bits(w.super_minimums, DType::kFloat16,
+                                                                      block * w.super_minimum_stride + n[channel])
+                                                          : kOne;
+        }
+      }
     }
     return result;
   }
@@ -179,6 +194,15 @@ struct FloatMath {
         result.scale[channel] = to_float(group.scale[channel], w.scale_type);
       }
       result.offset[channel] = to_float(group.offset[channel], w.offsets().type);
+    }
+    if constexpr (!has_float_codes(kPacking)) {
+      if (w.has_super_blocks()) {
+#pragma unroll
+        for (int channel = 0; channel < 2; ++channel) {  // exact: 8 bits by 11
+          result.scale[channel] *= to_float(group.super_scale[channel], DType::kFloat16);
+          result.offset[channel] *= to_float(group.super_offset[channel], DType::kFloat16);
+        }
+      }
     }
     return result;
   }

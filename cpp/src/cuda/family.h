@@ -23,6 +23,8 @@ struct Launch {
   int channels, tokens, k;
   int group_size;
   Groups scales, zeros;
+  Groups super_scales, super_minimums;  // without data: scales have one level
+  int super_block;                      // columns
   float const* global_scale;
   BlockScales blocks;
   cutlass::epilogue::thread::OutputArguments output;
@@ -36,6 +38,7 @@ struct Launch {
   int sm_count;
   ExpertRows experts;       // of grouped products
   int64_t scale_rows;       // of an expert
+  int64_t super_rows;       // likewise
   bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
   int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do
 };

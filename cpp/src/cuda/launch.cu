@@ -167,6 +167,16 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   GroupParameters const offsets = w.offsets();
   launch.zeros = groups(problem.weights.copied_zeros, offsets.data, offsets.type, offsets.stride, w.n, scale_rows,
                         base + space.zeros, space.zero_stride, stream);
+  launch.super_block = int(std::max(problem.weights.super_block, kSuperBlockStep));  // of one level: no divisor is 0
+  if (w.has_super_blocks()) {
+    auto const supers = [&](void const* data, int64_t stride, size_t copy) {
+      return groups(problem.weights.copied_supers, data, data == nullptr ? DType::kNone : DType::kFloat16, stride, w.n,
+                    problem.super_rows(), base + copy, space.super_stride, stream);
+    };
+    launch.super_scales = supers(w.super_scales, w.super_scale_stride, space.super_scales);
+    launch.super_minimums = supers(w.super_minimums, w.super_minimum_stride, space.super_minimums);
+    launch.super_rows = w.super_blocks();
+  }
   launch.global_scale = w.global_scale;
   launch.blocks = a.blocks;
   launch.output = output_arguments(a, problem.output.type);
@@ -174,7 +184,9 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.cluster = plan.cluster;
   launch.programmatic = plan.early;
   // Copies made by this call are there only after the wait.
-  launch.prefetch = launch.programmatic && a.settled && !problem.weights.copied_scales && !problem.weights.copied_zeros;
+  Operand const& weights = problem.weights;
+  bool const copied = weights.copied_scales || weights.copied_zeros || weights.copied_supers;
+  launch.prefetch = launch.programmatic && a.settled && !copied;
   launch.partials = space.partial_bytes > 0 ? base + space.partials : nullptr;
   launch.partial_stride = space.partial_stride;
   launch.shared_channel = int(plan.shared_channel);

@@ -50,8 +50,13 @@ typename Mma::Arguments mma_arguments(Launch const& launch) {
                                     group_matrix(launch.zeros),
                                     block_scales(launch),
                                     {},
+                                    {},
                                     {}};
   if constexpr (Mma::Traits::kPacking == Packing::kE2M1A16) arguments.global_scale = launch.global_scale;
+  if constexpr (takes_super_blocks(Mma::Traits::kMode))
+    arguments.supers = {group_matrix(launch.super_scales), group_matrix(launch.super_minimums),
+                        cutlass::gemm::threadblock::GroupSize(launch.super_block),
+                        launch.super_rows * launch.super_scales.stride_bytes};
   return arguments;
 }
 

@@ -51,9 +51,10 @@ void check_sixteen_bits(GemmArguments const& arguments) {
   WeightArguments const& w = arguments.weights;
   if (arguments.int8_activations)
     throw Unsupported("activations: only the CPU quantises activations to int8 for packed codes; use None, or the CPU");
-  if (w.has_super_blocks())
-    throw Unsupported(
-        "super_scales: the CUDA kernels take scales and minimums of one level; expand them: qcutlass.expand_scales");
+  if (w.super_blocks() > 1 && w.super_groups * w.group_size % kSuperBlockStep != 0)
+    throw Unsupported("super_scales: the CUDA kernels take super-blocks of multiples of " +
+                      std::to_string(kSuperBlockStep) + " columns, got " +
+                      std::to_string(w.super_groups * w.group_size) + "; expand them: qcutlass.expand_scales");
   if (arguments.a_type != DType::kFloat16 && arguments.a_type != DType::kBFloat16)
     throw Unsupported("a: the CUDA kernels take float16 or bfloat16 activations; convert a, or use the CPU");
   if (w.groups() > 1 && w.group_size % kGroupStep != 0)
@@ -120,7 +121,7 @@ ScaleMode scale_mode(GemmArguments const& arguments) {
     return w.groups() == 1 || w.group_size % promoted_k(ScaleMode::kGroup) == 0 ? ScaleMode::kGroup
                                                                                 : ScaleMode::kGroup32;
   if (has_float_codes(w.packing)) return float_code_mode(arguments);
-  if (w.has_minimums()) return ScaleMode::kMinimum;
+  if (w.has_minimums() || w.has_super_blocks()) return ScaleMode::kMinimum;
   bool const native = w.scale_type == arguments.a_type && (w.zero_type == DType::kNone || w.zero_type == DType::kUInt8);
   if (!native) return ScaleMode::kFloat;
   return w.group_size >= w.k || w.group_size % kNativeGroup == 0 ? ScaleMode::kNative : ScaleMode::kFine;
@@ -184,6 +185,16 @@ Operand weights_of(GemmArguments const& a) {
   int64_t const rows = w.groups() * std::max<int64_t>(a.experts.count, 1);
   operand.copied_scales = copies(w.scales, w.scale_type, w.scale_stride, w, rows);
   operand.copied_zeros = copies(offsets.data, offsets.type, offsets.stride, w, rows);
+  if (w.has_super_blocks()) {
+    operand.super_block =
+        w.super_blocks() > 1 ? w.super_groups * w.group_size : layout::ceil_div(w.k, kSuperBlockStep) * kSuperBlockStep;
+    int64_t const blocks = w.super_blocks() * std::max<int64_t>(a.experts.count, 1);
+    auto const copied = [&](void const* supers, int64_t stride) {
+      return supers != nullptr && copies(supers, DType::kFloat16, stride, w, blocks);
+    };
+    operand.copied_supers =
+        copied(w.super_scales, w.super_scale_stride) || copied(w.super_minimums, w.super_minimum_stride);
+  }
   return operand;
 }
 

@@ -17,7 +17,7 @@ enum class ScaleMode : uint8_t {
   kNative,   ///< weights scaled in 16 bits: scales of the activations' type, zeros uint8 or none, a group per 64 k
   kFine,     ///< the same with groups of any multiple of 16
   kFloat,    ///< weights scaled in fp32, rounded once: any type of scales and zeros, real-valued zeros
-  kMinimum,  ///< the same with minimums, of floating types, taken off scaled codes
+  kMinimum,  ///< the same with minimums taken off scaled codes, and with super-blocks
   kNone,     ///< weights as they are; the epilogue scales the sums
   kBlock,    ///< weights as they are; the sums of every 128 k are scaled into fp32 ones
   kBlock64,  ///< the same with those of every 64 k
@@ -33,6 +33,9 @@ inline constexpr char const* kScaleModeNames[] = {"native", "fine",    "float", 
 constexpr bool takes_any_type(ScaleMode mode) {
   return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum || mode >= ScaleMode::kGroup;
 }
+
+/// Whether scales, and minimums, may have two levels.
+constexpr bool takes_super_blocks(ScaleMode mode) { return mode == ScaleMode::kMinimum; }
 
 /// Whether sums leave the tensor cores' accumulators before the epilogue, to be scaled and added in fp32.
 constexpr bool is_promoted(ScaleMode mode) { return mode >= ScaleMode::kBlock; }
@@ -53,7 +56,7 @@ enum Products : uint16_t {
   kSmallBlocks = 32,   ///< int8 by int8, a scale for each smaller block
   kE2M1Weights = 64,   ///< 16-bit activations by e2m1 weights
   kE4M3Weights = 128,  ///< 16-bit activations by e4m3 weights
-  kMinimums = 256,     ///< 16-bit activations by integer weights with minimums
+  kMinimums = 256,     ///< 16-bit activations by integer weights with minimums, or with super-blocks
   kFourByEight = 512,  ///< 8-bit activations by int4 weights
 };
 constexpr Products operator|(Products a, Products b) { return Products(uint16_t(a) | uint16_t(b)); }
@@ -128,10 +131,11 @@ struct Operand {
   DType type = DType::kNone;
   Granularity granularity = Granularity::kNone;
   int64_t group = 0;
+  int64_t super_block = 0;  ///< columns that share a number of the second level; 0: scales have one
   DType scale_type = DType::kNone, zero_type = DType::kNone;  ///< the latter also of minimums
   /// Kernels read rows in whole vectors: those that do not lie so, or are not stored as they are multiplied, are
   /// copied.
-  bool copied = false, copied_scales = false, copied_zeros = false;
+  bool copied = false, copied_scales = false, copied_zeros = false, copied_supers = false;
 };
 
 struct Problem {
@@ -151,6 +155,11 @@ struct Problem {
   /// Rows of the weights' scales, of all matrices.
   constexpr int64_t scale_rows() const {
     return groups * (weights.granularity == Granularity::kGroup ? layout::ceil_div(k, weights.group) : 1);
+  }
+
+  /// Rows of the second level of scales, of all matrices.
+  constexpr int64_t super_rows() const {
+    return weights.super_block == 0 ? 0 : groups * layout::ceil_div(k, weights.super_block);
   }
 
   /// Matrices that are expected to have rows, if any row is as likely of one as of another: offsets are not known where

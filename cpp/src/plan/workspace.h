@@ -18,9 +18,9 @@ inline bool stores_vectors(void const* data, int64_t stride, int64_t columns, in
 
 /// Offsets of the parts of the workspace; a part that is not needed is empty. Strides are those of the copies.
 struct Workspace {
-  size_t activations, rows, scales, zeros, partials, bytes;
+  size_t activations, rows, scales, zeros, super_scales, super_minimums, partials, bytes;
   size_t partial_bytes, row_bytes;
-  int64_t activation_stride, scale_stride, zero_stride;  // elements
+  int64_t activation_stride, scale_stride, zero_stride, super_stride;  // elements
   int64_t partial_stride;
 
   Workspace(Problem const& p, Plan const& plan) {
@@ -31,6 +31,7 @@ struct Workspace {
     activation_stride = padded(p.k, p.activations.type);
     scale_stride = padded(p.n, w.scale_type);
     zero_stride = padded(p.n, w.zero_type);
+    super_stride = padded(p.n, DType::kFloat16);
     // Every share's sums. Plans of wider products begin beyond this one; launches refuse them.
     int64_t const shared_channels = std::max<int64_t>(0, p.n - plan.shared_channel);
     partial_stride = round_up(shared_channels, p.output.granularity == Granularity::kBlock ? p.output.group : 8);
@@ -48,6 +49,9 @@ struct Workspace {
     rows = part(row_bytes > 0, static_cast<int64_t>(row_bytes));
     scales = part(w.copied_scales, p.scale_rows() * scale_stride * size_of(w.scale_type));
     zeros = part(w.copied_zeros, p.scale_rows() * zero_stride * size_of(w.zero_type));
+    int64_t const super_bytes = p.super_rows() * super_stride * size_of(DType::kFloat16);
+    super_scales = part(w.copied_supers, super_bytes);
+    super_minimums = part(w.copied_supers && w.zero_type != DType::kNone, super_bytes);
     partials = part(partial_bytes > 0, static_cast<int64_t>(partial_bytes));
   }
 

@@ -37,6 +37,7 @@ void dequantize(WeightArguments const& weights, int64_t row_begin, int64_t row_e
 
 void register_pack(py::module_& module) {
   module.attr("LAYOUT_VERSION") = layout::kVersion;
+  module.attr("SUPER_BLOCK_STEP") = kSuperBlockStep;
   module.def("tile_k", &layout::tile_k, "packing"_a);
   module.def(
       "position",

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.products.checks import FLOATING, are_finite, check_tensor
-from qcutlass.products.packing import one_level
+from qcutlass.products.packing import fit_cuda, one_level
 from qcutlass.version import LAYOUT_VERSION
 
 Parts = Mapping[str, Tensor | None]
 
 _NUMBERS: Final = (*FLOATING, torch.float8_e4m3fn)
 _SUPERS: Final = ("super_scales", "super_minimums")
-_OF_ONE_LEVEL: Final = ("cuda",)
-"""Devices whose kernels take no scales of two levels."""
+_ASKING: Final = ("cuda",)
+"""Devices whose kernels do not take any scales of two levels."""
 
 
-def _for_device(parts: Parts, device: torch.device) -> Parts:
-    """The buffers with scales of one level where a device has them, or gets them, that takes no others."""
-    supers = parts.get("super_scales")
-    if supers is None or not {device.type, supers.device.type} & set(_OF_ONE_LEVEL):
+def _for_device(parts: Parts, device: torch.device, group_size: int) -> Parts:
+    """The buffers with scales of one level where a device has them, or gets them, that does not take their two."""
+    supers, scales = parts.get("super_scales"), parts.get("scales")
+    if supers is None or scales is None or not {device.type, supers.device.type} & set(_ASKING):
         return parts
-    return one_level(parts)
+    return parts if fit_cuda(scales, supers, group_size) else one_level(parts)
 
 
 class PackedModule(nn.Module, ABC):
@@ -58,7 +58,7 @@ class PackedModule(nn.Module, ABC):
     def _register(self, parts: Parts) -> None:
         """Checks the buffers, and takes them with their layout."""
         device = next(part.device for part in parts.values() if part is not None)
-        parts = _for_device(parts, device)
+        parts = _for_device(parts, device, self.group_size)
         self._check(parts)
         for name, part in parts.items():
             self.register_buffer(name, None if part is None else part.detach().contiguous())
@@ -98,8 +98,8 @@ class PackedModule(nn.Module, ABC):
         self._settle()
 
     def _settle(self) -> None:
-        """Has scales of one level where the device takes no others."""
-        self._buffers.update(_for_device(self._buffers, self.layout.device))
+        """Has scales of one level where the device does not take their two."""
+        self._buffers.update(_for_device(self._buffers, self.layout.device, self.group_size))
         self._put_absent_last()
 
     @abstractmethod
@@ -160,7 +160,7 @@ class PackedModule(nn.Module, ABC):
         if any(part is not None for part in parts.values()):
             layout = parts["layout"]
             parts = {name: part for name, part in parts.items() if name != "layout"}
-            if (settled := _for_device(parts, self.layout.device)) is not parts:
+            if (settled := _for_device(parts, self.layout.device, self.group_size)) is not parts:
                 parts = settled
                 state_dict.update({prefix + name: part for name, part in parts.items() if part is not None})
                 for name in _SUPERS:

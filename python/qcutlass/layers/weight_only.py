@@ -38,9 +38,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         weight_dtype: of the codes, as for `gemm`.
 
     Buffers: `w_packed`, `scales`, `zeros`, `global_scale`, `bias`, `act_scale`, `perm`, `minimums`, `super_scales`,
-    `super_minimums`, as `gemm` takes them; all but the first two may be None. Scales of two levels become float32 ones
-    where the layer is on a GPU, and stay so. In converted folders, and in the state of layers that come from there,
-    other tensors may say the same in fewer bytes: see `StoredForm`.
+    `super_minimums`, as `gemm` takes them; all but the first two may be None. Scales of two levels that CUDA's kernels
+    do not take become float32 ones where the layer is on a GPU, and stay so. In converted folders, and in the state of
+    layers that come from there, other tensors may say the same in fewer bytes: see `StoredForm`.
 
     Args:
         quantized: codes, scales, and zeros or minimums of an `[N, K]` matrix.

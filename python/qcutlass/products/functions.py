@@ -100,7 +100,8 @@ def gemm(
             environment says `QCUTLASS_BATCH_INVARIANT=1`.
         super_scales: float16 `[B, N]`, B a divisor of G: the second level of scales, which are uint8 or int8 then. A
             group's scale is the exact product of its integer and the number of its super-block, one of G / B
-            neighbouring groups. CPU only; `expand_scales` makes scales of one level. GGUF's K-quants are stored so.
+            neighbouring groups, on CUDA of a multiple of 128 columns, or of all. `expand_scales` makes scales of one
+            level. GGUF's K-quants are stored so.
         super_minimums: float16, shaped as `super_scales`: the same of minimums, just where there are minimums.
         residual: of the shape and type of the output, to which it is added before that is rounded.
 
@@ -371,7 +372,7 @@ def gemm_grouped(
 
     Raises:
         TypeError, ValueError, RuntimeError, UnsupportedError: as for `gemm`; on the CPU also ValueError for an offset,
-            a row or a column out of range; on CUDA UnsupportedError for `super_scales`.
+            a row or a column out of range.
 
     Example:
         >>> import torch, qcutlass

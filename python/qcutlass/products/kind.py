@@ -28,6 +28,8 @@ SETTLING: Final = frozenset(
         Operand.SCALES,
         Operand.ZEROS,
         Operand.MINIMUMS,
+        Operand.SUPER_SCALES,
+        Operand.SUPER_MINIMUMS,
         Operand.W_SCALE,
         Operand.W_SUMS,
         Operand.BLOCK_W,

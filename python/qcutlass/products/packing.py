@@ -188,7 +188,7 @@ def check_channels(source: str, n: int, name: str, w_packed: Tensor) -> None:
 
 def check_weights(weights: PackedWeights, k: int, device: torch.device, first: str) -> WeightShape:
     """Checks a packed weight of K = `k` columns with what belongs to it; `first` names the operand on `device`."""
-    w_packed, scales, zeros, group_size, bits, weight_dtype, global_scale, minimums, *supers = weights
+    w_packed, scales, zeros, group_size, bits, weight_dtype, global_scale, minimums, *levels = weights
     check_weight_dtype(weight_dtype, bits)
     if isinstance(w_packed, Tensor) and w_packed.dtype == torch.int8:
         raise ValueError(
@@ -222,11 +222,19 @@ def check_weights(weights: PackedWeights, k: int, device: torch.device, first: s
             raise ValueError("minimums: expected zeros or minimums, got both; with minimums leave zeros out")
         if weight_dtype is not None:
             raise ValueError(f"minimums: {weight_dtype} codes have none; pass None")
-    if any(part is not None for part in supers):
+    if any(part is not None for part in levels):
         _check_supers(weights, device, first)
     groups = scales.shape[0] if scales.dim() == 2 else 1
     bits = bits if weight_dtype is None else CODE_TYPES[weight_dtype].bits
-    return WeightShape(n, k, _bits(w_packed, k, bits), _group_size(groups, k, group_size), weight_dtype)
+    shape = WeightShape(n, k, _bits(w_packed, k, bits), _group_size(groups, k, group_size), weight_dtype)
+    supers = weights.super_scales
+    if device.type == "cuda" and supers is not None and not fit_cuda(scales, supers, shape.group_size):
+        raise UnsupportedError(
+            f"super_scales: on CUDA super-blocks have a multiple of {_C.SUPER_BLOCK_STEP} columns, got "
+            f"{shape_of(supers)} beside {groups} groups of {shape.group_size}: pass qcutlass.expand_scales(scales, "
+            "super_scales), and likewise minimums, without them; layers do so by themselves; or use CPU tensors"
+        )
+    return shape
 
 
 def _check_global_scale(global_scale: Tensor, scales: Tensor, device: torch.device, first: str) -> None:
@@ -246,11 +254,6 @@ def _check_supers(weights: PackedWeights, device: torch.device, first: str) -> N
         if part is not None:
             check_operand(name, part, _SUPERS, device, first)
     check_super_blocks(weights)
-    if device.type == "cuda":
-        raise UnsupportedError(
-            "super_scales: on CUDA scales and minimums have one level: pass qcutlass.expand_scales(scales, "
-            "super_scales), and likewise minimums, without them; layers do so by themselves; or use CPU tensors"
-        )
 
 
 def check_super_blocks(weights: Any) -> None:
@@ -304,8 +307,14 @@ def expand_scales(scales: Tensor, super_scales: Tensor | None) -> Tensor:
     return scales.float() * super_scales.float().repeat_interleave(groups, dim=-2)
 
 
+def fit_cuda(scales: Tensor, super_scales: Tensor | None, group_size: int) -> bool:
+    """Whether CUDA's kernels take these levels of scales, `[G, N]` and `[B, N]`, or a dimension of experts before."""
+    blocks = 1 if super_scales is None else super_scales.shape[-2]
+    return blocks == 1 or scales.shape[-2] // blocks * group_size % _C.SUPER_BLOCK_STEP == 0
+
+
 def one_level(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Parts of weights by their names, with scales and minimums of one level: what CUDA's kernels take."""
+    """Parts of weights by their names, with scales and minimums of one level."""
     found = dict(parts)
     for name in ("scales", "minimums"):
         supers = found.get(f"super_{name}")

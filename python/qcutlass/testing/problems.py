@@ -98,8 +98,8 @@ class Case:
         bias, act_scale, perm: whether there is one.
         activation: name or None.
         weight_dtype: of floating codes, "e2m1" or "e4m3", with zeros="none"; None: integers.
-        super_groups: groups of a super-block, a divisor of their number: scales are int8 and minimums uint8 then, with
-            zeros="none" or "minimum". 0: scales have one level.
+        super_groups: groups of a super-block, or all if that is no divisor of their number: scales are int8 and
+            minimums uint8 then, with zeros="none" or "minimum". 0: scales have one level.
         residual: whether there is one, of the output's type.
     """
 
@@ -123,6 +123,12 @@ class Case:
     @property
     def _columns(self) -> int:
         return self.n // 2 if self.activation in GATES else self.n
+
+    @property
+    def groups_of_super_block(self) -> int:
+        """Where scales have two levels."""
+        groups = -(-self.k // self.group_size)
+        return groups if groups % self.super_groups else self.super_groups
 
     @property
     def _zero_span(self) -> int:  # int8 holds half of what 8-bit codes need; minimums of two levels are 4 times these
@@ -168,9 +174,11 @@ class Case:
         if values is None:
             return None, None
         most, bits = (127, 6) if dtype == torch.int8 else (255, 7)
-        blocks = values.double().view(-1, self.super_groups, values.shape[1])
+        blocks = values.double().view(-1, self.groups_of_super_block, values.shape[1])
         largest = blocks.abs().amax(1).clamp(min=2.0**-14)  # the rest of float16's exponents is for the integers
-        supers = torch.exp2(largest.log2().floor() - bits) if exact else largest / most
+        # largest < 2^exponent, and at least half of it (a logarithm of a power of two may be rounded down)
+        exponent = torch.frexp(largest).exponent
+        supers = torch.exp2(exponent.double() - 1 - bits) if exact else largest / most
         if dtype == torch.int8:
             supers[:, ::2] *= -1
         supers = supers.to(torch.float16)

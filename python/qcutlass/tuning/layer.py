@@ -33,6 +33,7 @@ class Layer:
         scale_dtype: of the scales.
         zero_dtype: of the zeros; None: symmetric, or there are minimums.
         minimum_dtype: of the minimums; None: there are none.
+        super_groups: groups of a super-block, where scales and minimums are integers of two levels; 0: they have one.
         kind: of the products.
     """
 
@@ -44,6 +45,7 @@ class Layer:
     scale_dtype: torch.dtype = torch.float16
     zero_dtype: torch.dtype | None = None
     minimum_dtype: torch.dtype | None = None
+    super_groups: int = 0
     kind: Kind = WEIGHT_ONLY
 
     def call(self, m: int, device: torch.device | str) -> Call:
@@ -75,7 +77,11 @@ def _numbers(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 def _scales(layer: Layer, *shape: int, device: torch.device) -> Tensor:
     """Random scales of weights that keep sums of K products small."""
-    return torch.rand(shape, device=device).add_(0.5).div_(layer.k).to(layer.scale_dtype)
+    return _floats(layer, *shape, device=device).to(layer.scale_dtype)
+
+
+def _floats(layer: Layer, *shape: int, device: torch.device) -> Tensor:
+    return torch.rand(shape, device=device).add_(0.5).div_(layer.k)
 
 
 def _codes(layer: Layer, device: torch.device) -> dict[str, Any]:
@@ -99,11 +105,17 @@ def _packed(layer: Layer, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _weight_only(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:
-    codes, minimums = _codes(layer, device), None
+    codes = _codes(layer, device)
     if layer.minimum_dtype is not None:
-        minimums = (8 * codes["scales"]).to(layer.minimum_dtype)
+        codes["minimums"] = (8 * codes["scales"]).to(layer.minimum_dtype)
+    if layer.super_groups:
+        blocks = len(codes["scales"]) // layer.super_groups, layer.n
+        for name in ("scales", "minimums"):
+            if name in codes:
+                codes[f"super_{name}"] = _floats(layer, *blocks, device=device).half()
+                codes[name] = _numbers(codes[name].shape, codes[name].dtype, device)
     a = _numbers((m, layer.k), layer.dtype, device)
-    return {"a": a, **codes, "minimums": minimums, "bits": layer.bits}
+    return {"a": a, **codes, "bits": layer.bits}
 
 
 def _int4(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:

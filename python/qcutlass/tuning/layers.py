@@ -17,7 +17,7 @@ from qcutlass.products.float8 import FLOAT8
 from qcutlass.products.int4 import INT4
 from qcutlass.products.int8 import INT8
 from qcutlass.products.kind import Kind
-from qcutlass.products.packing import PACKINGS, PackedWeights, check_weights, one_level
+from qcutlass.products.packing import PACKINGS, PackedWeights, check_weights, fit_cuda, one_level
 from qcutlass.schemes import FP8, W4A8, W8A8, Blockwise
 from qcutlass.tuning.layer import Layer
 
@@ -80,13 +80,17 @@ def _weight_only(part: Any, dtype: torch.dtype | None) -> Layer | None:
     if getattr(part, "weight_dtype", None) is not None:  # there are too few configurations to choose from
         return None
     parts: dict[str, Any] = {name: getattr(part, name, None) for name in PackedWeights._fields}
-    weights = PackedWeights(**one_level(parts))  # as the layer has them on a GPU
+    if not fit_cuda(parts["scales"], parts["super_scales"], parts["group_size"] or part.in_features):
+        parts = one_level(parts)  # as the layer has them on a GPU
+    weights = PackedWeights(**parts)
     shape = check_weights(weights, part.in_features, part.w_packed.device, "w_packed")
+    supers = weights.super_scales
     scale_dtype, minimums = weights.scales.dtype, weights.minimums
     activations = dtype or (scale_dtype if scale_dtype in _ACTIVATIONS else torch.float16)
     zero_dtype, minimum_dtype = (None if values is None else values.dtype for values in (part.zeros, minimums))
     sizes = shape.n, shape.k, shape.bits, shape.group_size
-    return Layer(*sizes, activations, scale_dtype, zero_dtype, minimum_dtype)
+    super_groups = 0 if supers is None else len(weights.scales) // len(supers)
+    return Layer(*sizes, activations, scale_dtype, zero_dtype, minimum_dtype, super_groups)
 
 
 Weights: TypeAlias = Callable[[int, int], Layer]

@@ -137,6 +137,15 @@ WGMMA_SS = (
 
 WGMMA_RS = (
     Mutant(
+        "the first super-block for all",
+        "wgmma_rs",
+        f"{THREADBLOCK}/mma_packed_wgmma_rs.h",
+        "supers.size.group(k);",
+        "0;",
+        "w4a16_minimum_sm90a",
+        (tactic("gemm with minimums-float16 w4 two levels", "sm90a_n128m128k128_s4"),),
+    ),
+    Mutant(
         "scales of a stage's first row for all of its rows",
         "wgmma_rs",
         f"{THREADBLOCK}/mma_packed_wgmma_rs.h",

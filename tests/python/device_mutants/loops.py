@@ -10,6 +10,7 @@ EPILOGUE = "cutlass_ext/epilogue"
 # Codes with minimums have few kernels, which compile soon, and rows of scales for every 16 columns.
 FEW = "w4a16_minimum"
 FEW_STREAM = (tactic("gemm with minimums-float16 w4", "stream_n64m16k512w4_s3"),)
+LEVELS_STREAM = (tactic("gemm with minimums-float16 w4 two levels", "stream_n64m16k512w4_s3"),)
 FINE = "w4a16_bf16_native_fine"
 FINE_STREAM = (tactic("gemm-bfloat16 w4 groups of 16 and more", "stream_n64m16k512w4_s3"),)
 FLOAT_CODES = (tests("test_float_codes.py", "test_every_tactic[dtype0-e2m1-"),)
@@ -52,6 +53,15 @@ STREAM = (
         "pairs_of_steps_(true)",
         "e2m1a16",
         FLOAT_CODES,
+    ),
+    Mutant(
+        "the first super-block for all",
+        "stream",
+        f"{THREADBLOCK}/stream_loaders.h",
+        "group = args_.supers.size.group(row_k);",
+        "group = 0;",
+        FEW,
+        LEVELS_STREAM,
     ),
     Mutant(
         "zeros of the next stage",
@@ -252,5 +262,14 @@ OUTPUT = (
         "__fmaf_rn(q.x, s, m), __fmaf_rn(q.y, s, m)",
         FEW,
         FEW_STREAM,
+    ),
+    Mutant(
+        "scales of two levels of row g for row g + 8",
+        "conversion",
+        "cutlass_ext/gemm/warp/group_scales.h",
+        "__shfl_sync(~0u, number, lane / 4 + 8 * j);",
+        "__shfl_sync(~0u, number, lane / 4);",
+        FEW,
+        LEVELS_STREAM,
     ),
 )

@@ -8,6 +8,7 @@ KERNEL = "cutlass_ext/gemm/kernel"
 
 MINIMUMS = "w4a16_minimum"
 OF_MINIMUMS = (tests("test_grouped.py", "test_both_oracles_of_codes[minimums-cuda]"),)
+OF_TWO_LEVELS = (tests("test_grouped.py", "test_both_oracles_of_codes[two levels-cuda]"),)
 INTEGERS = "w4a16_f16_native_fine"
 
 EXPERTS = (
@@ -28,6 +29,24 @@ EXPERTS = (
         "",
         MINIMUMS,
         OF_MINIMUMS,
+    ),
+    Mutant(
+        "super-blocks of the first expert for all of them",
+        "grouped mma.sync",
+        f"{KERNEL}/grouped_gemm.h",
+        "    args.supers.select(tile.expert);\n",
+        "",
+        MINIMUMS,
+        OF_TWO_LEVELS,
+    ),
+    Mutant(
+        "the first super-block for all",
+        "grouped mma.sync, multistage",
+        "cutlass_ext/gemm/threadblock/scale_loader.h",
+        "group = supers_.size.group(row_k);",
+        "group = 0;",
+        MINIMUMS,
+        OF_TWO_LEVELS,
     ),
     Mutant(
         "weights of the expert before",

@@ -39,7 +39,7 @@ OUTLINES = {
         "Tensor? row_scale=None, Tensor? bias=None, str? activation=None, int? group_size=None, int? bits=None, "
         "str? tactic=None, str? weight_dtype=None, Tensor? global_scale=None, Tensor? minimums=None, "
         "bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None, Tensor? perm=None",
-        ("w_packed", "scales", "zeros", "minimums"),
+        ("w_packed", "scales", "zeros", "minimums", "super_scales", "super_minimums"),
         "test_grouped.py",
     )
 }

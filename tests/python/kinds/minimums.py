@@ -106,6 +106,20 @@ def of_model(dtype: torch.dtype, bits: int) -> Judged:
     return Judged(case, {"weight_dtype": dtype})
 
 
+def draw_levels(dtype: torch.dtype, bits: int) -> Any:
+    """Of two levels, with minimums and without."""
+    other = draw(OF_MINIMUMS, dtype, bits)
+
+    def case(m: int, n: int, k: int, choose: random.Random) -> Case:
+        group, zeros = choose.choice((16, 32, 64, 128)), choose.choice(("minimum", "none"))
+        super_groups = choose.choice((128, 256, 512)) // group
+        return replace(
+            other(m, n, k, choose), group_size=group, zeros=zeros, zero_dtype=None, super_groups=super_groups
+        )
+
+    return case
+
+
 class Minimums(weight_only.WeightOnly):
     name = "gemm with minimums"
     excluded = ("zeros", "global_scale", "super_scales", "super_minimums")
@@ -136,6 +150,9 @@ class Minimums(weight_only.WeightOnly):
         }
         self.families = {
             f"{short(d)} w{bits} minimums": draw(OF_MINIMUMS, d, bits) for d in SIXTEEN_BIT for bits in (4, 8)
+        }
+        self.families |= {
+            f"{short(d)} w{bits} two levels": draw_levels(d, bits) for d in SIXTEEN_BIT for bits in (4, 8)
         }
         self.asynchronous = {
             "w4a16 fp16, minimums": {"bits": 4, "dtype": torch.float16, "zeros": "minimum", "bias": True}

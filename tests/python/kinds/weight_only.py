@@ -29,7 +29,8 @@ from qcutlass.testing import Case, Problem
 M, N, K = 3, 48, 128  # 4-bit: three by two tiles
 GROUPS = 4
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm", "minimums", "residual", "global_scale")
+OF_LEVELS = ("minimums", "super_scales", "super_minimums")
+OPERANDS = ("a", "scales", "zeros", "bias", "act_scale", "perm", *OF_LEVELS, "residual", "global_scale")
 INTEGER_TYPES = {torch.uint8: _C.DType.UINT8, torch.int8: _C.DType.INT8, torch.int32: _C.DType.INT32}
 ONE = 10**6  # one group a channel
 
@@ -344,7 +345,7 @@ class WeightOnly(Description):
         "Tensor? minimums=None, bool batch_invariant=False, Tensor? super_scales=None, Tensor? super_minimums=None, "
         "Tensor? residual=None"
     )
-    settling = ("w_packed", "scales", "zeros", "minimums")
+    settling = ("w_packed", "scales", "zeros", "minimums", "super_scales", "super_minimums")
     excluded = ("minimums", "global_scale", "super_scales", "super_minimums")
     of_rows = ("residual",)
     scale = "scales"
@@ -440,6 +441,10 @@ class WeightOnly(Description):
             weights.minimum_type = types[case.zero_dtype or default]
         elif case.zeros != "none":
             weights.zero_type = types[case.zero_dtype or default]
+        if case.super_groups:
+            weights.super_groups, weights.scale_type = case.groups_of_super_block, types[torch.int8]
+            if case.zeros == "minimum":
+                weights.minimum_type = types[torch.uint8]
         result = _C.GemmArguments()
         result.m, result.weights, result.a_type = case.m, weights, types[case.dtype]
         return result

@@ -64,6 +64,7 @@ class GroupedGemm {
     args.weights += tile.expert * params.weight_bytes;
     args.scales.data += tile.expert * params.scale_bytes;
     if (args.zeros.data != nullptr) args.zeros.data += tile.expert * params.zero_bytes;
+    args.supers.select(tile.expert);
     static_cast<typename Mma::Traits::GlobalScale&>(args) = args.of_expert(tile.expert);
     output_params.bias = static_cast<uint8_t const*>(output_params.bias) +
                          int64_t(tile.expert) * output_params.channels * params.bias_bytes;

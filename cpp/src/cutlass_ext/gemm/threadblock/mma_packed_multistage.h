@@ -62,7 +62,9 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
       uint8_t const* scales =
           this->storage_.groups(place) + (this->slice_ * kSliceRows + row) * Ring::GroupLoader::kRowBytes;
       auto const row_of = [&](int strip) {
-        return warp::GroupRow{scales, scales + Ring::GroupLoader::kZeros, this->warp_m_ * WarpShape::kM + strip * 16};
+        uint8_t const* first = this->storage_.groups(place) + super_byte(Shape::kM);
+        return warp::GroupRow{scales, scales + Ring::GroupLoader::kZeros, this->warp_m_ * WarpShape::kM + strip * 16,
+                              first, first + Ring::GroupLoader::kZeros};
       };
       Scales::load(operands_, row_of(fast_min(this->lane_ / 8, kStrips - 1)), row_of, this->lane_,
                    this->args_.scales.type, this->args_.zeros.type);

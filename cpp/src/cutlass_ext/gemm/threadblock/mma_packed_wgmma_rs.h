@@ -57,6 +57,12 @@ class MmaPackedWgmmaRs {
       std::conditional_t<kExperts, epilogue::thread::ExpertOutput<Element>, epilogue::thread::BiasActivation<Element>>;
   using Epilogue = epilogue::threadblock::WgmmaEpilogue<MmaPackedWgmmaRs>;
 
+  /// The second level of scales and minimums.
+  struct SuperMaps {
+    CUtensorMap scales, minimums;  // [super-blocks][channels]
+    GroupSize size;
+    bool has_scales, has_minimums;
+  };
   struct Arguments : Traits::GlobalScale {
     TokenBoxes<Shape::kN> activations;  // [tokens][k]
     CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
@@ -72,6 +78,7 @@ class MmaPackedWgmmaRs {
     /// [experts][groups][channels / 32][2 halves][16]. Without halves, whose dimension is 1, weights are one matrix
     /// [experts * tiles_n], so that a box at an expert's end reads on, not zeros, and scales [groups][1][1][channels].
     bool has_halves;
+    std::conditional_t<qcutlass::takes_super_blocks(kMode), SuperMaps, NoSuperBlocks> supers;
   };
   /// Blocks that fetch each other's weights: the smaller operand here.
   static CUTLASS_DEVICE int sharers(Arguments const&) { return 1; }
@@ -98,6 +105,9 @@ class MmaPackedWgmmaRs {
     }
     CUTLASS_DEVICE uint8_t* scales(int place) { return rings + kScales + place * kScaleBytes; }
     CUTLASS_DEVICE uint8_t* zeros(int place) { return rings + kZeros + place * kZeroBytes; }
+    // Behind integers, whose rows lie together: in the last quarter of the place, of fp32 numbers, there is room.
+    CUTLASS_DEVICE uint8_t* super_scales(int place) { return scales(place) + kScaleBytes / 4 * 3; }
+    CUTLASS_DEVICE uint8_t* super_minimums(int place) { return zeros(place) + kZeroBytes / 4 * 3; }
   };
   using Barriers = RingBarriers<kStages>;
   /// Warps that free a place of the ring.
@@ -135,6 +145,12 @@ class MmaPackedWgmmaRs {
           if (args_.zero_type != qcutlass::DType::kNone)
             load_rows(args_.zeros, place, storage_.zeros(place) + box * args_.zero_row, channel, group);
         }
+      }
+      if constexpr (qcutlass::takes_super_blocks(kMode)) {
+        auto const& supers = args_.supers;
+        int const block = supers.size.group(k);
+        if (supers.has_scales) load_rows(supers.scales, place, storage_.super_scales(place), channel, block);
+        if (supers.has_minimums) load_rows(supers.minimums, place, storage_.super_minimums(place), channel, block);
       }
     }
 
@@ -293,7 +309,7 @@ class MmaPackedWgmmaRs {
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
       auto const at = [&](int row) {
         return warp::GroupRow{storage_.scales(place) + row * scale_row, storage_.zeros(place) + row * zero_row,
-                              strip_ * 16};
+                              strip_ * 16, storage_.super_scales(place), storage_.super_minimums(place)};
       };
       if constexpr (kLanesFindRows) {
         auto const row_of = [&](int i) { return at(__shfl_sync(~0u, row_, i * 8)); };

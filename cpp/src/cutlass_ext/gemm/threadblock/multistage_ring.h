@@ -65,7 +65,7 @@ class MultistageRing : public PackedMmaBase<Shape, WarpShape, Stages, Element, k
         weights_(args.weights, args.tiles_n, args.tiles_k, args.halves, channel / 16, first_k / LayoutA::kTileK,
                  (end_k + LayoutA::kTileK - 1) / LayoutA::kTileK),
         tokens_(args.activations, args.activation_stride, args.tokens, token, first_k, end_k, args.source),
-        groups_(args.scales, args.zeros, args.group_size, args.halves, channel),
+        groups_(args.scales, args.zeros, args.group_size, args.supers, args.halves, channel),
         blocks_(args.blocks, channel, args.channels, token, args.tokens, threadIdx.x) {
     // ldmatrix of 16 tokens x a step: lanes 0-7 and 8-15 name the rows of the two k halves of 8 tokens, 16-31 of the
     // others

@@ -76,6 +76,7 @@ struct PackedMma {
     BlockScaleMatrices blocks;
     std::conditional_t<kGathers, GatheredRows, OwnRows> source;                 // of a token
     std::conditional_t<kGathers, layout::GateHalves, layout::NoHalves> halves;  // where channels lie
+    SuperBlocksOf<kMode> supers;
   };
 };
 

@@ -78,7 +78,9 @@ class StreamFragments {
           place + Place::kGroups + Ring::GroupLoader::kZeros + row * Ring::GroupLoader::kZeroRowBytes;
       if constexpr (qcutlass::takes_any_type(Traits::kMode) || qcutlass::has_float_codes(Traits::kPacking)) {
         auto const row_of = [&](int i) {
-          return warp::GroupRow{scales, zeros, first_channel_ - lane_ / 4 + (m + i) * 16};
+          uint8_t const* const first = place + Place::kGroups + super_byte(Base::Shape::kM);
+          return warp::GroupRow{scales, zeros, first_channel_ - lane_ / 4 + (m + i) * 16, first,
+                                first + Ring::GroupLoader::kZeros};
         };
         Scales::load(operands, row_of(0), row_of, lane_, scale_type, zero_type);
       } else {

@@ -133,6 +133,7 @@ class StreamActivationLoader {
 };
 
 /// Copies the rows of scales and zeros of a stage, kRows each: row r serves k = r * kStageK / kRows and what follows.
+/// Numbers of super-blocks come with the first row.
 template <class Traits, int kChannels, int kRows, int kStageK, int kThreads>
 class StreamGroupLoader {
  public:
@@ -147,7 +148,12 @@ class StreamGroupLoader {
       : args_(args),
         thread_(thread),
         scales_(args.scales, args.halves, channel, thread),
-        zeros_(args.zeros, args.halves, channel, thread) {}
+        zeros_(args.zeros, args.halves, channel, thread) {
+    if constexpr (kLevels) {
+      scales_.add(args.supers.scales, args.halves, channel, thread);
+      zeros_.add(args.supers.minimums, args.halves, channel, thread);
+    }
+  }
 
   /// For the stage at k; rows beyond the end of k are copies of the last.
   CUTLASS_DEVICE void copy(uint8_t* stage, int k) const {
@@ -156,12 +162,16 @@ class StreamGroupLoader {
   }
 
  private:
+  static constexpr bool kLevels = qcutlass::takes_super_blocks(Traits::kMode);
+
   /// A thread's chunks of 16 bytes in the rows of a matrix.
   template <int kRowBytes>
   struct Rows {
     static constexpr int kChunks = kRowBytes / 16, kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
     uint8_t const* from[kCopies];  // in the first group's row
     int row[kCopies];              // negative: nothing to copy
+    unsigned stride[kCopies];      // bytes from one group's row, or super-block's, to the next
+    bool is_super[kCopies];
 
     template <class Halves>
     CUTLASS_DEVICE Rows(GroupMatrix const& matrix, Halves const& halves, int channel, int thread) {
@@ -173,6 +183,24 @@ class StreamGroupLoader {
                             (first_byte < matrix.row_bytes);  // no branches
         from[i] = matrix.data + first_byte;
         row[i] = exists ? chunk / kChunks : -1;
+        stride[i] = unsigned(matrix.stride);
+        is_super[i] = false;
+      }
+    }
+
+    /// The chunks of super-blocks, where integers leave room to them.
+    template <class Halves>
+    CUTLASS_DEVICE void add(GroupMatrix const& supers, Halves const& halves, int channel, int thread) {
+      if (supers.data == nullptr) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCopies; ++i) {
+        int const chunk = thread + i * kThreads, byte = chunk * 16 - super_byte(kChannels);
+        if (chunk >= kChunks || byte < 0) continue;
+        int const first_byte = supers.byte(halves, channel, byte);
+        from[i] = supers.data + first_byte;
+        row[i] = first_byte < supers.row_bytes ? 0 : -1;
+        stride[i] = unsigned(supers.stride);
+        is_super[i] = true;
       }
     }
   };
@@ -181,10 +209,14 @@ class StreamGroupLoader {
   CUTLASS_DEVICE void copy(uint8_t* to, Rows<kRowBytes> const& rows, GroupMatrix const& matrix, int k) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Rows<kRowBytes>::kCopies; ++i) {
-      unsigned const group = args_.group_size.group(fast_min(k + rows.row[i] * (kStageK / kRows), args_.k - 1));
+      int const row_k = fast_min(k + rows.row[i] * (kStageK / kRows), args_.k - 1);
+      unsigned group = args_.group_size.group(row_k);
+      if constexpr (kLevels)
+        if (rows.is_super[i]) group = args_.supers.size.group(row_k);
+      unsigned const stride = kLevels ? rows.stride[i] : uint32_t(matrix.stride);
       if (rows.row[i] >= 0)
         arch::cp_async<16, arch::CacheOperation::Global>(to + (thread_ + i * kThreads) * 16,
-                                                         rows.from[i] + uint64_t(group) * uint32_t(matrix.stride));
+                                                         rows.from[i] + uint64_t(group) * stride);
     }
   }
 

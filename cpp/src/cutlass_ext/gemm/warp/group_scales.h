@@ -10,10 +10,12 @@
 
 namespace cutlass::gemm::warp {
 
-/// Where the scales and zeros of a strip for one group lie: a row of each, and the strip's first channel in them.
+/// Where the scales and zeros of a strip for one group lie: a row of each, and the strip's first channel in them; and
+/// the rows of its super-block, if there are two levels.
 struct GroupRow {
   uint8_t const *scales, *zeros;
   int channel;
+  uint8_t const *super_scales, *super_minimums;
 };
 
 // One branch for all elements, so that they come from shared memory together, and for scales, which are floats, three
@@ -122,11 +124,55 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
   static CUTLASS_DEVICE Operands symmetric() { return {}; }
 };
 
-/// Minimums are read as real-valued zeros are.
+/// Minimums are read as real-valued zeros are. Of two levels each lane multiplies one number, of a channel's scale or,
+/// lanes 16 and up, minimum, and hands it to the four that it belongs to: half of what they would do themselves.
 template <class Element, int Bits>
 struct GroupScales<Element, Bits, qcutlass::ScaleMode::kMinimum>
     : GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat> {
+  using Base = GroupScales<Element, Bits, qcutlass::ScaleMode::kFloat>;
   using Converter = arch::MinimumConverter<Element, Bits>;
+  using Operands = typename Converter::Operands;
+
+  template <int kCount, class RowOf>
+  static CUTLASS_DEVICE void load(Operands (&operands)[kCount], GroupRow const& own, RowOf const& row_of, int lane,
+                                  qcutlass::DType scale_type, qcutlass::DType zero_type) {
+    bool const has_levels = scale_type == qcutlass::DType::kInt8 || scale_type == qcutlass::DType::kUInt8;
+    if (has_levels)
+      load_levels(operands, row_of, lane, scale_type, zero_type);
+    else
+      Base::load(operands, own, row_of, lane, scale_type, zero_type);
+  }
+
+ private:
+  template <int kCount, class RowOf>
+  static CUTLASS_DEVICE void load_levels(Operands (&operands)[kCount], RowOf const& row_of, int lane,
+                                         qcutlass::DType scale_type, qcutlass::DType minimum_type) {
+    bool const has_minimums = minimum_type != qcutlass::DType::kNone, is_minimum = lane >= 16 && has_minimums;
+    // An integer q as the float 2^23 + q, whose last bit counts one; signed ones as q + 128.
+    uint32_t const flip = (is_minimum ? minimum_type : scale_type) == qcutlass::DType::kInt8 ? 0x80 : 0;
+    float const base = 0x1p23f + float(flip);
+    uint32_t integers[kCount];
+    half_t supers[kCount];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      GroupRow const row = row_of(i);
+      int const channel = row.channel + lane % 16;
+      integers[i] = (is_minimum ? row.zeros : row.scales)[channel];
+      supers[i] = reinterpret_cast<half_t const*>(is_minimum ? row.super_minimums : row.super_scales)[channel];
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      float const number = (__uint_as_float(0x4b000000 | (integers[i] ^ flip)) - base) * float(supers[i]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        float const scale = __shfl_sync(~0u, number, lane / 4 + 8 * j);
+        operands[i].scale[j] = scale;
+        // Symmetric codes: 2^(Bits - 1) scale, exact, so that the fused step rounds (code - 2^(Bits - 1)) scale.
+        operands[i].zero[j] = has_minimums ? __shfl_sync(~0u, number, lane / 4 + 8 * j + 16)
+                                           : scale * float(qcutlass::symmetric_zero(Bits));
+      }
+    }
+  }
 };
 
 /// 4-by-8-bit products: weights are codes less their zeros, and scales those of sums.
