@@ -220,12 +220,35 @@ def test_on_gpus(name: str, seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("minimums", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_codes_that_overflow(bits: int, minimums: bool, seed: int) -> None:
+    """Though sums of weights do not: activations near the end of bfloat16, small scales; and infinite ones."""
+    case = Case(3, 48, 512, bits, 32, "minimum" if minimums else "none", BF16, super_groups=8)
+    problem = case.random(device="cuda", seed=seed)
+    a = torch.zeros_like(problem.a)
+    a[0, 40], a[1, 300], a[2] = 2.0**127, torch.inf, problem.a[2]
+    problem = replace(problem, a=a, super_scales=problem.super_scales / 8)  # type: ignore[operator]
+    weight = problem.weight()
+    w_packed = qcutlass.preprocess_weights(problem.codes, problem.bits)
+    for tactic in qcutlass.tactics(qcutlass.gemm, a, w_packed, problem.scales, **problem.keywords):
+        try:
+            out = product(problem, tactic=tactic, split_k=1)
+        except UnsupportedError:
+            continue
+        testing.assert_equal(out[0], weight[:, 40].bfloat16() * a[0, 40], label=tactic)
+        testing.assert_equal(out[1], (weight[:, 300] * torch.inf).bfloat16(), label=tactic)
+        rounded = weight_dtype(a, w_packed, problem.scales, **problem.keywords, tactic=tactic)
+        testing.assert_close(out[2:], replace(problem, a=a[2:]).reference(rounded), label=tactic)
+
+
+@pytest.mark.gpu
 def test_layers_on_gpus_keep_two_levels(seed: int) -> None:
-    problem = Case(5, 48, 512, 4, 32, "minimum", F16, super_groups=8).random(seed=seed)
-    layer = WeightOnlyLinear(quantized(problem)).cuda()
+    problem = Case(5, 48, 512, 4, 32, "minimum", F16, super_groups=8).random(device="cuda", seed=seed)
+    layer = WeightOnlyLinear(quantized(problem))
     assert layer.super_scales is not None
     assert layer.scales.dtype == torch.int8
-    testing.assert_close(layer(problem.a.cuda()).cpu(), problem.reference(F16), label=problem)
+    assert torch.equal(layer(problem.a), product(problem))
     embedding = QuantEmbedding(layer)
     assert torch.equal(embedding(torch.tensor([5], device="cuda")), layer.weights()[5:6])
 

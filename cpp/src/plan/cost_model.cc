@@ -139,11 +139,13 @@ double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves,
          (shared - shared / split_k) * costs.exchange;
 }
 
-/// The streaming loop scales the sums of groups of any size by powers of two every other step. By other scales it does
-/// so every step, with branches by their type: 9 is set so that NVFP4, of 1 and 16 rows, is predicted to be slower than
-/// MXFP4 about as it was measured to be.
-double scalings_a_step(Operand const& weights) {
-  return weights.scale_type == DType::kFloat8E8M0 && weights.group % 32 == 0 ? 0.5 : 9;
+/// The streaming loop scales the sums of groups of any size by powers of two every other step, and those of codes with
+/// minimums. By other scales of floating codes it does so every step, with branches by their type: 9 is set so that
+/// NVFP4, of 1 and 16 rows, is predicted to be slower than MXFP4 about as it was measured to be.
+double scalings_a_step(Problem const& p) {
+  bool const by_pairs = p.weights.group % 32 == 0;
+  if (p.kind.mode == ScaleMode::kMinimum) return by_pairs ? 0.5 : 1;
+  return p.weights.scale_type == DType::kFloat8E8M0 && by_pairs ? 0.5 : 9;
 }
 
 /// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
@@ -157,8 +159,8 @@ double compute(Problem const& p, Model const& model, Tactic const& t, Waves cons
   int const slice_k = t.slice_k(kind.packing);
   double const accumulators = strips * columns;
   double promotions = kind.is_promoted() ? slice_k / promoted_k(kind.mode) * accumulators : 0;
-  if (streams_scaled_groups(kind) && scales_sums(t, kind))
-    promotions = slice_k / step_k(kind.packing) * scalings_a_step(p.weights) * accumulators;
+  if (kind.mode != ScaleMode::kNative && scales_sums(t, kind))
+    promotions = slice_k / step_k(kind.packing) * scalings_a_step(p) * accumulators;
   double const slice =
       static_cast<double>(slice_k) / step_k(kind.packing) * step + promotions * model.costs.promotion + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps / 4.0);

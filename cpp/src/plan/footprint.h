@@ -22,9 +22,10 @@ constexpr int zero_bytes(ScaleMode mode) { return takes_any_type(mode) ? 4 : 1; 
 constexpr int block_row(int channels, int tokens) { return (tokens + channels / 16 + 3) / 4 * 4; }
 
 /// Whether sums are scaled instead of weights: by the streaming loop, where a group spans many columns, or of any size
-/// where streams_scaled_groups says so.
+/// where streams_scaled_groups or streams_minimum_sums says so.
 constexpr bool scales_sums(Tactic const& t, Kind const& kind) {
-  return t.mainloop == Mainloop::kStream && (kind.mode == ScaleMode::kNative || streams_scaled_groups(kind));
+  return t.mainloop == Mainloop::kStream &&
+         (kind.mode == ScaleMode::kNative || streams_scaled_groups(kind) || streams_minimum_sums(kind.mode, t.tokens));
 }
 
 /// Whether weights are rounded to the activations' type.

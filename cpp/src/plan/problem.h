@@ -111,13 +111,16 @@ struct Kind {
 };
 
 /// Whether the streaming loop scales the sums of groups of any size: of floating codes, which are operands as they are
-/// or with one instruction more. Offsets would have to be multiplied out of sums: an infinite activation would give
-/// NaN.
+/// or with one instruction more.
 constexpr bool streams_scaled_groups(Packing packing, ScaleMode mode) {
   return packing == Packing::kE2M1A16 ? mode != ScaleMode::kNative
                                       : packing == Packing::kE4M3A16 && mode == ScaleMode::kFloat;
 }
 constexpr bool streams_scaled_groups(Kind const& kind) { return streams_scaled_groups(kind.packing, kind.mode); }
+
+/// Whether it does so, with so many tokens, for codes with minimums, whose share of the sums takes MMAs of its own:
+/// more than converting them does, but for the fewest tokens.
+constexpr bool streams_minimum_sums(ScaleMode mode, int tokens) { return mode == ScaleMode::kMinimum && tokens == 8; }
 
 /// The number of elements that share a scale.
 enum class Granularity : uint8_t {

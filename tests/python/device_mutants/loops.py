@@ -11,6 +11,8 @@ EPILOGUE = "cutlass_ext/epilogue"
 FEW = "w4a16_minimum"
 FEW_STREAM = (tactic("gemm with minimums-float16 w4", "stream_n64m16k512w4_s3"),)
 LEVELS_STREAM = (tactic("gemm with minimums-float16 w4 two levels", "stream_n64m16k512w4_s3"),)
+FEW_TOKENS = (tactic("gemm with minimums-float16 w4", "stream_n32m8k1024w8_s3"),)
+NOT_FINITE = (tests("test_super_blocks.py", "test_sums_of_codes_that_overflow["),)
 FINE = "w4a16_bf16_native_fine"
 FINE_STREAM = (tactic("gemm-bfloat16 w4 groups of 16 and more", "stream_n64m16k512w4_s3"),)
 FLOAT_CODES = (tests("test_float_codes.py", "test_every_tactic[dtype0-e2m1-"),)
@@ -58,10 +60,37 @@ STREAM = (
         "the first super-block for all",
         "stream",
         f"{THREADBLOCK}/stream_loaders.h",
-        "group = args_.supers.size.group(row_k);",
-        "group = 0;",
+        "group = args_.supers.size.group(k), stride",
+        "group = 0, stride",
         FEW,
         LEVELS_STREAM,
+    ),
+    Mutant(
+        "minimums by the activations of a group's first step alone",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "multiply_group<kGroupSteps>(tokens, b, s,",
+        "multiply_group<1>(tokens, b, s,",
+        FEW,
+        FEW_TOKENS,
+    ),
+    Mutant(
+        "minimums are added to sums",
+        "stream",
+        "cutlass_ext/gemm/warp/minimum_sums.h",
+        "fmaf(-by.minimum",
+        "fmaf(by.minimum",
+        FEW,
+        FEW_TOKENS,
+    ),
+    Mutant(
+        "sums that are not finite stay",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "    if (__any_sync(~0u, odd))\n",
+        "    if (false && __any_sync(~0u, odd))\n",
+        FEW,
+        NOT_FINITE,
     ),
     Mutant(
         "zeros of the next stage",

@@ -2,7 +2,8 @@
 // of their way. Differences from MmaPackedMultistage:
 //   - every slice of k has a ring of its own (stream_ring.h);
 //   - sums of exact products are scaled in fp32, once a group, where that is cheaper than scaling the weights
-//     (streams_scaled_sums): of (code - zero) * activation where groups span at least 64 k, else as group_sums.h says.
+//     (scales_sums): of (code - zero) * activation where groups span at least 64 k, else as group_sums.h and
+//     minimum_sums.h say.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/stream_fragments.h"
@@ -10,6 +11,7 @@
 #include "cutlass_ext/gemm/warp/block_promotion.h"
 #include "cutlass_ext/gemm/warp/group_promotion.h"
 #include "cutlass_ext/gemm/warp/group_sums.h"
+#include "cutlass_ext/gemm/warp/minimum_sums.h"
 
 namespace cutlass::gemm::threadblock {
 
@@ -57,20 +59,10 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   CUTLASS_DEVICE void operator()(FragmentC& accumulators) {
     ring_.fill();
     accumulators.clear();
-    uint8_t *read = places_[0], *write = places_[kStages - 1];
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int left = ring_.stages(); left > 0; --left) {
-      ring_.wait();
-      if (left >= kStages)
-        ring_.refill(write);
-      else
-        arch::allow_next_grid();  // nothing left to load: the next kernel's weights may come
-      arch::cp_async_fence();
-      accumulate(accumulators, read, ring_.k());
-      ring_.advance();
-      write = read;  // the place that is free now
-      read = read == places_[kStages - 1] ? places_[0] : read + places_.bytes;
-    }
+    if constexpr (kMinimumSums)
+      accumulate_scaled_groups(accumulators);
+    else
+      for_each_stage([&](uint8_t const* place) { accumulate(accumulators, place, ring_.k()); });
     ring_.drain();
     group_sums_.finish(accumulators);
     args_.apply(accumulators);
@@ -80,6 +72,9 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   using Fragments = StreamFragments<Base, Ring>;
   using Tokens = typename Fragments::Tokens;
   using Codes = typename Fragments::Codes;
+  static constexpr int kPartSteps = Fragments::kPartSteps;
+  using PartTokens = uint32_t[kColumns][kPartSteps][2];
+  using PartCodes = uint32_t[kPartSteps * LayoutA::kWords];
   using Scales = typename Traits::Scales;
   using Converter = typename Scales::Converter;
   using Operands = typename Scales::Operands;
@@ -90,6 +85,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// Scale the sums instead of the weights: native ones, with zeros that are taken off codes, or those of GroupSums.
   static constexpr bool kNativeSums = kMode == qcutlass::ScaleMode::kNative;
   static constexpr bool kGroupSums = qcutlass::streams_scaled_groups(kPacking, kMode);
+  static constexpr bool kMinimumSums = qcutlass::streams_minimum_sums(kMode, Shape::kN);
   struct NoGroupSums {
     CUTLASS_DEVICE NoGroupSums(int, qcutlass::DType) {}
     template <class Sums>
@@ -102,6 +98,25 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// Blockwise: sums of blocks of k are scaled into the accumulators.
   static constexpr bool kBlockwise = qcutlass::is_promoted(kMode);
   static constexpr int kPromotedSteps = qcutlass::promoted_k(kMode) / kStepK;
+
+  /// Calls stage(place) for every stage, which lies in `place`.
+  template <class Stage>
+  CUTLASS_DEVICE void for_each_stage(Stage const& stage) {
+    uint8_t *read = places_[0], *write = places_[kStages - 1];
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int left = ring_.stages(); left > 0; --left) {
+      ring_.wait();
+      if (left >= kStages)
+        ring_.refill(write);
+      else
+        arch::allow_next_grid();  // nothing left to load: the next kernel's weights may come
+      arch::cp_async_fence();
+      stage(read);
+      ring_.advance();
+      write = read;  // the place that is free now
+      read = read == places_[kStages - 1] ? places_[0] : read + places_.bytes;
+    }
+  }
 
   /// The products of the stage at k, strip by strip.
   CUTLASS_DEVICE void accumulate(FragmentC& accumulators, uint8_t const* place, int k) {
@@ -250,6 +265,139 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
         for (int n = 0; n < kColumns; ++n)
           group_sums_.template add<kPowers>(sums[i + n * kStrips], group[i][n], words[i]);
       }
+    }
+  }
+
+  /// All products of codes with minimums, or with scales of two levels. Each kind has a loop of its own, so that it has
+  /// all registers.
+  CUTLASS_DEVICE void accumulate_scaled_groups(FragmentC& accumulators) {
+    pairs_of_steps_ ? accumulate_scaled_groups<2>(accumulators) : accumulate_scaled_groups<1>(accumulators);
+  }
+  template <int kGroupSteps>
+  CUTLASS_DEVICE void accumulate_scaled_groups(FragmentC& accumulators) {
+    bool const has_levels = args_.scales.type == qcutlass::DType::kInt8 || args_.scales.type == qcutlass::DType::kUInt8;
+    if (!has_levels)
+      accumulate_scaled_groups<kGroupSteps, true>(accumulators, one_level());
+    else if (args_.zeros.data != nullptr)
+      accumulate_scaled_groups<kGroupSteps, true>(accumulators, two_levels<true>());
+    else
+      accumulate_scaled_groups<kGroupSteps, false>(accumulators, two_levels<false>());
+  }
+
+  /// kGroupSteps: a group has as many columns, or a multiple of that. Stages are gone through in halves, for want of
+  /// registers.
+  template <int kGroupSteps, bool kMinimums, class Numbers>
+  CUTLASS_DEVICE void accumulate_scaled_groups(FragmentC& accumulators, Numbers const& numbers) {
+    Sums* const sums = reinterpret_cast<Sums*>(&accumulators);
+    for_each_stage([&](uint8_t const* place) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int first = 0; first < kSteps; first += kPartSteps) {
+        PartTokens b;
+        fragments_.load_tokens(b, place, first);
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < kStrips; m += kTogether)
+          accumulate_part<kGroupSteps, kMinimums>(sums + m, place, m, first, b, numbers);
+      }
+    });
+  }
+
+  template <int kGroupSteps, bool kMinimums, class Numbers>
+  CUTLASS_DEVICE void accumulate_part(Sums* sums, uint8_t const* place, int m, int first, PartTokens const& b,
+                                      Numbers const& numbers) const {
+    static_assert(kStrips % kTogether == 0 && kColumns == 1);
+    using Integers = warp::IntegerOperands<Element, LayoutA::kBits, kMinimums>;
+    constexpr int kTileSteps = LayoutA::kTileK / kStepK;
+    PartCodes codes[kTogether];
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kPartSteps / kTileSteps; ++tile)
+      fragments_.load_codes(codes, place, m, tile, first / kTileSteps);
+    Sums before[kTogether];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kTogether; ++i) before[i] = sums[i];
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < kPartSteps; s += kGroupSteps) {
+      warp::GroupNumbers by[kTogether];
+      Sums group[kTogether], tokens;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTogether; ++i) by[i] = load_numbers(numbers, place, first + s, m + i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        multiply_group<kGroupSteps>(group[i], b, s, [&](uint32_t(&a)[4], int step) {
+          uint32_t const* const code = codes[i] + step * LayoutA::kWords;
+          a[0] = Integers::template number<0>(code), a[1] = Integers::template number<1>(code);
+          a[2] = Integers::template number<2>(code), a[3] = Integers::template number<3>(code);
+        });
+      }
+      if constexpr (kMinimums) {
+        multiply_group<kGroupSteps>(tokens, b, s,
+                                    [](uint32_t(&a)[4], int) { a[0] = a[1] = a[2] = a[3] = Integers::ones(); });
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTogether; ++i) warp::add_group<kMinimums>(sums[i], group[i], tokens, by[i]);
+    }
+    bool odd = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kTogether * 4; ++i) odd |= warp::is_odd(sums[i / 4][i % 4]);
+    if (__any_sync(~0u, odd)) replace_odd<kGroupSteps, kMinimums>(sums, before, place, m, first, b, codes, numbers);
+  }
+
+  /// Those that are not finite anew, by dequantised weights.
+  template <int kGroupSteps, bool kMinimums, class Numbers>
+  CUTLASS_DEVICE void replace_odd(Sums* sums, Sums (&others)[kTogether], uint8_t const* place, int m, int first,
+                                  PartTokens const& b, PartCodes const (&codes)[kTogether],
+                                  Numbers const& numbers) const {
+    constexpr float kMiddle = float(qcutlass::symmetric_zero(LayoutA::kBits));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kTogether; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int s = 0; s < kPartSteps; s += kGroupSteps) {
+        warp::GroupNumbers const by = load_numbers(numbers, place, first + s, m + i);
+        Operands op;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 2; ++j)
+          op.scale[j] = by.scale[j], op.zero[j] = kMinimums ? by.minimum[j] : by.scale[j] * kMiddle;
+        CUTLASS_PRAGMA_UNROLL
+        for (int step = s; step < s + kGroupSteps; ++step) {
+          uint32_t a[4];
+          dequantize(a, codes[i] + step * LayoutA::kWords, op);
+          mma(others[i], a, b[0][step], others[i]);
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < 4; ++e) sums[i][e] = warp::is_odd(sums[i][e]) ? others[i][e] : sums[i][e];
+    }
+  }
+
+  CUTLASS_DEVICE warp::OneLevel one_level() const {
+    return {fragments_.first_channel(), Ring::GroupLoader::kZeros, args_.scales.type, args_.zeros.type};
+  }
+  template <bool kMinimums>
+  CUTLASS_DEVICE warp::TwoLevels<kMinimums> two_levels() const {
+    int const lane = int(threadIdx.x) % 32;
+    return {fragments_.first_channel() - lane / 4,
+            lane,
+            super_byte(Shape::kM),
+            Ring::GroupLoader::kZeros,
+            args_.scales.type,
+            args_.zeros.type};
+  }
+
+  template <class Numbers>
+  CUTLASS_DEVICE warp::GroupNumbers load_numbers(Numbers const& numbers, uint8_t const* place, int step, int m) const {
+    uint8_t const* const scales = place + Ring::Place::kGroups;
+    return numbers.load(scales, scales + step / kRowSteps * Ring::GroupLoader::kScaleRowBytes, m);
+  }
+
+  /// The sums over the steps of a group from step s on; fill(a, step) makes operand A.
+  template <int kGroupSteps, class Fill>
+  static CUTLASS_DEVICE void multiply_group(Sums& group, PartTokens const& b, int s, Fill const& fill) {
+    Products zero;
+    zero.clear();
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = s; step < s + kGroupSteps; ++step) {
+      uint32_t a[4];
+      fill(a, step);
+      mma(group, a, b[0][step], step == s ? zero : group);
     }
   }
 

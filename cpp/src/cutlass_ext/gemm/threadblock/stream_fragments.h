@@ -19,6 +19,7 @@ class StreamFragments {
   static constexpr int kSteps = Base::kSteps, kColumns = Base::kColumns;
 
   using Tokens = uint32_t[kColumns][kSteps][2];      // operand B of a stage
+  static constexpr int kPartSteps = 4;               // of half of a stage
   using Codes = uint32_t[kSteps * LayoutA::kWords];  // of a strip
 
   CUTLASS_DEVICE StreamFragments(int warp, int lane)
@@ -40,29 +41,33 @@ class StreamFragments {
   /// The lane's row g of the first strip, within the block's tile.
   CUTLASS_DEVICE int first_channel() const { return first_channel_; }
 
-  CUTLASS_DEVICE void load_tokens(Tokens& b, uint8_t const* place) const {
+  /// Operand B of so many steps, from step `first` on, a multiple of 4.
+  template <int kCount>
+  CUTLASS_DEVICE void load_tokens(uint32_t (&b)[kColumns][kCount][2], uint8_t const* place, int first = 0) const {
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kColumns; ++n) {
       CUTLASS_PRAGMA_UNROLL
-      for (int s = 0; s < kSteps; s += 2) {  // ldmatrix: the 4 chunks of two steps; the swizzle flips their bit 2
+      for (int s = 0; s < kCount; s += 2) {  // ldmatrix: the 4 chunks of two steps; the swizzle flips their bit 2
         Array<unsigned, 4> fragment;
         int const offset = s % 4 == 0 ? token_offset_[n] : token_offset_[n] ^ 64;
-        arch::ldsm<layout::RowMajor, 4>(fragment, place + Place::kTokens + s / 4 * 128 + offset);
+        arch::ldsm<layout::RowMajor, 4>(fragment, place + Place::kTokens + (first + s) / 4 * 128 + offset);
         b[n][s][0] = fragment[0], b[n][s][1] = fragment[1];
         b[n][s + 1][0] = fragment[2], b[n][s + 1][1] = fragment[3];
       }
     }
   }
 
-  /// The lane's codes of packed tile `tile` of kCount strips from strip m on.
-  template <int kCount>
-  CUTLASS_DEVICE void load_codes(Codes (&codes)[kCount], uint8_t const* place, int m, int tile) const {
+  /// The lane's codes of packed tile `tile`, and of so many tiles of a stage before it, of kCount strips from strip m
+  /// on.
+  template <int kCount, int kWords>
+  CUTLASS_DEVICE void load_codes(uint32_t (&codes)[kCount][kWords], uint8_t const* place, int m, int tile,
+                                 int before = 0) const {
     int const byte = LayoutA::kConverts ? lane_ * 16 : lane_byte_;  // the former needs no register
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i)
       Traits::load_codes(codes[i] + tile * 4, place + Place::kWeights +
                                                   (first_channel_ / 16 + m + i) * Ring::WeightLoader::kStripBytes +
-                                                  tile * LayoutA::kTileBytes + byte);
+                                                  (before + tile) * LayoutA::kTileBytes + byte);
   }
 
   /// The scales and zeros of kCount strips from strip m on in row `row` of a stage.

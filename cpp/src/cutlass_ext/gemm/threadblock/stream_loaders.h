@@ -157,12 +157,17 @@ class StreamGroupLoader {
 
   /// For the stage at k; rows beyond the end of k are copies of the last.
   CUTLASS_DEVICE void copy(uint8_t* stage, int k) const {
-    copy(stage, scales_, args_.scales, k);
-    if (args_.zeros.data != nullptr) copy(stage + kZeros, zeros_, args_.zeros, k);
+    uint32_t supers = 0;
+    if constexpr (kLevels) supers = uint32_t(args_.supers.scales.stride);
+    copy(stage, scales_, args_.scales, supers, k);
+    if constexpr (kLevels) supers = uint32_t(args_.supers.minimums.stride);
+    if (args_.zeros.data != nullptr) copy(stage + kZeros, zeros_, args_.zeros, supers, k);
   }
 
  private:
   static constexpr bool kLevels = qcutlass::takes_super_blocks(Traits::kMode);
+
+  static constexpr int kSuperRow = kRows;  // in place of a row: a chunk of super-blocks
 
   /// A thread's chunks of 16 bytes in the rows of a matrix.
   template <int kRowBytes>
@@ -170,8 +175,6 @@ class StreamGroupLoader {
     static constexpr int kChunks = kRowBytes / 16, kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
     uint8_t const* from[kCopies];  // in the first group's row
     int row[kCopies];              // negative: nothing to copy
-    unsigned stride[kCopies];      // bytes from one group's row, or super-block's, to the next
-    bool is_super[kCopies];
 
     template <class Halves>
     CUTLASS_DEVICE Rows(GroupMatrix const& matrix, Halves const& halves, int channel, int thread) {
@@ -183,8 +186,6 @@ class StreamGroupLoader {
                             (first_byte < matrix.row_bytes);  // no branches
         from[i] = matrix.data + first_byte;
         row[i] = exists ? chunk / kChunks : -1;
-        stride[i] = unsigned(matrix.stride);
-        is_super[i] = false;
       }
     }
 
@@ -198,22 +199,21 @@ class StreamGroupLoader {
         if (chunk >= kChunks || byte < 0) continue;
         int const first_byte = supers.byte(halves, channel, byte);
         from[i] = supers.data + first_byte;
-        row[i] = first_byte < supers.row_bytes ? 0 : -1;
-        stride[i] = unsigned(supers.stride);
-        is_super[i] = true;
+        row[i] = first_byte < supers.row_bytes ? kSuperRow : -1;
       }
     }
   };
 
+  /// `supers`: bytes from one super-block's row to the next.
   template <int kRowBytes>
-  CUTLASS_DEVICE void copy(uint8_t* to, Rows<kRowBytes> const& rows, GroupMatrix const& matrix, int k) const {
+  CUTLASS_DEVICE void copy(uint8_t* to, Rows<kRowBytes> const& rows, GroupMatrix const& matrix, uint32_t supers,
+                           int k) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Rows<kRowBytes>::kCopies; ++i) {
-      int const row_k = fast_min(k + rows.row[i] * (kStageK / kRows), args_.k - 1);
-      unsigned group = args_.group_size.group(row_k);
+      unsigned group = args_.group_size.group(fast_min(k + rows.row[i] * (kStageK / kRows), args_.k - 1));
+      uint32_t stride = uint32_t(matrix.stride);
       if constexpr (kLevels)
-        if (rows.is_super[i]) group = args_.supers.size.group(row_k);
-      unsigned const stride = kLevels ? rows.stride[i] : uint32_t(matrix.stride);
+        if (rows.row[i] == kSuperRow) group = args_.supers.size.group(k), stride = supers;
       if (rows.row[i] >= 0)
         arch::cp_async<16, arch::CacheOperation::Global>(to + (thread_ + i * kThreads) * 16,
                                                          rows.from[i] + uint64_t(group) * stride);
