@@ -8,6 +8,7 @@
 // bit.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #include "cutlass_ext/arch/dequantize.h"
@@ -98,5 +99,9 @@ class TwoLevels {
   int byte_, supers_;
   uint32_t flip_;
 };
+
+/// Whether a sum has to be taken anew by weights: where an activation is infinite their signs decide what it is, and
+/// sums of codes may overflow where those of weights do not.
+CUTLASS_DEVICE bool is_odd(float sum) { return !(fabsf(sum) <= std::numeric_limits<float>::max()); }
 
 }  // namespace cutlass::gemm::warp
