@@ -226,14 +226,28 @@ TEST(GroupedSelection, TakesCodesOfAnyKind) {
   takes([](WeightArguments& w) { w.minimum_type = w.scale_type; });
 }
 
-TEST(GroupedSelection, RefusesScalesOfTwoLevels) {
+TEST(GroupedSelection, TakesScalesOfTwoLevels) {
   GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
-  arguments.weights.super_groups = 8;
+  arguments.weights.group_size = 32;
+  arguments.weights.scale_type = DType::kInt8;
+  for (int64_t super_groups : {4, 8, 64}) {
+    arguments.weights.super_groups = super_groups;
+    EXPECT_EQ(kind_of(arguments).mode, ScaleMode::kMinimum);
+    EXPECT_FALSE(candidates(arguments, selection::kH200).empty());
+  }
+}
+
+TEST(GroupedSelection, RefusesSuperBlocksThatStagesReachOver) {
+  GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
+  arguments.weights.group_size = 32;
+  arguments.weights.scale_type = DType::kInt8;
+  arguments.weights.super_groups = 2;
   try {
     candidates(arguments, selection::kH200);
     FAIL() << "expected Unsupported";
   } catch (Unsupported const& error) {
-    EXPECT_NE(std::string(error.what()).find("super_scales: the CUDA kernels take"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("super_scales: the CUDA kernels take super-blocks of multiples of 128"),
+              std::string::npos);
   }
 }
 

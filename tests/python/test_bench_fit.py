@@ -35,12 +35,17 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Explanation]:
     """`explain` of the product that the bench measures under this name, written here once more."""
-    if scheme in ("w4a16_g128", "mxfp4"):
+    if scheme in ("w4a16_g128", "mxfp4", "q4_k"):
         packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.uint8), bits=4)
         a = meta(m, k, dtype=torch.float16)
         if scheme == "mxfp4":
             scales = meta(k // 32, n, dtype=torch.float8_e8m0fnu)
             return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, weight_dtype="e2m1")
+        if scheme == "q4_k":
+            levels = {f"super_{name}": meta(k // 256, n, dtype=torch.float16) for name in ("scales", "minimums")}
+            levels["minimums"] = meta(k // 32, n, dtype=torch.uint8)
+            scales = meta(k // 32, n, dtype=torch.int8)
+            return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, **levels)
         return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, meta(k // 128, n, dtype=torch.float16))
     packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.int8), bits=8, activations="int8")
     a, f32 = meta(m, k, dtype=torch.int8), torch.float32
@@ -78,7 +83,7 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], **facts: Any) -> Measuremen
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> Measurements:
     """Rows of every class; their times are today's predictions."""
-    rows = [one for scheme in ("w4a16_g128", "w8a8", "blockwise", "mxfp4") for one in untimed(scheme)]
+    rows = [one for scheme in ("w4a16_g128", "w8a8", "blockwise", "mxfp4", "q4_k") for one in untimed(scheme)]
     return read(tmp_path_factory.mktemp("predicted"), rows)
 
 
@@ -133,6 +138,7 @@ def test_a_number_reaches_every_class_that_does_not_replace_it(lines: CostLines)
         "eight_by_eight": {("block", 2.0), ("wgmma.clock", 1.0)},
         "blockwise": {("block", 2.0), ("wgmma.clock", 1.0)},
         "scaled_groups": {("block", 2.0)},
+        "minimums": set(),
     }
 
 
@@ -239,7 +245,7 @@ def test_without_iterations_the_lines_are_those_of_today(lines: CostLines, synth
     code = "\n".join(report.summary[list(report.summary).index("") + 1 :])
     source = (PLAN / "costs.h").read_text()
     assert all(f"{function}\n}}\n" in source for function in code.removesuffix("\n}").split("\n}\n\n"))
-    assert code.count("constexpr") == 5
+    assert code.count("constexpr") == 6
     for today, after in zip(report.rows[::2], report.rows[1::2], strict=True):
         assert today | {"when": ""} == after | {"when": ""}
 
