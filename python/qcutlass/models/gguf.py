@@ -77,6 +77,8 @@ _TOKENS: Final = {  # the same, behind "tokenizer.ggml"
     "unknown_token_id": "unk_token_id",
     "padding_token_id": "pad_token_id",
 }
+_ENDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Behind "tokenizer.ggml", tokens that end what a model says: of a text, a turn, a message."""
 _ATTENTION: Final = ("attn_q", "attn_k", "attn_v", "attn_output")
 _BIASES: Final[
     dict[str, dict[str, tuple[str, ...]]]
@@ -129,6 +131,10 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
     values: dict[str, Any] = {
         name: _of_all_blocks(path, metadata, key) for key, name in keys.items() if key in metadata
     }
+    named = [metadata.get(f"tokenizer.ggml.{end}") for end in _ENDS]
+    ends = list(dict.fromkeys(end for end in named if type(end) is int))
+    if len(ends) > 1:
+        values["eos_token_id"] = ends
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     size = f"{architecture}.attention.key_length"
     if size not in metadata and architecture == "llama":

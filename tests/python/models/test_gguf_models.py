@@ -182,6 +182,23 @@ def test_ways_to_split_text_that_transformers_does_not_know(tmp_path: Path, seed
             source.tokenizer()
 
 
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [({}, 2), ({"eot": 2}, 2), ({"eot": 5}, [2, 5]), ({"eot": 5, "eom": 6}, [2, 5, 6]), ({"eot": "five"}, 2)],
+)
+def test_ends_of_turns_end_texts(ends: dict[str, Any], expected: object, tmp_path: Path, seed: int) -> None:
+    """As in llama.cpp: chat models end a turn by another token than a text."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", seed)
+    checkpoint = formats.load(path)
+    checkpoint.metadata.update({f"tokenizer.ggml.{name}_token_id": token for name, token in ends.items()})
+    source = GGUFModel(checkpoint, path)
+    assert source.config["eos_token_id"] == expected
+    config: Any = AutoConfig.for_model(**source.config)
+    assert AutoModelForCausalLM.from_config(config).generation_config.eos_token_id == expected
+
+
 def test_the_header_is_read_by_our_own_reader_alone(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """gguf's, in Python, takes seconds for the vocabulary of a real model."""
     path = write_gguf(tmp_path / "tiny.gguf", "llama", seed)
