@@ -237,6 +237,10 @@ def test_descriptions_that_contradict_themselves() -> None:
         ({"levels": "float16"}, "levels: expected one of"),
         ({"scales": "float16", "code_table": "uint8"}, "expected a code_table of integer codes of 8 bits"),
         ({"bits": 8, "scales": "float16", "code_table": "uint8", "weight_dtype": "e4m3"}, "expected a code_table of"),
+        ({"scales": "float8_e4m3fn"}, "scales: expected one of .*uint8.* of integer codes, got float8_e4m3fn"),
+        ({"bits": 8, "scales": "float8_e4m3fn", "weight_dtype": "e4m3"}, "of e4m3 codes, got float8_e4m3fn"),
+        ({"scales": "float16", "global_scale": "float32", "weight_dtype": "e2m1"}, "a global_scale just beside scales"),
+        ({"scales": "float16", "minimums": "float16", "weight_dtype": "e2m1"}, "e2m1 codes have 4 bits and no zeros"),
     ):
         with pytest.raises(CheckpointError, match=message):
             LayerSpec.from_dict(common | values, "layer")

@@ -129,6 +129,7 @@ class LayerSpec:
         if "minimums" in held and ("zeros" in held or "minima" in held):
             raise CheckpointError(f"{where}: expected zeros or minimums, got both")
         weight_dtype, super_size = _weight_dtype(held, where), _super_size(held, where)
+        _check_scales(held, weight_dtype, where)
         if "code_table" in held and (bits != 8 or weight_dtype is not None):
             raise CheckpointError(f"{where}: expected a code_table of integer codes of 8 bits, got {values!r:.200}")
         present = tuple((name, values[name]) for name in kind.buffers if name in values)
@@ -201,11 +202,24 @@ def _weight_dtype(values: Mapping[str, Any], where: str) -> str | None:
         raise CheckpointError(
             f"{where}: weight_dtype: expected {names} codes of kind {values['kind']}, got {weight_dtype!r:.40}"
         )
-    if values["bits"] != CODE_TYPES[weight_dtype].bits or "zeros" in values or "minima" in values:
+    if values["bits"] != CODE_TYPES[weight_dtype].bits or not values.keys().isdisjoint(("zeros", "minima", "minimums")):
         raise CheckpointError(
             f"{where}: {weight_dtype} codes have {CODE_TYPES[weight_dtype].bits} bits and no zeros, got {values!r:.200}"
         )
     return weight_dtype
+
+
+def _check_scales(values: Mapping[str, Any], weight_dtype: str | None, where: str) -> None:
+    """Raises CheckpointError for scales of a type that such codes do not have, and a global one beside others."""
+    scales = values.get("scales")
+    numbers = (*_FLOATS, *_INTEGERS)
+    allowed = numbers if weight_dtype is None else tuple(map(short, CODE_TYPES[weight_dtype].scales))
+    if scales is not None and scales not in allowed:
+        raise CheckpointError(
+            f"{where}: scales: expected one of {allowed} of {weight_dtype or 'integer'} codes, got {scales}"
+        )
+    if "global_scale" in values and scales != "float8_e4m3fn":
+        raise CheckpointError(f"{where}: expected a global_scale just beside scales of float8_e4m3fn, got {scales}")
 
 
 def _weight_only_words(spec: LayerSpec) -> str:
