@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product as pairs
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import qcutlass
 from qcutlass import CheckpointError, QuantizedTensor, UnsupportedError, testing
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers import QuantEmbedding, QuantLinear, WeightOnlyLinear, packed, shard
+from qcutlass.layers.base import empty_layer
 from qcutlass.layers.expert_stack import ExpertStack
 from qcutlass.products.packing import one_level
 from qcutlass.products.rows import dequantize_rows
@@ -173,6 +175,14 @@ def test_descriptions_that_contradict_themselves(name: str, seed: int) -> None:
     values = WeightOnlyLinear(any_weights(seed)).spec.to_dict() | BAD_SPECS[name]
     with pytest.raises(CheckpointError, match=r"layer: .*super_"):
         LayerSpec.from_dict({key: value for key, value in values.items() if value is not None}, "layer")
+
+
+def test_descriptions_that_do_not_fit_the_layer(seed: int) -> None:
+    """Groups of 24 columns, 22 of them, in super-blocks of three."""
+    spec = replace(WeightOnlyLinear(any_weights(seed)).spec, group_size=24, super_size=72)
+    packed: Any = SimpleNamespace(spec=spec, shape=(48, 512), where="layer of a folder")
+    with pytest.raises(CheckpointError, match=r"layer of a folder: super_scales: .*B a divisor of G, got \[8, 48\]"):
+        empty_layer(packed)
 
 
 def test_gpus_take_super_blocks_of_128_columns(seed: int) -> None:

@@ -316,7 +316,10 @@ def empty_layer(packed: PackedLinear) -> QuantLinear:
     Raises:
         CheckpointError: they are not those that the folder describes.
     """
-    layer = from_spec(packed.spec, *packed.shape)
+    try:
+        layer = from_spec(packed.spec, *packed.shape)
+    except (TypeError, ValueError) as error:  # super-blocks that do not divide this layer's groups
+        raise CheckpointError(f"{packed.where}: {error}; convert the model again") from error
     layer.expect_packed(packed.packed_shape)
     expected = list(layer.state_dict())
     if sorted(packed.suffixes) != sorted(expected):
