@@ -135,7 +135,8 @@ class Reference:
 
     Attributes:
         sum: float64 `[M, N]`, sum over k of a' * w.
-        spread: float64 `[M, N]`, root of the sum over k of (a' * w)^2: the size of errors that do not conspire.
+        spread: float64 `[M, N]`, root of the sum over k of (a' * w)^2: the size of errors that do not conspire. Where
+            w = code * scale - minimum, and sums of codes are scaled, of (a' * code * scale)^2 + (a' * minimum)^2.
         k: number of terms.
         bias: float64 `[N]` or None.
         activation: name or None.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -68,6 +68,17 @@ class Problem:
 
     def reference(self, weight_dtype: torch.dtype | None = None) -> Reference:
         """The float64 answer for weights rounded to `weight_dtype` (None: kept in fp32)."""
+        found = self._reference(weight_dtype)
+        if self.minimums is None or not self.a.is_cuda or weight_dtype not in (None, torch.float32):
+            return found
+        # GPUs that keep weights in fp32 scale sums of codes, and take minimums times sums of activations off: what is
+        # added up, and rounded, are these two.
+        scaled = replace(self, minimums=torch.zeros_like(self.minimums))
+        taken_off = replace(self, codes=torch.zeros_like(self.codes))
+        terms = (problem._reference(weight_dtype).spread for problem in (scaled, taken_off))
+        return replace(found, spread=torch.hypot(*terms))
+
+    def _reference(self, weight_dtype: torch.dtype | None) -> Reference:
         return reference(self.a, self.weight(weight_dtype), **{name: getattr(self, name) for name in _EPILOGUE})
 
     def __repr__(self) -> str:

@@ -86,9 +86,9 @@ STREAM = (
     Mutant(
         "sums that are not finite stay",
         "stream",
-        f"{THREADBLOCK}/mma_packed_stream.h",
-        "if (__any_sync(~0u, odd)) replace_odd",
-        "if (false && __any_sync(~0u, odd)) replace_odd",
+        "cutlass_ext/gemm/kernel/packed_gemm.h",
+        "if (Mma::any_odd(accumulators))",
+        "if (false && Mma::any_odd(accumulators))",
         FEW,
         NOT_FINITE,
     ),

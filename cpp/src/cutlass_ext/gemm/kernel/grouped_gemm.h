@@ -70,9 +70,12 @@ class GroupedGemm {
                          int64_t(tile.expert) * output_params.channels * params.bias_bytes;
 
     typename Mma::FragmentC accumulators;
-    Mma mma(storage.mainloop, args, channel, tile.begin, 0, args.k, warp, lane);
+    auto const make = [&] { return Mma(storage.mainloop, args, channel, tile.begin, 0, args.k, warp, lane); };
+    Mma mma = make();
     mma.prefetch_weights();
     mma(accumulators);
+    if constexpr (Mma::kMayBeOdd)
+      if (Mma::any_odd(accumulators)) make().replace_odd(accumulators);
     arch::allow_next_grid();
 
     Epilogue epilogue(storage.epilogue, thread, warp, lane);

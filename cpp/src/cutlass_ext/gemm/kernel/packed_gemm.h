@@ -56,12 +56,17 @@ class PackedGemm {
     int const last = first + params.stages_a_share + (tile.k() < params.stages_left);
 
     typename Mma::FragmentC accumulators;
-    Mma mma(storage.mainloop, params.mma, channel, token, first * Shape::kK, fast_min(params.mma.k, last * Shape::kK),
-            warp, lane);
+    auto const make = [&] {
+      return Mma(storage.mainloop, params.mma, channel, token, first * Shape::kK,
+                 fast_min(params.mma.k, last * Shape::kK), warp, lane);
+    };
+    Mma mma = make();
     if (!params.prefetch) arch::wait_for_prior_grids();
     mma.prefetch_weights();
     if (params.prefetch) arch::wait_for_prior_grids();
     mma(accumulators);
+    if constexpr (Mma::kMayBeOdd)
+      if (Mma::any_odd(accumulators)) make().replace_odd(accumulators);
     arch::allow_next_grid();  // late, when nothing is left to load: its blocks take the places that become free
 
     Epilogue epilogue(storage.epilogue, thread, warp, lane);

@@ -6,6 +6,8 @@
 //     minimum_sums.h say.
 #pragma once
 
+#include <limits>
+
 #include "cutlass_ext/gemm/threadblock/stream_fragments.h"
 #include "cutlass_ext/gemm/threadblock/stream_ring.h"
 #include "cutlass_ext/gemm/warp/block_promotion.h"
@@ -54,12 +56,37 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// before this one.
   CUTLASS_DEVICE void prefetch_weights() { ring_.prefetch_weights(); }
 
+  /// Whether replace_odd() may be needed, by another object: sums of codes are scaled.
+  static constexpr bool kMayBeOdd = qcutlass::streams_minimum_sums(kMode, Shape::kN);
+
+  /// Whether any sum of the block is not finite: where an activation is infinite the signs of weights decide what it
+  /// is, and sums of codes may overflow where those of weights do not. For all threads of the block.
+  static CUTLASS_DEVICE bool any_odd(FragmentC const& accumulators) {
+    bool odd = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < FragmentC::kElements; ++i) odd |= is_odd(accumulators[i]);
+    return __syncthreads_or(odd);
+  }
+
+  /// Takes such sums anew, by dequantised weights.
+  CUTLASS_DEVICE void replace_odd(FragmentC& accumulators) {
+    FragmentC others;
+    others.clear();
+    prefetch_weights();
+    ring_.fill();
+    for_each_stage([&](uint8_t const* place) { accumulate(others, place, ring_.k()); });
+    ring_.drain();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < FragmentC::kElements; ++i)
+      accumulators[i] = is_odd(accumulators[i]) ? others[i] : accumulators[i];
+  }
+
   /// Accumulates the block's share of k, after prefetch_weights(). Shared memory is free for other uses when it
   /// returns.
   CUTLASS_DEVICE void operator()(FragmentC& accumulators) {
     ring_.fill();
     accumulators.clear();
-    if constexpr (kMinimumSums)
+    if constexpr (kMayBeOdd)
       accumulate_scaled_groups(accumulators);
     else
       for_each_stage([&](uint8_t const* place) { accumulate(accumulators, place, ring_.k()); });
@@ -85,7 +112,6 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// Scale the sums instead of the weights: native ones, with zeros that are taken off codes, or those of GroupSums.
   static constexpr bool kNativeSums = kMode == qcutlass::ScaleMode::kNative;
   static constexpr bool kGroupSums = qcutlass::streams_scaled_groups(kPacking, kMode);
-  static constexpr bool kMinimumSums = qcutlass::streams_minimum_sums(kMode, Shape::kN);
   struct NoGroupSums {
     CUTLASS_DEVICE NoGroupSums(int, qcutlass::DType) {}
     template <class Sums>
@@ -98,6 +124,8 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// Blockwise: sums of blocks of k are scaled into the accumulators.
   static constexpr bool kBlockwise = qcutlass::is_promoted(kMode);
   static constexpr int kPromotedSteps = qcutlass::promoted_k(kMode) / kStepK;
+
+  static CUTLASS_DEVICE bool is_odd(float sum) { return !(fabsf(sum) <= std::numeric_limits<float>::max()); }
 
   /// Calls stage(place) for every stage, which lies in `place`.
   template <class Stage>
@@ -311,9 +339,6 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kPartSteps / kTileSteps; ++tile)
       fragments_.load_codes(codes, place, m, tile, first / kTileSteps);
-    Sums before[kTogether];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether; ++i) before[i] = sums[i];
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < kPartSteps; s += kGroupSteps) {
       warp::GroupNumbers by[kTogether];
@@ -334,37 +359,6 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kTogether; ++i) warp::add_group<kMinimums>(sums[i], group[i], tokens, by[i]);
-    }
-    bool odd = false;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether * 4; ++i) odd |= warp::is_odd(sums[i / 4][i % 4]);
-    if (__any_sync(~0u, odd)) replace_odd<kGroupSteps, kMinimums>(sums, before, place, m, first, b, codes, numbers);
-  }
-
-  /// Those that are not finite anew, by dequantised weights.
-  template <int kGroupSteps, bool kMinimums, class Numbers>
-  CUTLASS_DEVICE void replace_odd(Sums* sums, Sums (&others)[kTogether], uint8_t const* place, int m, int first,
-                                  PartTokens const& b, PartCodes const (&codes)[kTogether],
-                                  Numbers const& numbers) const {
-    constexpr float kMiddle = float(qcutlass::symmetric_zero(LayoutA::kBits));
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int s = 0; s < kPartSteps; s += kGroupSteps) {
-        warp::GroupNumbers const by = load_numbers(numbers, place, first + s, m + i);
-        Operands op;
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < 2; ++j)
-          op.scale[j] = by.scale[j], op.zero[j] = kMinimums ? by.minimum[j] : by.scale[j] * kMiddle;
-        CUTLASS_PRAGMA_UNROLL
-        for (int step = s; step < s + kGroupSteps; ++step) {
-          uint32_t a[4];
-          dequantize(a, codes[i] + step * LayoutA::kWords, op);
-          mma(others[i], a, b[0][step], others[i]);
-        }
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < 4; ++e) sums[i][e] = warp::is_odd(sums[i][e]) ? others[i][e] : sums[i][e];
     }
   }
 

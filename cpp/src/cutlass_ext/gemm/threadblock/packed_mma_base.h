@@ -31,6 +31,9 @@ class PackedMmaBase {
   static constexpr int kColumns = WarpShape::kN / 8;  // n8 blocks per warp
   static constexpr int kSteps = WarpShape::kK / Traits::kStepK;
 
+  /// Whether sums may have to be taken anew: of main loops that do so.
+  static constexpr bool kMayBeOdd = false;
+
   using FragmentC = Array<Accumulator, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators
 };
 

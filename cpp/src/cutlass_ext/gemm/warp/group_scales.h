@@ -64,6 +64,14 @@ CUTLASS_DEVICE void load_zeros(Operands (&operands)[kCount], RowOf const& row_of
   }
 }
 
+/// Of two levels: the bit that turns signed integers q of groups into q + 128.
+CUTLASS_DEVICE uint32_t level_flip(qcutlass::DType type) { return type == qcutlass::DType::kInt8 ? 0x80 : 0; }
+
+/// A byte of a group times the number of its super-block, rounded once. 0x4b000000 is 2^23, whose last bit counts one.
+CUTLASS_DEVICE float level_number(uint32_t byte, uint32_t flip, half_t super) {
+  return (__uint_as_float(0x4b000000 | (byte ^ flip)) - (0x1p23f + float(flip))) * float(super);
+}
+
 /// Converter and operand reader of a scale mode.
 template <class Element, int Bits, qcutlass::ScaleMode kMode>
 struct GroupScales {
@@ -148,9 +156,7 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kMinimum>
   static CUTLASS_DEVICE void load_levels(Operands (&operands)[kCount], RowOf const& row_of, int lane,
                                          qcutlass::DType scale_type, qcutlass::DType minimum_type) {
     bool const has_minimums = minimum_type != qcutlass::DType::kNone, is_minimum = lane >= 16 && has_minimums;
-    // An integer q as the float 2^23 + q, whose last bit counts one; signed ones as q + 128.
-    uint32_t const flip = (is_minimum ? minimum_type : scale_type) == qcutlass::DType::kInt8 ? 0x80 : 0;
-    float const base = 0x1p23f + float(flip);
+    uint32_t const flip = level_flip(is_minimum ? minimum_type : scale_type);
     uint32_t integers[kCount];
     half_t supers[kCount];
     CUTLASS_PRAGMA_UNROLL
@@ -162,7 +168,7 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kMinimum>
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      float const number = (__uint_as_float(0x4b000000 | (integers[i] ^ flip)) - base) * float(supers[i]);
+      float const number = level_number(integers[i], flip, supers[i]);
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {
         float const scale = __shfl_sync(~0u, number, lane / 4 + 8 * j);

@@ -8,7 +8,6 @@
 // bit.
 #pragma once
 
-#include <limits>
 #include <type_traits>
 
 #include "cutlass_ext/arch/dequantize.h"
@@ -77,14 +76,12 @@ class TwoLevels {
       : lane_(lane), byte_(channel + lane % 16), supers_(supers + 2 * byte_) {
     bool const is_minimum = kMinimums && lane >= 16;
     if (is_minimum) byte_ += minimums, supers_ += minimums;
-    flip_ = (is_minimum ? minimum_type : scale_type) == qcutlass::DType::kInt8 ? 0x80 : 0;
+    flip_ = level_flip(is_minimum ? minimum_type : scale_type);
   }
 
   CUTLASS_DEVICE GroupNumbers load(uint8_t const* scales, uint8_t const* row, int strip) const {
     half_t const super = *reinterpret_cast<half_t const*>(scales + supers_ + strip * 32);
-    // An integer q as the float 2^23 + q, whose last bit counts one; signed ones as q + 128.
-    uint32_t const integer = row[byte_ + strip * 16] ^ flip_;
-    float const number = (__uint_as_float(0x4b000000 | integer) - (0x1p23f + float(flip_))) * float(super);
+    float const number = level_number(row[byte_ + strip * 16], flip_, super);
     GroupNumbers result;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -99,9 +96,5 @@ class TwoLevels {
   int byte_, supers_;
   uint32_t flip_;
 };
-
-/// Whether a sum has to be taken anew by weights: where an activation is infinite their signs decide what it is, and
-/// sums of codes may overflow where those of weights do not.
-CUTLASS_DEVICE bool is_odd(float sum) { return !(fabsf(sum) <= std::numeric_limits<float>::max()); }
 
 }  // namespace cutlass::gemm::warp
