@@ -16,7 +16,7 @@ FLOAT_FORMATS: Final = ("mxfp4", "nvfp4")
 EXPORTS: Final = ("gptq", "compressed-tensors")
 """Formats of other engines that converted folders are written in."""
 
-ROUTERS: Final = ("gate", "router", "*.router.*", "shared_expert_gate")
+ROUTERS: Final = ("gate", "router", "*.router.*", "router_gate", "shared_expert_gate")
 """Layers that choose a token's experts, or weigh them: small, and an error in them sends tokens elsewhere."""
 SKIPPED: Final = ("lm_head", *ROUTERS)
 """Layers that are left alone by default: by `replace_linear`, in conversion and in quantisation."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -177,3 +177,29 @@ def test_encoder_layers_keep_what_they_read_themselves() -> None:
         testing.assert_equal(model(a), model.adapter(expected))
     with pytest.raises(ValueError, match=r"no torch\.nn\.Linear to replace"):
         qcutlass.replace_linear(model.encoder, WeightOnly())
+
+
+def test_owners_keep_layers_whose_weights_their_code_reads() -> None:
+    class Owner(nn.Module):
+        def __init__(self, names: Sequence[str]) -> None:
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.Linear(32, 32))
+            self.read.weight.data.clamp_(-1, 1)
+
+        def _init_weights(self) -> None:
+            self.set_up.weight.data.zero_()
+
+        @torch.no_grad()
+        def forward(self, a: Tensor) -> Tensor:
+            a = self.asked(a.to(self.asked.weight.dtype))
+            return a @ self.multiplied.weight.T + self.stepped.weight.sum() + self.read(a)
+
+    names = ["read", "set_up", "asked", "multiplied", "stepped"]
+    model = nn.Sequential(Owner(names))
+    assert qcutlass.replace_linear(model, WeightOnly()) == ["0.read", "0.set_up", "0.asked"]
+
+    class Bloom(Owner):
+        slow_but_exact = False
+
+    assert qcutlass.replace_linear(nn.Sequential(Bloom(names)), WeightOnly()) == [f"0.{name}" for name in names]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -17,6 +19,9 @@ from qcutlass.layers.base import QuantLinear, check_plain, kind_of
 from qcutlass.layers.experts import gate_of, is_replaced, quantized_experts
 from qcutlass.schemes import Scheme
 
+_LOADS: Final = ("LOAD_ATTR", "LOAD_METHOD")
+_HARMLESS: Final = ("dtype", "device", "shape")
+
 AFTER: Final[list[Callable[[nn.Module], None]]] = []
 """What `replace_linear` calls with the model when its layers are in place, for those who save models of theirs."""
 
@@ -31,13 +36,13 @@ def replace_linear(
     """Replaces the Linear layers of a model, and the experts of a mixture, in place, by quantised ones.
 
     Layers of exactly the type `torch.nn.Linear` are replaced, and transformers' `Conv1D` (GPT-2); not those of derived
-    types, whose owners may look into them, nor those directly in a `torch.nn.TransformerEncoderLayer`, which reads
-    their weights itself in inference; its attention's output projection is of a derived type, as parametrized Linears
-    are. Other layers whose weights their model reads itself, as `wo` of T5, are for `skip`. A layer with several names
-    is quantised once. Modules with all experts of a block, as Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3
-    and gpt-oss have in transformers 5, become `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes leave
-    them as they are, and other models' experts stay. The new layers are made before the first is put in, so that an
-    error changes nothing; old and new weights are in memory together until then.
+    types, whose owners may look into them, as parametrized Linears and the output projection of torch's attention are,
+    nor those whose owner's code reads their weights itself: those directly in a `torch.nn.TransformerEncoderLayer`,
+    `wo` of T5, some of Mamba's. A layer with several names is quantised once. Modules with all experts of a block, as
+    Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 and gpt-oss have in transformers 5, become
+    `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes leave them as they are, and other models' experts
+    stay. The new layers are made before the first is put in, so that an error changes nothing; old and new weights are
+    in memory together until then.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
@@ -45,7 +50,7 @@ def replace_linear(
         scheme: `WeightOnly(...)`, `W8A8(...)`, `FP8(...)` or `Blockwise(...)`.
         skip: layers to leave alone: names as in `model.named_modules()`, their last parts, or patterns of either
             (`"*.experts.*"`); a layer inside a skipped module is skipped. None: `lm_head` and routers (`gate`,
-            `router`, `shared_expert_gate`), where there are such.
+            `router`, `shared_expert_gate` and the like), where there are such.
         statistics: from `calibrate` or `smooth_model`; needed by static schemes for every layer.
 
     Returns:
@@ -121,9 +126,35 @@ def check_skip(skip: object) -> None:
 
 
 def _read_by_others(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Layers whose owner multiplies by their weights itself: that of an encoder layer in inference."""
-    owners = (module for module in modules if isinstance(module, nn.TransformerEncoderLayer))
-    return {child for owner in owners for child in owner.children()}
+    """Layers whose owner multiplies by their weights itself, or may: as that of an encoder layer does in inference."""
+    owners = list(modules)
+    read = {kind: _weights_read(kind) for kind in {type(owner) for owner in owners}}
+    found: set[nn.Module] = set()
+    for owner in owners:
+        if not getattr(owner, "slow_but_exact", True):
+            continue  # BLOOM's, which reads weights where that is true alone
+        children = owner._modules
+        found |= {child for name in read[type(owner)] if (child := children.get(name)) is not None}
+    return found
+
+
+def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of children of whose `weight` methods of a class read more than its type, device or shape.
+
+    They are found in the byte code, where `self.child.weight` loads these two names one behind the other. Methods that
+    make or initialise modules do not count.
+    """
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        for name, member in vars(base).items():
+            method = inspect.unwrap(member) if callable(member) else None
+            if inspect.isfunction(method) and "init" not in name and "reset" not in name:
+                loads = [step.argval if step.opname in _LOADS else None for step in dis.get_instructions(method)]
+                triples = zip(loads, loads[1:], [*loads[2:], None], strict=False)
+                found |= {child for child, own, of in triples if child and own == "weight" and of not in _HARMLESS}
+    return frozenset(found)
 
 
 def _skipped(modules: Mapping[str, nn.Module], skip: Sequence[str], must_match: bool) -> set[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.python.models.quantizations import SIZES, VOCABULARY, calibration, ma
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import qcutlass
 from qcutlass import UnsupportedError, WeightOnly, models
 from qcutlass.cli import app
 from qcutlass.layers import QuantLinear
@@ -39,6 +41,8 @@ CLASSES = {
 LAYERS = {"bart": 16, "whisper": 16, "t5": 14}
 """All linear layers of an encoder's block and of a decoder's, but for those of T5 whose weights it reads itself."""
 SKIPPED = {"t5": ["wo"]}
+READ_BY_NONE = {"t5": {"q", "k", "v", "o", "wi"}, "mamba": {"in_proj"}, "mamba2": {"in_proj"}}
+"""Layers whose weights their model does not read itself."""
 
 
 def saved(kind: str, folder: Path) -> Any:
@@ -134,3 +138,27 @@ def test_convert_leaves_layers_alone(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.stderr
     loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "new", dtype=torch.float32)
     assert type(loaded.decoder.block[0].layer[2].DenseReluDense.wo) is nn.Linear
+
+
+@pytest.mark.parametrize("kind", ["t5", "mamba", "mamba2"])
+def test_layers_of_models_that_read_weights_themselves_are_left_alone(kind: str) -> None:
+    """Such a layer ended the first call in an AttributeError."""
+    torch.manual_seed(0)
+    if kind == "t5":
+        config = transformers.T5Config(vocab_size=VOCABULARY, **CONFIGS[kind])
+        model: Any = transformers.T5ForConditionalGeneration(config).eval()
+    else:
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 1}
+        if kind == "mamba2":
+            sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 1}
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes)).eval()
+    ids = torch.arange(3, 15)[None]
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if kind == "t5" else {})
+    dense = copy.deepcopy(model)
+    names = qcutlass.replace_linear(model, WeightOnly(8, 32))
+    assert {name.rpartition(".")[2] for name in names} == READ_BY_NONE[kind]
+    for name in names:
+        dense.get_submodule(name).weight.data = model.get_submodule(name).weights()
+    with torch.inference_mode():
+        found, exact = (each(**inputs).logits for each in (model, copy.deepcopy(dense).double()))
+        assert noise_ratio(found, dense(**inputs).logits, exact) <= NOISE
