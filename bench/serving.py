@@ -76,6 +76,7 @@ COLUMNS: Final = [
     Column("first_token_ms", "first token ms", "{:.1f}"),
     Column("cold_first_token_ms", "cold ms", "{:.1f}"),
     Column("decode_ms", "ms a step", "{:.2f}"),
+    Column("memory_gib", "GPU memory GiB", "{:.1f}"),
     Column("start_s", "start s", "{:.1f}"),
 ]
 
@@ -107,7 +108,19 @@ def measure(
         assert [len(one.outputs[0].token_ids) for one in done] == [tokens] * batch
         return passed
 
-    return [figures(batch, output, rounds, ready, functools.partial(seconds, batch)) for batch in batches]
+    return [
+        figures(batch, output, rounds, ready, functools.partial(seconds, batch)) | {"memory_gib": memory_gib()}
+        for batch in batches
+    ]
+
+
+def memory_gib() -> float | None:
+    """What the fullest GPU has in use, by whatever process: of several ranks each has its own. None on a CPU."""
+    if device() != "cuda":
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return max(map(float, run.stdout.split())) / 1024 if run.returncode == 0 else None
 
 
 def figures(batch: int, output: int, rounds: int, ready: float, seconds: Callable[[int], float]) -> Row:
@@ -136,7 +149,8 @@ def report(rows: list[Row], model: str, asked: Row, failed: list[str]) -> Report
         "options": asked["options"],
         "method": f"prompts of {asked['prompt']} random tokens, {asked['output']} tokens each, greedy; "
         f"the best of {asked['rounds']} rounds; ms a step: of the tokens behind the first; "
-        "cold: the first token of the first round of a batch",
+        "cold: the first token of the first round of a batch; GPU memory: what the fullest GPU has in use behind a "
+        "batch's rounds, the cache of keys and values included",
         "failed": failed,
     }
     return Report("Serving with vLLM", facts, COLUMNS, rows)

@@ -46,6 +46,17 @@ def test_figures_are_of_the_best_rounds() -> None:
     assert all(next(times, None) is None for times in left.values())
 
 
+def test_memory_is_that_of_the_fullest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "device", lambda: "cuda")
+    found = SimpleNamespace(returncode=0, stdout="1024\n2560\n")
+    monkeypatch.setattr(serving.subprocess, "run", lambda *_, **__: found)
+    assert serving.memory_gib() == 2.5
+    found.returncode = 9
+    assert serving.memory_gib() is None
+    monkeypatch.setattr(serving, "device", lambda: "cpu")
+    assert serving.memory_gib() is None
+
+
 def test_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
