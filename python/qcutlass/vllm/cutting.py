@@ -64,7 +64,7 @@ def cut_columns(layer: Layer, begin: int, size: int) -> Share:
     """Input columns `begin` to `begin + size` ("row parallel"); the bias stays, as it is the caller's.
 
     The weights are the same to the bit. Where the cut goes through groups of columns, groups become smaller, of a
-    multiple of 16 columns. Where that is not enough, as columns of one group lie on several ranks (act-order), the
+    multiple of 16 columns, and scales of two levels become those of one. Where that is not enough, as columns of one group lie on several ranks (act-order), the
     rank's columns are sorted by group, columns with weight 0 fill each group to a multiple of 16, and `Share.columns`
     says which activations they meet. A cut through square blocks makes groups of columns of them.
 
@@ -180,7 +180,11 @@ def _cut_weight_only(layer: CanonicalLinear, begin: int, size: int) -> Share:
     if (begin, size) == (0, k):
         return Share(layer)
     device = weight.codes.device
-    scales_of_input = None if layer.act_scale is None else layer.act_scale[begin : begin + size]
+    part = slice(begin, begin + size)
+    scales_of_input = None if layer.act_scale is None else layer.act_scale[part]
+    if layer.perm is None and (weight.group_size >= k or begin % weight.group_size == 0):
+        return Share(CanonicalLinear(weight.columns(part), layer.bias, None, scales_of_input))
+    weight = weight.expanded()
     order = torch.arange(k, device=device) if layer.perm is None else layer.perm.long()
     mine = ((order >= begin) & (order < begin + size)).nonzero().view(-1)
     met, groups = order[mine] - begin, mine // weight.group_size
@@ -192,8 +196,8 @@ def _cut_weight_only(layer: CanonicalLinear, begin: int, size: int) -> Share:
             "parallel size that does not cut through groups"
         )
     if not step:
-        part, columns = sorted_by_group(replace(weight, codes=codes), groups, met, scales_of_input)
-        return Share(replace(part, bias=layer.bias), columns)
+        filled, columns = sorted_by_group(replace(weight, codes=codes), groups, met, scales_of_input)
+        return Share(replace(filled, bias=layer.bias), columns)
     kept = groups[::step]
     zeros, minimums = (part if part is None else part[kept] for part in (weight.zeros, weight.minimums))
     part_weight = replace(
@@ -233,16 +237,17 @@ def _join_weight_only(one: CanonicalLinear, other: CanonicalLinear) -> Canonical
     if not all(_same(*pair) for pair in shared):
         return None
     joined: dict[str, Any] = {}
-    for name in ("scales", "zeros", "minimums"):
+    for name in ("scales", "zeros", "minimums", "super_scales", "super_minimums"):
         parts = getattr(v, name), getattr(w, name)
-        if _type(parts[0]) != _type(parts[1]):
+        if _kind(parts[0]) != _kind(parts[1]):
             return None
         joined[name] = None if parts[0] is None else torch.cat(parts, dim=1)
     return CanonicalLinear(replace(v, codes=torch.cat([v.codes, w.codes]), **joined), None, one.perm, one.act_scale)
 
 
-def _type(part: Tensor | None) -> torch.dtype | None:
-    return None if part is None else part.dtype
+def _kind(part: Tensor | None) -> tuple[torch.dtype, int] | None:
+    """The type, and the number of groups or of super-blocks, of a part with a column for each channel."""
+    return None if part is None else (part.dtype, len(part))
 
 
 def _join_eight_bit(one: _AnyEightBit, other: _AnyEightBit) -> _AnyEightBit | None:

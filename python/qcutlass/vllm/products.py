@@ -81,6 +81,7 @@ def _multiply_weight_only(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.qcutlass.gemm(
         x, layer.w_packed, layer.scales, layer.zeros, bias, None, layer.act_scale, layer.perm, layer.group_size,
         layer.bits, weight_dtype=layer.weight_dtype, global_scale=layer.global_scale, minimums=layer.minimums,
+        super_scales=layer.super_scales, super_minimums=layer.super_minimums,
     )  # fmt: skip
     return out
 

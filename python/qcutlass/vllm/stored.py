@@ -14,7 +14,6 @@ from qcutlass.formats import CanonicalFp8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.specs import PARTS, LayerSpec
 from qcutlass.layers.base import from_spec
 from qcutlass.layers.stored_form import from_stored
-from qcutlass.products.packing import one_level
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.vllm import naming
 
@@ -115,7 +114,7 @@ def _of_packed(tensors: Mapping[str, Tensor], name: str, device: torch.device) -
     _, bits, n, k, group_size = held["layout"].tolist()
     weight_dtype = _FLOATS_OF.get(bits)
     try:
-        parts = one_level(from_stored(held, abs(bits), weight_dtype))
+        parts = from_stored(held, abs(bits), weight_dtype)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: {error}; convert the model again") from error
     held = {suffix: tensor for suffix, tensor in parts.items() if tensor is not None}

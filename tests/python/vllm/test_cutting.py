@@ -27,6 +27,18 @@ def weight_only(n: int, k: int, group_size: int, *, bits: int = 4, zeros: str = 
     return CanonicalLinear(QuantizedTensor(codes, scales, drawn, bits, group_size), None, perm, torch.rand(k) + 0.5)
 
 
+def two_levels(n: int, k: int, super_blocks: int, *, symmetric: bool = False) -> Layer:
+    """As K-quants have them: of Q4_K, symmetric: of Q6_K."""
+    step, bits = (16, 8) if symmetric else (32, 4)
+    numbers: dict[str, Tensor] = {}
+    for name in ("scales",) if symmetric else ("scales", "minimums"):
+        first, kind = (-127, torch.int8) if symmetric else (0, torch.uint8)
+        numbers[name] = torch.randint(first, 64, (k // step, n), dtype=kind)
+        numbers[f"super_{name}"] = (torch.rand(super_blocks, n) / 64).half()
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
+    return CanonicalLinear(QuantizedTensor(codes, zeros=None, bits=bits, group_size=step, **numbers))
+
+
 def effective(share: Share, size: int) -> Tensor:
     """float64 `[N, size]`: what each of the rank's activations is multiplied by, in all."""
     layer = share.layer
@@ -55,6 +67,10 @@ LAYERS = {
     "act-order, one group": lambda: weight_only(24, 256, 256, order=True),
     "act-order, short last group": lambda: weight_only(24, 352, 128, order=True),
     "act-order, middle": lambda: weight_only(24, 256, 64, order=True, zeros="none"),
+    "two levels": lambda: two_levels(24, 1024, 4),
+    "two levels, cut through super-blocks": lambda: two_levels(24, 256, 1),
+    "two levels, cut through groups": lambda: two_levels(24, 320, 1),
+    "two levels, symmetric": lambda: two_levels(24, 512, 2, symmetric=True),
     "int8": lambda: CanonicalInt8(
         torch.randint(-127, 128, (24, 256), dtype=torch.int8), torch.rand(24), smooth=torch.rand(256) + 0.5
     ),
@@ -111,6 +127,16 @@ def test_groups_without_cuts_keep_their_size() -> None:
     assert share.columns is None
 
 
+@pytest.mark.parametrize(("k", "super_blocks", "kept"), [(1024, 4, 2), (256, 1, 1), (352, 1, None)])
+def test_levels_stay_but_where_groups_are_cut_through(k: int, super_blocks: int, kept: int | None) -> None:
+    layer = two_levels(24, k, super_blocks)
+    for share in joined([Share(cut_columns(cut_rows(layer, row, 12), k // 2, k // 2).layer) for row in (0, 12)]):
+        assert isinstance(share.layer, CanonicalLinear)
+        supers = share.layer.weight.super_scales, share.layer.weight.super_minimums
+        assert [part if part is None else len(part) for part in supers] == [kept] * 2
+        assert share.layer.weight.scales.dtype == (torch.float32 if kept is None else torch.uint8)
+
+
 def test_few_columns_are_added_to_groups_of_several_ranks() -> None:
     share = cut_columns(weight_only(8, 1024, 128, order=True), 512, 512)
     assert share.columns is not None
@@ -158,6 +184,7 @@ class TestJoining:
             weight_only(8, 64, 16),
             weight_only(8, 64, 32, zeros="real"),
             weight_only(8, 64, 32, order=True),
+            two_levels(8, 64, 1),
             FloatLinear(torch.randn(8, 64)),
         ],
     )

@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 
 import qcutlass
 from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear
+from qcutlass.quantized import QuantizedTensor
 from qcutlass.vllm import register
 from qcutlass.vllm.cutting import Share, cut_rows
 from qcutlass.vllm.products import Products
@@ -124,6 +125,21 @@ class TestLayers:
         assert isinstance(found, CanonicalLinear)
         made.load_state_dict(tensors)
         assert torch.equal(found.effective_weight(), made.weights())
+
+    def test_converted_in_two_levels(self) -> None:
+        """They were expanded, to 6 bits a weight of Q4_K."""
+        g = torch.Generator().manual_seed(0)
+        parts = {name: torch.randint(1, 64, (8, 48), dtype=torch.uint8, generator=g) for name in ("scales", "minimums")}
+        supers = {f"super_{name}": torch.rand(1, 48, generator=g).half() / 64 for name in parts}
+        codes = torch.randint(0, 16, (48, 256), dtype=torch.uint8, generator=g)
+        weight = QuantizedTensor(codes, zeros=None, bits=4, group_size=32, **parts, **supers)
+        made = qcutlass.QuantLinear.from_quantized(weight)
+        found = layer_of(made.state_dict(), {"quant_method": "qcutlass"}, "up", CPU)
+        assert isinstance(found, CanonicalLinear)
+        assert found.weight.bits_per_weight == weight.bits_per_weight < 4.7
+        assert torch.equal(found.effective_weight(), made.weights())
+        a = torch.randn(3, 256, generator=g)
+        assert torch.equal(Products([Share(found)], torch.float32)(a, None), made(a))
 
     def test_what_is_said_of_one_layer(self) -> None:
         """The configuration has its name in the checkpoint, which is not that of the engine's fused layer."""
