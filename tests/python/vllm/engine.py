@@ -3,8 +3,8 @@
 ``python -m tests.python.vllm.engine FOLDER '{"prompts": [[1, 2]], "tokens": 64, "options": {}}'``
 
 What is asked for: `prompts`, lists of token ids; `tokens` to generate; `options` of `vllm.LLM`; `alone`: one prompt at
-a time rather than all at once; `aborted`: how many more requests are aborted while the prompts run; `adapter`: a folder
-of LoRA, with which the prompts are asked.
+a time rather than all at once; `logprobs`: also those of the tokens; `aborted`: how many more requests are aborted
+while the prompts run; `adapter`: a folder of LoRA, with which the prompts are asked.
 """
 
 from __future__ import annotations
@@ -39,18 +39,24 @@ ENVIRONMENT: Final = {
 
 
 def generate(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """The `tokens` of each prompt, and how many tokens of it were `cached`."""
+    """The `tokens` of each prompt, their `logprobs` if asked for, and how many tokens of it were `cached`."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(folder, **{**OPTIONS, **OPTIONS_OF_DEVICE[DEVICE], **asked.get("options", {})})
     prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
-    params = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False,
+        logprobs=0 if asked.get("logprobs") else None,
+    )  # fmt: skip
     _abort(llm.llm_engine, prompts, params, asked.get("aborted", 0))
     batches = [[prompt] for prompt in prompts] if asked.get("alone") else [prompts]
     adapter = _adapter(asked.get("adapter"))
     done = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False, lora_request=adapter)]
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in done],
+        "logprobs": [
+            [next(iter(chosen.values())).logprob for chosen in output.outputs[0].logprobs or ()] for output in done
+        ],
         "cached": [output.num_cached_tokens or 0 for output in done],
     }
 

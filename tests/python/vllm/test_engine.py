@@ -67,14 +67,15 @@ def served(folder: Path, repository: Path, **asked: Any) -> list[list[int]]:
     return found
 
 
-def run(folder: Path, repository: Path, **asked: Any) -> dict[str, Any]:
+def run(folder: Path, repository: Path, told: str = "quantization=qcutlass", **asked: Any) -> dict[str, Any]:
+    """What an engine finds that says what is `told`."""
     asked = {"prompts": prompts(), "tokens": TOKENS, **asked}
     if DEVICE == "cuda" and asked.get("options", {}).get("tensor_parallel_size", 1) > torch.cuda.device_count():
         pytest.skip("needs as many GPUs as ranks")
     command = [sys.executable, "-m", "tests.python.vllm.engine", str(folder), json.dumps(asked)]
     process = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
-    assert "quantization=qcutlass" in process.stdout + process.stderr
+    assert told in process.stdout + process.stderr
     (record,) = [line for line in process.stdout.splitlines() if line.startswith(RECORD)]
     found: dict[str, Any] = json.loads(record.removeprefix(RECORD))
     return found
@@ -90,6 +91,27 @@ def test_tokens_are_those_of_transformers(kind: str, cut: RandomCut, tmp_path: P
 def test_two_ranks(cut: RandomCut, repository: Path) -> None:
     folder = cut.gptq().folder
     Reference.of_folder(folder).check(served(folder, repository, options=TWO_RANKS), prompts())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="vLLM's own batch-invariant kernels need Triton, hence a GPU")
+def test_a_prompt_gets_the_same_bits_in_any_batch(
+    cut: RandomCut, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    folder = cut.gptq().folder
+    together, alone = (run(folder, repository, logprobs=True, alone=is_alone) for is_alone in (False, True))
+    assert [len(each) for each in alone["logprobs"]] == [TOKENS] * PROMPTS
+    assert together["logprobs"] == alone["logprobs"]
+    assert together["tokens"] == alone["tokens"]
+    Reference.of_folder(folder).check(alone["tokens"], prompts())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="of vLLM's engine for GPUs, whose methods ask kernels")
+def test_the_kernel_of_a_method_of_vllm(cut: RandomCut, repository: Path) -> None:
+    """A user who names vLLM's own method gets qcutlass's kernel all the same."""
+    folder = cut.compressed().folder
+    found = run(folder, repository, "QCutlassLinearKernel", options={"quantization": "compressed-tensors"})
+    Reference.of_folder(folder).check(found["tokens"], prompts())
 
 
 def test_prefixes_are_cached_and_prefills_cut(cut: RandomCut, repository: Path) -> None:
