@@ -104,16 +104,21 @@ _MODELS: Final[dict[type, Any]] = {
 
 
 def quantized_model(size: Size, scheme: WeightOnly, device: torch.device, dtype: torch.dtype) -> Any:
-    """A transformers model on `device`, its linears but lm_head quantised: random codes, made layer by layer there."""
+    """A transformers model on `device`, its linears but lm_head quantised: random codes, made layer by layer there.
+
+    The experts of all blocks have the same numbers, in memory of their own.
+    """
     config = size.config()
     with torch.device("meta"):
         model: Any = _MODELS[type(config)](config)
     for seed, (name, linear) in enumerate(list(_linears(model.model))):
         layer = _random_layer(linear.out_features, linear.in_features, scheme, device, dtype, seed)
         model.model.set_submodule(name, layer)
+    experts: QuantExperts | None = None
     for name, module in list(model.model.named_modules()):
-        if isinstance(module, Qwen3MoeExperts):
-            model.model.set_submodule(name, _random_experts(size, scheme, device, dtype))
+        if isinstance(module, Qwen3MoeExperts):  # made once: thousands of experts take minutes
+            experts = _random_experts(size, scheme, device, dtype) if experts is None else copy.deepcopy(experts)
+            model.model.set_submodule(name, experts)
     generator = torch.Generator(device).manual_seed(0)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -142,7 +147,6 @@ def _random_layer(
 
 
 def _random_experts(size: Size, scheme: WeightOnly, device: torch.device, dtype: torch.dtype) -> QuantExperts:
-    """All blocks have the same numbers, in memory of their own."""
     shapes = [(size.intermediate, size.hidden)] * 2 + [(size.hidden, size.intermediate)]
 
     def layers() -> Iterator[Expert]:
@@ -189,6 +193,7 @@ def dense(model: Any, dtype: torch.dtype) -> Any:
     """The model with torch's own layers of the dequantised weights; everything else is shared with it."""
     twin = _twin(model)
     tied: dict[nn.Module, Tensor] = {}
+    last: tuple[QuantExperts, nn.Module] | None = None  # experts that were made dense
     for name, layer in list(twin.named_modules()):
         if isinstance(layer, QuantEmbedding):
             tied[layer] = weights_of(layer).to(dtype)
@@ -196,10 +201,20 @@ def dense(model: Any, dtype: torch.dtype) -> Any:
         elif isinstance(layer, TiedLinear):
             twin.set_submodule(name, linear_of(tied[layer.embedding], layer.bias))
         elif isinstance(layer, QuantExperts):
-            twin.set_submodule(name, experts_of(layer, twin.config, dtype))
+            if last is None or not _same(layer, last[0]):
+                last = layer, experts_of(layer, twin.config, dtype)
+            else:
+                last = layer, copy.deepcopy(last[1], {id(twin.config): twin.config})  # all read one configuration
+            twin.set_submodule(name, last[1])
         elif isinstance(layer, QuantLinear):
             twin.set_submodule(name, linear_of(weights_of(layer).to(dtype), layer.bias))
     return twin
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules hold the same numbers."""
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == as_well and torch.equal(a, b) for (name, a), (as_well, b) in pairs)
 
 
 def experts_of(experts: QuantExperts, config: Any, dtype: torch.dtype) -> nn.Module:
