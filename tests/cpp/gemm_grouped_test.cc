@@ -237,6 +237,21 @@ TEST(GroupedSelection, TakesScalesOfTwoLevels) {
   }
 }
 
+/// Kernels go from expert to expert by the stride of the scales' super-blocks.
+TEST(GroupedSelection, CopiesSuperBlocksOfOtherStrides) {
+  GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
+  WeightArguments& w = arguments.weights;
+  alignas(16) char numbers[16];  // whose address counts alone
+  w.group_size = 32;
+  w.scale_type = w.minimum_type = DType::kUInt8;
+  w.super_groups = 8;
+  w.minimums = w.super_scales = w.super_minimums = numbers;
+  w.minimum_stride = w.super_scale_stride = w.super_minimum_stride = w.n;
+  EXPECT_FALSE(make_problem(arguments).weights.copied_supers);
+  w.super_minimum_stride += 8;
+  EXPECT_TRUE(make_problem(arguments).weights.copied_supers);
+}
+
 TEST(GroupedSelection, RefusesSuperBlocksThatStagesReachOver) {
   GemmArguments arguments = grouped_problem(8, 8, 1536, 2048);
   arguments.weights.group_size = 32;

@@ -192,8 +192,10 @@ Operand weights_of(GemmArguments const& a) {
     auto const copied = [&](void const* supers, int64_t stride) {
       return supers != nullptr && copies(supers, DType::kFloat16, stride, w, blocks);
     };
+    // Kernels go from expert to expert by one stride.
+    bool const apart = w.super_minimums != nullptr && w.super_minimum_stride != w.super_scale_stride;
     operand.copied_supers =
-        copied(w.super_scales, w.super_scale_stride) || copied(w.super_minimums, w.super_minimum_stride);
+        apart || copied(w.super_scales, w.super_scale_stride) || copied(w.super_minimums, w.super_minimum_stride);
   }
   return operand;
 }

@@ -66,13 +66,17 @@ class Problem:
         numbers = self.weight_dtype, self.global_scale, self.super_scales, self.super_minimums
         return dequantized_weight(*given, dtype, self.minimums, *numbers)
 
-    def reference(self, weight_dtype: torch.dtype | None = None) -> Reference:
-        """The float64 answer for weights rounded to `weight_dtype` (None: kept in fp32)."""
+    def reference(self, weight_dtype: torch.dtype | None = None, *, scaled_sums: bool | None = None) -> Reference:
+        """The float64 answer for weights rounded to `weight_dtype` (None: kept in fp32).
+
+        `scaled_sums`: of codes with minimums, whether sums of codes are scaled, and minimums times sums of activations
+        are taken off: what is added up, and rounded, are these two then. None: as GPUs do that keep weights in fp32.
+        """
         found = self._reference(weight_dtype)
-        if self.minimums is None or not self.a.is_cuda or weight_dtype not in (None, torch.float32):
+        if scaled_sums is None:
+            scaled_sums = self.a.is_cuda and weight_dtype in (None, torch.float32)
+        if self.minimums is None or not scaled_sums:
             return found
-        # GPUs that keep weights in fp32 scale sums of codes, and take minimums times sums of activations off: what is
-        # added up, and rounded, are these two.
         scaled = replace(self, minimums=torch.zeros_like(self.minimums))
         taken_off = replace(self, codes=torch.zeros_like(self.codes))
         terms = (problem._reference(weight_dtype).spread for problem in (scaled, taken_off))

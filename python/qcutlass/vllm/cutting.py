@@ -64,9 +64,10 @@ def cut_columns(layer: Layer, begin: int, size: int) -> Share:
     """Input columns `begin` to `begin + size` ("row parallel"); the bias stays, as it is the caller's.
 
     The weights are the same to the bit. Where the cut goes through groups of columns, groups become smaller, of a
-    multiple of 16 columns, and scales of two levels become those of one. Where that is not enough, as columns of one group lie on several ranks (act-order), the
-    rank's columns are sorted by group, columns with weight 0 fill each group to a multiple of 16, and `Share.columns`
-    says which activations they meet. A cut through square blocks makes groups of columns of them.
+    multiple of 16 columns, and scales of two levels become those of one. Where that is not enough, as columns of one
+    group lie on several ranks (act-order), the rank's columns are sorted by group, columns with weight 0 fill each
+    group to a multiple of 16, and `Share.columns` says which activations they meet. A cut through square blocks makes
+    groups of columns of them.
 
     Raises:
         UnsupportedError: columns with weight 0 are needed, but the zeros are no whole numbers below 2**bits.

@@ -106,6 +106,11 @@ def of_model(dtype: torch.dtype, bits: int) -> Judged:
     return Judged(case, {"weight_dtype": dtype})
 
 
+def of_sums(dtype: torch.dtype, bits: int) -> Judged:
+    """Judged by the wider bound of kernels that scale sums of codes."""
+    return replace(of_model(dtype, bits), reference={"weight_dtype": dtype, "scaled_sums": True})
+
+
 def draw_levels(dtype: torch.dtype, bits: int) -> Any:
     """Of two levels, with minimums and without."""
     other = draw(OF_MINIMUMS, dtype, bits)
@@ -142,6 +147,7 @@ class Minimums(weight_only.WeightOnly):
         self.rows = ROWS
         self.faults = FAULTS
         self.fault_cases = {short(dtype): [of_model(dtype, 4)] for dtype in SIXTEEN_BIT}
+        self.fault_cases |= {f"{short(dtype)}, scaled sums": [of_sums(dtype, 4)] for dtype in SIXTEEN_BIT}
         self.sound_cases = {f"w{bits} {short(d)}": [of_model(d, bits)] for bits in (4, 8) for d in SIXTEEN_BIT}
         self.narrow = {
             f"w{bits} {short(d)}": [Case(17, 40, 1000, bits, 32, "minimum", d, bias=True)]
