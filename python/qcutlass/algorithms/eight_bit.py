@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from qcutlass.products import quantizer_operators
-from qcutlass.products.checks import FLOATING, check_inference, check_matrix, shape_of, tensors_of
+from qcutlass.products.checks import FLOATING, check_inference, check_matrix, shape_of
 from qcutlass.products.library import is_eager
 from qcutlass.products.quantizer_operators import QuantizeCall, QuantizedRows
 
 
 def _quantize(call: QuantizeCall) -> QuantizedRows:
-    check_inference(**tensors_of(call))
+    check_inference(**call.tensors)
     if is_eager(*call):
         return quantizer_operators.quantize(call)
     result: QuantizedRows = torch.ops.qcutlass.quantize_8bit(*call)
@@ -79,7 +79,10 @@ def quantize_activations(
     codes, own_scale, own_azp = _quantize(call)
     if azp is not None:
         return codes, own_scale, azp
-    return (codes, own_scale, own_azp) if asymmetric else (codes, own_scale)
+    if not asymmetric:
+        return codes, own_scale
+    assert own_azp is not None
+    return codes, own_scale, own_azp
 
 
 def _quantize_weights(weight: Tensor, dtype: torch.dtype, per_tensor: bool) -> tuple[Tensor, Tensor]:

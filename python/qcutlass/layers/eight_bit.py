@@ -181,21 +181,22 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         self._check_input(a)
-        dynamic = self.a_scale is None
+        parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
+        scale = parts["a_scale"]
         a_q, a_scale, *azp = quantize_activations(
-            a, scale=self.a_scale, asymmetric=dynamic and not self.symmetric, azp=self.azp, smooth=self.smooth
+            a, scale=scale, asymmetric=scale is None and not self.symmetric, azp=parts["azp"], smooth=parts["smooth"]
         )
         return gemm_w8a8(
             a_q,
-            self.w_packed,
+            parts["w_packed"],
             a_scale,
-            self.w_scale,
-            bias=self.bias,
+            parts["w_scale"],
+            bias=parts["bias"],
             azp=azp[0] if azp else None,
             activation=self.activation,
             out_dtype=a.dtype,
             n=self.out_features,
-            w_sums=self.w_sums if azp else None,
+            w_sums=parts["w_sums"] if azp else None,
         )
 
     @property
@@ -297,13 +298,15 @@ class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         self._check_input(a)
-        a_q, a_scale, *_ = quantize_activations(a, dtype=torch.float8_e4m3fn, scale=self.a_scale, smooth=self.smooth)
+        parts: dict[str, Any] = self._buffers
+        given = {"scale": parts["a_scale"], "smooth": parts["smooth"]}
+        a_q, a_scale, *_ = quantize_activations(a, dtype=torch.float8_e4m3fn, **given)
         return gemm_fp8(
             a_q,
-            self.w_packed,
+            parts["w_packed"],
             a_scale,
-            self.w_scale,
-            bias=self.bias,
+            parts["w_scale"],
+            bias=parts["bias"],
             activation=self.activation,
             out_dtype=a.dtype,
             n=self.out_features,

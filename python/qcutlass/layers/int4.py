@@ -129,16 +129,18 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         self._check_input(a)
-        x = a if self.act_scale is None else (a.float() * self.act_scale.float()).to(a.dtype)
-        x = x if self.perm is None else x.index_select(-1, self.perm)
+        parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
+        act_scale, perm = parts["act_scale"], parts["perm"]
+        x = a if act_scale is None else (a.float() * act_scale.float()).to(a.dtype)
+        x = x if perm is None else x.index_select(-1, perm)
         a_q, a_scale, *_ = quantize_activations(x, dtype=TYPES[self.activations])
         return gemm_w4a8(
             a_q,
-            self.w_packed,
+            parts["w_packed"],
             a_scale,
-            self.scales,
-            self.zeros,
-            bias=self.bias,
+            parts["scales"],
+            parts["zeros"],
+            bias=parts["bias"],
             activation=self.activation,
             out_dtype=a.dtype,
             group_size=self.group_size,

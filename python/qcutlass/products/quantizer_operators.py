@@ -15,15 +15,14 @@ from qcutlass.products.checks import (
     check_memory,
     check_tensor,
     shape_of,
-    tensors_of,
 )
 from qcutlass.products.extension import DTYPES, backend, current_device
 from qcutlass.products.kind import schema_of
 from qcutlass.products.library import register
 from qcutlass.products.memory import as_rows
 
-QuantizedRows: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Codes, scales and zero points; the latter are empty where the call asks for none."""
+QuantizedRows: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, scales and zero points, where the call asks for these."""
 
 CODES: Final = {
     torch.int8: _C.DType.INT8,
@@ -42,6 +41,11 @@ class QuantizeCall(NamedTuple):
     scale: Tensor | None = None
     azp: Tensor | None = None
     smooth: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """By their names."""
+        return {"a": self.a, "scale": self.scale, "azp": self.azp, "smooth": self.smooth}
 
     @property
     def has_azp(self) -> bool:
@@ -106,14 +110,14 @@ def _outputs(call: QuantizeCall) -> QuantizedRows:
     return (
         a.new_empty(a.shape, dtype=call.dtype),
         a.new_empty(ranges, dtype=torch.float32),
-        a.new_empty(ranges if call.asymmetric and call.azp is None else (0,), dtype=torch.int32),
+        a.new_empty(ranges, dtype=torch.int32) if call.asymmetric and call.azp is None else None,
     )
 
 
 def quantize(call: QuantizeCall) -> QuantizedRows:
     """The codes of `a`, with scales and zero points of their own or the given ones."""
     check_quantize(call)
-    check_memory(tensors_of(call))
+    check_memory(call.tensors)
     codes, scale, azp = _outputs(call)
     if scale.numel() == 0:
         return codes, scale, azp
@@ -133,7 +137,7 @@ def quantize(call: QuantizeCall) -> QuantizedRows:
             CODES[call.dtype],
             codes.data_ptr(),
             scale.data_ptr(),
-            azp.data_ptr(),
+            _address(azp),
             smooth=_address(smooth),
             per_tensor=call.has_one_range,
             asymmetric=call.has_azp,
@@ -149,14 +153,19 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _quantize(*arguments: Any) -> QuantizedRows:
-    return quantize(QuantizeCall(*arguments))
+def _quantize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _without_none(*quantize(QuantizeCall(*arguments)))
 
 
-def _quantize_fake(*arguments: Any) -> QuantizedRows:
+def _quantize_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = QuantizeCall(*arguments)
     check_quantize(call)
-    return _outputs(call)
+    return _without_none(*_outputs(call))
+
+
+def _without_none(codes: Tensor, scale: Tensor, azp: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As operators return them: no zero points are an empty tensor."""
+    return codes, scale, scale.new_empty(0, dtype=torch.int32) if azp is None else azp
 
 
 register(f"quantize_8bit({schema_of(QuantizeCall)}) -> (Tensor, Tensor, Tensor)", _quantize, _quantize_fake)
