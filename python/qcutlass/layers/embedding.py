@@ -31,6 +31,8 @@ class QuantEmbedding(WeightOnlyLinear):
     Args:
         layer: whose buffers it takes over.
         dtype: of what is looked up. As with `torch.nn.Embedding`, `.half()` and `.to(dtype)` change it.
+        scale: what rows are multiplied by when they are looked up, rounded to `dtype`, as in Gemma's embeddings; an
+            output head that shares the weights has none of it.
 
     Raises:
         TypeError: `layer` is no `WeightOnlyLinear`, or `dtype` no floating type.
@@ -45,7 +47,7 @@ class QuantEmbedding(WeightOnlyLinear):
         torch.Size([1, 3, 256])
     """
 
-    def __init__(self, layer: WeightOnlyLinear, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, layer: WeightOnlyLinear, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> None:
         if not isinstance(layer, WeightOnlyLinear):
             raise TypeError(f"layer: expected a WeightOnlyLinear, got {type(layer).__name__}")
         if dtype not in FLOATING:
@@ -56,7 +58,8 @@ class QuantEmbedding(WeightOnlyLinear):
         QuantLinear.__init__(
             self, layer.in_features, layer.out_features, layer.bits, layer.group_size, layer.activation, parts
         )
-        self.dtype, self.stored_form = dtype, layer.stored_form
+        self.dtype, self.stored_form, self.scale = dtype, layer.stored_form, scale
+        self._factor = self._rounded_scale()
         self.train(layer.training)
 
     @property
@@ -86,7 +89,11 @@ class QuantEmbedding(WeightOnlyLinear):
         else:
             one = DequantizeCall(self.w_packed, self.scales, self.zeros, row_begin=row, row_end=row + 1, **options)
             rows = dequantize(one)
+        rows = rows if self._factor == 1 else rows * self._factor
         return rows.view(*ids.shape, self.in_features)
+
+    def _rounded_scale(self) -> float:
+        return torch.tensor(self.scale, device="cpu").to(self.dtype).item()
 
     def _only_row(self, ids: Tensor) -> int | None:
         """The row, if it is one on the CPU, which the extension reads in one call; others take a dozen operators."""
@@ -111,10 +118,12 @@ class QuantEmbedding(WeightOnlyLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.w_packed.device)).dtype
+        self._factor = self._rounded_scale()
         return super()._apply(fn, recurse)
 
     def _description(self) -> list[str]:
-        return [*super()._description(), f"dtype={self.dtype}"]
+        scale = [] if self.scale == 1 else [f"scale={self.scale:g}"]
+        return [*super()._description(), f"dtype={self.dtype}", *scale]
 
 
 class TiedLinear(nn.Module):

@@ -34,6 +34,8 @@ _WITHOUT_HEAD: Final = (
     f"{FROM_FLOATS}"
 )
 _TOKENS: Final = (1, 2)
+_SCALED: Final = tuple(f"{name}TextScaledWordEmbedding" for name in ("Gemma", "Gemma2", "Gemma3", "VaultGemma"))
+"""Types of transformers that are derived from `torch.nn.Embedding` and multiply rows by `scalar_embed_scale`."""
 _BLOCKS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
 """Where configurations say how many blocks there are."""
 _ATTENTION: Final = ("attn_implementation", "_attn_implementation")
@@ -179,7 +181,7 @@ def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Module]]
         forms = _forms(name, model)
         place = next((form for form in forms if form in modules), None)
         module = None if place is None else modules[place]
-        if place is not None and module is not None and (is_linear(module) or type(module) is nn.Embedding):
+        if place is not None and module is not None and (is_linear(module) or is_embedding(module)):
             found[place] = name, module
         elif model.base_model is not model or name.startswith(f"{model.base_model_prefix}."):
             got = "" if module is None else f", but a {type(module).__name__}"
@@ -200,6 +202,16 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a packed linear layer computes what the module does: those of derived types may scale, or return more."""
     is_known = isinstance(module, nn.Linear) and type(module).__name__ in _LINEARS
     return type(module) is nn.Linear or is_known or is_conv1d(module)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a packed embedding looks up what the module does: rows, or rows times a number, as in Gemma."""
+    return type(module) is nn.Embedding or type(module).__name__ in _SCALED
+
+
+def scale_of(embedding: nn.Module) -> float:
+    """What an embedding multiplies its rows by."""
+    return float(getattr(embedding, "scalar_embed_scale", 1.0))
 
 
 def weight_shape(module: Any) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,17 +24,10 @@ from qcutlass.formats.source import TensorInfo
 from qcutlass.formats.tensors import FROM_FLOATS
 from qcutlass.models.experts import expert_layer, part_names
 from qcutlass.models.extras import SAFE, import_transformers, reading
+from qcutlass.models.gguf_families import FAMILIES, Family, family_of
 from qcutlass.models.gguf_rope import DIVISORS, RopeKeys
 from qcutlass.models.sources import ModelSource
 
-_KINDS: Final = {  # by architecture, and whether there are experts: what transformers calls it
-    ("llama", False): "llama",
-    ("llama", True): "mixtral",
-    ("qwen2", False): "qwen2",
-    ("qwen3", False): "qwen3",
-    ("qwen2moe", True): "qwen2_moe",
-    ("qwen3moe", True): "qwen3_moe",
-}
 _PERMUTED: Final = "llama"  # the architecture whose rows of q and k are
 _EMBEDDINGS: Final = "token_embd"
 _WHOLE: Final = {_EMBEDDINGS: "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -128,6 +121,8 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
     _check_blocks(path, metadata[f"{architecture}.block_count"], tensors)
     keys = {f"{architecture}.{key}": name for key, name in _SIZES.items()}
     keys |= {f"tokenizer.ggml.{key}": name for key, name in _TOKENS.items()}
+    family = family_of(metadata) or Family("")
+    keys |= {f"{architecture}.{key}": name for key, name in family.values.items()}
     values: dict[str, Any] = {
         name: _of_all_blocks(path, metadata, key) for key, name in keys.items() if key in metadata
     }
@@ -141,7 +136,10 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
         size = "llama.rope.dimension_count"  # turns whole heads there
     if size in metadata:
         values["head_dim"] = _of_all_blocks(path, metadata, size)
-    _check_neutral(path, metadata, _head_size(values))
+    _check_neutral(path, metadata, _head_size(values), family.values)
+    values |= family.query_scale(
+        values["num_hidden_layers"], values["hidden_size"], values["num_attention_heads"], _head_size(values)
+    )
     embedding = tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
@@ -161,13 +159,16 @@ def _check_blocks(path: Path, count: object, tensors: Iterable[str]) -> None:
         )
 
 
-def _check_neutral(path: Path, metadata: Mapping[str, Any], size: int | None) -> None:
+def _check_neutral(path: Path, metadata: Mapping[str, Any], size: int | None, known: Container[str] = ()) -> None:
     """Raises UnsupportedError where the header says of a model that it computes what the one of transformers does not.
 
     Args:
         size: columns of a head; None where that is unknown.
+        known: keys of which the model's configuration knows.
     """
     for key, neutral in _NEUTRAL.items():
+        if key in known:
+            continue
         name = f"{metadata['general.architecture']}.{key}"
         value = metadata.get(name, neutral[0])
         is_usual = key == "attention.scale" and isinstance(value, float) and round(value * (size or 0) ** 0.5, 5) == 1
@@ -202,8 +203,8 @@ def _head_size(values: Mapping[str, Any]) -> int | None:
 
 def model_kind(metadata: Mapping[str, Any]) -> str | None:
     """What transformers calls a model (`model_type`); None for one that is not taken."""
-    architecture = str(metadata.get("general.architecture"))
-    return _KINDS.get((architecture, bool(metadata.get(f"{architecture}.expert_count"))))
+    family = family_of(metadata)
+    return None if family is None else family.kind
 
 
 def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -237,7 +238,8 @@ def _mixture_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[st
 
 
 class GGUFModel(ModelSource):
-    """A GGUF file of a decoder with Llama's layers, or a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE.
+    """A GGUF file of a decoder with Llama's layers, Gemma's among them, or a mixture of experts: Mixtral, Qwen2-MoE,
+    Qwen3-MoE.
 
     A layer without a bias, where the model has one, gets a bias of zeros.
 
@@ -250,12 +252,12 @@ class GGUFModel(ModelSource):
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
         self._path = path
         self._metadata, self._tensors = checkpoint.metadata, checkpoint.tensors
-        architecture, kind = str(self._metadata.get("general.architecture")), model_kind(self._metadata)
-        if kind is None:
+        architecture, family = str(self._metadata.get("general.architecture")), family_of(self._metadata)
+        if family is None:
             experts = " with experts" if self._metadata.get(f"{architecture}.expert_count") else ""
-            known = ", ".join(f"{name}{' with experts' * mixed}" for name, mixed in _KINDS)
+            known = ", ".join(f"{name}{' with experts' * mixed}" for name, mixed in FAMILIES)
             raise UnsupportedError(f"{path}: expected one of {known}, got a model of {architecture!r}{experts}")
-        self._kind = kind
+        self._family, self._kind = family, family.kind
         self._permuted = architecture == _PERMUTED
         super().__init__(checkpoint, path.parent)
         self.names = {self._name(name): name for name in checkpoint}
@@ -277,7 +279,8 @@ class GGUFModel(ModelSource):
         divisors = next(
             (self.checkpoint.tensor(name) for name in self.checkpoint.rest if self._are_divisors(name)), None
         )
-        values |= RopeKeys(self._path, self._metadata, _head_size(values)).values(divisors)
+        rope = RopeKeys(self._path, self._metadata, _head_size(values))
+        values |= rope.values_by_reach() if self._family.has_local_rope else rope.values(divisors)
         with reading(self._path, "configuration"):
             self._parsed = transformers.AutoConfig.for_model(self._kind, **values)
         with reading(self._path, "model"), torch.device("meta"):
@@ -327,14 +330,17 @@ class GGUFModel(ModelSource):
         if found is not None and found[3] is not None and found[2] in _EXPERT:
             part = part_names(self._kind)[_EXPERT.index(found[2])]
             return f"model.layers.{found[1]}.{folder}.experts.{found[3]}.{part}"
-        if found is not None and found[3] is None and found[2] in _IN_BLOCK:
-            return f"model.layers.{found[1]}.{_IN_BLOCK[found[2]].replace('mlp.', f'{folder}.')}"
+        in_block = {**_IN_BLOCK, **self._family.in_block}
+        if found is not None and found[3] is None and found[2] in in_block:
+            return f"model.layers.{found[1]}.{in_block[found[2]].replace('mlp.', f'{folder}.')}"
         if name in _WHOLE:
             return _WHOLE[name]
         raise UnsupportedError(f"{self._path}: the tensor {name!r} has no place in a model of Llama's kind")
 
     def tensor(self, name: str) -> Tensor:
         tensor = super().tensor(name)
+        if self._family.norm_offset and name.endswith("norm.weight"):
+            return tensor - self._family.norm_offset
         return tensor[None] if name.endswith(_SHARED) and tensor.dim() == 1 else tensor  # one row, as a vector
 
     def layer(self, name: str) -> Layer:

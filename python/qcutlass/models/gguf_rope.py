@@ -69,6 +69,12 @@ class RopeKeys:
         scaling = scaling if divisors is None else self._llama3(divisors)
         return {"rope_parameters": {**scaling, "rope_theta": self.theta}} if scaling else {"rope_theta": self.theta}
 
+    def values_by_reach(self) -> dict[str, Any]:
+        """Those of models some of whose blocks attend to a window: these have a base of their own, and no scaling."""
+        whole = {"rope_type": "default", **self._scaling(), "rope_theta": self.theta}
+        window = {"rope_type": "default", "rope_theta": self._number("freq_base_swa", _THETA)}
+        return {"rope_parameters": {"full_attention": whole, "sliding_attention": window}}
+
     def _scaling(self) -> dict[str, Any]:
         """That of the keys; empty where nothing is scaled."""
         kind = self._metadata.get(f"{self._prefix}scaling.type", "linear")

@@ -46,6 +46,7 @@ from qcutlass.models.fitting import (
     is_linear,
     left_out,
     places,
+    scale_of,
     skeleton,
     unloaded,
     weight_shape,
@@ -335,7 +336,7 @@ def _embedding(layer: QuantLinear, module: nn.Embedding, name: str) -> QuantEmbe
     try:
         if not isinstance(layer, WeightOnlyLinear):
             raise TypeError(f"expected weights alone to be quantised, got {type(layer).__name__}")
-        return QuantEmbedding(layer, module.weight.dtype)
+        return QuantEmbedding(layer, module.weight.dtype, scale_of(module))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: {error}") from error
 

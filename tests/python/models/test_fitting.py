@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -158,13 +159,13 @@ def test_models_that_read_weights_themselves(tmp_path: Path) -> None:
 def test_what_the_model_could_not_load_is_not_quantised(tmp_path: Path) -> None:
     """Nothing is written: neither the folder nor that of the work."""
     mamba, _ = saved("mamba", tmp_path / "mamba", state_size=8, time_step_rank=32)
-    gemma, _ = saved("gemma2", tmp_path / "gemma2", head_dim=32)
+    biogpt, _ = saved("biogpt", tmp_path / "biogpt", tie_word_embeddings=True)
     method = models.Method("rtn", SCHEME)
     with pytest.raises(UnsupportedError, match=r"mixer\.\w+_proj: MambaForCausalLM reads the weight of this layer"):
         models.quantize_model(mamba, tmp_path / "new", method)
-    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens: .*Gemma2TextScaledWordEmbedding; .*--lm-head"):
-        models.quantize_model(gemma, tmp_path / "new", method, lm_head=8)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma2", "mamba"]
+    with pytest.raises(UnsupportedError, match=r"biogpt\.embed_tokens: .*BioGptScaledWordEmbedding; .*--lm-head"):
+        models.quantize_model(biogpt, tmp_path / "new", method, lm_head=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["biogpt", "mamba"]
     models.quantize_model(mamba, tmp_path / "new", method, skip=["dt_proj", "out_proj", "x_proj"])
     assert isinstance(load(tmp_path / "new").backbone.layers[0].mixer.in_proj, QuantLinear)
 
@@ -208,11 +209,30 @@ def test_linears_of_falcon_are_quantised(tmp_path: Path) -> None:
 
 
 def test_embeddings_that_scale_rows(tmp_path: Path) -> None:
-    source, _ = saved("gemma2", tmp_path / "old", head_dim=32)
-    match = r"model\.embed_tokens: Gemma2ForCausalLM has no such .*, but a Gemma2TextScaledWordEmbedding; .*--lm-head"
-    refused(source, tmp_path / "new", match, scheme=SCHEME, lm_head=8)
-    models.convert(source, tmp_path / "new", scheme=SCHEME)
-    assert type(load(tmp_path / "new").lm_head) is nn.Linear
+    """Gemma's do, and the head that shares their weights does not; those of other types stay floats."""
+    source, model = saved("gemma2", tmp_path / "old", head_dim=32)
+    models.convert(source, tmp_path / "floats", scheme=SCHEME)
+    assert type(load(tmp_path / "floats").lm_head) is nn.Linear
+    models.convert(source, tmp_path / "new", scheme=SCHEME, lm_head=8)
+    loaded = load(tmp_path / "new")
+    embedding = loaded.get_input_embeddings()
+    assert isinstance(embedding, QuantEmbedding)
+    assert embedding.scale == loaded.config.hidden_size**0.5
+    assert "scale=" in repr(embedding)
+    for name, layer in loaded.named_modules():
+        if isinstance(layer, QuantLinear):
+            model.get_submodule(name).weight.data = layer.weights()
+    model.tie_weights()
+    with torch.inference_mode():
+        ids = torch.arange(16)[None]
+        dense, exact = model(ids).logits, copy.deepcopy(model).double()(ids).logits
+        assert noise_ratio(loaded(ids).logits, dense, exact) <= NOISE
+        for dtype in (torch.float16, torch.bfloat16):
+            rounded = copy.deepcopy(model.get_input_embeddings()).to(dtype)
+            assert torch.equal(embedding.to(dtype)(ids), rounded(ids))
+    other, _ = saved("biogpt", tmp_path / "biogpt", tie_word_embeddings=True)
+    match = r"biogpt\.embed_tokens: BioGptForCausalLM has no such .*, but a BioGptScaledWordEmbedding; .*--lm-head"
+    refused(other, tmp_path / "refused", match, scheme=SCHEME, lm_head=8)
 
 
 def test_names_that_transformers_gives_no_layer(tmp_path: Path, random_cut: RandomCut) -> None:

@@ -15,13 +15,23 @@ import torch
 from bench.gguf_weights import random_gguf_weights
 
 from qcutlass import CheckpointError, UnsupportedError, formats, models
-from qcutlass.models.gguf import GGUFModel
+from qcutlass.layers import QuantEmbedding
+from qcutlass.models.gguf import GGUFModel, model_values
+from qcutlass.models.transformers import load_model
+from qcutlass.testing.models import NOISE, noise_ratio
 
 pytest.importorskip("transformers", reason="needs transformers")
 
 HIDDEN, HEADS, KV_HEADS, WIDE, VOCABULARY, BLOCKS = 128, 4, 2, 160, 64, 2
 LARGE = 256  # columns, where blocks have so many
-SIZES = {"qwen3": 128}  # of a head, where it is not HIDDEN // HEADS
+SIZES = {"qwen3": 128, "gemma2": 128, "gemma3": 128}  # of a head, where it is not HIDDEN // HEADS
+GEMMAS = "gemma", "gemma2", "gemma3"
+VALUES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attention.sliding_window": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0
+    },
+    "gemma3": {"attention.sliding_window": 4, "rope.freq_base": 1e6},
+}  # fmt: skip
 MIXES: dict[str, dict[str, str]] = {
     "Q8_0": {},
     "Q4_K_M": {
@@ -73,7 +83,7 @@ def write_gguf(
         "attention.value_length": size, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
     }  # fmt: skip
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in {**sizes, **(values or {})}.items():
+    for key, value in {**sizes, **VALUES.get(architecture, {}), **(values or {})}.items():
         if value is not None:
             add_value: Any = adders.get(type(value), writer.add_array)
             add_value(f"{architecture}.{key}", value)
@@ -88,6 +98,7 @@ def write_gguf(
         if name in absent:
             return
         data = random.normal(0, 0.1, shape).astype(np.float32)
+        data = data + 1 if name.endswith("norm.weight") and architecture in GEMMAS else data
         label = kinds.get(name.split(".")[-2], "Q8_0")
         kind = gguf.GGMLQuantizationType[label]
         if len(shape) == 1:
@@ -99,7 +110,7 @@ def write_gguf(
 
     add("token_embd.weight", VOCABULARY, hidden)
     add("output_norm.weight", hidden)
-    if not tied:
+    if not tied and architecture not in GEMMAS:
         add("output.weight", VOCABULARY, hidden)
     for i in range(BLOCKS):
         for name, rows, columns in (
@@ -112,9 +123,12 @@ def write_gguf(
                 add(f"blk.{i}.{name}.bias", rows)
         for name in ("attn_norm", "ffn_norm"):
             add(f"blk.{i}.{name}.weight", hidden)
-        if architecture == "qwen3":
+        if architecture in ("qwen3", "gemma3"):
             for name in ("attn_q_norm", "attn_k_norm"):
                 add(f"blk.{i}.{name}.weight", size)
+        if architecture in ("gemma2", "gemma3"):
+            for name in ("post_attention_norm", "post_ffw_norm"):
+                add(f"blk.{i}.{name}.weight", hidden)
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -125,7 +139,7 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_names_and_rows_are_those_of_transformers(architecture: str, mix: str, tmp_path: Path, seed: int) -> None:
     pytest.importorskip("accelerate", reason="transformers needs it to dequantise GGUF files")
     from transformers import AutoModelForCausalLM
@@ -140,11 +154,69 @@ def test_names_and_rows_are_those_of_transformers(architecture: str, mix: str, t
         found[f"{name}.weight"] = layer.dequantize(torch.float32)
         if layer.bias is not None:
             found[f"{name}.bias"] = layer.bias
+    if source.config["tie_word_embeddings"]:
+        del expected["lm_head.weight"]
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert source.config["architectures"] == [type(model).__name__]
     assert source.config["head_dim"] == SIZES.get(architecture, (LARGE if MIXES[mix] else HIDDEN) // HEADS)
     assert ("model.layers.0.self_attn.q_proj.bias" in found) == (architecture == "qwen2")
+
+
+@pytest.mark.parametrize("architecture", GEMMAS)
+def test_gemmas_run(architecture: str, tmp_path: Path, seed: int) -> None:
+    """With a packed embedding, whose rows are scaled, beside transformers' own layers of dequantised weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, seed, embeddings="Q8_0")
+    source = GGUFModel(formats.load(path), path)
+    config: Any = AutoConfig.for_model(**source.config)
+    dense: Any = AutoModelForCausalLM.from_config(config).eval()
+    weights = {name: source.tensor(name) for name in source.rest}
+    weights |= {f"{name}.weight": source.layer(name).dequantize(torch.float32) for name in source.names}
+    absent, unexpected = dense.load_state_dict(weights, strict=False)
+    assert (absent, unexpected) == (["lm_head.weight"], [])
+    dense.tie_weights()
+    models.convert(path, tmp_path / "converted")
+    model, _ = load_model(tmp_path / "converted")
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, QuantEmbedding)
+    assert embedding.scale == HIDDEN**0.5
+    ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed))
+    with torch.inference_mode():
+        found, close = model(ids).logits, dense(ids).logits
+        assert noise_ratio(found, close, dense.double()(ids).logits) <= NOISE
+
+
+def test_what_headers_say_of_gemmas(tmp_path: Path) -> None:
+    """Also what llama.cpp knows by the number of blocks alone, as of the 27B models: what queries are scaled by."""
+    for architecture, blocks, scale in (
+        ("gemma2", 42, 128),
+        ("gemma2", 46, 32),
+        ("gemma3", 34, 128),
+        ("gemma3", 62, 32),
+    ):
+        path = write_gguf(tmp_path / "tiny.gguf", architecture, 0)
+        checkpoint = formats.load(path)
+        header = {**checkpoint.metadata, f"{architecture}.block_count": blocks}
+        tensors = {f"blk.{i}.attn_norm.weight": checkpoint.info("blk.0.attn_norm.weight") for i in range(blocks)}
+        values = model_values(path, header, tensors)
+        assert (values["query_pre_attn_scalar"], values["sliding_window"]) == (scale, 4)
+        config = GGUFModel(checkpoint, path).config
+        assert config["query_pre_attn_scalar"] == 128
+        capped = architecture == "gemma2"
+        assert config["final_logit_softcapping"] == (5.0 if capped else None)
+        assert config["attn_logit_softcapping"] == (3.0 if capped else None)
+    scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    path = write_gguf(tmp_path / "scaled.gguf", "gemma3", 0, values=scaled)
+    source = GGUFModel(formats.load(path), path)
+    assert source.config["rope_parameters"] == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    path = write_gguf(tmp_path / "capped.gguf", "llama", 0, values={"final_logit_softcapping": 5.0})
+    with pytest.raises(UnsupportedError, match=r"llama\.final_logit_softcapping: expected it absent, or 0, got 5\.0"):
+        GGUFModel(formats.load(path), path)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -217,8 +289,8 @@ def test_a_header_without_a_size(key: str, tmp_path: Path, seed: int) -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path, seed: int) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", "gemma", seed)
-    with pytest.raises(UnsupportedError, match="got a model of 'gemma'"):
+    path = write_gguf(tmp_path / "tiny.gguf", "phi3", seed)
+    with pytest.raises(UnsupportedError, match="got a model of 'phi3'"):
         GGUFModel(formats.load(path), path)
 
 
