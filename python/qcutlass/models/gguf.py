@@ -131,6 +131,7 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
     if len(ends) > 1:
         values["eos_token_id"] = ends
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    values.setdefault("pad_token_id", None)  # some configurations name one that not every vocabulary has
     size = f"{architecture}.attention.key_length"
     if size not in metadata and architecture == "llama":
         size = "llama.rope.dimension_count"  # turns whole heads there

@@ -65,6 +65,7 @@ FAMILIES: Final = {  # by architecture, and whether there are experts
         wide_blocks=62,
         has_local_rope=True,
     ),
+    ("phi3", False): Family("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _WINDOW),
     ("qwen2moe", True): Family("qwen2_moe"),
     ("qwen3moe", True): Family("qwen3_moe"),
 }
