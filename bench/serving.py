@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -46,12 +47,18 @@ class Contestant:
         options: arguments of `vllm.LLM`.
         dense: whether weights are floats instead of int4 codes.
         devices: on which it runs.
+        needs: the module that it comes with, besides vLLM.
     """
 
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     dense: bool = False
     devices: tuple[str, ...] = ("cuda",)
+    needs: str = "torch"
+
+    def can_run(self) -> bool:
+        """Whether it is there, and runs on this machine."""
+        return device() in self.devices and importlib.util.find_spec(self.needs) is not None
 
 
 _NO_PLUGINS: Final = {"VLLM_PLUGINS": ""}
@@ -59,6 +66,7 @@ CONTESTANTS: Final = {
     "qcutlass": Contestant(options={"quantization": METHOD}, devices=("cuda", "cpu")),
     "machete": Contestant(_NO_PLUGINS),
     "marlin": Contestant(_NO_PLUGINS | {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel"}),
+    "humming": Contestant(_NO_PLUGINS, {"quantization": "humming"}, needs="humming"),
     "dense": Contestant(_NO_PLUGINS, {"load_format": "dummy"}, dense=True, devices=("cuda", "cpu")),
 }
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -205,7 +213,7 @@ def _checkpoint(folder: Path, model: str, dense: bool) -> Path:
 
 
 def _wanted(names: list[str]) -> list[str]:
-    possible = [name for name, contestant in CONTESTANTS.items() if device() in contestant.devices]
+    possible = [name for name, contestant in CONTESTANTS.items() if contestant.can_run()]
     if unknown := set(names) - set(possible):
         raise typer.BadParameter(
             f"expected {', '.join(possible)} on this machine, got {', '.join(sorted(unknown))}",

@@ -152,6 +152,16 @@ def test_wrong_arguments(arguments: list[str], told: str) -> None:
     assert told in result.output
 
 
+def test_contestants_that_are_not_installed_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "device", lambda: "cuda")
+    monkeypatch.setattr(serving.importlib.util, "find_spec", lambda name: object())
+    assert serving._wanted([]) == ["qcutlass", "machete", "marlin", "humming", "dense"]
+    monkeypatch.setattr(serving.importlib.util, "find_spec", lambda name: None if name == "humming" else object())
+    assert serving._wanted([]) == ["qcutlass", "machete", "marlin", "dense"]
+    with pytest.raises(typer.BadParameter, match="expected qcutlass, machete, marlin, dense on this machine, got humm"):
+        serving._wanted(["humming"])
+
+
 def test_checkpoint_has_layers_that_are_read(tmp_path: Path) -> None:
     serving_checkpoint.write_gptq(tmp_path, TINY, "cpu")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
