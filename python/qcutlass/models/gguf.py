@@ -28,7 +28,6 @@ from qcutlass.models.gguf_families import FAMILIES, Family, family_of
 from qcutlass.models.gguf_rope import DIVISORS, RopeKeys
 from qcutlass.models.sources import ModelSource
 
-_PERMUTED: Final = "llama"  # the architecture whose rows of q and k are
 _EMBEDDINGS: Final = "token_embd"
 _WHOLE: Final = {_EMBEDDINGS: "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK: Final = {
@@ -114,14 +113,13 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
     Raises:
         CheckpointError: a size is absent.
     """
-    architecture = metadata["general.architecture"]
-    for key in _NEEDED:
+    architecture, family = metadata["general.architecture"], family_of(metadata) or Family("")
+    for key in (*_NEEDED, *family.needed):
         if f"{architecture}.{key}" not in metadata:
             raise CheckpointError(f"{path}: expected the key {architecture}.{key}; it is absent")
     _check_blocks(path, metadata[f"{architecture}.block_count"], tensors)
     keys = {f"{architecture}.{key}": name for key, name in _SIZES.items()}
     keys |= {f"tokenizer.ggml.{key}": name for key, name in _TOKENS.items()}
-    family = family_of(metadata) or Family("")
     keys |= {f"{architecture}.{key}": name for key, name in family.values.items()}
     values: dict[str, Any] = {
         name: _of_all_blocks(path, metadata, key) for key, name in keys.items() if key in metadata
@@ -133,8 +131,8 @@ def model_values(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values.setdefault("pad_token_id", None)  # some configurations name one that not every vocabulary has
     size = f"{architecture}.attention.key_length"
-    if size not in metadata and architecture == "llama":
-        size = "llama.rope.dimension_count"  # turns whole heads there
+    if size not in metadata and family.is_permuted:
+        size = f"{architecture}.rope.dimension_count"  # turns whole heads there
     if size in metadata:
         values["head_dim"] = _of_all_blocks(path, metadata, size)
     _check_neutral(path, metadata, _head_size(values), family.values)
@@ -259,7 +257,6 @@ class GGUFModel(ModelSource):
             known = ", ".join(f"{name}{' with experts' * mixed}" for name, mixed in FAMILIES)
             raise UnsupportedError(f"{path}: expected one of {known}, got a model of {architecture!r}{experts}")
         self._family, self._kind = family, family.kind
-        self._permuted = architecture == _PERMUTED
         super().__init__(checkpoint, path.parent)
         self.names = {self._name(name): name for name in checkpoint}
         parts = (name.rpartition(".") for name in checkpoint.rest if not self._are_divisors(name))
@@ -271,8 +268,8 @@ class GGUFModel(ModelSource):
             self.names[_WHOLE[_EMBEDDINGS]] = _EMBEDDINGS
 
     def _are_divisors(self, name: str) -> bool:
-        """Whether this tensor belongs into the configuration: only files of the architecture "llama" have it."""
-        return self._permuted and name == DIVISORS
+        """Whether this tensor belongs into the configuration: only files of Llama and its like have it."""
+        return self._family.is_permuted and name == DIVISORS
 
     def _config(self) -> dict[str, Any]:
         transformers = import_transformers("reading the configuration of a GGUF file")
@@ -349,7 +346,9 @@ class GGUFModel(ModelSource):
         if layer.bias is None and f"{self._in_module(name)}.bias" in self._shapes:
             layer = replace(layer, bias=torch.zeros(layer.shape[0]))
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.rpartition(".")[2])
-        return layer if heads is None or not self._permuted else self._in_order(layer, name, self.config[heads])
+        return (
+            layer if heads is None or not self._family.is_permuted else self._in_order(layer, name, self.config[heads])
+        )
 
     def _in_order(self, layer: Layer, name: str, heads: object) -> Layer:
         n, _ = layer.shape

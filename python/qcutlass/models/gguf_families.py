@@ -16,6 +16,8 @@ class Family:
         in_block: modules of a block that are more than Llama's, or called otherwise: llama.cpp's name, transformers'.
         values: keys of the header, behind the architecture's name, that say more than sizes; what configurations call
             them.
+        needed: those of these keys that have to be there.
+        is_permuted: whether rows of q and k are in the order of llama.cpp's first models.
         norm_offset: what files add to the weights of norms: these modules add it themselves.
         scales_queries: whether configurations say what queries are scaled by: a head's size, but in models of
             `wide_blocks` blocks, of which llama.cpp knows that it is the model's width over the number of heads.
@@ -25,6 +27,8 @@ class Family:
     kind: str
     in_block: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
+    is_permuted: bool = False
     norm_offset: float = 0.0
     scales_queries: bool = False
     wide_blocks: int = 0
@@ -43,11 +47,21 @@ _AROUND: Final = {  # norms before and behind attention and MLP
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _CAPS: Final = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_BEHIND: Final = {name: module for name, module in _AROUND.items() if name != "ffn_norm"}
+_MULTIPLIERS: Final = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _WINDOW: Final = {"attention.sliding_window": "sliding_window"}
 
 FAMILIES: Final = {  # by architecture, and whether there are experts
-    ("llama", False): Family("llama"),
-    ("llama", True): Family("mixtral"),
+    ("llama", False): Family("llama", is_permuted=True),
+    ("llama", True): Family("mixtral", is_permuted=True),
+    ("granite", False): Family("granite", {}, _MULTIPLIERS, ("attention.scale",), is_permuted=True),
+    ("smollm3", False): Family("smollm3", is_permuted=True),
+    ("olmo2", False): Family("olmo2", _BEHIND),
     ("qwen2", False): Family("qwen2"),
     ("qwen3", False): Family("qwen3"),
     ("gemma", False): Family("gemma", norm_offset=1.0),

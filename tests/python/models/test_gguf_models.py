@@ -31,6 +31,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "attention.sliding_window": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0
     },
     "gemma3": {"attention.sliding_window": 4, "rope.freq_base": 1e6},
+    "granite": {"attention.scale": 0.25, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0},
 }  # fmt: skip
 MIXES: dict[str, dict[str, str]] = {
     "Q8_0": {},
@@ -108,6 +109,8 @@ def write_gguf(
     writer.add_eos_token_id(2)
     if architecture == "phi3":
         writer.add_pad_token_id(0)  # transformers' own reader takes Phi-3's, which is in no small vocabulary
+    if architecture in ("granite", "smollm3"):
+        writer.add_rope_dimension_count(size)
 
     def add(name: str, *shape: int) -> None:
         if name in absent:
@@ -135,12 +138,15 @@ def write_gguf(
             add(f"blk.{i}.{name}.weight", rows, columns)
             if name in biases:
                 add(f"blk.{i}.{name}.bias", rows)
-        for name in ("attn_norm", "ffn_norm"):
+        for name in () if architecture == "olmo2" else ("attn_norm", "ffn_norm"):
             add(f"blk.{i}.{name}.weight", hidden)
         if architecture in ("qwen3", "gemma3"):
             for name in ("attn_q_norm", "attn_k_norm"):
                 add(f"blk.{i}.{name}.weight", size)
-        if architecture in ("gemma2", "gemma3"):
+        if architecture == "olmo2":
+            for name, heads in (("attn_q_norm", HEADS), ("attn_k_norm", KV_HEADS)):
+                add(f"blk.{i}.{name}.weight", heads * size)
+        if architecture in ("gemma2", "gemma3", "olmo2"):
             for name in ("post_attention_norm", "post_ffw_norm"):
                 add(f"blk.{i}.{name}.weight", hidden)
     for name, data in (tensors or {}).items():
@@ -179,7 +185,7 @@ def test_names_and_rows_are_those_of_transformers(architecture: str, mix: str, t
     assert ("model.layers.0.self_attn.q_proj.bias" in found) == (architecture == "qwen2")
 
 
-@pytest.mark.parametrize("architecture", [*GEMMAS, "phi3"])
+@pytest.mark.parametrize("architecture", [*GEMMAS, "phi3", "granite", "smollm3", "olmo2"])
 def test_other_families_run(architecture: str, tmp_path: Path, seed: int) -> None:
     """With a packed embedding, whose rows Gemma scales, beside transformers' own layers of dequantised weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -202,6 +208,25 @@ def test_other_families_run(architecture: str, tmp_path: Path, seed: int) -> Non
     with torch.inference_mode():
         found, close = model(ids).logits, dense(ids).logits
         assert noise_ratio(found, close, dense.double()(ids).logits) <= NOISE
+
+
+def test_rows_and_multipliers_of_llamas_like(tmp_path: Path) -> None:
+    """Granite's and SmolLM3's rows lie as Llama's do, OLMo 2's as transformers has them."""
+    found = {}
+    for architecture in ("llama", "granite", "smollm3", "olmo2"):
+        path = write_gguf(tmp_path / f"{architecture}.gguf", architecture, 0)
+        source = GGUFModel(formats.load(path), path)
+        found[architecture] = source.layer("model.layers.0.self_attn.q_proj").dequantize(torch.float32)
+        if architecture == "granite":
+            names = "attention", "embedding", "residual"
+            assert [source.config[f"{name}_multiplier"] for name in names] == [0.25, 3.0, 0.5]
+            assert source.config["logits_scaling"] == 4.0
+    assert torch.equal(found["llama"], found["granite"])
+    assert torch.equal(found["llama"], found["smollm3"])
+    assert not torch.equal(found["llama"], found["olmo2"])
+    path = write_gguf(tmp_path / "absent.gguf", "granite", 0, values={"attention.scale": None})
+    with pytest.raises(CheckpointError, match=r"expected the key granite\.attention\.scale; it is absent"):
+        GGUFModel(formats.load(path), path)
 
 
 def test_what_headers_say_of_gemmas(tmp_path: Path) -> None:
