@@ -21,6 +21,10 @@ INT8_ACTIVATIONS: Final = 0.05
 """Largest relative difference of perplexities, of short texts and models cut to few blocks, that activations quantised
 to int8 in blocks of 32 make; wrong scales make orders of magnitude."""
 
+LLAMA_CPP: Final = 0.03
+"""Largest relative norm of the difference of logits from llama.cpp's, of small random models with layers of Q8_0, whose
+activations llama.cpp quantises: it makes 0.01, and another model makes 1."""
+
 IMPORTED: Final = 0.01
 """Largest difference of the perplexity of SmolLM2, imported without loss, in fp32 or fp16, from that of the dequantised
 model in fp32, which is about 15. Activations in fp16 make a tenth of that, bf16 more than all of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,8 +18,10 @@ from bench.gguf_weights import random_gguf_weights
 from qcutlass import CheckpointError, UnsupportedError, formats, models
 from qcutlass.layers import QuantEmbedding
 from qcutlass.models.gguf import GGUFModel, model_values
+from qcutlass.models.gguf_families import FAMILIES
 from qcutlass.models.transformers import load_model
-from qcutlass.testing.models import NOISE, noise_ratio
+from qcutlass.testing.models import LLAMA_CPP, NOISE, noise_ratio
+from qcutlass.testing.quantizing import relative_norm
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -208,6 +211,23 @@ def test_other_families_run(architecture: str, tmp_path: Path, seed: int) -> Non
     with torch.inference_mode():
         found, close = model(ids).logits, dense(ids).logits
         assert noise_ratio(found, close, dense.double()(ids).logits) <= NOISE
+
+
+@pytest.mark.parametrize("architecture", sorted(name for name, has_experts in FAMILIES if not has_experts))
+def test_logits_are_those_of_llama_cpp(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which reads the same file, with code of its own for each architecture; eight blocks have all kinds of them."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    monkeypatch.setattr(sys.modules[__name__], "BLOCKS", 8)
+    floats = "attn_q", "attn_k", "attn_v", "attn_qkv", "ffn_gate", "ffn_up", "ffn_down", "output"
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, 0, types=dict.fromkeys(floats, "F32"))
+    models.convert(path, tmp_path / "converted")
+    model, _ = load_model(tmp_path / "converted")
+    ids = [(7 * i + 3) % (VOCABULARY - 4) + 3 for i in range(14)]
+    theirs = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1, flash_attn=False)
+    theirs.eval(ids)
+    expected = torch.tensor(np.array(theirs.scores[: len(ids)]))
+    with torch.inference_mode():
+        assert relative_norm(model(torch.tensor([ids])).logits[0], expected) <= LLAMA_CPP
 
 
 def test_rows_and_multipliers_of_llamas_like(tmp_path: Path) -> None:
