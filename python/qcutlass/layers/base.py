@@ -365,6 +365,11 @@ def check_plain(name: str, module: nn.Module, otherwise: str = "") -> None:
             f"{name}: its forward was replaced, by one that a quantised layer would not run; restore it "
             "(del layer.forward)" + otherwise
         )
+    if hasattr(module, "_hf_hook") and any(tensor.is_meta for tensor in module.parameters(recurse=False)):
+        raise ValueError(
+            f"{name}: accelerate keeps its weight elsewhere, say on a disk, until it runs; load the model "
+            "where it has room, or convert its folder (qcutlass convert)" + otherwise
+        )
     if isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter):
         raise ValueError(
             f"{name}: its weight is computed, not a Parameter; make it one "

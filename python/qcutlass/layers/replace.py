@@ -6,6 +6,7 @@ import dis
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any, Final
 
 from torch import nn
@@ -20,7 +21,6 @@ from qcutlass.layers.experts import gate_of, is_replaced, quantized_experts
 from qcutlass.schemes import Scheme
 
 _LOADS: Final = ("LOAD_ATTR", "LOAD_METHOD")
-_HARMLESS: Final = ("dtype", "device", "shape")
 
 AFTER: Final[list[Callable[[nn.Module], None]]] = []
 """What `replace_linear` calls with the model when its layers are in place, for those who save models of theirs."""
@@ -126,7 +126,7 @@ def check_skip(skip: object) -> None:
 
 
 def _read_by_others(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Layers whose owner multiplies by their weights itself, or may: as that of an encoder layer does in inference."""
+    """Layers whose owner reads their weights itself, or may: as that of an encoder layer does in inference."""
     owners = list(modules)
     read = {kind: _weights_read(kind) for kind in {type(owner) for owner in owners}}
     found: set[nn.Module] = set()
@@ -139,7 +139,7 @@ def _read_by_others(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of children of whose `weight` methods of a class read more than its type, device or shape.
+    """Names of children whose `weight` methods of a class read, if only for its type: packed layers have none.
 
     They are found in the byte code, where `self.child.weight` loads these two names one behind the other. Methods that
     make or initialise modules do not count.
@@ -152,8 +152,7 @@ def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
             method = inspect.unwrap(member) if callable(member) else None
             if inspect.isfunction(method) and "init" not in name and "reset" not in name:
                 loads = [step.argval if step.opname in _LOADS else None for step in dis.get_instructions(method)]
-                triples = zip(loads, loads[1:], [*loads[2:], None], strict=False)
-                found |= {child for child, own, of in triples if child and own == "weight" and of not in _HARMLESS}
+                found |= {child for child, own in pairwise(loads) if child and own == "weight"}
     return frozenset(found)
 
 

@@ -225,7 +225,9 @@ class QcutlassQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         self._fill(model)
-        if isinstance(model.get_input_embeddings(), QuantEmbedding):
+        if any(
+            isinstance(module, QuantEmbedding) for module in model.modules()
+        ):  # models of sounds have none to ask for
             model.resize_token_embeddings = partial(_resize, model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):

@@ -167,6 +167,24 @@ def test_a_given_state_is_what_is_saved(kind: str, tmp_path: Path, seed: int) ->
         model = load(tmp_path / "own")  # saves the state that it is given, too
 
 
+def test_models_without_embeddings_of_tokens(tmp_path: Path, seed: int) -> None:
+    """Sounds and pictures have none, which transformers says by an error where it is asked for them."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Wav2Vec2Config(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128, vocab_size=32,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForCTC(config).eval()
+    assert qcutlass.replace_linear(model, WeightOnly(8, 32))
+    model.save_pretrained(tmp_path / "saved")
+    loaded = transformers.Wav2Vec2ForCTC.from_pretrained(tmp_path / "saved").eval()
+    sounds = torch.randn(1, 3000)
+    with torch.inference_mode():
+        assert torch.equal(loaded(sounds).logits, model(sounds).logits)
+
+
 def test_a_given_state_may_hold_floats(tmp_path: Path, seed: int) -> None:
     model, before = model_for("llama", seed), model_for("llama", seed)
     name, *_ = qcutlass.replace_linear(model, W4)
