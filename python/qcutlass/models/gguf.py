@@ -346,9 +346,9 @@ class GGUFModel(ModelSource):
         if layer.bias is None and f"{self._in_module(name)}.bias" in self._shapes:
             layer = replace(layer, bias=torch.zeros(layer.shape[0]))
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.rpartition(".")[2])
-        return (
-            layer if heads is None or not self._family.is_permuted else self._in_order(layer, name, self.config[heads])
-        )
+        if heads is None or not self._family.is_permuted:
+            return layer
+        return self._in_order(layer, name, self.config[heads])
 
     def _in_order(self, layer: Layer, name: str, heads: object) -> Layer:
         n, _ = layer.shape

@@ -225,9 +225,8 @@ class QcutlassQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         self._fill(model)
-        if any(
-            isinstance(module, QuantEmbedding) for module in model.modules()
-        ):  # models of sounds have none to ask for
+        # Not get_input_embeddings(), which is an error of models of sounds and pictures.
+        if any(isinstance(module, QuantEmbedding) for module in model.modules()):
             model.resize_token_embeddings = partial(_resize, model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
