@@ -299,3 +299,41 @@ def test_powers_beyond_fp16_as_scales() -> None:
         expected = exact(weight).half()
         some = expected.isfinite().all(dim=1)
         assert torch.equal(found[some], expected[some]), tactic
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", ["floats", "powers"])
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+def test_scales_of_any_size(dtype: torch.dtype, scales: str, seed: int) -> None:
+    """Those below 2 and those that leave a rest, in one channel and beside each other: weights are rounded once."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (272, 576), generator=g, dtype=torch.uint8)
+    low, high = (-24, 16) if dtype == torch.float16 else (-120, 120)
+    if scales == "powers":
+        values = torch.randint(127 + low, 127 + high, (18, 272), generator=g).to(torch.uint8).view(POWERS)
+    else:
+        sizes = (low + (high - low) * torch.rand(18, 272, generator=g)).exp2()
+        values = (sizes * torch.randint(-1, 2, (18, 272), generator=g)).to(dtype)
+    weight = QuantizedTensor(codes, values, None, 4, 32, "e2m1")
+    given, identity = arguments(weight, "cuda"), torch.eye(576, dtype=dtype, device="cuda")
+    expected = exact(weight).to(dtype)
+    finite = expected.isfinite().all(dim=1)
+    assert finite.sum() > 8
+    for tactic in tactics_of_this_gpu(identity, given):
+        found = qcutlass.gemm(identity, tactic=tactic, **given).T.cpu()
+        assert torch.equal(found[finite], expected[finite]), tactic
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+def test_one_scale_is_nan(dtype: torch.dtype, seed: int) -> None:
+    """It reaches the products of its channel and no other."""
+    for scales, code in ((dtype, 0x7FFF), (POWERS, 0xFF), (torch.float8_e4m3fn, 0x7F)):
+        weight = random_weight("e2m1", 272, 576, 32, scales, seed)
+        word = torch.int16 if scales == dtype else torch.uint8
+        weight.scales.view(word)[5, 77] = code
+        given, a = arguments(weight, "cuda"), torch.ones(20, 576, dtype=dtype, device="cuda")
+        for tactic in tactics_of_this_gpu(a, given):
+            found = qcutlass.gemm(a, tactic=tactic, **given).isnan()
+            assert torch.equal(found.all(dim=0), found.any(dim=0)), tactic
+            assert found[0].nonzero().tolist() == [[77]], tactic

@@ -229,27 +229,63 @@ def test_on_gpus(name: str, seed: int) -> None:
         assert torch.equal(qcutlass.dequantize(w_packed, **levels, **options), problem.weight())
 
 
+def with_odd_rows(problem: Problem, odd: list[tuple[int, float]]) -> Problem:
+    """One activation of each of the first rows is `(k, value)`, and nothing else."""
+    a = problem.a.clone()
+    for row, (k, value) in enumerate(odd):
+        a[row] = 0
+        a[row, k] = value
+    return replace(problem, a=a)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize(("k", "group_size", "split_k"), [(512, 32, 1), (4608, 32, 1), (4608, 16, 2)])
 @pytest.mark.parametrize("minimums", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_sums_of_codes_that_overflow(bits: int, minimums: bool, seed: int) -> None:
+def test_sums_of_codes_that_overflow(
+    bits: int, minimums: bool, k: int, group_size: int, split_k: int, seed: int
+) -> None:
     """Though sums of weights do not: activations near the end of bfloat16, small scales; and infinite ones."""
-    case = Case(3, 48, 512, bits, 32, "minimum" if minimums else "none", BF16, super_groups=8)
+    kind = "minimum" if minimums else "none"
+    case = Case(3, 48, k, bits, group_size, kind, BF16, super_groups=256 // group_size)
     problem = case.random(device="cuda", seed=seed)
-    a = torch.zeros_like(problem.a)
-    a[0, 40], a[1, 300], a[2] = 2.0**127, torch.inf, problem.a[2]
-    problem = replace(problem, a=a, super_scales=problem.super_scales / 8)  # type: ignore[operator]
-    weight = problem.weight()
+    problem = replace(problem, super_scales=problem.super_scales / 8)  # type: ignore[operator]
+    large, infinite = 40, k - 212
+    problem = with_odd_rows(problem, [(large, 2.0**127), (infinite, torch.inf)])
+    weight, a = problem.weight(), problem.a
     w_packed = qcutlass.preprocess_weights(problem.codes, problem.bits)
+    tried = set()
     for tactic in qcutlass.tactics(qcutlass.gemm, a, w_packed, problem.scales, **problem.keywords):
         try:
-            out = product(problem, tactic=tactic, split_k=1)
+            out = product(problem, tactic=tactic, split_k=split_k)
         except UnsupportedError:
             continue
-        testing.assert_equal(out[0], weight[:, 40].bfloat16() * a[0, 40], label=tactic)
-        testing.assert_equal(out[1], (weight[:, 300] * torch.inf).bfloat16(), label=tactic)
+        tried.add(tactic.partition("_stream_")[2][3:5])
+        testing.assert_equal(out[0], weight[:, large].bfloat16() * a[0, large], label=tactic)
+        testing.assert_equal(out[1], (weight[:, infinite] * torch.inf).bfloat16(), label=tactic)
         rounded = weight_dtype(a, w_packed, problem.scales, **problem.keywords, tactic=tactic)
         testing.assert_close(out[2:], replace(problem, a=a[2:]).reference(rounded), label=tactic)
+    assert "m8" in tried  # which scales sums
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [48, 41])  # the last tile has channels that there are not
+def test_activations_of_fp16_that_are_not_finite(n: int, seed: int) -> None:
+    case = Case(4, n, 2048, 4, 32, "minimum", F16, super_groups=8)
+    problem = with_odd_rows(
+        case.random(device="cuda", seed=seed), [(40, -torch.inf), (1300, torch.inf), (7, torch.nan)]
+    )
+    weight, w_packed = problem.weight(), qcutlass.preprocess_weights(problem.codes, 4)
+    for tactic in qcutlass.tactics(qcutlass.gemm, problem.a, w_packed, problem.scales, **problem.keywords):
+        try:
+            out = product(problem, tactic=tactic)
+        except UnsupportedError:
+            continue
+        testing.assert_equal(out[0], (weight[:, 40] * -torch.inf).half(), label=tactic)
+        testing.assert_equal(out[1], (weight[:, 1300] * torch.inf).half(), label=tactic)
+        assert bool(out[2].isnan().all()), tactic
+        rounded = weight_dtype(problem.a, w_packed, problem.scales, **problem.keywords, tactic=tactic)
+        testing.assert_close(out[3:], replace(problem, a=problem.a[3:]).reference(rounded), label=tactic)
 
 
 @pytest.mark.gpu

@@ -100,8 +100,8 @@ double convert_instructions(Kind const& kind, bool scales) {
   if (kind.mode == ScaleMode::kFloat && scales) return 10;
   if (kind.mode == ScaleMode::kMinimum && scales) return 8;  // a fused multiply and add for each of the two
   double const multiply = scales ? 1 : 0;
-  if (kind.packing == Packing::kE2M1A16)  // sums may have fp16's small numbers
-    return multiply + (kind.activations == DType::kFloat16 && !scales ? 3.75 : 4.75);
+  if (kind.packing == Packing::kE2M1A16)  // small numbers, which scales make whole, and sums of fp16
+    return kind.activations == DType::kFloat16 ? multiply + 2.75 : 4.25;
   if (kind.packing == Packing::kE4M3A16) return multiply + (kind.activations == DType::kFloat16 ? 1 : 4);
   bool const four_bits = kind.weight_bits() == 4;
   if (kind.activations == DType::kFloat16) return multiply + (four_bits ? 2.25 : 2.0);

@@ -31,6 +31,15 @@ EXPERTS = (
         OF_MINIMUMS,
     ),
     Mutant(
+        "sums of experts that are not finite stay",
+        "grouped mma.sync",
+        f"{KERNEL}/grouped_gemm.h",
+        "if (Mma::any_odd(",
+        "if (false && Mma::any_odd(",
+        MINIMUMS,
+        (tests("test_grouped_infinities.py", "test_rows_that_are_not_finite["),),
+    ),
+    Mutant(
         "super-blocks of the first expert for all of them",
         "grouped mma.sync",
         f"{KERNEL}/grouped_gemm.h",

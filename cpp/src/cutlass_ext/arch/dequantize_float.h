@@ -2,7 +2,7 @@
 //
 // The bits of a code, put where a 16-bit type has the sign and the ends of its exponent and mantissa, are the number
 // times a power of two, subnormals included, for exponents differ by their bias alone: e2m1 is 2^-14 of itself as fp16
-// and 2^-126 as bf16. One multiplication by that power makes the number, exactly; another one scales it.
+// and 2^-126 as bf16, a "small number". A multiplication by that power, which a scale may contain, makes it whole.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,34 +11,36 @@
 
 namespace cutlass::arch {
 
-template <int kBits>
-CUTLASS_DEVICE uint32_t shift_left(uint32_t a) {
-  if constexpr (kBits == 0) return a;
-  if constexpr (kBits < 0) return shift_right<-kBits>(a);
-  uint32_t r;
-  asm volatile("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(a), "n"(kBits < 0 ? 0 : kBits));
-  return r;
-}
-
 CUTLASS_DEVICE uint32_t masked(uint32_t a, uint32_t mask) {
   uint32_t r;
   asm volatile("and.b32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(mask));
   return r;
 }
 
+/// a * kFactor + b on the pipe of floats, which has time where logic is the limit: with a constant the compiler would
+/// make it a shift. It does not know that blocks are one thread deep.
+template <uint32_t kFactor>
+CUTLASS_DEVICE uint32_t multiply_add(uint32_t a, uint32_t b) {
+  return a * (kFactor * blockDim.z) + b;
+}
+
 /// Codes of register I of a fragment as numbers of type Element, exact.
 template <class Element, qcutlass::Packing kPacking>
 struct FloatCodes;
 
+/// Four nibbles at a time become bytes: sign, three zeros, magnitude, zero. A nibble's sign, twice, is bit 4, and 0x70
+/// carries it into bit 7; what that leaves in bits 6 to 4 is masked with the byte that is another register's.
 template <>
 struct FloatCodes<half_t, qcutlass::Packing::kE2M1A16> {
-  static constexpr uint32_t kUnit = 0x74007400;  // 2^14, twice: what its bits are too small by
+  static constexpr uint32_t kUnit = 0x74007400;  // 2^14, twice: what small numbers are too small by
+  static constexpr uint32_t kOne = 0x3c003c00;
 
   /// Numbers times 2^-14.
   template <int I>
   static CUTLASS_DEVICE uint32_t small_numbers(uint32_t const* words) {
-    uint32_t const magnitude = masked(shift_left<9 - 4 * I>(words[0]), 0x0e000e00);  // bits 11 to 9
-    return and_or(shift_left<12 - 4 * I>(words[0]), 0x80008000, magnitude);
+    uint32_t nibbles;  // not volatile: two registers share them
+    asm("and.b32 %0, %1, 0x0f0f0f0f;" : "=r"(nibbles) : "r"(words[0] >> I % 2 * 4));
+    return masked(I < 2 ? multiply_add<512>(nibbles, 0x70707000) : multiply_add<2>(nibbles, 0x70707070), 0x8e008e00);
   }
   template <int I>
   static CUTLASS_DEVICE uint32_t numbers(uint32_t const* words) {
@@ -46,13 +48,22 @@ struct FloatCodes<half_t, qcutlass::Packing::kE2M1A16> {
   }
 };
 
+/// Magnitudes go to bits 8 to 6 and signs to bit 9, from where 0x7e00 carries them into bit 15.
 template <>
 struct FloatCodes<bfloat16_t, qcutlass::Packing::kE2M1A16> {
+  static constexpr uint32_t kUnit = 0x7e807e80;  // 2^126, twice
+  static constexpr uint32_t kOne = 0x3f803f80;
+
+  /// Numbers times 2^-126.
+  template <int I>
+  static CUTLASS_DEVICE uint32_t small_numbers(uint32_t const* words) {
+    constexpr int kBit = I % 2 * 4;
+    uint32_t const nibbles = masked(I < 2 ? words[0] : words[0] >> 8, 0x000f000f << kBit);
+    return masked(multiply_add<1 << (6 - kBit)>(nibbles, 0x7e007e00), 0x81c081c0);
+  }
   template <int I>
   static CUTLASS_DEVICE uint32_t numbers(uint32_t const* words) {
-    constexpr uint32_t kUnit = 0x7e807e80;                                           // 2^126, twice
-    uint32_t const magnitude = masked(shift_left<6 - 4 * I>(words[0]), 0x01c001c0);  // bits 8 to 6
-    return PairMath<bfloat16_t>::mul(and_or(shift_left<12 - 4 * I>(words[0]), 0x80008000, magnitude), kUnit);
+    return PairMath<bfloat16_t>::mul(small_numbers<I>(words), kUnit);
   }
 };
 
@@ -108,20 +119,23 @@ struct NativeFloatConverter {
   }
 };
 
-/// e2m1 as fp16, with a unit of its own for each scale: the numbers' bits times the unit are exact, and unit times
-/// scale reaches powers of two that no fp16 scale is.
-template <>
-struct NativeFloatConverter<half_t, qcutlass::Packing::kE2M1A16> {
-  using Codes = FloatCodes<half_t, qcutlass::Packing::kE2M1A16>;
+/// e2m1 by way of small numbers: one multiplication by the scale times their unit. Where that overflows, from scales of
+/// 2 on, there is a rest to multiply by, which rounds nothing.
+template <class Element>
+struct NativeFloatConverter<Element, qcutlass::Packing::kE2M1A16> {
+  using Codes = FloatCodes<Element, qcutlass::Packing::kE2M1A16>;
   struct Operands {
-    uint32_t scale;  // s(g), s(g + 8), together with the units 2^14 times what it stands for
-    uint32_t unit;
+    uint32_t scale, rest;  // of rows g and g + 8
   };
 
+  /// Weights but for their rests.
   template <int I>
   static CUTLASS_DEVICE uint32_t convert(uint32_t const* words, Operands const& op) {
-    uint32_t const numbers = PairMath<half_t>::mul(Codes::small_numbers<I>(words), broadcast<I % 2>(op.unit));
-    return PairMath<half_t>::mul(numbers, broadcast<I % 2>(op.scale));
+    return PairMath<Element>::mul(Codes::template small_numbers<I>(words), broadcast<I % 2>(op.scale));
+  }
+  template <int I>
+  static CUTLASS_DEVICE uint32_t times_rest(uint32_t weights, Operands const& op) {
+    return PairMath<Element>::mul(weights, broadcast<I % 2>(op.rest));
   }
 };
 

@@ -75,7 +75,7 @@ class GroupedGemm {
     mma.prefetch_weights();
     mma(accumulators);
     if constexpr (Mma::kMayBeOdd)
-      if (Mma::any_odd(accumulators)) make().replace_odd(accumulators);
+      if (Mma::any_odd(accumulators, args.channels - channel, warp, lane)) make().replace_odd(accumulators);
     arch::allow_next_grid();
 
     Epilogue epilogue(storage.epilogue, thread, warp, lane);

@@ -66,7 +66,7 @@ class PackedGemm {
     if (params.prefetch) arch::wait_for_prior_grids();
     mma(accumulators);
     if constexpr (Mma::kMayBeOdd)
-      if (Mma::any_odd(accumulators)) make().replace_odd(accumulators);
+      if (Mma::any_odd(accumulators, params.mma.channels - channel, warp, lane)) make().replace_odd(accumulators);
     arch::allow_next_grid();  // late, when nothing is left to load: its blocks take the places that become free
 
     Epilogue epilogue(storage.epilogue, thread, warp, lane);

@@ -15,6 +15,7 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
   using typename Ring::Arguments, typename Ring::ArchMma, typename Ring::FragmentC, typename Ring::SharedStorage;
   using LayoutA = typename Ring::LayoutA;
   using Scales = typename Ring::Traits::Scales;
+  using Converter = typename Scales::Converter;
   using Operands = typename Scales::Operands;
   static constexpr int kRowSteps = kSliceRows > 0 ? kSteps / kSliceRows : 0;  // steps that one row of scales serves
 
@@ -39,6 +40,7 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
     accumulators.clear();
     this->for_each_stage([&](int place) { stage(accumulators, place); });
     this->drain();
+    if constexpr (Ring::Traits::kHasSmallNumbers) Scales::finish(accumulators, this->args_.scales.type);
     this->args_.apply(accumulators);
   }
 
@@ -66,23 +68,34 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
         return warp::GroupRow{scales, scales + Ring::GroupLoader::kZeros, this->warp_m_ * WarpShape::kM + strip * 16,
                               first, first + Ring::GroupLoader::kZeros};
       };
-      Scales::load(operands_, row_of(fast_min(this->lane_ / 8, kStrips - 1)), row_of, this->lane_,
-                   this->args_.scales.type, this->args_.zeros.type);
+      qcutlass::DType const type = this->args_.scales.type;
+      if constexpr (Ring::Traits::kHasSmallNumbers) {
+        typename Scales::Words words[kStrips];
+        Scales::load(words, row_of(0), row_of, this->lane_, type, qcutlass::DType::kNone);
+        has_rests_ = Scales::make_operands(operands_, words, this->lane_, type);
+      } else {
+        Scales::load(operands_, row_of(fast_min(this->lane_ / 8, kStrips - 1)), row_of, this->lane_, type,
+                     this->args_.zeros.type);
+      }
     }
   }
 
   /// Register `r` of the A fragment of step `step`. All indices are constants after unrolling.
   CUTLASS_DEVICE void dequantize(int step, int r) {
-    using Converter = typename Scales::Converter;
-    uint32_t const* words = codes_[r / 4] + step % LayoutA::kSteps * LayoutA::kWords;
-    Operands const& op = operands_[r / 4];
-    uint32_t& out = frag_a_[step % 2][r / 4][r % 4];
     switch (r % 4) {
-      case 0: out = Converter::template convert<0>(words, op); break;
-      case 1: out = Converter::template convert<1>(words, op); break;
-      case 2: out = Converter::template convert<2>(words, op); break;
-      case 3: out = Converter::template convert<3>(words, op); break;
+      case 0: return dequantize<0>(step, r / 4);
+      case 1: return dequantize<1>(step, r / 4);
+      case 2: return dequantize<2>(step, r / 4);
+      case 3: return dequantize<3>(step, r / 4);
     }
+  }
+  template <int kRegister>
+  CUTLASS_DEVICE void dequantize(int step, int strip) {
+    uint32_t const* words = codes_[strip] + step % LayoutA::kSteps * LayoutA::kWords;
+    uint32_t& out = frag_a_[step % 2][strip][kRegister];
+    out = Converter::template convert<kRegister>(words, operands_[strip]);
+    if constexpr (Ring::Traits::kHasSmallNumbers)
+      if (has_rests_) out = Converter::template times_rest<kRegister>(out, operands_[strip]);
   }
 
   CUTLASS_DEVICE void stage(FragmentC& accumulators, int place) {
@@ -124,6 +137,7 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
   uint32_t frag_b_[kBuffersB][kColumns][2];
   uint32_t codes_[kStrips][4];
   Operands operands_[kStrips];
+  bool has_rests_ = false;  // of small numbers
 };
 
 }  // namespace cutlass::gemm::threadblock

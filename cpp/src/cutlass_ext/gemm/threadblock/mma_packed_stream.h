@@ -27,6 +27,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   using typename Base::Arguments, typename Base::ArchMma, typename Base::FragmentC, typename Base::LayoutA,
       typename Base::Traits;
   using Ring = StreamRing<Base>;
+  using Fragments = StreamFragments<Base, Ring>;
   using SharedStorage = typename Ring::SharedStorage;
   static constexpr int kStageK = Ring::kStageK, kRows = Ring::kRows, kStepK = Traits::kStepK;
 
@@ -59,12 +60,17 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// Whether replace_odd() may be needed, by another object: sums of codes are scaled.
   static constexpr bool kMayBeOdd = qcutlass::streams_minimum_sums(kMode, Shape::kN);
 
-  /// Whether any sum of the block is not finite: where an activation is infinite the signs of weights decide what it
-  /// is, and sums of codes may overflow where those of weights do not. For all threads of the block.
-  static CUTLASS_DEVICE bool any_odd(FragmentC const& accumulators) {
+  /// Whether any sum of the block's `channels` that exist is not finite: where an activation is infinite the signs of
+  /// weights decide what it is, and sums of codes may overflow where those of weights do not. What is beyond the last
+  /// channel was made of anything. For all threads of the block.
+  static CUTLASS_DEVICE bool any_odd(FragmentC const& accumulators, int channels, int warp, int lane) {
+    int const first = Fragments(warp, lane).first_channel();
     bool odd = false;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < FragmentC::kElements; ++i) odd |= is_odd(accumulators[i]);
+    for (int i = 0; i < FragmentC::kElements; ++i) {  // of strip m, and in it of row g, twice, and g + 8
+      int const m = i / 4 % kStrips, row = i % 4 / 2 * 8;
+      odd |= is_odd(accumulators[i]) && first + m * 16 + row < channels;
+    }
     return __syncthreads_or(odd);
   }
 
@@ -96,7 +102,6 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   }
 
  private:
-  using Fragments = StreamFragments<Base, Ring>;
   using Tokens = typename Fragments::Tokens;
   using Codes = typename Fragments::Codes;
   static constexpr int kPartSteps = Fragments::kPartSteps;

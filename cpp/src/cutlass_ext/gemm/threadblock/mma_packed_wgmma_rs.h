@@ -31,7 +31,10 @@ class MmaPackedWgmmaRs {
   using LayoutA = typename Traits::LayoutA;
   using Accumulator = typename Traits::Accumulator;
   using Scales = typename Traits::Scales;
+  using Converter = typename Scales::Converter;
   using Operands = typename Scales::Operands;
+  /// What a row of scales is from shared memory to the conversion.
+  using Fetched = typename Traits::FetchedScales;
 
   static constexpr int kThreads = (kWarpgroups + 1) * arch::kWarpgroupThreads;
   static_assert(Shape::kM == kWarpgroups * arch::kWarpgroupRows);
@@ -184,8 +187,10 @@ class MmaPackedWgmmaRs {
           lane_(lane),
           pairs_of_rows_(args.group_size.is_multiple_of(2 * kStepK)) {
       if (kTurns_ && warpgroup == 1) arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier);  // the other one begins
-      CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < kAhead * kBatchRows; ++r) operands_[r / kBatchRows][r % kBatchRows] = Scales::symmetric();
+      if constexpr (!Traits::kHasSmallNumbers) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < kAhead * kBatchRows; ++r) fetched_[r / kBatchRows][r % kBatchRows] = Scales::symmetric();
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2 * kBatch * 4; ++i) fragments_[i / 4 / kBatch][i / 4 % kBatch][i % 4] = 0;
     }
@@ -206,6 +211,7 @@ class MmaPackedWgmmaRs {
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1);
       prepare(0, 0, 0);
       this->accumulate(sums, stages);
+      if constexpr (Traits::kHasSmallNumbers) Scales::finish(sums, args_.scale_type);
       if constexpr (kExperts)
         args_.of_expert(expert_).apply(sums);
       else
@@ -280,7 +286,7 @@ class MmaPackedWgmmaRs {
           load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
       }
       if constexpr (kRows > 0)
-        if (step % kRowSteps == 0) load_operands(operands_[buffer % kAhead], place, step);
+        if (step % kRowSteps == 0) load_scales(fetched_[buffer % kAhead], place, step);
       if (batch == kBatches - 1) k_ += Shape::kK;
       find_rows((batch + 1) % kBatches);
     }
@@ -303,8 +309,8 @@ class MmaPackedWgmmaRs {
       codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
     }
 
-    /// The operands of a batch that begins with `step`.
-    CUTLASS_DEVICE void load_operands(Operands (&operands)[kBatchRows], int place, int step) {
+    /// Those of a batch that begins with `step`.
+    CUTLASS_DEVICE void load_scales(Fetched (&scales)[kBatchRows], int place, int step) {
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
       auto const at = [&](int row) {
@@ -315,22 +321,21 @@ class MmaPackedWgmmaRs {
         auto const row_of = [&](int i) { return at(__shfl_sync(~0u, row_, i * 8)); };
         if constexpr (kSharesRows) {
           if (pairs_of_rows_) {
-            Operands firsts[kBatchRows / 2];
+            auto& firsts = reinterpret_cast<Fetched(&)[kBatchRows / 2]>(scales);
             auto const first_of = [&](int i) { return row_of(2 * i); };
             Scales::load(firsts, at(row_), first_of, lane_, args_.scale_type, args_.zero_type);
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kBatchRows; ++i) operands[i] = firsts[i / 2];
+            if constexpr (!Traits::kHasSmallNumbers) spread(scales);
             return;
           }
         }
-        Scales::load(operands, at(row_), row_of, lane_, args_.scale_type, args_.zero_type);
+        Scales::load(scales, at(row_), row_of, lane_, args_.scale_type, args_.zero_type);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kBatchRows; ++i) {
           int const own = step + i * kRowSteps;
           warp::GroupRow const row = at(kBoxRows > 1 ? box_row(own) : own / kRowSteps);
           auto const row_of = [&](int) { return row; };
-          Scales::load(reinterpret_cast<Operands(&)[1]>(operands[i]), row, row_of, lane_, args_.scale_type,
+          Scales::load(reinterpret_cast<Fetched(&)[1]>(scales[i]), row, row_of, lane_, args_.scale_type,
                        args_.zero_type);
         }
       }
@@ -338,18 +343,59 @@ class MmaPackedWgmmaRs {
 
     /// Fills a fragment buffer, whose last MMAs are done.
     CUTLASS_DEVICE void prepare(int place, int batch, int buffer) {
+      if constexpr (Traits::kHasSmallNumbers) {
+        Operands operands[kBatchRows];
+        bool const has_rests = make_operands(operands, fetched_[buffer % kAhead]);
+        convert(batch, buffer, operands);
+        if (!has_rests) return;
+        for_each_register([&](int i, auto r) {
+          uint32_t& weights = fragments_[buffer][i][r];
+          weights = Converter::template times_rest<r>(weights, operands[i / kRowSteps]);
+        });
+      } else {
+        convert(batch, buffer, fetched_[buffer % kAhead]);
+      }
+    }
+
+    /// From fetched words; returns whether they have rests.
+    CUTLASS_DEVICE bool make_operands(Operands (&operands)[kBatchRows], Fetched const (&words)[kBatchRows]) const {
+      if constexpr (kSharesRows) {
+        if (pairs_of_rows_) {
+          bool const has_rests =
+              Scales::make_operands(reinterpret_cast<Operands(&)[kBatchRows / 2]>(operands),
+                                    reinterpret_cast<Fetched const(&)[kBatchRows / 2]>(words), lane_, args_.scale_type);
+          spread(operands);
+          return has_rests;
+        }
+      }
+      return Scales::make_operands(operands, words, lane_, args_.scale_type);
+    }
+
+    /// Gives every two rows what the first ones hold.
+    template <class T>
+    static CUTLASS_DEVICE void spread(T (&rows)[kBatchRows]) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = kBatchRows - 1; i > 0; --i) rows[i] = rows[i / 2];
+    }
+
+    CUTLASS_DEVICE void convert(int batch, int buffer, Operands const (&operands)[kBatchRows]) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatch; ++i) arch::fence_registers(fragments_[buffer][i]);  // keeps old ones alive until here
+      for_each_register([&](int i, auto r) {
+        uint32_t const* words = codes_[buffer % kAhead] + (batch * kBatch + i) % kCodeSteps * LayoutA::kWords;
+        fragments_[buffer][i][r] = Converter::template convert<r>(words, operands[i / kRowSteps]);
+      });
+    }
+
+    /// Calls visit(i, r) for register r, a constant, of each fragment i of a batch.
+    template <class Visit>
+    static CUTLASS_DEVICE void for_each_register(Visit const& visit) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        uint32_t(&fragment)[4] = fragments_[buffer][i];
-        arch::fence_registers(fragment);  // keeps the old one alive until here
-        int const step = batch * kBatch + i;
-        using Converter = typename Scales::Converter;
-        uint32_t const* words = codes_[buffer % kAhead] + step % kCodeSteps * LayoutA::kWords;
-        Operands const& op = operands_[buffer % kAhead][i / kRowSteps];
-        fragment[0] = Converter::template convert<0>(words, op);
-        fragment[1] = Converter::template convert<1>(words, op);
-        fragment[2] = Converter::template convert<2>(words, op);
-        fragment[3] = Converter::template convert<3>(words, op);
+        visit(i, std::integral_constant<int, 0>());
+        visit(i, std::integral_constant<int, 1>());
+        visit(i, std::integral_constant<int, 2>());
+        visit(i, std::integral_constant<int, 3>());
       }
     }
 
@@ -361,7 +407,7 @@ class MmaPackedWgmmaRs {
     int row_;  // of scales: see find_rows()
     uint32_t fragments_[2][kBatch][4];
     uint32_t codes_[kAhead][kBatchTiles * 4];
-    Operands operands_[kAhead][kBatchRows];
+    Fetched fetched_[kAhead][kBatchRows];
     int expert_ = 0;
   };
 };

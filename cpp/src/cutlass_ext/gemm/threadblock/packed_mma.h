@@ -62,7 +62,11 @@ struct PackedMma {
     codes[0] = words.x, codes[1] = words.y, codes[2] = words.z, codes[3] = words.w;
   }
 
+  /// Whether weights are made of small numbers, whose scales may have rests and leave sums in a unit of their own.
+  static constexpr bool kHasSmallNumbers =
+      kPacking == qcutlass::Packing::kE2M1A16 && kMode != qcutlass::ScaleMode::kFloat;
   using Scales = warp::ScalesOf<Element, kPacking, kMode>;
+  using FetchedScales = typename warp::FetchedScales<Scales, kHasSmallNumbers>::Type;
   using GlobalScale = warp::GlobalScale<kPacking == qcutlass::Packing::kE2M1A16>;
 
   struct Arguments : GlobalScale {
