@@ -82,7 +82,7 @@ def padded_folders(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_tokens_are_those_of_transformers(
     kind: str, options: dict[str, Any], folders: dict[str, Path], repository: Path
 ) -> None:
-    check(folders[kind], options, repository)
+    assert_tokens_of_transformers(folders[kind], options, repository)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_two_ranks_have_heads_of_zeros_beside(
     kind: str, options: dict[str, Any], padded_folders: dict[str, Path], repository: Path
 ) -> None:
     """Nine heads of queries and three of keys have no half; with heads that add nothing they have."""
-    check(padded_folders[kind], options, repository)
+    assert_tokens_of_transformers(padded_folders[kind], options, repository)
 
 
-def check(folder: Path, options: dict[str, Any], repository: Path) -> None:
+def assert_tokens_of_transformers(folder: Path, options: dict[str, Any], repository: Path) -> None:
     """Fails unless the engine's tokens of the prompts are those of transformers."""
     tokenizer = load_tokenizer(folder)
     prompts = [
