@@ -70,9 +70,12 @@ class MmaPackedMultistage : public MultistageRing<Shape, WarpShape, Stages, Elem
       };
       qcutlass::DType const type = this->args_.scales.type;
       if constexpr (Ring::Traits::kHasSmallNumbers) {
-        typename Scales::Words words[kStrips];
-        Scales::load(words, row_of(0), row_of, this->lane_, type, qcutlass::DType::kNone);
-        has_rests_ = Scales::make_operands(operands_, words, this->lane_, type);
+        Scales::with_type(type, [&](auto scales) {
+          typename Scales::Words words[kStrips];
+          CUTLASS_PRAGMA_UNROLL
+          for (int m = 0; m < kStrips; ++m) words[m] = Scales::template load<decltype(scales)>(row_of(m), this->lane_);
+          has_rests_ = Scales::template make_operands<decltype(scales)>(operands_, words);
+        });
       } else {
         Scales::load(operands_, row_of(fast_min(this->lane_ / 8, kStrips - 1)), row_of, this->lane_, type,
                      this->args_.zeros.type);

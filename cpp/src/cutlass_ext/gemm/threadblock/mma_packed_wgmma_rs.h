@@ -206,12 +206,18 @@ class MmaPackedWgmmaRs {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Wgmma::kSums; ++i) sums[i] = 0;
       k_ = first_k;
-      find_rows(0);
-      fetch(0, 0, 0);
-      if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1);
-      prepare(0, 0, 0);
-      this->accumulate(sums, stages);
-      if constexpr (Traits::kHasSmallNumbers) Scales::finish(sums, args_.scale_type);
+      if constexpr (Traits::kHasSmallNumbers) {
+        Scales::with_type(args_.scale_type, [&](auto scales) {
+          constexpr bool kPairs = kSharesRows && std::is_same_v<decltype(scales), typename Scales::Types::Powers>;
+          if (kPairs && pairs_of_rows_)
+            accumulate_all(sums, stages, SmallNumbers<decltype(scales), kPairs>());
+          else
+            accumulate_all(sums, stages, SmallNumbers<decltype(scales), false>());
+        });
+        Scales::finish(sums, args_.scale_type);
+      } else {
+        accumulate_all(sums, stages, OwnScales());
+      }
       if constexpr (kExperts)
         args_.of_expert(expert_).apply(sums);
       else
@@ -236,18 +242,37 @@ class MmaPackedWgmmaRs {
     /// and looking ahead does not hold on to another stage.
     static constexpr int kAhead = kBatches > 1 && kBatch % kCodeSteps == 0 && kBatch % kRowSteps == 0 ? 2 : 1;
 
-    template <int kPlace>
-    CUTLASS_DEVICE bool stage(FragmentC& sums, int& left) {
+    /// What loops do with scales: they are operands as they are fetched, or, of small numbers, of one type, for which
+    /// there is a loop of its own; with kPairs, which MXFP4 has, no group ends between two rows.
+    struct OwnScales {};
+    template <class Type_, bool kPairs_>
+    struct SmallNumbers {
+      using Type = Type_;
+      static constexpr int kShare = kPairs_ ? 2 : 1, kCount = kBatchRows / kShare;  // rows that are fetched
+    };
+
+    template <class Tag>
+    CUTLASS_DEVICE void accumulate_all(FragmentC& sums, int stages, Tag tag) {
+      find_rows(0);
+      fetch(0, 0, 0, tag);
+      if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1, tag);
+      prepare(0, 0, 0, tag);
+      this->accumulate(sums, stages, tag);
+    }
+
+    template <int kPlace, class Tag>
+    CUTLASS_DEVICE bool stage(FragmentC& sums, int& left, Tag tag) {
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatches; ++batch) {
         int const buffer = (kPlace * kBatches + batch) % 2;
         multiply(sums, buffer, kPlace, batch);
         if (left > (batch + kAhead) / kBatches)
-          fetch((kPlace + (batch + kAhead) / kBatches) % kStages, (batch + kAhead) % kBatches, (buffer + kAhead) % 2);
+          fetch((kPlace + (batch + kAhead) / kBatches) % kStages, (batch + kAhead) % kBatches, (buffer + kAhead) % 2,
+                tag);
         cute::warpgroup_wait<1>();  // the batch before this one is done: its fragments are free
         if (batch == 0) this->template release_before<kPlace>();
         if (left > (batch + 1) / kBatches)
-          prepare((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches, buffer ^ 1);
+          prepare((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches, buffer ^ 1, tag);
       }
       return --left > 0;
     }
@@ -277,7 +302,8 @@ class MmaPackedWgmmaRs {
     }
 
     /// Shared memory -> registers of what a batch is converted from; scales where a new row of them begins.
-    CUTLASS_DEVICE void fetch(int place, int batch, int buffer) {
+    template <class Tag>
+    CUTLASS_DEVICE void fetch(int place, int batch, int buffer, Tag tag) {
       if (batch == 0) await(place);
       int const step = batch * kBatch;
       if (step % LayoutA::kSteps == 0) {
@@ -286,7 +312,7 @@ class MmaPackedWgmmaRs {
           load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
       }
       if constexpr (kRows > 0)
-        if (step % kRowSteps == 0) load_scales(fetched_[buffer % kAhead], place, step);
+        if (step % kRowSteps == 0) load_scales(fetched_[buffer % kAhead], place, step, tag);
       if (batch == kBatches - 1) k_ += Shape::kK;
       find_rows((batch + 1) % kBatches);
     }
@@ -310,7 +336,7 @@ class MmaPackedWgmmaRs {
     }
 
     /// Those of a batch that begins with `step`.
-    CUTLASS_DEVICE void load_scales(Fetched (&scales)[kBatchRows], int place, int step) {
+    CUTLASS_DEVICE void load_scales(Fetched (&scales)[kBatchRows], int place, int step, OwnScales) {
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
       auto const at = [&](int row) {
@@ -318,13 +344,14 @@ class MmaPackedWgmmaRs {
                               strip_ * 16, storage_.super_scales(place), storage_.super_minimums(place)};
       };
       if constexpr (kLanesFindRows) {
-        auto const row_of = [&](int i) { return at(__shfl_sync(~0u, row_, i * 8)); };
+        auto const row_of = [&](int i) { return at(found_row(i)); };
         if constexpr (kSharesRows) {
           if (pairs_of_rows_) {
-            auto& firsts = reinterpret_cast<Fetched(&)[kBatchRows / 2]>(scales);
+            Operands firsts[kBatchRows / 2];
             auto const first_of = [&](int i) { return row_of(2 * i); };
             Scales::load(firsts, at(row_), first_of, lane_, args_.scale_type, args_.zero_type);
-            if constexpr (!Traits::kHasSmallNumbers) spread(scales);
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kBatchRows; ++i) scales[i] = firsts[i / 2];
             return;
           }
         }
@@ -332,58 +359,55 @@ class MmaPackedWgmmaRs {
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kBatchRows; ++i) {
-          int const own = step + i * kRowSteps;
-          warp::GroupRow const row = at(kBoxRows > 1 ? box_row(own) : own / kRowSteps);
+          warp::GroupRow const row = at(row_of_step(step, i));
           auto const row_of = [&](int) { return row; };
-          Scales::load(reinterpret_cast<Fetched(&)[1]>(scales[i]), row, row_of, lane_, args_.scale_type,
+          Scales::load(reinterpret_cast<Operands(&)[1]>(scales[i]), row, row_of, lane_, args_.scale_type,
                        args_.zero_type);
         }
       }
     }
+    template <class Type, bool kPairs>
+    CUTLASS_DEVICE void load_scales(Fetched (&scales)[kBatchRows], int place, int step,
+                                    SmallNumbers<Type, kPairs> tag) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < tag.kCount; ++i) {
+        int const row = kLanesFindRows ? found_row(tag.kShare * i) : row_of_step(step, i);
+        uint8_t const* const p = storage_.scales(place) + row * Shape::kM * int(sizeof(typename Type::Stored));
+        scales[i] = Scales::template load<Type>(warp::GroupRow{p, nullptr, strip_ * 16, nullptr, nullptr}, lane_);
+      }
+    }
+
+    /// Row i of the batch that is fetched, which a lane has found, or which begins with `step`.
+    CUTLASS_DEVICE int found_row(int i) const { return __shfl_sync(~0u, row_, i * 8); }
+    CUTLASS_DEVICE int row_of_step(int step, int i) const {
+      int const own = step + i * kRowSteps;
+      return kBoxRows > 1 ? box_row(own) : own / kRowSteps;
+    }
 
     /// Fills a fragment buffer, whose last MMAs are done.
-    CUTLASS_DEVICE void prepare(int place, int batch, int buffer) {
-      if constexpr (Traits::kHasSmallNumbers) {
-        Operands operands[kBatchRows];
-        bool const has_rests = make_operands(operands, fetched_[buffer % kAhead]);
-        convert(batch, buffer, operands);
-        if (!has_rests) return;
-        for_each_register([&](int i, auto r) {
-          uint32_t& weights = fragments_[buffer][i][r];
-          weights = Converter::template times_rest<r>(weights, operands[i / kRowSteps]);
-        });
-      } else {
-        convert(batch, buffer, fetched_[buffer % kAhead]);
-      }
+    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, OwnScales) {
+      convert(batch, buffer, fetched_[buffer % kAhead]);
+    }
+    template <class Type, bool kPairs>
+    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, SmallNumbers<Type, kPairs> tag) {
+      Operands operands[tag.kCount];
+      auto const& words = reinterpret_cast<Fetched const(&)[tag.kCount]>(fetched_[buffer % kAhead]);
+      bool const has_rests = Scales::template make_operands<Type>(operands, words);
+      convert<tag.kShare>(batch, buffer, operands);
+      if (!has_rests) return;
+      for_each_register([&](int i, auto r) {
+        uint32_t& weights = fragments_[buffer][i][r];
+        weights = Converter::template times_rest<r>(weights, operands[i / kRowSteps / tag.kShare]);
+      });
     }
 
-    /// From fetched words; returns whether they have rests.
-    CUTLASS_DEVICE bool make_operands(Operands (&operands)[kBatchRows], Fetched const (&words)[kBatchRows]) const {
-      if constexpr (kSharesRows) {
-        if (pairs_of_rows_) {
-          bool const has_rests =
-              Scales::make_operands(reinterpret_cast<Operands(&)[kBatchRows / 2]>(operands),
-                                    reinterpret_cast<Fetched const(&)[kBatchRows / 2]>(words), lane_, args_.scale_type);
-          spread(operands);
-          return has_rests;
-        }
-      }
-      return Scales::make_operands(operands, words, lane_, args_.scale_type);
-    }
-
-    /// Gives every two rows what the first ones hold.
-    template <class T>
-    static CUTLASS_DEVICE void spread(T (&rows)[kBatchRows]) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = kBatchRows - 1; i > 0; --i) rows[i] = rows[i / 2];
-    }
-
-    CUTLASS_DEVICE void convert(int batch, int buffer, Operands const (&operands)[kBatchRows]) {
+    template <int kShare = 1>
+    CUTLASS_DEVICE void convert(int batch, int buffer, Operands const (&operands)[kBatchRows / kShare]) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatch; ++i) arch::fence_registers(fragments_[buffer][i]);  // keeps old ones alive until here
       for_each_register([&](int i, auto r) {
         uint32_t const* words = codes_[buffer % kAhead] + (batch * kBatch + i) % kCodeSteps * LayoutA::kWords;
-        fragments_[buffer][i][r] = Converter::template convert<r>(words, operands[i / kRowSteps]);
+        fragments_[buffer][i][r] = Converter::template convert<r>(words, operands[i / kRowSteps / kShare]);
       });
     }
 

@@ -8,7 +8,7 @@
 
 namespace cutlass::gemm::threadblock {
 
-/// Mma, the derived class, has stage<kPlace>(sums, left), which issues the MMAs of the stage in a place, calls
+/// Mma, the derived class, has stage<kPlace>(sums, left, ...), which issues the MMAs of the stage in a place, calls
 /// release_before<kPlace>() when those of the stage before are done, and returns whether more than one stage was left;
 /// and release(place). The loop is unrolled over the places, so that descriptors of operands in shared memory are
 /// constants. Every product begins in place 0; phases are kept per place.
@@ -17,13 +17,13 @@ class RingConsumer {
  protected:
   CUTLASS_DEVICE explicit RingConsumer(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
 
-  /// Adds `stages` stages, at least one, to the sums.
-  template <class Sums>
-  CUTLASS_DEVICE void accumulate(Sums& sums, int stages) {
+  /// Adds `stages` stages, at least one, to the sums; `tags` say what kind of stages.
+  template <class Sums, class... Tags>
+  CUTLASS_DEVICE void accumulate(Sums& sums, int stages, Tags... tags) {
     first_ = true;
     int left = stages;
     CUTLASS_PRAGMA_NO_UNROLL
-    while (round(sums, left, std::make_integer_sequence<int, kStages>{})) {
+    while (round(std::make_integer_sequence<int, kStages>{}, sums, left, tags...)) {
     }
     cute::warpgroup_wait<0>();
     arch::fence_registers(sums);
@@ -53,9 +53,9 @@ class RingConsumer {
 
   /// A stage in every place of the ring, or the `left` last ones. Returns whether there are more. (The compiler does
   /// not unroll a loop with barriers in it.)
-  template <class Sums, int... kPlaces>
-  CUTLASS_DEVICE bool round(Sums& sums, int& left, std::integer_sequence<int, kPlaces...>) {
-    return (mma().template stage<kPlaces>(sums, left) && ...);
+  template <int... kPlaces, class Sums, class... Tags>
+  CUTLASS_DEVICE bool round(std::integer_sequence<int, kPlaces...>, Sums& sums, int& left, Tags... tags) {
+    return (mma().template stage<kPlaces>(sums, left, tags...) && ...);
   }
 
   uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it

@@ -8,7 +8,8 @@
 namespace cutlass::gemm::warp {
 
 /// What small numbers of e2m1 are multiplied by: scales times their unit, two 16-bit halves at once. In each half a
-/// scale of 2 and more keeps its value, or has an even one, and leaves a rest.
+/// scale of 2 and more keeps its value, or has an even one, and leaves a rest. Scales of each type are a struct: how
+/// they are `Stored`, the bits `kLarge` that tell those of 2 and more, and what they become.
 template <class Element>
 struct SmallNumberScales {
   using Codes = arch::FloatCodes<Element, qcutlass::Packing::kE2M1A16>;
@@ -17,37 +18,49 @@ struct SmallNumberScales {
   static constexpr bool kHalf = std::is_same_v<Element, half_t>;
   static constexpr uint32_t kBoth = 0x00010001;
 
-  /// Scales of type Element: bit 14 is the highest of the exponent, which those of 2 and more have.
-  static constexpr uint32_t kLargePair = 0x4000 * kBoth;
-  static CUTLASS_DEVICE uint32_t of_pair(uint32_t pair) { return Math::mul(pair, Codes::kUnit); }
-  static CUTLASS_DEVICE Operands of_large_pair(uint32_t pair) {
-    return chosen(pair >> 14 & kBoth, pair, Codes::kUnit, of_pair(pair));
-  }
-
-  /// Codes of e8m0, 2^(code - 127). fp16: 2^14 2^(code - 127) has the exponent code - 98, and up to 2^-29, code 98,
-  /// where every weight is rounded to 0, scales count as 0. bf16: 2^126 2^(code - 127) has the exponent code + 126.
-  static constexpr uint32_t kLargePower = 0x80 * kBoth, kPower15 = 0x7800 * kBoth;
-  static CUTLASS_DEVICE uint32_t of_powers(uint32_t codes) {
-    if constexpr (kHalf) return (__vmaxu2(codes, 98 * kBoth) - 98 * kBoth) << 10;
-    return (codes + 126 * kBoth) << 7;
-  }
-  /// Of those from 128 on, fp16 has 2^(code - 128) and 2^15, and counts scales from 2^17 on, where every weight but 0
-  /// is beyond fp16, as 2^16, code 143. bf16 has the scale and its unit. 255 is NaN.
-  static CUTLASS_DEVICE Operands of_large_powers(uint32_t codes) {
-    uint32_t const nan = (codes + kBoth) & (0x100 * kBoth), least = of_powers(__vminu2(codes, 127 * kBoth));
-    if constexpr (kHalf) {
-      uint32_t const large = __vmaxu2(__vminu2(codes, 143 * kBoth), 128 * kBoth) - 113 * kBoth;
-      return chosen(codes >> 7 & kBoth, large << 10 | nan * 0x7e, kPower15, least);
-    } else {
-      return chosen(codes >> 7 & kBoth, codes << 7 | nan >> 2, Codes::kUnit, least);
+  /// Of the activations' type: bit 14 is the highest of the exponent, which those of 2 and more have.
+  struct Native {
+    using Stored = uint16_t;
+    static constexpr uint32_t kLarge = 0x4000 * kBoth;
+    static CUTLASS_DEVICE uint32_t small(uint32_t pair) { return Math::mul(pair, Codes::kUnit); }
+    static CUTLASS_DEVICE Operands large(uint32_t pair) {
+      return chosen(pair >> 14 & kBoth, pair, Codes::kUnit, small(pair));
     }
-  }
+  };
 
-  /// Scales of e4m3 take 2^9 less, which the sums get: up to 448 they have no rest then, and every weight is exact.
+  /// e8m0, 2^(code - 127). fp16: 2^14 2^(code - 127) has the exponent code - 98, and up to 2^-29, code 98, where every
+  /// weight is rounded to 0, scales count as 0. bf16: 2^126 2^(code - 127) has the exponent code + 126.
+  struct Powers {
+    using Stored = uint8_t;
+    static constexpr uint32_t kLarge = 0x80 * kBoth, kPower15 = 0x7800 * kBoth;
+    static CUTLASS_DEVICE uint32_t small(uint32_t codes) {
+      if constexpr (kHalf) return (__vmaxu2(codes, 98 * kBoth) - 98 * kBoth) << 10;
+      return (codes + 126 * kBoth) << 7;
+    }
+    /// Of those from 128 on, fp16 has 2^(code - 128) and 2^15, and counts scales from 2^17 on, where every weight but 0
+    /// is beyond fp16, as 2^16, code 143. bf16 has the scale and its unit. 255 is NaN.
+    static CUTLASS_DEVICE Operands large(uint32_t codes) {
+      uint32_t const nan = (codes + kBoth) & (0x100 * kBoth), least = small(__vminu2(codes, 127 * kBoth));
+      if constexpr (kHalf) {
+        uint32_t const exponents = __vmaxu2(__vminu2(codes, 143 * kBoth), 128 * kBoth) - 113 * kBoth;
+        return chosen(codes >> 7 & kBoth, exponents << 10 | nan * 0x7e, kPower15, least);
+      } else {
+        return chosen(codes >> 7 & kBoth, codes << 7 | nan >> 2, Codes::kUnit, least);
+      }
+    }
+  };
+
+  /// e4m3 ones take 2^9 less, which the sums get: up to 448 they have no rest then, and every weight is exact.
   static constexpr float kSumUnit = 512;
-  static CUTLASS_DEVICE uint32_t of_e4m3(uint32_t pair) {
-    return Math::mul(pair, (kHalf ? 0x5000 : 0x7a00) * kBoth);  // 2^5, 2^117
-  }
+  struct Float8 {
+    using Stored = uint8_t;
+    static constexpr uint32_t kLarge = 0;
+    static CUTLASS_DEVICE uint32_t small(uint32_t codes) {
+      uint32_t const both = codes | codes >> 8;
+      uint32_t const pair = arch::FloatCodes<Element, qcutlass::Packing::kE4M3A16>::template numbers<0>(&both);
+      return Math::mul(pair, (kHalf ? 0x5000 : 0x7a00) * kBoth);  // 2^5, 2^117
+    }
+  };
 
  private:
   /// In halves that are `large` a scale and its rest, in others the scale that has none.
@@ -77,56 +90,54 @@ struct FloatCodeScales {
   static CUTLASS_DEVICE Operands symmetric() { return {0}; }
 };
 
-/// e2m1, whose scales may also be e8m0 and e4m3. The words that they lie in come without a branch and early; operands
-/// are made of them when they are needed.
+/// e2m1, whose scales may also be e8m0 and e4m3: with_type() says which, outside of loops. What is loaded early becomes
+/// operands when they are needed.
 template <class Element>
 struct FloatCodeScales<Element, qcutlass::Packing::kE2M1A16, qcutlass::ScaleMode::kFine> {
   using Converter = arch::NativeFloatConverter<Element, qcutlass::Packing::kE2M1A16>;
   using Operands = typename Converter::Operands;
+  using Types = SmallNumberScales<Element>;
   struct Words {
     uint32_t low, high;  // of channels g and g + 8
   };
 
-  template <int kCount, class RowOf>
-  static CUTLASS_DEVICE void load(Words (&words)[kCount], GroupRow const& /*own*/, RowOf const& row_of, int lane,
-                                  qcutlass::DType scale_type, qcutlass::DType /*zero_type*/) {
-    bool const is_byte = scale_type == qcutlass::DType::kFloat8E8M0 || scale_type == qcutlass::DType::kFloat8E4M3;
-    uint32_t const size = is_byte ? 1 : 2;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      GroupRow const row = row_of(i);
-      uint8_t const* p = row.scales + (uint32_t(row.channel + lane / 4) * size & ~3u);
-      words[i] = {*reinterpret_cast<uint32_t const*>(p), *reinterpret_cast<uint32_t const*>(p + 8 * size)};
+  /// Calls visit(type) with the struct of that type.
+  template <class Visit>
+  static CUTLASS_DEVICE void with_type(qcutlass::DType type, Visit const& visit) {
+    switch (type) {
+      case qcutlass::DType::kFloat8E8M0: return visit(typename Types::Powers());
+      case qcutlass::DType::kFloat8E4M3: return visit(typename Types::Float8());
+      default: return visit(typename Types::Native());
     }
+  }
+
+  template <class Type>
+  static CUTLASS_DEVICE Words load(GroupRow const& row, int lane) {
+    auto const* p = reinterpret_cast<typename Type::Stored const*>(row.scales) + row.channel + lane / 4;
+    return {p[0], p[8]};
   }
 
   static CUTLASS_DEVICE Operands symmetric() { return {0, 0}; }
 
-  /// Makes operands of them; returns whether these have rests. A vote decides, so that no lane multiplies by rests
-  /// where none has any.
-  template <int kCount>
-  static CUTLASS_DEVICE bool make_operands(Operands (&operands)[kCount], Words const (&words)[kCount], int lane,
-                                           qcutlass::DType type) {
-    uint32_t pairs[kCount];
-    if (type == qcutlass::DType::kFloat8E8M0) {
-      uint32_t const selector = 0x0400 + lane / 4 % 4 * 0x0101;  // of the bytes 0 and 2, the others are masked
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kCount; ++i) pairs[i] = pair_of(words[i], selector) & 0x00ff00ff;
-      return make_operands(operands, pairs, Scales::kLargePower, Scales::of_powers, Scales::of_large_powers);
-    }
-    if (type == qcutlass::DType::kFloat8E4M3) {
-      uint32_t const selector = 0x40 + lane / 4 % 4 * 0x11;  // two bytes
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        uint32_t const codes = pair_of(words[i], selector);
-        operands[i].scale = Scales::of_e4m3(E4M3::template numbers<0>(&codes));
-      }
-      return false;
-    }
-    uint32_t const selector = 0x5410 + lane / 4 % 2 * 0x2222;
+  /// Returns whether operands have rests. A vote decides, so that no lane multiplies by rests where none has any.
+  template <class Type, int kCount>
+  static CUTLASS_DEVICE bool make_operands(Operands (&operands)[kCount], Words const (&words)[kCount]) {
+    uint32_t pairs[kCount], bits = 0;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) pairs[i] = pair_of(words[i], selector);
-    return make_operands(operands, pairs, Scales::kLargePair, Scales::of_pair, Scales::of_large_pair);
+    for (int i = 0; i < kCount; ++i) {
+      pairs[i] = arch::make_pair(words[i].low, words[i].high);
+      bits |= pairs[i];
+    }
+    if constexpr (Type::kLarge != 0) {
+      if (__any_sync(~0u, (bits & Type::kLarge) != 0)) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kCount; ++i) operands[i] = Type::large(pairs[i]);
+        return true;
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) operands[i].scale = Type::small(pairs[i]);
+    return false;
   }
 
   /// Sums that are complete, in their own unit.
@@ -134,31 +145,7 @@ struct FloatCodeScales<Element, qcutlass::Packing::kE2M1A16, qcutlass::ScaleMode
   static CUTLASS_DEVICE void finish(Sums& sums, qcutlass::DType scale_type) {
     if (scale_type != qcutlass::DType::kFloat8E4M3) return;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < int(sizeof(Sums) / sizeof(float)); ++i) sums[i] *= Scales::kSumUnit;
-  }
-
- private:
-  using Scales = SmallNumberScales<Element>;
-  using E4M3 = arch::FloatCodes<Element, qcutlass::Packing::kE4M3A16>;
-
-  static CUTLASS_DEVICE uint32_t pair_of(Words const& words, uint32_t selector) {
-    return arch::permute_bytes(words.low, words.high, selector);
-  }
-
-  template <int kCount, class Of, class OfLarge>
-  static CUTLASS_DEVICE bool make_operands(Operands (&operands)[kCount], uint32_t const (&pairs)[kCount],
-                                           uint32_t large, Of const& of, OfLarge const& of_large) {
-    uint32_t bits = 0;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) bits |= pairs[i];
-    if (__any_sync(~0u, (bits & large) != 0)) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kCount; ++i) operands[i] = of_large(pairs[i]);
-      return true;
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) operands[i].scale = of(pairs[i]);
-    return false;
+    for (int i = 0; i < int(sizeof(Sums) / sizeof(float)); ++i) sums[i] *= Types::kSumUnit;
   }
 };
 
