@@ -104,7 +104,7 @@ class _Plan:
         is_float = self.source.checkpoint.format == "floats"
         if self.source.model is not None:
             names = [name for name in self.source.names if not (is_float and is_kept(name, self.skip))]
-            check_layers(names, self.source.model)
+            check_layers(names, self.source.model, self.source.modules)
 
     def _weights(self, name: str) -> Layer:
         """Its weights, whatever its activations are."""
@@ -215,7 +215,7 @@ def convert(
         rows |= set() if opened.model is None else {*embeddings(opened.names, opened.model)}
         plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize), activations, rows)
         plan.check_layers()
-        check_matches(skip, [*plan.source.names, *(name.rpartition(".")[0] for name in plan.source.rest)])
+        check_matches(skip, plan.source.modules)
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
             lost = plan.requantizer.done
             done = write_folder(plan.source, plan.layer, folder, shard_bytes, report, lost)

@@ -19,6 +19,7 @@ from qcutlass.layers.experts import REPLACED
 from qcutlass.models.expert_modules import check_counts, of_experts
 from qcutlass.models.experts import is_router
 from qcutlass.models.extras import check_implementations, import_transformers
+from qcutlass.models.heads import HEAD
 
 _WEIGHT: Final = ".weight"  # transformers may give such tensors other names, those of experts
 _LINEARS: Final = ("FalconLinear",)
@@ -28,6 +29,11 @@ _MOST_NEXT: Final = 16
 _INSTEAD: Final = (
     "a float layer can stay as it is (skip=, --skip); of a quantised model take the float original: "
     "qcutlass.replace_linear(model, scheme, skip=...) packs the other layers, once transformers has loaded it"
+)
+_RENAMED: Final = (
+    "transformers gives some tensors of the files other names when it loads them, which it can't do for packed ones; "
+    "take the float original: qcutlass.replace_linear(model, scheme) packs its layers once transformers has loaded it; "
+    "save_pretrained then writes a converted folder"
 )
 _WITHOUT_HEAD: Final = (
     "it does more than look up rows, as packed ones do; leave out lm_head= (--lm-head) if it was given, else "
@@ -220,13 +226,33 @@ def weight_shape(module: Any) -> tuple[int, int]:
     return (second, first) if is_conv1d(module) else (first, second)
 
 
-def check_layers(names: Iterable[str], model: Any) -> list[str]:
+def absent(listed: Iterable[str], model: Any, modules: Iterable[str]) -> list[str]:
+    """Those of these modules of a base model that the layers and tensors `listed` in files do not name."""
+    prefix = f"{model.base_model_prefix}."
+    known = {name.removeprefix(prefix) for name in listed}
+    return [name for name in modules if name not in known]
+
+
+def _check_complete(listed: Iterable[str], model: Any) -> None:
+    """Raises UnsupportedError if the model has a linear layer that files name otherwise: `places` takes those names for
+    layers behind a base model, such as heads."""
+    linears = [name for name, module in model.base_model.named_modules() if is_linear(module)]
+    if missing := absent([*listed, HEAD], model, linears):
+        raise UnsupportedError(
+            f"{missing[0]}: {type(model).__name__} has this layer, the files have none of this name; {_RENAMED}"
+        )
+
+
+def check_layers(names: Iterable[str], model: Any, listed: Iterable[str]) -> list[str]:
     """Raises UnsupportedError if a model could not be loaded with packed layers of these names; it is changed.
 
     CheckpointError, if a block has more or fewer experts than the model.
 
     Of models of several parts, as those that see, files may have other names than transformers gives their modules:
     where a layer has no place there, that is a warning.
+
+    Args:
+        listed: names of all modules that the files have, those that stay floats, too.
 
     Returns:
         Names of the model's linear layers that stay as they are, but for the output head; none, after that warning.
@@ -236,6 +262,7 @@ def check_layers(names: Iterable[str], model: Any) -> list[str]:
     owners: dict[type[nn.Module], nn.Module] = {}
     try:
         found = places(others, model)
+        _check_complete(listed, model)
     except UnsupportedError as error:
         if not model.config.sub_configs:
             raise

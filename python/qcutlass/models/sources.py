@@ -50,6 +50,11 @@ class ModelSource:
         inside(self._folder, CONFIG, str(self._folder))
         return {key: value for key, value in read_json(path).items() if key not in _DESCRIPTIONS}
 
+    @property
+    def modules(self) -> list[str]:
+        """Names of its layers, and of the modules that its other tensors are of."""
+        return [*self.names, *(name.rpartition(".")[0] for name in self.rest)]
+
     def layer(self, name: str) -> Layer:
         """One layer, by its name in a converted folder."""
         stored = self.names[name]

@@ -40,6 +40,7 @@ from qcutlass.models.expert_modules import Block, expert_modules, find_blocks
 from qcutlass.models.experts import expert_layer, module_forms
 from qcutlass.models.extras import SAFE, SAFE_WEIGHTS, check_alone, checked_files, load_tokenizer, reading
 from qcutlass.models.fitting import (
+    absent,
     check_codes,
     check_decoder,
     is_initialised_alone,
@@ -150,8 +151,10 @@ class QcutlassQuantizer(HfQuantizer):
         blocks, others = find_blocks(names, model)
         self._specs = {name: converted.spec[name] for name in names}
         self._await_experts(model, blocks, converted, converted.__getitem__)
-        _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in names))
-        for place, (name, module) in places(others, model).items():
+        found = places(others, model)
+        # Some names are the model's by then: transformers compares files' names after it has changed them.
+        _ignore(model, (rf"^{re.escape(name)}\.{GUARD}$" for name in (*names, *found)))
+        for place, (name, module) in found.items():
             layer = converted.empty(name)
             if (layer.out_features, layer.in_features) != weight_shape(module):
                 raise CheckpointError(f"{name}: {layer} is in the place of {module}")
@@ -164,15 +167,11 @@ class QcutlassQuantizer(HfQuantizer):
 
     def _check_complete(self, model: PreTrainedModel, converted: ConvertedFolder) -> None:
         """transformers fills in random numbers, with a warning, where weights are absent."""
-        prefix = f"{model.base_model_prefix}."
-        listed = (*converted, *converted.spec.modules_to_not_convert)
-        known = {name.removeprefix(prefix) for name in listed}
-        for listed_name in listed:
-            layer = expert_layer(listed_name)
-            known |= set() if layer is None else {form.removeprefix(prefix) for form in module_forms(layer.block)}
-        for name in (*_linears(model.base_model), *expert_modules(model.base_model)):
-            if name not in known:
-                raise CheckpointError(f"{name}: expected it among the layers of the converted folder; it is absent")
+        listed = [*converted, *converted.spec.modules_to_not_convert]
+        blocks = {layer.block for name in listed if (layer := expert_layer(name)) is not None}
+        listed += (form for block in blocks for form in module_forms(block))
+        for name in absent(listed, model, (*_linears(model.base_model), *expert_modules(model.base_model))):
+            raise CheckpointError(f"{name}: expected it among the layers of the converted folder; it is absent")
 
     def _await(self, model: PreTrainedModel, checkpoint: formats.Checkpoint) -> None:
         def read(name: str) -> QuantLinear:

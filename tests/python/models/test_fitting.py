@@ -17,6 +17,7 @@ from tests.python.models.mixtures import VOCABULARY, MixtureCut, model_of
 from tests.python.models.test_mixtures import load, logits
 from torch import nn
 
+import qcutlass
 from qcutlass import CheckpointError, UnsupportedError, WeightOnly, formats, models
 from qcutlass.layers import QuantEmbedding, QuantLinear, TiedLinear
 from qcutlass.testing.models import NOISE, noise_ratio
@@ -253,6 +254,52 @@ def test_names_that_transformers_gives_no_layer(tmp_path: Path, random_cut: Rand
     folder = write_model(tmp_path / "large", stored, {**config, "num_hidden_layers": 10**9}, GPTQ)
     with pytest.warns(UserWarning, match="1000000000 blocks of"):
         models.convert(folder, tmp_path / "newlarge")
+
+
+IMAGES = {"image_size": 32, "patch_size": 8}
+"""The configuration of a small model of pictures, with the sizes of `BLOCKS`."""
+BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
+def test_base_models_whose_layers_have_other_names_in_files(kind: str, tmp_path: Path) -> None:
+    """Their layers were taken for heads of a whole model, and folders written that none could load."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**BLOCKS, **IMAGES, mlp_ratio=2)
+    cls = getattr(transformers, f"{kind}Model")
+    torch.manual_seed(0)
+    cls(config).save_pretrained(tmp_path / "old")
+    match = rf"^\S+\.attention\.q_proj: {kind}Model has this layer, the files have none of this name; .*replace_linear"
+    refused(tmp_path / "old", tmp_path / "new", match, scheme=SCHEME)
+    refused(tmp_path / "old", tmp_path / "new", match, scheme=SCHEME, skip=["*.attention.*"])  # as floats, too
+    with pytest.raises(UnsupportedError, match="transformers makes no causal model of it"):
+        models.quantize_model(tmp_path / "old", tmp_path / "new", models.Method("rtn", SCHEME))
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    packed, pixels = cls.from_pretrained(tmp_path / "old").eval(), torch.randn(1, 3, 32, 32)  # as it says
+    assert qcutlass.replace_linear(packed, SCHEME)
+    packed.save_pretrained(tmp_path / "new")
+    with torch.inference_mode():
+        assert torch.equal(cls.from_pretrained(tmp_path / "new")(pixels)[0], packed(pixels)[0])
+
+
+def test_base_models_that_files_name_without_their_prefix(tmp_path: Path) -> None:
+    """transformers finds nothing in the files that it does not expect."""
+    from transformers import DINOv3ViTConfig, DINOv3ViTModel
+
+    torch.manual_seed(0)
+    model = DINOv3ViTModel(DINOv3ViTConfig(**BLOCKS, **IMAGES)).eval()
+    model.save_pretrained(tmp_path / "old")
+    models.convert(tmp_path / "old", tmp_path / "new", scheme=SCHEME, verify=True)
+    loaded, report = DINOv3ViTModel.from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not report["unexpected_keys"]
+    assert not report["missing_keys"]
+    assert len(qcutlass.replace_linear(model, SCHEME)) == sum(
+        isinstance(each, QuantLinear) for each in loaded.modules()
+    )
+    pixels = torch.randn(1, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(loaded(pixels)[0], model(pixels)[0])
 
 
 SEEING = {

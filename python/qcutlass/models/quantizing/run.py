@@ -326,7 +326,9 @@ class _Run:
         def is_packed(name: str) -> bool:
             return not is_float or name in quantized or name not in source.checkpoint  # a tied head's embedding
 
-        return [] if source.model is None else check_layers(filter(is_packed, source.names), source.model)
+        if source.model is None:
+            return []
+        return check_layers(filter(is_packed, source.names), source.model, source.modules)
 
     def all(self, work: Work) -> int:
         """Quantises what an earlier run has not; how many blocks it had finished."""
