@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qcutlass.errors import UnsupportedError
 from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.offloading import is_offloaded, present
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import FLOATING, names_of
@@ -156,7 +157,12 @@ class TiedLinear(nn.Module):
 
     def forward(self, a: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        out = self.embedding.project(a)
+        embedding = self.embedding
+        if is_offloaded(embedding):
+            with present(embedding):
+                out = embedding.project(a)
+        else:
+            out = embedding.project(a)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.layers.expert_stack import ExpertStack, Stacking, joined
+from qcutlass.layers.offloading import is_offloaded, present
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.moe import experts
 from qcutlass.products.checks import FLOATING, check_tensor, shape_of
@@ -185,6 +186,12 @@ class QuantExperts(nn.Module):
             top_k_index: integer `[T, k]`: numbers of experts; those that are not here add nothing.
             top_k_weights: floating `[T, k]`.
         """
+        if is_offloaded(self.gate_up, self.down):
+            with present(self.gate_up, self.down):
+                return self._sums(hidden_states, top_k_index, top_k_weights)
+        return self._sums(hidden_states, top_k_index, top_k_weights)
+
+    def _sums(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         first = self.gate_up.first
         ids = top_k_index - first if first else top_k_index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,7 @@ class _FusedLinear(WeightOnlyLinear):
         interleaved: the channels of two members lie in turns, as `interleave` puts them, or one's behind the other's.
     """
 
+    is_stored: ClassVar[bool] = False
     interleaved: bool = False
 
     def __init__(self, members: Sequence[WeightOnlyLinear]) -> None:

@@ -14,6 +14,7 @@ from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.formats.tensors import narrowed
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
+from qcutlass.layers.offloading import HOOK, adapt
 from qcutlass.layers.packed import Parts
 from qcutlass.layers.short_codes import stored_bits
 from qcutlass.layers.stored_form import STORED, StoredForm, from_stored
@@ -62,6 +63,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         "zeros", "global_scale", "bias", "act_scale", "perm", "minimums", "super_scales", "super_minimums"
     )  # fmt: skip
 
+    is_stored: ClassVar[bool] = True
+    """Whether a model's state has the layer under its own name."""
     activations: str | None = None
     stored_form: StoredForm = StoredForm()
     """How the state holds the buffers."""
@@ -228,6 +231,11 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             self._buffers.pop(name, None)
         self._buffers.update(parts)
         super().end_loading()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == HOOK:
+            adapt(value, self)
+        super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -28,7 +28,8 @@ def saved_tensors(model: Any, state: Mapping[str, Tensor] | None) -> tuple[dict[
         state: what is written in place of the model's own state; None: that.
 
     Raises:
-        ValueError: `state` has tensors of packed layers that are not as those of the model.
+        ValueError: `state` has tensors of packed layers that are not as those of the model; tensors are on the meta
+            device.
     """
     if state is not None:
         _check_state(model, state)
@@ -36,6 +37,13 @@ def saved_tensors(model: Any, state: Mapping[str, Tensor] | None) -> tuple[dict[
     layers = [name.removesuffix(".w_packed") for name in tensors if name.endswith(".w_packed")]
     if not layers:
         return tensors, {}
+    away = next((name for name in layers if tensors[f"{name}.w_packed"].is_meta), None)
+    if away is not None:
+        raise ValueError(
+            f"{away}: its weights are not here, but where accelerate keeps them (offload_buffers=True), or on the "
+            "meta device; bring them back before the model is saved: "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without offloading"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     specs = {name: modules[name].spec for name in layers if isinstance(modules.get(name), QuantLinear)}
     return {**tensors, **{f"{name}.{GUARD}": guard() for name in layers}}, specs | specs_of(model)
