@@ -304,7 +304,7 @@ def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
     check_no_minimums(weight)
     tensors = {
         "weight_packed": pack(weight.codes, weight.bits),
-        "weight_scale": scales_16(weight.scales).T.contiguous(),
+        "weight_scale": scales_16(layer.weight).T.contiguous(),
         "weight_shape": torch.tensor([n, k]),
     }
     if weight.zeros is not None:

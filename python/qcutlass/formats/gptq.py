@@ -80,7 +80,7 @@ def store(layer: Layer, version: int) -> dict[str, Tensor]:
     tensors = {
         "qweight": pack(in_order(weight.codes, layer.perm), weight.bits).T.contiguous(),
         "qzeros": pack(zeros, weight.bits),
-        "scales": scales_16(weight.scales),
+        "scales": scales_16(layer.weight),
         "g_idx": group_index(k, weight.group_size, layer.perm),
     }
     return tensors if layer.bias is None else {**tensors, "bias": layer.bias}

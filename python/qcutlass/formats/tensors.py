@@ -235,11 +235,16 @@ def integers(weight: QuantizedTensor) -> QuantizedTensor:
     return weight.expanded()
 
 
-def scales_16(scales: Tensor) -> Tensor:
-    """Scales in a type of 16 bits; UnsupportedError if that would lose something."""
-    found = narrowed(scales)
+def scales_16(weight: QuantizedTensor) -> Tensor:
+    """Scales of one level in a type of 16 bits; UnsupportedError if that would lose something."""
+    found = narrowed(weight.expanded().scales)
     if found.dtype != torch.float32:
         return found
+    if weight.super_scales is not None:
+        raise UnsupportedError(
+            "expected scales of 16 bits, got two levels of scales (GGUF's Q3_K, Q6_K, IQ4_XS), whose products need 32; "
+            "quantise the GGUF file anew: qcutlass quantize makes scales of 16 bits"
+        )
     raise UnsupportedError(
         "expected scales of 16 bits, got float32 ones, as convert --bits makes of float32 weights; quantise the floats "
         "with float16 scales: qcutlass quantize makes these, so does convert(..., scheme=WeightOnly(scale_dtype="

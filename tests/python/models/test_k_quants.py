@@ -137,6 +137,19 @@ def test_what_minimums_rule_out(tiny: Any, tmp_path: Path) -> None:
         assert not (tmp_path / kind).exists()
 
 
+@pytest.mark.parametrize("mix", ["Q3_K", "Q6_K"])
+def test_what_scales_of_two_levels_rule_out(
+    mix: str, tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing of them came from floats."""
+    monkeypatch.setitem(MIXES, mix, dict.fromkeys(NAMES, mix))
+    _, folder = tiny(mix)
+    for kind in ("gptq", "compressed-tensors"):
+        with pytest.raises(UnsupportedError, match=r"got two levels of scales .*; quantise the GGUF file anew"):
+            models.export_model(folder, tmp_path / kind, kind)
+        assert not (tmp_path / kind).exists()
+
+
 def test_activations_of_8_bits(tiny: Any, ids: Tensor) -> None:
     """Every layer takes them, whatever its blocks; a row's logits are those of the products alone."""
     for mix in ("Q4_K_M", "others"):
