@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.python.kinds import DESCRIPTIONS
 from tests.python.kinds.description import FLOATS, Description, Refusal, Row, Values
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qcutlass
-from qcutlass import _C, testing
+from qcutlass import _C, FP8, W4A8, W8A8, Blockwise, UnsupportedError, WeightOnly, testing
+from qcutlass.layers import QuantEmbedding, QuantExperts, TiedLinear, WeightOnlyLinear
 from qcutlass.products import launching
 from qcutlass.products.kinds import KINDS
 
@@ -71,6 +73,50 @@ def test_products_refuse(kind: Description, row: Row, after: str) -> None:
     assert name in message
     assert [part for part in parts if part not in message] == [], message
     assert box.is_untouched()
+
+
+SCHEMES = [
+    WeightOnly(4, 32), W4A8(32, "int8", symmetric=True), W8A8(), W8A8(symmetric=False), FP8(), Blockwise(128)
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_activations_are_refused_by_name(layout: torch.layout, mode: Any) -> None:
+    """Jagged ones, of a type of their own, came to torch's dispatcher; layers asked strided ones for their size."""
+    scheme = WeightOnly(4, 32)
+    experts = QuantExperts.from_weights(torch.randn(2, 64, 128), torch.randn(2, 128, 32), scheme)
+    quantized = qcutlass.quantize(torch.randn(48, 128), 4, 32)
+    packed = qcutlass.preprocess_weights(quantized.codes, bits=4)
+    embedding = QuantEmbedding(WeightOnlyLinear(quantized))
+    layers = [qcutlass.QuantLinear.from_linear(nn.Linear(128, 48), scheme) for scheme in SCHEMES]
+    with mode():
+        a = torch.nested.nested_tensor([torch.randn(5, 128), torch.randn(2, 128)], layout=layout)
+        ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=layout)
+        calls: list[Any] = [
+            lambda: qcutlass.gemm(a, packed, quantized.scales, quantized.zeros),
+            lambda: qcutlass.gemm(a, packed, quantized.scales, quantized.zeros, activations="int8"),
+            lambda: qcutlass.quantize_activations(a),
+            lambda: qcutlass.blockwise.act_quant(a),
+            lambda: TiedLinear(embedding)(a),
+            *(partial(layer, a) for layer in layers),
+        ]
+        for call in calls:
+            with pytest.raises(UnsupportedError, match=r"^[ax]: expected a dense tensor, got a nested one: pass "):
+                call()
+        with pytest.raises(UnsupportedError, match=r"^ids: expected a dense tensor, got a nested one: pass "):
+            embedding(ids)
+        if layout is torch.jagged:
+            ids_of, scores = torch.zeros(7, 1, dtype=torch.int32), torch.ones(7, 1)
+            with pytest.raises(UnsupportedError, match=r"^x: expected a dense tensor, got a nested one: pass "):
+                qcutlass.moe.experts(a, experts.gate_up.weights, experts.down.weights, ids_of, scores)
+
+
+@pytest.mark.parametrize("change", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn])
+def test_weights_that_are_not_dense_are_refused_by_name(change: Any) -> None:
+    with pytest.raises(ValueError, match=r"^weight: expected a dense tensor, got layout .* pass weight\.to_dense\(\)"):
+        qcutlass.quantize(change(torch.randn(4, 32)))
 
 
 @pytest.mark.parametrize("without_data", ["meta", "fake"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qcutlass.products import block_operators
 from qcutlass.products.block_operators import BlocksCall, QuantizedBlocks
-from qcutlass.products.checks import check_inference, check_matrix
+from qcutlass.products.checks import check_dense, check_inference, check_matrix
 from qcutlass.products.library import is_eager
 
 _FP8: Final = torch.float8_e4m3fn
@@ -19,6 +19,7 @@ def _quantize(call: BlocksCall) -> QuantizedBlocks:
     check_inference(x=call.x)
     if is_eager(call.x):
         return block_operators.quantize_blocks(call)
+    check_dense({"x": call.x})
     result: QuantizedBlocks = torch.ops.qcutlass.quantize_blocks(*call)
     return result
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.products import quantizer_operators
-from qcutlass.products.checks import FLOATING, check_inference, check_matrix, shape_of
+from qcutlass.products.checks import FLOATING, check_dense, check_inference, check_matrix, shape_of
 from qcutlass.products.library import is_eager
 from qcutlass.products.quantizer_operators import QuantizeCall, QuantizedRows
 
@@ -15,6 +15,7 @@ def _quantize(call: QuantizeCall) -> QuantizedRows:
     check_inference(**call.tensors)
     if is_eager(*call):
         return quantizer_operators.quantize(call)
+    check_dense(call.tensors)
     result: QuantizedRows = torch.ops.qcutlass.quantize_8bit(*call)
     return result
 

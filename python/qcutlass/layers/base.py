@@ -267,8 +267,8 @@ class QuantLinear(PackedModule):
         return UnsupportedError(f"layer: {why} {type(self).__name__}")
 
     def _check_input(self, a: Tensor) -> None:
-        """Raises ValueError unless the last dimension is K; the product checks the rest."""
-        if isinstance(a, Tensor) and (a.dim() == 0 or a.shape[-1] != self.in_features):
+        """Raises ValueError unless the last dimension is K; the product checks the rest, nested tensors among it."""
+        if isinstance(a, Tensor) and not a.is_nested and (a.dim() == 0 or a.shape[-1] != self.in_features):
             raise ValueError(f"a: expected shape [..., in_features] = [..., {self.in_features}], got {shape_of(a)}")
 
     def extra_repr(self) -> str:

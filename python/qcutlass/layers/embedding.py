@@ -13,7 +13,7 @@ from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.offloading import is_offloaded, present
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
-from qcutlass.products.checks import FLOATING, names_of
+from qcutlass.products.checks import FLOATING, check_dense, names_of
 from qcutlass.products.library import is_traced
 from qcutlass.products.rows import dequantize_rows
 from qcutlass.products.weight_operators import DequantizeCall, dequantize
@@ -84,6 +84,7 @@ class QuantEmbedding(WeightOnlyLinear):
             "super_scales": self.super_scales,
             "super_minimums": self.super_minimums,
         }
+        check_dense({"ids": ids})
         row = self._only_row(ids)
         if row is None:
             rows = dequantize_rows(self.w_packed, self.scales, self.zeros, ids.reshape(-1), **options)

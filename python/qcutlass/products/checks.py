@@ -203,15 +203,29 @@ def check_inference(**tensors: Tensor | None) -> None:
             raise RuntimeError(f"{name} has a forward-mode tangent, but qcutlass is for inference: pass its primal")
 
 
+def _check_strided(name: str, value: Tensor) -> None:
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}: pass {name}.to_dense()")
+
+
 def check_memory(tensors: Mapping[str, Tensor | None]) -> None:
     """Raises unless each tensor has elements in memory, at strides."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}: pass {name}.to_dense()")
+        _check_strided(name, tensor)
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(f"{name}: its {tensor.numel()} elements have no storage; was it freed?")
+
+
+def check_dense(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises UnsupportedError where a tensor is nested; jagged ones would get past other checks."""
+    for name, value in tensors.items():
+        if isinstance(value, Tensor) and value.is_nested:
+            raise UnsupportedError(
+                f"{name}: expected a dense tensor, got a nested one: pass {name}.to_padded_tensor(0.0), or its parts "
+                f"({name}.unbind()) one after the other"
+            )
 
 
 def check_device(name: str, value: Tensor) -> None:
@@ -219,13 +233,14 @@ def check_device(name: str, value: Tensor) -> None:
     if value.device.type not in DEVICES:
         raise UnsupportedError(f"{name} is on {value.device}: qcutlass runs on cpu and cuda tensors")
     if value.is_nested:
-        raise UnsupportedError(f"{name}: expected a dense tensor, got a nested one: pass {name}.to_padded_tensor(0.0)")
+        check_dense({name: value})
 
 
 def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where: str = "") -> None:
     """Raises unless `value` is a matrix of one of `dtypes` on a device qcutlass runs on."""
     check_tensor(name, value, dtypes, where)
     check_device(name, value)
+    _check_strided(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: expected shape [N, K], got {shape_of(value)}")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from qcutlass.errors import UnsupportedError
 from qcutlass.products.checks import (
     ceil_div,
+    check_dense,
     check_inference,
     check_memory,
     check_operand,
@@ -214,6 +215,7 @@ def compute(call: ExpertsCall, out: Tensor | None) -> Tensor:
     if out is None:
         if is_eager(*call.arguments):
             return _experts(*call.arguments)
+        check_dense(tensors_of(call))
         result: Tensor = torch.ops.qcutlass.moe_experts(*call.arguments)
         return result
     if is_eager(*call.arguments, out):
@@ -221,6 +223,7 @@ def compute(call: ExpertsCall, out: Tensor | None) -> Tensor:
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
     else:
+        check_dense(tensors_of(call))
         torch.ops.qcutlass.moe_experts_out(*call.arguments, out=out)
     return out
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.products import epilogue, launching
-from qcutlass.products.checks import check_inference, check_memory, tensors_of
+from qcutlass.products.checks import check_dense, check_inference, check_memory, tensors_of
 from qcutlass.products.kind import Call, Kind
 from qcutlass.products.library import is_eager
 from qcutlass.products.memory import check_out_memory
@@ -25,10 +25,12 @@ def compute(kind: Kind, call: Call, out: Tensor | None) -> Tensor:
         if is_eager(*call, out):
             multiply_out(kind, call, out)
         else:
+            check_dense(tensors_of(call))
             getattr(torch.ops.qcutlass, f"{kind.name}_out")(*kind.arguments(call), out=out)
         return out
     if is_eager(*call):
         return multiply(kind, call)
+    check_dense(tensors_of(call))
     result: Tensor = getattr(torch.ops.qcutlass, kind.name)(*kind.arguments(call))
     return result
 
