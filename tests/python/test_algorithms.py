@@ -312,6 +312,22 @@ def test_refusals_of_options() -> None:
         round_to_nearest(torch.ones(2, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranges_past_float32_are_told_what_helps(dtype: torch.dtype) -> None:
+    """Other types of scales do not."""
+    weight = torch.tensor([3e38, -3e38]).repeat(4, 16).to(dtype)
+    calls: list[Any] = [
+        lambda symmetric: qcutlass.quantize(weight, 4, 32, symmetric),
+        lambda symmetric: round_to_nearest(weight, WeightOnly(4, 32, symmetric)),
+        lambda symmetric: gptq(weight, torch.eye(32), WeightOnly(4, 32, symmetric)).weight,
+    ]
+    for call in calls:
+        message = r"^weight: the range of a group overflows float32, got weights from -3e\+38 to .* pass symmetric=True"
+        with pytest.raises(ValueError, match=message):
+            call(False)
+        assert bool(call(True).scales.isfinite().all())  # as it says
+
+
 @pytest.mark.parametrize("search", [awq_scales, search_smoothing])
 def test_refusals_of_searches(search: Any) -> None:
     weight = torch.ones(2, 8)

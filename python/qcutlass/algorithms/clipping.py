@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qcutlass.algorithms.nearest import grouped, scales_of, shifts_of
+from qcutlass.algorithms.nearest import grouped, overflow, scales_of, shifts_of
 from qcutlass.algorithms.statistics import check_weight
 from qcutlass.products.checks import ceil_div, check_flag
 from qcutlass.quantized import QuantizedTensor
@@ -68,9 +68,7 @@ def fit_grid(blocks: Tensor, scheme: WeightOnly, dtype: torch.dtype, penalty: Pe
     low, high = blocks.amin(dim=2).clamp_(max=0), blocks.amax(dim=2).clamp_(min=0)
     best = _grid(low, high, scheme, dtype)
     if not bool(best.scales.isfinite().all()):
-        if not bool(blocks.isfinite().all()):
-            raise ValueError("weight: expected finite values, got NaN or infinity")
-        raise ValueError(f"weight: a scale overflows {dtype}; pass scale_dtype=torch.float32 or torch.bfloat16")
+        raise overflow(blocks, dtype)
     if penalty is None:
         return best
     least = _cost(blocks, best, scheme.bits, penalty)

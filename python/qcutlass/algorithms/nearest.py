@@ -44,6 +44,22 @@ def scales_of(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torc
     return torch.where(extent == 0, torch.ones_like(scales), scales)
 
 
+def overflow(blocks: Tensor, dtype: torch.dtype) -> ValueError:
+    """The error where scales of fp32 groups `[n, G, group_size]`, as `scales_of` makes them, overflow `dtype`.
+
+    In float32 and bfloat16 that happens where the extent of a group, from low to high, does.
+    """
+    if not bool(blocks.isfinite().all()):
+        return ValueError("weight: expected finite values, got NaN or infinity")
+    if dtype == torch.float16:
+        return ValueError(f"weight: a scale overflows {dtype}; pass scale_dtype=torch.float32 or torch.bfloat16")
+    return ValueError(
+        f"weight: the range of a group overflows float32, got weights from {float(blocks.amin()):.3g} to "
+        f"{float(blocks.amax()):.3g}; pass symmetric=True, whose scales come from the largest magnitude alone, or "
+        "smaller weights"
+    )
+
+
 def shifts_of(low: Tensor, divisor: Tensor, bits: int, symmetric: bool) -> Tensor:
     """The zero points of ranges that begin at `low`, whole numbers in fp32; `divisor`: fp32 scales."""
     if symmetric:
@@ -60,9 +76,7 @@ def _quantize_rows(
     low, high = blocks.amin(dim=2).clamp_(max=0), blocks.amax(dim=2).clamp_(min=0)
     scales = scales_of(low, high, bits, symmetric, scale_dtype)
     if not bool(scales.isfinite().all()):
-        if not bool(weight.isfinite().all()):
-            raise ValueError("weight: expected finite values, got NaN or infinity")
-        raise ValueError(f"weight: a scale overflows {scale_dtype}; pass scale_dtype=torch.float32 or torch.bfloat16")
+        raise overflow(blocks, scale_dtype)
     divisor, highest = scales.float(), 2**bits - 1
     shift = shifts_of(low, divisor, bits, symmetric)
     zeros = None if symmetric else shift.to(torch.uint8)
