@@ -203,9 +203,12 @@ def test_owners_keep_layers_whose_weights_their_code_reads() -> None:
         @torch.no_grad()
         def forward(self, a: Tensor) -> Tensor:
             a = self.asked(a.to(self.asked.weight.dtype))
-            return a @ self.multiplied.weight.T + self.stepped.weight.sum() + self.read(a)
+            layer = self.named
+            other, layer.training = self.read, False
+            a = a @ layer.weight.T
+            return a @ self.multiplied.weight.T + self.stepped.weight.sum() + other(a)
 
-    names = ["read", "set_up", "asked", "multiplied", "stepped"]
+    names = ["read", "set_up", "asked", "multiplied", "stepped", "named"]
     model = nn.Sequential(Owner(names))
     assert qcutlass.replace_linear(model, WeightOnly()) == ["0.read", "0.set_up"]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, Final
@@ -21,6 +23,7 @@ from qcutlass.layers.experts import gate_of, is_replaced, quantized_experts
 from qcutlass.schemes import Scheme
 
 _LOADS: Final = ("LOAD_ATTR", "LOAD_METHOD")
+_VARIABLES: Final = re.compile("(LOAD|STORE)_(?:FAST|DEREF)")  # names of steps have two from Python 3.13 on
 
 AFTER: Final[list[Callable[[nn.Module], None]]] = []
 """What `replace_linear` calls with the model when its layers are in place, for those who save models of theirs."""
@@ -141,8 +144,8 @@ def _read_by_others(modules: Iterable[nn.Module]) -> set[nn.Module]:
 def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
     """Names of children whose `weight` methods of a class read, if only for its type: packed layers have none.
 
-    They are found in the byte code, where `self.child.weight` loads these two names one behind the other. Methods that
-    make or initialise modules do not count.
+    They are found in the byte code, where `self.child.weight` loads these two names one behind the other, and
+    `layer = self.child` makes a variable stand for the first. Methods that make or initialise modules do not count.
     """
     found: set[str] = set()
     for base in kind.__mro__:
@@ -151,9 +154,28 @@ def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
         for name, member in vars(base).items():
             method = inspect.unwrap(member) if callable(member) else None
             if inspect.isfunction(method) and "init" not in name and "reset" not in name:
-                loads = [step.argval if step.opname in _LOADS else None for step in dis.get_instructions(method)]
-                found |= {child for child, own in pairwise(loads) if child and own == "weight"}
+                found |= _owners_of_weights(list(_accesses(method)))
     return frozenset(found)
+
+
+def _owners_of_weights(accesses: Sequence[tuple[str, str]]) -> set[str]:
+    """Names of attributes whose `weight` is loaded, of variables' attributes, too."""
+    found, aliases = set[str](), defaultdict[str, set[str]](set)
+    for (kind, name), (action, target) in pairwise(accesses):
+        if (kind, action) == ("ATTRIBUTE", "STORE"):
+            aliases[target].add(name)
+    for (kind, name), after in pairwise(accesses):
+        if after == ("ATTRIBUTE", "weight"):
+            found |= {name} if kind == "ATTRIBUTE" else aliases[name] if kind == "LOAD" else set()
+    return found
+
+
+def _accesses(method: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """What byte code does with names, one after the other: it loads an attribute, or loads or stores a variable."""
+    for step in dis.get_instructions(method):
+        actions = ["ATTRIBUTE"] if step.opname in _LOADS else _VARIABLES.findall(step.opname) or [""]
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        yield from zip(actions, map(str, names), strict=False)
 
 
 def _skipped(modules: Mapping[str, nn.Module], skip: Sequence[str], must_match: bool) -> set[nn.Module]:
