@@ -105,7 +105,7 @@ def test_nested_activations_are_refused_by_name(layout: torch.layout, mode: Any)
         for call in calls:
             with pytest.raises(UnsupportedError, match=r"^[ax]: expected a dense tensor, got a nested one: pass "):
                 call()
-        with pytest.raises(UnsupportedError, match=r"^ids: expected a dense tensor, got a nested one: pass "):
+        with pytest.raises(UnsupportedError, match=r"^input: expected a dense tensor, got a nested one: pass "):
             embedding(ids)
         if layout is torch.jagged:
             ids_of, scores = torch.zeros(7, 1, dtype=torch.int32), torch.ones(7, 1)

@@ -396,7 +396,7 @@ def test_groups_by_other_names_and_wrong_inputs(seed: int) -> None:
     assert fuse_projections(model, [("b", "a")]).fused == (("b", "a"),)
     assert repr(model["a"]).startswith("FusedProjection(\n  in_features=128, out_features=16, channels 32 to 48")
     assert isinstance(model["c"], WeightOnlyLinear)
-    with pytest.raises(ValueError, match=r"a: expected shape \[..., in_features\] = \[..., 128\], got \[3, 64\]"):
+    with pytest.raises(ValueError, match=r"input: expected shape \[..., in_features\] = \[..., 128\], got \[3, 64\]"):
         model["a"](torch.zeros(3, 64))
     with pytest.raises(TypeError, match=r"a: expected a torch\.Tensor"):
         model["a"](None)

@@ -13,7 +13,7 @@ import qcutlass
 from qcutlass import QuantLinear, WeightOnly
 from qcutlass.formats.layers import LAYERS
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
-from qcutlass.layers import Scheme, WeightOnlyLinear
+from qcutlass.layers import QuantEmbedding, Scheme, TiedLinear, WeightOnlyLinear
 from qcutlass.layers.base import from_layer, from_spec
 
 HELD = [
@@ -78,6 +78,27 @@ def test_zero_points_of_activations_are_not_dropped() -> None:
         _ = layer.spec
     with pytest.raises(qcutlass.UnsupportedError, match="Int8Linear with zero points"):
         layer.canonical()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("scheme", [*HELD, qcutlass.W8A8(symmetric=False)], ids=str)
+def test_layers_are_called_and_traced_as_linears_are(scheme: Scheme, seed: int) -> None:
+    """torch.jit asks a module for all names that it has; those with zero points refused to say their `spec`."""
+    torch.manual_seed(seed)
+    layer, a = QuantLinear.from_linear(torch.nn.Linear(96, 48), scheme), torch.randn(3, 96)
+    assert torch.equal(layer(input=a), layer(a))
+    assert all(hasattr(layer, name) for name in dir(layer))
+    assert ("spec" in dir(layer)) == (scheme in HELD)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, torch.randn(5, 96))
+        assert torch.equal(traced(a), layer(a))
+
+
+def test_embeddings_and_tied_heads_are_called_as_torchs_are() -> None:
+    embedding = QuantEmbedding(WeightOnlyLinear(qcutlass.quantize(torch.randn(48, 64), 4, 32)))
+    ids, a = torch.tensor([3, 5]), torch.randn(2, 64)
+    assert torch.equal(embedding(input=ids), embedding(ids))
+    assert torch.equal(TiedLinear(embedding)(input=a), TiedLinear(embedding)(a))
 
 
 def test_a_kind_that_no_folder_holds_says_so() -> None:

@@ -149,7 +149,9 @@ def test_weights_in_canonical_form_are_asked_for(quantized: Any) -> None:
 
 def test_inputs_of_another_width_are_refused() -> None:
     layer = QuantLinear.from_linear(nn.Linear(64, 16))
-    with pytest.raises(ValueError, match=r"^a: expected shape \[\.\.\., in_features\] = \[\.\.\., 64\], got \[3, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"^input: expected shape \[\.\.\., in_features\] = \[\.\.\., 64\], got \[3, 32\]"
+    ):
         layer(torch.ones(3, 32))
     with pytest.raises(ValueError, match=r"in_features\] = \[\.\.\., 64\], got \[\]"):
         layer(torch.tensor(1.0))

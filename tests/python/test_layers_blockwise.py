@@ -134,7 +134,7 @@ def test_no_rows_and_other_columns(seed: int) -> None:
     assert layer(a[:, :0]).shape == (2, 0, N)
     testing.assert_equal(layer(a[0, 3]), layer(a[:1, 3])[0])
     with pytest.raises(
-        ValueError, match=r"^a: expected shape \[\.\.\., in_features\] = \[\.\.\., 288\], got \[3, 32\]"
+        ValueError, match=r"^input: expected shape \[\.\.\., in_features\] = \[\.\.\., 288\], got \[3, 32\]"
     ):
         layer(torch.ones(3, 32))
 

@@ -234,7 +234,9 @@ def test_no_rows_and_single_rows(scheme: Scheme, seed: int) -> None:
     layer = p.layer(scheme)
     assert layer(p.a[:, :0]).shape == (2, 0, N)
     testing.assert_equal(layer(p.a[0, 3]), layer(p.a[:1, 3])[0])
-    with pytest.raises(ValueError, match=r"^a: expected shape \[\.\.\., in_features\] = \[\.\.\., 96\], got \[3, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"^input: expected shape \[\.\.\., in_features\] = \[\.\.\., 96\], got \[3, 32\]"
+    ):
         layer(torch.ones(3, K // 3))
 
 

@@ -33,6 +33,8 @@ class QuantLinear(PackedModule):
     `from_linear`, `from_quantized` and `from_checkpoint` make them; the kinds are `qcutlass.layers.WeightOnlyLinear`,
     `Int4Linear`, `Int8Linear`, `Fp8Linear` and `BlockwiseLinear`.
 
+    Its argument is `input`, as that of `torch.nn.Linear`; errors of products call it `a`.
+
     A layer's tensors are buffers. They are numbers as quantisation made them, so `.half()`, `.to(dtype)` and the like
     convert none of them: a layer computes in the type of its input, which its output has too. `.to(device)` moves them.
 
@@ -239,6 +241,16 @@ class QuantLinear(PackedModule):
         options = self.group_size, self.in_features, self._buffers, self.weight_dtype
         return LayerSpec.of(self._stored, self.bits, *options)
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether converted folders hold such layers, so that there is a `spec`."""
+        return self._stored is not None
+
+    def __dir__(self) -> list[str]:
+        """Without a `spec` that there is not: torch.jit.trace, and others, ask a module for all of these names."""
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return names if self._is_held else [name for name in names if name != "spec"]
+
     def canonical(self) -> QuantizedLayer:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""
         raise self._unsupported("there is no canonical form of a")
@@ -269,7 +281,7 @@ class QuantLinear(PackedModule):
     def _check_input(self, a: Tensor) -> None:
         """Raises ValueError unless the last dimension is K; the product checks the rest, nested tensors among it."""
         if isinstance(a, Tensor) and not a.is_nested and (a.dim() == 0 or a.shape[-1] != self.in_features):
-            raise ValueError(f"a: expected shape [..., in_features] = [..., {self.in_features}], got {shape_of(a)}")
+            raise ValueError(f"input: expected shape [..., in_features] = [..., {self.in_features}], got {shape_of(a)}")
 
     def extra_repr(self) -> str:
         described = [f"in_features={self.in_features}, out_features={self.out_features}", *self._description()]

@@ -121,11 +121,11 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
         a_s = w_scale.new_empty((0, w_scale.shape[1]))
         self._call(a, a_s, parts, torch.float16).check(None)
 
-    def forward(self, a: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(a)
+        self._check_input(input)
         quantize = act_quant if self.weight_dtype is None else fp8_act_quant
-        return compute(BLOCKWISE, self._call(*quantize(a, self.block_size), self._buffers, a.dtype), None)
+        return compute(BLOCKWISE, self._call(*quantize(input, self.block_size), self._buffers, input.dtype), None)
 
     def _call(self, a: Tensor, a_s: Tensor, parts: Any, out_dtype: torch.dtype) -> BlockwiseCall:
         operands = a, a_s, parts["w_packed"], parts["w_scale"], parts["bias"]

@@ -178,13 +178,17 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
             return {}
         return {"w_sums": weight_sums(w_packed, self.out_features)}
 
-    def forward(self, a: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(a)
+        self._check_input(input)
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         scale = parts["a_scale"]
         a_q, a_scale, *azp = quantize_activations(
-            a, scale=scale, asymmetric=scale is None and not self.symmetric, azp=parts["azp"], smooth=parts["smooth"]
+            input,
+            scale=scale,
+            asymmetric=scale is None and not self.symmetric,
+            azp=parts["azp"],
+            smooth=parts["smooth"],
         )
         return gemm_w8a8(
             a_q,
@@ -194,10 +198,14 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
             bias=parts["bias"],
             azp=azp[0] if azp else None,
             activation=self.activation,
-            out_dtype=a.dtype,
+            out_dtype=input.dtype,
             n=self.out_features,
             w_sums=parts["w_sums"] if azp else None,
         )
+
+    @property
+    def _is_held(self) -> bool:
+        return super()._is_held and self._is_symmetric
 
     @property
     def spec(self) -> LayerSpec:
@@ -295,12 +303,12 @@ class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
         super().__setstate__(state)
         self.w_packed = self.w_packed.view(torch.float8_e4m3fn)
 
-    def forward(self, a: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(a)
+        self._check_input(input)
         parts: dict[str, Any] = self._buffers
         given = {"scale": parts["a_scale"], "smooth": parts["smooth"]}
-        a_q, a_scale, *_ = quantize_activations(a, dtype=torch.float8_e4m3fn, **given)
+        a_q, a_scale, *_ = quantize_activations(input, dtype=torch.float8_e4m3fn, **given)
         return gemm_fp8(
             a_q,
             parts["w_packed"],
@@ -308,7 +316,7 @@ class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
             parts["w_scale"],
             bias=parts["bias"],
             activation=self.activation,
-            out_dtype=a.dtype,
+            out_dtype=input.dtype,
             n=self.out_features,
         )
 

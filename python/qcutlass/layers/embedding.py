@@ -73,7 +73,7 @@ class QuantEmbedding(WeightOnlyLinear):
         """K."""
         return self.in_features
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Integers `[...]` in [0, N) to their rows `[..., K]`; IndexError for others on the CPU."""
         options: dict[str, Any] = {
             "k": self.in_features,
@@ -84,15 +84,15 @@ class QuantEmbedding(WeightOnlyLinear):
             "super_scales": self.super_scales,
             "super_minimums": self.super_minimums,
         }
-        check_dense({"ids": ids})
-        row = self._only_row(ids)
+        check_dense({"input": input})
+        row = self._only_row(input)
         if row is None:
-            rows = dequantize_rows(self.w_packed, self.scales, self.zeros, ids.reshape(-1), **options)
+            rows = dequantize_rows(self.w_packed, self.scales, self.zeros, input.reshape(-1), **options)
         else:
             one = DequantizeCall(self.w_packed, self.scales, self.zeros, row_begin=row, row_end=row + 1, **options)
             rows = dequantize(one)
         rows = rows if self._factor == 1 else rows * self._factor
-        return rows.view(*ids.shape, self.in_features)
+        return rows.view(*input.shape, self.in_features)
 
     def _rounded_scale(self) -> float:
         return torch.tensor(self.scale, device="cpu").to(self.dtype).item()
@@ -156,14 +156,14 @@ class TiedLinear(nn.Module):
         """The module that holds the weights."""
         return self._embedding[0]
 
-    def forward(self, a: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         embedding = self.embedding
         if is_offloaded(embedding):
             with present(embedding):
-                out = embedding.project(a)
+                out = embedding.project(input)
         else:
-            out = embedding.project(a)
+            out = embedding.project(input)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

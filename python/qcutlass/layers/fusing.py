@@ -118,9 +118,9 @@ class FusedProjection(nn.Module):
         self._index = index
         self.in_features, self.out_features = product.in_features, product.sizes[index]
 
-    def forward(self, a: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        return self.product.part(a, self._index, has_hooks(self))
+        return self.product.part(input, self._index, has_hooks(self))
 
     def separate(self) -> WeightOnlyLinear:
         """The layer as it was, with a copy of its weights.

@@ -126,12 +126,12 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
         if perm is not None and not perm.is_meta and not bool(((perm >= 0) & (perm < k)).all()):
             raise ValueError(f"perm: expected values in [0, {k}), got others")
 
-    def forward(self, a: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(a)
+        self._check_input(input)
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         act_scale, perm = parts["act_scale"], parts["perm"]
-        x = a if act_scale is None else (a.float() * act_scale.float()).to(a.dtype)
+        x = input if act_scale is None else (input.float() * act_scale.float()).to(input.dtype)
         x = x if perm is None else x.index_select(-1, perm)
         a_q, a_scale, *_ = quantize_activations(x, dtype=TYPES[self.activations])
         return gemm_w4a8(
@@ -142,7 +142,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
             parts["zeros"],
             bias=parts["bias"],
             activation=self.activation,
-            out_dtype=a.dtype,
+            out_dtype=input.dtype,
             group_size=self.group_size,
         )
 

@@ -172,10 +172,10 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if perm is not None and not perm.is_meta and not bool(((perm >= 0) & (perm < self.in_features)).all()):
             raise ValueError(f"perm: expected values in [0, {self.in_features}), got others")
 
-    def forward(self, a: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(a)
-        return compute(WEIGHT_ONLY, self.call(a), None)
+        self._check_input(input)
+        return compute(WEIGHT_ONLY, self.call(input), None)
 
     def call(self, a: Tensor, gate: str | None = None) -> GemmCall:
         """The product that the layer computes of `a`; `gate`: an activation in place of its own."""
