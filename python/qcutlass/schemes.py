@@ -10,7 +10,7 @@ import torch
 from qcutlass.defaults import FLOAT_FORMATS
 from qcutlass.errors import UnsupportedError
 from qcutlass.products.block_operators import check_block_size, check_type
-from qcutlass.products.checks import E8M0, FLOATING, check_flag, check_integer, names_of
+from qcutlass.products.checks import E8M0, FLOATING, check_flag, check_group_size, check_integer, names_of
 from qcutlass.products.packing import CODE_TYPES, PACKINGS, check_weight_dtype
 
 
@@ -46,8 +46,7 @@ class WeightOnly(Scheme):
     def __post_init__(self) -> None:
         check_integer("bits", self.bits, PACKINGS)
         check_weight_dtype(self.weight_dtype, self.bits)
-        if self.group_size not in (None, -1):
-            check_integer("group_size", self.group_size, minimum=1)
+        check_group_size(self.group_size)
         check_flag("symmetric", self.symmetric)
         if self.symmetric and self.weight_dtype is not None:
             raise ValueError(f"symmetric: {self.weight_dtype} codes have signs and no zero points; leave it out")

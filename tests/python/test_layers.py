@@ -88,7 +88,7 @@ def test_from_linear_takes_the_scheme_or_its_options(seed: int) -> None:
         (nn.Linear(8, 8), {"scheme": "int4"}, TypeError, "scheme: expected qcutlass.WeightOnly"),
         (nn.Linear(8, 8), {"scheme": WeightOnly(), "bits": 8}, TypeError, r"bits: pass it to the scheme, WeightOnly"),
         (nn.Linear(8, 8), {"bits": 3}, ValueError, "bits: expected one of 4, 8"),
-        (nn.Linear(8, 8), {"group_size": 0}, ValueError, "group_size: expected at least 1"),
+        (nn.Linear(8, 8), {"group_size": 0}, ValueError, "group_size: expected at least 1, or -1"),
         (nn.Linear(8, 8), {"scale_dtype": torch.int8}, TypeError, "scale_dtype"),
         (nn.Linear(8, 8), {"color": "red"}, TypeError, "color"),
         (nn.Linear(8, 8), {"activation": "swish"}, ValueError, "activation: expected one of"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.algorithms.nearest import grouped, quantize, round_up
-from qcutlass.products.checks import E8M0, FLOATING, ceil_div, check_integer, check_matrix, names_of
+from qcutlass.products.checks import E8M0, FLOATING, ceil_div, check_group_size, check_matrix, names_of
 from qcutlass.products.packing import CODE_TYPES, check_weight_dtype
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import WeightOnly
@@ -69,9 +69,7 @@ def quantize_floats(
         raise TypeError("weight_dtype: expected 'e2m1' or 'e4m3', got None; use quantize for integers")
     check_weight_dtype(weight_dtype)
     size = -1 if group_size is None else group_size
-    check_integer("group_size", size)
-    if size != -1 and size < 1:
-        raise ValueError(f"group_size: expected at least 1, or None for one group a channel, got {size}")
+    check_group_size(size)
     n, k = weight.shape
     if k < 1:
         raise ValueError(f"weight: K must be at least 1, got shape {[n, k]}")

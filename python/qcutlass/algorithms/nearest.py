@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING, ceil_div, check_integer, check_matrix
+from qcutlass.products.checks import FLOATING, ceil_div, check_group_size, check_integer, check_matrix
 from qcutlass.products.packing import PACKINGS
 from qcutlass.quantized import QuantizedTensor
 
@@ -131,9 +131,7 @@ def quantize(
     if k < 1:
         raise ValueError(f"weight: K must be at least 1, got shape {[n, k]}")
     size = -1 if group_size is None else group_size
-    check_integer("group_size", size)
-    if size != -1 and size < 1:
-        raise ValueError(f"group_size: expected at least 1, or None for one group a channel, got {size}")
+    check_group_size(size)
     dtype = scale_dtype or weight.dtype
     if dtype not in FLOATING:
         raise TypeError(f"scale_dtype: expected float16, bfloat16 or float32, got {dtype}")

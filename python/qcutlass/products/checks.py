@@ -107,6 +107,15 @@ def check_vector(name: str, value: Tensor, length: int, letter: str) -> None:
         raise ValueError(f"{name}: expected shape [{letter}] = [{length}], got {shape_of(value)}")
 
 
+def check_group_size(value: object) -> None:
+    """Raises TypeError or ValueError unless it is a number of columns, or None or -1: one group a channel."""
+    if value is None:
+        return
+    check_integer("group_size", value)
+    if isinstance(value, int) and value < 1 and value != -1:
+        raise ValueError(f"group_size: expected at least 1, or -1 (or None) for one group a channel, got {value}")
+
+
 def check_integer(name: str, value: object, allowed: Container[int] | None = None, minimum: int | None = None) -> None:
     """Raises TypeError unless `value` is an integer (or a symbolic one), ValueError unless it is allowed."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
