@@ -19,7 +19,7 @@ from qcutlass.layers.experts import REPLACED
 from qcutlass.models.expert_modules import check_counts, of_experts
 from qcutlass.models.experts import is_router
 from qcutlass.models.extras import check_implementations, import_transformers
-from qcutlass.models.heads import HEAD
+from qcutlass.models.heads import HEAD, HEADS
 
 _WEIGHT: Final = ".weight"  # transformers may give such tensors other names, those of experts
 _LINEARS: Final = ("FalconLinear",)
@@ -179,7 +179,7 @@ def check_codes(checkpoint: Checkpoint, model: Any) -> None:
 def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Module]]:
     """By the names of modules: the layer of a checkpoint that each is for; UnsupportedError if a layer has no place.
 
-    A base model takes its part.
+    A base model takes its part, and one of another task, which predicts no tokens, leaves the output head.
     """
     modules = dict(model.named_modules())
     found: dict[str, tuple[str, nn.Module]] = {}
@@ -189,6 +189,8 @@ def places(names: Iterable[str], model: Any) -> dict[str, tuple[str, nn.Module]]
         module = None if place is None else modules[place]
         if place is not None and module is not None and (is_linear(module) or is_embedding(module)):
             found[place] = name, module
+        elif place is None and name in HEADS and model.get_output_embeddings() is None:
+            continue
         elif model.base_model is not model or name.startswith(f"{model.base_model_prefix}."):
             got = "" if module is None else f", but a {type(module).__name__}"
             instead = _WITHOUT_HEAD if isinstance(module, nn.Embedding) else _INSTEAD

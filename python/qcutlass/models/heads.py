@@ -14,7 +14,7 @@ from qcutlass.products.checks import check_integer
 from qcutlass.schemes import WeightOnly
 
 HEAD: Final = "lm_head"
-_HEADS: Final = (HEAD, "embed_out")
+HEADS: Final = (HEAD, "embed_out")
 """The names of output heads in files; transformers calls each of them by the first."""
 HEAD_SCHEMES: Final = {
     8: WeightOnly(8, 128, symmetric=True, scale_dtype=torch.float16),
@@ -70,15 +70,15 @@ class _WithHead(ModelSource):
         self.checkpoint, self.config, self.model = source.checkpoint, source.config, source.model
         self.names, self.rest = dict(source.names), dict(source.rest)
         modules = [*self.names, *(name.removesuffix(".weight") for name in self.rest)]
-        heads = [*(name for name in _HEADS if name in modules), *filter(is_embedding, modules)]
+        heads = [*(name for name in HEADS if name in modules), *filter(is_embedding, modules)]
         if not heads:
             raise UnsupportedError(
-                f"lm_head: the model has neither a head named {' or '.join(_HEADS)} nor an embedding named "
+                f"lm_head: the model has neither a head named {' or '.join(HEADS)} nor an embedding named "
                 f"{', '.join(_EMBEDDINGS)}; leave it out"
             )
         found = heads[0]
-        self._name = HEAD if found in _HEADS else found
-        if found in _HEADS and self.config.get("tie_word_embeddings"):
+        self._name = HEAD if found in HEADS else found
+        if found in HEADS and self.config.get("tie_word_embeddings"):
             self.config = {**self.config, "tie_word_embeddings": False}  # both are in the files, one is quantised now
         if found not in self.names:
             self.names[self._name] = self.rest.pop(f"{found}.weight").removesuffix(".weight")

@@ -271,6 +271,24 @@ def test_heads_of_float_models(kind: str, tied: bool, bits: int, method: str, tm
     check(model, torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed)))
 
 
+@torch.inference_mode()
+def test_models_of_other_tasks_leave_a_packed_head(tmp_path: Path, ids: Tensor, seed: int) -> None:
+    """As transformers leaves one of floats: a classifier's hidden states are those of the base model."""
+    import transformers
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "floats")
+    models.convert(tmp_path / "floats", tmp_path / "new", scheme=WeightOnly(4, 32), lm_head=8)
+    expected = AutoModel.from_pretrained(tmp_path / "new")(ids).last_hidden_state
+    for kind in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        model = kind.from_pretrained(tmp_path / "new")
+        assert isinstance(model.model.layers[0].self_attn.q_proj, WeightOnlyLinear)
+        assert torch.equal(model.model(ids).last_hidden_state, expected)
+
+
 def test_a_head_of_a_file_is_quantised_anew(tiny: Any) -> None:
     path, folder = tiny("Q8_0", True, lm_head=4)
     before = formats.load(path).tensor("token_embd.weight")
