@@ -337,3 +337,21 @@ def test_one_scale_is_nan(dtype: torch.dtype, seed: int) -> None:
             found = qcutlass.gemm(a, tactic=tactic, **given).isnan()
             assert torch.equal(found.all(dim=0), found.any(dim=0)), tactic
             assert found[0].nonzero().tolist() == [[77]], tactic
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+def test_every_power(dtype: torch.dtype) -> None:
+    """All codes of e8m0, in groups of 32 and 16: each number, in a column of its own of a channel a scale."""
+    scales = torch.arange(256).to(torch.uint8).view(POWERS)
+    first = 2 if dtype == torch.bfloat16 else 0  # whose weights are no subnormals of fp32, the type of sums
+    for size in (32, 16):
+        for code, value in enumerate(E2M1):
+            codes = torch.zeros(256, 64, dtype=torch.uint8)
+            codes[:, 5] = code
+            weight = QuantizedTensor(codes, scales.repeat(64 // size, 1), None, 4, size, "e2m1")
+            given, a = arguments(weight, "cuda"), torch.ones(3, 64, dtype=dtype, device="cuda")
+            expected = (scales.double() * value).float().to(dtype)[first:]
+            for tactic in tactics_of_this_gpu(a, given):
+                found = qcutlass.gemm(a, tactic=tactic, **given).cpu()[:, first:]
+                testing.assert_equal(found, expected.expand(3, -1), label=(tactic, size, value))

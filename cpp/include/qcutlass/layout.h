@@ -18,7 +18,7 @@
 // shared memory: 16 rows of 32 bytes in the 32-byte swizzle of wgmma's descriptors and of TMA. wgmma reads it as either
 // operand, mma.sync through ldmatrix, without bank conflicts.
 //
-// Padding codes (n >= N or k >= K inside a tile) are zero; no result depends on them.
+// Padding codes (n >= N or k >= K inside a tile) are zero; no result depends on them where scales are finite.
 #pragma once
 
 #include <cstdint>

@@ -37,13 +37,15 @@ struct SmallNumberScales {
       if constexpr (kHalf) return (__vmaxu2(codes, 98 * kBoth) - 98 * kBoth) << 10;
       return (codes + 126 * kBoth) << 7;
     }
-    /// Of those from 128 on, fp16 has 2^(code - 128) and 2^15, and counts scales from 2^17 on, where every weight but 0
-    /// is beyond fp16, as 2^16, code 143. bf16 has the scale and its unit. 255 is NaN.
+    /// Of those from 128 on, fp16 has 2^(code - 128) and 2^15, and counts scales from 2^17 on, code 144, where every
+    /// weight but 0 is beyond fp16, as 2^16, with 1.5 in both factors, by which 0.5 is beyond it, too. bf16 has the
+    /// scale and its unit. 255 is NaN.
     static CUTLASS_DEVICE Operands large(uint32_t codes) {
       uint32_t const nan = (codes + kBoth) & (0x100 * kBoth), least = small(__vminu2(codes, 127 * kBoth));
       if constexpr (kHalf) {
         uint32_t const exponents = __vmaxu2(__vminu2(codes, 143 * kBoth), 128 * kBoth) - 113 * kBoth;
-        return chosen(codes >> 7 & kBoth, exponents << 10 | nan * 0x7e, kPower15, least);
+        uint32_t const beyond = ((codes + 112 * kBoth) & (0x100 * kBoth)) << 1;  // 0x200, the mantissa of 1.5
+        return chosen(codes >> 7 & kBoth, exponents << 10 | nan * 0x7e | beyond, kPower15 | beyond, least);
       } else {
         return chosen(codes >> 7 & kBoth, codes << 7 | nan >> 2, Codes::kUnit, least);
       }
