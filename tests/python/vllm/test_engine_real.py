@@ -53,7 +53,7 @@ def folders(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def padded_folders(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of twelve heads of queries and four of keys."""
+    """Of twelve heads of queries and four of keys, which have halves: those that were added add nothing."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root = tmp_path_factory.mktemp("padded")
@@ -70,37 +70,21 @@ def padded_folders(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("made", "kind", "options"),
     [
-        pytest.param("gptq", {}, id="gptq"),
-        pytest.param("gptq", THREE_RANKS, id="gptq, three ranks"),
-        pytest.param("converted", {}, id="converted"),
-        pytest.param("converted", COMPILED, id="converted, compiled"),
-        pytest.param("gptq", COMPILED | THREE_RANKS, id="gptq, compiled, three ranks"),
+        pytest.param("folders", "gptq", {}, id="gptq"),
+        pytest.param("folders", "gptq", THREE_RANKS, id="three_ranks, gptq"),
+        pytest.param("folders", "converted", {}, id="converted"),
+        pytest.param("folders", "converted", COMPILED, id="converted, compiled"),
+        pytest.param("folders", "gptq", COMPILED | THREE_RANKS, id="three_ranks, gptq, compiled"),
+        pytest.param("padded_folders", "gptq", TWO_RANKS, id="two_ranks, gptq"),
+        pytest.param("padded_folders", "converted", COMPILED | TWO_RANKS, id="two_ranks, converted, compiled"),
     ],
 )
 def test_tokens_are_those_of_transformers(
-    kind: str, options: dict[str, Any], folders: dict[str, Path], repository: Path
+    made: str, kind: str, options: dict[str, Any], request: pytest.FixtureRequest, repository: Path
 ) -> None:
-    assert_tokens_of_transformers(folders[kind], options, repository)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        pytest.param("gptq", TWO_RANKS, id="gptq"),
-        pytest.param("converted", COMPILED | TWO_RANKS, id="converted, compiled"),
-    ],
-)
-def test_two_ranks_have_heads_of_zeros_beside(
-    kind: str, options: dict[str, Any], padded_folders: dict[str, Path], repository: Path
-) -> None:
-    """Nine heads of queries and three of keys have no half; with heads that add nothing they have."""
-    assert_tokens_of_transformers(padded_folders[kind], options, repository)
-
-
-def assert_tokens_of_transformers(folder: Path, options: dict[str, Any], repository: Path) -> None:
-    """Fails unless the engine's tokens of the prompts are those of transformers."""
+    folder = request.getfixturevalue(made)[kind]
     tokenizer = load_tokenizer(folder)
     prompts = [
         tokenizer.apply_chat_template(

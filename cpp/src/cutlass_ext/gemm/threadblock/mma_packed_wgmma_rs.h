@@ -231,7 +231,7 @@ class MmaPackedWgmmaRs {
     static constexpr int kBatchTiles = kBatch > LayoutA::kSteps ? kBatch / LayoutA::kSteps : 1;
     static constexpr int kCodeSteps = kBatchTiles * LayoutA::kSteps;  // whose codes are in registers
     static constexpr int kBatchRows = kBatch > kRowSteps ? kBatch / kRowSteps : 1;
-    static constexpr bool kAnyType = qcutlass::takes_any_type(kMode) || kPacking_ == qcutlass::Packing::kE2M1A16;
+    static constexpr bool kAnyType = qcutlass::takes_any_type(kMode);
     /// Whether the lanes that load a batch's scales, several rows of them at once, find these rows: where conversions
     /// are the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
     static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1;
@@ -256,7 +256,7 @@ class MmaPackedWgmmaRs {
       find_rows(0);
       fetch(0, 0, 0, tag);
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1, tag);
-      prepare(0, 0, 0, tag);
+      prepare(0, 0, tag);
       this->accumulate(sums, stages, tag);
     }
 
@@ -271,8 +271,7 @@ class MmaPackedWgmmaRs {
                 tag);
         cute::warpgroup_wait<1>();  // the batch before this one is done: its fragments are free
         if (batch == 0) this->template release_before<kPlace>();
-        if (left > (batch + 1) / kBatches)
-          prepare((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches, buffer ^ 1, tag);
+        if (left > (batch + 1) / kBatches) prepare((batch + 1) % kBatches, buffer ^ 1, tag);
       }
       return --left > 0;
     }
@@ -385,11 +384,9 @@ class MmaPackedWgmmaRs {
     }
 
     /// Fills a fragment buffer, whose last MMAs are done.
-    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, OwnScales) {
-      convert(batch, buffer, fetched_[buffer % kAhead]);
-    }
+    CUTLASS_DEVICE void prepare(int batch, int buffer, OwnScales) { convert(batch, buffer, fetched_[buffer % kAhead]); }
     template <class Type, bool kPairs>
-    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, SmallNumbers<Type, kPairs> tag) {
+    CUTLASS_DEVICE void prepare(int batch, int buffer, SmallNumbers<Type, kPairs> tag) {
       Operands operands[tag.kCount];
       auto const& words = reinterpret_cast<Fetched const(&)[tag.kCount]>(fetched_[buffer % kAhead]);
       bool const has_rests = Scales::template make_operands<Type>(operands, words);
