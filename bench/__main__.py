@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -221,7 +220,11 @@ def moe_command(
     ]
     _device("cuda")
     bench = moe_run.Bench([one() for one in PEERS if not keys or one.key in keys] if use_peers else [])
-    rows = _collect(bench.rows(sizes, m, skews), len(sizes) * len(m) * len(skews))
+
+    def save(rows: list[Row]) -> None:
+        bench.report(rows).write(json_path, None)
+
+    rows = _collect(bench.rows(sizes, m, skews), len(sizes) * len(m) * len(skews), save)
     report = bench.report(rows)
     report.print(console)
     report.write(json_path, markdown_path)
@@ -341,10 +344,14 @@ def step_command(
         rows = step.run(name, _size(name, blocks), kind, modes, batch, context, lm_head, projections, where)
         count = (2 + (lm_head is not None) + projections) * len(modes) * len(batch) * len(context)
         bar = track(rows, f"measuring {name}", count, console=console, transient=True)
-        found += _parsed(functools.partial(list, bar))
-    report = step.report(found)
-    report.print(console)
-    report.write(json_path, markdown_path)
+
+        def collect(bar: Iterable[Row] = bar) -> None:
+            for row in bar:
+                found.append(row)
+                step.report(found).write(json_path, markdown_path)  # a row takes minutes: what is done is kept
+
+        _parsed(collect)
+    step.report(found).print(console)
 
 
 @app.command("decode")
