@@ -181,6 +181,7 @@ def test_figures_are_titled_in_words(whole_run: Path, monkeypatch: pytest.Monkey
     ("name", "words"),
     [
         ("w8a16_channel_int_bf16", "int8 weights (a scale a channel, integer zeros), bf16 activations"),
+        ("e4m3_g128", "e4m3 weights (groups of 128), fp16 activations"),
         ("w8a8_azp", "int8 activations with zero points by int8 weights, bf16 output"),
         ("fp8_e5m2", "fp8 e5m2 activations by fp8 e5m2 weights, bf16 output"),
         ("blockwise_quant", "int8 activations by int8 weights, a scale for each block of 128, int8 in blocks output"),
