@@ -57,13 +57,16 @@ set(QCUTLASS_WGMMA_KERNELS
 # kernels for experts are in its unit.
 function(qcutlass_unit family suffix unit)
   string(REGEX REPLACE "_(native|fine)$" "_native_fine" name "${family}")
-  string(REGEX REPLACE "^(e2m1a16|e4m3a16)_.*" "\\1" name "${name}")
+  string(REGEX REPLACE "^e4m3a16_.*" "e4m3a16" name "${name}")
   string(REGEX REPLACE "_(f16|bf16)_minimum$" "_minimum" name "${name}")
   string(REGEX REPLACE "_block[0-9]*$" "_blocks" name "${name}")
   string(REGEX REPLACE "^w4a8_.*" "w4a8" name "${name}")
   if(suffix STREQUAL "_sm90a")
+    string(REGEX REPLACE "^(e2m1a16_(f16|bf16))_.*" "\\1" name "${name}")  # which have a loop for each type of scales
     string(REGEX REPLACE "^w8a8_.*" "w8a8" name "${name}")
     string(REGEX REPLACE "_(f16|bf16)_float$" "_float" name "${name}")
+  else()
+    string(REGEX REPLACE "^e2m1a16_.*" "e2m1a16" name "${name}")
   endif()
   set(${unit} "${name}${suffix}" PARENT_SCOPE)
 endfunction()

@@ -169,7 +169,7 @@ inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kE4M3Weights | kMinimums).and_experts(),
     wgmma_rs(128, 96).slices(2).stages(7).for_(kWeightOnly),
     wgmma_rs(128, 128).slices(2).stages(5).for_(kWeightOnly | kRareWeights).and_experts(),
-    wgmma_rs(256, 128).stages(7).for_(kWeightOnly | kE4M3Weights),
+    wgmma_rs(256, 128).stages(7).for_(kWeightOnly),
     wgmma_rs(128, 160).slices(2).stages(4).for_(kInt4Weights),
     wgmma_rs(128, 160).stages(7).for_(kInt8Weights),
     wgmma_rs(128, 192).stages(6).for_(kWeightOnly),

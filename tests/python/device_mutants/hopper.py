@@ -18,7 +18,7 @@ THROUGH_MEMORY = (tests("test_last_wave_cuda.py", "[int8-all in pairs-8]"),)
 GROUPED = "w4a16_bf16_native_fine_sm90a"
 EXPERTS = (tests("test_grouped.py", "test_both_oracles[", "w4 bfloat16-cuda]"),)
 GATED_EXPERTS = (tests("test_grouped_gates.py", "test_gates_give_the_bits_of_separate_steps[native-w4 bfloat16-cuda]"),)
-FLOATS = "e2m1a16_sm90a"
+FLOATS = "e2m1a16_f16_sm90a"
 FLOAT_EXPERTS = (tests("test_grouped.py", "test_both_oracles_of_codes[NVFP4-cuda]"),)
 
 RINGS_OF_WGMMA = (
