@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,21 @@ def test_steps_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("tiny-moe", weights, "eager") for weights in ("dense", SCHEME.name)
     ]
     assert [round(row["step_ms"] * row["tokens"], 3) for row in rows] == [2000, 2000]
+
+
+def test_rows_of_steps_outlive_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped in its third row has left two."""
+    done = [{"model": "tiny", "batch": batch} for batch in (1, 8)]
+
+    def stopped(*_: object) -> Iterator[dict[str, Any]]:
+        yield from done
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "run", stopped)
+    files = "--json", tmp_path / "step.json", "--markdown", tmp_path / "step.md"
+    assert run("step", "--model", "tiny", "--device", "cpu", *files).exit_code != 0
+    assert json.loads((tmp_path / "step.json").read_text())["rows"] == done
+    assert "| tiny |" in (tmp_path / "step.md").read_text()
 
 
 def test_the_size_of_qwen3_30b_a3b() -> None:
