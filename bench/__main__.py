@@ -222,7 +222,7 @@ def moe_command(
     bench = moe_run.Bench([one() for one in PEERS if not keys or one.key in keys] if use_peers else [])
 
     def save(rows: list[Row]) -> None:
-        bench.report(rows).write(json_path, None)
+        bench.report(rows).write(json_path, markdown_path)
 
     rows = _collect(bench.rows(sizes, m, skews), len(sizes) * len(m) * len(skews), save)
     report = bench.report(rows)

@@ -236,6 +236,16 @@ TEST(Dense, IsNotChosenForSmallLayers) {
   }
 }
 
+TEST(Dense, IsNotChosenForMxfp4) {
+  for (auto [n, k] : {std::pair{1024, 4096}, {2048, 2048}, {4096, 4096}, {28672, 4096}}) {
+    for (int64_t m : {128, 256, 512, 1024, 4096}) {
+      GemmArguments a = weight_only_problem(m, n, k, 32, DType::kFloat16, Packing::kE2M1A16);
+      a.weights.scale_type = DType::kFloat8E8M0;
+      EXPECT_FALSE(select(a, kH200Wgmma, {}, 0, true).dense) << m << " tokens, " << n << " x " << k;
+    }
+  }
+}
+
 TEST(Dense, IsOfferedOnceFrom128TokensUp) {
   for (int64_t m : kTokens) {
     std::vector<Candidate> const all = candidates(weight_only_problem(m, 4096, 4096), kH200, {}, 0, true);
