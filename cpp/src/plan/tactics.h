@@ -174,7 +174,8 @@ inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(128, 160).stages(7).for_(kInt8Weights),
     wgmma_rs(128, 192).stages(6).for_(kWeightOnly),
     wgmma_rs(128, 224).stages(6).for_(kWeightOnly),
-    wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kRareWeights).and_experts(),
+    wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kE2M1Weights | kMinimums).and_experts(),
+    wgmma_rs(128, 256).stages(4).for_(kE4M3Weights),
     // 4 by 8 bits: the sums of a group beside those of all
     wgmma_rs(256, 32).stages(8).for_(kFourByEight),
     wgmma_rs(128, 64).stages(8).for_(kFourByEight),
