@@ -175,7 +175,7 @@ inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(128, 192).stages(6).for_(kWeightOnly),
     wgmma_rs(128, 224).stages(6).for_(kWeightOnly),
     wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kE2M1Weights | kMinimums).and_experts(),
-    wgmma_rs(128, 256).stages(4).for_(kE4M3Weights),
+    wgmma_rs(128, 256).stages(4).for_(kE4M3Weights),  // whose rows of experts no GPU has run with it
     // 4 by 8 bits: the sums of a group beside those of all
     wgmma_rs(256, 32).stages(8).for_(kFourByEight),
     wgmma_rs(128, 64).stages(8).for_(kFourByEight),
