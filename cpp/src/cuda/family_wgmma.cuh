@@ -5,6 +5,7 @@
 
 #include "cuda/block_scales.cuh"
 #include "cuda/family.h"
+#include "cuda/group_matrices.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/tensor_map.h"
 #include "cutlass_ext/element_type.h"
@@ -121,24 +122,6 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     return args;
   }
 
-  /// The second level of scales and minimums; returns its bytes in a stage.
-  template <class Supers>
-  static int add_supers(Supers& supers, Launch const& launch, int channels) {
-    supers.size = cutlass::gemm::threadblock::GroupSize(launch.super_block);
-    int bytes = 0;
-    auto const add = [&](Launch::Groups const& g, CUtensorMap& map, bool& exists) {
-      exists = g.data != nullptr;
-      if (!exists) return;
-      map = make_tensor_map(
-          g.data, g.element_bytes,
-          {{launch.channels, channels}, {launch.super_rows, 1, launch.super_rows > 1 ? g.stride_bytes : g.row_bytes}});
-      bytes += channels * g.element_bytes;
-    };
-    add(launch.super_scales, supers.scales, supers.has_scales);
-    add(launch.super_minimums, supers.minimums, supers.has_minimums);
-    return bytes;
-  }
-
   template <class Mma>
   static CUtensorMap weight_map(Launch const& launch) {
     constexpr int kTile = Mma::LayoutA::kTileBytes, kStrips = Mma::Shape::kM / 16;
@@ -166,7 +149,14 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     args.weights = weight_map<Mma>(launch);
     if constexpr (Mma::kExperts) args.has_halves = launch.output.gate == Gate::kHalves;
     args.weight_bytes = Shape::kM / 16 * Mma::kTiles * LayoutA::kTileBytes;
-    if constexpr (Mma::kRows > 0) {
+    if constexpr (Mma::kMakesOperands) {
+      args.scales = group_matrix(launch.scales);
+      args.zeros = group_matrix(launch.zeros);
+      if constexpr (takes_super_blocks(kMode)) args.supers = super_blocks(launch);
+      args.k = launch.k;
+    } else if constexpr (Mma::kRows > 0) {
+      args.scale_type = launch.scales.type;
+      args.zero_type = launch.zeros.type;
       args.scale_row = Shape::kM * launch.scales.element_bytes;
       args.zero_row = Shape::kM * launch.zeros.element_bytes;
       args.scales = group_map<Mma::kExperts>(launch.scales, launch, Shape::kM, Mma::kBoxRows);
@@ -176,12 +166,9 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
         args.weight_bytes += Mma::kRows * args.zero_row;
       }
     }
-    if constexpr (takes_super_blocks(kMode)) args.weight_bytes += add_supers(args.supers, launch, Shape::kM);
     args.weight_policy = weight_policy(launch, Shape::kN);
     args.group_size = cutlass::gemm::threadblock::GroupSize(launch.group_size);
     if constexpr (kPacking == Packing::kE2M1A16) args.global_scale = launch.global_scale;
-    args.scale_type = launch.scales.type;
-    args.zero_type = launch.zeros.type;
     return args;
   }
 

@@ -3,6 +3,7 @@
 
 #include "cuda/block_scales.cuh"
 #include "cuda/family.h"
+#include "cuda/group_matrices.cuh"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_blockwise.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_multistage.h"
@@ -30,10 +31,6 @@ struct MainloopOf {
   static_assert(Mma::kThreads == kTactic.threads());
 };
 
-inline cutlass::gemm::threadblock::GroupMatrix group_matrix(Launch::Groups const& g) {
-  return {static_cast<uint8_t const*>(g.data), g.stride_bytes, g.element_bytes, g.row_bytes, g.type};
-}
-
 template <class Mma>
 typename Mma::Arguments mma_arguments(Launch const& launch) {
   typename Mma::Arguments arguments{{},
@@ -53,10 +50,7 @@ typename Mma::Arguments mma_arguments(Launch const& launch) {
                                     {},
                                     {}};
   if constexpr (Mma::Traits::kPacking == Packing::kE2M1A16) arguments.global_scale = launch.global_scale;
-  if constexpr (takes_super_blocks(Mma::Traits::kMode))
-    arguments.supers = {group_matrix(launch.super_scales), group_matrix(launch.super_minimums),
-                        cutlass::gemm::threadblock::GroupSize(launch.super_block),
-                        launch.super_rows * launch.super_scales.stride_bytes};
+  if constexpr (takes_super_blocks(Mma::Traits::kMode)) arguments.supers = super_blocks(launch);
   return arguments;
 }
 

@@ -34,6 +34,12 @@ constexpr bool takes_any_type(ScaleMode mode) {
   return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum || mode >= ScaleMode::kGroup;
 }
 
+/// Whether, in products by wgmma, other warps than those that multiply make the operands of conversions: of integers,
+/// whose scales and zeros may be of many types and have two levels.
+constexpr bool makes_operands(Packing packing, ScaleMode mode) {
+  return !has_float_codes(packing) && (mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum);
+}
+
 /// Whether scales, and minimums, may have two levels.
 constexpr bool takes_super_blocks(ScaleMode mode) { return mode == ScaleMode::kMinimum; }
 

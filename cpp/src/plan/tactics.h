@@ -165,8 +165,8 @@ inline constexpr MultistageTactic kMultistageTactics[] = {
 inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(256, 32).slices(2).stages(6).for_(kWeightOnly | kRareWeights).and_experts(),
     wgmma_rs(256, 64).slices(2).stages(5).for_(kInt4Weights | kE2M1Weights).and_experts(),
-    wgmma_rs(256, 64).stages(7).for_(kInt8Weights | kE4M3Weights).and_experts(),
-    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kE4M3Weights | kMinimums).and_experts(),
+    wgmma_rs(256, 64).stages(7).for_(kInt8Weights | kE4M3Weights | kMinimums).and_experts(),
+    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kE4M3Weights).and_experts(),
     wgmma_rs(128, 96).slices(2).stages(7).for_(kWeightOnly),
     wgmma_rs(128, 128).slices(2).stages(5).for_(kWeightOnly | kRareWeights).and_experts(),
     wgmma_rs(256, 128).stages(7).for_(kWeightOnly),

@@ -148,13 +148,10 @@ struct FloatConverter {
   /// The codes as exact fp16 integers on their way, whatever Element is: fp16 (unlike bf16) holds 1024 + 255.
   template <int I>
   static CUTLASS_DEVICE float2 codes(uint32_t const* words) {
-    uint32_t codes;
-    if constexpr (Bits == 4) {
-      uint32_t const shifted = shift_right<I * 4>(words[0]);
-      codes = PairMath<half_t>::sub(and_or(shifted, 0x000f000f, kHalf1024), kHalf1024);
-    } else {
-      codes = PairMath<half_t>::sub(interleave_bytes<I % 2>(words[I / 2], 0x64), kHalf1024);
-    }
+    // Zeros of 0: 1024, and of every second register -64 (0xd400): see NativeDifference.
+    using Difference = NativeDifference<half_t, Bits>;
+    constexpr typename Difference::Operands kNoZeros{0, Bits == 4 ? 0xd4006400 : kHalf1024};
+    uint32_t const codes = Difference::template difference<I>(words, kNoZeros);
     return __half22float2(reinterpret_cast<__half2 const&>(codes));
   }
 };

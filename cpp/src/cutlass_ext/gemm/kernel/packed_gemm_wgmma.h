@@ -95,7 +95,7 @@ class PackedGemmWgmma {
       __trap();  // upper bits: rank in the cluster
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma));
+    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma), kMakesOperands ? 2 : 1);
     bool const paired = Mma::sharers(params.mma) > 1;
     if (paired)
       arch::cluster_sync();
@@ -104,6 +104,8 @@ class PackedGemmWgmma {
     if (warp / 4 == Mma::kWarpgroups) {
       arch::warpgroup_reg_dealloc<Registers::kProducer>();
       if (warp % 4 == 0 && lane == 0) produce(params, storage);
+      if constexpr (kMakesOperands)
+        if (warp % 4 != 0) make_operands(params, storage, warp % 4 - 1, lane);
       __syncwarp();
       if (params.cluster && ends_with_share(params)) {  // as the consumers, around their exchange
         arch::cluster_sync();
@@ -118,7 +120,8 @@ class PackedGemmWgmma {
   }
 
  private:
-  using Registers = WarpgroupRegisters<Mma::kWarpgroups>;
+  static constexpr bool kMakesOperands = Mma::kMakesOperands;
+  using Registers = WarpgroupRegisters<Mma::kWarpgroups, kMakesOperands>;
 
   /// Share of the k extent of a tile.
   struct Work {
@@ -162,6 +165,16 @@ class PackedGemmWgmma {
       item += step(params);
       if (item >= params.order.items) break;
       work = Work(params, item);
+    }
+  }
+
+  static CUTLASS_DEVICE void make_operands(Params const& params, SharedStorage& storage, int warp, int lane) {
+    typename Mma::OperandProducer producer(storage.mainloop, storage.barriers, params.mma, params.mma.group_size, warp,
+                                           lane);
+    if (!params.prefetch) arch::wait_for_prior_grids();
+    for (int item = first_item(params); item < params.order.items; item += step(params)) {
+      Work const work(params, item);
+      producer.load(work.channel, work.first_k, work.stages);
     }
   }
 

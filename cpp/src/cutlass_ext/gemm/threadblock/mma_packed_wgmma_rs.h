@@ -3,12 +3,16 @@
 //
 //   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a
 //               place to be free and request a few boxes (activations, weights, scales, zeros)
+//   operands    where weights are scaled in fp32, the other warps of that warpgroup make what conversions take, of
+//   scales
+//               and zeros of any type (operand_producer.h)
 //   consumers   the other warpgroups take their strips' codes from the ring, dequantise a batch of k steps into one of
 //               two fragment buffers while the MMAs of the other one run, and free a stage when its last batch is done
 #pragma once
 
 #include "cutlass_ext/arch/named_barrier.h"
 #include "cutlass_ext/epilogue/wgmma_epilogue.h"
+#include "cutlass_ext/gemm/threadblock/operand_producer.h"
 #include "cutlass_ext/gemm/threadblock/packed_mma.h"
 #include "cutlass_ext/gemm/threadblock/ring_consumer.h"
 
@@ -54,34 +58,33 @@ class MmaPackedWgmmaRs {
   /// their group's; else each one's own, so that consumers need not divide.
   static constexpr int kBoxRows = kMode == qcutlass::ScaleMode::kNative ? 1 : kRows;
 
+  /// Whether consumers find operands of conversions in the ring, as other warps have made them.
+  static constexpr bool kMakesOperands = qcutlass::makes_operands(kPacking_, kMode);
+
   using Wgmma = arch::Wgmma<typename Traits::Weight, Element, typename Traits::Product, Shape::kN, kStepK>;
   using FragmentC = typename Wgmma::Sums;
   using Output =
       std::conditional_t<kExperts, epilogue::thread::ExpertOutput<Element>, epilogue::thread::BiasActivation<Element>>;
   using Epilogue = epilogue::threadblock::WgmmaEpilogue<MmaPackedWgmmaRs>;
 
-  /// The second level of scales and minimums.
-  struct SuperMaps {
-    CUtensorMap scales, minimums;  // [super-blocks][channels]
-    GroupSize size;
-    bool has_scales, has_minimums;
-  };
-  struct Arguments : Traits::GlobalScale {
-    TokenBoxes<Shape::kN> activations;  // [tokens][k]
-    CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
-    CUtensorMap scales;                 // [groups][channels]
-    CUtensorMap zeros;                  // likewise
-    uint64_t weight_policy;             // of the L2 cache
-    int weight_bytes;                   // of a stage, with scales and zeros
-    GroupSize group_size;
+  /// Scales and zeros as the producing thread requests them.
+  struct ScaleMaps {
+    CUtensorMap scales;  // [groups][channels]
+    CUtensorMap zeros;   // likewise
     qcutlass::DType scale_type, zero_type;
     int scale_row, zero_row;  // bytes of a row of scales or zeros in the ring
-    int tiles_n;              // of an expert
+  };
+  struct Arguments : Traits::GlobalScale, std::conditional_t<kMakesOperands, OperandMatrices<kMode>, ScaleMaps> {
+    TokenBoxes<Shape::kN> activations;  // [tokens][k]
+    CUtensorMap weights;                // [tiles_n][tiles_k][128 words]
+    uint64_t weight_policy;             // of the L2 cache
+    int weight_bytes;                   // of a stage, with scales and zeros where they are requested
+    GroupSize group_size;
+    int tiles_n;  // of an expert
     /// Maps of experts have five dimensions: weights [experts][tiles_n / 2][2 halves][tiles_k][128 words], scales
     /// [experts][groups][channels / 32][2 halves][16]. Without halves, whose dimension is 1, weights are one matrix
     /// [experts * tiles_n], so that a box at an expert's end reads on, not zeros, and scales [groups][1][1][channels].
     bool has_halves;
-    std::conditional_t<qcutlass::takes_super_blocks(kMode), SuperMaps, NoSuperBlocks> supers;
   };
   /// Blocks that fetch each other's weights: the smaller operand here.
   static CUTLASS_DEVICE int sharers(Arguments const&) { return 1; }
@@ -108,11 +111,16 @@ class MmaPackedWgmmaRs {
     }
     CUTLASS_DEVICE uint8_t* scales(int place) { return rings + kScales + place * kScaleBytes; }
     CUTLASS_DEVICE uint8_t* zeros(int place) { return rings + kZeros + place * kZeroBytes; }
-    // Behind integers, whose rows lie together: in the last quarter of the place, of fp32 numbers, there is room.
-    CUTLASS_DEVICE uint8_t* super_scales(int place) { return scales(place) + kScaleBytes / 4 * 3; }
-    CUTLASS_DEVICE uint8_t* super_minimums(int place) { return zeros(place) + kZeroBytes / 4 * 3; }
+    /// The operands that a strip has of 16 columns, those of lanes 0, 4, 8 ... 28: two scales and two zeros each. They
+    /// have the room of both.
+    CUTLASS_DEVICE uint4* operands(int place, int row, int strip) {
+      int const index = (place * kRows + row) * (Shape::kM / 16) + strip;
+      return reinterpret_cast<uint4*>(rings + kScales) + index * 8;
+    }
   };
   using Barriers = RingBarriers<kStages>;
+  using OperandProducer =
+      threadblock::OperandProducer<SharedStorage, kStages, Shape::kK, Shape::kM, kRows, kMode, LayoutA::kBits>;
   /// Warps that free a place of the ring.
   static CUTLASS_DEVICE int freeing_warps(Arguments const&) { return kWarpgroups * 4; }
 
@@ -140,7 +148,7 @@ class MmaPackedWgmmaRs {
         cute::SM90_TMA_LOAD_3D::copy(&args_.weights, barrier(place), args_.weight_policy, storage_.weights(place, 0), 0,
                                      tile_k, channel / 16);
       }
-      if constexpr (kRows > 0) {
+      if constexpr (kRows > 0 && !kMakesOperands) {
         CUTLASS_PRAGMA_UNROLL
         for (int box = 0; box < kRows / kBoxRows; ++box) {
           int const group = args_.group_size.group(k + box * kBoxRows * kRowSteps * kStepK);
@@ -148,12 +156,6 @@ class MmaPackedWgmmaRs {
           if (args_.zero_type != qcutlass::DType::kNone)
             load_rows(args_.zeros, place, storage_.zeros(place) + box * args_.zero_row, channel, group);
         }
-      }
-      if constexpr (qcutlass::takes_super_blocks(kMode)) {
-        auto const& supers = args_.supers;
-        int const block = supers.size.group(k);
-        if (supers.has_scales) load_rows(supers.scales, place, storage_.super_scales(place), channel, block);
-        if (supers.has_minimums) load_rows(supers.minimums, place, storage_.super_minimums(place), channel, block);
       }
     }
 
@@ -187,7 +189,7 @@ class MmaPackedWgmmaRs {
           lane_(lane),
           pairs_of_rows_(args.group_size.is_multiple_of(2 * kStepK)) {
       if (kTurns_ && warpgroup == 1) arch::named_barrier_arrive<kTurnThreads>(kTurnBarrier);  // the other one begins
-      if constexpr (!Traits::kHasSmallNumbers) {
+      if constexpr (!Traits::kHasSmallNumbers && !kMakesOperands) {
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < kAhead * kBatchRows; ++r) fetched_[r / kBatchRows][r % kBatchRows] = Scales::symmetric();
       }
@@ -215,6 +217,8 @@ class MmaPackedWgmmaRs {
             accumulate_all(sums, stages, SmallNumbers<decltype(scales), false>());
         });
         Scales::finish(sums, args_.scale_type);
+      } else if constexpr (kMakesOperands) {
+        accumulate_all(sums, stages, MadeOperands());
       } else {
         accumulate_all(sums, stages, OwnScales());
       }
@@ -234,7 +238,7 @@ class MmaPackedWgmmaRs {
     static constexpr bool kAnyType = qcutlass::takes_any_type(kMode);
     /// Whether the lanes that load a batch's scales, several rows of them at once, find these rows: where conversions
     /// are the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
-    static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1;
+    static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1 && !kMakesOperands;
     /// Whether two rows are read as one where no group ends between them: where each takes many instructions.
     static constexpr bool kSharesRows =
         kLanesFindRows && kBatchRows % 2 == 0 && (kAnyType || qcutlass::has_float_codes(kPacking_));
@@ -245,6 +249,7 @@ class MmaPackedWgmmaRs {
     /// What loops do with scales: they are operands as they are fetched, or, of small numbers, of one type, for which
     /// there is a loop of its own; with kPairs, which MXFP4 has, no group ends between two rows.
     struct OwnScales {};
+    struct MadeOperands {};
     template <class Type_, bool kPairs_>
     struct SmallNumbers {
       using Type = Type_;
@@ -256,7 +261,7 @@ class MmaPackedWgmmaRs {
       find_rows(0);
       fetch(0, 0, 0, tag);
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1, tag);
-      prepare(0, 0, tag);
+      prepare(0, 0, 0, tag);
       this->accumulate(sums, stages, tag);
     }
 
@@ -271,7 +276,8 @@ class MmaPackedWgmmaRs {
                 tag);
         cute::warpgroup_wait<1>();  // the batch before this one is done: its fragments are free
         if (batch == 0) this->template release_before<kPlace>();
-        if (left > (batch + 1) / kBatches) prepare((batch + 1) % kBatches, buffer ^ 1, tag);
+        if (left > (batch + 1) / kBatches)
+          prepare((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches, buffer ^ 1, tag);
       }
       return --left > 0;
     }
@@ -310,7 +316,7 @@ class MmaPackedWgmmaRs {
         for (int t = 0; t < kBatchTiles; ++t)
           load_codes(codes_[buffer % kAhead] + 4 * t, place, step / LayoutA::kSteps + t);
       }
-      if constexpr (kRows > 0)
+      if constexpr (kRows > 0 && !kMakesOperands)
         if (step % kRowSteps == 0) load_scales(fetched_[buffer % kAhead], place, step, tag);
       if (batch == kBatches - 1) k_ += Shape::kK;
       find_rows((batch + 1) % kBatches);
@@ -340,7 +346,7 @@ class MmaPackedWgmmaRs {
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;
       auto const at = [&](int row) {
         return warp::GroupRow{storage_.scales(place) + row * scale_row, storage_.zeros(place) + row * zero_row,
-                              strip_ * 16, storage_.super_scales(place), storage_.super_minimums(place)};
+                              strip_ * 16, nullptr, nullptr};
       };
       if constexpr (kLanesFindRows) {
         auto const row_of = [&](int i) { return at(found_row(i)); };
@@ -384,9 +390,20 @@ class MmaPackedWgmmaRs {
     }
 
     /// Fills a fragment buffer, whose last MMAs are done.
-    CUTLASS_DEVICE void prepare(int batch, int buffer, OwnScales) { convert(batch, buffer, fetched_[buffer % kAhead]); }
+    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, OwnScales) {
+      convert(batch, buffer, fetched_[buffer % kAhead]);
+    }
+    CUTLASS_DEVICE void prepare(int place, int batch, int buffer, MadeOperands) {
+      Operands operands[kBatchRows];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatchRows; ++i) {
+        uint4 const v = storage_.operands(place, batch * kBatchRows + i, strip_)[lane_ / 4];
+        operands[i] = {{__uint_as_float(v.x), __uint_as_float(v.y)}, {__uint_as_float(v.z), __uint_as_float(v.w)}};
+      }
+      convert(batch, buffer, operands);
+    }
     template <class Type, bool kPairs>
-    CUTLASS_DEVICE void prepare(int batch, int buffer, SmallNumbers<Type, kPairs> tag) {
+    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, SmallNumbers<Type, kPairs> tag) {
       Operands operands[tag.kCount];
       auto const& words = reinterpret_cast<Fetched const(&)[tag.kCount]>(fetched_[buffer % kAhead]);
       bool const has_rests = Scales::template make_operands<Type>(operands, words);

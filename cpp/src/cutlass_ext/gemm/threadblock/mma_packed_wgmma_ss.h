@@ -26,6 +26,7 @@ class MmaPackedWgmmaSs {
   using Shape = Shape_;
   using Element = Element_;
   static constexpr int kStages = kStages_;
+  static constexpr bool kMakesOperands = false;  // there are no conversions
   static constexpr int kWarpChannels = kWarpChannels_;
   static constexpr qcutlass::ScaleMode kMode = kMode_;
   using Traits = PackedMma<Element, qcutlass::Packing::kW8A8, kMode>;

@@ -12,11 +12,12 @@ template <int kStages>
 struct RingBarriers {
   arch::TransactionBarrier full[kStages], empty[kStages];
 
-  /// Called by one thread, before all others pass a barrier. `warps`: the number that free a stage.
-  CUTLASS_DEVICE void initialize(int warps) {
+  /// Called by one thread, before all others pass a barrier. `warps`: the number that free a stage; `fillers`: threads
+  /// that say that they have filled it, or what they have requested for it.
+  CUTLASS_DEVICE void initialize(int warps, int fillers = 1) {
     CUTLASS_PRAGMA_UNROLL
     for (int place = 0; place < kStages; ++place) {
-      full[place].init(1);
+      full[place].init(fillers);
       empty[place].init(warps);
     }
     cutlass::arch::fence_barrier_init();
