@@ -10,7 +10,7 @@ namespace cutlass::gemm::kernel {
 template <int kWarpgroups, bool kMakesOperands = false>
 struct WarpgroupRegisters {
   static constexpr int kShare = 65536 / (128 * (kWarpgroups + 1)) / 8 * 8;
-  static constexpr int kProducer = kWarpgroups == 2 ? (kMakesOperands ? 56 : 40) : kMakesOperands ? 64 : 32;
+  static constexpr int kProducer = kWarpgroups == 2 ? (kMakesOperands ? 72 : 40) : kMakesOperands ? 64 : 32;
   static constexpr int kConsumer = (kShare * (kWarpgroups + 1) - kProducer) / kWarpgroups;
   static_assert(kConsumer % 8 == 0 && kConsumer <= 240, "as setmaxnreg takes them");
 };

@@ -261,7 +261,8 @@ class MmaPackedWgmmaRs {
       find_rows(0);
       fetch(0, 0, 0, tag);
       if (kAhead == 2 && stages > 1 / kBatches) fetch(1 / kBatches, 1 % kBatches, 1, tag);
-      prepare(0, 0, 0, tag);
+      if constexpr (kMakesOperands) load_operands(0, 0);
+      prepare(0, 0, tag);
       this->accumulate(sums, stages, tag);
     }
 
@@ -274,10 +275,12 @@ class MmaPackedWgmmaRs {
         if (left > (batch + kAhead) / kBatches)
           fetch((kPlace + (batch + kAhead) / kBatches) % kStages, (batch + kAhead) % kBatches, (buffer + kAhead) % 2,
                 tag);
+        if constexpr (kMakesOperands)
+          if (left > (batch + 1) / kBatches)
+            load_operands((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches);
         cute::warpgroup_wait<1>();  // the batch before this one is done: its fragments are free
         if (batch == 0) this->template release_before<kPlace>();
-        if (left > (batch + 1) / kBatches)
-          prepare((kPlace + (batch + 1) / kBatches) % kStages, (batch + 1) % kBatches, buffer ^ 1, tag);
+        if (left > (batch + 1) / kBatches) prepare((batch + 1) % kBatches, buffer ^ 1, tag);
       }
       return --left > 0;
     }
@@ -340,6 +343,15 @@ class MmaPackedWgmmaRs {
       codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
     }
 
+    /// The operands of a batch, as they were made.
+    CUTLASS_DEVICE void load_operands(int place, int batch) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatchRows; ++i) {
+        uint4 const v = storage_.operands(place, batch * kBatchRows + i, strip_)[lane_ / 4];
+        fetched_[0][i] = {{__uint_as_float(v.x), __uint_as_float(v.y)}, {__uint_as_float(v.z), __uint_as_float(v.w)}};
+      }
+    }
+
     /// Those of a batch that begins with `step`.
     CUTLASS_DEVICE void load_scales(Fetched (&scales)[kBatchRows], int place, int step, OwnScales) {
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
@@ -390,20 +402,10 @@ class MmaPackedWgmmaRs {
     }
 
     /// Fills a fragment buffer, whose last MMAs are done.
-    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, OwnScales) {
-      convert(batch, buffer, fetched_[buffer % kAhead]);
-    }
-    CUTLASS_DEVICE void prepare(int place, int batch, int buffer, MadeOperands) {
-      Operands operands[kBatchRows];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kBatchRows; ++i) {
-        uint4 const v = storage_.operands(place, batch * kBatchRows + i, strip_)[lane_ / 4];
-        operands[i] = {{__uint_as_float(v.x), __uint_as_float(v.y)}, {__uint_as_float(v.z), __uint_as_float(v.w)}};
-      }
-      convert(batch, buffer, operands);
-    }
+    CUTLASS_DEVICE void prepare(int batch, int buffer, OwnScales) { convert(batch, buffer, fetched_[buffer % kAhead]); }
+    CUTLASS_DEVICE void prepare(int batch, int buffer, MadeOperands) { convert(batch, buffer, fetched_[0]); }
     template <class Type, bool kPairs>
-    CUTLASS_DEVICE void prepare(int /*place*/, int batch, int buffer, SmallNumbers<Type, kPairs> tag) {
+    CUTLASS_DEVICE void prepare(int batch, int buffer, SmallNumbers<Type, kPairs> tag) {
       Operands operands[tag.kCount];
       auto const& words = reinterpret_cast<Fetched const(&)[tag.kCount]>(fetched_[buffer % kAhead]);
       bool const has_rests = Scales::template make_operands<Type>(operands, words);

@@ -6,6 +6,7 @@
 // Now they read a lane's operands of a step by one 128-bit load, whatever the types are.
 #pragma once
 
+#include "cute/arch/cluster_sm90.hpp"
 #include "cutlass_ext/gemm/threadblock/ring_producer.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
 #include "cutlass_ext/gemm/warp/group_scales.h"
@@ -20,9 +21,13 @@ struct OperandMatrices {
   int k;  // columns; operands of those beyond are zeros
 };
 
-/// One of kOperandWarps warps, which take stages in turns: that many are on their way at once. SharedStorage has the
-/// kRows rows of operands of a stage, of 16 columns each, at operands(place, row, strip), eight lanes' of a strip.
-/// Every product begins in place 0; phases are kept per place.
+/// One of kOperandWarps warps, which take stages in turns. SharedStorage has the kRows rows of operands of a stage, of
+/// 16 columns each, at operands(place, row, strip), eight lanes' of a strip. Every product begins in place 0; phases
+/// are kept per place.
+///
+/// Its own instructions, one after the other, are its limit: a lane loads four neighbours at once, finds its channels
+/// once a tile, asks once whether scales have two levels, and requests a row when the one before it is converted, so
+/// that it is there when the place of its stage is free.
 template <class SharedStorage, int kStages, int kStageK, int kChannels, int kRows, qcutlass::ScaleMode kMode, int kBits>
 class OperandProducer {
  public:
@@ -34,18 +39,71 @@ class OperandProducer {
         barriers_(barriers),
         from_(from),
         group_size_(group_size),
-        lane_(lane),
+        channel_(lane % kRowLanes / 2 * 16 + lane % 2 * kVector),
+        row_(lane / kRowLanes),
         until_mine_(warp),
         row_steps_(group_size.is_multiple_of(2 * kRowK) ? 2 : 1) {}
 
   CUTLASS_DEVICE void load(int channel, int first_k, int stages) {
-    int place = 0, k = first_k;
+    scales_ = Places(from_.scales, channel + channel_);
+    zeros_ = Places(from_.zeros, channel + channel_);
+    if constexpr (kTakesLevels) {
+      if (from_.supers.scales.data != nullptr) {
+        supers_ = Places(from_.supers.scales, channel + channel_);
+        return load<true>(first_k, stages);
+      }
+    }
+    load<false>(first_k, stages);
+  }
+
+ private:
+  static constexpr int kRowK = kStageK / kRows;
+  static_assert(kRowK == qcutlass::kGroupStep);
+  static constexpr bool kTakesLevels = qcutlass::takes_super_blocks(kMode);
+  static_assert(!kTakesLevels || qcutlass::kSuperBlockStep % kStageK == 0, "a stage has one super-block");
+
+  /// A lane makes the operands of a strip's channels c to c + 3 and c + 8 to c + 11, a warp those of all channels of a
+  /// row, or of two.
+  static constexpr int kVector = 4, kRowLanes = kChannels / 8, kWarpRows = 32 / kRowLanes;
+  static_assert(kRowLanes * kWarpRows == 32);
+
+  /// Numbers of both halves of a lane's channels as they are stored, at the beginning of each.
+  struct Stored {
+    uint4 halves[2];
+  };
+  /// What becomes of them: for each of four channels scales of both halves, then zeros.
+  struct Operands {
+    uint32_t words[kVector][4];
+  };
+  /// Bytes from the beginning of a row to both halves. Channels beyond the last one, which nobody asks for, have the
+  /// numbers of others: rows have 16 bytes and more.
+  struct Places {
+    unsigned halves[2];
+
+    Places() = default;
+    CUTLASS_DEVICE Places(GroupMatrix const& m, int channel) {
+      int const last = m.row_bytes - kVector * m.element_bytes;
+      halves[0] = fast_min(channel * m.element_bytes, last);
+      halves[1] = fast_min((channel + 8) * m.element_bytes, last);
+    }
+  };
+
+  /// Numbers of a row that are on their way.
+  struct Row {
+    Stored scales, zeros;
+  };
+
+  template <bool kLevels>
+  CUTLASS_DEVICE void load(int k, int stages) {
+    Row row;
+    request<kLevels>(row, k + until_mine_ * kStageK + row_ * row_steps_ * kRowK);
+    int place = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int left = stages; left > 0; --left) {
       // Every phase is waited for, by those whose stage it is not, too: parities tell one from the next alone.
       auto const wait = [&] { barriers_.empty[place].wait(~phases_ >> place & 1); };
       if (until_mine_ == 0)
-        make(place, channel, k, wait);
+        make<kLevels>(place, k, row, wait);
       else
         wait();
       until_mine_ = until_mine_ == 0 ? kOperandWarps - 1 : until_mine_ - 1;
@@ -55,143 +113,136 @@ class OperandProducer {
     }
   }
 
- private:
-  static constexpr int kRowK = kStageK / kRows;
-  static_assert(kRowK == qcutlass::kGroupStep);
-  // A lane makes the operands of a strip's channels c, c + 1, c + 8 and c + 9: pairs, so that a load has two numbers.
-  static constexpr int kWarpChannels = 32 * 4, kSets = kChannels / kWarpChannels;
-  static_assert(kSets * kWarpChannels == kChannels);
-  /// Items, lanes' operands of a row, whose loads are under way together: as registers allow.
-  static constexpr int kTogether = 2;
-
-  /// Of channels c, c + 1 and c + 8, c + 9: what is loaded, and in its place the two fp32 numbers that it becomes. Of
-  /// two levels `x` has two bytes, integers of groups, and `y` two numbers of the second level.
-  using Pairs = uint2[kTogether][2];
-
-  template <class Wait>
-  CUTLASS_DEVICE void make(int place, int channel, int k, Wait const& wait) {
-    auto const& scales = from_.scales;
-    auto const& zeros = from_.zeros;
-    int const items = kRows / row_steps_ * kSets;
+  /// Makes the operands of a stage whose first row is requested, and requests that of this warp's next stage.
+  template <bool kLevels, class Wait>
+  CUTLASS_DEVICE void make(int place, int k, Row& next, Wait const& wait) {
+    bool const has_zeros = from_.zeros.data != nullptr;
+    Row supers;
+    if constexpr (kLevels) {  // of which stages have the same, so that they are in L1 for most
+      int const block = from_.supers.size.group(k);
+      load_halfs(supers.scales, supers_, block, from_.supers.scales);
+      if (has_zeros) load_halfs(supers.zeros, supers_, block, from_.supers.minimums);
+    }
+    wait();
+    int const step = kWarpRows * row_steps_;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int first = 0; first < items; first += kTogether) {
-      Pairs scale, zero;
-      load(scale, scales, channel, k, first);
-      if (zeros.data != nullptr) load(zero, zeros, channel, k, first);
-      bool two_levels = false;
-      if constexpr (qcutlass::takes_super_blocks(kMode)) {
-        two_levels = from_.supers.scales.data != nullptr;
-        if (two_levels) load_supers(scale, from_.supers.scales, channel, k, first);
-        if (two_levels && zeros.data != nullptr) load_supers(zero, from_.supers.minimums, channel, k, first);
-      }
-      if (first == 0) wait();
-      convert(scale, scales.type, two_levels);
-      if (zeros.data != nullptr)
-        convert(zero, zeros.type, two_levels);
+    for (int row = row_ * row_steps_; row < kRows; row += step) {
+      Operands operands;
+      convert<kLevels, 0>(operands, next.scales, supers.scales, from_.scales.type);
+      if (has_zeros)
+        convert<kLevels, 2>(operands, next.zeros, supers.zeros, from_.zeros.type);
       else
-        set_symmetric(zero, scale);
-      store(place, first, scale, zero);
+        set_symmetric(operands);
+      // Columns that do not exist have activations of 0, which scales that are not finite would make NaN.
+      if (k + kStageK > from_.k && k + row * kRowK >= from_.k) operands = Operands{};
+      int const stages = row + step < kRows ? 0 : kOperandWarps - 1;
+      request<kLevels>(next, k + stages * kStageK + (row + step) * kRowK);
+      store(place, row, operands);
     }
     __syncwarp();
-    if (lane_ == 0) barriers_.full[place].arrive();
+    if (cute::elect_one_sync()) barriers_.full[place].arrive();
   }
 
-  /// Column, from the stage's first, and channel, from the block's, of an item.
-  CUTLASS_DEVICE int column(int item) const { return item / kSets * row_steps_ * kRowK; }
-  CUTLASS_DEVICE int first_channel(int item) const {
-    return item % kSets * kWarpChannels + lane_ / 4 * 16 + lane_ % 4 * 2;
+  /// The row of the group that column k lies in, or the last one's.
+  template <bool kLevels>
+  CUTLASS_DEVICE void request(Row& to, int k) const {
+    int const group = group_size_.group(fast_min(k, from_.k - 1));
+    load<kLevels>(to.scales, scales_, group, from_.scales);
+    if (from_.zeros.data != nullptr) load<kLevels>(to.zeros, kLevels ? scales_ : zeros_, group, from_.zeros);
   }
 
-  /// Calls visit(raw, bytes) for the places of all items' numbers that exist, `bytes` in the matrix; others are zeros.
-  template <class Visit>
-  CUTLASS_DEVICE void for_each_pair(Pairs& raw, GroupMatrix const& m, GroupSize const& size, int channel, int k,
-                                    int first, Visit const& visit) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      int const item_k = k + column(first + i);
-      bool const exists = column(first + i) < kStageK && item_k < from_.k;
-      uint8_t const* const row = m.data + int64_t(size.group(item_k)) * m.stride;
+  template <bool kBytes>
+  static CUTLASS_DEVICE void load(Stored& to, Places const& places, int row, GroupMatrix const& m) {
+    if (kBytes || m.element_bytes == 1)
+      return read(places, row, m,
+                  [&](int half, uint8_t const* p) { to.halves[half].x = *reinterpret_cast<uint32_t const*>(p); });
+    if (m.element_bytes == 2) return load_halfs(to, places, row, m);
+    read(places, row, m, [&](int half, uint8_t const* p) { to.halves[half] = *reinterpret_cast<uint4 const*>(p); });
+  }
+  static CUTLASS_DEVICE void load_halfs(Stored& to, Places const& places, int row, GroupMatrix const& m) {
+    read(places, row, m, [&](int half, uint8_t const* p) {
+      uint2 const pairs = *reinterpret_cast<uint2 const*>(p);
+      to.halves[half].x = pairs.x, to.halves[half].y = pairs.y;
+    });
+  }
+  template <class Read>
+  static CUTLASS_DEVICE void read(Places const& places, int row, GroupMatrix const& m, Read const& read_half) {
+    uint64_t const first = uint64_t(unsigned(row)) * unsigned(m.stride);
+    read_half(0, m.data + (first + places.halves[0]));
+    read_half(1, m.data + (first + places.halves[1]));
+  }
+
+  /// Makes numbers, words kWord and kWord + 1 of the operands, of those that are stored; of two levels each is an
+  /// integer times its super-block's number.
+  template <bool kLevels, int kWord>
+  static CUTLASS_DEVICE void convert(Operands& to, Stored const& stored, Stored const& supers, qcutlass::DType type) {
+    auto const set = [&](auto const& number) {
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        int const byte = (channel + first_channel(first + i) + 8 * half) * m.element_bytes;
-        if (exists && byte < m.row_bytes) visit(raw[i][half], row + byte);
+        float4 const v = number(stored.halves[half], supers.halves[half]);
+        to.words[0][kWord + half] = __float_as_uint(v.x), to.words[1][kWord + half] = __float_as_uint(v.y);
+        to.words[2][kWord + half] = __float_as_uint(v.z), to.words[3][kWord + half] = __float_as_uint(v.w);
       }
-    }
-  }
-
-  /// Loads without a use that would wait for them: one branch for all, by their size.
-  CUTLASS_DEVICE void load(Pairs& raw, GroupMatrix const& m, int channel, int k, int first) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether; ++i) raw[i][0] = raw[i][1] = {0, 0};
-    auto const each = [&](auto const& visit) { for_each_pair(raw, m, group_size_, channel, k, first, visit); };
-    switch (m.element_bytes) {
-      case 1: return each([](uint2& to, uint8_t const* p) { to.x = *reinterpret_cast<uint16_t const*>(p); });
-      case 2: return each([](uint2& to, uint8_t const* p) { to.x = *reinterpret_cast<uint32_t const*>(p); });
-      default: return each([](uint2& to, uint8_t const* p) { to = *reinterpret_cast<uint2 const*>(p); });
-    }
-  }
-  CUTLASS_DEVICE void load_supers(Pairs& raw, GroupMatrix const& m, int channel, int k, int first) const {
-    for_each_pair(raw, m, from_.supers.size, channel, k, first,
-                  [](uint2& to, uint8_t const* p) { to.y = *reinterpret_cast<uint32_t const*>(p); });
-  }
-
-  /// Makes numbers of what was loaded.
-  static CUTLASS_DEVICE void convert(Pairs& pairs, qcutlass::DType type, bool two_levels) {
-    if (two_levels) {
-      uint32_t const flip = warp::level_flip(type);
-      return for_each(pairs, [&](uint2 v) {
-        auto const& supers = reinterpret_cast<half_t const(&)[2]>(v.y);
-        return float2{warp::level_number(v.x & 0xff, flip, supers[0]), warp::level_number(v.x >> 8, flip, supers[1])};
+    };
+    if constexpr (kLevels) {
+      uint32_t const flip = warp::level_flip(type), flips = flip * 0x01010101;
+      return set([&](uint4 v, uint4 of) {
+        uint32_t const bytes = v.x ^ flips;
+        float4 const s = halfs(of);
+        return float4{warp::level_number<0>(bytes, flip, s.x), warp::level_number<1>(bytes, flip, s.y),
+                      warp::level_number<2>(bytes, flip, s.z), warp::level_number<3>(bytes, flip, s.w)};
       });
     }
     switch (type) {
-      case qcutlass::DType::kFloat16:
-        return for_each(pairs, [](uint2 v) { return __half22float2(reinterpret_cast<__half2 const&>(v.x)); });
+      case qcutlass::DType::kFloat16: return set([](uint4 v, uint4) { return halfs(v); });
       case qcutlass::DType::kBFloat16:
-        return for_each(pairs, [](uint2 v) {
-          return float2{__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000)};
-        });
+        return set([](uint4 v, uint4) { return floats(v.x << 16, v.x & 0xffff0000, v.y << 16, v.y & 0xffff0000); });
       case qcutlass::DType::kUInt8:
-        return for_each(pairs, [](uint2 v) { return float2{float(v.x & 0xff), float(v.x >> 8)}; });
+        return set([](uint4 v, uint4) {
+          return float4{float(v.x & 0xff), float(v.x >> 8 & 0xff), float(v.x >> 16 & 0xff), float(v.x >> 24)};
+        });
       case qcutlass::DType::kInt8:
-        return for_each(pairs, [](uint2 v) { return float2{float(int8_t(v.x)), float(int8_t(v.x >> 8))}; });
+        return set([](uint4 v, uint4) {
+          return float4{float(int8_t(v.x)), float(int8_t(v.x >> 8)), float(int8_t(v.x >> 16)),
+                        float(int8_t(v.x >> 24))};
+        });
       case qcutlass::DType::kInt32:
-        return for_each(pairs, [](uint2 v) { return float2{float(int32_t(v.x)), float(int32_t(v.y))}; });
-      default: return;  // fp32 as it is
+        return set(
+            [](uint4 v, uint4) { return float4{float(int(v.x)), float(int(v.y)), float(int(v.z)), float(int(v.w))}; });
+      default: return set([](uint4 v, uint4) { return floats(v.x, v.y, v.z, v.w); });
     }
   }
-  template <class Function>
-  static CUTLASS_DEVICE void for_each(Pairs& pairs, Function const& function) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether * 2; ++i) {
-      float2 const numbers = function(pairs[i / 2][i % 2]);
-      pairs[i / 2][i % 2] = {__float_as_uint(numbers.x), __float_as_uint(numbers.y)};
-    }
+
+  static CUTLASS_DEVICE float4 halfs(uint4 v) {
+    float2 const low = __half22float2(reinterpret_cast<__half2 const&>(v.x)),
+                 high = __half22float2(reinterpret_cast<__half2 const&>(v.y));
+    return {low.x, low.y, high.x, high.y};
+  }
+  static CUTLASS_DEVICE float4 floats(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return {__uint_as_float(a), __uint_as_float(b), __uint_as_float(c), __uint_as_float(d)};
   }
 
   /// What codes are relative to where there are no zeros. Of minimums, 2^(kBits - 1) scale, exact, so that the fused
   /// step rounds (code - 2^(kBits - 1)) scale.
-  static CUTLASS_DEVICE void set_symmetric(Pairs& zero, Pairs const& scale) {
+  static CUTLASS_DEVICE void set_symmetric(Operands& operands) {
     constexpr float kZero = float(qcutlass::symmetric_zero(kBits));
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether * 2; ++i) zero[i / 2][i % 2] = scale[i / 2][i % 2];
-    for_each(zero, [](uint2 v) {
-      if (kMode != qcutlass::ScaleMode::kMinimum) return float2{kZero, kZero};
-      return float2{__uint_as_float(v.x) * kZero, __uint_as_float(v.y) * kZero};
-    });
+    for (int i = 0; i < kVector * 2; ++i) {
+      auto& words = operands.words[i / 2];
+      words[2 + i % 2] = __float_as_uint(kTakesLevels ? __uint_as_float(words[i % 2]) * kZero : kZero);
+    }
   }
 
-  /// A row that serves two steps is stored for each.
-  CUTLASS_DEVICE void store(int place, int first, Pairs const& s, Pairs const& z) {
+  /// Stores the operands of a row, which serves row_steps_ steps.
+  CUTLASS_DEVICE void store(int place, int row, Operands const& operands) {
+    uint4* to = storage_.operands(place, row, channel_ / 16) + channel_ % 16;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      int const row = column(first + i) / kRowK, channel = first_channel(first + i);
+    for (int step = 0; step < 2; ++step) {
+      if (step == row_steps_) break;
       CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < 2; ++step) {
-        if (step == row_steps_ || row + step >= kRows) break;
-        uint4* const to = storage_.operands(place, row + step, channel / 16) + channel % 16;
-        to[0] = {s[i][0].x, s[i][1].x, z[i][0].x, z[i][1].x};
-        to[1] = {s[i][0].y, s[i][1].y, z[i][0].y, z[i][1].y};
+      for (int i = 0; i < kVector; ++i) {
+        auto const& words = operands.words[i];
+        to[step * (kChannels / 2) + i] = {words[0], words[1], words[2], words[3]};
       }
     }
   }
@@ -200,10 +251,11 @@ class OperandProducer {
   RingBarriers<kStages>& barriers_;
   OperandMatrices<kMode> const& from_;
   GroupSize const& group_size_;
-  int const lane_;
-  int until_mine_;       // stages until one that is this warp's
-  int const row_steps_;  // rows that have the same numbers
-  uint32_t phases_ = 0;  // bit `place`: parity of the next phase that fills it
+  int const channel_, row_;         // this lane's first ones
+  Places scales_, zeros_, supers_;  // of the tile; of two levels integers have one place
+  int until_mine_;                  // stages until one that is this warp's
+  int const row_steps_;             // steps that a row of scales serves
+  uint32_t phases_ = 0;             // bit `place`: parity of the next phase that fills it
 };
 
 }  // namespace cutlass::gemm::threadblock

@@ -67,9 +67,11 @@ CUTLASS_DEVICE void load_zeros(Operands (&operands)[kCount], RowOf const& row_of
 /// Of two levels: the bit that turns signed integers q of groups into q + 128.
 CUTLASS_DEVICE uint32_t level_flip(qcutlass::DType type) { return type == qcutlass::DType::kInt8 ? 0x80 : 0; }
 
-/// A byte of a group times the number of its super-block, rounded once. 0x4b000000 is 2^23, whose last bit counts one.
-CUTLASS_DEVICE float level_number(uint32_t byte, uint32_t flip, half_t super) {
-  return (__uint_as_float(0x4b000000 | (byte ^ flip)) - (0x1p23f + float(flip))) * float(super);
+/// A byte of a group, flipped so, times the number of its super-block, rounded once: byte kByte of `bytes`. 0x4b000000
+/// is 2^23, whose last bit counts one; selectors 4 to 7 of the permutation name its bytes.
+template <int kByte>
+CUTLASS_DEVICE float level_number(uint32_t bytes, uint32_t flip, float super) {
+  return (__uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7440 + kByte)) - (0x1p23f + float(flip))) * super;
 }
 
 /// Converter and operand reader of a scale mode.
@@ -168,7 +170,7 @@ struct GroupScales<Element, Bits, qcutlass::ScaleMode::kMinimum>
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      float const number = level_number(integers[i], flip, supers[i]);
+      float const number = level_number<0>(integers[i] ^ flip, flip, float(supers[i]));
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {
         float const scale = __shfl_sync(~0u, number, lane / 4 + 8 * j);

@@ -81,7 +81,7 @@ class TwoLevels {
 
   CUTLASS_DEVICE GroupNumbers load(uint8_t const* scales, uint8_t const* row, int strip) const {
     half_t const super = *reinterpret_cast<half_t const*>(scales + supers_ + strip * 32);
-    float const number = level_number(row[byte_ + strip * 16], flip_, super);
+    float const number = level_number<0>(row[byte_ + strip * 16] ^ flip_, flip_, float(super));
     GroupNumbers result;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
