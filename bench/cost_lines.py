@@ -12,7 +12,7 @@ from qcutlass import _C
 
 PLAN: Final = Path(__file__).parents[1] / "cpp" / "src" / "plan"
 """The folder of costs.h and gpu_class.h."""
-CLASSES: Final = ("weight_only", "eight_by_eight", "blockwise", "scaled_groups", "minimums")
+CLASSES: Final = ("weight_only", "eight_by_eight", "blockwise", "scaled_groups", "float_scales", "minimums")
 """Classes of products; the costs of each are what the function `<class>_costs` of costs.h returns."""
 RATES: Final = ("dram", "l2", "mma")
 """Rates in gpu_class.h that costs.h has factors on: both act on times in the same way."""

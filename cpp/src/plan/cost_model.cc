@@ -97,8 +97,13 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
 double convert_instructions(Kind const& kind, bool scales) {
   if (kind.packing == Packing::kW4A8) return kind.is_float8() ? 5 : 4;
   if (!kind.dequantises()) return 0;
+  if (makes_operands(kind.packing, kind.mode) && scales) {
+    // Two codes become fp16, each fp32, is scaled, by a fused multiply and add where there are minimums; both are
+    // rounded.
+    double const codes = kind.weight_bits() == 4 ? 2.25 : 2, scaling = kind.mode == ScaleMode::kMinimum ? 1 : 2;
+    return codes + 2 * (1 + scaling) + 1;
+  }
   if (kind.mode == ScaleMode::kFloat && scales) return 10;
-  if (kind.mode == ScaleMode::kMinimum && scales) return 8;  // a fused multiply and add for each of the two
   double const multiply = scales ? 1 : 0;
   if (kind.packing == Packing::kE2M1A16)  // small numbers, which scales make whole, and sums of fp16
     return kind.activations == DType::kFloat16 ? multiply + 2.75 : 4.25;
@@ -126,7 +131,9 @@ double wgmma_compute(Kind const& kind, WgmmaCosts const& costs, Tactic const& t,
   double const promotions =
       warpgroup_outputs(t) / 128 * promotion * (kind.is_promoted() ? kStreamK / promoted_k(kind.mode) : 1);
   double slice = costs.slice + conversions * costs.convert;
-  if (t.mainloop == Mainloop::kWgmmaRs) slice *= std::sqrt(64.0 / std::max(64, t.tokens));
+  // The longer MMAs are, the better they hide conversions; not those by fp32, which take the time of theirs.
+  if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode))
+    slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
   return waves.busiest * waves.stages * t.slices * std::hypot(mmas, issued) / (costs.clock * 1e3);
 }

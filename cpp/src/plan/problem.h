@@ -54,23 +54,24 @@ constexpr bool is_blockwise(ScaleMode mode) { return is_promoted(mode) && mode <
 
 /// The kinds of products that a tactic is built for, as a set.
 enum Products : uint16_t {
-  kInt4Weights = 1,    ///< 16-bit activations by int4 weights
-  kInt8Weights = 2,    ///< 16-bit activations by int8 weights
-  kInt8 = 4,           ///< int8 by int8, a scale for each row and channel
-  kFloat8 = 8,         ///< fp8 by fp8, a scale for each row and channel
-  kBlockwise = 16,     ///< int8 by int8 or fp8 by fp8, a scale for each block of 128
-  kSmallBlocks = 32,   ///< int8 by int8, a scale for each smaller block
-  kE2M1Weights = 64,   ///< 16-bit activations by e2m1 weights
-  kE4M3Weights = 128,  ///< 16-bit activations by e4m3 weights
-  kMinimums = 256,     ///< 16-bit activations by integer weights with minimums, or with super-blocks
-  kFourByEight = 512,  ///< 8-bit activations by int4 weights
+  kInt4Weights = 1,     ///< 16-bit activations by int4 weights, scaled in 16 bits
+  kInt8Weights = 2,     ///< 16-bit activations by int8 weights, likewise
+  kInt8 = 4,            ///< int8 by int8, a scale for each row and channel
+  kFloat8 = 8,          ///< fp8 by fp8, a scale for each row and channel
+  kBlockwise = 16,      ///< int8 by int8 or fp8 by fp8, a scale for each block of 128
+  kSmallBlocks = 32,    ///< int8 by int8, a scale for each smaller block
+  kE2M1Weights = 64,    ///< 16-bit activations by e2m1 weights
+  kE4M3Weights = 128,   ///< 16-bit activations by e4m3 weights
+  kMinimums = 256,      ///< 16-bit activations by integer weights with minimums, or with super-blocks
+  kFourByEight = 512,   ///< 8-bit activations by int4 weights
+  kFloatScales = 1024,  ///< 16-bit activations by integer weights that are scaled in fp32, without minimums
 };
 constexpr Products operator|(Products a, Products b) { return Products(uint16_t(a) | uint16_t(b)); }
 inline constexpr Products kNoProducts{};
 inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kFloatWeights = kE2M1Weights | kE4M3Weights,
-                          kRareWeights = kFloatWeights | kMinimums, kEightByEight = kInt8 | kFloat8,
-                          kEightBits = kEightByEight | kBlockwise, kAnyBlocks = kBlockwise | kSmallBlocks,
-                          kCommon = kWeightOnly | kEightByEight,
+                          kFp32Scaled = kFloatScales | kMinimums, kRareWeights = kFloatWeights | kFp32Scaled,
+                          kEightByEight = kInt8 | kFloat8, kEightBits = kEightByEight | kBlockwise,
+                          kAnyBlocks = kBlockwise | kSmallBlocks, kCommon = kWeightOnly | kEightByEight,
                           kAllButFourByEight = kCommon | kAnyBlocks | kRareWeights;
 
 /// The types that kernels are compiled for: a family has one. It follows from the types and scales of the operands.
@@ -96,6 +97,7 @@ struct Kind {
     if (is_promoted()) return mode == ScaleMode::kBlock ? kBlockwise : kSmallBlocks;
     if (has_float_codes(packing)) return weight_bits() == 4 ? kE2M1Weights : kE4M3Weights;
     if (mode == ScaleMode::kMinimum) return kMinimums;
+    if (mode == ScaleMode::kFloat) return kFloatScales;
     if (dequantises()) return weight_bits() == 4 ? kInt4Weights : kInt8Weights;
     return is_float8() ? kFloat8 : kInt8;
   }

@@ -107,12 +107,12 @@ constexpr WgmmaSsTactic wgmma_ss(int channels, int tokens) {
 /// Decode: weights stream past few tokens; all warps along k, unless a block has many channels.
 inline constexpr StreamTactic kStreamTactics[] = {
     stream(32, 8).slices(8).stages(3).blocks_an_sm(2).for_(kCommon | kSmallBlocks | kRareWeights).and_experts(),
-    stream(32, 8).slices(16).stages(2).for_(kCommon),
+    stream(32, 8).slices(16).stages(2).for_(kCommon | kFloatScales),
     stream(48, 8).slices(8).stages(3).blocks_an_sm(2).for_(kCommon),
     stream(64, 8).slices(4).stages(3).blocks_an_sm(4).for_(kCommon | kRareWeights).and_experts(),
     stream(64, 8).slices(4).stages(2).blocks_an_sm(4).for_(kCommon),
-    stream(64, 8).warp(32).slices(8).stages(3).for_(kWeightOnly),
-    stream(128, 8).warp(64).slices(4).stages(2).blocks_an_sm(2).for_(kWeightOnly | kMinimums).and_experts(),
+    stream(64, 8).warp(32).slices(8).stages(3).for_(kWeightOnly | kFloatScales),
+    stream(128, 8).warp(64).slices(4).stages(2).blocks_an_sm(2).for_(kWeightOnly | kFp32Scaled).and_experts(),
     stream(80, 8).slices(8).stages(3).blocks_an_sm(2).for_(kInt4Weights),
     stream(224, 8).warp(112).slices(4).stages(2).for_(kInt4Weights),
     stream(32, 16).slices(8).stages(3).blocks_an_sm(2).for_(kCommon | kRareWeights),
@@ -121,7 +121,7 @@ inline constexpr StreamTactic kStreamTactics[] = {
     stream(64, 16).slices(8).stages(3).for_(kInt4Weights | kEightByEight),
     stream(80, 16).slices(8).stages(2).for_(kWeightOnly),
     stream(224, 16).warp(112).slices(4).stages(2).for_(kInt4Weights),
-    stream(64, 32).warp(32).slices(4).stages(3).for_(kCommon | kBlockwise | kMinimums).and_experts(),
+    stream(64, 32).warp(32).slices(4).stages(3).for_(kCommon | kBlockwise | kFp32Scaled).and_experts(),
     stream(48, 32).slices(8).stages(2).for_(kWeightOnly),
     stream(80, 32).slices(8).stages(2).for_(kInt4Weights),
     stream(128, 32).warp(64).slices(4).stages(2).for_(kWeightOnly),
@@ -138,7 +138,13 @@ inline constexpr StreamTactic kStreamTactics[] = {
 
 inline constexpr MultistageTactic kMultistageTactics[] = {
     // up to 64 tokens: all warps along k still
-    multistage(64, 16).warp(32, 16).slices(2).stages(3).blocks_an_sm(2).for_(kCommon | kAnyBlocks).and_experts(),
+    multistage(64, 16)
+        .warp(32, 16)
+        .slices(2)
+        .stages(3)
+        .blocks_an_sm(2)
+        .for_(kCommon | kAnyBlocks | kFloatScales)
+        .and_experts(),
     multistage(48, 64).slices(4).stages(3).for_(kCommon),  // 6144 channels in one wave of 128 blocks
     multistage(64, 64).warp(32, 64).slices(4).stages(3).for_(kCommon),
     multistage(128, 64).warp(32, 64).slices(2).stages(3).for_(kCommon),
@@ -165,8 +171,8 @@ inline constexpr MultistageTactic kMultistageTactics[] = {
 inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(256, 32).slices(2).stages(6).for_(kWeightOnly | kRareWeights).and_experts(),
     wgmma_rs(256, 64).slices(2).stages(5).for_(kInt4Weights | kE2M1Weights).and_experts(),
-    wgmma_rs(256, 64).stages(7).for_(kInt8Weights | kE4M3Weights | kMinimums).and_experts(),
-    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kE4M3Weights).and_experts(),
+    wgmma_rs(256, 64).stages(7).for_(kInt8Weights | kE4M3Weights | kFp32Scaled).and_experts(),
+    wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kE4M3Weights | kFloatScales).and_experts(),
     wgmma_rs(128, 96).slices(2).stages(7).for_(kWeightOnly),
     wgmma_rs(128, 128).slices(2).stages(5).for_(kWeightOnly | kRareWeights).and_experts(),
     wgmma_rs(256, 128).stages(7).for_(kWeightOnly),
@@ -174,7 +180,7 @@ inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
     wgmma_rs(128, 160).stages(7).for_(kInt8Weights),
     wgmma_rs(128, 192).stages(6).for_(kWeightOnly),
     wgmma_rs(128, 224).stages(6).for_(kWeightOnly),
-    wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kE2M1Weights | kMinimums).and_experts(),
+    wgmma_rs(128, 256).stages(4).for_(kWeightOnly | kE2M1Weights | kFp32Scaled).and_experts(),
     wgmma_rs(128, 256).stages(4).for_(kE4M3Weights),  // whose rows of experts no GPU has run with it
     // 4 by 8 bits: the sums of a group beside those of all
     wgmma_rs(256, 32).stages(8).for_(kFourByEight),

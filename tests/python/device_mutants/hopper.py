@@ -167,10 +167,11 @@ WGMMA_RS = (
         "operands are not waited for",
         "wgmma_rs, operands",
         "cutlass_ext/gemm/kernel/packed_gemm_wgmma.h",
-        "kMakesOperands ? 2 : 1",
+        "kMakesOperands ? 1 + 32 : 1",
         "1",
         "w4a16_minimum_sm90a",
         (tactic("gemm with minimums-float16 w4 two levels", "sm90a_n128m128k128_s4"),),
+        traps=True,
     ),
     Mutant(
         "scales of a stage's first row for all of its rows",

@@ -95,7 +95,7 @@ class PackedGemmWgmma {
       __trap();  // upper bits: rank in the cluster
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma), kMakesOperands ? 2 : 1);
+    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma), kMakesOperands ? 1 + 32 : 1);
     bool const paired = Mma::sharers(params.mma) > 1;
     if (paired)
       arch::cluster_sync();

@@ -286,6 +286,7 @@ class MmaPackedWgmmaRs {
     }
 
     CUTLASS_DEVICE void release(int place) {
+      if constexpr (kMakesOperands) __syncwarp();  // all lanes have read what other warps store over
       if (lane_ == 0) barriers_.empty[place].arrive();
     }
 

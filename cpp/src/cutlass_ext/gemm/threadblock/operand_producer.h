@@ -6,7 +6,6 @@
 // Now they read a lane's operands of a step by one 128-bit load, whatever the types are.
 #pragma once
 
-#include "cute/arch/cluster_sm90.hpp"
 #include "cutlass_ext/gemm/threadblock/ring_producer.h"
 #include "cutlass_ext/gemm/threadblock/scale_loader.h"
 #include "cutlass_ext/gemm/warp/group_scales.h"
@@ -139,8 +138,7 @@ class OperandProducer {
       request<kLevels>(next, k + stages * kStageK + (row + step) * kRowK);
       store(place, row, operands);
     }
-    __syncwarp();
-    if (cute::elect_one_sync()) barriers_.full[place].arrive();
+    barriers_.full[place].arrive();  // every lane for what it has stored
   }
 
   /// The row of the group that column k lies in, or the last one's.
