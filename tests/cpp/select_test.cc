@@ -162,10 +162,11 @@ TEST(Select, NamesAreUnique) {
   }
   int64_t serving = 0;
   for (Packing packing : {Packing::kW4A16, Packing::kW8A16})
-    serving += std::count_if(std::begin(kTactics), std::end(kTactics), [packing](Tactic const& t) {
-      return t.serves(Kind{DType::kFloat16, packing, ScaleMode::kNative});
-    });
-  EXPECT_EQ(names.size(), size_t(6 * serving)) << "2 activation types, 3 scale modes";
+    for (ScaleMode mode : {ScaleMode::kNative, ScaleMode::kFine, ScaleMode::kFloat})
+      serving += std::count_if(std::begin(kTactics), std::end(kTactics), [packing, mode](Tactic const& t) {
+        return t.serves(Kind{DType::kFloat16, packing, mode});
+      });
+  EXPECT_EQ(names.size(), size_t(2 * serving)) << "2 activation types";
 }
 
 TEST(Select, PicksTheScaleMode) {
@@ -242,6 +243,16 @@ TEST(Dense, IsNotChosenForMxfp4) {
       GemmArguments a = weight_only_problem(m, n, k, 32, DType::kFloat16, Packing::kE2M1A16);
       a.weights.scale_type = DType::kFloat8E8M0;
       EXPECT_FALSE(select(a, kH200Wgmma, {}, 0, true).dense) << m << " tokens, " << n << " x " << k;
+    }
+  }
+}
+
+TEST(Dense, IsNotChosenForRealZerosAndMinimumsOf1024Tokens) {
+  for (auto [n, k] : {std::pair{4096, 4096}, {28672, 4096}, {4096, 14336}, {8192, 8192}}) {
+    for (bool minimums : {false, true}) {
+      GemmArguments a = weight_only_problem(1024, n, k, 32);
+      (minimums ? a.weights.minimum_type : a.weights.zero_type) = DType::kFloat16;
+      EXPECT_FALSE(select(a, kH200Wgmma, {}, 0, true).dense) << n << " x " << k;
     }
   }
 }

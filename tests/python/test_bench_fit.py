@@ -25,6 +25,7 @@ from qcutlass import _C, blockwise
 
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096))
 MS = (1, 16, 96, 512)
+SCHEMES = ("w4a16_g128", "w8a8", "blockwise", "mxfp4", "w4a16_g32_real", "q4_k")  # one of each class
 NOISE = 0.01
 OFF = 1.25  # how far the constants that times are made of are from those of costs.h, up or down
 
@@ -35,7 +36,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Explanation]:
     """`explain` of the product that the bench measures under this name, written here once more."""
-    if scheme in ("w4a16_g128", "mxfp4", "q4_k"):
+    if scheme in ("w4a16_g128", "w4a16_g32_real", "mxfp4", "q4_k"):
         packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.uint8), bits=4)
         a = meta(m, k, dtype=torch.float16)
         if scheme == "mxfp4":
@@ -46,6 +47,9 @@ def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Expla
             levels["minimums"] = meta(k // 32, n, dtype=torch.uint8)
             scales = meta(k // 32, n, dtype=torch.int8)
             return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, **levels)
+        if scheme == "w4a16_g32_real":
+            scales, zeros = (meta(k // 32, n, dtype=torch.float16) for _ in range(2))
+            return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, zeros)
         return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, meta(k // 128, n, dtype=torch.float16))
     packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.int8), bits=8, activations="int8")
     a, f32 = meta(m, k, dtype=torch.int8), torch.float32
@@ -83,7 +87,7 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], **facts: Any) -> Measuremen
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> Measurements:
     """Rows of every class; their times are today's predictions."""
-    rows = [one for scheme in ("w4a16_g128", "w8a8", "blockwise", "mxfp4", "q4_k") for one in untimed(scheme)]
+    rows = [one for scheme in SCHEMES for one in untimed(scheme)]
     return read(tmp_path_factory.mktemp("predicted"), rows)
 
 
@@ -138,6 +142,7 @@ def test_a_number_reaches_every_class_that_does_not_replace_it(lines: CostLines)
         "eight_by_eight": {("block", 2.0), ("wgmma.clock", 1.0)},
         "blockwise": {("block", 2.0), ("wgmma.clock", 1.0)},
         "scaled_groups": {("block", 2.0)},
+        "float_scales": set(),
         "minimums": set(),
     }
 

@@ -27,7 +27,9 @@ struct Model {
   }
 
   /// Time of two things that overlap, though not perfectly.
-  double overlapped(double a, double b) const { return std::max(a, b) + costs.exposed * std::min(a, b); }
+  double overlapped(Tactic const& t, double a, double b) const {
+    return std::max(a, b) + (is_wgmma(t.mainloop) ? costs.wgmma.exposed : costs.exposed) * std::min(a, b);
+  }
 };
 
 /// The spread of a launch's blocks over the GPU.
@@ -172,7 +174,7 @@ double compute(Problem const& p, Model const& model, Tactic const& t, Waves cons
       static_cast<double>(slice_k) / step_k(kind.packing) * step + promotions * model.costs.promotion + costs.slice;
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps / 4.0);
   double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + costs.wait);
-  return model.overlapped(issued, alone) / (model.clock * 1e3);
+  return model.overlapped(t, issued, alone) / (model.clock * 1e3);
 }
 
 /// Launch, prologue, epilogue, and the exchange of partial sums.
@@ -226,7 +228,7 @@ Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& t
   cost.load = load(problem, model, tactic, waves);
   cost.compute = compute(problem, model, tactic, waves);
   cost.fixed = fixed(model, tactic, waves, split_k, cluster) + experts(problem, model, tactic, waves);
-  cost.total = model.overlapped(cost.load, cost.compute) + cost.fixed;
+  cost.total = model.overlapped(tactic, cost.load, cost.compute) + cost.fixed;
   return cost;
 }
 

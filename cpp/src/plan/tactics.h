@@ -169,7 +169,7 @@ inline constexpr MultistageTactic kMultistageTactics[] = {
 
 /// From some 20 to 30 tokens up. Of equal predictions the first is taken: one wave, not two.
 inline constexpr WgmmaRsTactic kWgmmaRsTactics[] = {
-    wgmma_rs(256, 32).slices(2).stages(6).for_(kWeightOnly | kRareWeights).and_experts(),
+    wgmma_rs(256, 32).slices(2).stages(6).for_(kWeightOnly | kFloatWeights).and_experts(),
     wgmma_rs(256, 64).slices(2).stages(5).for_(kInt4Weights | kE2M1Weights).and_experts(),
     wgmma_rs(256, 64).stages(7).for_(kInt8Weights | kE4M3Weights | kFp32Scaled).and_experts(),
     wgmma_rs(128, 64).slices(2).stages(8).for_(kWeightOnly | kE4M3Weights | kFloatScales).and_experts(),
