@@ -22,7 +22,7 @@ struct MmaSyncCosts {
 /// Costs of a main loop of wgmma; its times have a form of their own: see cost_model.cc.
 struct WgmmaCosts {
   double clock = 0;        ///< GHz
-  double exposed = 0;      ///< how much of the shorter of loads and computation is not hidden behind the longer
+  double exposed = 0.155;  ///< how much of the shorter of loads and computation is not hidden behind the longer
   double slice = 0;        ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 0;      ///< clocks of an instruction that converts weights
   double promotion = 0;    ///< clocks of a thread's sum that leaves the MMAs' registers
@@ -91,7 +91,6 @@ constexpr ProductCosts weight_only_costs() {
   c.multistage.kernel = 2.29;
   c.multistage.output = 9.91e-5;
   c.wgmma.clock = 1.85;
-  c.wgmma.exposed = 0.155;
   c.wgmma.slice = 30.5;
   c.wgmma.convert = 1.91;
   c.wgmma.latency = 0.498;
