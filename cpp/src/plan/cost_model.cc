@@ -123,7 +123,8 @@ double warpgroup_outputs(Tactic const& t) { return t.channels * t.tokens / warpg
 /// A slice of k, 128 bytes of a token's row, takes the tensor cores a clock for every 128 outputs of each of 4 steps,
 /// and each warpgroup's warps their issue slots. Both overlap the better the more they differ: measured times go with
 /// the root of the sum of their squares.
-double wgmma_compute(Kind const& kind, WgmmaCosts const& costs, Tactic const& t, Waves const& waves) {
+double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t, Waves const& waves) {
+  Kind const& kind = p.kind;
   constexpr int kSteps = 4, kRegisters = 4;
   double const mmas = kSteps * t.channels * t.tokens / 128.0;
   double const conversions = kSteps * kRegisters * convert_instructions(kind, true);
@@ -137,7 +138,15 @@ double wgmma_compute(Kind const& kind, WgmmaCosts const& costs, Tactic const& t,
   if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode))
     slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
-  return waves.busiest * waves.stages * t.slices * std::hypot(mmas, issued) / (costs.clock * 1e3);
+  double stage = t.slices * std::hypot(mmas, issued);
+  if (makes_operands(kind.packing, kind.mode)) {
+    // Three warps make operands, each those of a stage, which it stores when a place of the ring is free.
+    constexpr int kOperandWarps = 3, kItemChannels = 256;
+    int const row_k = p.weights.granularity != Granularity::kGroup || p.weights.group % 32 == 0 ? 32 : 16;
+    double const filling = costs.operands * t.stage_k(kind.packing) / row_k * t.channels / kItemChannels;
+    stage = std::max({stage, filling / kOperandWarps, (filling + stage) / stages_of(t, kind)});
+  }
+  return waves.busiest * waves.stages * stage / (costs.clock * 1e3);
 }
 
 double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves, int split_k, bool cluster) {
@@ -160,7 +169,7 @@ double scalings_a_step(Problem const& p) {
 /// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
 double compute(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
   Kind const& kind = p.kind;
-  if (is_wgmma(t.mainloop)) return wgmma_compute(kind, model.costs.wgmma, t, waves);
+  if (is_wgmma(t.mainloop)) return wgmma_compute(p, model.costs.wgmma, t, waves);
   MmaSyncCosts const& costs = model.mainloop(t);
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
   double const converting = 4 * convert_instructions(kind, rounds_weights(t, kind)) * model.costs.alu;

@@ -25,6 +25,7 @@ struct WgmmaCosts {
   double exposed = 0.155;  ///< how much of the shorter of loads and computation is not hidden behind the longer
   double slice = 0;        ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 0;      ///< clocks of an instruction that converts weights
+  double operands = 0;     ///< clocks of a warp that makes those of a row of scales of 256 channels
   double promotion = 0;    ///< clocks of a thread's sum that leaves the MMAs' registers
   double scaling = 0;      ///< more of them where it is scaled
   double latency = 0;      ///< microseconds from a request to its bytes in shared memory
@@ -63,9 +64,9 @@ void for_each_cost(ProductCosts& c, Visit const& visit) {
   };
   mma_sync("stream", c.stream), mma_sync("multistage", c.multistage);
   WgmmaCosts& w = c.wgmma;
-  visit("wgmma.clock", w.clock), visit("wgmma.exposed", w.exposed), visit("wgmma.slice", w.slice),
-      visit("wgmma.convert", w.convert);
-  visit("wgmma.promotion", w.promotion), visit("wgmma.scaling", w.scaling), visit("wgmma.latency", w.latency);
+  visit("wgmma.clock", w.clock), visit("wgmma.exposed", w.exposed), visit("wgmma.slice", w.slice);
+  visit("wgmma.convert", w.convert), visit("wgmma.operands", w.operands), visit("wgmma.promotion", w.promotion);
+  visit("wgmma.scaling", w.scaling), visit("wgmma.latency", w.latency);
   visit("wgmma.kernel", w.kernel), visit("wgmma.output", w.output), visit("wgmma.cluster", w.cluster);
   visit("wgmma.exchange", w.exchange), visit("wgmma.split", w.split), visit("wgmma.last", w.last);
   visit("wgmma.last_passes", w.last_passes);
@@ -221,6 +222,7 @@ constexpr ProductCosts float_scales_costs() {
   c.wgmma.clock = 1.7;
   c.wgmma.slice = 10;
   c.wgmma.convert = 2;
+  c.wgmma.operands = 1300;
   c.wgmma.kernel = 2.8;
   return c;
 }
@@ -241,6 +243,7 @@ constexpr ProductCosts minimums_costs() {
   c.wgmma.clock = 1.7;
   c.wgmma.slice = 20;
   c.wgmma.convert = 2.2;
+  c.wgmma.operands = 1300;
   c.wgmma.kernel = 3.4;
   return c;
 }
