@@ -210,8 +210,8 @@ constexpr ProductCosts scaled_groups_costs() {
   return c;
 }
 
-/// Those of integers that are scaled in fp32. Set by tactics of int4 with real zeros in groups of 32 at four shapes
-/// with 1 to 4096 rows: what is chosen takes 0.2 % longer than the best in the mean.
+/// Those of integers that are scaled in fp32. Set by tactics of int4 with real zeros in groups of 32 at six shapes with
+/// 1 to 4096 rows: what is chosen takes 0.5 % longer than the best in the mean, 12 % in the worst case.
 constexpr ProductCosts float_scales_costs() {
   ProductCosts c = weight_only_costs();
   c.alu = 1.6;
@@ -228,8 +228,8 @@ constexpr ProductCosts float_scales_costs() {
 }
 
 /// Those of integers with minimums, or of two levels. Set so that what is chosen of the tactics that were timed takes 4
-/// % longer than the best in the mean of three schemes at three shapes with 1 to 32 rows, streamed; and 0.2 % in that
-/// of Q4_K at four shapes with 16 to 4096, by wgmma.
+/// % longer than the best in the mean of three schemes at three shapes with 1 to 32 rows, streamed, and 1.5 % in that
+/// of Q4_K and Q6_K at six and four shapes with 1 to 4096.
 constexpr ProductCosts minimums_costs() {
   ProductCosts c = weight_only_costs();
   c.alu = 0.644;
