@@ -169,6 +169,18 @@ TEST(Select, NamesAreUnique) {
   EXPECT_EQ(names.size(), size_t(2 * serving)) << "2 activation types";
 }
 
+TEST(Select, StreamsRealZerosOfFewTokensWithLittleSharedMemory) {
+  for (DeviceTraits device : {kA100, kRtx4090})
+    for (int64_t m : {1, 2, 8}) {
+      GemmArguments a = weight_only_problem(m, 4096, 4096, 32);
+      a.weights.zero_type = DType::kFloat16;
+      std::vector<Candidate> const all = candidates(a, device);
+      EXPECT_TRUE(std::any_of(all.begin(), all.end(),
+                              [](Candidate const& c) { return c.plan.tactic.find("stream") != std::string::npos; }))
+          << m << " tokens, " << device.shared_memory_per_block << " bytes";
+    }
+}
+
 TEST(Select, PicksTheScaleMode) {
   GemmArguments a = weight_only_problem(1, 64, 4096, 128);
   EXPECT_EQ(make_problem(a).kind.mode, ScaleMode::kNative);

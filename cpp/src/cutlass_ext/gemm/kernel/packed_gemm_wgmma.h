@@ -95,7 +95,7 @@ class PackedGemmWgmma {
       __trap();  // upper bits: rank in the cluster
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
     int const warp = canonical_warp_idx_sync(), lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma), kMakesOperands ? 1 + 32 : 1);
+    if (threadIdx.x == 0) storage.barriers.initialize(Mma::freeing_warps(params.mma), fillers());
     bool const paired = Mma::sharers(params.mma) > 1;
     if (paired)
       arch::cluster_sync();
@@ -166,6 +166,14 @@ class PackedGemmWgmma {
       if (item >= params.order.items) break;
       work = Work(params, item);
     }
+  }
+
+  /// Arrivals that a full stage takes: one of the producing thread, and those of operands.
+  static CUTLASS_DEVICE constexpr int fillers() {
+    if constexpr (kMakesOperands)
+      return 1 + Mma::OperandProducer::kArrivals;
+    else
+      return 1;
   }
 
   static CUTLASS_DEVICE void make_operands(Params const& params, SharedStorage& storage, int warp, int lane) {

@@ -3,9 +3,8 @@
 //
 //   producer    one thread of a warpgroup of its own keeps a ring of stages full by TMA: all it does is wait for a
 //               place to be free and request a few boxes (activations, weights, scales, zeros)
-//   operands    where weights are scaled in fp32, the other warps of that warpgroup make what conversions take, of
-//   scales
-//               and zeros of any type (operand_producer.h)
+//   operands    where integers are scaled in fp32, the other warps of that warpgroup make the operands of conversions,
+//               which are not requested then (operand_producer.h)
 //   consumers   the other warpgroups take their strips' codes from the ring, dequantise a batch of k steps into one of
 //               two fragment buffers while the MMAs of the other one run, and free a stage when its last batch is done
 #pragma once
@@ -60,6 +59,7 @@ class MmaPackedWgmmaRs {
 
   /// Whether consumers find operands of conversions in the ring, as other warps have made them.
   static constexpr bool kMakesOperands = qcutlass::makes_operands(kPacking_, kMode);
+  static_assert(!(kMakesOperands && kExperts), "the kernel of experts has no warps that would make them");
 
   using Wgmma = arch::Wgmma<typename Traits::Weight, Element, typename Traits::Product, Shape::kN, kStepK>;
   using FragmentC = typename Wgmma::Sums;

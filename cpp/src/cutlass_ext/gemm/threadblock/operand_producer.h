@@ -31,6 +31,8 @@ template <class SharedStorage, int kStages, int kStageK, int kChannels, int kRow
 class OperandProducer {
  public:
   static constexpr int kOperandWarps = 3;
+  /// Arrivals at the barrier of a full stage: every lane's that has stored operands, one of each other warp.
+  static constexpr int kArrivals = 32 + kOperandWarps - 1;
 
   CUTLASS_DEVICE OperandProducer(SharedStorage& storage, RingBarriers<kStages>& barriers,
                                  OperandMatrices<kMode> const& from, GroupSize const& group_size, int warp, int lane)
@@ -40,6 +42,7 @@ class OperandProducer {
         group_size_(group_size),
         channel_(lane % kRowLanes / 2 * 16 + lane % 2 * kVector),
         row_(lane / kRowLanes),
+        is_first_lane_(lane == 0),
         until_mine_(warp),
         row_steps_(group_size.is_multiple_of(2 * kRowK) ? 2 : 1) {}
 
@@ -99,12 +102,15 @@ class OperandProducer {
     int place = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int left = stages; left > 0; --left) {
-      // Every phase is waited for, by those whose stage it is not, too: parities tell one from the next alone.
+      // Parities tell a phase from the next one alone. So those whose stage it is not wait for each, too, and say so,
+      // by an arrival: a stage is full when none of the warps can miss the phase before it any more.
       auto const wait = [&] { barriers_.empty[place].wait(~phases_ >> place & 1); };
-      if (until_mine_ == 0)
+      if (until_mine_ == 0) {
         make<kLevels>(place, k, row, wait);
-      else
+      } else {
         wait();
+        if (is_first_lane_) barriers_.full[place].arrive();
+      }
       until_mine_ = until_mine_ == 0 ? kOperandWarps - 1 : until_mine_ - 1;
       phases_ ^= 1u << place;
       place = place + 1 == kStages ? 0 : place + 1;
@@ -249,7 +255,8 @@ class OperandProducer {
   RingBarriers<kStages>& barriers_;
   OperandMatrices<kMode> const& from_;
   GroupSize const& group_size_;
-  int const channel_, row_;         // this lane's first ones
+  int const channel_, row_;  // this lane's first ones
+  bool const is_first_lane_;
   Places scales_, zeros_, supers_;  // of the tile; of two levels integers have one place
   int until_mine_;                  // stages until one that is this warp's
   int const row_steps_;             // steps that a row of scales serves
