@@ -54,6 +54,19 @@ def test_identity_returns_every_code_from_every_position(
         ledger.identity(multiply(p, tactic=tactic.name), p.weight(dtype).T, f"{tactic.name}: {p}")
 
 
+def test_columns_that_do_not_exist_are_not_scaled(multiply: Multiply, seeds: Iterator[int], ledger: Any) -> None:
+    """48 columns in groups of 32: codes of 0 beside them, scaled, would be infinite, and times activations of 0 NaN."""
+    case = testing.Case(48, 64, 48, 4, group_size=32, zeros="none", scale_dtype=torch.float32)
+    for index in TACTICS:
+        tactic = tactic_of(case, index)
+        if tactic is None:
+            continue
+        p = case.random(device="cuda", seed=next(seeds))
+        a = torch.eye(case.k, dtype=case.dtype, device="cuda")
+        p = replace(p, a=a, codes=p.codes.clamp(min=1), scales=torch.full_like(p.scales, 9000))
+        ledger.identity(multiply(p, tactic=tactic.name), p.weight(case.dtype).T, f"{tactic.name}: {p}")
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (15, 63), (17, 65), (300, 333), (4096, 4096)])
 def test_packing_equals_the_cpu(n: int, k: int, bits: int, seed: int, ledger: Any) -> None:

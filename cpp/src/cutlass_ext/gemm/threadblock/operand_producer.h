@@ -44,7 +44,7 @@ class OperandProducer {
         row_(lane / kRowLanes),
         is_first_lane_(lane == 0),
         until_mine_(warp),
-        row_steps_(group_size.is_multiple_of(2 * kRowK) ? 2 : 1) {}
+        row_steps_(group_size.is_multiple_of(2 * kRowK) && from.k % (2 * kRowK) == 0 ? 2 : 1) {}
 
   CUTLASS_DEVICE void load(int channel, int first_k, int stages) {
     scales_ = Places(from_.scales, channel + channel_);
