@@ -162,6 +162,20 @@ def test_quickstart_on_the_file_that_the_environment_names(gguf_file: Path, monk
     assert "QCUTLASS_SMOLLM2: expected the name of a GGUF file, got '" in result.output
 
 
+@pytest.mark.parametrize("options", [("--bits", "8"), ("--group-size", "64"), ()])
+def test_quickstart_says_that_quantised_weights_stay_as_they_are(options: tuple[str, ...], tmp_path: Path) -> None:
+    path, kind = tmp_path / "quantised.gguf", GGUF_TYPES["Q4_0"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", gguf.quants.quantize(weights(*SHAPE), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = qcutlass_command("quickstart", str(path), "--device", "cpu", *options)
+    assert done.exit_code == 0, done.output
+    assert ("--bits and --group-size change nothing" in done.output) == bool(options)
+
+
 @pytest.mark.gpu
 def test_quickstart_on_a_gpu(gguf_file: Path) -> None:
     result = qcutlass_command("quickstart", str(gguf_file), "--device", "cuda")

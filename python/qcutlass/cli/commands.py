@@ -144,6 +144,8 @@ def quickstart(
         console.print(markup(f"skipped {name}: {reason}"), soft_wrap=True)
     if not results:
         raise _failed(f"{path}: no linear layer found")
+    if not trial.quantised and (bits != Bits.four or group_size != 128):
+        console.print("--bits and --group-size change nothing: they are for float weights, these are quantised")
     console.print(layer_table(results, rows, every))
     console.print(summary(results, passes, "fp32" if where.type == "cpu" else "16-bit"), soft_wrap=True)
     if not all(result.passed for result in results):

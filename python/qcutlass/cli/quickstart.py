@@ -140,12 +140,16 @@ class Trial:
         checkpoint: whose layers are read one at a time.
         options: see `Options`.
 
+    Attributes:
+        quantised: whether a layer so far had float weights.
+
     Raises:
         UnsupportedError: the device is not there.
     """
 
     def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
         self._checkpoint, self._options = checkpoint, options
+        self.quantised = False
         self._on_gpu = options.device.type == "cuda"
         self._generator = torch.Generator(options.device).manual_seed(options.seed)
         self._steps: dict[int, list[tuple[_Call, _Call]]] = {tokens: [] for tokens in options.tokens}
@@ -168,6 +172,7 @@ class Trial:
         device = self._options.device
         if isinstance(weight, Tensor):
             weight = quantize(weight.to(device), self._options.bits, self._options.group_size)
+            self.quantised = True
         dtype = torch.bfloat16 if weight.scales.dtype == torch.bfloat16 else torch.float16
         dtype = dtype if self._on_gpu else torch.float32
         n, k = weight.shape
