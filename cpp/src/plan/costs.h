@@ -25,7 +25,7 @@ struct WgmmaCosts {
   double exposed = 0.155;  ///< how much of the shorter of loads and computation is not hidden behind the longer
   double slice = 0;        ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 0;      ///< clocks of an instruction that converts weights
-  double operands = 0;     ///< clocks of a warp that makes those of a row of scales of 256 channels
+  double operands = 1300;  ///< clocks of a warp that makes those of a row of scales of 256 channels, where any does
   double promotion = 0;    ///< clocks of a thread's sum that leaves the MMAs' registers
   double scaling = 0;      ///< more of them where it is scaled
   double latency = 0;      ///< microseconds from a request to its bytes in shared memory
@@ -222,7 +222,6 @@ constexpr ProductCosts float_scales_costs() {
   c.wgmma.clock = 1.7;
   c.wgmma.slice = 10;
   c.wgmma.convert = 2;
-  c.wgmma.operands = 1300;
   c.wgmma.kernel = 2.8;
   return c;
 }
@@ -243,7 +242,6 @@ constexpr ProductCosts minimums_costs() {
   c.wgmma.clock = 1.7;
   c.wgmma.slice = 20;
   c.wgmma.convert = 2.2;
-  c.wgmma.operands = 1300;
   c.wgmma.kernel = 3.4;
   return c;
 }
