@@ -14,7 +14,8 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
+
+#include "variants.h"
 
 namespace {
 
@@ -89,10 +90,6 @@ bool run() {
   return true;
 }
 
-struct Variant {
-  char const* name;
-  bool (*run)();
-};
 constexpr Variant kVariants[] = {
     {"lanes,lanes", run<Arrival::kLanes, Arrival::kLanes>}, {"lanes,warp", run<Arrival::kLanes, Arrival::kWarp>},
     {"warp,lanes", run<Arrival::kWarp, Arrival::kLanes>},   {"warp,warp", run<Arrival::kWarp, Arrival::kWarp>},
@@ -101,13 +98,4 @@ constexpr Variant kVariants[] = {
 
 }  // namespace
 
-/// Runs the variant of this name; without one, lists all.
-int main(int count, char** words) {
-  for (Variant const& variant : kVariants) {
-    if (count < 2) std::printf("%s\n", variant.name);
-    if (count < 2 || std::strcmp(variant.name, words[1]) != 0) continue;
-    std::printf("sums are %s\n", variant.run() ? "right" : "WRONG");
-    return 0;
-  }
-  return count < 2 ? 0 : 2;
-}
+int main(int count, char** words) { return run_variant(count, words, kVariants); }

@@ -19,9 +19,10 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <vector>
+
+#include "variants.h"
 
 namespace {
 
@@ -120,10 +121,6 @@ bool run() {
   return true;
 }
 
-struct Variant {
-  char const* name;
-  bool (*run)();
-};
 constexpr Variant kVariants[] = {
     {"block,2,copies", run<Meeting::kBlock, 2, true>},
     {"block,2,stores", run<Meeting::kBlock, 2, false>},
@@ -147,13 +144,4 @@ constexpr Variant kVariants[] = {
 
 }  // namespace
 
-/// Runs the variant of this name; without one, lists all.
-int main(int count, char** words) {
-  for (Variant const& variant : kVariants) {
-    if (count < 2) std::printf("%s\n", variant.name);
-    if (count < 2 || std::strcmp(variant.name, words[1]) != 0) continue;
-    std::printf("sums are %s\n", variant.run() ? "right" : "WRONG");
-    return 0;
-  }
-  return count < 2 ? 0 : 2;
-}
+int main(int count, char** words) { return run_variant(count, words, kVariants); }

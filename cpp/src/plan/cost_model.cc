@@ -142,7 +142,8 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
   if (makes_operands(kind.packing, kind.mode)) {
     // Three warps make operands, each those of a stage, which it stores when a place of the ring is free.
     constexpr int kOperandWarps = 3, kItemChannels = 256;
-    int const row_k = p.weights.granularity != Granularity::kGroup || p.weights.group % 32 == 0 ? 32 : 16;
+    bool const by_pairs = p.weights.granularity != Granularity::kGroup || p.weights.group % 32 == 0;
+    int const row_k = by_pairs && p.k % 32 == 0 ? 32 : 16;
     double const filling = costs.operands * t.stage_k(kind.packing) / row_k * t.channels / kItemChannels;
     stage = std::max({stage, filling / kOperandWarps, (filling + stage) / stages_of(t, kind)});
   }

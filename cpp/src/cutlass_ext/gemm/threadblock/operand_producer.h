@@ -46,16 +46,17 @@ class OperandProducer {
         until_mine_(warp),
         row_steps_(group_size.is_multiple_of(2 * kRowK) && from.k % (2 * kRowK) == 0 ? 2 : 1) {}
 
+  /// Makes the operands of a tile's stages.
   CUTLASS_DEVICE void load(int channel, int first_k, int stages) {
     scales_ = Places(from_.scales, channel + channel_);
     zeros_ = Places(from_.zeros, channel + channel_);
     if constexpr (kTakesLevels) {
       if (from_.supers.scales.data != nullptr) {
         supers_ = Places(from_.supers.scales, channel + channel_);
-        return load<true>(first_k, stages);
+        return make_stages<true>(first_k, stages);
       }
     }
-    load<false>(first_k, stages);
+    make_stages<false>(first_k, stages);
   }
 
  private:
@@ -96,7 +97,7 @@ class OperandProducer {
   };
 
   template <bool kLevels>
-  CUTLASS_DEVICE void load(int k, int stages) {
+  CUTLASS_DEVICE void make_stages(int k, int stages) {
     Row row;
     request<kLevels>(row, k + until_mine_ * kStageK + row_ * row_steps_ * kRowK);
     int place = 0;
@@ -106,9 +107,10 @@ class OperandProducer {
       // by an arrival: a stage is full when none of the warps can miss the phase before it any more.
       auto const wait = [&] { barriers_.empty[place].wait(~phases_ >> place & 1); };
       if (until_mine_ == 0) {
-        make<kLevels>(place, k, row, wait);
+        make_stage<kLevels>(place, k, row, wait);
       } else {
         wait();
+        __syncwarp();  // for none of its lanes, either
         if (is_first_lane_) barriers_.full[place].arrive();
       }
       until_mine_ = until_mine_ == 0 ? kOperandWarps - 1 : until_mine_ - 1;
@@ -120,13 +122,13 @@ class OperandProducer {
 
   /// Makes the operands of a stage whose first row is requested, and requests that of this warp's next stage.
   template <bool kLevels, class Wait>
-  CUTLASS_DEVICE void make(int place, int k, Row& next, Wait const& wait) {
+  CUTLASS_DEVICE void make_stage(int place, int k, Row& next, Wait const& wait) {
     bool const has_zeros = from_.zeros.data != nullptr;
     Row supers;
-    if constexpr (kLevels) {  // of which stages have the same, so that they are in L1 for most
+    if constexpr (kLevels) {  // several stages have the same, so that most find them in L1
       int const block = from_.supers.size.group(k);
-      load_halfs(supers.scales, supers_, block, from_.supers.scales);
-      if (has_zeros) load_halfs(supers.zeros, supers_, block, from_.supers.minimums);
+      fetch_halfs(supers.scales, supers_, block, from_.supers.scales);
+      if (has_zeros) fetch_halfs(supers.zeros, supers_, block, from_.supers.minimums);
     }
     wait();
     int const step = kWarpRows * row_steps_;
@@ -151,19 +153,19 @@ class OperandProducer {
   template <bool kLevels>
   CUTLASS_DEVICE void request(Row& to, int k) const {
     int const group = group_size_.group(fast_min(k, from_.k - 1));
-    load<kLevels>(to.scales, scales_, group, from_.scales);
-    if (from_.zeros.data != nullptr) load<kLevels>(to.zeros, kLevels ? scales_ : zeros_, group, from_.zeros);
+    fetch<kLevels>(to.scales, scales_, group, from_.scales);
+    if (from_.zeros.data != nullptr) fetch<kLevels>(to.zeros, kLevels ? scales_ : zeros_, group, from_.zeros);
   }
 
   template <bool kBytes>
-  static CUTLASS_DEVICE void load(Stored& to, Places const& places, int row, GroupMatrix const& m) {
+  static CUTLASS_DEVICE void fetch(Stored& to, Places const& places, int row, GroupMatrix const& m) {
     if (kBytes || m.element_bytes == 1)
       return read(places, row, m,
                   [&](int half, uint8_t const* p) { to.halves[half].x = *reinterpret_cast<uint32_t const*>(p); });
-    if (m.element_bytes == 2) return load_halfs(to, places, row, m);
+    if (m.element_bytes == 2) return fetch_halfs(to, places, row, m);
     read(places, row, m, [&](int half, uint8_t const* p) { to.halves[half] = *reinterpret_cast<uint4 const*>(p); });
   }
-  static CUTLASS_DEVICE void load_halfs(Stored& to, Places const& places, int row, GroupMatrix const& m) {
+  static CUTLASS_DEVICE void fetch_halfs(Stored& to, Places const& places, int row, GroupMatrix const& m) {
     read(places, row, m, [&](int half, uint8_t const* p) {
       uint2 const pairs = *reinterpret_cast<uint2 const*>(p);
       to.halves[half].x = pairs.x, to.halves[half].y = pairs.y;
