@@ -27,6 +27,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 FORMS = ("gptq", "awq", "compressed", "compressed_8")
 IDS = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
 SCHEME = WeightOnly(4, 32, scale_dtype=torch.float16)
+EIGHT_BITS = 0.05
+"""The relative error of most tokens' logits with weights of 8 bits: 0.01 to 0.035 with any tokens to calibrate on.
+With two experts' weights that have changed places it is 0.056 (deepseek_v2) to 0.58."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,12 @@ def load(folder: Path, direct: bool = False, dtype: torch.dtype = torch.float32)
 @torch.inference_mode()
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
     return model(ids).logits  # type: ignore[no-any-return]
+
+
+def error_of_most_tokens(model: Any, cut: MixtureCut) -> float:
+    """The median of tokens' relative errors; one near a router's boundary may go to another expert."""
+    floats = logits(cut.dense(cut.floats(), torch.float32))
+    return float(((logits(model) - floats).norm(dim=-1) / floats.norm(dim=-1)).median())
 
 
 def experts_of(model: nn.Module) -> dict[str, QuantExperts]:
@@ -309,8 +318,7 @@ def test_methods_quantise_every_expert(
         assert all(done.notes[expert]["error"] < 1e-3 for expert in cuts[kind].experts)
     model = load(tmp_path / "new")
     check_structure(model, kind)
-    floats = logits(cuts[kind].dense(cuts[kind].floats(), torch.float32))
-    assert float((logits(model) - floats).norm() / floats.norm()) < 0.1  # of 8 bits; other weights make it 1
+    assert error_of_most_tokens(model, cuts[kind]) < EIGHT_BITS
 
 
 def test_gptq_puts_the_columns_of_each_expert_in_an_order(
@@ -321,8 +329,7 @@ def test_gptq_puts_the_columns_of_each_expert_in_an_order(
     method, folder = models.Method("gptq", WeightOnly(8, 32), act_order=True), cuts["qwen3_moe"].floats().folder
     models.quantize_model(folder, tmp_path / "new", method, calibration=ids)
     model = load(tmp_path / "new")
-    floats = logits(cuts["qwen3_moe"].dense(cuts["qwen3_moe"].floats(), torch.float32))
-    assert float((logits(model) - floats).norm() / floats.norm()) < 0.1
+    assert error_of_most_tokens(model, cuts["qwen3_moe"]) < EIGHT_BITS
     for experts in experts_of(model).values():
         assert experts.gate_up.perm is not None
         assert len(experts.gate_up.perm.unique(dim=0)) == EXPERTS
