@@ -328,11 +328,11 @@ def replaced(name: str, layer: nn.Module) -> Callable[[nn.ModuleDict], None]:
         (hooked, {}, "k_proj has forward hooks"),
         (wrapped, {}, "k_proj has forward hooks"),
         (ordered, {"perm": True}, "perm differs in its values"),
-        (replaced("v_proj", nn.Linear(K, 16)), {}, "v_proj: expected a WeightOnlyLinear, got Linear"),
+        (replaced("v_proj", nn.Linear(K, 16)), {}, "v_proj: expected a quantised linear layer, got Linear"),
         (
             replaced("k_proj", QuantLinear.from_linear(nn.Linear(K, 16), qcutlass.W8A8())),
             {},
-            "k_proj: expected a WeightOnlyLinear, got Int8Linear",
+            "kinds differ: WeightOnlyLinear, Int8Linear, WeightOnlyLinear",
         ),
         (replaced("k_proj", QuantLinear.from_linear(nn.Linear(64, 16), group_size=64)), {}, "in_features differs: 128"),
         (replaced("k_proj", QuantLinear.from_linear(nn.Linear(K, 16), bits=8)), {}, "bits differs: 4, 8, 4"),
@@ -358,7 +358,7 @@ def replaced(name: str, layer: nn.Module) -> Callable[[nn.ModuleDict], None]:
             "q_proj has 40 channels, no multiple of 16",
         ),
         (lambda model: model.to("meta"), {}, "q_proj is on the meta device"),
-        (lambda model: fuse_projections(model), {}, "q_proj: expected a WeightOnlyLinear, got FusedProjection"),
+        (lambda model: fuse_projections(model), {}, "q_proj: expected a quantised linear layer, got FusedProjection"),
     ],
 )
 def test_what_cannot_be_fused_is_left_alone(

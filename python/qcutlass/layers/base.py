@@ -18,6 +18,7 @@ from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.products import unpack_weights
 from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
+from qcutlass.products.packing import TILE_N
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import Scheme, WeightOnly
 
@@ -60,6 +61,12 @@ class QuantLinear(PackedModule):
     """
 
     _stored: ClassVar[str | None] = None
+    SETTINGS: ClassVar[tuple[str, ...]] = ()
+    """What a kind of layers has beside the arguments of this `__init__`."""
+    SHARED: ClassVar[tuple[str, ...]] = ()
+    """Buffers that belong to the input, or to all channels."""
+    HAS_GATES: ClassVar[bool] = False
+    """Whether `multiply` takes the gates of two layers, whose channels lie in turns."""
 
     bias: Tensor | None
 
@@ -250,6 +257,24 @@ class QuantLinear(PackedModule):
         """Without a `spec` that there is not: torch.jit.trace, and others, ask a module for all of these names."""
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         return names if self._is_held else [name for name in names if name != "spec"]
+
+    def like(self, out_features: int, parts: Parts, kind: type[QuantLinear] | None = None) -> QuantLinear:
+        """A layer of this one's options, and of its kind or `kind`, with other channels, whose buffers are `parts`."""
+        kind = kind or type(self)
+        layer = kind.__new__(kind)
+        sizes = self.in_features, out_features, self.bits, self.group_size
+        QuantLinear.__init__(layer, *sizes, self.activation, parts, self.weight_dtype)
+        for name in self.SETTINGS:
+            setattr(layer, name, getattr(self, name))
+        return layer
+
+    def channels_of(self, name: str) -> tuple[int, int]:
+        """The dimension of a buffer that channels lie along, and how many of them have an entry in common."""
+        return (0, TILE_N) if name == "w_packed" else (-1, 1)
+
+    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
+        """The layer's output with another activation than its own: with a gate, where HAS_GATES."""
+        raise NotImplementedError
 
     def canonical(self) -> QuantizedLayer:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""

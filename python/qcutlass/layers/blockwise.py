@@ -109,6 +109,9 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
         """Of weights and activations."""
         return torch.int8 if self.weight_dtype is None else torch.float8_e4m3fn
 
+    def channels_of(self, name: str) -> tuple[int, int]:
+        return (0, self.block_size) if name == "w_scale" else super().channels_of(name)
+
     def _check(self, parts: Parts) -> None:
         w_packed, w_scale = parts["w_packed"], parts["w_scale"]
         check_tensor("w_packed", w_packed, (self.dtype,))

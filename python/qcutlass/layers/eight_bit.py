@@ -54,6 +54,8 @@ def _static_range(
 class _EightBitLinear(QuantLinear):
     """What layers with 8-bit weights and activations share: their canonical forms."""
 
+    SHARED: ClassVar = ("a_scale", "azp", "smooth")
+    HAS_GATES: ClassVar = True
     _form: ClassVar[type[CanonicalInt8] | type[CanonicalFp8]]
     _codes_dtype: ClassVar[torch.dtype]
 
@@ -84,6 +86,10 @@ class _EightBitLinear(QuantLinear):
         """The weights float32 `[N, K]`, dequantised from the packed ones."""
         return self._codes().float() * self.w_scale[:, None]
 
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        return self.multiply(input, self.activation)
+
 
 class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
     """A linear layer on `qcutlass.gemm_w8a8`: `quantize_activations`, then one product. See also `QuantLinear`.
@@ -111,6 +117,7 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
     """
 
     OPTIONAL: ClassVar = ("bias", "a_scale", "azp", "w_sums", "smooth")
+    SETTINGS: ClassVar = ("symmetric",)
     _form: ClassVar = CanonicalInt8
     _codes_dtype: ClassVar = torch.int8
 
@@ -178,8 +185,7 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
             return {}
         return {"w_sums": weight_sums(w_packed, self.out_features)}
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., K]` to `[..., N]`, of the same type."""
+    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         self._check_input(input)
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         scale = parts["a_scale"]
@@ -197,7 +203,7 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
             parts["w_scale"],
             bias=parts["bias"],
             azp=azp[0] if azp else None,
-            activation=self.activation,
+            activation=activation,
             out_dtype=input.dtype,
             n=self.out_features,
             w_sums=parts["w_sums"] if azp else None,
@@ -295,16 +301,7 @@ class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
         operands: dict[str, Any] = {"a_scale": a_q.new_empty(1, dtype=torch.float32), "w_scale": w_scale, "bias": bias}
         Float8Call(a_q, w_packed, activation=self.activation, n=self.out_features, **operands).check(None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """With the weights as bytes: torch reads no pickles of float8 tensors."""
-        return self.__dict__ | {"_buffers": self._buffers | {"w_packed": self.w_packed.view(torch.uint8)}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.w_packed = self.w_packed.view(torch.float8_e4m3fn)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., K]` to `[..., N]`, of the same type."""
+    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         self._check_input(input)
         parts: dict[str, Any] = self._buffers
         given = {"scale": parts["a_scale"], "smooth": parts["smooth"]}
@@ -315,7 +312,7 @@ class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
             a_scale,
             parts["w_scale"],
             bias=parts["bias"],
-            activation=self.activation,
+            activation=activation,
             out_dtype=input.dtype,
             n=self.out_features,
         )

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 
 from qcutlass.layers.base import QuantLinear
+from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.changes import Seen, has_hooks
+from qcutlass.layers.eight_bit import Fp8Linear, Int8Linear
+from qcutlass.layers.int4 import Int4Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.epilogue import GATE_STEP
-from qcutlass.products.multiplying import compute
-from qcutlass.products.weight_only import WEIGHT_ONLY
 from qcutlass.quantized import interleave_gate_up
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from qcutlass.layers.stored_form import StoredForm
 
 GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, in Llama-like models, of the layers of attention, and of a gated MLP, that read the same input."""
 
-_STRIP: Final = 16  # channels of a tile of packed weights
-_SHARED: Final = ("act_scale", "perm", "global_scale")  # belong to the input, or to all channels
 _Pending = tuple[Seen, tuple[Tensor | None, ...]]
 
 
@@ -42,7 +46,8 @@ class Fusion:
 def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS) -> Fusion:
     """Lets layers that read the same input multiply it once, by the weights of all of them.
 
-    One product of many channels takes less time than several of few, above all for few tokens. The first layer of a
+    One product of many channels takes less time than several of few, above all for few tokens, and activations are
+    quantised once where layers quantise them. The first layer of a
     group that is called computes the outputs of all; the others, called with the same tensor, hand out their part of
     it. A layer that gets another tensor multiplies that one: results never depend on the order of calls, but calls with
     different inputs gain nothing.
@@ -62,9 +67,9 @@ def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS)
         groups: names of sibling modules, in the order of the product.
 
     Returns:
-        What was fused, and why others were not: layers of other kinds than `WeightOnlyLinear`, with hooks or on the
-        meta device, that differ in K, scheme, types, act-order, activation scales or device, or whose channels (but
-        the last layer's) are no multiple of 16, so that their packed weights cannot be joined as they are.
+        What was fused, and why others were not: layers that are not quantised, with hooks or on the meta device, that
+        differ in kind, K, scheme, types, act-order, scales of activations or device, or whose channels (but the last
+        layer's) are no multiple of 16, or of the size of blocks, so that their weights cannot be joined as they are.
 
     Raises:
         TypeError: `model` is no module, or `groups` not names.
@@ -96,7 +101,7 @@ def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS)
             if obstacle is not None:
                 skipped[names] = obstacle
                 continue
-            product = _FusedLinear([member for member in members if isinstance(member, WeightOnlyLinear)])
+            product = _PRODUCTS[type(members[0])].of([member for member in members if isinstance(member, QuantLinear)])
             for index, (name, member) in enumerate(zip(group, members, strict=True)):
                 setattr(owner, name, FusedProjection(product, index).train(member.training))
             fused.append(names)
@@ -122,7 +127,7 @@ class FusedProjection(nn.Module):
         """`[..., K]` to `[..., N]`, of the same type."""
         return self.product.part(input, self._index, has_hooks(self))
 
-    def separate(self) -> WeightOnlyLinear:
+    def separate(self) -> QuantLinear:
         """The layer as it was, with a copy of its weights.
 
         Example:
@@ -135,10 +140,8 @@ class FusedProjection(nn.Module):
         """
         product, parts = self.product, self.product.views(self._index)
         copies = {name: None if part is None else part.clone() for name, part in parts.items()}
-        options = product.bits, product.group_size, product.activation
-        layer = WeightOnlyLinear.of_parts(self.in_features, self.out_features, *options, copies, product.weight_dtype)
-        layer.stored_form = product.stored_forms[self._index]
-        layer.activations = product.activations
+        layer = product.like(self.out_features, copies, product.kind)
+        _set_form(layer, product.stored_forms[self._index])
         return layer.train(self.training)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -170,28 +173,32 @@ class FusedProjection(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, channels {channels} of the product"
 
 
-class _FusedLinear(WeightOnlyLinear):
+class _FusedLinear(QuantLinear):
     """The product of a group. It is a child of each of the group's modules, which save and load its parts.
 
     Attributes:
+        kind: of the members.
         sizes: channels of each member.
         interleaved: the channels of two members lie in turns, as `interleave` puts them, or one's behind the other's.
     """
 
     is_stored: ClassVar[bool] = False
+    kind: ClassVar[type[QuantLinear]]
+    sizes: list[int]
+    stored_forms: list[StoredForm | None]
     interleaved: bool = False
+    _pending: _Pending | None = None
 
-    def __init__(self, members: Sequence[WeightOnlyLinear]) -> None:
+    @classmethod
+    def of(cls, members: Sequence[QuantLinear]) -> Self:
+        """The product of some layers of its kind, which can be joined."""
         first = members[0]
         names = [name for name in first._buffers if name != "layout"]
-        parts = {name: _joined(name, [member._buffers[name] for member in members]) for name in names}
-        sizes = [member.out_features for member in members]
-        options = first.bits, first.group_size, first.activation
-        QuantLinear.__init__(self, first.in_features, sum(sizes), *options, parts, first.weight_dtype)
-        self.activations = first.activations
-        self.sizes = sizes
-        self.stored_forms = [member.stored_form for member in members]
-        self._pending: _Pending | None = None
+        parts = {name: _joined(first, name, [member._buffers[name] for member in members]) for name in names}
+        product = first.like(sum(sizes := [member.out_features for member in members]), parts, cls)
+        assert isinstance(product, cls)
+        product.sizes, product.stored_forms = sizes, [getattr(member, "stored_form", None) for member in members]
+        return product
 
     def part(self, a: Tensor, index: int, is_hooked: bool) -> Tensor:
         """The output of one member: of the product that another one asked for, if it was with the same input.
@@ -216,10 +223,12 @@ class _FusedLinear(WeightOnlyLinear):
         """Puts the channels of a gate and of what it multiplies in turns, for `gated`; False: they are not such two."""
         if len(self.sizes) != 2 or self.sizes[0] != self.sizes[1] or self.sizes[0] % GATE_STEP or self.activation:
             return False
+        if not self.HAS_GATES:
+            return False
         if not self.interleaved:
             for name, part in self._buffers.items():
-                if part is not None and name not in ("layout", *_SHARED):
-                    dim = _dimension(name)
+                if part is not None and name not in ("layout", *self.SHARED):
+                    dim, _ = self.channels_of(name)
                     with torch.inference_mode(False):
                         self._buffers[name] = interleave_gate_up(*part.chunk(2, dim), dim=dim)
             self.interleaved, self._pending = True, None
@@ -227,8 +236,7 @@ class _FusedLinear(WeightOnlyLinear):
 
     def gated(self, a: Tensor, gate: str) -> Tensor:
         """The activation of one member's output times the other's, by one product: `gate` as `gemm` takes it."""
-        self._check_input(a)
-        return compute(WEIGHT_ONLY, self.call(a, gate), None)
+        return self.multiply(a, gate)
 
     def _members(self, out: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the members, from that of the product."""
@@ -248,15 +256,16 @@ class _FusedLinear(WeightOnlyLinear):
 
     def _view(self, name: str, part: Tensor, index: int) -> Tensor:
         """The part of a buffer that is one member's: in turns of channels where these are interleaved."""
-        if name in _SHARED:
+        if name in self.SHARED:
             return part
         if self.interleaved:
             return part[index::2] if name == "w_packed" else _turns(part).select(-2, index)
-        begin = sum(self.sizes[:index])
-        end = begin + self.sizes[index]
-        return part[begin // _STRIP : ceil_div(end, _STRIP)] if name == "w_packed" else part[..., begin:end]
+        dim, step = self.channels_of(name)
+        begin = sum(self.sizes[:index]) // step
+        end = begin + ceil_div(self.sizes[index], step)
+        return part[begin:end] if dim == 0 else part[..., begin:end]
 
-    def write(self, index: int, layer: WeightOnlyLinear) -> None:
+    def write(self, index: int, layer: QuantLinear) -> None:
         """Takes a member's buffers over; ValueError if they do not suit the product."""
         if self.w_packed.is_meta:
             raise ValueError("fused layers on the meta device take no state: load it, then call fuse_projections")
@@ -267,10 +276,10 @@ class _FusedLinear(WeightOnlyLinear):
                 raise ValueError(
                     f"{name}: the fused layers have {_kind(view)}, got {_kind(found)}; load it, then fuse_projections"
                 )
-            if name in _SHARED and index > 0 and view is not None and not torch.equal(view, found.to(view.device)):  # type: ignore[union-attr]
+            if name in self.SHARED and index > 0 and view is not None and not torch.equal(view, found.to(view.device)):  # type: ignore[union-attr]
                 raise ValueError(f"{name}: expected that of the layers it is fused with, got another")
         self._pending = None
-        self.stored_forms[index] = layer.stored_form
+        self.stored_forms[index] = getattr(layer, "stored_form", None)
         with torch.no_grad():
             for name, own in self._buffers.items():
                 found = layer._buffers[name]
@@ -285,7 +294,33 @@ class _FusedLinear(WeightOnlyLinear):
         """The members do."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pending": None}
+        return super().__getstate__() | {"_pending": None}
+
+
+class _FusedWeightOnly(_FusedLinear, WeightOnlyLinear):
+    kind: ClassVar = WeightOnlyLinear
+
+
+class _FusedInt4(_FusedLinear, Int4Linear):
+    kind: ClassVar = Int4Linear
+
+
+class _FusedInt8(_FusedLinear, Int8Linear):
+    kind: ClassVar = Int8Linear
+
+
+class _FusedFp8(_FusedLinear, Fp8Linear):
+    kind: ClassVar = Fp8Linear
+
+
+class _FusedBlockwise(_FusedLinear, BlockwiseLinear):
+    kind: ClassVar = BlockwiseLinear
+
+
+_PRODUCTS: Final[dict[type[nn.Module], type[_FusedLinear]]] = {
+    product.kind: product for product in (_FusedWeightOnly, _FusedInt4, _FusedInt8, _FusedFp8, _FusedBlockwise)
+}
+"""The product of layers of each kind."""
 
 
 def shared_product(*layers: nn.Module) -> Any:
@@ -317,29 +352,37 @@ def _checked(group: object) -> tuple[str, ...]:
 
 def _obstacle(names: Sequence[str], members: Sequence[nn.Module]) -> str | None:
     """The reason why these modules cannot be one product; None if they can."""
-    layers: list[WeightOnlyLinear] = []
+    layers: list[QuantLinear] = []
     for name, member in zip(names, members, strict=True):
-        if type(member) is not WeightOnlyLinear:
-            return f"{name}: expected a WeightOnlyLinear, got {type(member).__name__}"
+        if type(member) not in _PRODUCTS or not isinstance(member, QuantLinear):
+            return f"{name}: expected a quantised linear layer, got {type(member).__name__}"
         if member._forward_hooks or member._forward_pre_hooks or "forward" in vars(member):
             return f"{name} has forward hooks"
-        if member.w_packed.is_meta:
+        if member.layout.is_meta:
             return f"{name} is on the meta device; load its state first"
         layers.append(member)
-    for attribute in ("in_features", "bits", "weight_dtype", "group_size", "activation", "activations"):
+    first = layers[0]
+    if any(type(layer) is not type(first) for layer in layers):
+        return f"kinds differ: {', '.join(type(layer).__name__ for layer in layers)}"
+    for attribute in ("in_features", "bits", "weight_dtype", "group_size", "activation", *first.SETTINGS):
         found = [getattr(layer, attribute) for layer in layers]
         if any(value != found[0] for value in found):
             return f"{attribute} differs: {', '.join(map(str, found))}"
-    for buffer in layers[0]._buffers:
+    for buffer in first._buffers:
         parts = [layer._buffers[buffer] for layer in layers]
-        kinds = [_kind(part, buffer in _SHARED) for part in parts]
+        kinds = [_kind(part, buffer in first.SHARED) for part in parts]
         if any(kind != kinds[0] for kind in kinds):
             return f"{buffer} differs: {', '.join(kinds)}"
-        if buffer in _SHARED and any(not torch.equal(part, parts[0]) for part in parts if part is not None):  # type: ignore[arg-type]
+        if buffer in first.SHARED and any(not torch.equal(part, parts[0]) for part in parts if part is not None):  # type: ignore[arg-type]
             return f"{buffer} differs in its values"
-    for name, layer in zip(names[:-1], layers, strict=False):
-        if layer.out_features % _STRIP:
-            return f"{name} has {layer.out_features} channels, no multiple of {_STRIP}"
+        if buffer in ("layout", *first.SHARED):
+            continue
+        dim, step = first.channels_of(buffer)
+        for name, layer, part in zip(names, layers, parts, strict=True):
+            if layer is not layers[-1] and layer.out_features % step:
+                return f"{name} has {layer.out_features} channels, no multiple of {step}"
+            if part is not None and (part.ndim == 0 or part.shape[dim] != ceil_div(layer.out_features, step)):
+                return f"{name} has one {buffer} for all channels"
     return None
 
 
@@ -351,17 +394,18 @@ def _kind(part: Tensor | None, with_shape: bool = True) -> str:
     return f"{short(part.dtype)} {extent} on {part.device}"
 
 
-def _joined(name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+def _joined(first: QuantLinear, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
     with torch.inference_mode(False):  # whose tensors' changes nobody counts
-        return tensors[0].clone() if name in _SHARED else torch.cat(tensors, dim=_dimension(name))
+        return tensors[0].clone() if name in first.SHARED else torch.cat(tensors, dim=first.channels_of(name)[0])
 
 
-def _dimension(name: str) -> int:
-    """That of the channels in a buffer."""
-    return 0 if name == "w_packed" else -1
+def _set_form(layer: QuantLinear, form: StoredForm | None) -> None:
+    """Has the state hold the buffers of a layer as before."""
+    if isinstance(layer, WeightOnlyLinear) and form is not None:
+        layer.stored_form = form
 
 
 def _turns(channels: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
     """
 
     OPTIONAL: ClassVar = ("zeros", "bias", "act_scale", "perm")
+    SETTINGS: ClassVar = ("activations",)
+    SHARED: ClassVar = ("act_scale", "perm")
 
     w_packed: Tensor
     scales: Tensor

@@ -15,7 +15,9 @@ from qcutlass.version import LAYOUT_VERSION
 
 Parts = Mapping[str, Tensor | None]
 
-_NUMBERS: Final = (*FLOATING, torch.float8_e4m3fn)
+_E4M3: Final = torch.float8_e4m3fn
+_NUMBERS: Final = (*FLOATING, _E4M3)
+_AS_BYTES: Final = "_as_bytes"  # in pickled states: the names of such buffers
 _SUPERS: Final = ("super_scales", "super_minimums")
 _ASKING: Final = ("cuda",)
 """Devices whose kernels do not take any scales of two levels."""
@@ -186,7 +188,20 @@ class PackedModule(nn.Module, ABC):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With e4m3 numbers as bytes: torch reads no pickles of such tensors."""
+        parts = {name: part for name, part in self._buffers.items() if part is not None and part.dtype == _E4M3}
+        if not parts:
+            return self.__dict__
+        codes = {name: part.view(torch.uint8) for name, part in parts.items()}
+        return self.__dict__ | {"_buffers": self._buffers | codes, _AS_BYTES: tuple(codes)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        names = state.pop(_AS_BYTES, ())
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in names:
+            part = self._buffers[name]
+            assert part is not None
+            self._buffers[name] = part.view(_E4M3)
         self._check_layout(self.layout)
         self._settle()

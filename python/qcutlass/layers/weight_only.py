@@ -63,6 +63,9 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         "zeros", "global_scale", "bias", "act_scale", "perm", "minimums", "super_scales", "super_minimums"
     )  # fmt: skip
 
+    SETTINGS: ClassVar = ("activations",)
+    SHARED: ClassVar = ("act_scale", "perm", "global_scale")
+    HAS_GATES: ClassVar = True
     is_stored: ClassVar[bool] = True
     """Whether a model's state has the layer under its own name."""
     activations: str | None = None
@@ -174,11 +177,14 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(input)
-        return compute(WEIGHT_ONLY, self.call(input), None)
+        return self.multiply(input, self.activation)
 
-    def call(self, a: Tensor, gate: str | None = None) -> GemmCall:
-        """The product that the layer computes of `a`; `gate`: an activation in place of its own."""
+    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
+        self._check_input(input)
+        return compute(WEIGHT_ONLY, self.call(input, activation), None)
+
+    def call(self, a: Tensor, activation: str | None = None) -> GemmCall:
+        """The product that the layer computes of `a`, with its own activation or another one."""
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         return GemmCall(
             a,
@@ -186,7 +192,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             parts["scales"],
             parts["zeros"],
             parts["bias"],
-            gate or self.activation,
+            activation or self.activation,
             parts["act_scale"],
             parts["perm"],
             self.group_size,

@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 VOCABULARY = 96
 
 
-def tiny(family: str, seed: int, **options: Any) -> Any:
+def tiny(family: str, seed: int, scheme: Any = None, **options: Any) -> Any:
     """A model of random weights, its linear layers quantised."""
     sizes = {
         "hidden_size": 64,
@@ -46,7 +46,7 @@ def tiny(family: str, seed: int, **options: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.normal_(1, 0.2)
-    qcutlass.replace_linear(model, WeightOnly(group_size=32), skip=["lm_head"])
+    qcutlass.replace_linear(model, scheme or WeightOnly(group_size=32), skip=["lm_head"])
     return model
 
 
