@@ -61,7 +61,7 @@ class Judgement:
 
     @property
     def mean_loss(self) -> float | None:
-        return sum(one.excess for one in self.choices) / len(self.choices) if self.choices else None
+        return gpu_report.mean_loss(self.choices)
 
     @property
     def worst(self) -> Choice | None:

@@ -79,10 +79,14 @@ def test_choices_compare_with_the_best_tactic_of_the_same_cell() -> None:
     ]
     assert [choice.excess for choice in found] == [10 / 9.8 - 1, 0.25, 0]
     head, *far = gpu_report.choice_summary(found)
-    assert "within 5% of the best measured one in 2 of 3 cells" in head
+    assert gpu_report.mean_loss(found) == (10 / 9.8 - 1 + 0.25 + 0) / 3
+    assert head == (
+        "The chosen tactic is within 5% of the best measured one in 2 of 3 cells; in the mean it takes 9.0% longer."
+    )
     assert far == ["Farther: w4a16_g128 4096x4096 M=16: +25.0%, chosen a, best b"]
     assert gpu_report.choice_summary(found[:1])[1].startswith("Worst: w4a16_g128 4096x4096 M=1: +2.0%")
     assert gpu_report.choice_summary([]) == []
+    assert gpu_report.mean_loss([]) is None
 
 
 def test_merge_takes_whole_cells_from_the_last_file(tmp_path: Path) -> None:
