@@ -176,24 +176,24 @@ def sweep_command(
 ) -> None:
     """GPU kernels on the layers of many models, their shards, and random ones; can be run in pieces."""
     kinds, others = _parsed(lambda: [schemes.parse(name) for name in scheme]), _parsed(lambda: peers.select(peer))
-    rows = _parsed(lambda: sweep.read(json_path))
     layers = sweep.layers(random_layers, seed)
     whole = len(layers) * len(kinds) * len(m)
-    if seconds > 0 and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
     if seconds > 0:
+        if not torch.cuda.is_available():
+            raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
+        before = _parsed(lambda: sweep.read(json_path, torch.cuda.get_device_name()))
         bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics))
 
         def save(fresh: list[Row]) -> None:
-            bench.report([*rows, *fresh]).write(json_path, None)
+            sweep.continued(before, bench.report(fresh)).write(json_path, None)
 
-        fresh = _collect(sweep.run(bench, kinds, layers, m, rows, seconds), whole, save)
-        rows += fresh
-    report = sweep.report(gpu_report.read(json_path)["facts"], rows, whole)
+        _collect(sweep.run(bench, kinds, layers, m, before["rows"], seconds), whole, save)
+    found = _parsed(lambda: sweep.read(json_path))
+    report = sweep.report(found["facts"], found["rows"], whole, sweep.held_out(random_layers, seed))
     report.print(console)
     report.write(None, markdown_path)
     if plots_path is not None:
-        for path in sweep_figure.draw(rows, plots_path):
+        for path in sweep_figure.draw(found["rows"], plots_path):
             console.print(str(path), highlight=False)
 
 
@@ -477,7 +477,7 @@ def report_command(
 
 @app.command("fit")
 def fit_command(
-    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="From bench gpu --tactics --json.")],
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Of bench gpu or sweep --tactics.")],
     device: Annotated[
         str | None, typer.Option(help=f"The GPU: {', '.join(measured.selection.GPUS)}; default: as the files say.")
     ] = None,
@@ -485,8 +485,8 @@ def fit_command(
         list[str],
         typer.Option(help="Fit these alone, say 'wgmma.*'; 'gpu.*': the rates of the GPU's class; repeatable."),
     ] = [],  # noqa: B006
-    hold_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the shapes that is judged, not fitted.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the choice of these shapes.")] = 0,
+    hold_out: Annotated[str, typer.Option(help="Judged, not fitted: a share of the shapes, or sweep: its half.")] = "0",
+    seed: Annotated[int, typer.Option(help="Of the choice of these shapes, or of the sweep.")] = 0,
     iterations: Annotated[int, typer.Option(min=0, help="Steps tried at most; 0: judges today's constants.")] = 50,
 ) -> None:
     """Fits the cost model's constants to measured tactics, and prints the lines of cpp/src/plan; needs scipy."""

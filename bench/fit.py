@@ -31,7 +31,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from bench import gpu_report
+from bench import gpu_report, sweep
 from bench.cost_lines import CLASSES, CostLines, Number, Values, written
 from bench.gpu_report import Choice
 from bench.measured import Measured, Measurements
@@ -41,6 +41,8 @@ SOFT: Final = 0.1
 """Errors beyond this share count less than their squares."""
 HOLD: Final = 0.05
 """The error of a row that moves a number by a factor of e, where no other row minds."""
+SWEEP: Final = "sweep"
+"""Holds out what `bench sweep` judges by."""
 _PROBE: Final = 4.0  # changes by this factor show which rows depend on a number
 _STEP: Final = 1e-5  # of finite differences, in logarithms
 
@@ -168,13 +170,27 @@ def _dependent(lines: CostLines, rows: Sequence[Measured], number: Number, befor
     return [place for place, one in zip(places, changed.tolist(), strict=True) if one]
 
 
-def held_out(rows: Sequence[Measured], share: float, seed: int) -> set[str]:
-    """Shapes that are kept from the fit, at least one and not all.
+def held_out(rows: Sequence[Measured], what: str, seed: int) -> set[str]:
+    """Shapes that are kept from the fit.
+
+    Args:
+        what: a share of the shapes, of which it is at least one and not all, unless it is 0; "sweep": those of
+            `sweep.held_out` with this seed.
 
     Raises:
-        ValueError: there is one shape only.
+        ValueError: `what` is something else, there is one shape only, or none of a sweep's.
     """
     every = sorted({one.row["shape"] for one in rows})
+    if what == SWEEP:
+        if kept := sweep.held_out(seed=seed) & set(every):
+            return kept
+        raise ValueError(f"hold-out {what}: none of the shapes is among those of a sweep of seed {seed}")
+    try:
+        share = float(what)
+    except ValueError:
+        share = -1
+    if not 0 <= share <= 1:
+        raise ValueError(f"hold-out {what!r}: expected a share from 0 to 1, or {SWEEP}")
     if share == 0:
         return set()
     if len(every) < 2:
@@ -199,7 +215,7 @@ _COLUMNS: Final = [
 def calibrate(
     measurements: Measurements,
     fields: Sequence[str] = (),
-    hold_out: float = 0.0,
+    hold_out: str = "0",
     seed: int = 0,
     iterations: int = 50,
     lines: CostLines | None = None,
@@ -208,8 +224,8 @@ def calibrate(
 
     Args:
         fields: see `wanted`.
-        hold_out: share of the shapes that are judged alone, not fitted.
-        seed: of their choice.
+        hold_out: the shapes that are judged alone, not fitted: see `held_out`.
+        seed: of their choice, or of the sweep.
 
     Raises:
         ValueError: no row can be fitted; see also `wanted` and `held_out`.

@@ -166,6 +166,11 @@ def _joined(a: object, b: object) -> object:
     return a if str(b) in str(a).split(" | ") else f"{a} | {b}"
 
 
+def joined(facts: Row, more: Row) -> Row:
+    """The facts of two runs as those of one: where they differ, it has both values."""
+    return {key: _joined(facts.get(key, value), value) for key, value in (facts | more).items()}
+
+
 def read(path: Path) -> Row:
     """What `python -m bench gpu --json` wrote: the facts and the rows.
 
@@ -216,7 +221,7 @@ def merge(paths: Sequence[Path]) -> Report:
         gpu = content["facts"]["GPU"]
         if facts.get("GPU", gpu) != gpu:
             raise ValueError(f"{path} was measured on {gpu}, {paths[0]} on {facts['GPU']}: one report is about one GPU")
-        facts = {key: _joined(facts.get(key, value), value) for key, value in (facts | content["facts"]).items()}
+        facts = joined(facts, content["facts"])
         fresh: dict[Cell, list[Row]] = {}
         for row in content["rows"]:
             fresh.setdefault(cell_of(row), []).append(row)

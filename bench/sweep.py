@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -23,10 +24,17 @@ MS: Final = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 RANGES: Final = ((1, 64), (65, 512), (513, 1 << 30))
 """Ranges of M whose means are shown: decoding, small batches, prompts."""
 
+LARGE: Final = 1024
+"""From so many channels and columns on, a layer has work for all SMs: more is asked of it."""
+LEAST_LARGE: Final = 0.95
+"""What cuBLAS's time over ours should not be below in any cell of large layers."""
+LEAST: Final = 0.85
+"""The same of all layers."""
+
 WORST: Final = 20
 _STEP: Final = 64  # of random extents
-_LEAST: Final = 512  # random extents are spread evenly on a logarithmic scale from here
-_MOST: Final = 32768  # to here
+_SMALLEST: Final = 512  # random extents are spread evenly on a logarithmic scale from here
+_LARGEST: Final = 32768  # to here
 _MOST_WEIGHTS: Final = 1 << 28
 
 
@@ -53,7 +61,7 @@ def random_layers(count: int = RANDOM, seed: int = 0) -> list[Shape]:
     generator = random.Random(seed)
 
     def extent() -> int:
-        logarithm = generator.uniform(math.log(_LEAST), math.log(_MOST))
+        logarithm = generator.uniform(math.log(_SMALLEST), math.log(_LARGEST))
         return round(math.exp(logarithm) / _STEP) * _STEP
 
     found: dict[Shape, None] = {}
@@ -62,6 +70,11 @@ def random_layers(count: int = RANDOM, seed: int = 0) -> list[Shape]:
         if shape[0] * shape[1] <= _MOST_WEIGHTS:
             found[shape] = None
     return list(found)
+
+
+def held_out(count: int = RANDOM, seed: int = 0) -> set[str]:
+    """Every second random layer, as rows name it: they judge what `bench fit --hold-out sweep` fits to the others."""
+    return {f"{n}x{k}" for n, k in random_layers(count, seed)[1::2]}
 
 
 def layers(count: int = RANDOM, seed: int = 0) -> list[Shape]:
@@ -84,13 +97,27 @@ def run(
                 yield from bench.rows([scheme], [(n, k)], missing)
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a sweep that was begun; none if there is no such file.
+def read(path: Path, gpu: str | None = None) -> Row:
+    """Facts and rows of a sweep that was begun; none if there is no such file.
+
+    Args:
+        gpu: on which it is to go on; None: on none.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file is something else, or of another GPU.
     """
-    return list(gpu_report.read(path)["rows"]) if path.exists() else []
+    if not path.exists():
+        return {"facts": {}, "rows": []}
+    content = gpu_report.read(path)
+    before = content["facts"]["GPU"]
+    if gpu not in (None, before):
+        raise ValueError(f"{path} was measured on {before}, this is {gpu}: one sweep is of one GPU")
+    return content
+
+
+def continued(before: Row, fresh: Report) -> Report:
+    """The report of a sweep's next part, with facts and rows of those before it, as `read` gives them."""
+    return replace(fresh, facts=gpu_report.joined(before["facts"], fresh.facts), rows=[*before["rows"], *fresh.rows])
 
 
 def mean(values: Iterable[float]) -> float:
@@ -119,21 +146,41 @@ def _range_words(least: int, most: int) -> str:
     return f"{least} to {most}" if most < RANGES[-1][1] else f"from {least}"
 
 
-def _mean_words(ratios: Sequence[float]) -> str:
-    return f"{mean(ratios):.2f} (worst {min(ratios):.2f})" if ratios else ""
+def _mean_words(ratios: Sequence[float], cells: int) -> str:
+    """The mean; of how many cells, if not of all."""
+    part = f", {len(ratios)} of {cells}" if len(ratios) < cells else ""
+    return f"{mean(ratios):.2f} (worst {min(ratios):.2f}{part})" if ratios else ""
 
 
-def _means(rows: Sequence[Row]) -> str:
-    """Geometric means of the peers' times over ours, by range of M."""
-    keys = peers_of(rows)
+def _means(rows: Sequence[Row], keys: Sequence[str]) -> str:
+    """Geometric means of the times of peers, and of the best of them, over ours, by range of M."""
     body = []
     for least, most in (*RANGES, (1, RANGES[-1][1])):
         here = [row for row in rows if least <= row["m"] <= most]
-        ratios = {key: [found for row in here if (found := ratio(row, key)) is not None] for key in keys}
-        best = [float(row["ratio"]) for row in here if row.get("ratio")]
-        body.append([_range_words(least, most), str(len(here)), *map(_mean_words, (best, *ratios.values()))])
-    heads = ["M", "cells", "best peer", *(YARDSTICKS.get(key, gpu_report.LABELS[key]) for key in keys)]
+        ratios = [[found for row in here if (found := ratio(row, key)) is not None] for key in keys]
+        compared = [row for row in here if row.get("ratio")]
+        best = [float(row["ratio"]) for row in compared]
+        beside_all = [float(row["ratio"]) for row in compared if all(ratio(row, key) is not None for key in keys)]
+        words = (_mean_words(found, len(here)) for found in (best, beside_all, *ratios))
+        body.append([_range_words(least, most), str(len(here)), *words])
+    names = (YARDSTICKS.get(key, gpu_report.LABELS[key]) for key in keys)
+    heads = ["M", "cells", "best peer", "best peer, where all ran", *names]
     return markdown_table(heads, body, [False, True, *(False for _ in heads[2:])])
+
+
+def _count(ratios: Sequence[float], least: float) -> str:
+    return f"{sum(one < least for one in ratios)} of {len(ratios)}"
+
+
+def _far_behind(parts: Mapping[str, Sequence[Row]]) -> str:
+    """How many cells of these layers are slower beside cuBLAS than they should be."""
+    body = []
+    for part, rows in parts.items():
+        compared = [(row["shape"], found) for row in rows if (found := ratio(row, "cublas")) is not None]
+        large = [found for shape, found in compared if min(*shapes.parse([shape])[0]) >= LARGE]
+        body.append([part, _count(large, LEAST_LARGE), _count([found for _, found in compared], LEAST)])
+    heads = ["layers", f"N and K from {LARGE}: below {LEAST_LARGE}", f"all: below {LEAST}"]
+    return markdown_table(heads, body, [False, True, True])
 
 
 def _worst(rows: Sequence[Row]) -> str:
@@ -151,11 +198,12 @@ def _worst(rows: Sequence[Row]) -> str:
     )
 
 
-def report(facts: Row, rows: Sequence[Row], whole: int) -> Report:
-    """The report of a sweep: means, worst cells, how good the choices were.
+def report(facts: Row, rows: Sequence[Row], whole: int, kept: Collection[str] = ()) -> Report:
+    """The report of a sweep: means, counts of slow cells, worst cells, how good the choices were.
 
     Args:
         whole: cells of the sweep; `rows` may be those of a part of it.
+        kept: layers whose means and counts stand alone, too: those of `held_out`.
     """
     chosen = [row for row in rows if row["selected"]]
     cells: set[Cell] = {cell_of(row) for row in chosen}
@@ -163,8 +211,15 @@ def report(facts: Row, rows: Sequence[Row], whole: int) -> Report:
     tables = []
     for scheme, group in groupby(sorted(chosen, key=lambda row: str(row["scheme"])), lambda row: str(row["scheme"])):
         here = list(group)
+        keys = peers_of(here)
+        parts = {"all layers": here}
+        if judging := [row for row in here if row["shape"] in kept]:
+            parts["the held-out half of the random layers"] = judging
         tables += [
-            f"{scheme}: geometric mean of a peer's time over that of qcutlass\n\n{_means(here)}",
-            f"{scheme}: the {min(WORST, len(here))} cells with the lowest ratio\n\n{_worst(here)}",
+            f"{scheme}, {part}: geometric mean of a peer's time over that of qcutlass\n\n{_means(some, keys)}"
+            for part, some in parts.items()
         ]
+        if "cublas" in keys:
+            tables.append(f"{scheme}: cells by cuBLAS's time over that of qcutlass\n\n{_far_behind(parts)}")
+        tables.append(f"{scheme}: the {min(WORST, len(here))} cells with the lowest ratio\n\n{_worst(here)}")
     return Report(gpu_report.TITLE, facts, gpu_report.COLUMNS, list(rows), summary, tables, lists_rows=False)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench import fit, measured
+from bench import fit, measured, sweep
 from bench.__main__ import app
 from bench.cost_lines import CLASSES, PLAN, CostLines, Number, written
 from bench.layer import plan_name
@@ -285,11 +285,11 @@ def test_rates_are_fitted_as_a_row_of_gpu_classes(lines: CostLines, predicted: M
 
 def test_held_out_shapes_are_judged_and_not_fitted(lines: CostLines, synthetic: Measurements, tmp_path: Path) -> None:
     rows = [one.row for one in synthetic.rows if one.cost_class == "blockwise"]
-    kept = fit.held_out(synthetic.rows, 0.34, seed=3)
+    kept = fit.held_out(synthetic.rows, "0.34", seed=3)
     assert len(kept) == 1
-    assert {tuple(fit.held_out(synthetic.rows, 0.34, seed)) for seed in range(20)} > {tuple(kept)}
+    assert {tuple(fit.held_out(synthetic.rows, "0.34", seed)) for seed in range(20)} > {tuple(kept)}
     slow = [one | {"qcutlass_us": 3 * one["qcutlass_us"]} if one["shape"] in kept else one for one in rows]
-    options: dict[str, Any] = {"hold_out": 0.34, "seed": 3, "iterations": 20, "lines": lines}
+    options: dict[str, Any] = {"hold_out": "0.34", "seed": 3, "iterations": 20, "lines": lines}
     report, other = (fit.calibrate(read(tmp_path, some), **options) for some in (rows, slow))
     assert report.summary[-30:] == other.summary[-30:]
     parts = [(one["part"], one["when"], one["cells"]) for one in report.rows]
@@ -302,7 +302,22 @@ def test_held_out_shapes_are_judged_and_not_fitted(lines: CostLines, synthetic: 
         assert report.rows[part + 1]["mean_error"] < report.rows[part]["mean_error"] / 2
     assert other.rows[2]["mean_error"] > 0.5
     with pytest.raises(ValueError, match="several shapes"):
-        fit.held_out([one for one in synthetic.rows if one.row["shape"] in kept], 0.5, 0)
+        fit.held_out([one for one in synthetic.rows if one.row["shape"] in kept], "0.5", 0)
+
+
+def test_half_of_the_random_layers_of_a_sweep_is_held_out(predicted: Measurements, tmp_path: Path) -> None:
+    of_sweep = [f"{n}x{k}" for n, k in sweep.random_layers(seed=5)]
+    some = [one.row for one in predicted.rows if one.cost_class == "eight_by_eight" and one.row["shape"] == "4096x4096"]
+    rows = [*some, *(one | {"shape": shape} for shape in of_sweep[:4] for one in some[:1])]
+    found = read(tmp_path, rows)
+    assert fit.held_out(found.rows, "sweep", 5) == {of_sweep[1], of_sweep[3]} < sweep.held_out(seed=5)
+    parts = [one["part"] for one in fit.calibrate(found, hold_out="sweep", seed=5, iterations=0).rows]
+    assert parts == ["fit", "fit", "held-out shapes", "held-out shapes"]
+    with pytest.raises(ValueError, match=r"hold-out sweep: none of the shapes .* seed 6"):
+        fit.held_out(found.rows, "sweep", 6)
+    for what in ("half", "1.5", "-1", "nan"):
+        with pytest.raises(ValueError, match=rf"hold-out '{what}': expected a share from 0 to 1, or sweep"):
+            fit.held_out(found.rows, what, 0)
 
 
 def test_the_loss_is_that_of_the_candidate_that_selection_would_choose(

@@ -13,6 +13,7 @@ from bench import gpu_report, shapes, sweep, sweep_figure
 from bench.__main__ import app
 from bench.gpu import Bench
 from bench.schemes import Scheme, parse
+from tests.python.bench_rows import write
 from typer.testing import CliRunner
 
 _ROW = {"scheme": "w4a16_g128", "selected": True, "tactic": "w4a16_f16_stream"}
@@ -69,6 +70,36 @@ def test_a_sweep_goes_on_where_it_stopped() -> None:
     assert list(sweep.run(bench, [parse("w4a16_g128")], [(256, 64)], [1], [], 0)) == []
 
 
+def test_every_second_random_layer_judges_what_is_fitted_to_others() -> None:
+    names = [f"{n}x{k}" for n, k in sweep.random_layers(100, seed=3)]
+    kept = sweep.held_out(100, seed=3)
+    assert kept == set(names[1::2])
+    assert len(kept) == 50
+    assert sweep.held_out(60, seed=3) == kept & set(names[:60])  # whatever the number of layers
+
+
+def test_a_sweep_goes_on_on_one_gpu_and_keeps_what_its_parts_say(tmp_path: Path) -> None:
+    path, rows = tmp_path / "sweep.json", [_row("64x64", 1, 2.0, cublas=3.0)]
+    assert sweep.read(path, "NVIDIA H200") == {"facts": {}, "rows": []}
+    write(path, rows, commit="1234567", skipped={"humming": ["no such layer"]})
+    before = sweep.read(path, "NVIDIA H200")
+    with pytest.raises(ValueError, match=r"sweep\.json was measured on NVIDIA H200, this is NVIDIA L4"):
+        sweep.read(path, "NVIDIA L4")
+    fresh = gpu_report.report({"GPU": "NVIDIA H200", "commit": "89abcde"}, [_row("64x64", 2, 1.0)])
+    report = sweep.continued(before, fresh)
+    skipped = {"humming": ["no such layer"]}
+    assert report.facts == {"GPU": "NVIDIA H200", "commit": "1234567 | 89abcde", "skipped": skipped}
+    assert report.rows == [*rows, *fresh.rows]
+    assert sweep.continued({"facts": {}, "rows": []}, fresh) == fresh
+
+
+def _table(text: str, words: str) -> list[list[str]]:
+    """The cells of the table under a heading that ends so."""
+    _, _, behind = text.partition(f"{words}\n\n")
+    lines = behind.partition("\n\n")[0].strip().splitlines()
+    return [line.strip("| ").split(" | ") for line in [lines[0], *lines[2:]]]
+
+
 def test_means_are_geometric_and_by_range_of_m() -> None:
     rows = [
         _row("64x64", 1, 1.0, cublas=4.0, humming=2.0),
@@ -76,14 +107,41 @@ def test_means_are_geometric_and_by_range_of_m() -> None:
         _row("64x64", 512, 2.0, cublas=1.0),
     ]
     text = sweep.report({}, rows, 5).markdown()
-    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    heads, first, second, third, everything = lines[:5]
-    assert heads == ["| M", "cells", "best peer", "cuBLAS", "humming |"]
-    assert first[1:4] == ["2", f"{math.sqrt(2):.2f} (worst 1.00)", "2.00 (worst 1.00)"]
-    assert second[1:4] == ["1", "0.50 (worst 0.50)", "0.50 (worst 0.50)"]
-    assert third[1:3] == ["0", ""]
-    assert everything[1:3] == ["3", "1.00 (worst 0.50)"]
     assert "3 of 5 cells" in text
+    heads, few, some, many, everything = _table(
+        text, "all layers: geometric mean of a peer's time over that of qcutlass"
+    )
+    assert heads == ["M", "cells", "best peer", "best peer, where all ran", "cuBLAS", "humming"]
+    best, where_all_ran = f"{math.sqrt(2):.2f} (worst 1.00)", "2.00 (worst 2.00, 1 of 2)"
+    assert few == ["1 to 64", "2", best, where_all_ran, "2.00 (worst 1.00)", where_all_ran]
+    assert some[:5] == ["65 to 512", "1", "0.50 (worst 0.50)", "", "0.50 (worst 0.50)"]
+    assert many[:2] == ["from 513", "0"]
+    assert everything[1:4] == ["3", "1.00 (worst 0.50)", "2.00 (worst 2.00, 1 of 3)"]
+    assert "geometric mean" in sweep.report({}, [{**_ROW, "shape": "64x64", "m": 1, "qcutlass_us": 1.0}], 1).markdown()
+
+
+def test_slow_cells_are_counted_and_held_out_layers_stand_alone() -> None:
+    rows = [
+        _row("1024x1024", 1, 1.0, cublas=0.96),
+        _row("1024x1024", 2, 1.0, cublas=0.94, humming=0.8),
+        _row("1024x960", 1, 1.0, cublas=0.94, humming=2.0),
+        _row("1024x960", 2, 1.0, cublas=0.84),
+        _row("2048x4096", 1, 1.0, cublas=0.5),
+        _row("2048x4096", 2, 1.0, humming=0.5),
+        {**_row("2048x4096", 1, 1.0, cublas=0.1), "selected": False},
+    ]
+    text = sweep.report({}, rows, 6, {"2048x4096", "1x1"}).markdown()
+    words, held = "cells by cuBLAS's time over that of qcutlass", "the held-out half of the random layers"
+    assert _table(text, words) == [
+        ["layers", "N and K from 1024: below 0.95", "all: below 0.85"],
+        ["all layers", "2 of 3", "2 of 5"],
+        [held, "1 of 1", "1 of 1"],
+    ]
+    _, few, *_ = _table(text, f"{held}: geometric mean of a peer's time over that of qcutlass")
+    assert few[1:3] == ["2", "0.50 (worst 0.50)"]
+    assert held not in sweep.report({}, rows, 6).markdown()
+    alone = [_row("1024x1024", 1, 1.0, humming=2.0)]
+    assert words not in sweep.report({}, alone, 1).markdown()
 
 
 def test_worst_cells_come_first() -> None:
