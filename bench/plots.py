@@ -185,9 +185,10 @@ def _contestants(rows: Sequence[Row]) -> dict[str, str]:
     return {_OURS: _OURS} | {key: label for key, label in LABELS.items() if _series(rows, key)}
 
 
-def _series(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
-    """(M, microseconds) of a contestant, where it was measured."""
-    return [(row["m"], row[f"{key}_us"]) for row in rows if row.get(f"{key}_us") is not None]
+def _series(rows: Sequence[Row], key: str, in_situ: bool = False) -> list[tuple[int, float]]:
+    """(M, microseconds) of a contestant, where it was measured: back to back, or behind an ordinary kernel."""
+    name = f"{key}_in_situ_us".removeprefix(f"{_OURS}_") if in_situ else f"{key}_us"
+    return [(row["m"], row[name]) for row in rows if row.get(name) is not None]
 
 
 def _powers(axes: Axes, ms: Sequence[int]) -> None:
@@ -218,34 +219,39 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def _shape_figure(rows: Sequence[Row], contestants: dict[str, str], title: str) -> Figure:
-    """Microseconds, the yardstick's time over one's own, and share of the limit, of everybody against M."""
+    """Microseconds, the yardstick's time over one's own, and share of the limit, of everybody against M.
+
+    Dashed: the same in situ, where it was measured; the yardstick's time is then that in situ, too.
+    """
     limit = {row["m"]: row["limit_us"] for row in rows if row.get("limit_us")}
     yardstick = next((key for key in contestants if key != _OURS and _series(rows, key)), None)
-    base = dict(_series(rows, yardstick)) if yardstick is not None else {}
-    panels = ["times", *(["ratios"] if base else []), *(["shares"] if limit else [])]
+    panels = ["times", *(["ratios"] if yardstick else []), *(["shares"] if limit else [])]
     figure, all_axes = _figure(10.8 if len(panels) > 2 else 9, 4.2, len(panels))
     axes_of = dict(zip(panels, all_axes, strict=True))
     times = axes_of["times"]
     ms = [row["m"] for row in rows]
-    for index, (key, label) in enumerate(contestants.items()):
-        points = _series(rows, key)
-        if not points:
-            continue
-        style: dict[str, Any] = {**_style(index), "label": label}
-        style |= {"linewidth": 2.2, "zorder": 5} if key == _OURS else {}
-        times.plot(*zip(*points, strict=True), **style)
-        for panel, values in (
-            ("ratios", [(m, base[m] / us) for m, us in points if m in base]),
-            ("shares", [(m, 100 * limit[m] / us) for m, us in points if m in limit]),
-        ):
-            if values:
-                axes_of[panel].plot(*zip(*values, strict=True), **style)
-    dashes: dict[str, Any] = {"color": "#888888", "linestyle": "--", "linewidth": 1}
+    for in_situ in (False, True):
+        base = dict(_series(rows, yardstick, in_situ)) if yardstick is not None else {}
+        for index, (key, label) in enumerate(contestants.items()):
+            points = _series(rows, key, in_situ)
+            width = 2.2 if key == _OURS else 1.3
+            style: dict[str, Any] = _style(index) | {"linewidth": width, "zorder": 5 if key == _OURS else 2}
+            style |= {"linestyle": "--", "linewidth": width / 2, "markersize": 2} if in_situ else {"label": label}
+            for panel, values in (
+                ("times", points),
+                ("ratios", [(m, base[m] / us) for m, us in points if m in base]),
+                ("shares", [(m, 100 * limit[m] / us) for m, us in points if m in limit]),
+            ):
+                if values:
+                    axes_of[panel].plot(*zip(*values, strict=True), **style)
+    dots: dict[str, Any] = {"color": "#888888", "linestyle": ":", "linewidth": 1.5}
+    if any(_series(rows, key, in_situ=True) for key in contestants):
+        times.plot([], [], "--", color="#444444", linewidth=1, label="dashed: in situ, behind an ordinary kernel")
     if limit:
-        times.plot(list(limit), list(limit.values()), label="limit (memory, data sheet)", **dashes)
-        axes_of["shares"].axhline(100, **dashes)
+        times.plot(list(limit), list(limit.values()), label="limit (memory, data sheet)", **dots)
+        axes_of["shares"].axhline(100, **dots)
         axes_of["shares"].set_title("share of the limit, % (higher is better)", fontsize=9)
-    if yardstick is not None and base:
+    if yardstick is not None:
         name = YARDSTICKS.get(yardstick, contestants[yardstick])
         axes_of["ratios"].set_title(f"times as fast as {name} (higher is better)", fontsize=9)
     times.set_title("microseconds a call (lower is better)", fontsize=9)

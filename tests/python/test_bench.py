@@ -181,6 +181,32 @@ def test_figures_are_titled_in_words(whole_run: Path, monkeypatch: pytest.Monkey
     assert figures["w4a16_g128_roofline"].get_suptitle() == f"{words}; NVIDIA H200"
 
 
+def test_times_in_situ_are_dashed_lines_of_the_same_colours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whole_run: Path
+) -> None:
+    figures: dict[str, Any] = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.setdefault(path.stem, figure) and path)
+    rows = []
+    for m, ours in ((1, 10.0), (16, 12.0)):
+        few = row("8192x8192", m, "stream", ours)
+        rows.append(few | {"cublas_us": 40.0, "humming_us": 20.0, "in_situ_us": ours + 2, "cublas_in_situ_us": 42.0})
+    plots.draw(gpu_report.merge([write(tmp_path / "in_situ.json", rows)]), tmp_path)
+    figure = figures["w4a16_g128_8192x8192"]
+    times, ratios, shares = ([line for line in axes.lines if len(line.get_xdata())] for axes in figure.axes)
+    solid, dashed = ([line for line in times if line.get_linestyle() == style] for style in ("-", "--"))
+    assert [list(line.get_ydata()) for line in solid] == [[10, 12], [40, 40], [20, 20]]
+    assert [list(line.get_ydata()) for line in dashed] == [[12, 14], [42, 42]]  # humming was not timed so
+    assert [line.get_color() for line in dashed] == [line.get_color() for line in solid[:2]]
+    assert [list(line.get_ydata()) for line in ratios] == [[4, 40 / 12], [1, 1], [2, 2], [3.5, 3], [1, 1]]
+    assert sum(line.get_linestyle() == "--" for line in shares) == 2
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["qcutlass", "cuBLAS 16-bit", "humming", *labels[3:]]
+    assert sum(label.startswith("dashed: in situ") for label in labels) == 1
+    figures.clear()
+    plots.draw(gpu_report.merge([whole_run]), tmp_path)
+    assert not any(line.get_linestyle() == "--" for line in figures["w4a16_g128_8192x8192"].axes[0].lines)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
