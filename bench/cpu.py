@@ -17,6 +17,7 @@ from typing import Final
 import torch
 
 import qcutlass
+from bench import origin
 from bench.cpu_timing import LEAST_ROUNDS, MOST_ROUNDS, copy_rate, measure
 from bench.report import Column, Report, Row
 from bench.schemes import WeightOnly, parse_weight_only
@@ -200,12 +201,12 @@ def _speed_ups(times: Mapping[int, Sample]) -> str:
 
 
 def machine() -> Row:
-    """Facts of the machine, as it is now."""
+    """Facts of the machine, as it is now, and of the tree."""
     return {
         "processor": f"{_processor()}, {torch.get_num_threads()} threads",
         "load average": f"{os.getloadavg()[0]:.1f}",
         "copy": f"{copy_rate():.1f} GB/s",
-        "torch": torch.__version__,
+        **origin.facts(),
     }
 
 

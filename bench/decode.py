@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 import qcutlass
+from bench import origin
 from bench.report import Column, Report, Row
 from bench.timing import Sample
 from qcutlass import models
@@ -215,7 +216,7 @@ def report(name: str, rows: list[Row], prompt: int, tokens: int, rounds: int, be
     """The table; `beside`: neighbours()."""
     facts = {
         "model": name,
-        "torch": torch.__version__,
+        **origin.facts(),
         "method": f"a prompt of {prompt} tokens of English, then the {tokens - 1} likeliest behind the first new one; "
         f"all contestants take turns, median of {rounds} rounds, spread = (max - min) / median",
         "same text": "new tokens until the first that differs from those of the first contestant",

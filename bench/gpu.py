@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 
 import torch
 
-from bench import gpu_report, limits
+from bench import gpu_report, limits, origin
 from bench.gpu_timing import (
     FAR_ROUNDS,
     ROTATION_BYTES,
@@ -112,8 +111,7 @@ class Bench:
     def report(self, rows: list[Row]) -> Report:
         facts: Row = {
             "GPU": torch.cuda.get_device_name(),
-            "date": date.today().isoformat(),
-            "torch": torch.__version__,
+            **origin.facts(),
             "CUDA": torch.version.cuda,
             "built for": " ".join(_C.cuda_architectures()),
             "method": f"microseconds a call in one CUDA graph, random data, weights cold in L2 (rotation > "

@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -19,6 +18,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
+from bench import origin
 from bench.report import Column, Report, Row
 from bench.timing import interleave
 from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, UnsupportedError, WeightOnly
@@ -108,8 +108,7 @@ def main(
     where = torch.device(device)
     facts: Row = {
         "GPU": torch.cuda.get_device_name() if device == "cuda" else "none",
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
+        **origin.facts(),
         "layers": f"{size} x {size}, no bias, {'fp16' if device == 'cuda' else 'fp32'}, inference mode",
         "method": f"medians of {calls} calls, each timed by itself behind a synchronisation, the layers in turn",
     }

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from bench import llama
+from bench import llama, origin
 from bench.gpu_timing import ROUNDS, Contestant, Graph, measure
 from bench.report import Column, Report, Row
 from bench.schemes import WeightOnly
@@ -162,7 +162,7 @@ def report(model: Model, rows: list[Row]) -> Report:
     dtype = str(model.dtype).removeprefix("torch.")
     facts = {
         "device": torch.cuda.get_device_name(model.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **origin.facts(),
         "model": f"{size.blocks} blocks of {', '.join(_PARTS)}; hidden {size.hidden}, intermediate "
         f"{size.intermediate}, {size.heads} heads, {size.kv_heads} of keys and values, vocabulary {size.vocabulary}",
         "weights": f"{model.weights / 1e9:.3g} G without embedding and lm_head; random, {model.scheme.name}; dense: "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import qcutlass
+from bench import origin
 from bench.gpu_timing import Contestant, Graph, copies_for, measure
 from bench.report import Column, Report, Row
 from qcutlass import blockwise, testing
@@ -145,7 +146,7 @@ def run(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> Ite
 def report(rows: list[Row]) -> Report:
     facts = {
         "GPU": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        **origin.facts(),
         "bytes": "activations read once, codes written; the copy reads half of them and writes the other half",
         "method": "CUDA graphs of launches on inputs that are cold in L2, replayed in turn; medians",
     }

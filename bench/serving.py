@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -28,7 +27,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench import cpu, plots, serving_soak
+from bench import cpu, origin, plots, serving_soak
 from bench.report import Column, Report, Row
 from bench.serving_checkpoint import MODELS, write_dense, write_gptq
 from qcutlass.formats.specs import METHOD
@@ -148,10 +147,8 @@ def figures(batch: int, output: int, rounds: int, ready: float, seconds: Callabl
 
 def report(rows: list[Row], model: str, asked: Row, failed: list[str]) -> Report:
     """The rows, under what a reader must know of them: what was `asked` of all contestants, and which `failed`."""
-    where = {"GPU": torch.cuda.get_device_name()} if device() == "cuda" else cpu.machine()
+    where = {"GPU": torch.cuda.get_device_name()} | origin.facts() if device() == "cuda" else cpu.machine()
     facts: Row = where | {
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
         "vllm": _vllm_version(),
         "model": f"{model}: {MODELS[model]}",
         "options": asked["options"],

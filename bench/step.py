@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from bench import llama
+from bench import llama, origin
 from bench.limits import machine
 from bench.report import Column, Report, Row
 from bench.schemes import WeightOnly
@@ -229,7 +229,7 @@ def _measured(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[s
 def report(rows: list[Row]) -> Report:
     facts = {
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
+        **origin.facts(),
         "dense": "the same model with its dequantised weights in torch.nn.Linear layers and transformers' own experts",
         "modes": "eager: transformers as it is; graph: static cache and a CUDA graph; default: the same compiled, with "
         "flex_attention, as qcutlass generate runs",

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import StaticCache
 from transformers.utils.logging import disable_progress_bar
 
-from bench import llama
+from bench import llama, origin
 from bench.report import Column, Report, Row
 from bench.schemes import WeightOnly
 from bench.timing import interleave, wall_time
@@ -264,7 +264,7 @@ def report(device: torch.device, rows: list[Row], prompt: int = PROMPT) -> Repor
     on_gpu = device.type == "cuda"
     facts = {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **origin.facts(),
         "dense": "the same model with its dequantised weights in torch.nn.Linear layers",
         "fused": "q, k, v and gate, up as one product each",
         "method": f"milliseconds of a prompt of {prompt} tokens, and of a step of greedy decoding behind it; "

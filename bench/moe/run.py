@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from bench import limits
+from bench import limits, origin
 from bench.gpu_timing import ROTATION_BYTES, ROUNDS, Contestant, Graph, measure, outputs
 from bench.moe.contestants import PEERS, Multiply, Ours, Products, contestant
 from bench.moe.problem import BITS, DTYPE, GROUP, Block, Routed, Size, Skew
@@ -79,8 +78,7 @@ class Bench:
     def report(self, rows: list[Row]) -> Report:
         facts: Row = {
             "GPU": torch.cuda.get_device_name(),
-            "date": date.today().isoformat(),
-            "torch": torch.__version__,
+            **origin.facts(),
             "CUDA": torch.version.cuda,
             "built for": " ".join(_C.cuda_architectures()),
             "weights": f"int{BITS}, groups of {GROUP}, {str(DTYPE).removeprefix('torch.')} scales",

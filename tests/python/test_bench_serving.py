@@ -89,6 +89,7 @@ def test_report_of_contestants_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ]
 
     monkeypatch.setattr(serving, "run_apart", run_apart)
+    monkeypatch.setenv("QCUTLASS_COMMIT", "1234567")
     files = [tmp_path / "found" / name for name in ("serving.json", "serving.md")]
     options = ["--model", "tiny", "--batch", "1", "--batch", "8", "--prompt", "7", "--output", "5", "--rounds", "7"]
     more = ["--options", '{"dtype": "bfloat16"}', "--json", str(files[0]), "--markdown", str(files[1])]
@@ -107,7 +108,7 @@ def test_report_of_contestants_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [(row["contestant"], row["batch"], row["tokens_per_s"]) for row in content["rows"]] == [
         ("qcutlass", 1, 4.0), ("qcutlass", 8, 32.0), ("dense", 1, 4.0), ("dense", 8, 32.0),
     ]  # fmt: skip
-    assert {"processor", "torch", "vllm", "date"} <= set(content["facts"])
+    assert {"processor", "torch", "vllm", "date", "commit"} <= set(content["facts"])
     assert content["facts"]["options"] == common
     assert content["facts"]["failed"] == []
     assert "the best of 7 rounds" in content["facts"]["method"]
