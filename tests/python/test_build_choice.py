@@ -165,6 +165,8 @@ def test_the_driver_itself_is_asked_where_nvidia_smi_is_broken(
         ("8.6;9.0", ("86-real", "90a-real")),
         ("80, 90-virtual 12.0", ("80-real", "90-virtual")),
         ("90-real", ("90-real",)),
+        ("100;120", ("90-virtual",)),
+        ("100-real;120-real", ("100-real", "120-real")),
     ],
 )
 def test_architectures_that_are_chosen(
