@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qcutlass.layers import BlockwiseLinear, Fp8Linear, Int4Linear, Int8Linear, QuantLinear
+from qcutlass.layers.expert_stack import ExpertStack
 from qcutlass.products import block_operators, int4
 from qcutlass.products.blockwise import BLOCKWISE
 from qcutlass.products.checks import check_integer, names_of
@@ -53,10 +54,13 @@ def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
     """Each kind of packed layer in a module once.
 
     These are layers that quantise their activations, and submodules with `w_packed`, `scales`, `zeros` and
-    `in_features`.
+    `in_features`. Experts are left out: their products have no tuned plans.
     """
-    found = []
+    found, experts = [], []
     for name, module in model.named_modules():
+        if isinstance(module, ExpertStack):
+            experts.append(name or type(module).__name__)
+            continue
         make = next((make for kind, make in _QUANTIZING.items() if isinstance(module, kind)), None)
         try:
             layer = _weight_only(module, dtype) if make is None else make(module)
@@ -64,6 +68,12 @@ def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
             raise type(error)(f"{name or 'the module'}: {error}") from error
         if layer is not None:
             found.append(layer)
+    if not found and experts:
+        raise ValueError(
+            f"model_or_shapes: expected a module with linear layers to tune, got one whose packed layers, "
+            f"{len(experts)}, are all of experts ({experts[0]}), and products of experts are not tuned; leave "
+            "qcutlass.tune out, as the cost model chooses their kernels"
+        )
     if not found:
         names = ", ".join(kind.__name__ for kind in _QUANTIZING)
         raise ValueError(

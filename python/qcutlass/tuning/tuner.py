@@ -74,8 +74,8 @@ def tune(
 
     Args:
         model_or_shapes: a module, whose layers that quantise their activations, and submodules with `w_packed`,
-            `scales`, `zeros` and `in_features`, are tuned; or pairs (N, K) of the scheme that the following arguments
-            describe.
+            `scales`, `zeros` and `in_features`, are tuned, but experts are not; or pairs (N, K) of the scheme that the
+            following arguments describe.
         ms: numbers of rows, up to 16384; each stands for all up to it from the next smaller one of `tuning.BUCKETS`.
         bits: 4 or 8, with shapes.
         group_size: columns that share a scale, with shapes; -1: one group a channel.
