@@ -97,10 +97,11 @@ def experts(
     slots. A token's result depends neither on other tokens nor on how often it is computed, on CUDA as long as the
     products' tactics are the same (they are chosen by T), or where they are `batch_invariant`.
 
-    Memory beside the output is at most 1 GiB, or that of one token where this takes more: `R * (I + H)` elements of
-    the type of `x`, or `R * (I + max(2 I, H))` where the product leaves gate and up, with R = k * tokens, 12 bytes a
-    row and, with `perm`, K elements and 12 K bytes a row for the longer K; more tokens are computed in equal parts, one
-    after the other. Nothing waits for the GPU, so that CUDA graphs can be captured.
+    Memory beside the output is at most 1 GiB, or that of one token where this takes more; more tokens are computed in
+    equal parts, one after the other. Of R = k * tokens rows each takes 12 bytes, and I + H elements of the type of `x`,
+    or 2 I + max(I, H) where the product leaves gate and up; with `perm`, on a GPU, 12 bytes a column of that product
+    and 32 besides. Copies of operands whose rows are no multiples of 16 bytes are not counted. Nothing waits for the
+    GPU, so that CUDA graphs can be captured.
 
     Args:
         x: `[T, H]`. float16 or bfloat16 on CUDA; these or float32 on the CPU.

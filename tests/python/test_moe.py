@@ -129,7 +129,7 @@ def test_tokens_are_computed_in_parts(device: str, seed: int, monkeypatch: pytes
     """The same results with memory for a few tokens alone."""
     problem = case_on("ids of others", device).random(device=device, seed=seed)
     whole = computed(problem)
-    row = problem.x.element_size() * (64 + 64)  # of [R, I] and [R, H]
+    row = 12 + problem.x.element_size() * (64 + 64)  # of the routing, [R, I] and [R, H]
     for tokens, parts in ((33, [33]), (32, [17, 16]), (10, [9, 9, 9, 6]), (0, [1] * 33)):
         monkeypatch.setattr(expert_block, "MOST_BYTES", row * 3 * tokens)
         called: list[int] = []

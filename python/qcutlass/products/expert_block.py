@@ -20,7 +20,7 @@ from qcutlass.products.checks import (
 )
 from qcutlass.products.epilogue import GATE_STEP
 from qcutlass.products.functions import gemm_grouped
-from qcutlass.products.grouped import GATHER_BYTES, GroupedCall
+from qcutlass.products.grouped import GATHER_BYTES, GATHER_ROW_BYTES, GroupedCall
 from qcutlass.products.kind import schema_of
 from qcutlass.products.library import is_eager, register
 from qcutlass.products.memory import check_out_memory
@@ -35,9 +35,12 @@ from qcutlass.products.moe_operators import (
 )
 from qcutlass.products.packing import PackedWeights, WeightShape
 
-MOST_BYTES: Final = 1 << 30
-"""Of the intermediate results of the tokens that are computed at once: hundreds of rows an expert, which cost more
-arithmetic than bytes of weights, so that reading these once more for the next tokens costs little."""
+MOST_BYTES: Final = 1023 << 20
+"""Of memory for the tokens that are computed at once: hundreds of rows an expert, which cost more arithmetic than bytes
+of weights, so that reading these once more for the next tokens costs little. Of 1 GiB a MiB is left for offsets of
+experts and for what allocators round up."""
+_ROUTING_BYTES: Final = 4 + 4 + 4
+"""Of a row in a routing: its token, its place in the order of slots, its weight."""
 
 
 class ExpertWeights(NamedTuple):
@@ -182,14 +185,27 @@ def _fused_gate(call: ExpertsCall) -> str | None:
     return check_gate(call.activation, call.limit, call.alpha, gate_up.interleaved).fused
 
 
+def row_bytes(call: ExpertsCall) -> int:
+    """What a routed row takes of memory at most, in the step that takes the most.
+
+    Rows of `x` may be copied before the first product: kernels of `wgmma` read those of an expert one after the other.
+    Copies of operands whose rows are no multiples of 16 bytes are not counted.
+    """
+    hidden, inner, size = call.x.shape[1], call.gate_up.scales.shape[-1] // 2, call.x.element_size()
+    first = inner if _fused_gate(call) else 2 * inner
+    copied = size * hidden if call.gate_up.perm is None else GATHER_ROW_BYTES + GATHER_BYTES * hidden
+    ordered = 0 if call.down.perm is None else GATHER_ROW_BYTES + GATHER_BYTES * inner
+    steps = {
+        "gate_up": copied + size * first,
+        "gate": size * (first + inner) if first > inner else 0,
+        "down": size * (inner + hidden) + ordered,
+    }
+    return _ROUTING_BYTES + max(steps.values())
+
+
 def tokens_at_once(call: ExpertsCall) -> int:
     """Equal shares of the tokens whose intermediate results fit into `MOST_BYTES`, or one."""
-    both, size = call.gate_up.scales.shape[-1], call.x.element_size()
-    first = 0 if _fused_gate(call) else both
-    row = size * (both // 2 + max(first, call.x.shape[1]))
-    orders = [weights.perm.shape[1] for weights in (call.gate_up, call.down) if weights.perm is not None]
-    row += (size + GATHER_BYTES) * max(orders, default=0)
-    most = max(1, MOST_BYTES // (row * call.topk_ids.shape[1]))
+    most = max(1, MOST_BYTES // (row_bytes(call) * call.topk_ids.shape[1]))
     return ceil_div(call.x.shape[0], ceil_div(call.x.shape[0], most)) if call.x.shape[0] else 1
 
 
@@ -206,6 +222,7 @@ def _run(call: ExpertsCall, out: Tensor) -> None:
         y = _multiply(gated, down, offsets, call.batch_invariant, row_scale=row_scale)
         del gated
         sum_slots_into(y, order, out[part])
+        del y  # before the next tokens' results
 
 
 def compute(call: ExpertsCall, out: Tensor | None) -> Tensor:

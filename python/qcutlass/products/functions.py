@@ -363,8 +363,8 @@ def gemm_grouped(
         group_size, bits, tactic, weight_dtype, batch_invariant: as for `gemm`.
         global_scale: float32 `[E]` or `[E, 1]`, beside scales of float8_e4m3fn; None: 1.
         perm: int32 `[E, K]`, values in [0, K): column k of an expert's codes meets column perm[e, k] of `a` (GPTQ's
-            act-order). On CUDA torch gathers rows and columns before the product, in R * K elements of the type of
-            `a` and 12 bytes more for each; there, values are clamped as rows are.
+            act-order). On CUDA torch gathers rows and columns before the product, which takes 12 bytes for each of
+            R * K activations; there, values are clamped as rows are.
         out: `[R, N]`, or `[R, I]`, with the type of `a`, to be written; must not share memory with an operand.
 
     Returns:

@@ -27,7 +27,10 @@ _INDICES: Final = (torch.int32,)
 IN_ANY_ORDER: Final = ("cpu",)
 """Devices whose products reorder columns themselves; on others torch does it before them."""
 GATHER_BYTES: Final = 4 + 8
-"""Of the indices of an activation that torch gathers: int32, and int64 as it takes them."""
+"""Of a 16-bit activation that torch gathers, at most: its column, and its place as torch takes it, which stands beside
+the activation itself."""
+GATHER_ROW_BYTES: Final = 4 + 8 + 4 + 2 * 8
+"""Of a row that torch gathers: its number, its expert, its source, and the place of that."""
 
 _PARAMETERS: Final = (2, 3), "[E, G, N] or [E, N]"
 _SUPERS: Final = (3,), "[E, B, N]"
@@ -174,8 +177,9 @@ class GroupedCall(NamedTuple):
         row = torch.arange(self.out_rows, device=self.a.device, dtype=torch.int32)
         expert = torch.searchsorted(self.offsets.contiguous(), row, right=True).sub_(1).clamp_(0, self.experts - 1)
         source = (row if self.rows is None else self.rows).clamp(0, self.a.shape[0] - 1)
-        columns = perm[expert].clamp_(0, self.a.shape[1] - 1)
-        return self._replace(a=self.a[source[:, None], columns], rows=None, perm=None)
+        places = perm[expert].clamp_(0, self.a.shape[1] - 1).long()
+        places += source[:, None].long() * self.a.shape[1]
+        return self._replace(a=self.a.take(places), rows=None, perm=None)
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         names = "scales", "zeros", "minimums", "super_scales", "super_minimums"
