@@ -354,8 +354,8 @@ def gemm_grouped(
         zeros, minimums: shaped as `scales`, of types and meaning as for `gemm`.
         super_scales, super_minimums: `[E, B, N]`, as for `gemm`.
         offsets: int32 `[E + 1]`, not decreasing, in [0, R].
-        rows: int32 `[R]`, in [0, T): the row of `a` that each result row multiplies, gathered by the kernel. None: r,
-            and R = T.
+        rows: int32 `[R]`, in [0, T): the row of `a` that each result row multiplies, gathered by the kernel, or in a
+            copy before it (`wgmma`, with many rows an expert). None: r, and R = T.
         row_scale: float32 `[R]`: multiplies finished rows, in fp32 before they are rounded (the router's weights).
         bias: float16, bfloat16 or float32 `[E, N]`.
         activation: as for `gemm`. With "silu_mul" and "gelu_tanh_mul" the N = 2 I channels are I of gate, then I of up,
