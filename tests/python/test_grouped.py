@@ -396,9 +396,8 @@ def checks_of(arguments: Iterable[object]) -> tuple[str, ...]:
 @devices
 @pytest.mark.parametrize("name", ["zeros", "perm", *CODES])
 def test_the_operator_is_checked_and_compiles(name: str, device: str, seed: int) -> None:
-    if device == "cuda" and name in CODES:
-        pytest.skip("the CPU alone has products of experts with such codes")
-    case = CODES.get(name, case_of("native", "w4 float16", 48, 128, bias=True, perm=name == "perm"))
+    plain = case_of("native", "w4 float16", 48, 128, bias=True, perm=name == "perm")
+    case = code_case(name, device) if name in CODES else plain
     problem = GroupedCase(case, (2, 0, 3), 1, 1, scaled=True).random(device=device)
     operands, options = arguments(problem)
     call = qcutlass.products.kind.FUNCTIONS[qcutlass.gemm_grouped].call(*operands, **options)
@@ -450,6 +449,16 @@ def test_choices_are_explained() -> None:
     assert "stream" not in qcutlass.explain(qcutlass.gemm_grouped, *operands, **options, device="h200").plan.tactic
     with pytest.raises(ValueError, match="tactic: 'no_such'"):
         qcutlass.explain(qcutlass.gemm_grouped, *operands, **options, device="h200", tactic="no_such")
+
+
+@pytest.mark.parametrize("name", [*MODES, *CODES])
+def test_weights_that_wgmma_multiplies(name: str) -> None:
+    """All but integers that are scaled in fp32 or have minimums."""
+    case = code_case(name, "cuda") if name in CODES else case_of(name, "w4 float16", 72, 256)
+    operands, options = arguments(GroupedCase(case, (2, 0, 3)).random())
+    every = [traits.name for traits in selection.configurations(qcutlass.gemm_grouped, *operands, **options)]
+    in_fp32 = name == "float" or name.startswith(("minimums", "two levels"))
+    assert any("_sm90a_" in tactic for tactic in every) == (not in_fp32)
 
 
 @pytest.mark.gpu

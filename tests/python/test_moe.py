@@ -58,7 +58,7 @@ CODES: Final = {
     "NVFP4": MoeCase(20, 64, 64, 4, 2, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn, group_size=16),
     "fp8": MoeCase(20, 192, 64, 4, 2, bits=8, weight_dtype="e4m3", scale_dtype=torch.float32, group_size=128),
 }
-"""Those that the CPU alone has."""
+"""Floating codes, and codes with minimums."""
 CASES: Final = {
     "one token": MoeCase(1, 128, 64, 8, 2),
     "top 8 of 128": MoeCase(5, 64, 32, 128, 8),
