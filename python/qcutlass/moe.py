@@ -134,6 +134,6 @@ def experts(
         >>> qcutlass.moe.experts(x, weights(2 * 128, 256), weights(256, 128), topk_ids, topk_weights).shape
         torch.Size([5, 256])
     """
-    weights = ExpertWeights(*gate_up), ExpertWeights(*down)
+    weights = expert_block.weights_of("gate_up", gate_up), expert_block.weights_of("down", down)
     call = ExpertsCall(x, *weights, topk_ids, topk_weights, activation, limit, alpha, batch_invariant)
     return expert_block.compute(call, out)

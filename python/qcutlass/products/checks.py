@@ -6,6 +6,7 @@ Only shapes, types and devices are looked at, so that everything but `check_memo
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from numbers import Real
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -124,6 +125,12 @@ def check_integer(name: str, value: object, allowed: Container[int] | None = Non
         raise ValueError(f"{name}: expected one of {', '.join(map(str, _listed(allowed)))}, got {value}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises TypeError unless `value` is a number (or a symbolic one)."""
+    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
 
 
 def check_seed(name: str, value: int) -> None:

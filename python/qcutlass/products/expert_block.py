@@ -11,10 +11,12 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.products.checks import (
     ceil_div,
     check_dense,
+    check_flag,
     check_inference,
     check_memory,
     check_operand,
     check_out,
+    check_tensor,
     shape_of,
     tensors_of,
 )
@@ -26,6 +28,7 @@ from qcutlass.products.library import is_eager, register
 from qcutlass.products.memory import check_out_memory
 from qcutlass.products.moe_operators import (
     IDS,
+    ROUTER_WEIGHTS,
     check_gate,
     check_routing,
     check_rows,
@@ -82,6 +85,18 @@ class ExpertWeights(NamedTuple):
     perm: Tensor | None = None
 
 
+def weights_of(name: str, given: object) -> ExpertWeights:
+    """The argument called `name`, which may be a tuple of the parts; TypeError if it is none."""
+    fields = ExpertWeights._fields
+    if not isinstance(given, (tuple, list)) or not 2 <= len(given) <= len(fields):
+        count = f" of {len(given)}" if isinstance(given, (tuple, list)) else ""
+        raise TypeError(
+            f"{name}: expected qcutlass.moe.ExpertWeights, with w_packed and scales at least, got "
+            f"{type(given).__name__}{count}; make it of the packed weights and scales of all experts"
+        )
+    return ExpertWeights(*given)
+
+
 class ExpertsCall(NamedTuple):
     """The arguments of one block, in the order of the operator's schema; `qcutlass.moe.experts` describes them."""
 
@@ -120,7 +135,13 @@ class ExpertsCall(NamedTuple):
     def check(self, out: Tensor | None) -> None:
         """Checks every argument but what needs memory addresses."""
         check_rows("x", self.x)
+        for name, weights in (("gate_up", self.gate_up), ("down", self.down)):
+            check_flag(f"{name}: interleaved", weights.interleaved)
         check_gate(self.activation, self.limit, self.alpha, self.gate_up.interleaved)
+        if self.down.interleaved:
+            raise ValueError(
+                "down: interleaved: expected False, as channels of gate and up alone take turns, got True; leave it out"
+            )
         tokens, hidden = self.x.shape
         check_operand("topk_ids", self.topk_ids, IDS, self.x.device, "x")
         both = _check_product("gate_up", self.x, self.gate_up)
@@ -132,6 +153,7 @@ class ExpertsCall(NamedTuple):
             raise ValueError(f"down: expected E = {self.experts} experts as gate_up has, got {found}")
         if down.n != hidden:
             raise ValueError(f"down: expected N = H = {hidden} channels, as x has columns, got N = {down.n}")
+        check_tensor("topk_weights", self.topk_weights, ROUTER_WEIGHTS)
         check_routing(self.topk_ids, self.experts, self.topk_weights)
         if self.topk_ids.shape[0] != tokens:
             raise ValueError(f"topk_ids: expected shape [T, k] with T = {tokens}, got {shape_of(self.topk_ids)}")

@@ -18,6 +18,7 @@ from qcutlass.products.checks import (
     check_inference,
     check_integer,
     check_memory,
+    check_number,
     check_operand,
     check_tensor,
     names_of,
@@ -28,7 +29,7 @@ from qcutlass.products.library import register
 
 IDS: Final = (torch.int32, torch.int64)
 _INT32: Final = (torch.int32,)
-_FLOAT32: Final = (torch.float32,)
+ROUTER_WEIGHTS: Final = (torch.float32,)
 _MOST_ROWS: Final = 2**30  # kernels count in 31 bits, and round the parts of warps up
 _TYPES_ON: Final = {"cpu": FLOATING, "meta": FLOATING, "cuda": (torch.float16, torch.bfloat16)}
 
@@ -94,7 +95,7 @@ def check_routing(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | Non
     if topk_ids.is_cuda and num_experts > _C.MOST_EXPERTS:
         raise UnsupportedError(f"num_experts: on CUDA expected at most {_C.MOST_EXPERTS}, got {num_experts}")
     if topk_weights is not None:
-        check_operand("topk_weights", topk_weights, _FLOAT32, topk_ids.device, "topk_ids")
+        check_operand("topk_weights", topk_weights, ROUTER_WEIGHTS, topk_ids.device, "topk_ids")
         if topk_weights.shape != topk_ids.shape:
             expected = shape_of(topk_ids)
             raise ValueError(f"topk_weights: expected the shape of topk_ids, {expected}, got {shape_of(topk_weights)}")
@@ -145,10 +146,12 @@ def check_gate(activation: object, limit: float | None, alpha: float | None, int
     check_flag("interleaved", interleaved)
     gate = GATES[activation]
     if limit is not None:
+        check_number("limit", limit)
         if not limit > 0:
             raise ValueError(f"limit: expected a positive number, got {limit}")
         gate = gate._replace(limit=float(limit))
     if alpha is not None:
+        check_number("alpha", alpha)
         if gate.function != _C.Activation.SILU:
             raise ValueError(f"alpha: {activation!r} has none; leave it out")
         if not math.isfinite(alpha):
