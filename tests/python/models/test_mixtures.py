@@ -179,11 +179,11 @@ def test_saved_models_are_converted_folders(
 
 
 @pytest.mark.parametrize("to", ["gptq", "compressed-tensors"])
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_exported_folders_hold_the_same_weights(
     kind: str, to: str, cuts: dict[str, MixtureCut], tmp_path: Path
 ) -> None:
-    scheme = WeightOnly(4, 16, scale_dtype=torch.float16)  # groups that divide K
+    scheme = WeightOnly(4, 8, scale_dtype=torch.float16)  # groups that divide every K
     models.convert(cuts[kind].floats().folder, tmp_path / "new", scheme=scheme)
     assert models.export_model(tmp_path / "new", tmp_path / "others", to) == len(cuts[kind].names)
     assert torch.equal(logits(load(tmp_path / "others", direct=True)), logits(load(tmp_path / "new")))
@@ -262,23 +262,38 @@ def test_devices_are_filled_by_the_size_of_the_experts(cuts: dict[str, MixtureCu
     assert sizes["model.layers.1.mlp.experts"] == expected
 
 
-@pytest.mark.parametrize(("kind", "form"), FLOATING)
-def test_commands_of_floating_codes(kind: str, form: str, cuts: dict[str, MixtureCut], tmp_path: Path) -> None:
+QUANTISED = [
+    *(
+        pytest.param(kind, form, r"w4 channel int zeros", id=f"{form}-{kind}")
+        for kind, form in (("mixtral", "gptq"), ("qwen3_moe", "awq"), ("deepseek_v3", "compressed"))
+    ),
+    *(
+        pytest.param(*each.values, {"fp8": r"e4m3 g32", "nvfp4": r"e2m1 g16 e4m3 scales"}[each.values[1]], id=each.id)
+        for each in FLOATING
+    ),
+]
+"""Kinds and forms of folders, and what `inspect` says of their experts: each kind and each form once or more."""
+
+
+@pytest.mark.parametrize(("kind", "form", "words"), QUANTISED)
+def test_commands_of_quantised_folders(
+    kind: str, form: str, words: str, cuts: dict[str, MixtureCut], tmp_path: Path
+) -> None:
     """As they are, and converted."""
     (tmp_path / "text.txt").write_text(" ".join(str(token) for token in IDS[0].repeat(4).tolist()))
     source = getattr(cuts[kind], form)().folder
-    words = {"fp8": r"e4m3 g32", "nvfp4": r"e2m1 g16 e4m3 scales"}[form]
-    assert re.search(rf"experts\.\*\.\w+ .*{words}", command("inspect", source).stdout)
     made = command("convert", source, tmp_path / "new", "--verify")
     assert made.exit_code == 0, made.output
-    texts = []
+    said = []
     for folder in (source, tmp_path / "new"):
+        assert re.search(rf"experts\.\*\.\w+ .*{words}", command("inspect", folder).stdout)
         text = command("generate", folder, "--prompt", "5 6 7", "--max-new-tokens", 4)
         assert text.exit_code == 0, text.output
-        texts.append(text.stdout)
-    assert texts[0] == texts[1]
-    score = command("eval", tmp_path / "new", "--text", tmp_path / "text.txt", "--window", 32)
-    assert score.exit_code == 0, score.output
+        score = command("eval", folder, "--text", tmp_path / "text.txt", "--window", 32)
+        assert score.exit_code == 0, score.output
+        (perplexity,) = re.findall(r"perplexity (\d+\.\d+) of 93 tokens", score.stdout)
+        said.append((text.stdout, perplexity))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
