@@ -199,12 +199,11 @@ def sweep_command(
 
 @app.command("moe")
 def moe_command(
-    model: Annotated[list[str], typer.Option(help=f"{', '.join(moe_problem.SIZES)}; repeatable.")] = [  # noqa: B006
-        "qwen3-30b-a3b",
-        "mixtral-8x7b",
-    ],
-    m: Annotated[list[int], typer.Option("--m", min=1, help="Tokens; repeatable.")] = [1, 4, 16, 64, 256, 1024, 4096],  # noqa: B006
+    model: Annotated[list[str], typer.Option(help=f"{', '.join(moe_problem.SIZES)}; repeatable.")] = moe_run.MODELS,
+    m: Annotated[list[int], typer.Option("--m", min=1, help="Tokens; repeatable.")] = moe_run.TOKENS,
     skew: Annotated[list[str], typer.Option(help=f"Ids: {', '.join(moe_problem.SKEWS)}; repeatable.")] = ["uniform"],  # noqa: B006
+    scheme: Schemes = ["w4a16_g128"],  # noqa: B006
+    tactics: Annotated[str | None, typer.Option(help="all, or a part of the names: both products by these.")] = None,
     peer: Annotated[
         list[str], typer.Option(help=f"Only these of {', '.join(peer.key for peer in PEERS)}; repeatable.")
     ] = [],  # noqa: B006
@@ -212,19 +211,18 @@ def moe_command(
     json_path: Json = None,
     markdown_path: Markdown = None,
 ) -> None:
-    """Blocks of mixtures of experts on a GPU, int4 weights; stops at the first wrong result."""
+    """Blocks of mixtures of experts on a GPU, of weight-only schemes; stops at the first wrong result."""
     sizes = [moe_problem.SIZES[_one_of("--model", name, moe_problem.SIZES)] for name in model]
     keys = [_one_of("--peer", key, [one.key for one in PEERS]) for key in peer]
-    skews = [
-        kind for kind in moe_problem.SKEWS if kind in [_one_of("--skew", name, moe_problem.SKEWS) for name in skew]
-    ]
+    kinds, skews = _parsed(lambda: ([moe_problem.parse_scheme(name) for name in scheme], moe_problem.skews(skew)))
     _device("cuda")
-    bench = moe_run.Bench([one() for one in PEERS if not keys or one.key in keys] if use_peers else [])
+    others = [one() for one in PEERS if not keys or one.key in keys] if use_peers else []
+    bench = moe_run.Bench(others, "" if tactics == "all" else tactics)
 
     def save(rows: list[Row]) -> None:
         bench.report(rows).write(json_path, markdown_path)
 
-    rows = _collect(bench.rows(sizes, m, skews), len(sizes) * len(m) * len(skews), save)
+    rows = _collect(bench.rows(sizes, kinds, m, skews), len(sizes) * len(kinds) * len(m) * len(skews), save)
     report = bench.report(rows)
     report.print(console)
     report.write(json_path, markdown_path)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 import qcutlass
 from bench.gpu_timing import ROTATION_BYTES, Contestant
-from bench.moe.problem import BITS, DTYPE, GROUP, Block, Routed
+from bench.moe.problem import Block, Routed
 from bench.peers.base import Skip, import_library
-from qcutlass import moe
+from bench.peers.humming import weight_config, weight_scales
+from qcutlass import UnsupportedError, moe
 from qcutlass.products.moe_operators import gate_rows, sum_slots_into
 
 Multiply: TypeAlias = Callable[[int, Tensor, Routed, int], Tensor]
@@ -41,7 +43,7 @@ class Products(ABC):
         by_slot: whether rows of its results are in the order of slots; if not, of experts.
         weighted: whether its second product multiplies rows by the router's weights.
         gates: whether its first product computes the gate.
-        dtype: of its operands.
+        dtype: of its operands; None: that of the block's activations.
     """
 
     key: ClassVar[str]
@@ -49,7 +51,7 @@ class Products(ABC):
     by_slot: ClassVar[bool] = False
     weighted: ClassVar[bool] = False
     gates: ClassVar[bool] = False
-    dtype: ClassVar[torch.dtype] = DTYPE
+    dtype: ClassVar[torch.dtype | None] = None
 
     @abstractmethod
     def load(self) -> str:
@@ -112,15 +114,38 @@ class Ours(Products):
 
     def prepare(self, block: Block) -> Callable[[Sequence[Routed]], Multiply]:
         def multiply(index: int, a: Tensor, routed: Routed, product: int) -> Tensor:
-            weights, routing = block.copies[index % len(block.copies)][product], routed.routing
-            options: dict[str, Any] = {"offsets": routing.offsets, "group_size": GROUP}
-            if product == 0:
-                options |= {"rows": routing.rows, "activation": "silu_mul"}
-            else:
-                options |= {"row_scale": routing.row_scale}
-            return qcutlass.gemm_grouped(a, weights.w_packed, weights.scales, **options)
+            return qcutlass.gemm_grouped(a, **self._arguments(block, index, routed, product))
 
         return lambda routed: multiply
+
+    @staticmethod
+    def _arguments(block: Block, index: int, routed: Routed, product: int) -> dict[str, Any]:
+        """Those of a product but the activations and `out`."""
+        weights, routing = block.copies[index % len(block.copies)][product], routed.routing
+        found: dict[str, Any] = {name: part for name, part in weights._asdict().items() if name != "interleaved"}
+        found["offsets"] = routing.offsets
+        if product == 0:
+            return found | {"rows": routing.rows, "activation": "silu_mul"}
+        return found | {"row_scale": routing.row_scale}
+
+    def tactics(self, block: Block, routed: Routed, product: int, a: Tensor, wanted: str) -> Iterator[str]:
+        """Those of a product by `a` that run here: the chosen one, then all others whose names contain `wanted`."""
+        arguments = self._arguments(block, 0, routed, product)
+        chosen = qcutlass.plan(qcutlass.gemm_grouped, a, **arguments).tactic
+        yield chosen
+        for name in qcutlass.tactics(qcutlass.gemm_grouped, a, **arguments):
+            with contextlib.suppress(UnsupportedError):
+                if name != chosen and wanted in name:
+                    yield qcutlass.plan(qcutlass.gemm_grouped, a, **arguments, tactic=name).tactic
+
+    def by_tactic(self, block: Block, product: int, tactic: str, gated: Tensor) -> Launch:
+        """One of the products by a tactic of this name; `gated`: what the second one multiplies."""
+
+        def launch(index: int, routed: Routed, out: Tensor) -> Tensor:
+            arguments = self._arguments(block, index, routed, product)
+            return qcutlass.gemm_grouped(gated if product else routed.x, **arguments, tactic=tactic, out=out)
+
+        return launch
 
     @staticmethod
     def whole(block: Block) -> Launch:
@@ -195,19 +220,31 @@ class Humming(Products):
 
     @staticmethod
     def _layer(block: Block, product: int) -> Any:
+        weights, case = block.copies[0][product], block.cases[product]
+        if weights.minimums is not None or weights.super_scales is not None:
+            raise Skip("takes zeros, not minimums, and scales of one level")
+        if weights.global_scale is not None:
+            raise Skip("is given no global scales of experts here")
         humming = import_library("humming.layer", "humming-kernels")
         pack = import_library("humming.ops", "humming-kernels").pack_weight
-        (n, k), experts = block.size.products[product], block.size.experts
-        codes = [pack(block.codes(product, expert).int().contiguous(), BITS) for expert in range(experts)]
+        experts = range(block.size.experts)
+        codes = [pack(block.codes(product, expert).int().contiguous(), case.bits) for expert in experts]
+        scales = weight_scales(weights.scales, block.dtype).transpose(1, 2).contiguous()
+        tensors = {"weight": torch.stack(codes), "weight_scale": scales}
+        if case.zeros == "int":
+            assert weights.zeros is not None
+            zeros = [pack(each.int().contiguous(), case.bits).T for each in weights.zeros]
+            tensors["zero_point"] = torch.stack(zeros).contiguous()
+        elif weights.zeros is not None:
+            tensors["zero_point"] = weights.zeros.transpose(1, 2).to(block.dtype).contiguous()
         layer = humming.HummingLayer(
-            shape_n=n,
-            shape_k=k,
-            num_experts=experts,
-            weight_config={"dtype": f"uint{BITS}", "group_size": GROUP, "has_zero_point": False},
-            torch_dtype=DTYPE,
+            shape_n=case.n,
+            shape_k=case.k,
+            num_experts=len(experts),
+            weight_config=weight_config(case),
+            torch_dtype=block.dtype,
         ).cuda()
-        scales = block.copies[0][product].scales.transpose(1, 2).contiguous()
-        layer.load_from_tensors({"weight": torch.stack(codes), "weight_scale": scales})
+        layer.load_from_tensors(tensors)
         layer.transform()
         return layer
 
@@ -220,12 +257,17 @@ class Triton(Products):
     by_slot = True
     weighted = True
     BLOCKS: Final = (16, 32, 64, 128)
+    COLUMNS: Final = 64
 
     def load(self) -> str:
         version: str = import_library("triton", "triton").__version__
         return f"triton {version}"
 
     def prepare(self, block: Block) -> Callable[[Sequence[Routed]], Multiply]:
+        scheme, group = block.scheme, block.cases[0].group_size
+        plain_codes = scheme.bits == 4 and scheme.zeros == "none" and scheme.weight_dtype is None
+        if not plain_codes or scheme.super_groups or block.dtype != torch.float16 or group % self.COLUMNS:
+            raise Skip(f"takes int4 codes without zeros, in groups of multiples of {self.COLUMNS}, and float16 alone")
         kernel = importlib.import_module("bench.moe.triton_kernel").multiply
         first = [self._plain(block, product) for product in (0, 1)]
         plain = [first, *(copy.deepcopy(first) for _ in range(len(block.copies) - 1))]
@@ -244,7 +286,8 @@ class Triton(Products):
                 out = a.new_empty((rows, n))
                 grid = (len(experts) * -(-n // 128),)
                 top_k = block.size.slots if product == 0 else 1
-                options = {"ROWS": tile, "CHANNELS": 128, "COLUMNS": 64, "GROUP": GROUP, "num_stages": 4}
+                sizes = {"ROWS": tile, "CHANNELS": 128, "COLUMNS": self.COLUMNS}
+                options = sizes | {"GROUP": block.cases[product].group_size, "num_stages": 4}
                 weights = one.weights if product == 1 else a
                 kernel[grid](a, codes, scales, out, slots, experts, weights, n, k, rows, top_k, product == 1, **options)
                 return out
@@ -268,7 +311,7 @@ class GroupedMm(Products):
 
     key = "grouped_mm"
     label = "torch._grouped_mm, bf16"
-    dtype = torch.bfloat16
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def load(self) -> str:
         if not hasattr(torch, "_grouped_mm"):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -12,14 +11,14 @@ from torch import Tensor
 import qcutlass
 from bench.gpu_timing import ROTATION_BYTES, copies_for
 from bench.limits import Machine
-from qcutlass import moe
+from bench.schemes import WeightOnly, parse_weight_only
+from qcutlass import moe, testing
 
 Skew: TypeAlias = Literal["uniform", "zipf"]
 SKEWS: Final[tuple[Skew, ...]] = get_args(Skew)
 
-BITS: Final = 4
-GROUP: Final = 128
 DTYPE: Final = torch.float16
+"""Of activations, where a scheme names no other."""
 MOST_ROUTINGS: Final = 64
 """Sets of ids that the launches of a graph use in turn."""
 
@@ -39,11 +38,6 @@ class Size:
         """(N, K) of both."""
         return (2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)
 
-    @property
-    def expert_bytes(self) -> int:
-        """Codes and scales of one expert."""
-        return sum(n * k * BITS // 8 + 2 * n * math.ceil(k / GROUP) for n, k in self.products)
-
     def operations(self, tokens: int) -> int:
         return 2 * tokens * self.slots * sum(n * k for n, k in self.products)
 
@@ -60,6 +54,34 @@ SIZES: Final = {
         Size("tiny", 4, 2, 256, 128),
     )
 }
+
+
+def parse_scheme(name: str) -> WeightOnly:
+    """A scheme of weights from its name, as `bench gpu` has it.
+
+    Raises:
+        ValueError: it is none, or its activations have 32 bits.
+
+    Example:
+        >>> parse_scheme("w8a16_g64_int").bits
+        8
+    """
+    scheme = parse_weight_only(name)
+    if scheme.dtype == torch.float32:
+        raise ValueError(f"scheme {name!r}: expected activations of 16 bits, as GPUs multiply them; say f16 or bf16")
+    return scheme
+
+
+def skews(names: list[str]) -> list[Skew]:
+    """Kinds of ids from their names, each once.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    unknown = [name for name in names if name not in SKEWS]
+    if unknown:
+        raise ValueError(f"--skew: expected {', '.join(SKEWS)}, got {unknown[0]!r}")
+    return [kind for kind in SKEWS if kind in names]
 
 
 def router_ids(size: Size, tokens: int, skew: Skew, generator: torch.Generator) -> Tensor:
@@ -99,49 +121,66 @@ class Routed:
     touched: int
 
 
-class Block:
-    """Random weights of a size, in our form and, an expert at a time, as codes.
+_PARTS: Final = ("scales", "zeros", "minimums", "super_scales", "super_minimums", "global_scale")
+"""What belongs to the codes of weights, where there is such."""
 
-    Random bytes are random codes: packing is a permutation of them, as sizes are whole tiles.
+
+class Block:
+    """Random weights of a size and scheme, in our form and, an expert at a time, as codes and numbers.
+
+    Attributes:
+        dtype: of the activations.
+        cases: of both products: what weights are like.
+        copies: of the weights of both products, so many that each is cold in L2 when its turn comes.
+        expert_bytes: of the weights of one expert.
     """
 
-    def __init__(self, size: Size, device: str = "cuda", seed: int = 0) -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: Size, scheme: WeightOnly, device: str = "cuda", seed: int = 0) -> None:
+        self.size, self.scheme, self.device = size, scheme, device
+        self.cases = [scheme.case(0, n, k, DTYPE) for n, k in size.products]
+        self.dtype = self.cases[0].dtype
         self._generator = torch.Generator(device).manual_seed(seed)
-        copies = copies_for(size.experts * size.expert_bytes)
-        first = [self._weights(n, k) for n, k in size.products]
+        first = [self._weights(case, seed + number) for number, case in enumerate(self.cases)]
+        self.expert_bytes = sum(part.nbytes for weights in first for part in _tensors(weights).values()) // size.experts
+        copies = copies_for(size.experts * self.expert_bytes)
         self.copies = [first, *([_cloned(weights) for weights in first] for _ in range(copies - 1))]
 
-    def _weights(self, n: int, k: int) -> moe.ExpertWeights:
-        experts, g = self.size.experts, self._generator
-        tiles = (experts, math.ceil(n / 16), math.ceil(k / 64), 32, 16)
-        packed = torch.randint(0, 256, tiles, generator=g, dtype=torch.uint8, device=self.device)
-        scales = 0.25 + torch.rand(experts, math.ceil(k / GROUP), n, generator=g, device=self.device)
-        scales = (scales / (5 * math.sqrt(k))).to(DTYPE)  # outputs of the size of the input
-        return moe.ExpertWeights(packed, scales, group_size=GROUP)
+    def _weights(self, case: testing.Case, seed: int) -> moe.ExpertWeights:
+        """One expert after the other, as the codes of all would take twice the memory."""
+        parts: dict[str, list[Tensor]] = {}
+        for expert in range(self.size.experts):
+            problem = case.random(device=self.device, seed=1000 * seed + expert)
+            found = {"w_packed": qcutlass.preprocess_weights(problem.codes, bits=case.bits)}
+            found |= {name: getattr(problem, name) for name in _PARTS if getattr(problem, name) is not None}
+            for name, part in found.items():
+                parts.setdefault(name, []).append(part)
+        stacked: dict[str, Any] = {name: _stacked(each) for name, each in parts.items()}
+        numbers: dict[str, Any] = {"group_size": case.group_size, "bits": case.bits, "weight_dtype": case.weight_dtype}
+        return moe.ExpertWeights(**stacked, **numbers)
 
     def codes(self, product: int, expert: int) -> Tensor:
         """uint8 `[N, K]`."""
-        n, k = self.size.products[product]
-        return qcutlass.unpack_weights(self.copies[0][product].w_packed[expert], BITS, (n, k))
+        w_packed = self.copies[0][product].w_packed[expert]
+        return qcutlass.unpack_weights(w_packed, self.scheme.bits, self.size.products[product])
 
     def dense(self, product: int, expert: int) -> Tensor:
         """The numbers that they stand for, `[N, K]`."""
-        k, weights = self.size.products[product][1], self.copies[0][product]
-        packed, scales = weights.w_packed[expert], weights.scales[expert]
-        return qcutlass.dequantize(packed, scales, k=k, group_size=GROUP, bits=BITS, dtype=DTYPE)
+        weights, case = self.copies[0][product], self.cases[product]
+        parts: dict[str, Any] = {name: part[expert] for name, part in _tensors(weights).items()}
+        numbers: dict[str, Any] = {"group_size": case.group_size, "bits": case.bits, "weight_dtype": case.weight_dtype}
+        return qcutlass.dequantize(**parts, k=case.k, dtype=self.dtype, **numbers)
 
     def routed(self, tokens: int, skew: Skew) -> list[Routed]:
         """As many sets of ids as let other weights than L2 holds pass by before one comes again."""
         found: list[Routed] = []
         passed = 0
         while not found or (passed < 2 * ROTATION_BYTES and len(found) < MOST_ROUTINGS):
-            x = torch.randn(tokens, self.size.hidden, generator=self._generator, device=self.device).to(DTYPE)
+            x = torch.randn(tokens, self.size.hidden, generator=self._generator, device=self.device).to(self.dtype)
             ids = router_ids(self.size, tokens, skew, self._generator)
             weights = torch.rand(ids.shape, generator=self._generator, device=self.device).softmax(-1)
             touched = _distinct(ids)
             found.append(Routed(x, ids, weights, moe.route(ids, self.size.experts, weights), touched))
-            passed += touched * self.size.expert_bytes
+            passed += touched * self.expert_bytes
         return found
 
     def expected(self, routed: Routed, tokens: int) -> Tensor:
@@ -159,7 +198,7 @@ class Block:
         """The least time of a block that reads so many experts: their bytes, or the operations at the rate of the
         largest dense products."""
         rates = machine.rates["16-bit"]
-        read = touched * self.size.expert_bytes / machine.bandwidth
+        read = touched * self.expert_bytes / machine.bandwidth
         return max(read, self.size.operations(tokens) / (rates.dense or rates.peak))
 
 
@@ -167,5 +206,20 @@ def _distinct(ids: Tensor) -> int:
     return int((ids.flatten().bincount() > 0).sum())
 
 
+def _tensors(weights: moe.ExpertWeights) -> dict[str, Tensor]:
+    return {name: part for name, part in weights._asdict().items() if isinstance(part, Tensor)}
+
+
 def _cloned(weights: moe.ExpertWeights) -> moe.ExpertWeights:
-    return weights._replace(w_packed=weights.w_packed.clone(), scales=weights.scales.clone())
+    cloned: dict[str, Any] = {name: part.clone() for name, part in _tensors(weights).items()}
+    return weights._replace(**cloned)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Tensors of one type; torch stacks none of some types of 8 bits."""
+    dtype = parts[0].dtype
+    return (
+        torch.stack([part.view(torch.uint8) for part in parts]).view(dtype)
+        if dtype.itemsize == 1
+        else torch.stack(parts)
+    )

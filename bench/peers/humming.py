@@ -13,6 +13,7 @@ from bench.layer import Layer, WeightOnlyLayer
 from bench.layer_w4a8 import FourByEightLayer
 from bench.layer_w8a8 import EightBitLayer
 from bench.peers.base import Peer, Product, Skip, import_library, require
+from qcutlass import testing
 
 _CODES: Final = {torch.int8: "int8", torch.float8_e4m3fn: "float8e4m3", torch.float8_e5m2: "float8e5m2"}
 _FLOAT_CODES: Final = {"e2m1": "float4e2m1", "e4m3": "float8e4m3"}
@@ -49,6 +50,24 @@ def _layers(layer: Layer, tensors: dict[str, Tensor], weight: dict[str, Any], **
     return [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
 
 
+def weight_config(case: testing.Case) -> dict[str, Any]:
+    """What humming asks of weights for 16-bit activations, but for a global scale."""
+    config: dict[str, Any] = {
+        "dtype": f"uint{case.bits}" if case.weight_dtype is None else _FLOAT_CODES[case.weight_dtype],
+        "group_size": 0 if case.group_size >= case.k else case.group_size,
+        "has_zero_point": case.zeros != "none",
+        "is_fp_zero_point": case.zeros == "real",
+    }
+    if case.scale_dtype in _SCALES:
+        config["scale_dtype"] = _SCALES[case.scale_dtype]
+    return config
+
+
+def weight_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a type that humming takes beside activations of `dtype`."""
+    return scales if scales.dtype in _SCALES else scales.to(dtype)
+
+
 def _weight_only(layer: WeightOnlyLayer) -> Product:
     pack = import_library("humming.ops", "humming-kernels").pack_weight
     case, problem = layer.case, layer.problem
@@ -62,7 +81,7 @@ def _weight_only(layer: WeightOnlyLayer) -> Product:
     scales = problem.scales.reshape(groups, case.n)
     tensors = {
         "weight": pack(problem.codes.to(torch.int32).contiguous(), case.bits),
-        "weight_scale": (scales if scales.dtype in _SCALES else scales.to(case.dtype)).T.contiguous(),
+        "weight_scale": weight_scales(scales, case.dtype).T.contiguous(),
     }
     if case.zeros == "int":
         assert problem.zeros is not None
@@ -70,14 +89,7 @@ def _weight_only(layer: WeightOnlyLayer) -> Product:
     elif case.zeros == "real":
         assert problem.zeros is not None
         tensors["zero_point"] = problem.zeros.T.to(case.dtype).contiguous()
-    config: dict[str, Any] = {
-        "dtype": f"uint{case.bits}" if case.weight_dtype is None else _FLOAT_CODES[case.weight_dtype],
-        "group_size": 0 if groups == 1 else case.group_size,
-        "has_zero_point": case.zeros != "none",
-        "is_fp_zero_point": case.zeros == "real",
-    }
-    if scales.dtype in _SCALES:
-        config["scale_dtype"] = _SCALES[scales.dtype]
+    config = weight_config(case)
     if problem.global_scale is not None:
         tensors["weight_scale_2"], config["scale_2_type"] = problem.global_scale, "tensor"
     layers = _layers(layer, tensors, config)
