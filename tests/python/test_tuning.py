@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import _C, testing, tuning
 from qcutlass.cli import app
-from qcutlass.layers import QuantExperts
 from qcutlass.products import tuned_plans as cache
 from qcutlass.products.tuned_plans import TunedPlan, product_key
 from qcutlass.schemes import FP8, W4A8, W8A8, Blockwise, Scheme
@@ -123,15 +122,6 @@ def test_the_layers_of_a_module_are_found_once_each() -> None:
     bf16 = layers_of(model, torch.bfloat16)
     assert [layer.dtype for layer in bf16] == [torch.bfloat16, torch.bfloat16]
     assert [layer.scale_dtype for layer in bf16] == [torch.float16, torch.float16]
-
-
-def test_experts_are_left_out() -> None:
-    experts = QuantExperts.from_weights(torch.randn(3, 64, 64), torch.randn(3, 64, 32), qcutlass.WeightOnly(4, 32))
-    dense = Packed(64, 128, 4, 64)
-    assert layers_of(nn.Sequential(experts, dense), None) == layers_of(dense, None)
-    for module, name in ((experts, "gate_up"), (nn.Sequential(experts), "0.gate_up"), (experts.down, "ExpertStack")):
-        with pytest.raises(ValueError, match=rf"of experts \({name}\), and products of experts are not tuned; leave"):
-            layers_of(module, None)
 
 
 def test_modules_that_cannot_be_tuned_say_why() -> None:

@@ -228,11 +228,4 @@ def _planned(call: GroupedCall) -> GroupedCall:
     return call._replace(a=call.a.new_empty((call.out_rows, call.a.shape[1])), rows=None, perm=None)
 
 
-GROUPED: Final = Kind(
-    "gemm_grouped",
-    GroupedCall,
-    activations=FLOATING,
-    leading=_leading,
-    planned=_planned,
-    tunes=False,  # how many rows each expert has decides, and no plan knows that
-)
+GROUPED: Final = Kind("gemm_grouped", GroupedCall, activations=FLOATING, leading=_leading, planned=_planned)

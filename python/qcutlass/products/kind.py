@@ -196,7 +196,6 @@ class Kind:
         call: makes a call of its arguments.
         activations: types of activations that it takes.
         dequantises: its weights can be dequantised for a dense product.
-        tunes: plans for it can be measured: its time follows from types, sizes and the number of rows.
         leading: the extents of the output before N, of a call.
         planned: what is left of a call for the kernels of GPUs, to be planned; its operands may be uninitialised.
         schema: its operator's arguments.
@@ -216,7 +215,6 @@ class Kind:
         dequantises: bool = False,
         leading: Callable[[Any], Sequence[int]] = _leading_of_activations,
         planned: Callable[[Any], Call] = _whole,
-        tunes: bool = True,
     ) -> None:
         self.name: Final = name
         self.call: Final = call
@@ -224,7 +222,6 @@ class Kind:
         self.dequantises: Final = dequantises
         self.leading: Final = leading
         self.planned: Final = planned
-        self.tunes: Final = tunes
         fields = _arguments_of(call)
         unnamed = [field.name for field in fields if field.type.startswith("Tensor") and field.operand is None]
         if unnamed:

@@ -56,7 +56,7 @@ class Product:
     def can_be_tuned(self) -> bool:
         """Whether plans that were measured may serve it: each for some numbers of rows, so not where those may not
         matter."""
-        return self.kind.tunes and not self.arguments.batch_invariant
+        return not self.arguments.batch_invariant
 
     def plan(self, device: int) -> _C.Plan:
         """The configuration for GPU `device`: the one asked for, the tuned one, or the cost model's."""

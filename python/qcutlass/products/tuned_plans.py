@@ -92,6 +92,7 @@ def product_key(arguments: _C.GemmArguments, rows: int) -> str:
     """The key of a measured plan: the scheme, the shape and `rows`, the bucket of the number of rows.
 
     Of an output of another type than the activations it has the bits of an element: types of as many take equal times.
+    Of experts it has their number, and whether rows are gathered; which of them has which rows, nobody knows before.
     """
     w = arguments.weights
     group = "channel" if w.group_size >= w.k else w.group_size
@@ -103,6 +104,8 @@ def product_key(arguments: _C.GemmArguments, rows: int) -> str:
     parts = [packing, a_type, f"scales={scale_type}", offsets, f"group={group}"]
     if arguments.blocks.size:
         parts.append(f"blocks={arguments.blocks.size}")
+    if arguments.experts.count:
+        parts.append(f"experts={arguments.experts.count}{'/gathered' if arguments.experts.rows else ''}")
     if arguments.out_type != arguments.a_type:
         parts.append(f"out={_BITS[arguments.out_type]}-bit")
     return "/".join([*parts, f"{w.n}x{w.k}", f"m={rows}"])

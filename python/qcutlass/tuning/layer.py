@@ -13,12 +13,16 @@ from qcutlass import _C
 from qcutlass.products.blockwise import BLOCKWISE
 from qcutlass.products.checks import ceil_div, names_of
 from qcutlass.products.float8 import FLOAT8
+from qcutlass.products.grouped import GROUPED
 from qcutlass.products.int4 import INT4
 from qcutlass.products.int8 import INT8
 from qcutlass.products.kind import Call, Kind
 from qcutlass.products.packing import PACKINGS, packed_shape
 from qcutlass.products.selection import arguments_of_call
 from qcutlass.products.weight_only import WEIGHT_ONLY
+
+SLOTS: Final = 4
+"""Rows that experts gather for each token, where it matters: between the 2 and 8 experts a token of most mixtures."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Layer:
         minimum_dtype: of the minimums; None: there are none.
         super_groups: groups of a super-block, where scales and minimums are integers of two levels; 0: they have one.
         kind: of the products.
+        experts: which have such weights each; 0: there are none.
+        gathers: whether products gather the rows of experts among tokens, as those of gate and up do.
     """
 
     n: int
@@ -47,9 +53,11 @@ class Layer:
     minimum_dtype: torch.dtype | None = None
     super_groups: int = 0
     kind: Kind = WEIGHT_ONLY
+    experts: int = 0
+    gathers: bool = False
 
     def call(self, m: int, device: torch.device | str) -> Call:
-        """A product of m rows: random operands on `device`, every one aligned, no epilogue."""
+        """A product of m rows: random operands on `device`, every one aligned, no epilogue; any expert as likely."""
         return self.kind.call(**_OPERANDS[self.kind](self, m, torch.device(device)))
 
     def arguments(self, m: int) -> _C.GemmArguments:
@@ -60,7 +68,22 @@ class Layer:
 
     def __str__(self) -> str:
         group = "per channel" if self.group_size >= self.k else f"group {self.group_size}"
-        return f"{self.n}x{self.k} {self.bits}-bit {group} by {names_of([self.dtype])}"
+        experts = f", {self.experts} experts" if self.experts else ""
+        return f"{self.n}x{self.k} {self.bits}-bit {group} by {names_of([self.dtype])}{experts}"
+
+    def offsets(self, m: int, device: torch.device | str) -> Tensor:
+        """Those of m rows whose experts are chosen uniformly."""
+        chosen = torch.randint(0, self.experts, (m, 1), device=device)
+        return (chosen < torch.arange(self.experts + 1, device=device)).sum(0, dtype=torch.int32)
+
+    def share_read(self, m: int) -> float:
+        """The share of the weights that products of m rows read: of experts, those that have rows."""
+        return 1 - (1 - 1 / self.experts) ** m if self.experts else 1.0
+
+    @property
+    def _stack(self) -> tuple[int, ...]:
+        """The extents of weights and scales before those of one matrix."""
+        return (self.experts,) if self.experts else ()
 
 
 Operands: TypeAlias = Callable[[Layer, int, torch.device], dict[str, Any]]
@@ -86,11 +109,11 @@ def _floats(layer: Layer, *shape: int, device: torch.device) -> Tensor:
 
 def _codes(layer: Layer, device: torch.device) -> dict[str, Any]:
     """Packed codes with scales of groups, and zeros."""
-    groups = (ceil_div(layer.k, layer.group_size), layer.n)
+    groups = (*layer._stack, ceil_div(layer.k, layer.group_size), layer.n)
     zeros = None
     if layer.zero_dtype is not None:
         zeros = torch.randint(0, 16, groups, device=device).to(layer.zero_dtype)
-    shape = packed_shape(layer.n, layer.k, PACKINGS[layer.bits])  # any bytes are codes
+    shape = (*layer._stack, *packed_shape(layer.n, layer.k, PACKINGS[layer.bits]))  # any bytes are codes
     return {
         "w_packed": _numbers(shape, torch.uint8, device),
         "scales": _scales(layer, *groups, device=device),
@@ -109,13 +132,21 @@ def _weight_only(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:
     if layer.minimum_dtype is not None:
         codes["minimums"] = (8 * codes["scales"]).to(layer.minimum_dtype)
     if layer.super_groups:
-        blocks = len(codes["scales"]) // layer.super_groups, layer.n
+        blocks = (*layer._stack, codes["scales"].shape[-2] // layer.super_groups, layer.n)
         for name in ("scales", "minimums"):
             if name in codes:
                 codes[f"super_{name}"] = _floats(layer, *blocks, device=device).half()
                 codes[name] = _numbers(codes[name].shape, codes[name].dtype, device)
     a = _numbers((m, layer.k), layer.dtype, device)
     return {"a": a, **codes, "bits": layer.bits}
+
+
+def _grouped(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:
+    tokens = ceil_div(m, SLOTS) if layer.gathers else m
+    operands = _weight_only(layer, tokens, device) | {"offsets": layer.offsets(m, device)}
+    if layer.gathers:
+        operands["rows"] = torch.randint(0, tokens, (m,), dtype=torch.int32, device=device)
+    return operands
 
 
 def _int4(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:
@@ -154,9 +185,10 @@ def _blockwise(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:
 
 _OPERANDS: Final[dict[Kind, Operands]] = {
     WEIGHT_ONLY: _weight_only,
+    GROUPED: _grouped,
     INT4: _int4,
     INT8: _scaled("a_q", "w_packed", torch.int8),
     FLOAT8: _scaled("a", "w", torch.float8_e4m3fn),
     BLOCKWISE: _blockwise,
 }
-"""How products of each kind that is tuned are made."""
+"""How products of each kind are made."""

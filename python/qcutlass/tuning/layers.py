@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
-from qcutlass.layers import BlockwiseLinear, Fp8Linear, Int4Linear, Int8Linear, QuantLinear
+from qcutlass.layers import BlockwiseLinear, Fp8Linear, Int4Linear, Int8Linear, QuantExperts, QuantLinear
 from qcutlass.layers.expert_stack import ExpertStack
 from qcutlass.products import block_operators, int4
 from qcutlass.products.blockwise import BLOCKWISE
 from qcutlass.products.checks import check_integer, names_of
 from qcutlass.products.float8 import FLOAT8
+from qcutlass.products.grouped import GROUPED
 from qcutlass.products.int4 import INT4
 from qcutlass.products.int8 import INT8
 from qcutlass.products.kind import Kind
@@ -53,34 +54,38 @@ _QUANTIZING: Final[dict[type[QuantLinear], Callable[[Any], Layer]]] = {
 def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
     """Each kind of packed layer in a module once.
 
-    These are layers that quantise their activations, and submodules with `w_packed`, `scales`, `zeros` and
-    `in_features`. Experts are left out: their products have no tuned plans.
+    These are layers that quantise their activations, both layers of experts, and submodules with `w_packed`, `scales`,
+    `zeros` and `in_features`.
     """
-    found, experts = [], []
+    found: list[Layer] = []
     for name, module in model.named_modules():
-        if isinstance(module, ExpertStack):
-            experts.append(name or type(module).__name__)
-            continue
-        make = next((make for kind, make in _QUANTIZING.items() if isinstance(module, kind)), None)
         try:
-            layer = _weight_only(module, dtype) if make is None else make(module)
+            found += _of_module(module, dtype)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name or 'the module'}: {error}") from error
-        if layer is not None:
-            found.append(layer)
-    if not found and experts:
-        raise ValueError(
-            f"model_or_shapes: expected a module with linear layers to tune, got one whose packed layers, "
-            f"{len(experts)}, are all of experts ({experts[0]}), and products of experts are not tuned; leave "
-            "qcutlass.tune out, as the cost model chooses their kernels"
-        )
     if not found:
-        names = ", ".join(kind.__name__ for kind in _QUANTIZING)
+        names = ", ".join(kind.__name__ for kind in (*_QUANTIZING, QuantExperts))
         raise ValueError(
             "model_or_shapes: the module has no submodule with w_packed, scales, zeros and in_features, nor one of "
-            f"{names}; pass a list of (N, K) shapes instead"
+            f"{names} (of floating codes there are too few kernels to choose from); pass a list of (N, K) shapes "
+            "instead"
         )
     return list(dict.fromkeys(found))
+
+
+def _of_module(module: nn.Module, dtype: torch.dtype | None) -> Iterator[Layer]:
+    """The kinds of weights of a module, those of submodules left out."""
+    if isinstance(module, QuantExperts):
+        for stack, gathers in ((module.gate_up, True), (module.down, False)):
+            layer = _weight_only(stack.layer(0), dtype)
+            if layer is not None:  # torch gathers rows whose columns have another order
+                in_order = stack.perm is None
+                yield replace(layer, kind=GROUPED, experts=stack.experts, gathers=gathers and in_order)
+    elif not isinstance(module, ExpertStack):
+        make = next((make for kind, make in _QUANTIZING.items() if isinstance(module, kind)), None)
+        layer = _weight_only(module, dtype) if make is None else make(module)
+        if layer is not None:
+            yield layer
 
 
 def _weight_only(part: Any, dtype: torch.dtype | None) -> Layer | None:

@@ -33,7 +33,7 @@ Operands = dict[str, Tensor]
 class GraphTimer:
     """Callable: microseconds of each plan for m rows of a layer, the median of replays in turn; None: cannot run.
 
-    Every launch of a graph reads the next copy of the weights, as the layers of a model do.
+    Every launch of a graph reads the next copy of the weights, as the layers of a model do, and those of other experts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,8 +51,9 @@ class GraphTimer:
             if self._layer is None:
                 self._copies, self._layer = _copies(layer.kind.weights(call)), layer
             out = torch.empty(m, layer.n, dtype=call.out_dtype, device=self._device)
-            launches = _launches(call, out, _nbytes(self._copies[0]))
-            graphs = [self._capture(layer.kind, call, plan, out, launches) for plan in plans]
+            turns = _turns(layer, m, self._copies)
+            launches = _launches(call, out, layer.share_read(m) * _nbytes(self._copies[0]))
+            graphs = [self._capture(layer.kind, _forced(call, plan), turns, out, launches) for plan in plans]
             samples: list[list[float]] = [[] for _ in plans]
             for _ in range(1 + _ROUNDS):
                 for graph, times in zip(graphs, samples, strict=True):
@@ -62,15 +63,13 @@ class GraphTimer:
         return [statistics.median(times[1:]) if times else None for times in samples]
 
     def _capture(
-        self, kind: Kind, call: Call, plan: _C.Plan, out: Tensor, launches: int
+        self, kind: Kind, call: Call, turns: Sequence[Operands], out: Tensor, launches: int
     ) -> torch.cuda.CUDAGraph | None:
-        forced = call._replace(tactic=plan.tactic, split_k=plan.split_k)
-
         def launch(index: int) -> None:
-            compute(kind, forced._replace(**self._copies[index % len(self._copies)]), out)
+            compute(kind, call._replace(**turns[index % len(turns)]), out)
 
         try:
-            for index in range(len(self._copies)):  # weights seen before are read earlier
+            for index in range(len(turns)):  # weights seen before are read earlier
                 launch(index)
         except (UnsupportedError, torch.cuda.OutOfMemoryError):
             return None
@@ -94,7 +93,23 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
     return 1e3 * float(begin.elapsed_time(end))
 
 
-def _launches(call: Call, out: Tensor, weight_bytes: int) -> int:
+def _forced(call: Call, plan: _C.Plan) -> Call:
+    """The call by this plan; those of experts, which do not share K, take the tactic alone."""
+    chosen = {"tactic": plan.tactic, "split_k": plan.split_k}
+    return call._replace(**{name: value for name, value in chosen.items() if name in call._asdict()})
+
+
+def _turns(layer: Layer, m: int, copies: Sequence[Operands]) -> Sequence[Operands]:
+    """What launches read in turn: copies of the weights; of experts also others, until as many bytes have passed."""
+    if not layer.experts:
+        return copies
+    read = layer.share_read(m) * _nbytes(copies[0])
+    count = max(len(copies), min(_MOST_COPIES, math.ceil(_ROTATION_BYTES / read) + 1))
+    device = copies[0]["w_packed"].device
+    return [copies[number % len(copies)] | {"offsets": layer.offsets(m, device)} for number in range(count)]
+
+
+def _launches(call: Call, out: Tensor, weight_bytes: float) -> int:
     """Launches that take long enough."""
     multiplications = out.numel() * call.a.shape[-1]
     arithmetic, loads = multiplications * call.a.element_size() / _FLOPS, weight_bytes / _BANDWIDTH

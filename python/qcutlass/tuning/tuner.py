@@ -74,9 +74,10 @@ def tune(
 
     Args:
         model_or_shapes: a module, whose layers that quantise their activations, and submodules with `w_packed`,
-            `scales`, `zeros` and `in_features`, are tuned, but experts are not; or pairs (N, K) of the scheme that the
+            `scales`, `zeros` and `in_features`, are tuned, and experts; or pairs (N, K) of the scheme that the
             following arguments describe.
-        ms: numbers of rows, up to 16384; each stands for all up to it from the next smaller one of `tuning.BUCKETS`.
+        ms: numbers of rows, up to 16384; each stands for all up to it from the next smaller one of `tuning.BUCKETS`. Of
+            experts these are rows of all of them together: tokens times experts a token.
         bits: 4 or 8, with shapes.
         group_size: columns that share a scale, with shapes; -1: one group a channel.
         dtype: of the activations, float16 or bfloat16. Default: that of a module's scales; float16 with shapes. With
