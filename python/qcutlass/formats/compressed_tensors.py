@@ -4,8 +4,9 @@ pack-quantized: `weight_packed` int32 `[N, ceil(K * bits / 32)]`, fields from lo
 to their signed value, `weight_scale` `[N, G]`, `weight_zero_point` int32 `[ceil(N * bits / 32), G]` packed alike along
 N (or int8 `[N, G]`), `weight_shape` int64 (N, K), `weight_g_idx` int32 `[K]`.
 int-quantized: `weight` int8 `[N, K]`, `weight_scale` `[N, 1]`, for int8 activations; their scale is computed token by
-token, or it is `input_scale`, one number. Where no activations are quantised, only the storage is int8. Packed weights
-of 4 bits may have activations of 8 bits, too, whose scale is computed token by token.
+token, or it is `input_scale`, one number. Where no activations are quantised, only the storage is int8. Codes of up to
+4 bits (`num_bits`) lie in bytes, too, with `weight_scale` `[N, G]`. They and packed weights of 4 bits may have
+activations of 8 bits, whose scale is computed token by token. Others than such activations are refused.
 float-quantized: `weight` float8_e4m3fn `[N, K]`, which `qcutlass.formats.fp8` reads; `weight_scale` of the strategies
 "tensor" `[1]`, "channel" `[N, 1]`, "block" `[ceil(N / rows), ceil(K / columns)]` and "group" `[N, G]`.
 mxfp8-quantized: the same in groups of 32, with exponents uint8 for scales.
@@ -56,6 +57,10 @@ SUFFIXES: Final = (
     "weight_global_scale", "input_global_scale", "weight", "input_scale", "input_zero_point", "bias",
 )  # fmt: skip
 _INT8: Final = ("I8",)
+_EIGHT_BITS: Final = {"int": "int8", "float": "fp8"}
+"""Activations of 8 bits by the type that a configuration says they have."""
+_SAID: Final = ("num_bits", "type", "strategy", "group_size", "dynamic")
+"""What a configuration says of activations, for messages."""
 _PATTERN: Final = "re:"
 """What patterns among the targets begin with; others are names and classes of modules."""
 _CLASSES: Final = ("Embedding", "Linear")
@@ -80,7 +85,7 @@ def load(layer: LayerTensors) -> CanonicalLinear | CanonicalInt8 | CanonicalFp8:
     if "weight_packed" in layer:
         return _load_packed(layer, _group(layer))
     if layer.info("weight").dtype in fp8.FLOAT8:
-        return fp8.load_described(layer, _described(_group(layer)))
+        return _load_fp8(layer, _group(layer))
     return _load_int8(layer, _group(layer))
 
 
@@ -140,6 +145,13 @@ def _targets(group: Config) -> list[str]:
     return targets
 
 
+def _load_fp8(layer: LayerTensors, group: Config) -> CanonicalFp8 | CanonicalLinear:
+    found = fp8.load_described(layer, _described(group))
+    if isinstance(found, CanonicalFp8):  # scales of blocks and groups leave activations as they are
+        _check_activations(layer, group.section("input_activations"), "float")
+    return found
+
+
 def _described(group: Config) -> fp8.Description:
     """The description of fp8 weights."""
     weights, inputs = group.section("weights"), group.section("input_activations")
@@ -158,7 +170,7 @@ def _described(group: Config) -> fp8.Description:
     if group:
         activations = "none"
     if inputs:
-        activations = "static" if inputs.flag("dynamic") is False else "dynamic"
+        activations = "static" if _are_static(inputs) else "dynamic"
     return fp8.Description(weights.where, block, activations, group_size)
 
 
@@ -186,39 +198,76 @@ def _load_packed(layer: LayerTensors, group: Config) -> CanonicalLinear:
     layer.check_bits("weight_packed", bits)
     groups = _check_scales(layer, n)
     size = layer.group_size("weight_scale", k, groups)
+    codes = unpack(layer.read("weight_packed"), bits)[:, :k]
+    return _with_activations(layer, "weight_packed", _linear(layer, codes, bits, groups, size), inputs)
+
+
+def _linear(layer: LayerTensors, codes: Tensor, bits: int, groups: int, size: int) -> CanonicalLinear:
+    """The layer of codes uint8 `[N, K]` in the order of the activations, beside checked scales."""
+    n, k = codes.shape
     perm = layer.act_order("weight_g_idx", k, groups, size)
     bias = layer.bias(n)
     zeros = _zeros(layer, n, groups, bits)
-    scales = _scales(layer, n)
-    codes = unpack(layer.read("weight_packed"), bits)[:, :k]
-    weight = QuantizedTensor(permuted(codes, perm).contiguous(), scales, zeros, bits, size)
-    return _with_activations(layer, CanonicalLinear(weight, bias, perm), inputs)
+    weight = QuantizedTensor(permuted(codes, perm).contiguous(), _scales(layer, n), zeros, bits, size)
+    return CanonicalLinear(weight, bias, perm)
 
 
-def _with_activations(layer: LayerTensors, found: CanonicalLinear, inputs: Config) -> CanonicalLinear:
-    """The layer of packed weights for the activations that are described."""
+def _with_activations(layer: LayerTensors, suffix: str, found: CanonicalLinear, inputs: Config) -> CanonicalLinear:
+    """The layer of weights from `suffix` for the activations that are described."""
     if not inputs:
         return found
-    bits, kind, strategy = inputs.integer("num_bits"), inputs.text("type"), inputs.text("strategy")
-    is_dynamic = inputs.values.get("dynamic") is True and strategy in (None, "token")
-    takes = {"int": "int8", "float": "fp8"}.get(kind or "int") if bits == 8 and is_dynamic else None
+    takes = _eight_bits(inputs, "int") if inputs.values.get("dynamic") is True else None
     quantising = for_eight_bits(found, takes) if takes is not None else None
     if quantising is None:
+        kind = "packed weights" if suffix == "weight_packed" else "4-bit weights"
         raise UnsupportedError(
-            f"{layer.full_name('weight_packed')}: packed weights with quantised activations are read where these have "
-            f"8 bits and a dynamic scale a token, and the weights 4 bits, {inputs.where} is "
-            f"{dict(inputs.values)!r:.80}; {_LEAVE_OUT}"
+            f"{layer.full_name(suffix)}: {kind} with quantised activations are read where these have 8 bits and a "
+            f"dynamic scale a token, and the weights 4 bits, {_words(inputs)}; {_LEAVE_OUT}"
         )
-    _tell_of_asymmetry(inputs)
+    _tell_of_rounding(inputs)
     return quantising
 
 
-def _tell_of_asymmetry(inputs: Config) -> None:
-    """Warns of activations whose zero points are not computed: they are quantised otherwise, not multiplied wrongly."""
+def _check_activations(layer: LayerTensors, inputs: Config, type_: str) -> None:
+    """Raises UnsupportedError for other activations than those of 8 bits that weights of one scale a channel take."""
+    expected = _EIGHT_BITS[type_]
+    if _eight_bits(inputs, type_) != expected:
+        raise UnsupportedError(
+            f"{layer.full_name('weight')}: {expected} weights are read with {expected} activations, which have a "
+            f"dynamic scale a token or a static one for all, {_words(inputs)}; {_LEAVE_OUT}"
+        )
+    _tell_of_rounding(inputs)
+
+
+def _eight_bits(inputs: Config, type_: str) -> str | None:
+    """ "int8" or "fp8": activations with one scale a token or for all, where nothing is said `type_`; None: others."""
+    bits, strategy = inputs.integer("num_bits"), inputs.text("strategy")
+    fit = bits in (None, 8) and strategy in (None, "token", "tensor")
+    fit = fit and isinstance(inputs.values.get("dynamic"), bool | None)
+    return _EIGHT_BITS.get(inputs.text("type") or type_) if fit else None
+
+
+def _are_static(inputs: Config) -> bool:
+    return inputs.values.get("dynamic") is False
+
+
+def _words(inputs: Config) -> str:
+    said = [f"{key} {inputs.values[key]!s:.40}" for key in _SAID if inputs.values.get(key) is not None]
+    return f"{inputs.where} says {', '.join(said) or 'nothing of them'}"
+
+
+def _tell_of_rounding(inputs: Config) -> None:
+    """Warns of activations that are quantised otherwise than the file says, though not multiplied wrongly."""
     if inputs.flag("symmetric") is False:
         warnings.warn(
             f"{inputs.where}: symmetric is false; each token of activations is quantised without a zero point, which "
             "rounds it a little more coarsely",
+            stacklevel=2,
+        )
+    if inputs.text("strategy") == "tensor" and not _are_static(inputs):
+        warnings.warn(
+            f"{inputs.where}: strategy tensor is dynamic; each token of activations is quantised with a scale of its "
+            "own, which rounds it a little more finely",
             stacklevel=2,
         )
 
@@ -234,27 +283,46 @@ def _load_int8(layer: LayerTensors, group: Config) -> CanonicalLinear | Canonica
     n, k = layer.matrix("weight", _INT8)
     groups = _check_scales(layer, n)
     size = layer.group_size("weight_scale", k, groups)
-    bias = layer.bias(n)
-    if group and not inputs:  # only the storage is int8
-        zeros = _zeros(layer, n, groups, 8)
-        codes = layer.read("weight").view(torch.uint8) ^ 0x80
-        return CanonicalLinear(QuantizedTensor(codes, _scales(layer, n), zeros, 8, size), bias)
+    codes, bits = _codes_of_bytes(layer)
+    if (group and not inputs) or (bits == 4 and not _are_static(inputs)):  # only the storage is int8
+        unsigned = codes.view(torch.uint8) ^ 0x80 if bits == 8 else (codes + 8).view(torch.uint8)
+        return _with_activations(layer, "weight", _linear(layer, unsigned, bits, groups, size), inputs)
     if groups != 1:
         raise UnsupportedError(
             f"{layer.full_name('weight_scale')}: int8 activations need one scale a channel; {_LEAVE_OUT}"
         )
+    _check_activations(layer, inputs, "int")
     for suffix in ("weight_zero_point", "input_zero_point"):
         if suffix in layer and bool(layer.read(suffix).any()):
             raise UnsupportedError(
                 f"{layer.full_name(suffix)}: only symmetric int8 weights and activations are read; {_LEAVE_OUT}"
             )
     layer.check_no_act_scale("int8")
-    _tell_of_asymmetry(inputs)
-    scales = _scales(layer, n).view(n).float()
+    bias, scales = layer.bias(n), _scales(layer, n).view(n).float()
     input_scale = None
     if "input_scale" in layer:
         input_scale = layer.one_scale("input_scale")
-    return CanonicalInt8(layer.read("weight"), scales, input_scale, bias)
+    elif _are_static(inputs):
+        static = f"as {inputs.where} says that activations are static"
+        raise layer.error("weight", f"expected input_scale beside it, {static}; it is absent")
+    return CanonicalInt8(codes, scales, input_scale, bias)
+
+
+def _codes_of_bytes(layer: LayerTensors) -> tuple[Tensor, int]:
+    """int8 `[N, K]`, and the bits that hold them: 4, where the configuration says that they have no more, or 8."""
+    codes, said = layer.read("weight"), layer.config.integer("num_bits")
+    if said is None:
+        return codes, 8
+    where = layer.config.where
+    if not 1 <= said <= 8:
+        raise CheckpointError(f"{where}: num_bits: expected 1 to 8 of integers in bytes, got {said}; correct it")
+    low, high, half = int(codes.min()), int(codes.max()), 2 ** (said - 1)
+    if low < -half or high >= half:
+        raise layer.error(
+            "weight",
+            f"expected codes in [{-half}, {half}), as {where} says num_bits {said}, got {low} to {high}; correct it",
+        )
+    return codes, 4 if said <= 4 else 8
 
 
 def store(layer: Layer) -> dict[str, Tensor]:

@@ -361,12 +361,14 @@ def test_int8_weights_that_are_not_read(changes: dict[str, Tensor], message: str
 def test_float8_layers_among_others(seed: int) -> None:
     float8 = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(4, 1)}
     tensors = named(int8_tensors(seed), "up") | named(float8, "down")
-    checkpoint = formats.load(tensors, config=scheme(8, -1, True, DYNAMIC))
+    int8, fp8 = scheme(8, -1, True, DYNAMIC), scheme(8, -1, True, DYNAMIC | {"type": "float"})
+    config = groups((["up"], int8), (["down"], fp8))
+    checkpoint = formats.load(tensors, config=config)
     assert isinstance(checkpoint["up"], Int8Linear)
     assert torch.equal(checkpoint["down"].dequantize(torch.float32), torch.ones(4, 4))
     float8["weight"] = float8["weight"].float().to(torch.float8_e5m2)
     with pytest.raises(UnsupportedError, match=r"down\.weight: F8_E5M2"):
-        formats.load(tensors | named(float8, "down"), config=scheme(8, -1, True, DYNAMIC))["down"]
+        formats.load(tensors | named(float8, "down"), config=config)["down"]
 
 
 @pytest.mark.parametrize(
