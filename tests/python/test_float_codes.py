@@ -203,7 +203,24 @@ def test_quantisers_take_the_nearest(weight_dtype: str, size: int, scales: torch
         assert torch.equal(found.scales[0].float(), torch.where(amax > 0, 2.0 ** (amax.log2().floor() - 2), 1.0))
     if scales == torch.float8_e4m3fn:
         assert found.global_scale is not None
-        assert torch.equal(found.global_scale, weight.abs().max().reshape(1) / (6 * 448))
+        assert torch.equal(found.global_scale, 1 / (torch.tensor([6.0 * 448]) / weight.abs().max()))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-36, 1e-42, 0.0])
+def test_global_scales_are_reciprocals(scale: float) -> None:
+    """Files of compressed-tensors hold the divisor, by which they can hold what is quantised here."""
+    for seed in range(40):
+        weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)) * scale
+        found = quantize_floats(weight, "e2m1", 16, scale_dtype=torch.float8_e4m3fn)
+        whole, amax = found.global_scale, weight.abs().max().reshape(1)
+        assert whole is not None
+        if amax > 1e-35:
+            assert torch.equal(1 / (torch.tensor([6.0 * 448]) / amax), whole)
+        elif amax > 0:  # whose divisor is beyond float32
+            assert torch.equal(whole, amax / (6 * 448))
+        else:
+            assert whole == 1
+        assert found.dequantize(torch.float32).isfinite().all()
 
 
 @pytest.mark.parametrize(("weight_dtype", "size", "scales"), SCALES)

@@ -39,8 +39,8 @@ def quantize_floats(
     * floating scales: scale = amax / F, rounded up to their type, and 1 for groups of zeros;
     * float8_e8m0fnu: scale = 2**(floor(log2(amax)) - 2), as the OCP Microscaling specification has it (2023): numbers
       beyond 6 become 6. With groups of 32 this is MXFP4;
-    * float8_e4m3fn: scale = round(amax / 6 / global_scale), global_scale = amax of all weights / (6 * 448). With groups
-      of 16 this is NVFP4.
+    * float8_e4m3fn: scale = round(amax / 6 / global_scale), global_scale = 1 / round(6 * 448 / amax of all weights).
+      With groups of 16 this is NVFP4; compressed-tensors holds that rounded number.
 
     A code is the number nearest to weight / scale; where scales are 0, it is 0.
 
@@ -87,7 +87,7 @@ def quantize_floats(
         scales = _powers(amax).to(dtype)
     elif dtype == torch.float8_e4m3fn:
         whole = amax.amax().reshape(1) if n else amax.new_zeros(1)
-        global_scale = torch.where(whole > 0, whole / (_LARGEST["e2m1"] * _LARGEST_E4M3), torch.ones_like(whole))
+        global_scale = _global_scale(whole)
         scales = (amax / _LARGEST["e2m1"] / global_scale).clamp(max=_LARGEST_E4M3).to(dtype)
     else:
         ideal = (amax / _LARGEST[weight_dtype]).clamp(min=torch.finfo(torch.float32).tiny)
@@ -99,6 +99,13 @@ def quantize_floats(
     codes = (nearest_e2m1 if weight_dtype == "e2m1" else _nearest_e4m3)(numbers).view(n, -1)[:, :k]
     bits = CODE_TYPES[weight_dtype].bits
     return QuantizedTensor(codes.contiguous(), scales.T.contiguous(), None, bits, step, weight_dtype, global_scale)
+
+
+def _global_scale(amax: Tensor) -> Tensor:
+    """float32 `[1]`: the reciprocal of the number by which others divide, where that is finite; 1 for zeros."""
+    largest = torch.full_like(amax, _LARGEST["e2m1"] * _LARGEST_E4M3)
+    divisor = largest / amax
+    return torch.where(amax > 0, torch.where(divisor.isfinite(), 1 / divisor, amax / largest), 1)
 
 
 def quantize_nearest(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
