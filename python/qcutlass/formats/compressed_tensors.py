@@ -30,6 +30,8 @@ from qcutlass.formats.config import Config, pattern
 from qcutlass.formats.layers import (
     CanonicalBlockwise,
     CanonicalFp8,
+    CanonicalInt4Fp8,
+    CanonicalInt4Int8,
     CanonicalInt8,
     CanonicalLinear,
     Layer,
@@ -346,11 +348,14 @@ def _store_eight_bit(layer: CanonicalInt8 | CanonicalFp8) -> dict[str, Tensor]:
 
 
 def _store_weights(layer: CanonicalLinear) -> dict[str, Tensor]:
-    """The tensors of weights for activations as they are."""
+    """The tensors of weights for activations as they are, and of those of 4 bits for activations of 8."""
     if layer.act_scale is not None:
         raise UnsupportedError(_HOLDS)
     if layer.perm is not None:
-        raise UnsupportedError("compressed-tensors has given up act-order with groups of its own; export to gptq")
+        way_out = "quantise without --act-order" if layer.quantises_activations else "export to gptq"
+        raise UnsupportedError(f"compressed-tensors has given up act-order with groups of its own; {way_out}")
+    if layer.weight.weight_dtype == "e2m1":
+        return float4.store_packed(layer.weight)
     return _store_float8(layer.weight) if layer.weight.weight_dtype == "e4m3" else _store_packed(layer)
 
 
@@ -383,6 +388,8 @@ def _store_packed(layer: CanonicalLinear) -> dict[str, Tensor]:
 _HOLDS: Final = "compressed-tensors holds quantised weights without activation scales alone, and blocks of e4m3"
 _STORES: Final[dict[str, Callable[[Any], dict[str, Tensor]]]] = {
     CanonicalLinear.kind: _store_weights,
+    CanonicalInt4Fp8.kind: _store_weights,
+    CanonicalInt4Int8.kind: _store_weights,
     CanonicalInt8.kind: _store_eight_bit,
     CanonicalFp8.kind: _store_eight_bit,
     CanonicalBlockwise.kind: _store_blocks,

@@ -7,10 +7,12 @@ its codes `blocks`, uint8 `[N, K / 32, 16]`, and the exponents `scales`; `stacke
 
 Activations stay as they are: what a file says of quantising them (`input_scale`, `input_global_scale`) is not read.
 `pre_quant_scale` of ModelOpt's NVFP4_AWQ, floating `[K]`, is: they are multiplied by it.
+`store_packed` writes the files of compressed-tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.layers import CanonicalLinear
 from qcutlass.formats.tensors import FROM_FLOATS, PRE_QUANT_SCALE, LayerTensors
-from qcutlass.products.checks import E8M0
+from qcutlass.products.checks import E8M0, short
 from qcutlass.quantized import QuantizedTensor
 
 SUFFIXES: Final = ("weight", "weight_scale", "weight_scale_2", PRE_QUANT_SCALE, "input_scale", "bias")
@@ -27,7 +29,8 @@ _BYTES: Final = ("U8",)
 _POWERS: Final = ("U8", "F8_E8M0")
 _SCALES: Final = ("F8_E4M3",)
 _NUMBER: Final = ("F32",)
-
+_GROUPS: Final = {torch.float8_e4m3fn: 16, **dict.fromkeys(E8M0, 32)}
+"""Columns that share a scale of these types."""
 
 BLOCK_SUFFIXES: Final = ("blocks", "scales", "bias")
 
@@ -77,6 +80,54 @@ def load_packed(layer: LayerTensors) -> CanonicalLinear:
     return CanonicalLinear(QuantizedTensor(codes, scales, None, 4, 16, "e2m1", factor), layer.bias(n))
 
 
+def store_packed(weight: QuantizedTensor) -> dict[str, Tensor]:
+    """The tensors of compressed-tensors' NVFP4 or MXFP4, which `load_packed` reads back without loss.
+
+    Raises:
+        UnsupportedError: scales or groups of neither; a global scale that is the reciprocal of no float32 number.
+    """
+    size = _GROUPS.get(weight.scales.dtype)
+    if size is None:
+        raise UnsupportedError(
+            f"expected e2m1 codes with scales of float8_e4m3fn (NVFP4) or float8_e8m0fnu (MXFP4), got "
+            f"{short(weight.scales.dtype)}; {FROM_FLOATS} --format nvfp4"
+        )
+    if weight.group_size != size or weight.shape[1] % size:
+        name = "mxfp4" if size == 32 else "nvfp4"
+        raise UnsupportedError(
+            f"expected whole groups of {size} columns beside scales of {short(weight.scales.dtype)}, got groups of "
+            f"{weight.group_size} and K = {weight.shape[1]}; {FROM_FLOATS} --format {name}"
+        )
+    codes, scales = weight.codes, weight.scales.view(torch.uint8).T.contiguous()
+    tensors = {"weight_packed": codes[:, ::2] | (codes[:, 1::2] << 4), "weight_scale": scales}
+    if size == 32:
+        return tensors
+    factor = torch.ones(1) if weight.global_scale is None else weight.global_scale
+    found = scales.view(torch.float8_e4m3fn)
+    return {**tensors, "weight_scale": found, "weight_global_scale": _divisor(factor, found)}
+
+
+def _divisor(factor: Tensor, scales: Tensor) -> Tensor:
+    """float32 `[1]` of which `reciprocal` makes `factor` again."""
+    for number in _near(1 / factor, 4):
+        found = reciprocal(number, scales) if bool(number.isfinite() & (number > 0)) else None
+        if found is not None and torch.equal(found, factor):
+            return number
+    raise UnsupportedError(
+        f"global_scale: expected the reciprocal of a float32 number, by which compressed-tensors divides, got "
+        f"{float(factor):.9g}, which is none; {FROM_FLOATS} --format nvfp4"
+    )
+
+
+def _near(number: Tensor, steps: int) -> Iterator[Tensor]:
+    """A number, and those that so many steps of float32 lead to, the nearest first."""
+    yield number
+    below = above = number
+    for _ in range(steps):
+        below, above = below.nextafter(torch.zeros(1)), above.nextafter(torch.full((1,), torch.inf))
+        yield from (below, above)
+
+
 def reciprocal(divisor: Tensor, scales: Tensor) -> Tensor | None:
     """A number float32 `[1]` that scales may be multiplied by, rather than divided by `divisor`.
 
@@ -84,8 +135,8 @@ def reciprocal(divisor: Tensor, scales: Tensor) -> Tensor | None:
     """
     used = torch.unique(scales.view(torch.uint8)).view(torch.float8_e4m3fn).float()
     numbers = torch.tensor([1.0, 3.0])[:, None]  # times powers of two: all of e2m1
-    right, nearest = numbers * (used / divisor), 1 / divisor
-    for factor in (nearest, nearest.nextafter(torch.zeros(1)), nearest.nextafter(torch.full((1,), torch.inf))):
+    right = numbers * (used / divisor)
+    for factor in _near(1 / divisor, 1):
         found = numbers * (used * factor)
         if all(torch.equal(found.to(dtype), right.to(dtype)) for dtype in (torch.float16, torch.bfloat16)):
             return factor

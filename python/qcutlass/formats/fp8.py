@@ -112,10 +112,13 @@ def load_described(layer: LayerTensors, described: Description) -> CanonicalFp8 
     return CanonicalFp8(codes, channels, _input_scale(layer, described), bias)
 
 
-def in_blocks(layer: CanonicalLinear) -> CanonicalBlockwise | None:
-    """The same weights for fp8 activations in blocks; None where they are not e4m3 with scales of square blocks."""
+def in_blocks(layer: CanonicalLinear, size_of_one: int = BLOCK[1]) -> CanonicalBlockwise | None:
+    """The same weights for fp8 activations in blocks; None where they are not e4m3 with scales of square blocks.
+
+    Layers of so few columns that they are one group have blocks of `size_of_one`.
+    """
     weight, k = layer.weight, layer.shape[1]
-    size = BLOCK[1] if weight.group_size >= k and k <= BLOCK[1] else weight.group_size
+    size = size_of_one if weight.group_size >= k and k <= size_of_one else weight.group_size
     is_plain = layer.perm is None and layer.act_scale is None and weight.global_scale is None
     if weight.weight_dtype != "e4m3" or not is_plain or size not in BLOCK_SIZES:
         return None

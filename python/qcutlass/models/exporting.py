@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -42,6 +43,8 @@ class _Common:
     group_size: int
     symmetric: bool
     act_order: bool
+    scales: str | None
+    """The type of the scales of 4-bit floats, which tells their formats apart."""
 
 
 def export_model(
@@ -59,8 +62,9 @@ def export_model(
     small).
 
     "gptq": 4 and 8 bits; version 1 where there are no zero points, else version 2, which alone holds a zero point of 0.
-    "compressed-tensors": pack-quantized, int-quantized for W8A8, float-quantized for fp8, in blocks, too, and for e4m3
-    weights alone; group sizes that divide K.
+    "compressed-tensors": pack-quantized, with 8-bit activations, too, int-quantized for W8A8, float-quantized for fp8,
+    in blocks, too, and for e4m3 weights alone, nvfp4-pack-quantized and mxfp4-pack-quantized; group sizes that divide
+    K, but for e4m3.
     `export_note` says what other programs make of it.
 
     Args:
@@ -78,8 +82,9 @@ def export_model(
         ValueError: no such format; a folder to overwrite is none of these; `destination` lies in `folder`, or around
             it.
         UnsupportedError: the format cannot say it: activation scales (`act_scale`, `smooth`), act-order (gptq can),
-            blocks of int8, real-valued zeros, minimums, codes of other floats than e4m3 (gptq: of any), layers that
-            differ in bits or group size, scales of integers that are not of 16 bits, shapes that fill no words.
+            blocks of int8, real-valued zeros, minimums, codes of e2m1 that are neither NVFP4 nor MXFP4 (gptq: of any
+            floats), layers that differ in bits or group size, scales of integers that are not of 16 bits, shapes that
+            fill no words, a global scale of NVFP4 that is the reciprocal of no float32 number.
         CheckpointError: the folder is damaged, or has a link out of it beside the weights.
         OSError, MemoryError: as for `convert`.
 
@@ -112,8 +117,7 @@ def export_model(
     else:
         are_blocks = _are_in_blocks(common, source, layers)
         described = _compressed_config(common, source, layers, are_blocks)
-        store = _stored_blocks if are_blocks else compressed_tensors.store
-        _check_groups(common, source, layers)
+        store = (lambda layer: _stored_blocks(layer, common)) if are_blocks else compressed_tensors.store
     with (
         memory_told(old),
         new_folder(new, overwrite, lambda: _check_destination(old, new, overwrite)) as written,
@@ -141,7 +145,7 @@ def export_note(folder: str | PathLike[str]) -> str | None:
     """A note for the user about programs that cannot load an exported folder; None: no such program is known.
 
     transformers 5.23 makes room for zero points of a byte each, where compressed-tensors packs them like codes, and
-    takes no compressed layer for a `Conv1D`.
+    takes no compressed layer for a `Conv1D`. Of 4-bit floats it makes bfloat16 weights, whatever the model's type is.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -159,6 +163,8 @@ def export_note(folder: str | PathLike[str]) -> str | None:
             "transformers (5.24) puts random weights in the place of compressed-tensors layers of models with Conv1D "
             "(GPT-2); for transformers export with --to gptq, or load the folder that was exported"
         )
+    if any(group["format"] in _BFLOAT16 for group in groups.values()):
+        return "transformers (5.24) makes bfloat16 weights of 4-bit floats; load the folder with dtype=torch.bfloat16"
     if all(group["weights"]["symmetric"] for group in groups.values()):
         return None
     return (
@@ -212,19 +218,23 @@ def _common(source: ConvertedFolder, layers: Sequence[str]) -> _Common:
                     f"{name}: it scales its own activations ({buffer}), which other formats do not; "
                     "quantise with --no-act-scale"
                 )
+    scales = {name: held["scales"] for name, held in zip(layers, buffers, strict=True) if first.weight_dtype == "e2m1"}
+    kind = next(iter(scales.values()), None)
+    for name, found in scales.items():
+        if found != kind:
+            raise UnsupportedError(
+                f"{name}: its scales are of {found}, those of {layers[0]} of {kind}; export needs one scheme: quantise "
+                "the model's float original with --format nvfp4"
+            )
     symmetric = not any("zeros" in held or "minima" in held for held in buffers)
     act_order = any("perm" in held for held in buffers)
-    return _Common(first.kind, first.bits, first.weight_dtype, group_size, symmetric, act_order)
+    return _Common(first.kind, first.bits, first.weight_dtype, group_size, symmetric, act_order, kind)
 
 
-def _check_groups(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> None:
-    for name in layers:
-        k = source.shape(name)[1]
-        if common.group_size != -1 and k % common.group_size:
-            raise UnsupportedError(
-                f"{name}: compressed-tensors takes group sizes that divide K = {k}, got {common.group_size}; export to "
-                "gptq, or quantise with another --group-size"
-            )
+def _ragged(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> list[str]:
+    """The layers whose last group is shorter than the others."""
+    size = common.group_size
+    return [name for name in layers if size != -1 and source.shape(name)[1] % size]
 
 
 def _stored(layer: QuantLinear, common: _Common) -> Layer:
@@ -234,12 +244,11 @@ def _stored(layer: QuantLinear, common: _Common) -> Layer:
 
 
 def _gptq_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> dict[str, Any]:
+    way_out = "export to compressed-tensors" if _layout(common) is not None else "no format of export holds them"
     if LAYER_KINDS[common.kind].quantises_activations:
-        raise UnsupportedError("gptq: quantised activations have no place in it; export to compressed-tensors")
+        raise UnsupportedError(f"gptq: quantised activations have no place in it; {way_out}")
     if common.weight_dtype is not None:
-        raise UnsupportedError(
-            f"gptq: {common.weight_dtype} weights have no place in it; compressed-tensors holds e4m3 ones"
-        )
+        raise UnsupportedError(f"gptq: {common.weight_dtype} weights have no place in it; {way_out}")
     kept = [name for name in source.spec.modules_to_not_convert if name != HEAD]
     dynamic: dict[str, dict[str, str]] = {
         f"-:.*{re.escape(name)}$": {} for name in kept
@@ -256,14 +265,47 @@ def _gptq_config(common: _Common, source: ConvertedFolder, layers: Sequence[str]
     }
 
 
+class _Layout(NamedTuple):
+    """The words of compressed-tensors for a kind of layers.
+
+    Attributes:
+        format: of the tensors.
+        type: of the weights' numbers.
+        activations: the type of those that are quantised; None: they stay as they are.
+        weights: what else describes the weights.
+    """
+
+    format: str
+    type: str
+    activations: str | None = None
+    weights: Mapping[str, str] = MappingProxyType({})
+
+
 _COMPRESSED: Final = {
-    ("weight_only", None): ("pack-quantized", "int"),
-    ("weight_only", "e4m3"): ("float-quantized", "float"),
-    ("int8", None): ("int-quantized", "int"),
-    ("fp8", None): ("float-quantized", "float"),
-    ("blockwise", "e4m3"): ("float-quantized", "float"),
+    ("weight_only", None, None): _Layout("pack-quantized", "int"),
+    ("weight_only", "e4m3", None): _Layout("float-quantized", "float"),
+    ("weight_only", "e2m1", "float8_e4m3fn"): _Layout(
+        "nvfp4-pack-quantized",
+        "float",
+        weights={"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
+    ),
+    ("weight_only", "e2m1", "float8_e8m0fnu"): _Layout(
+        "mxfp4-pack-quantized", "float", weights={"scale_dtype": "torch.uint8"}
+    ),
+    ("w4a8_fp8", None, None): _Layout("pack-quantized", "int", "float"),
+    ("w4a8_int8", None, None): _Layout("pack-quantized", "int", "int"),
+    ("int8", None, None): _Layout("int-quantized", "int", "int"),
+    ("fp8", None, None): _Layout("float-quantized", "float", "float"),
+    ("blockwise", "e4m3", None): _Layout("float-quantized", "float", "float"),
 }
-"""The words of compressed-tensors for kinds and codes of layers: of the layout, and of the type of numbers."""
+"""By kind and codes of layers, and the scales of 4-bit floats."""
+_BFLOAT16: Final = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+"""Formats whose weights compressed-tensors makes bfloat16, though other layers have another type."""
+
+
+def _layout(common: _Common) -> _Layout | None:
+    """The words for layers that compressed-tensors holds; None for others."""
+    return _COMPRESSED.get((common.kind, common.weight_dtype, common.scales))
 
 
 def _are_in_blocks(common: _Common, source: ConvertedFolder, layers: Sequence[str]) -> bool:
@@ -276,8 +318,8 @@ def _are_in_blocks(common: _Common, source: ConvertedFolder, layers: Sequence[st
     return all(scales_of_blocks(found, common.group_size) is not None for found in scales)
 
 
-def _stored_blocks(layer: Layer) -> dict[str, Tensor]:
-    found = in_blocks(layer) if isinstance(layer, CanonicalLinear) else layer
+def _stored_blocks(layer: Layer, common: _Common) -> dict[str, Tensor]:
+    found = in_blocks(layer, common.group_size) if isinstance(layer, CanonicalLinear) else layer
     assert found is not None
     return compressed_tensors.store(found)
 
@@ -285,22 +327,18 @@ def _stored_blocks(layer: Layer) -> dict[str, Tensor]:
 def _compressed_config(
     common: _Common, source: ConvertedFolder, layers: Sequence[str], are_blocks: bool
 ) -> dict[str, Any]:
-    key = common.kind, common.weight_dtype
-    if key not in _COMPRESSED:
+    layout = _layout(common)
+    if layout is None:
         codes = "" if common.weight_dtype is None else f" and {common.weight_dtype} codes"
-        raise UnsupportedError(f"compressed-tensors: layers of kind {common.kind}{codes} are not exported")
-    layout, type_ = _COMPRESSED[key]
-    weights: dict[str, Any] = {"num_bits": common.bits, "type": type_, "symmetric": common.symmetric, "dynamic": False}
-    if are_blocks:
-        weights |= {"strategy": "block", "block_structure": [common.group_size, common.group_size]}
-    elif common.group_size == -1:
-        weights["strategy"] = "channel"
-    else:
-        weights |= {"strategy": "group", "group_size": common.group_size}
-    activations = None
-    if LAYER_KINDS[common.kind].quantises_activations:
+        scales = "" if common.scales is None else f" with scales of {common.scales}"
+        raise UnsupportedError(f"compressed-tensors: layers of kind {common.kind}{codes}{scales} are not exported")
+    described: dict[str, Any] = {"num_bits": common.bits, "type": layout.type, "symmetric": common.symmetric}
+    groups = _groups(common, source, layers, are_blocks)
+    weights = {**described, "dynamic": False, **groups, **layout.weights}
+    activations: dict[str, Any] | None = None
+    if layout.activations is not None:
         static = "a_scale" in dict(source.spec[layers[0]].buffers)
-        activations = {"num_bits": 8, "type": type_, "symmetric": True, "dynamic": not static}
+        activations = {"num_bits": 8, "type": layout.activations, "symmetric": True, "dynamic": not static}
         activations["strategy"] = "tensor" if static else "token"
         if are_blocks:
             activations |= {"strategy": "group", "group_size": common.group_size}
@@ -309,8 +347,31 @@ def _compressed_config(
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": layout,
+        "format": layout.format,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "format": layout}},
+        "config_groups": {"group_0": {**group, "format": layout.format}},
         "ignore": list(dict.fromkeys([*listed, *kept])),
     }
+
+
+def _groups(common: _Common, source: ConvertedFolder, layers: Sequence[str], are_blocks: bool) -> dict[str, Any]:
+    """The description of the weights that share a scale."""
+    size = common.group_size
+    if are_blocks:
+        return {"strategy": "block", "block_structure": [size, size]}
+    if size == -1:
+        return {"strategy": "channel"}
+    ragged = _ragged(common, source, layers)
+    if not ragged:
+        return {"strategy": "group", "group_size": size}
+    if common.weight_dtype == "e4m3":  # blocks of one row, of which the last may be shorter
+        return {"strategy": "block", "block_structure": [1, size]}
+    way_out = "quantise with another --group-size"
+    if common.weight_dtype is not None:  # groups of 4-bit floats have one size
+        way_out = "quantise without this layer: --skip"
+    elif not LAYER_KINDS[common.kind].quantises_activations:
+        way_out = f"export to gptq, or {way_out}"
+    raise UnsupportedError(
+        f"{ragged[0]}: compressed-tensors takes group sizes that divide K = {source.shape(ragged[0])[1]}, got {size}; "
+        f"{way_out}"
+    )

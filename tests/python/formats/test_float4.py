@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,8 +170,59 @@ def test_damaged_files(changed: dict[str, Tensor], message: str) -> None:
         loaded(tensors | changed, config_of("nvfp4-pack-quantized"))
 
 
-def test_exports_hold_integers_alone() -> None:
-    layer = CanonicalLinear(quantize_floats(torch.randn(32, 64), "e2m1", 32))
-    for store in (compressed_tensors.store, lambda one: gptq.store(one, 2)):
-        with pytest.raises(UnsupportedError, match="expected integer codes, got e2m1 ones"):
-            store(layer)
+def quantised(size: int, scales: torch.dtype, k: int = 64, seed: int = 0) -> CanonicalLinear:
+    weight = torch.randn(32, k, generator=torch.Generator().manual_seed(seed))
+    return CanonicalLinear(quantize_floats(weight, "e2m1", size, scale_dtype=scales))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_is_stored_is_read_back_bit_for_bit(name: str, seed: int) -> None:
+    """Codes, scales and the global scale; and the package makes the same weights of them."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    size = GROUPS[name]
+    strategy = "tensor_group" if size == 16 else "group"
+    arguments = QuantizationArgs(num_bits=4, type="float", strategy=strategy, group_size=size, symmetric=True)
+    whole = QuantizationScheme(targets=["Linear"], weights=arguments)
+    for index in range(8):
+        layer = quantised(size, torch.float8_e4m3fn if size == 16 else E8M0[0], seed=seed + index)
+        tensors = compressed_tensors.store(layer)
+        found = loaded(tensors, config_of(name))
+        assert found.tensors.keys() == layer.tensors.keys()
+        for key, tensor in layer.tensors.items():
+            assert torch.equal(found.tensors[key].view(torch.uint8), tensor.view(torch.uint8)), key
+        expected = BaseCompressor.get_value_from_registry(name).decompress(tensors, whole)["weight"]
+        assert torch.equal(expected, layer.dequantize(torch.bfloat16))
+
+
+def test_a_layer_without_a_global_scale_has_a_divisor_of_1() -> None:
+    layer = quantised(16, torch.float8_e4m3fn)
+    layer = replace(layer, weight=replace(layer.weight, global_scale=None))
+    tensors = compressed_tensors.store(layer)
+    assert tensors["weight_global_scale"].tolist() == [1]
+    assert torch.equal(loaded(tensors, config_of("nvfp4-pack-quantized")).dequantize(), layer.dequantize())
+
+
+def test_a_global_scale_that_is_no_reciprocal_is_refused() -> None:
+    layer = quantised(16, torch.float8_e4m3fn)
+    lone = torch.tensor([2.0]).nextafter(torch.zeros(1))  # between the reciprocals of 0.5 and of the next number
+    layer = replace(layer, weight=replace(layer.weight, global_scale=lone))
+    message = "global_scale: expected the reciprocal of a float32 number, .* got 1.99999988, which is none; quantise"
+    with pytest.raises(UnsupportedError, match=message):
+        compressed_tensors.store(layer)
+
+
+def test_floats_of_4_bits_that_compressed_tensors_does_not_hold() -> None:
+    for layer, message in (
+        (quantised(32, torch.float32), r"scales of float8_e4m3fn \(NVFP4\) or float8_e8m0fnu \(MXFP4\), got float32"),
+        (quantised(32, torch.float8_e4m3fn), "whole groups of 16 columns .* groups of 32 .*--format nvfp4"),
+        (quantised(32, E8M0[0], 48), "whole groups of 32 columns .* K = 48; .*--format mxfp4"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            compressed_tensors.store(layer)
+
+
+def test_gptq_holds_integers_alone() -> None:
+    with pytest.raises(UnsupportedError, match="expected integer codes, got e2m1 ones"):
+        gptq.store(quantised(32, E8M0[0]), 2)

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import UnsupportedError, WeightOnly, formats, models
 from qcutlass.cli import app
+from qcutlass.products.checks import E8M0
 from qcutlass.schemes import float_format
 
 pytest.importorskip("transformers", reason="needs transformers")
+from tests.python.formats.stored import as_fp8, named, write_folder
 from tests.python.models.quantizations import calibration, make
 from tests.python.models.test_quantizing import loaded
 
@@ -31,10 +33,20 @@ METHODS = {
     "fp8": models.Method("fp8"),
     "fp8 static": models.Method("fp8", activations="static"),
     "e4m3": models.Method("rtn", WeightOnly(8, 32, weight_dtype="e4m3")),
+    "e4m3 ragged": models.Method("rtn", WeightOnly(8, 48, weight_dtype="e4m3", scale_dtype=torch.bfloat16)),
     "e4m3 channels": models.Method("rtn", WeightOnly(8, None, weight_dtype="e4m3", scale_dtype=torch.bfloat16)),
+    "nvfp4": models.Method("rtn", float_format("nvfp4")),
+    **({"mxfp4": models.Method("rtn", float_format("mxfp4"))} if E8M0 else {}),
 }
+ACTIVATIONS: dict[str, dict[str, Any]] = {  # for `convert`, as no method has them
+    "w4a8 fp8": {"activations": "fp8", "scheme": WeightOnly(4, 32, True, torch.float16)},
+    "w4a8 fp8 asymmetric": {"activations": "fp8", "scheme": WeightOnly(4, 32, False, torch.bfloat16)},
+    "w4a8 int8": {"activations": "int8", "scheme": WeightOnly(4, 32, True, torch.float16)},
+    "w4a8 int8 channels": {"activations": "int8", "scheme": WeightOnly(4, None, True, torch.bfloat16)},
+}
+NAMES = [*METHODS, *ACTIVATIONS]
 UNSUPPORTED = [
-    *((name, "gptq") for name in ("int8", "fp8", "fp8 static", "e4m3", "e4m3 channels")),
+    *((name, "gptq") for name in NAMES if name.startswith(("int8", "fp8", "e4m3", "nvfp4", "mxfp4", "w4a8"))),
     ("act-order", "compressed-tensors"),
     ("ragged", "compressed-tensors"),
 ]
@@ -42,14 +54,16 @@ UNSUPPORTED = [
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """quantized(name): a folder of one of METHODS."""
+    """quantized(name): a folder of one of METHODS or ACTIVATIONS."""
     root = tmp_path_factory.mktemp("exporting")
     model = make("llama-mha", 0)
     model.save_pretrained(root / "source")
     (root / "source" / "tokenizer.json").write_text("{}")
 
     def folder(name: str) -> Path:
-        if not (root / name).exists():
+        if not (root / name).exists() and name in ACTIVATIONS:
+            models.convert(root / "source", root / name, **ACTIVATIONS[name])
+        elif not (root / name).exists():
             ids = calibration(0) if METHODS[name].needs_calibration else None
             models.quantize_model(root / "source", root / name, METHODS[name], calibration=ids)
         return root / name
@@ -64,7 +78,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "to"),
-    [(name, to) for name in METHODS for to in models.EXPORTS if (name, to) not in UNSUPPORTED],
+    [(name, to) for name in NAMES for to in models.EXPORTS if (name, to) not in UNSUPPORTED],
 )
 def test_what_is_exported_is_read_back_bit_for_bit(name: str, to: str, quantized: Any, tmp_path: Path) -> None:
     source, out = quantized(name), tmp_path / "out"
@@ -83,7 +97,7 @@ def test_what_is_exported_is_read_back_bit_for_bit(name: str, to: str, quantized
         assert torch.equal(loaded(tmp_path / "again")(ids).logits, loaded(source)(ids).logits)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if (name, "compressed-tensors") not in UNSUPPORTED])
+@pytest.mark.parametrize("name", [name for name in NAMES if (name, "compressed-tensors") not in UNSUPPORTED])
 def test_compressed_tensors_reads_the_same_weights(name: str, quantized: Any, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -105,14 +119,30 @@ def test_compressed_tensors_reads_the_same_weights(name: str, quantized: Any, tm
         assert torch.equal(found, weight.to(dtype)), layer
 
 
-def test_transformers_reads_exports_without_zero_points(quantized: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["symmetric", "e4m3 ragged", "w4a8 fp8", "w4a8 int8"])
+def test_transformers_reads_exports_without_zero_points(name: str, quantized: Any, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
-    models.export_model(quantized("symmetric"), tmp_path / "out", "compressed-tensors")
+    models.export_model(quantized(name), tmp_path / "out", "compressed-tensors")
     assert models.export_note(tmp_path / "out") is None
     model = loaded(tmp_path / "out")
     model(calibration(0))  # which dequantises
-    for layer, weight in weights(quantized("symmetric")).items():
+    for layer, weight in weights(quantized(name)).items():
         assert torch.equal(model.get_submodule(layer).weight.detach(), weight), layer
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.endswith("fp4")])
+def test_transformers_reads_4_bit_floats_as_bfloat16(name: str, quantized: Any, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    from transformers import AutoModelForCausalLM
+
+    models.export_model(quantized(name), tmp_path / "out", "compressed-tensors")
+    note = models.export_note(tmp_path / "out")
+    assert note is not None
+    assert "dtype=torch.bfloat16" in note
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    model(calibration(0))  # which dequantises
+    for layer, weight in weights(quantized(name)).items():
+        assert torch.equal(model.get_submodule(layer).weight.detach(), weight.bfloat16()), layer
 
 
 def test_transformers_does_not_read_exports_with_zero_points(quantized: Any, tmp_path: Path) -> None:
@@ -167,9 +197,15 @@ def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> 
 
     refused("gptq: quantised activations have no place in it", quantized("int8"), "gptq")
     refused("gptq: quantised activations have no place in it", quantized("fp8"), "gptq")
-    refused("gptq: e4m3 weights have no place in it; compressed-tensors holds e4m3 ones", quantized("e4m3"), "gptq")
+    refused("gptq: quantised activations .*; export to compressed-tensors", quantized("w4a8 fp8"), "gptq")
+    refused("gptq: e4m3 weights have no place in it; export to compressed-tensors", quantized("e4m3"), "gptq")
+    refused("gptq: e2m1 weights have no place in it; export to compressed-tensors", quantized("nvfp4"), "gptq")
     refused("has given up act-order", quantized("act-order"), "compressed-tensors")
-    refused("takes group sizes that divide K = 128, got 48", quantized("ragged"), "compressed-tensors")
+    refused(
+        "takes group sizes that divide K = 128, got 48; export to gptq, or quantise with another --group-size",
+        quantized("ragged"),
+        "compressed-tensors",
+    )
     root = quantized("symmetric").parent
     wide = models.Method("rtn", WeightOnly(4, 32, scale_dtype=torch.float32))
     models.quantize_model(root / "source", tmp_path / "wide", wide)
@@ -177,9 +213,9 @@ def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> 
 
     models.quantize_model(root / "source", tmp_path / "blocks", "blockwise")
     refused("compressed-tensors: layers of kind blockwise are not exported", tmp_path / "blocks", "compressed-tensors")
+    refused("gptq: quantised activations .*; no format of export holds them", tmp_path / "blocks", "gptq")
 
-    models.quantize_model(root / "source", tmp_path / "e2m1", models.Method("rtn", float_format("mxfp4")))
-    refused("kind weight_only and e2m1 codes are not exported", tmp_path / "e2m1", "compressed-tensors")
+    refuse_w4a8_and_floats(root / "source", tmp_path, refused)
 
     make("llama", 0).save_pretrained(tmp_path / "grouped")  # of whose heads several share keys and values
     models.quantize_model(tmp_path / "grouped", tmp_path / "scaled", "awq", calibration=calibration(0))
@@ -189,6 +225,40 @@ def test_what_a_format_cannot_say_is_refused(quantized: Any, tmp_path: Path) -> 
     refused(r"o_proj: it scales its own activations \(act_scale\)", tmp_path / "scaled", "gptq")
     with pytest.raises(ValueError, match="format: expected one of gptq, compressed-tensors, got 'awq'"):
         models.export_model(quantized("symmetric"), tmp_path / "out", "awq")
+
+
+def refuse_w4a8_and_floats(source: Path, folder: Path, refused: Any) -> None:
+    """The advice is true of them: gptq holds neither 8-bit activations nor floats."""
+    options = ACTIVATIONS["w4a8 fp8"]
+    models.convert(source, folder / "ragged", **options | {"scheme": WeightOnly(4, 48, True, torch.float16)})
+    refused("divide K = 128, got 48; quantise with another --group-size", folder / "ragged", "compressed-tensors")
+    floats = WeightOnly(4, 32, weight_dtype="e2m1", scale_dtype=torch.float16)
+    models.quantize_model(source, folder / "e2m1", models.Method("rtn", floats))
+    message = "weight_only and e2m1 codes with scales of float16 are not exported"
+    refused(message, folder / "e2m1", "compressed-tensors")
+    floats = WeightOnly(4, 48, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn)
+    models.quantize_model(source, folder / "wide", models.Method("rtn", floats), overwrite=True)
+    refused("K = 128, got 48; quantise without this layer: --skip", folder / "wide", "compressed-tensors")
+    floats = WeightOnly(4, 32, weight_dtype="e2m1", scale_dtype=torch.float8_e4m3fn)
+    models.quantize_model(source, folder / "e4m3 scales", models.Method("rtn", floats))
+    refused("down_proj: expected whole groups of 16 columns", folder / "e4m3 scales", "compressed-tensors")
+
+
+def test_blocks_of_layers_with_few_columns(seed: int, tmp_path: Path) -> None:
+    """K = 48 is less than the 64 columns of a block: one group, whose blocks have 64 rows as those of other layers."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, expected = {}, {}
+    for name, shape in {"up": (128, 48), "down": (48, 128)}.items():
+        stored, expected[name] = as_fp8(torch.randn(shape, generator=generator), (64, 64))
+        tensors |= named(stored, name)
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]}
+    models.convert(write_folder(tmp_path / "source", tensors, config), tmp_path / "new")
+    models.export_model(tmp_path / "new", tmp_path / "out", "compressed-tensors")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert described["config_groups"]["group_0"]["weights"]["block_structure"] == [64, 64]
+    checkpoint = formats.load(tmp_path / "out")
+    for name, weight in expected.items():
+        assert torch.equal(checkpoint[name].dequantize(torch.float32), weight)
 
 
 def test_only_what_export_made_is_replaced(quantized: Any, tmp_path: Path) -> None:
