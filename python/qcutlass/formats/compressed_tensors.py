@@ -151,7 +151,19 @@ def _load_fp8(layer: LayerTensors, group: Config) -> CanonicalFp8 | CanonicalLin
     found = fp8.load_described(layer, _described(group))
     if isinstance(found, CanonicalFp8):  # scales of blocks and groups leave activations as they are
         _check_activations(layer, group.section("input_activations"), "float")
+    _check_plain(layer, found)
     return found
+
+
+def _check_plain(layer: LayerTensors, found: CanonicalFp8 | CanonicalLinear) -> None:
+    """Raises UnsupportedError for zero points and act-order of weights that are floats."""
+    suffix = "weight_zero_point"
+    if suffix in layer and bool(layer.read(suffix).float().any()):
+        raise UnsupportedError(f"{layer.full_name(suffix)}: floats with zero points are not read; {FROM_FLOATS}")
+    if isinstance(found, CanonicalLinear):
+        weight, suffix = found.weight, "weight_g_idx"
+        if layer.act_order(suffix, found.shape[1], len(weight.scales), weight.group_size) is not None:
+            raise UnsupportedError(f"{layer.full_name(suffix)}: floats with act-order are not read; {FROM_FLOATS}")
 
 
 def _described(group: Config) -> fp8.Description:
@@ -179,7 +191,9 @@ def _described(group: Config) -> fp8.Description:
 def _load_packed(layer: LayerTensors, group: Config) -> CanonicalLinear:
     weights, inputs = group.section("weights"), group.section("input_activations")
     if layer.info("weight_packed").dtype == "U8":
-        return float4.load_packed(layer.with_config(weights))
+        found = float4.load_packed(layer.with_config(weights))
+        _check_plain(layer, found)
+        return found
     if layer.info("weight_packed").dtype != "I32":
         raise UnsupportedError(
             f"{layer.full_name('weight_packed')}: expected words of integers or bytes of 4-bit floats, got "

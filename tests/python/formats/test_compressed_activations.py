@@ -170,6 +170,42 @@ def test_codes_of_5_to_8_bits_keep_8(seed: int) -> None:
         loaded(codes(6, seed, 4), config(6, TOKEN, strategy="group", group_size=32))
 
 
+def floats_of_each_form(seed: int) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+    """fp8 with a scale a channel, and for each of groups; NVFP4."""
+    groups = {"strategy": "group", "group_size": 32}
+    scales = torch.rand(32, 4, generator=torch.Generator().manual_seed(seed)) + 0.5
+    nvfp4 = {
+        "weight_packed": torch.full((32, 64), 0x21, dtype=torch.uint8),
+        "weight_scale": torch.ones(32, 8).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.ones(1),
+    }
+    return [
+        (fp8_codes(seed), config(8, FP8_TOKEN, "float")),
+        (fp8_codes(seed) | {"weight_scale": scales}, config(8, None, "float", **groups)),
+        (nvfp4, config(4, None, "float", strategy="tensor_group", group_size=16)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_zero_points_of_floats_are_refused(dtype: torch.dtype, seed: int) -> None:
+    for tensors, described in floats_of_each_form(seed):
+        zeros = torch.zeros(tensors["weight_scale"].shape)
+        layer = loaded(tensors | {"weight_zero_point": zeros.to(dtype)}, described)
+        assert torch.equal(layer.dequantize(torch.float32), loaded(tensors, described).dequantize(torch.float32))
+        zeros[3, 0] = 1
+        with pytest.raises(UnsupportedError, match=r"up\.weight_zero_point: floats with zero points are not read"):
+            loaded(tensors | {"weight_zero_point": zeros.to(dtype)}, described)
+
+
+def test_floats_whose_groups_have_columns_in_another_order_are_refused(seed: int) -> None:
+    for tensors, described in floats_of_each_form(seed)[1:]:
+        size = 128 // tensors["weight_scale"].shape[1]
+        kept = loaded(tensors | {"weight_g_idx": (torch.arange(128) // size).int()}, described)
+        assert torch.equal(kept.dequantize(torch.float32), loaded(tensors, described).dequantize(torch.float32))
+        with pytest.raises(UnsupportedError, match=r"up\.weight_g_idx: floats with act-order are not read"):
+            loaded(tensors | {"weight_g_idx": (torch.arange(128) // size).flip(0).int()}, described)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_of_columns_in_another_order(bits: int, seed: int) -> None:
     tensors = codes(bits, seed, 4)

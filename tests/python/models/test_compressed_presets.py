@@ -94,6 +94,10 @@ def extremes(weight: Tensor, scheme: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_the_package_writes(preset: str, seed: int, tmp_path: Path) -> None:
+    from compressed_tensors.quantization import is_preset_scheme
+
+    if not is_preset_scheme(preset):
+        pytest.skip(f"this compressed-tensors has no preset {preset}")
     expected = write(preset, tmp_path / "source", seed)
     checkpoint = formats.load(tmp_path / "source")
     assert (checkpoint.format, set(checkpoint)) == ("compressed-tensors", set(expected))
