@@ -162,5 +162,5 @@ def test_gpus_quantise_to_fp8_alone() -> None:
     check_activations("fp8", torch.device("cuda"))
     with pytest.raises(UnsupportedError, match="activations: 'int8' is for CPU tensors; on CUDA leave it out"):
         check_activations("int8", torch.device("cuda"))
-    with pytest.raises(ValueError, match="activations: expected 'int8', 'fp8' or None, got 'int4'"):
+    with pytest.raises(ValueError, match="activations: expected 'int8', 'fp8', 'none' or None, got 'int4'"):
         use_activations(nn.Sequential(layer_of(1)), "int4")

@@ -169,6 +169,6 @@ def test_folders_are_converted_to_it(activations: str, tmp_path: Path, seed: int
     assert folder.spec["up"].words == f"w4 g32 int zeros, {activations} activations"
     layer: Any = folder["up"]
     assert (type(layer), layer.activations) == (Int4Linear, activations)
-    with pytest.raises(ValueError, match="activations: expected 'fp8' or 'int8', got 'int4'"):
+    with pytest.raises(ValueError, match="activations: expected 'int8', 'fp8', 'none' or None, got 'int4'"):
         models.convert(source, tmp_path / "other", activations="int4")
     assert not (tmp_path / "other").exists()

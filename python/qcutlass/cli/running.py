@@ -25,6 +25,7 @@ class QuantizedActivations(str, Enum):
 
     int8 = "int8"
     fp8 = "fp8"
+    none = "none"
 
 
 Folder = Annotated[
@@ -49,7 +50,7 @@ Quantized = Annotated[
         "--activations",
         help="Weight-only layers quantise their input, which is less exact: int8, on the CPU, which is faster, in "
         "blocks of 32 columns; fp8, those of 4-bit weights with whole zero points token by token (W4A8), and those of "
-        "e4m3 weights in blocks, also on GPUs that have kernels for it.",
+        "e4m3 weights in blocks, also on GPUs that have kernels for it. none: no layer does, whatever the folder says.",
     ),
 ]
 Eager = Annotated[

@@ -174,11 +174,19 @@ class _Codes:
     quantises_activations: ClassVar = True
     codes: Tensor
     scales: Tensor
+    bias: Tensor | None
 
     @property
     def spec(self) -> LayerSpec:
         """The description that a converted folder has of it."""
         raise NotImplementedError
+
+    def _alone(self, scales: Tensor, group_size: int, act_scale: Tensor | None = None) -> CanonicalLinear:
+        """The same codes for activations that stay as they are, with scales `[G, N]` of groups."""
+        is_int8, codes = self.codes.dtype == torch.int8, self.codes.view(torch.uint8)
+        plain, weight_dtype = (codes ^ 0x80, None) if is_int8 else (codes, "e4m3")  # of int8, zeros in the middle
+        weight = QuantizedTensor(plain, scales.contiguous(), None, 8, group_size, weight_dtype)
+        return CanonicalLinear(weight, self.bias, None, act_scale)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -240,17 +248,10 @@ class _EightBit(_Codes):
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""
         return (self.codes.float() * self.scales[:, None]).to(dtype)
 
-    def weights_alone(self: _AnyEightBit) -> CanonicalLinear | _AnyEightBit:
-        """The same codes for activations that stay as they are; itself, where these are divided by `smooth` first."""
-        if self.smooth is not None:
-            return self
-        codes, kind = self._plain_codes()
-        weight = QuantizedTensor(codes, self.scales[None], None, 8, self.shape[1], kind)
-        return CanonicalLinear(weight, self.bias)
-
-    def _plain_codes(self) -> tuple[Tensor, str | None]:
-        """uint8 `[N, K]` as those of weights alone, and their type if they are no integers."""
-        raise NotImplementedError
+    def weights_alone(self) -> CanonicalLinear:
+        """The same codes for activations that stay as they are, but for the factors 1 / `smooth` that they get."""
+        act_scale = None if self.smooth is None else self.smooth.reciprocal()
+        return self._alone(self.scales[None], self.shape[1], act_scale)
 
 
 class CanonicalInt8(_EightBit):
@@ -266,9 +267,6 @@ class CanonicalInt8(_EightBit):
 
     kind: ClassVar = "int8"
 
-    def _plain_codes(self) -> tuple[Tensor, str | None]:
-        return self.codes.view(torch.uint8) ^ 0x80, None  # zeros in the middle
-
 
 class CanonicalFp8(_EightBit):
     """A linear layer with e4m3 weights for e4m3 activations.
@@ -279,9 +277,6 @@ class CanonicalFp8(_EightBit):
     """
 
     kind: ClassVar = "fp8"
-
-    def _plain_codes(self) -> tuple[Tensor, str | None]:
-        return self.codes.view(torch.uint8), "e4m3"
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,6 +321,11 @@ class CanonicalBlockwise(_Codes):
     def effective_weight(self) -> Tensor:
         """float32 `[N, K]`: the weights."""
         return self.dequantize()
+
+    def weights_alone(self) -> CanonicalLinear:
+        """The same codes for activations that stay as they are: each channel has the scales of its blocks."""
+        n, k = self.shape
+        return self._alone(self.scales.repeat_interleave(self.block_size, 0)[:n].T, min(self.block_size, k))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""

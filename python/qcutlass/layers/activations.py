@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Final
 
 import torch
 from torch import nn
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.formats.fp8 import in_blocks
-from qcutlass.formats.layers import for_eight_bits
+from qcutlass.formats.activations import STORED_ACTIVATIONS
 from qcutlass.layers.base import QuantLinear, from_layer
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.weight_only import check_quantized_activations
 
-ACTIVATIONS: Final = ("int8", "fp8")
-"""Types to which layers can quantise their input."""
+ACTIVATIONS: Final = ("int8", "fp8", "none")
+"""Types to which layers can quantise their input, and the name for none."""
 
 
 def use_activations(model: nn.Module, activations: str | None) -> list[str]:
@@ -26,17 +27,19 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
         activations: None: as they are; "int8": quantised, as `gemm` describes it, by layers on the CPU; "fp8": layers
             of e4m3 weights with scales of square blocks become `BlockwiseLinear`s, with `fp8_gemm` as their product,
             and those of 4-bit codes with integer zeros, or none, `Int4Linear`s, with `gemm_w4a8`, but for those on a
-            GPU whose kernels do not take them. These stay: load the model again for the former ones. Fuse layers after
-            it, not before.
+            GPU whose kernels do not take them. These stay: load the model again for the former ones. "none": as None,
+            and layers whose input is quantised (`Int8Linear`, `Fp8Linear`, `BlockwiseLinear`, `Int4Linear`) become
+            weight-only ones with the same codes and scales. Fuse layers after it, not before.
 
     Returns:
-        Names of the layers; with "fp8" none where a GPU has no kernel for any. Others are left as they are: with "int8"
-        those with groups that are no multiple of 16 columns, or with floating codes.
+        Names of the layers; with "fp8" none where a GPU has no kernel for any, with "none" those that have changed.
+        Others are left as they are: with "int8" those with groups that are no multiple of 16 columns, or with floating
+        codes.
 
     Raises:
         TypeError: `model` is no module, or `activations` neither a name nor None.
         ValueError: `activations` is another name, or the model has no such layer.
-        UnsupportedError: a layer is on a GPU, with "int8".
+        UnsupportedError: a layer is on a GPU, with "int8"; with "none", an `Int8Linear` has zero points of activations.
 
     Example:
         >>> import torch, qcutlass
@@ -53,6 +56,8 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
         check_activations(activations, layer.w_packed.device)
     if activations == "fp8":
         return _use_fp8(model)
+    if activations == "none":
+        return _use_none(model, layers)
     able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
     if not able and activations is None:
         raise ValueError("model: expected one with weight-only layers, got one without")
@@ -71,26 +76,88 @@ def check_activations(activations: object, device: torch.device) -> None:
     check_quantized_activations(activations, device, ACTIVATIONS)
 
 
+def fit_activations(model: nn.Module) -> list[str]:
+    """Has layers whose input is quantised take it as it is, where their GPU has no kernel for them.
+
+    Codes and scales stay. A warning says how many layers that are, and what their GPU says of them.
+
+    Returns:
+        Names of the layers.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> from qcutlass.layers.activations import fit_activations
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> _ = qcutlass.replace_linear(model, qcutlass.FP8())
+        >>> fit_activations(model)  # the CPU has all products
+        []
+    """
+    obstacles: list[str] = []
+
+    def fails(layer: QuantLinear) -> bool:
+        if not _quantises(layer):
+            return False
+        obstacle = _obstacle(layer)
+        obstacles.extend([] if obstacle is None else [obstacle])
+        return obstacle is not None
+
+    names = _replaced(model, "none", fails)
+    if names:
+        warnings.warn(
+            f"{len(names)} layers, as {names[0]}, multiply 16-bit activations by the same weights: this GPU has no "
+            f'kernel for what they are ({obstacles[0]}); activations="none" (--activations none) says so beforehand',
+            stacklevel=3,
+        )
+    return names
+
+
+def _use_none(model: nn.Module, layers: dict[str, WeightOnlyLinear]) -> list[str]:
+    """`use_activations` with "none"."""
+    quantising = [name for name, layer in layers.items() if layer.activations is not None]
+    for name in quantising:
+        layers[name].activations = None
+    return quantising + _replaced(model, "none", _quantises)
+
+
 def _use_fp8(model: nn.Module) -> list[str]:
     """`use_activations` with fp8: other layers in the place of those that can."""
+    able: list[QuantLinear] = []
+
+    def runs(layer: QuantLinear) -> bool:
+        able.append(layer)
+        return _obstacle(layer) is None
+
+    replaced = _replaced(model, "fp8", lambda layer: type(layer) is WeightOnlyLinear, runs)
+    if not able:
+        raise ValueError(f"model: expected {STORED_ACTIVATIONS['fp8'].expected}; got a model without")
+    return replaced
+
+
+def _quantises(layer: QuantLinear) -> bool:
+    """Whether a layer is of a kind that quantises its input."""
+    return not isinstance(layer, WeightOnlyLinear)
+
+
+def _replaced(
+    model: nn.Module,
+    activations: str,
+    is_meant: Callable[[QuantLinear], bool],
+    is_taken: Callable[[QuantLinear], bool] = lambda layer: True,
+) -> list[str]:
+    """Puts layers with the same weights for such activations in the place of those that are meant; their names."""
     made: dict[nn.Module, nn.Module] = {}
-    able = False
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
-        if type(module) is WeightOnlyLinear and module not in made:
-            stored = module.canonical()
-            layer = for_eight_bits(stored, "fp8") if module.weight_dtype is None else in_blocks(stored)
-            if layer is None or not name:
+        if name and isinstance(module, QuantLinear) and module not in made and is_meant(module):
+            try:
+                layer = STORED_ACTIVATIONS[activations].form(module.canonical())
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{name}: {error}") from error
+            if layer is None:
                 continue
-            able = True
-            quantised = from_layer(layer, name, module.activation).train(module.training)
-            if _runs(quantised):
-                made[module] = quantised
-    if not able:
-        raise ValueError(
-            "model: expected layers of 4-bit codes with integer zeros, or of e4m3 weights with scales of square blocks "
-            "of 32, 64 or 128"
-        )
+            found = from_layer(layer, name, module.activation).train(module.training)
+            if is_taken(found):
+                made[module] = found
     replaced = [name for name, module in modules.items() if module in made]
     for name in replaced:
         parent, _, child = name.rpartition(".")
@@ -98,13 +165,17 @@ def _use_fp8(model: nn.Module) -> list[str]:
     return replaced
 
 
-def _runs(layer: QuantLinear) -> bool:
-    """Whether the device of a layer's weights has a kernel for it: on a GPU a product tells."""
+def _obstacle(layer: QuantLinear) -> str | None:
+    """Why the device of a layer's weights has no kernel for it: on a GPU a product tells."""
     device = layer.layout.device
-    if device.type != "cuda":
-        return True
+    if not _is_gpu(device):
+        return None
     try:
         layer(torch.zeros((1, layer.in_features), dtype=torch.float16, device=device))
-    except UnsupportedError:
-        return False
-    return True
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"

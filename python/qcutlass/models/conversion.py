@@ -17,10 +17,11 @@ from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.defaults import SHARD_BYTES as SHARD_BYTES
 from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
+from qcutlass.formats.activations import STORED_ACTIVATIONS, Activations
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
-from qcutlass.formats.layers import canonical_int4, for_eight_bits
 from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, Requantized, guard
 from qcutlass.layers import QuantLinear
+from qcutlass.layers.activations import check_activations
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.converted import ConvertedFolder
@@ -34,7 +35,7 @@ from qcutlass.models.requantizing import Requantizer, take_float_experts
 from qcutlass.models.shards import ShardedWriter, as_bytes, write_json
 from qcutlass.models.sources import ModelSource
 from qcutlass.products.checks import check_integer
-from qcutlass.schemes import W4A8, WeightOnly
+from qcutlass.schemes import WeightOnly
 
 Progress = Callable[[str, int, int], None]
 
@@ -87,16 +88,16 @@ class _Plan:
     scheme: WeightOnly
     skip: Sequence[str]
     requantizer: Requantizer
-    activations: str | None
+    activations: Activations | None
     embeddings: Collection[str]
 
     def layer(self, name: str) -> Layer:
         """A layer of the source; quantised, unless it is to stay as it is."""
         layer = self._weights(name)
         is_whole = name in self.embeddings or expert_layer(name) is not None or is_kept(name, self.skip)
-        if self.activations is None or is_whole:
+        if self.activations is None or (is_whole and self.activations.quantise):
             return layer
-        found = for_eight_bits(layer, self.activations) if isinstance(layer, CanonicalLinear) else None
+        found = self.activations.form(layer)
         return layer if found is None else found
 
     def check_layers(self) -> None:
@@ -157,8 +158,10 @@ def convert(
             multiplies (`DequantizedLinear`), and experts of a form that their product does not take. `Conversion`, the
             folder's `config.json` and `inspect` say which, and what they lost. False: such a layer is refused.
         activations: "fp8" or "int8": layers of 4-bit codes with integer zeros, or none, become those of the scheme
-            `W4A8`, which run on the CPU and on GPUs of compute capability 9.0; others, embeddings, experts and what
-            `skip` names stay as they are, but one layer has to become so. None: all stay.
+            `W4A8`, which run on the CPU and on GPUs of compute capability 9.0, with "fp8" also those of e4m3 weights
+            in square blocks those of `Blockwise`; others, embeddings, experts and what `skip` names stay as they are,
+            but one layer has to become so. "none": layers whose activations the source quantises become weight-only
+            ones, with the same codes and scales, for every GPU. None: all stay.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.
@@ -200,8 +203,7 @@ def convert(
     check_head(lm_head)
     if not isinstance(requantize, bool):
         raise TypeError(f"requantize: expected True or False, got {type(requantize).__name__}")
-    if activations is not None:
-        W4A8(activations=activations)  # type: ignore[arg-type]  # raises for what it does not have
+    check_activations(activations, torch.device("cpu"))
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
@@ -213,7 +215,8 @@ def convert(
         opened = with_head(opened, lm_head)
         rows = {*filter(is_embedding, opened.names)}  # are looked up: nothing is multiplied
         rows |= set() if opened.model is None else {*embeddings(opened.names, opened.model)}
-        plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize), activations, rows)
+        wanted = None if activations is None else STORED_ACTIVATIONS[activations]
+        plan = _Plan(opened, rounding, skip, Requantizer(opened, rounding, requantize), wanted, rows)
         plan.check_layers()
         check_matches(skip, plan.source.modules)
         with new_folder(new, overwrite, lambda: check_places(old, new, overwrite)) as folder:
@@ -307,13 +310,11 @@ def _packed(layer: Layer, name: str) -> QuantLinear:
 def _check_written(plan: _Plan, folder: Path, verify: bool, progress: Progress) -> int:
     """Opens what was written; reads and compares all of it if `verify`."""
     written = ConvertedFolder(folder)
-    if plan.activations is not None:
-        kind = canonical_int4(plan.activations).kind
-        if not any(written.spec[name].kind == kind for name in written.names):
-            raise ValueError(
-                f"activations: expected layers of 4-bit codes with integer zeros, or none, to quantise their input to "
-                f"{plan.activations}; there is none in this model; leave it out (--activations)"
-            )
+    wanted = plan.activations
+    if wanted is not None and not any(written.spec[name].kind in wanted.kinds for name in written.names):
+        raise ValueError(
+            f"activations: expected {wanted.expected}; there are none in this model; leave it out (--activations)"
+        )
     if not verify:
         return 0
     for count, name in enumerate(plan.source.names):

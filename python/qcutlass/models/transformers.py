@@ -31,7 +31,7 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.converted import QUANTIZATION, PackedFolder, is_converted
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec
 from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
-from qcutlass.layers.activations import check_activations
+from qcutlass.layers.activations import check_activations, fit_activations
 from qcutlass.layers.base import from_layer
 from qcutlass.layers.packed import PackedModule
 from qcutlass.layers.replace import AFTER
@@ -433,8 +433,9 @@ def load_model(
         folder: also one with floats, which then stay floats.
         device: to which the model is moved.
         dtype: of embeddings, norms and activations; None: float32 on the CPU, on a GPU the configuration's, or float16.
-        activations: "int8", on the CPU, or "fp8": weight-only layers quantise their input, as `layers.use_activations`
-            says.
+        activations: "int8", on the CPU, or "fp8": weight-only layers quantise their input; "none": no layer does;
+            all as `layers.use_activations` says. None: as the folder has it; layers of 8-bit activations for which a
+            GPU has no kernel, as fp8 ones before compute capability 8.9, become weight-only ones, with a warning.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -482,6 +483,7 @@ def load_model(
     model = model.to(where).eval()
     if activations is not None:
         use_activations(model, activations)
+    fit_activations(model)
     return model, tokenizer
 
 

@@ -14,7 +14,6 @@ from qcutlass.formats import CanonicalFp8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.specs import PARTS, LayerSpec
 from qcutlass.layers.base import from_spec
 from qcutlass.layers.stored_form import from_stored
-from qcutlass.quantized import QuantizedTensor
 from qcutlass.vllm import naming
 
 FORMATS: Final = ("gptq", "awq", "compressed-tensors", "fp8", "nvfp4")
@@ -137,12 +136,5 @@ def _as_it_is(layer: Layer) -> Layer:
     return layer
 
 
-def _weights_alone(layer: CanonicalFp8) -> CanonicalLinear:
-    """The same weights for activations as they are: what other makers' folders say of theirs is left out."""
-    scales = layer.scales[None]
-    weight = QuantizedTensor(layer.codes.view(torch.uint8), scales, None, 8, layer.shape[1], "e4m3")
-    return CanonicalLinear(weight, layer.bias)
-
-
-_ALONE: Final[dict[str, Callable[[Any], Layer]]] = {CanonicalFp8.kind: _weights_alone}
-"""Layers of other makers that are multiplied otherwise than they say."""
+_ALONE: Final[dict[str, Callable[[Any], Layer]]] = {CanonicalFp8.kind: CanonicalFp8.weights_alone}
+"""Layers of other makers that are multiplied otherwise than they say: what theirs say of activations is left out."""

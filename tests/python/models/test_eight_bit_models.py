@@ -18,7 +18,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import FP8, W8A8, Blockwise, QuantLinear, formats, models
-from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear
+from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear, activations, eight_bit
 from qcutlass.models.transformers import load_model
 from qcutlass.schemes import Scheme
 from qcutlass.testing.models import NOISE, noise_ratio
@@ -216,6 +216,61 @@ def test_fp8_in_blocks_multiplies_fp8_activations_where_asked(random_cut: Random
     for words in (eval_text, ("generate", tmp_path / "new", "--prompt", "1 2 3", "--max-new-tokens", 4)):
         result = command(*words, "--activations", "fp8")
         assert result.exit_code == 0, result.output
+
+
+def test_fp8_in_blocks_is_converted_to_fp8_activations(random_cut: RandomCut, seed: int, tmp_path: Path) -> None:
+    """The folder's layers are those that `load_model` makes of the source with the same option, and go back again."""
+    options = {"block": (128, 128), "name": "weight_scale_inv"}
+    folder, weights = fp8_folder(random_cut, tmp_path / "source", BLOCKS, **options)
+    result = command("convert", folder, tmp_path / "new", "--activations", "fp8", "--verify")
+    assert result.exit_code == 0, result.output
+    converted = models.ConvertedFolder(tmp_path / "new")
+    assert set(converted) == set(weights)
+    ids = torch.randint(0, random_cut.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(seed))
+    for name, weight in weights.items():
+        assert converted.spec[name].words == "fp8 blocks of 128"
+        assert torch.equal(converted[name].weights(), weight)
+    expected = logits(load_model(folder, activations="fp8")[0], ids)
+    assert torch.equal(logits(load_model(tmp_path / "new")[0], ids), expected)
+    plain = logits(load_model(folder)[0], ids)
+    assert torch.equal(logits(load_model(tmp_path / "new", activations="none")[0], ids), plain)
+
+
+def test_fp8_folders_run_with_16_bit_activations(
+    random_cut: RandomCut, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are asked to, by conversion or loading, and on a GPU whose products of fp8 are absent."""
+    folder, weights = fp8_folder(random_cut, tmp_path / "source", CHANNEL)
+    result = command("convert", folder, tmp_path / "new", "--activations", "none", "--verify")
+    assert result.exit_code == 0, result.output
+    converted = models.ConvertedFolder(tmp_path / "new")
+    for name, weight in weights.items():
+        assert type(converted[name]) is WeightOnlyLinear
+        assert torch.equal(converted[name].weights(), weight)
+    models.convert(folder, tmp_path / "fp8")
+    ids = torch.randint(0, random_cut.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(seed))
+    expected = logits(load_model(tmp_path / "new")[0], ids)
+    places = folder, tmp_path / "fp8"
+    for place in places:
+        assert torch.equal(logits(load_model(place, activations="none")[0], ids), expected)
+        assert not torch.equal(logits(load_model(place)[0], ids), expected)
+    text = tmp_path / "text"
+    text.write_text(" ".join(str(i % 100) for i in range(200)))
+    words = "eval", folder, "--text", text, "--tokens", 64, "--window", 32, "--activations", "none"
+    assert command(*words).exit_code == 0
+
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise qcutlass.UnsupportedError("a: products of float8 need a GPU of compute capability 8.9 or newer")
+
+    monkeypatch.setattr(eight_bit, "gemm_fp8", refuse)
+    monkeypatch.setattr(activations, "_is_gpu", lambda device: True)
+    for place in places:
+        with pytest.warns(UserWarning, match=f"{len(weights)} layers, as .*, multiply 16-bit activations"):
+            model, _ = load_model(place)
+        assert torch.equal(logits(model, ids), expected)
+    shown = command(*words[:-2])
+    assert shown.exit_code == 0
+    assert shown.stderr.count("warning: ") == 1
 
 
 def test_commands_of_an_fp8_folder(random_cut: RandomCut, tmp_path: Path) -> None:
