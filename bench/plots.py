@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 _DPI: Final = 110
 # Okabe and Ito's palette, which the colour-blind can tell apart; markers say the same once more.
-# The last two are of Tol's muted palette, for figures with nine lines.
-_COLORS: Final = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#999933")
-_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", "*")
+# The eighth and those after it are of Tol's muted palette, for figures with more lines.
+_COLORS: Final = (
+    "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#999933",
+    "#332288", "#117733", "#44AA99", "#AA4499", "#CC6677", "#661100",
+)  # fmt: skip
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", "*", ">", "p", "h", "d", "H", "8")
 _OURS: Final = "qcutlass"
 _STYLE: Final[dict[Any, Any]] = {
     "font.size": 9.0,

@@ -18,14 +18,25 @@ from torch import Tensor
 from bench.report import Column, Report, Row
 from qcutlass import W4A8, Blockwise, QuantLinear, WeightOnly, __version__, models, replace_linear
 from qcutlass.cli.quickstart import default_model
+from qcutlass.defaults import FLOAT_FORMATS
 from qcutlass.models.heads import HEAD_SCHEMES, is_embedding
 from qcutlass.models.opening import open_source
+from qcutlass.products.checks import short
+from qcutlass.schemes import float_format
 
 FLOAT: Final = "float"
 IMPORTED: Final = "imported"
 HEAD: Final = "imported, head anew"
 GOAL: Final = 0.25  # share of rtn's distance to the float model that GPTQ and AWQ must save
 GOAL_WEIGHTS: Final = "int4 g128 sym"
+
+_EIGHT_BIT_WORDS: Final = {
+    "w8a8": "int8 channel sym, int8 activations",
+    "smoothquant": "int8 channel sym, int8 activations",
+    "fp8": "e4m3 channel, e4m3 activations",
+    "blockwise-fp8": "e4m3 blocks of 128, e4m3 activations",
+}
+"""What methods that quantise activations make."""
 
 COLUMNS: Final = [
     Column("method", "method"),
@@ -81,8 +92,11 @@ class Entry:
         if self.method is None:
             return {FLOAT: "float32", IMPORTED: "int4 g32 minimums"}[self.name]
         if not self.method.is_weight_only:
-            return "int8 channel sym, int8 activations"
+            return _EIGHT_BIT_WORDS[self.method.name]
         scheme = self.method.scheme
+        if scheme.weight_dtype is not None:
+            assert scheme.scale_dtype is not None
+            return f"{scheme.weight_dtype} g{scheme.group_size}, {short(scheme.scale_dtype)} scales"
         groups = "channel" if scheme.group_size in (None, -1) else f"g{scheme.group_size}"
         return f"int{scheme.bits} {groups} {'sym' if scheme.symmetric else 'asym'}"
 
@@ -104,7 +118,9 @@ def entries() -> list[Entry]:
             ]
     found += [Entry("w8a8", models.Method("w8a8")), Entry("smoothquant", models.Method("smoothquant"))]
     found += [Entry("w4a8", scheme=W4A8(128, activations)) for activations in ("fp8", "int8")]
-    return [*found, Entry("blockwise", scheme=Blockwise())]
+    found += [Entry("blockwise", scheme=Blockwise())]
+    found += [Entry(name, models.Method(name)) for name in ("fp8", "blockwise-fp8")]
+    return [*found, *(Entry(name, models.Method("rtn", float_format(name))) for name in FLOAT_FORMATS)]
 
 
 def texts() -> tuple[str, str]:
@@ -218,11 +234,12 @@ def facts(settings: Settings) -> Row:
 
 
 def cached(path: Path, settings: Settings) -> list[Row]:
-    """Rows of an earlier run with the same facts."""
+    """Rows of an earlier run with the same facts, without those that are no longer measured."""
     if not path.is_file():
         return []
-    found = json.loads(path.read_text())
-    return list(found["rows"]) if found["facts"] == facts(settings) else []
+    found, known = json.loads(path.read_text()), {(entry.name, entry.weights) for entry in entries()}
+    rows = [row for row in found["rows"] if (row["method"], row["weights"]) in known]
+    return rows if found["facts"] == facts(settings) else []
 
 
 def run(settings: Settings, wanted: Sequence[Entry], rows: list[Row], folder: Path) -> Iterator[Row]:

@@ -9,8 +9,10 @@ FORMAT_NAMES: Final = (
     "modelopt-awq", "mxfp4", "gguf", "floats",
 )  # fmt: skip
 """The keys of `formats.FORMATS`."""
-METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8", "fp8", "blockwise")
+METHODS: Final = ("rtn", "gptq", "awq", "smoothquant", "w8a8", "fp8", "blockwise", "blockwise-fp8")
 """Methods of quantising models."""
+UNCALIBRATED: Final = "rtn, blockwise, blockwise-fp8, w8a8 or fp8"
+"""Those that need no calibration, the last two without static activations, in words."""
 FLOAT_FORMATS: Final = ("mxfp4", "nvfp4")
 """Formats of 4-bit floats that models are quantised to."""
 EXPORTS: Final = ("gptq", "compressed-tensors")

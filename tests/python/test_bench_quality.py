@@ -37,6 +37,12 @@ def test_every_row_is_listed_once() -> None:
         assert {f"int4 {g} {s}" for g in ("g32", "g64", "g128", "channel") for s in ("sym", "asym")} < schemes
         assert "int8 channel sym" in schemes
     assert {"float", "imported", "w8a8", "smoothquant", "blockwise"} < {name for name, _ in keys}
+    assert {
+        ("fp8", "e4m3 channel, e4m3 activations"),
+        ("blockwise-fp8", "e4m3 blocks of 128, e4m3 activations"),
+        ("mxfp4", "e2m1 g32, float8_e8m0fnu scales"),
+        ("nvfp4", "e2m1 g16, float8_e4m3fn scales"),
+    } < set(keys)
     assert ("gptq", quality.GOAL_WEIGHTS) in keys
     assert sum(name == quality.HEAD for name, _ in keys) == 2
 
@@ -87,13 +93,15 @@ def test_rows_are_kept_for_the_same_settings(tmp_path: Path) -> None:
     quality.save(rows(rtn=14.0), settings, path)
     assert quality.cached(path, settings) == rows(rtn=14.0)
     assert quality.cached(path, quality.Settings()) == []
+    quality.save([*rows(rtn=14.0), {"method": "imported", "weights": "a name of before"}], settings, path)
+    assert quality.cached(path, settings) == rows(rtn=14.0)
     wanted = [entry for entry in quality.entries() if (entry.name, entry.weights) == ("rtn", quality.GOAL_WEIGHTS)]
     assert list(quality.run(settings, wanted, rows(rtn=14.0), tmp_path)) == []
 
 
 def narrow_and_wide() -> list[dict[str, Any]]:
     """Rows of more methods, with weights of both widths."""
-    names = ["imported", "rtn", "gptq", "awq", "rtn, clipped", "gptq, act-order", "w8a8", "smoothquant", "blockwise"]
+    names = [name for name in dict.fromkeys(entry.name for entry in quality.entries()) if name != "float"]
     return [
         {"method": name, "weights": "int", "bits_per_weight": bits, "perplexity": 15.0 + place}
         for place, name in enumerate(names)

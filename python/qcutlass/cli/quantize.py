@@ -55,7 +55,7 @@ def quantize(
     out: Annotated[Path, typer.Argument(help="The folder to make. OUT.work holds what is done until then.")],
     method: Annotated[
         str,
-        typer.Option(help=f"One of {', '.join(METHODS)}. The last four quantise activations too, to 8 bits."),
+        typer.Option(help=f"One of {', '.join(METHODS)}. The last five quantise activations too, to 8 bits."),
     ] = "gptq",
     bits: Annotated[Bits, typer.Option(help="The bits of a weight (rtn, gptq, awq).")] = Bits.four,
     group_size: Annotated[

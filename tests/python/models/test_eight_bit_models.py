@@ -27,7 +27,12 @@ pytest.importorskip("transformers", reason="needs transformers")
 from tests.python.models.quantizations import calibration, make
 from tests.python.models.test_transformers import load, logits
 
-SCHEMES: dict[str, Scheme] = {"w8a8": W8A8(), "fp8": FP8(), "blockwise": Blockwise()}
+SCHEMES: dict[str, Scheme] = {
+    "w8a8": W8A8(),
+    "fp8": FP8(),
+    "blockwise": Blockwise(),
+    "blockwise-fp8": Blockwise(type="fp8"),
+}
 CHANNEL = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FLOAT = {"num_bits": 8, "type": "float"}
 COMPRESSED = {
@@ -53,9 +58,10 @@ def test_layers_are_those_of_their_scheme(name: str, seed: int, tmp_path: Path) 
     for layer in folder:
         expected = QuantLinear.from_linear(model.get_submodule(layer), SCHEMES[name])
         assert_same_state(folder[layer], expected.state_dict())
-    kinds = {"w8a8": "int8"}
+    kinds = {"w8a8": "int8", "blockwise-fp8": "blockwise"}
     assert folder.spec.default is not None
     assert folder.spec.default.kind == kinds.get(name, name)
+    assert (folder.spec.default.weight_dtype == "e4m3") == (name == "blockwise-fp8")  # kind fp8 says it by itself
 
 
 @pytest.mark.parametrize("name", ["w8a8", "fp8"])

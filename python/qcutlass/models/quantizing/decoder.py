@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.algorithms.conv1d import as_linear, is_conv1d
+from qcutlass.defaults import UNCALIBRATED
 from qcutlass.errors import UnsupportedError
 from qcutlass.models.experts import stored_forms
 from qcutlass.models.extras import import_transformers
@@ -66,8 +67,7 @@ class Decoder:
         if has_encoder and is_calibrated:
             raise UnsupportedError(
                 f"calibration: {type(self.model).__name__} has an encoder, and its activations are not recorded; take "
-                "a method without calibration, which quantises encoder and decoder: rtn, blockwise, w8a8 or fp8 "
-                "(--method)"
+                f"a method without calibration, which quantises encoder and decoder: {UNCALIBRATED} (--method)"
             )
         with _parameters_on_meta():
             unroll(self.model)
@@ -208,7 +208,7 @@ def run(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
     if not isinstance(result, Tensor):
         raise UnsupportedError(
             f"calibration: {type(block).__name__} returns {type(answer).__name__}, and no hidden states that the next "
-            "block could take; take a method without calibration: rtn, blockwise, w8a8 or fp8 (--method)"
+            f"block could take; take a method without calibration: {UNCALIBRATED} (--method)"
         )
     return result
 

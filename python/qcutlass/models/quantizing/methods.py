@@ -19,7 +19,7 @@ from qcutlass.algorithms import (
     round_to_nearest,
     search_smoothing,
 )
-from qcutlass.algorithms.blocks import weight_quant
+from qcutlass.algorithms.blocks import fp8_weight_quant, weight_quant
 from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
 from qcutlass.algorithms.floating import quantize_nearest
 from qcutlass.algorithms.gptq import DAMPING, check_damping
@@ -53,7 +53,8 @@ class Method:
 
     Attributes:
         name: "rtn", "gptq", "awq": weights alone; "smoothquant": int8 weights and activations, smoothed; "w8a8": the
-            same, not smoothed; "fp8": e4m3 weights and activations; "blockwise": int8 ones in blocks of 128.
+            same, not smoothed; "fp8": e4m3 weights and activations; "blockwise": int8 ones in blocks of 128,
+            "blockwise-fp8": e4m3 ones.
         scheme: of weight-only methods; scales are float16 if it does not say.
         clip: whether rtn and gptq search for clipped ranges.
         damping, act_order: of gptq.
@@ -216,6 +217,10 @@ _EIGHT_BIT: Final[dict[str, tuple[type[CanonicalInt8] | type[CanonicalFp8], Call
     "int8": (CanonicalInt8, quantize_weights_int8),
     "fp8": (CanonicalFp8, quantize_weights_fp8),
 }
+_BLOCKWISE: Final[dict[str, Callable[[Tensor, int], tuple[Tensor, Tensor]]]] = {
+    "blockwise": weight_quant,
+    "blockwise-fp8": fp8_weight_quant,
+}
 _BLOCK: Final = Blockwise().block_size
 
 
@@ -273,8 +278,8 @@ def _quantize(
 ) -> tuple[Layer, dict[str, float]]:
     """One layer, whose weights have been multiplied by the factors; `own`: those that it divides its input by."""
     notes: dict[str, float] = {}
-    if method.name == "blockwise":
-        w_q, w_s = weight_quant(weight, _BLOCK)
+    if method.name in _BLOCKWISE:
+        w_q, w_s = _BLOCKWISE[method.name](weight, _BLOCK)
         return CanonicalBlockwise(w_q, w_s, _BLOCK, bias), notes
     if method.name in READERS["activations"]:
         make, quantize = _EIGHT_BIT["fp8" if method.name == "fp8" else "int8"]
