@@ -227,17 +227,17 @@ def test_names_of_the_hub(floats: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_inspect_says_what_is_not_read(tmp_path: Path) -> None:
-    none = command("inspect", gguf_file(tmp_path / "k.gguf", "TQ1_0", "TQ1_0", "TQ2_0"))
+    none = command("inspect", gguf_file(tmp_path / "k.gguf", "Q8_1", "Q8_1", "Q8_K"))
     assert none.exit_code == 2
     assert none.stdout == ""
-    assert "not read: 2 layers, blk.0.ffn_up and others: TQ1_0 blocks are not read, only" in none.stderr
-    assert "not read: 1 layer, blk.2.ffn_up: TQ2_0 blocks are not read" in none.stderr
+    assert "not read: 2 layers, blk.0.ffn_up and others: Q8_1 blocks are not read, only" in none.stderr
+    assert "not read: 1 layer, blk.2.ffn_up: Q8_K blocks are not read" in none.stderr
     assert none.stderr.splitlines()[-1].endswith("none of its linear layers can be read")
     assert "qcutlass quantize" in none.stderr
-    some = command("inspect", gguf_file(tmp_path / "some.gguf", "Q4_0", "TQ1_0"))
+    some = command("inspect", gguf_file(tmp_path / "some.gguf", "Q4_0", "Q8_1"))
     assert some.exit_code == 0
     assert "blk.*.ffn_up" in some.stdout
-    assert "not read: 1 layer, blk.1.ffn_up: TQ1_0" in some.stderr
+    assert "not read: 1 layer, blk.1.ffn_up: Q8_1" in some.stderr
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "config.json"])

@@ -318,7 +318,7 @@ def convert(
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Round float weights without zero points.")] = False,
     requantize: Annotated[
         bool,
-        typer.Option("--requantize", help="Round anew, with loss, what can't be kept: NF4, some layers of experts."),
+        typer.Option("--requantize", help="Round anew, with loss, what can't be kept: NF4, IQ1 to IQ3, some experts."),
     ] = False,
     activations: Annotated[
         QuantizedActivations | None,

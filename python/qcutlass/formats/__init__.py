@@ -108,7 +108,9 @@ _TABLE: Final = (
         float4.are_blocks, float4.load_blocks,
     ),
     Format(
-        "gguf", f"{', '.join(sorted(gguf_blocks.QUANTIZED))}; F32, F16, BF16 as floats",
+        "gguf",
+        f"{', '.join(sorted(gguf_blocks.QUANTIZED))}; {', '.join(gguf_blocks.DEQUANTIZED)} dequantised; F32, F16, BF16 "
+        "as floats",
         "weight", gguf.SUFFIXES, (), gguf.matches, gguf.load, selects=True, obstacle=gguf.obstacle,
         is_float=gguf.is_float,
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -16,18 +17,20 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.files import inside, read_span
-from qcutlass.formats.gguf_blocks import QUANTIZED
+from qcutlass.formats.gguf_blocks import DEQUANTIZED, QUANTIZED, dequantized
 from qcutlass.formats.gguf_header import Stored, read_header
-from qcutlass.formats.layers import CanonicalLinear, FloatLinear
+from qcutlass.formats.layers import CanonicalLinear, DequantizedLinear, FloatLinear
 from qcutlass.formats.source import TensorInfo
 from qcutlass.formats.tensors import FROM_FLOATS, LayerTensors
 
-SUFFIXES: Final = ("weight", "bias")
+SUFFIXES: Final = ("weight", "bias", "scale", "input_scale")
 _NOT_LINEAR: Final = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_EXPERTS: Final = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps\.weight")
+_SCALED: Final = "NVFP4"
+"""The type beside whose blocks there is a scale of the whole matrix."""
+_EXPERTS: Final = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps\.(?:(weight)|scale|input_scale)")
 _PART: Final = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_READABLE: Final = tuple(sorted(QUANTIZED.keys() | _FLOATS.keys()))
+_READABLE: Final = tuple(sorted({*QUANTIZED, *_FLOATS, *DEQUANTIZED}))
 
 
 def matches(layer: LayerTensors) -> bool:
@@ -38,6 +41,8 @@ def matches(layer: LayerTensors) -> bool:
 def obstacle(layer: LayerTensors) -> str | None:
     """The reason why a layer cannot be loaded; None if it can."""
     kind = layer.info("weight").dtype
+    if kind in _READABLE and "scale" in layer and kind != _SCALED:
+        return f"a scale of the whole matrix is read beside {_SCALED} alone, and this is {kind}; {FROM_FLOATS}"
     return None if kind in _READABLE else f"{kind} blocks are not read, only {', '.join(_READABLE)}; {FROM_FLOATS}"
 
 
@@ -47,28 +52,36 @@ def is_float(layer: LayerTensors) -> bool:
 
 
 def load(layer: LayerTensors) -> CanonicalLinear | FloatLinear:
-    """See `qcutlass.formats.load`."""
+    """See `qcutlass.formats.load`. `input_scale`, for activations of 4 bits, is not read: they stay as they are."""
     n, _ = layer.matrix("weight", _READABLE)
     bias = layer.bias(n)
     if is_float(layer):
         return FloatLinear(layer.finite("weight"), bias)
     kind, blocks = layer.info("weight").dtype, layer.read("weight")
+    if kind in DEQUANTIZED:
+        numbers = dequantized(blocks, kind)
+        if not bool(numbers.isfinite().all()):
+            raise layer.error("weight", "expected finite scales, got NaN or infinity; download it again")
+        return DequantizedLinear(numbers, bias, stored=kind, stored_bytes=blocks.nbytes)
     if not QUANTIZED[kind].is_finite(blocks):
         raise layer.error("weight", "expected finite scales and minima, got NaN or infinity; download it again")
-    return CanonicalLinear(QUANTIZED[kind].decode(blocks), bias)
+    weight = QUANTIZED[kind].decode(blocks)
+    if "scale" in layer:
+        weight = replace(weight, global_scale=layer.one_scale("scale"))
+    return CanonicalLinear(weight, bias)
 
 
 def _taken_apart(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
     """The tensors, those of all experts of a block (`blk.0.ffn_up_exps.weight` `[E, N, K]`) as one of each.
 
-    They get the names that older files have for them, `blk.0.ffn_up.3.weight`.
+    They get the names that older files have for them, `blk.0.ffn_up.3.weight`; so do scales of whole matrices.
     """
     found: dict[str, Stored] = {}
     for name, (info, begin, size) in tensors.items():
-        stack = _EXPERTS.fullmatch(name)
-        count = info.shape[0] if stack is not None and len(info.shape) == 3 else 0
+        stack, suffix = _EXPERTS.fullmatch(name), name.rpartition(".")[2]
+        count = info.shape[0] if stack is not None and len(info.shape) == (3 if stack[2] else 1) else 0
         parts = {name: Stored(info, begin, size)} if stack is None or not count else {
-            f"{stack[1]}.{expert}.weight": Stored(
+            f"{stack[1]}.{expert}.{suffix}": Stored(
                 info._replace(shape=info.shape[1:]), begin + expert * (size // count), size // count
             )
             for expert in range(count)
@@ -114,7 +127,8 @@ def _other_files(path: Path, count: int) -> list[Path]:
 
 
 class GGUFSource:
-    """The tensors of a GGUF file, or of all files of a split model; blocks are read as uint8 `[N, blocks, bytes]`.
+    """The tensors of a GGUF file, or of all files of a split model; blocks are read as uint8 `[N, blocks, bytes]`, and
+    as `[N, bytes]` where their type is in `DEQUANTIZED`.
 
     Tensors of all experts of a block are given as those of each.
 
@@ -169,10 +183,12 @@ class GGUFSource:
         data = read_span(Path(info.file), self._stamps[info.file], begin, size, name)
         if info.dtype in _FLOATS:
             return data.view(_FLOATS[info.dtype]).view(info.shape)
-        if info.dtype not in QUANTIZED:
+        if info.dtype not in _READABLE:
             raise UnsupportedError(f"{info.file}: {name}: {info.dtype} is not read, only {', '.join(_READABLE)}")
-        blocks = info.shape[-1] // QUANTIZED[info.dtype].columns
         rows = math.prod(info.shape[:-1])
+        if info.dtype in DEQUANTIZED:
+            return data.view(rows, size // rows)
+        blocks = info.shape[-1] // QUANTIZED[info.dtype].columns
         return data.view(rows, blocks, size // (rows * blocks))
 
     def plain(self, name: str) -> Tensor:
@@ -180,4 +196,6 @@ class GGUFSource:
         info, data = self._infos[name], self.read(name)
         if info.dtype in _FLOATS:
             return data
+        if info.dtype in DEQUANTIZED:
+            return dequantized(data, info.dtype).view(info.shape)
         return QUANTIZED[info.dtype].decode(data).dequantize(torch.float32).view(info.shape)

@@ -1,8 +1,10 @@
 """The blocks of GGUF files, decoded: bytes to codes, scales, and zeros or minimums.
 
-Three kinds of blocks. 32 columns with a float16 scale d (and minimum m): Q4_0, Q5_0, Q8_0 are `d * (q - offset)`, Q4_1
+Four kinds of blocks. 32 columns with a float16 scale d (and minimum m): Q4_0, Q5_0, Q8_0 are `d * (q - offset)`, Q4_1
 and Q5_1 `d * q + m`. 256 columns in sub-blocks of 16 or 32, the K-quants, whose scales and minimums are small integers
-times d and dmin: `d * sc * q - dmin * m`; both levels are kept. And IQ4_NL, IQ4_XS, whose q are looked up in a table.
+times d and dmin: `d * sc * q - dmin * m`; both levels are kept. IQ4_NL, IQ4_XS, whose q are looked up in a table. And
+floats of 4 bits, MXFP4 and NVFP4, whose scales are powers of two, or e4m3 numbers. Of the types in `DEQUANTIZED` the
+gguf package makes numbers.
 Products of a float16 number by such an integer are exact in float32; what is rounded is the weight, once, as the gguf
 package rounds it.
 The layouts are those of ggml-common.h in the ggml project.
@@ -17,9 +19,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from qcutlass.products.checks import E8M0
 from qcutlass.quantized import QuantizedTensor
 
 _SHORT, _LONG = 32, 256  # columns of a block
+_FOUR_GROUPS: Final = 64  # of 16 columns
 _TABLE: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers that the codes of IQ4_NL and IQ4_XS stand for."""
 
@@ -31,15 +35,18 @@ class Blocks(NamedTuple):
         columns: of a block.
         halves: where in a block its float16 numbers lie.
         decode: uint8 `[N, blocks of a row, bytes]` to the matrix.
+        bytes: bytes of a block that are scales by themselves, where 255 is no number.
     """
 
     columns: int
     halves: tuple[int, ...]
     decode: Callable[[Tensor], QuantizedTensor]
+    bytes: tuple[int, ...] = ()
 
     def is_finite(self, blocks: Tensor) -> bool:
         """Whether all scales and minimums are."""
-        return all(bool(_halves(blocks, begin).isfinite().all()) for begin in self.halves)
+        halves = all(bool(_halves(blocks, begin).isfinite().all()) for begin in self.halves)
+        return halves and not any(bool((blocks[:, :, begin] == 0xFF).any()) for begin in self.bytes)
 
 
 def _halves(blocks: Tensor, begin: int) -> Tensor:
@@ -118,6 +125,19 @@ def _looked_up(indices: Tensor) -> Tensor:
 def _iq4_nl(blocks: Tensor) -> QuantizedTensor:
     codes = _looked_up(_chunked(blocks[:, :, 2:], 16, 4))
     return QuantizedTensor(_matrix(codes), _groups(_halves(blocks, 0)), None, 8, _SHORT)
+
+
+def _mxfp4(blocks: Tensor) -> QuantizedTensor:
+    codes = _chunked(blocks[:, :, 1:], 16, 4)
+    return QuantizedTensor(_matrix(codes), _groups(blocks[:, :, :1]).view(E8M0[0]), None, 4, _SHORT, "e2m1")
+
+
+def _nvfp4(blocks: Tensor) -> QuantizedTensor:
+    """Blocks of 64. The sign of scales is left out, and one of 127, which would be NaN, is 0."""
+    scales = blocks[:, :, :4] & 0x7F
+    scales = torch.where(scales == 0x7F, 0, scales)
+    codes = _chunked(blocks[:, :, 4:], 8, 4)
+    return QuantizedTensor(_matrix(codes), _groups(scales).view(torch.float8_e4m3fn), None, 4, 16, "e2m1")
 
 
 # Blocks of 256.
@@ -202,6 +222,8 @@ def _iq4_xs(blocks: Tensor) -> QuantizedTensor:
 QUANTIZED: Final = {
     "IQ4_NL": Blocks(_SHORT, (0,), _iq4_nl),
     "IQ4_XS": Blocks(_LONG, (0,), _iq4_xs),
+    **({"MXFP4": Blocks(_SHORT, (), _mxfp4, (0,))} if E8M0 else {}),
+    "NVFP4": Blocks(_FOUR_GROUPS, (), _nvfp4, (0, 1, 2, 3)),
     "Q2_K": Blocks(_LONG, (80, 82), _q2_k),
     "Q3_K": Blocks(_LONG, (108,), _q3_k),
     "Q4_0": Blocks(_SHORT, (0,), _q4_0),
@@ -213,4 +235,20 @@ QUANTIZED: Final = {
     "Q6_K": Blocks(_LONG, (208,), _q6_k),
     "Q8_0": Blocks(_SHORT, (0,), _q8_0),
 }
-"""The types of blocks that are read."""
+"""The types of blocks that are read as they are. MXFP4 is among them from torch 2.7 on, which has powers of two."""
+
+FLOAT_CODES: Final = ("MXFP4", "NVFP4")
+"""Those whose codes are floats, in which no embeddings are looked up."""
+
+DEQUANTIZED: Final = (
+    "IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "TQ1_0", "TQ2_0",
+)  # fmt: skip
+"""The types of blocks of which the gguf package makes numbers, and that no product multiplies as they are."""
+
+
+def dequantized(rows: Tensor, kind: str) -> Tensor:
+    """float32 `[N, K]` of uint8 `[N, bytes]` of a type in `DEQUANTIZED`."""
+    from gguf import GGMLQuantizationType, quants
+
+    numbers = quants.dequantize(rows.numpy(), GGMLQuantizationType[kind])
+    return torch.from_numpy(numbers)

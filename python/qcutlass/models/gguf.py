@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import CanonicalLinear, Checkpoint, FloatLinear, Layer
-from qcutlass.formats.gguf_blocks import QUANTIZED
+from qcutlass.formats.gguf_blocks import DEQUANTIZED, FLOAT_CODES, QUANTIZED
 from qcutlass.formats.source import TensorInfo
 from qcutlass.formats.tensors import FROM_FLOATS
 from qcutlass.models.experts import expert_layer, part_names
@@ -263,7 +263,8 @@ class GGUFModel(ModelSource):
         self.rest = {f"{self._name(module)}.{suffix}": f"{module}.{suffix}" for module, _, suffix in parts}
         self._check_places()
         embeddings = f"{_EMBEDDINGS}.weight"
-        if embeddings in checkpoint.rest and checkpoint.info(embeddings).dtype in QUANTIZED:
+        kind = checkpoint.info(embeddings).dtype if embeddings in checkpoint.rest else None
+        if kind in QUANTIZED and kind not in FLOAT_CODES:  # in others they become floats, without loss
             del self.rest[f"{_WHOLE[_EMBEDDINGS]}.weight"]
             self.names[_WHOLE[_EMBEDDINGS]] = _EMBEDDINGS
 
@@ -295,7 +296,8 @@ class GGUFModel(ModelSource):
         found = {}
         for name, stored in self.names.items():
             found[f"{name}.weight"] = f"{stored}.weight"
-            if f"{stored}.bias" in self._tensors and self._tensors[f"{stored}.weight"].dtype not in QUANTIZED:
+            in_blocks = self._tensors[f"{stored}.weight"].dtype in (*QUANTIZED, *DEQUANTIZED)
+            if f"{stored}.bias" in self._tensors and not in_blocks:
                 found[f"{name}.bias"] = f"{stored}.bias"
         found |= self.rest
         for name, stored in found.items():

@@ -30,7 +30,7 @@ from tests.python.formats.stored import (
 
 from qcutlass import W4A8, Blockwise, QuantLinear, models
 from qcutlass.formats import CanonicalLinear
-from qcutlass.formats.gguf_blocks import QUANTIZED
+from qcutlass.formats.gguf_blocks import DEQUANTIZED, QUANTIZED
 from qcutlass.formats.specs import GUARD, ModelSpec, guard
 from qcutlass.layers.base import from_layer
 from qcutlass.products.checks import E8M0
@@ -291,7 +291,7 @@ def packed_folder(name: str, layer: QuantLinear) -> Files:
 def gguf_parts() -> dict[str, Any]:
     """What a GGUF file says, in the words of the format's description, and the bytes of its tensors."""
     infos, data = [], b""
-    for name in (*QUANTIZED, "F16", "F32", "an embedding"):
+    for name in (*QUANTIZED, *DEQUANTIZED, "F16", "F32", "an embedding"):
         kind = gguf.GGMLQuantizationType["Q4_0" if name == "an embedding" else name]
         tensor = "token_embd.weight" if name == "an embedding" else f"blk.{int(kind)}.ffn_up.weight"
         block, size = gguf.GGML_QUANT_SIZES[kind]

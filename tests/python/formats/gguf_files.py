@@ -5,9 +5,10 @@ from __future__ import annotations
 import gguf
 import numpy as np
 
-from qcutlass.formats.gguf_blocks import QUANTIZED
+from qcutlass.formats.gguf_blocks import DEQUANTIZED, QUANTIZED
 
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in QUANTIZED}
+_KNOWN = gguf.GGMLQuantizationType.__members__
+KINDS = {name: _KNOWN[name] for name in QUANTIZED if name in _KNOWN}  # the package's first versions have not all
 
 
 def random_blocks(random: np.random.Generator, n: int, count: int, kind: str) -> np.ndarray:
@@ -18,5 +19,28 @@ def random_blocks(random: np.random.Generator, n: int, count: int, kind: str) ->
         heads = random.normal(0, 0.1, (n, count, 1)).astype(np.float16)
         heads[-1, -1] = 6e-8  # the least there is
         blocks[:, :, begin : begin + 2] = heads.view(np.uint8)
-    blocks[0, 0, QUANTIZED[kind].halves[0] : QUANTIZED[kind].halves[0] + 2] = 0
+    for begin in QUANTIZED[kind].bytes:  # any, but for exponents of numbers that are more than fp32 holds
+        blocks[:, :, begin] = random.integers(0, 252, (n, count), dtype=np.uint8)
+        blocks[0, 0, begin] = 0
+    for begin in QUANTIZED[kind].halves[:1]:
+        blocks[0, 0, begin : begin + 2] = 0
+    return blocks.reshape(n, -1)
+
+
+_SCALE: dict[str, int] = {"TQ1_0": 52, "TQ2_0": 64}
+"""Where the float16 scale of blocks lies that only the gguf package reads; of the others at their beginning."""
+_HIGH_NIBBLE = 55
+"""The byte of IQ1_M's blocks with the highest bits of the scale, which lie apart."""
+
+
+def random_rows(random: np.random.Generator, n: int, k: int, kind: str, deviation: float = 0.1) -> np.ndarray:
+    """uint8 `[n, bytes]` of one of `DEQUANTIZED`: any bytes, but scales of this deviation where they lie whole."""
+    assert kind in DEQUANTIZED
+    columns, size = gguf.GGML_QUANT_SIZES[_KNOWN[kind]]
+    blocks = random.integers(0, 256, (n, k // columns, size), dtype=np.uint8)
+    if kind == "IQ1_M":
+        blocks[:, :, _HIGH_NIBBLE] &= 0x3F  # scales below 2
+    else:
+        begin, scales = _SCALE.get(kind, 0), random.normal(0, deviation, (n, k // columns, 1)).astype(np.float16)
+        blocks[:, :, begin : begin + 2] = scales.view(np.uint8)
     return blocks.reshape(n, -1)

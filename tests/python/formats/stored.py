@@ -227,6 +227,7 @@ def dequantized(layer: CanonicalLinear) -> Tensor:
     keywords: dict[str, Any] = {
         "group_size": weight.group_size, "bits": weight.bits, "minimums": weight.minimums,
         "super_scales": weight.super_scales, "super_minimums": weight.super_minimums,
+        "global_scale": weight.global_scale,
     }  # fmt: skip
     if weight.weight_dtype is not None:
         keywords["weight_dtype"] = weight.weight_dtype

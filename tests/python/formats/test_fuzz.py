@@ -28,12 +28,18 @@ from tests.python.formats.fuzzing import (
 )
 from tests.python.formats.readers import readers
 
-from qcutlass.formats.gguf_blocks import QUANTIZED
+from qcutlass.formats.gguf_blocks import DEQUANTIZED, QUANTIZED
 
 INPUTS = int(os.environ.get("QCUTLASS_FUZZ_INPUTS", "6000"))
 SEED = int(os.environ.get("QCUTLASS_FUZZ_SEED", "1"))
 IGNORED = ("tuned plans", "work: record")  # where they are damaged, without an error
-LAYERS = {"gguf": len(QUANTIZED) + 2, "converted shards": 2, "mxfp4 experts": 6, "stacked floats": 6, "fp8 experts": 6}
+LAYERS = {
+    "gguf": len(QUANTIZED) + len(DEQUANTIZED) + 2,
+    "converted shards": 2,
+    "mxfp4 experts": 6,
+    "stacked floats": 6,
+    "fp8 experts": 6,
+}
 
 
 needs_proc = pytest.mark.skipif(

@@ -12,15 +12,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.python.formats.gguf_files import KINDS, random_blocks
+from tests.python.formats.gguf_files import KINDS, random_blocks, random_rows
 from tests.python.formats.stored import canonical, dequantized
 from torch import Tensor
 
 import qcutlass
 from qcutlass import CheckpointError, UnsupportedError, formats, testing
-from qcutlass.formats import FloatLinear
+from qcutlass.formats import DequantizedLinear, FloatLinear
+from qcutlass.formats.gguf_blocks import DEQUANTIZED
 
-TQ2_0 = gguf.GGMLQuantizationType.TQ2_0
+Q8_1 = gguf.GGMLQuantizationType.Q8_1  # of sums on the way: no file has it, and the package makes no numbers of it
 
 
 def write(path: Path, tensors: dict[str, Any], **types: gguf.GGMLQuantizationType) -> Path:
@@ -111,6 +112,59 @@ def test_blocks_of_any_bytes(n: int, groups: int, kind: str, seed: int, tmp_path
     testing.assert_equal(weight, expected, label=kind)
 
 
+@pytest.mark.parametrize("kind", DEQUANTIZED)
+def test_blocks_that_no_product_multiplies_are_numbers(kind: str, seed: int, tmp_path: Path) -> None:
+    """Those of the gguf package; the layer says what it was, and how many bytes it had."""
+    rows = random_rows(np.random.default_rng(seed), 24, 512, kind)
+    of_kind = gguf.GGMLQuantizationType[kind]
+    names = "blk.0.ffn_up.weight", "token_embd.weight"
+    path = write(tmp_path / "tiny.gguf", dict.fromkeys(names, rows), ffn_up=of_kind, token_embd=of_kind)
+    checkpoint, expected = formats.load(path), torch.from_numpy(gguf.quants.dequantize(rows, of_kind))
+    layer = checkpoint["blk.0.ffn_up"]
+    assert isinstance(layer, DequantizedLinear)
+    assert torch.equal(layer.weight, expected)
+    assert (layer.words, layer.nbytes, checkpoint.is_float) == (kind, rows.nbytes, False)
+    assert "qcutlass convert --requantize" in layer.obstacle
+    assert torch.equal(checkpoint.tensor("token_embd.weight"), expected)
+
+
+def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
+    """A scale of infinity, and an exponent that stands for none."""
+    random = np.random.default_rng(0)
+    infinite = random_rows(random, 4, 256, "IQ2_XXS")
+    infinite[1, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    blocks = random_blocks(random, 4, 2, "MXFP4")
+    blocks[2, 17] = 0xFF
+    for kind, rows in (("IQ2_XXS", infinite), ("MXFP4", blocks)):
+        types = {"ffn_up": gguf.GGMLQuantizationType[kind]}
+        path = write(tmp_path / f"{kind}.gguf", {"blk.0.ffn_up.weight": rows}, **types)
+        with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight: expected finite scales"):
+            formats.load(path)["blk.0.ffn_up"]
+
+
+def test_scales_of_whole_matrices(tmp_path: Path) -> None:
+    """Of NVFP4, for each expert, too; beside other types they are refused, and what activations have is not read."""
+    random, scales = np.random.default_rng(0), np.array([0.5, 3.0, 0.75], np.float32)
+    blocks = [random_blocks(random, 16, 2, "NVFP4") for _ in range(3)]
+    expected = [reference(each, "NVFP4") * float(scale) for each, scale in zip(blocks, scales, strict=True)]
+    tensors = {
+        "blk.0.ffn_up.weight": blocks[0], "blk.0.ffn_up.scale": scales[:1], "blk.0.ffn_up.input_scale": scales[1:2],
+        "blk.0.ffn_down_exps.weight": np.stack(blocks), "blk.0.ffn_down_exps.scale": scales,
+        "blk.0.ffn_down_exps.input_scale": scales,
+        "blk.0.attn_q.weight": random_blocks(random, 16, 2, "Q4_0"), "blk.0.attn_q.scale": scales[:1],
+    }  # fmt: skip
+    nvfp4 = KINDS["NVFP4"]
+    path = write(tmp_path / "tiny.gguf", tensors, ffn_up=nvfp4, ffn_down_exps=nvfp4, attn_q=KINDS["Q4_0"])
+    checkpoint = formats.load(path)
+    names = ["blk.0.ffn_up", *(f"blk.0.ffn_down.{expert}" for expert in range(3))]
+    assert sorted(checkpoint) == sorted(names)
+    for name, weight in zip(names, [expected[0], *expected], strict=True):
+        testing.assert_equal(dequantized(canonical(checkpoint[name])), weight, label=name)
+    assert list(checkpoint.skipped) == ["blk.0.attn_q"]
+    assert checkpoint.skipped["blk.0.attn_q"].startswith("a scale of the whole matrix is read beside NVFP4 alone")
+    assert not [name for name in checkpoint.rest if "ffn" in name]
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
@@ -124,9 +178,9 @@ def model(tmp_path: Path) -> Path:
             "blk.0.attn_q.bias": weight[:, 0].copy(),
             "blk.0.ffn_up.weight": gguf.quants.quantize(weight, KINDS["Q4_0"]),
             "blk.0.ffn_up.bias": weight[:, 1].copy(),
-            "blk.0.ffn_down.weight": gguf.quants.quantize(np.tile(weight[:, :64], 4), TQ2_0),
+            "blk.0.ffn_down.weight": np.ones((48, gguf.GGML_QUANT_SIZES[Q8_1][1]), np.uint8),
         },
-        token_embd=KINDS["Q8_0"], ffn_up=KINDS["Q4_0"], ffn_down=TQ2_0,
+        token_embd=KINDS["Q8_0"], ffn_up=KINDS["Q4_0"], ffn_down=Q8_1,
     )  # fmt: skip
 
 
@@ -143,7 +197,7 @@ def test_layers_biases_and_the_rest(model: Path) -> None:
     assert checkpoint.format == "gguf"
     assert list(checkpoint) == ["blk.0.attn_q", "blk.0.ffn_up"]
     assert list(checkpoint.skipped) == ["blk.0.ffn_down"]
-    assert checkpoint.skipped["blk.0.ffn_down"].startswith("TQ2_0 blocks are not read")
+    assert checkpoint.skipped["blk.0.ffn_down"].startswith("Q8_1 blocks are not read")
     assert checkpoint.rest == ["token_embd.weight", "blk.0.attn_norm.weight", "blk.0.ffn_down.weight"]
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(model).tensors}
     dense, layer = checkpoint["blk.0.attn_q"], canonical(checkpoint["blk.0.ffn_up"])
@@ -156,7 +210,7 @@ def test_layers_biases_and_the_rest(model: Path) -> None:
     assert torch.equal(checkpoint.tensor("token_embd.weight"), embedding)
     norm = torch.from_numpy(tensors["blk.0.attn_norm.weight"].copy())
     assert torch.equal(checkpoint.tensor("blk.0.attn_norm.weight"), norm)
-    with pytest.raises(UnsupportedError, match="TQ2_0"):
+    with pytest.raises(UnsupportedError, match="Q8_1"):
         checkpoint.tensor("blk.0.ffn_down.weight")
 
 
