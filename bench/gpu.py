@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from bench.schemes import Blockwise, FourByEight, Scheme, WeightOnly
 from bench.shapes import Shape
 from qcutlass import _C
 
+_WHOLE = "with_quantizer"  # of the contestants beside peers
 _UNKNOWN_LIMIT = 5e-6  # seconds that a launch takes at least, where the GPU's ceilings are unknown
 
 
@@ -155,11 +156,11 @@ class Bench:
             assert all(torch.equal(first, other) for other in others), f"{contestant.name}: two launches differ"
             return _Entry(contestant.name, graph, error)
 
-        def theirs(contestant: Contestant) -> _Entry:
+        def close(contestant: Contestant, failure: Callable[[str], Exception]) -> _Entry:
             graph = Graph.of(contestant, outs, limit or _UNKNOWN_LIMIT)
             error = relative_error(contestant.completed(graph.run()[0]), expected)
             if not error <= MAX_ERROR:  # NaN too
-                raise Skip(f"wrong result: relative error {error:.2g}")
+                raise failure(f"wrong result: relative error {error:.2g}")
             return _Entry(contestant.name, graph, error)
 
         selected = layer.plan(m)
@@ -167,15 +168,19 @@ class Bench:
         wanted = [*wanted, layer.invariant(m)] if options.batch_invariant else wanted
         everyone = {selected.name: selected} | {one.name: one for one in wanted if one.name != selected.name}
         entries = {"": [ours(contestant) for contestant in everyone.values()]}
+        whole = layer.with_quantizer(m)
+        if whole is not None:
+            entries[_WHOLE] = [close(whole, AssertionError)]
         for key, product in products.items():
             try:
-                entries[key] = [theirs(contestant) for contestant in product(m)]
+                entries[key] = [close(contestant, Skip) for contestant in product(m)]
             except Skip as skip:
                 self._skip(key, f"{layer.scheme.name}: {skip}")
             except Exception as error:
                 self._skip(key, f"{layer.name} M={m}: {reason(error)}")
         samples = iter(measure([entry.graph for group in entries.values() for entry in group]))
         timed = {key: [(entry, next(samples)) for entry in group] for key, group in entries.items()}
+        quantised = timed.pop(_WHOLE, None)
 
         cell: Row = {"scheme": layer.scheme.name, "shape": layer.shape, "m": m}
         rows: list[Row] = []
@@ -195,6 +200,8 @@ class Bench:
                 }
             )
         rows[0] |= {"moved_bytes": moved, "limit_us": 1e6 * limit if limit else None}
+        if quantised is not None:
+            rows[0] |= gpu_report.with_quantizer(rows[0], quantised[0][1])
         for key, group in timed.items():
             entry, sample = min(group, key=lambda pair: pair[1].median)
             rows[0] |= {f"{key}_us": 1e6 * sample.median, f"{key}_spread": sample.spread, f"{key}_error": entry.error}

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 from bench import peers
 from bench.report import Column, Report, Row, markdown_table
+from bench.timing import Sample
 
 TITLE: Final = "GPU kernels"
 CLOSE: Final = 0.05
@@ -38,6 +39,8 @@ COLUMNS: Final = [
     Column("best_peer", "best peer"),
     Column("ratio", "best peer / qcutlass", "{:.2f}"),
     *(Column(f"{key}_ratio", f"{name} / qcutlass", "{:.2f}") for key, name in YARDSTICKS.items()),
+    Column("with_quantizer_us", "with quantiser us", "{:.2f}"),
+    Column("with_quantizer_ratio", "with quantiser / product", "{:.2f}"),
     Column("limit_share", "of limit", "{:.0%}"),
     Column("bandwidth_share", "of bandwidth", "{:.0%}"),
     Column("error", "error / bound", "{:.3f}"),
@@ -65,6 +68,16 @@ def comparison(row: Row, keys: Iterable[str]) -> Row:
     best = min(times, key=lambda key: times[key])
     ratios = {f"{key}_ratio": times[key] / row["qcutlass_us"] for key in YARDSTICKS if key in times}
     return {"best_peer": best, "best_peer_us": times[best], "ratio": times[best] / row["qcutlass_us"]} | ratios
+
+
+def with_quantizer(row: Row, sample: Sample) -> Row:
+    """The time of the product of a row behind its quantiser, and as a multiple of that of the product alone."""
+    microseconds = 1e6 * sample.median
+    return {
+        "with_quantizer_us": microseconds,
+        "with_quantizer_spread": sample.spread,
+        "with_quantizer_ratio": microseconds / row["qcutlass_us"],
+    }
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,10 @@ class Layer(ABC):
     def call(self, m: int, index: int = 0) -> Call:
         """The product of the first m rows and copy `index` of the weights."""
 
+    def with_quantizer(self, m: int) -> Contestant | None:
+        """The selected kernel behind the quantiser of its m rows; None: this bench has none for them."""
+        return None
+
     def tactics(self, m: int) -> list[str]:
         """Names of all tactics."""
         function, operands, options = self.call(m)

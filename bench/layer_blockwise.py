@@ -106,6 +106,20 @@ class BlockwiseLayer(Layer):
         plan = qcutlass.plan(multiply, *operands, **options, **forced)
         return Contestant(plan_name(plan.tactic, plan.split_k), launch, len(calls), splits=plan.split_k)
 
+    def with_quantizer(self, m: int) -> Contestant | None:
+        """The quantiser of 16-bit rows, then the product; None where codes come from the product before."""
+        if self.quantizes:
+            return None
+        quantize = blockwise.fp8_act_quant if self.scheme.operands == "fp8" else blockwise.act_quant
+        rows, products = self.dense_rows(m), [self.call(m, index) for index in range(len(self.packed))]
+
+        def launch(index: int, out: Tensor) -> Tensor:
+            multiply, (_, _, *weights), options = products[index]
+            result: Tensor = multiply(*quantize(rows, BLOCK), *weights, **options, out=out)
+            return result
+
+        return Contestant("with quantiser", launch, len(products))
+
     def moved_bytes(self, m: int) -> int:
         of_output = self.n + 4 * -(-self.n // BLOCK) if self.quantizes else 2 * self.n
         return sum(t.nbytes for t in (*self.packed[0], self.a[:m], self.a_s[:m])) + m * of_output

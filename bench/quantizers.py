@@ -54,7 +54,8 @@ def quantizers(k: int, device: str) -> dict[str, Quantizer]:
     found: dict[str, Quantizer] = {
         name: functools.partial(qcutlass.quantize_activations, **chosen) for name, chosen in options.items()
     }
-    return found | {"act_quant": functools.partial(blockwise.act_quant, block_size=BLOCK)}
+    in_blocks = {"act_quant": blockwise.act_quant, "fp8_act_quant": blockwise.fp8_act_quant}
+    return found | {name: functools.partial(quantize, block_size=BLOCK) for name, quantize in in_blocks.items()}
 
 
 def _graph(name: str, launch: Launch, copies: int, moved: int) -> Graph:
@@ -121,6 +122,34 @@ def cell(m: int, k: int, dtype: torch.dtype) -> list[Row]:
     return _rows((m, k), str(dtype).removeprefix("torch."), moved, len(inputs), launches, expected)
 
 
+def check_silu_mul(codes: Tensor, scales: Tensor, gate_up: Tensor) -> None:
+    """Raises AssertionError unless each code is within half a step of e4m3 of silu(gate) * up, and little more.
+
+    A step is 1/8 of a number, or that of subnormal ones; silu is within 2^-20 of its argument.
+    """
+    gate, up = gate_up.double().chunk(2, -1)
+    exact, wide = gate * torch.sigmoid(gate) * up, scales.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]].double()
+    half_a_step = torch.maximum(exact.abs() * 2.0**-4, wide * 2.0**-10)
+    error = (codes.double() * wide - exact).abs() - half_a_step * (1 + 2.0**-10)
+    if not bool((error <= 2.0**-20 * (gate * up).abs()).all()):  # NaN, too
+        raise AssertionError("fp8_silu_mul_quant: codes are farther from silu(gate) * up than rounding takes them")
+
+
+def silu_cell(m: int, k: int, dtype: torch.dtype) -> list[Row]:
+    """`fp8_silu_mul_quant` that writes one shape, from twice as many columns."""
+    gate_up = torch.randn(m, 2 * k, device="cuda", dtype=dtype)
+    codes, scales = blockwise.fp8_silu_mul_quant(gate_up, BLOCK)
+    check_silu_mul(codes, scales, gate_up)
+    moved = gate_up.nbytes + m * k
+    inputs = [gate_up, *(gate_up.clone() for _ in range(copies_for(moved) - 1))]
+
+    def launch(copy: int) -> Tensor:
+        return blockwise.fp8_silu_mul_quant(inputs[copy], BLOCK)[0]
+
+    launches, expected = {"fp8_silu_mul_quant": launch}, {"fp8_silu_mul_quant": codes.cpu()}
+    return _rows((m, k), str(dtype).removeprefix("torch."), moved, len(inputs), launches, expected)
+
+
 def gelu_cell(m: int, k: int) -> list[Row]:
     """`int8_gelu` of one shape."""
     x, s = blockwise.act_quant(2 * torch.randn(m, k, device="cuda"), BLOCK)
@@ -140,6 +169,7 @@ def run(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> Ite
     for m, k in shapes:
         for dtype in dtypes:
             yield cell(m, k, dtype)
+            yield silu_cell(m, k, dtype)
         yield gelu_cell(m, k)
 
 

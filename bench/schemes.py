@@ -11,15 +11,8 @@ import torch
 from bench.limits import Operands
 from qcutlass import testing
 
-PATTERNS: Final = (
-    "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], "
-    "<mxfp4|nvfp4|e4m3|e4m3_g128|q4_k|q6_k>[_f16|_bf16|_f32], "
-    "w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], blockwise[_quant|_fp8][_f16|_bf16], "
-    "w4a8[_int8]_<g<size>|channel>[_int][_f16|_bf16]"
-)
 _DTYPE: Final = r"(?:_(f16|bf16))?"
 _WEIGHT_ONLY: Final = re.compile(r"w([48])a16_(?:g([1-9]\d*)|channel)(?:_(int|real|min))?(?:_(f16|bf16|f32))?")
-_OF_FILES: Final = re.compile(r"(mxfp4|nvfp4|e4m3|e4m3_g128|q4_k|q6_k)(?:_(f16|bf16|f32))?")
 _INT8: Final = re.compile(r"w8a8(_azp)?" + _DTYPE)
 _FLOAT8: Final = re.compile(r"fp8(?:_(e5m2))?" + _DTYPE)
 _BLOCKWISE: Final = re.compile(r"blockwise(_quant|_fp8)?" + _DTYPE)
@@ -92,9 +85,21 @@ _FORMATS: Final = {  # of checkpoints
     "nvfp4": WeightOnly("", 4, 16, "none", None, "e2m1", torch.float8_e4m3fn),
     "e4m3": WeightOnly("", 8, None, "none", None, "e4m3"),
     "e4m3_g128": WeightOnly("", 8, 128, "none", None, "e4m3", torch.float32),  # fp8 in blocks, as it is held
+    "q2_k": WeightOnly("", 4, 16, "minimum", None, super_groups=16),
+    "q3_k": WeightOnly("", 4, 16, "none", None, super_groups=16),
     "q4_k": WeightOnly("", 4, 32, "minimum", None, super_groups=8),
+    "q5_k": WeightOnly("", 8, 32, "minimum", None, super_groups=8),
     "q6_k": WeightOnly("", 8, 16, "none", None, super_groups=16),
+    "iq4_nl": WeightOnly("", 8, 32, "none", None, None, torch.float16),
+    "iq4_xs": WeightOnly("", 8, 32, "none", None, super_groups=8),
 }
+_OF_FILES: Final = re.compile(rf"({'|'.join(_FORMATS)})(?:_(f16|bf16|f32))?")
+PATTERNS: Final = (
+    "w<4|8>a16_<g<size>|channel>[_int|_real|_min][_f16|_bf16|_f32], "
+    f"<{'|'.join(_FORMATS)}>[_f16|_bf16|_f32], "
+    "w8a8[_azp][_f16|_bf16], fp8[_e5m2][_f16|_bf16], blockwise[_quant|_fp8][_f16|_bf16], "
+    "w4a8[_int8]_<g<size>|channel>[_int][_f16|_bf16]"
+)
 
 
 class _EightBitActivations:
