@@ -146,8 +146,8 @@ def silu_cell(m: int, k: int, dtype: torch.dtype) -> list[Row]:
     def launch(copy: int) -> Tensor:
         return blockwise.fp8_silu_mul_quant(inputs[copy], BLOCK)[0]
 
-    launches, expected = {"fp8_silu_mul_quant": launch}, {"fp8_silu_mul_quant": codes.cpu()}
-    return _rows((m, k), str(dtype).removeprefix("torch."), moved, len(inputs), launches, expected)
+    name = "fp8_silu_mul_quant"
+    return _rows((m, k), str(dtype).removeprefix("torch."), moved, len(inputs), {name: launch}, {name: codes.cpu()})
 
 
 def gelu_cell(m: int, k: int) -> list[Row]:
