@@ -14,6 +14,7 @@ from transformers import DynamicCache, TextStreamer
 from qcutlass.models import stepping
 from qcutlass.models.block_modules import FusedBlock
 from qcutlass.models.cache_argument import CACHE
+from qcutlass.models.compiling import compiled_code
 from qcutlass.models.growing_cache import growing_cache
 from qcutlass.models.positions import check_length
 from qcutlass.models.sampling import Sampling
@@ -184,7 +185,7 @@ def fast_steps(
     if why is not None:
         yield
         return
-    note = f"compiling the step of decoding, half a minute or less; kept in {stepping.compiled_code()}"
+    note = f"compiling the step of decoding, half a minute or less; kept in {compiled_code()}"
     with stepping.in_steps(model, length, on_first_step=lambda: on_note(note)):
         yield
 

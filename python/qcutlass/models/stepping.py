@@ -8,15 +8,12 @@ CUDA graph it is one launch.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import platformdirs
 import torch
 import transformers
 from torch import Tensor
@@ -27,18 +24,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from qcutlass.errors import UnsupportedError
-from qcutlass.models import step_attention
+from qcutlass.models import compiling, step_attention
 from qcutlass.models.cache_argument import CACHE, pop_cache
+from qcutlass.models.compiling import compiled_code as compiled_code
 from qcutlass.models.growing_cache import PlacedLayer
 
 _WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
 _SHAPES: Final = 256  # of steps that are compiled in a process; torch gives up compiling after 8
-_CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
-
-
-def compiled_code() -> str:
-    """The folder that keeps compiled steps: `TORCHINDUCTOR_CACHE_DIR`, or one in the user's cache folder."""
-    return os.environ.setdefault(_CACHE_VARIABLE, str(platformdirs.user_cache_path("qcutlass") / "inductor"))
 
 
 def obstacle(model: Any) -> str | None:
@@ -115,9 +107,7 @@ class Decoder:
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
         if compiled:
-            compiled_code()
-            # How keys are split depends on the batch.
-            self._forward = torch.compile(_own(self._plain), dynamic=False, options=_compiler_options())
+            self._forward = compiling.compiled(self._plain)
         self._block_mask = self._new_block_mask() if compiled else None
 
     @torch.inference_mode()
@@ -251,30 +241,6 @@ def _in_a_row(keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor
         return keys, values
     order = mask.bool().int().argsort(dim=-1, stable=True)[:, None, :, None].to(keys.device)
     return keys.gather(2, order.expand_as(keys)), values.gather(2, order.expand_as(values))
-
-
-def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, of code of this module's own.
-
-    torch counts what it compiled of each code, and all models of transformers share one: what steps have compiled would
-    keep callers from compiling a model themselves.
-    """
-
-    def step(*arguments: Any, **options: Any) -> Any:
-        return forward(*arguments, **options)
-
-    return step
-
-
-def _compiler_options() -> dict[str, Any] | None:
-    """With these torch compiles a step alike in every process.
-
-    It would choose among kernels of a few microseconds by timing them apart, and takes others each time: what adds up
-    shares of attention took 3.7 microseconds instead of 1.4 on an H200, in each of 32 layers, and sums had another
-    order.
-    """
-    known = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
-    return {"deterministic": True} if known else None
 
 
 @contextmanager
