@@ -100,11 +100,15 @@ def _eager(model: Any, ids: torch.Tensor) -> _Contestant:
     return _Contestant(prefill, step, _seconds(step))
 
 
+def _stop(line: str) -> None:
+    raise RuntimeError(line)
+
+
 def _contestant(model: Any, mode: Mode, ids: torch.Tensor) -> _Contestant:
     if not mode.graph:
         return _eager(model, ids)
     torch._dynamo.reset()
-    decoder = Decoder(model, len(ids), ids.shape[1] + _ROOM, compiled=mode.compiled)
+    decoder = Decoder(model, len(ids), ids.shape[1] + _ROOM, compiled=mode.compiled, on_failure=_stop)
     decoder.prefill(ids)
     return _Contestant(lambda: decoder.prefill(ids), decoder.step, _seconds(decoder.step))
 

@@ -1,18 +1,21 @@
-"""How torch compiles steps of decoding: alike in every process, and kept on disk."""
+"""How torch compiles steps of decoding: alike in every process, kept on disk, and with a reason where it cannot."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 
 from qcutlass.products.tuned_plans import cache_folder
 
 _CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
+_TELLING: Final = re.compile(r"^[\w.]+(Error|Exception): |\berror: ")
 
 
 def compiled_code() -> str:
@@ -56,3 +59,12 @@ def _options() -> dict[str, Any] | None:
     """
     known = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
     return {"deterministic": True} if known else None
+
+
+def failure(error: TorchDynamoException) -> str:
+    """What torch could not compile means and why, in one line: the last of what a compiler or another process said."""
+    why, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    told = [line for line in rest if _TELLING.search(line)]
+    if told and why.endswith((":", "C++ compile error")):
+        why = f"{why.rstrip(':')}: {told[-1]}"
+    return f"steps are not compiled, which is slower: {why}"

@@ -118,7 +118,7 @@ def generate(
         sampling: how the next token is chosen; None: the likeliest each time.
         eager: steps are neither compiled nor captured.
         on_text: gets the text piece by piece.
-        on_note: told why steps are eager, and when they are compiled, which takes some 30 seconds.
+        on_note: told why steps are eager, when they are compiled, which takes some 30 seconds, and why they cannot be.
 
     Raises:
         Interrupted: the user pressed Ctrl-C after the first token; a KeyboardInterrupt that has the text so far.
@@ -186,7 +186,7 @@ def fast_steps(
         yield
         return
     note = f"compiling the step of decoding, half a minute or less; kept in {compiled_code()}"
-    with stepping.in_steps(model, length, on_first_step=lambda: on_note(note)):
+    with stepping.in_steps(model, length, on_first_step=lambda: on_note(note), on_failure=on_note):
         yield
 
 

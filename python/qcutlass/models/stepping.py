@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -53,6 +54,10 @@ def obstacle(model: Any) -> str | None:
     return None
 
 
+def _warn(line: str) -> None:
+    warnings.warn(line, RuntimeWarning, stacklevel=2)
+
+
 class Decoder:
     """A model that reads prompts once and then makes a token of each at a time.
 
@@ -77,7 +82,16 @@ class Decoder:
         ...     return torch.cat(made, dim=1)
     """
 
-    def __init__(self, model: Any, batch: int, length: int, *, compiled: bool = True, graph: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batch: int,
+        length: int,
+        *,
+        compiled: bool = True,
+        graph: bool = True,
+        on_failure: Callable[[str], object] = _warn,
+    ) -> None:
         """
         Args:
             model: a causal language model of transformers, in evaluation mode.
@@ -85,6 +99,8 @@ class Decoder:
             length: tokens of the longest sequence, prompt included; rounded up to a multiple of 128.
             compiled: whether torch compiles the step, at its first use: half a minute for 32 blocks, less from disk.
             graph: whether steps are replays of a CUDA graph; on GPUs alone.
+            on_failure: told in a line that torch cannot compile the step, say for want of a C compiler. Steps then run
+                as the model is; by default a warning says so.
 
         Raises:
             UnsupportedError: `obstacle` says why.
@@ -94,7 +110,8 @@ class Decoder:
             raise UnsupportedError(f"model: {why}; use the model's own generate")
         self.length = -(-length // step_attention.BLOCK) * step_attention.BLOCK
         self._model, device = model, model.device
-        self._compiled, self._graph = compiled, graph and device.type == "cuda"
+        self._compiled, self._graph, self._on_failure = compiled, graph and device.type == "cuda", on_failure
+        self._is_ready = not (self._compiled or self._graph)
         self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._cache = StaticCache(config=model.config, max_cache_len=self.length)
@@ -159,7 +176,7 @@ class Decoder:
     @property
     def is_ready(self) -> bool:
         """Whether a step runs at once: nothing is left to be compiled or captured."""
-        return self._replay is not None or not (self._graph or self._compiled)
+        return self._is_ready
 
     @torch.inference_mode()
     def step(self) -> Tensor:
@@ -174,6 +191,7 @@ class Decoder:
             self._capture()
         else:
             self._logits = self._compute()
+        self._is_ready = True
         assert self._logits is not None
         return self._logits
 
@@ -191,9 +209,25 @@ class Decoder:
         return ((keys >= self._begins[:, None]) & (keys <= self._place))[:, None, None]
 
     def _compute(self) -> Tensor:
+        result = None
+        if self._compiled:
+            try:
+                result = self._called()
+            except compiling.TorchDynamoException as error:
+                self._compiled, self._forward, self._block_mask = False, self._plain, None
+                self._on_failure(compiling.failure(error))
+        if result is None:  # the place is the same: keys that were written are written again
+            result = self._called()
+        self._place.add_(1)
+        self._positions.add_(1)
+        logits: Tensor = result.logits[:, -1]
+        return logits
+
+    def _called(self) -> Any:
+        """The model's output for the tokens, whose keys and values are written at the place."""
         name = step_attention.NAME if self._compiled else "sdpa"
         with _attention(self._model, name), torch._dynamo.config.patch(recompile_limit=_SHAPES):
-            result = self._forward(
+            return self._forward(
                 self.tokens,
                 attention_mask=self._attended(),
                 position_ids=self._positions,
@@ -201,10 +235,6 @@ class Decoder:
                 logits_to_keep=1,
                 **{CACHE: self._cache},
             )
-        self._place.add_(1)
-        self._positions.add_(1)
-        logits: Tensor = result.logits[:, -1]
-        return logits
 
     def _state(self) -> list[Tensor]:
         """What a step changes besides keys and values."""
@@ -288,11 +318,17 @@ class _Steps:
     """
 
     def __init__(
-        self, model: Any, own: Callable[..., Any], length: int, compiled: bool, on_first_step: Callable[[], object]
+        self,
+        model: Any,
+        own: Callable[..., Any],
+        length: int,
+        compiled: bool,
+        on_first_step: Callable[[], object],
+        on_failure: Callable[[str], object],
     ) -> None:
         self._model, self._own, self._length, self._compiled = model, own, length, compiled
         self._signature = inspect.signature(own)  # which takes long: not at each step
-        self._on_first_step = on_first_step
+        self._on_first_step, self._on_failure = on_first_step, on_failure
         self._decoders: dict[int, Decoder] = {}
         self._current: dict[int, StepCache] = {}  # by the number of prompts: whose keys and values its decoder holds
         self._lock = threading.RLock()  # a step changes how the model attends, for all threads
@@ -321,13 +357,19 @@ class _Steps:
     def _read(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, StepCache]:
         count = len(ids)
         if count not in self._decoders:
-            self._decoders[count] = Decoder(self._model, count, self._length, compiled=self._compiled)
+            self._decoders[count] = Decoder(
+                self._model, count, self._length, compiled=self._compiled, on_failure=self._give_up
+            )
         self._current.pop(count, None)
         cache = StepCache(self._decoders[count])
         padded = mask is not None and not bool(mask.all())
         logits = cache.decoder.prefill(ids, mask if padded else None)
         self._current[count] = cache
         return logits, cache
+
+    def _give_up(self, line: str) -> None:
+        self._compiled = False  # nor for other numbers of prompts: to fail takes as long each time
+        self._on_failure(line)
 
     def _step(self, ids: Tensor, cache: StepCache) -> Tensor:
         decoder = cache.decoder
@@ -341,7 +383,7 @@ class _Steps:
             )
         if cache.count >= decoder.length:
             raise ValueError(f"length: the sequence is longer than {decoder.length} tokens; pass in_steps a larger one")
-        if not decoder.is_ready:
+        if self._compiled and not decoder.is_ready:
             self._on_first_step()
         del self._current[count]  # a step that is interrupted leaves half of its keys
         decoder.tokens.copy_(ids)
@@ -381,7 +423,12 @@ def _is_prompt(
 
 @contextmanager
 def in_steps(
-    model: Any, length: int, *, compiled: bool = True, on_first_step: Callable[[], object] = lambda: None
+    model: Any,
+    length: int,
+    *,
+    compiled: bool = True,
+    on_first_step: Callable[[], object] = lambda: None,
+    on_failure: Callable[[str], object] = _warn,
 ) -> Iterator[None]:
     """Inside, transformers' own `generate` of this model runs on a `Decoder`, for prompts of any number.
 
@@ -397,6 +444,7 @@ def in_steps(
         length: tokens of the longest sequence, prompt included.
         compiled: as for `Decoder`.
         on_first_step: called before the first step of each number of prompts, which is compiled then.
+        on_failure: as for `Decoder`; called once, as no other step is compiled then.
 
     Raises:
         UnsupportedError: as for `Decoder`; the model is in steps already; inside: see above.
@@ -413,7 +461,7 @@ def in_steps(
     why = "it is in steps already" if hasattr(own, "replaced") else obstacle(model)
     if why is not None:
         raise UnsupportedError(f"model: {why}; use the model's own generate")
-    steps, before = _Steps(model, own, length, compiled, on_first_step), vars(model).get("forward")
+    steps, before = _Steps(model, own, length, compiled, on_first_step, on_failure), vars(model).get("forward")
 
     @functools.wraps(own)
     def forward(*arguments: Any, **options: Any) -> Any:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+from qcutlass.models import compiling  # noqa: E402
+from qcutlass.models.stepping import Decoder, in_steps  # noqa: E402
 
+SLOWER = "steps are not compiled, which is slower: "
 VARIABLES = "TORCHINDUCTOR_CACHE_DIR", "QCUTLASS_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR", "TRITON_CACHE_DIR"
 LLAMA = "from transformers.models.llama.modeling_llama import LlamaModel"
 COMPILER = "import torch._dynamo, torch._inductor.codecache"  # which sets torch's variable
@@ -49,3 +59,138 @@ print(compiled(lambda x: x.sin() + 1)(torch.zeros(2)).tolist())
     assert printed(code, QCUTLASS_CACHE_DIR=tmp_path / "ours", TMPDIR=tmp_path) == "[1.0, 1.0]"
     assert list((tmp_path / "ours/inductor").rglob("*.py"))
     assert not list(tmp_path.glob("torchinductor_*/**/*.py"))
+
+
+GENERATE = """
+import warnings
+import torch, transformers
+from qcutlass.models.stepping import in_steps
+
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=96)).eval()
+made = lambda: model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
+expected = made()
+with warnings.catch_warnings(record=True) as seen, in_steps(model, 16):
+    warnings.simplefilter("always")
+    assert made() == expected
+(warning,) = [each for each in seen if each.category is RuntimeWarning]
+print(warning.message)
+"""
+
+
+def test_a_broken_compiler_leaves_the_text_as_it_is(tmp_path: Path) -> None:
+    found = printed(GENERATE, CXX="/nonexistent", QCUTLASS_CACHE_DIR=tmp_path)
+    assert found.startswith(SLOWER)
+    assert "No working C++ compiler found" in found
+    assert len(found.splitlines()) == 1
+
+
+def model_of() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=96, initializer_range=0.1)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def broken(*arguments: Any, **options: Any) -> Any:
+    raise OSError("no space left\non device")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+
+
+def assert_steps_are_right(model: Any, decoder: Decoder) -> None:
+    ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(ids).logits
+    found = [decoder.prefill(ids[:, :5])]
+    for place in range(5, 12):
+        decoder.tokens.copy_(ids[:, place : place + 1])
+        found.append(decoder.step().clone())
+    assert (torch.stack(found, dim=1) - expected[:, 4:]).abs().max() < 1e-4 * expected.std()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_step_that_cannot_be_compiled_is_taken_all_the_same() -> None:
+    model, told = model_of(), list[str]()
+    decoder = Decoder(model, 2, 12, on_failure=told.append)
+    assert not decoder.is_ready
+    assert_steps_are_right(model, decoder)
+    assert_steps_are_right(model, decoder)
+    assert told == [SLOWER + "backend='broken' raised: OSError: no space left"]
+    assert decoder.is_ready
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_graph_is_captured_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for streams and graphs: what a graph captures is not computed, but by its replays."""
+    model, told = model_of(), list[str]()
+    decoder = Decoder(model, 2, 12, on_failure=told.append)
+    decoder._graph = True
+    captured = []
+
+    @contextmanager
+    def graph(into: SimpleNamespace) -> Iterator[None]:
+        before = [tensor.clone() for tensor in decoder._state()]
+        captured.append(decoder._compiled)
+        yield
+        for tensor, value in zip(decoder._state(), before, strict=True):
+            tensor.copy_(value)
+        into.replay = lambda: setattr(decoder, "_logits", decoder._compute())
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": nullcontext, "graph": graph}
+    for name, fake in {**fakes, "CUDAGraph": SimpleNamespace}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert_steps_are_right(model, decoder)
+    assert captured == [False], "the first step fails ahead of the capture"
+    assert len(told) == 1
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_nothing_else_is_compiled_behind_a_failure() -> None:
+    model, told, waited = model_of(), list[str](), list[int]()
+    ids, options = torch.tensor([[5, 6, 7], [8, 9, 5]]), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = [model.generate(ids[:count], **options).tolist() for count in (1, 2)]
+    with in_steps(model, 16, on_first_step=lambda: waited.append(1), on_failure=told.append):
+        assert [model.generate(ids[:count], **options).tolist() for count in (1, 2)] == expected
+    assert (len(told), len(waited)) == (1, 1)
+
+
+def test_a_decoder_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model, waited = model_of(), list[int]()
+    with warnings.catch_warnings(), in_steps(model, 16, on_first_step=lambda: waited.append(1)):
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        for _ in range(2):
+            model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert len(waited) == 1
+
+
+def test_errors_of_the_model_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(model_of(), 1, 12, on_failure=pytest.fail)
+    monkeypatch.setattr(decoder, "_called", broken)
+    with pytest.raises(OSError, match="no space left"):
+        decoder.step()
+
+
+REASONS = {
+    "RuntimeError: Failed to find C compiler. Please specify via CC\n\nSet TORCHDYNAMO_VERBOSE=1": (
+        "RuntimeError: Failed to find C compiler. Please specify via CC"
+    ),
+    "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp:1:9: fatal error: no omp.h\nended\n": (
+        "CppCompileError: C++ compile error: x.cpp:1:9: fatal error: no omp.h"
+    ),
+    "SubprocException: An exception occurred in a subprocess:\n\nName=k\nTraceback (...):\n  File\nOSError: full\n": (
+        "SubprocException: An exception occurred in a subprocess: OSError: full"
+    ),
+    "": "TorchDynamoException",
+}
+
+
+@pytest.mark.parametrize("text", REASONS)
+def test_a_failure_is_told_in_a_line(text: str) -> None:
+    assert compiling.failure(compiling.TorchDynamoException(text)) == SLOWER + REASONS[text]

@@ -66,7 +66,7 @@ def assert_steps_follow_the_sequence(
         expected = model(ids, attention_mask=mask, position_ids=positions).logits.float()
     if fused:
         qcutlass.fuse_block(model)
-    decoder = Decoder(model, 2, PROMPT + STEPS, **options)
+    decoder = Decoder(model, 2, PROMPT + STEPS, on_failure=pytest.fail, **options)
     for _ in range(2):  # from a used state too
         found = [decoder.prefill(ids[:, :PROMPT], mask[:, :PROMPT] if padding or gap else None).float()]
         for place in range(PROMPT, PROMPT + STEPS):
@@ -94,7 +94,7 @@ def test_each_number_of_sequences_is_compiled_for_itself(monkeypatch: pytest.Mon
     model, graphs = model_of("cpu", num_hidden_layers=1), torch._dynamo.utils.counters["stats"]
     for batch in range(1, 11):  # more than torch would compile by itself
         before = graphs["unique_graphs"]
-        decoder = Decoder(model, batch, 128)
+        decoder = Decoder(model, batch, 128, on_failure=pytest.fail)
         decoder.prefill(torch.ones(batch, 5, dtype=torch.int64))
         decoder.step()
         assert graphs["unique_graphs"] == before + 1
@@ -124,7 +124,7 @@ def test_decoders_of_several_sizes_follow_one_another() -> None:
         some = ids[[0] * batch]
         with torch.inference_mode():
             expected = model(some).logits[:, PROMPT].float()
-        decoder = Decoder(model, batch, PROMPT + STEPS)
+        decoder = Decoder(model, batch, PROMPT + STEPS, on_failure=pytest.fail)
         decoder.prefill(some[:, :PROMPT])
         decoder.tokens.copy_(some[:, PROMPT : PROMPT + 1])
         assert (decoder.step().float() - expected).abs().max() < 3e-2 * expected.std()
