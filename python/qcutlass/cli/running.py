@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qcutlass.cli.terminal import Steps, chosen_device, console, decoded_text, echo, read_text, say, steps
+
+if TYPE_CHECKING:
+    from qcutlass.models.generation import Generation
 
 
 class Floats(str, Enum):
@@ -103,7 +107,12 @@ def evaluate(
 def generate(
     folder: Folder,
     prompt: Annotated[
-        str | None, typer.Option(help="The text to continue. By default it is read from a pipe on stdin.")
+        list[str] | None,
+        typer.Option(
+            help="The text to continue. By default it is read from a pipe on stdin. Repeated, all are continued "
+            "together, and printed at the end.",
+            show_default=False,
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="The largest number of new tokens. The model may end earlier.")
@@ -119,43 +128,56 @@ def generate(
     eager: Eager = False,
     threads: Threads = None,
 ) -> None:
-    """Continue a prompt, and print the text as it comes; its rate goes to stderr."""
+    """Continue a prompt, and print the text as it comes, or several prompts; rates go to stderr."""
     from qcutlass.models.sampling import Sampling
 
     sampling = Sampling(temperature, top_p, seed)
-    words = _standard_input() if prompt is None else prompt
+    prompts = prompt or [_standard_input()]
     with steps(console(stderr=True), "loading") as report:
         model, tokenizer = load(folder, device, dtype, fuse, activations, threads, report, eager)
-    from qcutlass.models.generation import Generation, Interrupted
+    from qcutlass.models.generation import Interrupted
     from qcutlass.models.generation import generate as generate_text
 
     if not chat and getattr(tokenizer, "chat_template", None):
         say("note: this model has a chat template; --chat puts the prompt into it")
 
-    def finish(found: Generation) -> None:
-        echo("")
-        say(
-            f"{found.prompt_tokens} tokens of prompt, the first new one after {1e3 * found.first_seconds:.0f} ms, "
-            f"then {found.tokens_per_second:.1f} tokens/s; {found.tokens} in all"
-        )
+    def finish(found: Sequence[Generation]) -> None:
+        if len(found) == 1:
+            echo("")
+        for number, each in enumerate(found if len(found) > 1 else (), start=1):
+            say(f"prompt {number} of {len(found)}:")
+            echo(each.text, keep="\n\t")
+        say(_speed(found))
         note_faster(model, activations)
 
     try:
         found = generate_text(
             model,
             tokenizer,
-            words,
+            prompts,
             max_new_tokens,
             chat=chat,
             sampling=sampling,
             eager=eager,
             on_note=say,
-            on_text=lambda text: echo(text, end="", keep="\n\t"),
+            on_text=(lambda text: echo(text, end="", keep="\n\t")) if len(prompts) == 1 else None,
         )
     except Interrupted as error:
-        finish(error.generation)
+        finish(error.generations)
         raise typer.Exit(130) from error
     finish(found)
+
+
+def _speed(found: Sequence[Generation]) -> str:
+    """How long one text or several took, in a line."""
+    read, made, first = (sum(each.prompt_tokens for each in found), sum(each.tokens for each in found), found[0])
+    seconds = max((each.tokens - 1) / (each.tokens_per_second or 1) for each in found)
+    rate = (made - len(found)) / seconds if seconds else 0.0
+    who = "of prompt, the first new one" if len(found) == 1 else f"of {len(found)} prompts, the first new ones"
+    return (
+        f"{read} tokens {who} after {1e3 * first.first_seconds:.0f} ms, then {rate:.1f} tokens/s"
+        f"{' of all' * (len(found) > 1)}; {made} in all"
+    )
 
 
 def note_faster(model: Any, activations: QuantizedActivations | None) -> None:
