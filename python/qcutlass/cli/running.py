@@ -60,6 +60,9 @@ Quantized = Annotated[
 Eager = Annotated[
     bool, typer.Option("--eager", help="On a GPU, do not compile the steps of decoding, which takes half a minute.")
 ]
+AsItIs = Annotated[
+    bool, typer.Option("--eager", help="On a GPU, do not fuse blocks, as --no-fuse; nothing is compiled in any case.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="The number of threads on the CPU, of torch and of qcutlass.")]
 Type = Annotated[
     Floats | None, typer.Option(help="The type of activations. By default float32 on the CPU, 16 bits on a GPU.")
@@ -85,6 +88,7 @@ def evaluate(
     dtype: Type = None,
     fuse: Fuse = None,
     activations: Quantized = None,
+    eager: AsItIs = False,
     threads: Threads = None,
 ) -> None:
     """Compute a model's perplexity on a text."""
@@ -92,7 +96,7 @@ def evaluate(
         raise ValueError(f"--tokens {tokens}: expected at least one window of {window}; pass --window {tokens} as well")
     words = read_text("--text", text)
     with steps(console(stderr=True), "loading") as report:
-        model, tokenizer = load(folder, device, dtype, fuse, activations, threads, report)
+        model, tokenizer = load(folder, device, dtype, fuse, activations, threads, report, eager)
         report("tokenizing", 0, 0)
         ids = tokenizer(words, return_tensors="pt")["input_ids"][0][:tokens]
         from qcutlass.models.evaluation import perplexity
@@ -207,9 +211,9 @@ def load(
     activations: QuantizedActivations | None,
     threads: int | None,
     report: Steps,
-    eager: bool = True,
+    eager: bool,
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
+    """The model and its tokenizer; `fuse` None: fused on the CPU, and on a GPU that does not run eagerly."""
     import torch
 
     from qcutlass.cli.places import runnable_model

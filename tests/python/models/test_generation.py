@@ -14,16 +14,19 @@ from tests.python.models.folders import RandomCut
 from tests.python.models.test_running import command
 
 import qcutlass
+from qcutlass.cli import running
 from qcutlass.models.sampling import Sampling
 
 pytest.importorskip("transformers", reason="needs transformers")
-from qcutlass.models import generation, stepping
+from qcutlass.models import generation, stepping, transformers
+from qcutlass.models.block_modules import FusedBlock
 from qcutlass.models.generation import Generation, generate
 from qcutlass.models.transformers import load_model
 
 THIS = "tests/python/models/test_generation.py"
 PROMPTS = ["5 6", "7", "8 9 20 23 3", "5 6 7"]
 COUNT = 8
+FEW = "--max-new-tokens", 4
 COMPILING = "compiling the step of decoding, half a minute or less; kept in "
 
 
@@ -163,6 +166,34 @@ def test_steps_of_the_command(random_cut: RandomCut, monkeypatch: pytest.MonkeyP
     failed = command(*words)
     assert (failed.exit_code, failed.stdout) == (0, compiled.stdout)
     assert "steps are not compiled, which is slower: backend='broken' raised: OSError: no compiler\n" in failed.stderr
+
+
+@pytest.mark.parametrize("name", ["eval", "generate"])
+def test_blocks_are_fused_on_a_gpu(
+    name: str, random_cut: RandomCut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both commands, unless that is switched off; the device that the command means is the CPU."""
+    (tmp_path / "text.txt").write_text("5 6 7 8 9 20 23 3 " * 4)
+    more = {"eval": ("--text", tmp_path / "text.txt", "--window", 8), "generate": ("--prompt", "5", *FEW)}[name]
+    cpu, float32, loading = torch.device("cpu"), torch.float32, load_model
+    seen: list[Any] = []
+
+    def on_the_cpu(folder: Path, device: torch.device, dtype: Any, activations: Any) -> tuple[Any, Any]:
+        assert device.type == "cuda"
+        found = loading(folder, cpu, float32, activations)
+        seen.append(found[0])
+        return found
+
+    monkeypatch.setattr(running, "chosen_device", torch.device)
+    monkeypatch.setattr(transformers, "load_model", on_the_cpu)
+    results = [
+        command(name, random_cut.awq().folder, *more, "--device", "cuda", *options)
+        for options in ((), ("--eager",), ("--no-fuse",), ("--eager", "--fuse"))
+    ]
+    assert [result.exit_code for result in results] == [0] * 4, results[0].output
+    fused = [any(isinstance(module, FusedBlock) for module in model.modules()) for model in seen]
+    assert fused == [True, False, False, True]
+    assert len({result.stdout for result in results}) == 1 or name == "eval"  # which prints seconds
 
 
 def test_the_recipe_of_the_manual(loaded: tuple[Any, Any], repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
