@@ -265,7 +265,7 @@ def fast_steps(
         on_note: as for `generate`, of which the calls inside are `eager`.
         eager: it does nothing.
     """
-    why = "" if eager or not _is_on_gpu(model) else stepping.obstacle(model)
+    why = "" if eager or not _is_on_gpu(model) else stepping.obstacle(model, length)
     if why:
         on_note(f"steps are eager, which is slower: {why}")
     if why is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import transformers
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache, DynamicCache, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -34,13 +35,16 @@ _WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up mu
 _SHAPES: Final = 256  # of steps that are compiled in a process; torch gives up compiling after 8
 
 
-def obstacle(model: Any) -> str | None:
-    """The reason why a `Decoder` cannot hold this model; None if it can."""
+def obstacle(model: Any, length: int) -> str | None:
+    """The reason why a `Decoder` cannot hold this model and texts of so many tokens; None if it can."""
     if "cache_position" in inspect.signature(LlamaModel.forward).parameters:
         return f"transformers {transformers.__version__} asks for more than a step has; update it"
     layers = StaticCache(config=model.config, max_cache_len=step_attention.BLOCK).layers
-    if any(type(layer) is not StaticLayer for layer in layers):
+    if any(type(layer) not in (StaticLayer, StaticSlidingWindowLayer) for layer in layers):
         return "not all of its layers attend to all tokens before, as a graph of a step has to"
+    window = _window(model)
+    if length > window:
+        return f"it has layers that attend to the last {window} tokens alone, fewer than a text of {length}"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "its layers are on several devices"
     if not getattr(model, "_supports_flex_attn", False):
@@ -52,6 +56,13 @@ def obstacle(model: Any) -> str | None:
     if "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
         return f"torch {torch.__version__} is too old"
     return None
+
+
+def _window(model: Any) -> int:
+    """Tokens that all layers attend to, the last one included."""
+    layers = StaticCache(config=model.config, max_cache_len=sys.maxsize).layers  # which takes no memory yet
+    window: int = min(layer.max_cache_len for layer in layers)
+    return window
 
 
 def _warn(line: str) -> None:
@@ -96,7 +107,8 @@ class Decoder:
         Args:
             model: a causal language model of transformers, in evaluation mode.
             batch: sequences at a time.
-            length: tokens of the longest sequence, prompt included; rounded up to a multiple of 128.
+            length: tokens of the longest sequence, prompt included; rounded up to a multiple of 128, or to the window
+                of layers that attend to the last tokens alone.
             compiled: whether torch compiles the step, at its first use: half a minute for 32 blocks, less from disk.
             graph: whether steps are replays of a CUDA graph; on GPUs alone.
             on_failure: told in a line that torch cannot compile the step, say for want of a C compiler. Steps then run
@@ -105,17 +117,18 @@ class Decoder:
         Raises:
             UnsupportedError: `obstacle` says why.
         """
-        why = obstacle(model)
+        why = obstacle(model, length)
         if why is not None:
             raise UnsupportedError(f"model: {why}; use the model's own generate")
-        self.length = -(-length // step_attention.BLOCK) * step_attention.BLOCK
+        self._room = -(-length // step_attention.BLOCK) * step_attention.BLOCK
+        self.length = min(self._room, _window(model))
         self._model, device = model, model.device
         self._compiled, self._graph, self._on_failure = compiled, graph and device.type == "cuda", on_failure
         self._is_ready = not (self._compiled or self._graph)
         self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
-        self._cache = StaticCache(config=model.config, max_cache_len=self.length)
-        self._cache.layers = [PlacedLayer(self.length, self._place) for _ in self._cache.layers]
+        self._cache = StaticCache(config=model.config, max_cache_len=self._room)
+        self._cache.layers = [PlacedLayer(self._room, self._place) for _ in self._cache.layers]
         self._begins = torch.zeros(batch, dtype=torch.int64, device=device)
         self._blocks = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -157,6 +170,7 @@ class Decoder:
         self._begins.copy_(count - whole.bool().sum(-1))
         positions = (whole.cumsum(-1) - 1).clamp_(min=0)
         own = DynamicCache(config=self._model.config)  # a static one would be read to its end
+        own.layers = [DynamicLayer() for _ in own.layers]  # those of windows drop the first of as many tokens
         with _attention(self._model, "sdpa"):
             result = self._plain(
                 ids,
@@ -198,14 +212,14 @@ class Decoder:
     def _new_block_mask(self) -> BlockMask:
         queries = step_attention.grouped_queries(self._model)
         assert queries is not None  # or there is an obstacle
-        return step_attention.block_mask(self._begins, self._place, self._blocks, self.length, queries)
+        return step_attention.block_mask(self._begins, self._place, self._blocks, self._room, queries)
 
     def _attended(self) -> Tensor | BlockMask:
         """What the tokens of this step attend to."""
         if self._block_mask is not None:
             self._blocks.copy_(self._place // step_attention.BLOCK + 1)
             return self._block_mask
-        keys = torch.arange(self.length, device=self._place.device)
+        keys = torch.arange(self._room, device=self._place.device)
         return ((keys >= self._begins[:, None]) & (keys <= self._place))[:, None, None]
 
     def _compute(self) -> Tensor:
@@ -458,7 +472,7 @@ def in_steps(
         ...         return tokenizer.decode(model.generate(**inputs, max_new_tokens=128)[0])
     """
     own = model.forward
-    why = "it is in steps already" if hasattr(own, "replaced") else obstacle(model)
+    why = "it is in steps already" if hasattr(own, "replaced") else obstacle(model, length)
     if why is not None:
         raise UnsupportedError(f"model: {why}; use the model's own generate")
     steps, before = _Steps(model, own, length, compiled, on_first_step, on_failure), vars(model).get("forward")

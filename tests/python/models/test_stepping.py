@@ -137,10 +137,10 @@ def test_models_of_other_attention_are_told_apart() -> None:
         )
         return transformers.GPTNeoXForCausalLM(config).eval()
 
-    assert stepping.obstacle(neox()) is None  # does not say how many heads share keys
+    assert stepping.obstacle(neox(), 128) is None  # does not say how many heads share keys
     capped = model_of("cpu", quantized=False)
     capped.config.attn_logit_softcapping = 50.0
-    assert "soft cap" in str(stepping.obstacle(capped))
+    assert "soft cap" in str(stepping.obstacle(capped, 128))
 
 
 HEADS = {
@@ -170,7 +170,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
     """Its layers would count tokens on devices of their own."""
     model = model_of("cpu")
     model.lm_head.to("meta")
-    assert stepping.obstacle(model) == "its layers are on several devices"
+    assert stepping.obstacle(model, 8) == "its layers are on several devices"
     with pytest.raises(qcutlass.UnsupportedError, match="several devices"):
         Decoder(model, 1, 8)
 
@@ -231,13 +231,60 @@ def test_what_steps_cannot_do_is_refused() -> None:
     with in_steps(model, 128, compiled=False), pytest.raises(NotImplementedError, match="one token of each prompt"):
         generated(model, ids[:, :20], mask[:, :20], num_beams=2)
     assert "forward" not in vars(model)
-    sliding = transformers.MistralConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, sliding_window=8)
-    with torch.device("meta"):
-        model = transformers.MistralForCausalLM(sliding)
-    with pytest.raises(NotImplementedError, match="attend to all tokens before"):
-        Decoder(model, 1, 64)
-    with pytest.raises(NotImplementedError, match="attend to all tokens before"), in_steps(model, 64):
+    model = windowed("mistral", 8)
+    told = "layers that attend to the last 8 tokens alone, fewer than a text of 9"
+    with pytest.raises(NotImplementedError, match=told):
+        Decoder(model, 1, 9)
+    with pytest.raises(NotImplementedError, match=told), in_steps(model, 9):
         pass
+
+
+def windowed(family: str, window: int) -> Any:
+    """A model with a sliding window, in all of its layers or in the second of two."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.1,
+        "sliding_window": window,
+    }
+    torch.manual_seed(0)
+    if family == "mistral":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes)).eval()
+    config = transformers.Qwen2Config(**sizes, use_sliding_window=True, max_window_layers=1)
+    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
+    return transformers.Qwen2ForCausalLM(config).eval()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "traced"])
+@pytest.mark.parametrize("fused", [False, True], ids=["as it is", "fused"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_texts_that_fit_into_a_window_are_made_in_steps(
+    family: str, fused: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is attended to: prompts, padded ones too, that fill the window or leave room for tokens behind."""
+    monkeypatch.setattr(stepping.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model, (ids, mask) = windowed(family, 40), prompts("cpu", 7)
+    expected = generated(model, ids[:, :28], mask[:, :28])
+    if fused:
+        qcutlass.fuse_block(model)
+    with in_steps(model, 40, compiled=compiled, on_failure=pytest.fail):
+        assert generated(model, ids[:, :28], mask[:, :28]) == expected
+        with pytest.raises(ValueError, match="longer than 40 tokens"):
+            generated(model, ids[:, :36], mask[:, :36])
+        with pytest.raises(ValueError, match=r"ids: expected \[2, 1 to 40\] tokens"):
+            generated(model, ids[:, :41], mask[:, :41])
+    decoder = Decoder(model, 2, 40, compiled=compiled, on_failure=pytest.fail)
+    with torch.inference_mode():
+        whole = model(ids[:, :40]).logits
+    assert (decoder.prefill(ids[:, :40]) - whole[:, -1]).abs().max() < 1e-4 * whole.std()
+    decoder.prefill(ids[:, :39])
+    decoder.tokens.copy_(ids[:, 39:40])
+    assert (decoder.step() - whole[:, -1]).abs().max() < 1e-4 * whole.std()
 
 
 def test_a_text_is_not_gone_on_with_after_another_was_read() -> None:
