@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 
 from bench import (
     cpu,
@@ -22,6 +18,7 @@ from bench import (
     gpu,
     gpu_report,
     measured,
+    model_commands,
     peers,
     plots,
     quality,
@@ -31,36 +28,22 @@ from bench import (
     sweep,
     sweep_figure,
 )
+from bench.command_line import Json, Markdown, chosen_device, console, one_of, parsed
 from bench.moe import problem as moe_problem
 from bench.moe import run as moe_run
 from bench.moe.contestants import PEERS
 from bench.peers import cutlass, gemlite
 from bench.report import Row
 
-if TYPE_CHECKING:
-    from bench.llama import Size
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-console = Console(width=None if sys.stdout.isatty() else 240)
 
 Shapes = Annotated[
     list[str], typer.Option("--shapes", help="main, bench, all, a model (llama3-8b, ...), or NxK; repeatable.")
 ]
 Rows = Annotated[list[int], typer.Option("--m", min=1, help="Rows of activations; repeatable.")]
 Schemes = Annotated[list[str], typer.Option("--scheme", help=f"{schemes.PATTERNS}; repeatable.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")]
 
-_SIZES = "A model: llama3-8b, qwen3-8b, qwen3-30b-a3b, smollm2-135m, tiny, tiny-qwen3 or tiny-moe."
 _QUANTIZED = ["4096x8192", "8192x8192", "16x8192"]
-_Result = TypeVar("_Result")
-
-
-def _parsed(parse: Callable[[], _Result]) -> _Result:
-    try:
-        return parse()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _collect(cells: Iterable[list[Row]], total: int, save: Callable[[list[Row]], None] | None = None) -> list[Row]:
@@ -91,19 +74,19 @@ def cpu_command(
 
     --scheme w8a8: int8 by int8 against torch's own product, in which nothing is promised.
     """
-    layers = _parsed(lambda: shapes.parse(shape))
+    layers = parsed(lambda: shapes.parse(shape))
     if threads is not None:
         torch.set_num_threads(threads)
-    parsed = _parsed(lambda: [schemes.parse(name) for name in scheme])
-    eight_bit = [kind for kind in parsed if isinstance(kind, schemes.EightBit)]
-    if len(eight_bit) == len(parsed):
+    whole = parsed(lambda: [schemes.parse(name) for name in scheme])
+    eight_bit = [kind for kind in whole if isinstance(kind, schemes.EightBit)]
+    if len(eight_bit) == len(whole):
         cells = ([row] for row in cpu_int8.run(eight_bit, layers, m))
-        rows = _parsed(lambda: _collect(cells, len(eight_bit) * len(layers) * len(m)))
+        rows = parsed(lambda: _collect(cells, len(eight_bit) * len(layers) * len(m)))
         report = cpu_int8.report(rows, cpu.machine())
         report.print(console)
         report.write(json_path, markdown_path)
         return
-    kinds = _parsed(lambda: [schemes.parse_weight_only(name) for name in scheme])
+    kinds = parsed(lambda: [schemes.parse_weight_only(name) for name in scheme])
     seconds, times = cpu.pack_seconds(), cpu.scaling()
     cells = ([row] for row in cpu.run(kinds, layers, m, torch.float32, activations))
     rows = _collect(cells, len(kinds) * len(layers) * len(m))
@@ -143,8 +126,8 @@ def gpu_command(
     ] = False,
 ) -> None:
     """GPU kernels against their peers in the same run; stops at the first wrong result."""
-    layers, kinds = _parsed(lambda: shapes.parse(shape)), _parsed(lambda: [schemes.parse(name) for name in scheme])
-    others = _parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
+    layers, kinds = parsed(lambda: shapes.parse(shape)), parsed(lambda: [schemes.parse(name) for name in scheme])
+    others = parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
     options = gpu.Options("" if tactics == "all" else tactics, split_k, eager, in_situ, batch_invariant)
@@ -175,20 +158,20 @@ def sweep_command(
     plots_path: Annotated[Path | None, typer.Option("--plots", file_okay=False, help="Draw heat maps here.")] = None,
 ) -> None:
     """GPU kernels on the layers of many models, their shards, and random ones; can be run in pieces."""
-    kinds, others = _parsed(lambda: [schemes.parse(name) for name in scheme]), _parsed(lambda: peers.select(peer))
+    kinds, others = parsed(lambda: [schemes.parse(name) for name in scheme]), parsed(lambda: peers.select(peer))
     layers = sweep.layers(random_layers, seed)
     whole = len(layers) * len(kinds) * len(m)
     if seconds > 0:
         if not torch.cuda.is_available():
             raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
-        before = _parsed(lambda: sweep.read(json_path, torch.cuda.get_device_name()))
+        before = parsed(lambda: sweep.read(json_path, torch.cuda.get_device_name()))
         bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics))
 
         def save(fresh: list[Row]) -> None:
             sweep.continued(before, bench.report(fresh)).write(json_path, None)
 
         _collect(sweep.run(bench, kinds, layers, m, before["rows"], seconds), whole, save)
-    found = _parsed(lambda: sweep.read(json_path))
+    found = parsed(lambda: sweep.read(json_path))
     report = sweep.report(found["facts"], found["rows"], whole, sweep.held_out(random_layers, seed))
     report.print(console)
     report.write(None, markdown_path)
@@ -212,10 +195,10 @@ def moe_command(
     markdown_path: Markdown = None,
 ) -> None:
     """Blocks of mixtures of experts on a GPU, of weight-only schemes; stops at the first wrong result."""
-    sizes = [moe_problem.SIZES[_one_of("--model", name, moe_problem.SIZES)] for name in model]
-    keys = [_one_of("--peer", key, [one.key for one in PEERS]) for key in peer]
-    kinds, skews = _parsed(lambda: ([moe_problem.parse_scheme(name) for name in scheme], moe_problem.skews(skew)))
-    _device("cuda")
+    sizes = [moe_problem.SIZES[one_of("--model", name, moe_problem.SIZES)] for name in model]
+    keys = [one_of("--peer", key, [one.key for one in PEERS]) for key in peer]
+    kinds, skews = parsed(lambda: ([moe_problem.parse_scheme(name) for name in scheme], moe_problem.skews(skew)))
+    chosen_device("cuda")
     others = [one() for one in PEERS if not keys or one.key in keys] if use_peers else []
     bench = moe_run.Bench(others, "" if tactics == "all" else tactics)
 
@@ -235,7 +218,7 @@ def quantize_command(
     markdown_path: Markdown = None,
 ) -> None:
     """Quantisers on a GPU against a copy of as many bytes; exits with 1 if a promise is broken."""
-    sizes = _parsed(lambda: shapes.parse(shape))
+    sizes = parsed(lambda: shapes.parse(shape))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
     rows = [row for cell in quantizers.run(sizes, [torch.float16, torch.bfloat16]) for row in cell]
@@ -243,178 +226,6 @@ def quantize_command(
     report.print(console)
     report.write(json_path, markdown_path)
     raise typer.Exit(1 if any(row["goal_ok"] is False for row in rows) else 0)
-
-
-@app.command("model")
-def model_command(
-    m: Annotated[list[int], typer.Option("--m", min=1, help="Batch; repeatable.")] = [1, 8, 16, 64],  # noqa: B006
-    size: Annotated[str, typer.Option(help=_SIZES)] = "llama3-8b",
-    blocks: Annotated[int | None, typer.Option(min=1, help="Another number of blocks.")] = None,
-    scheme: Annotated[str, typer.Option(help="A weight-only scheme.")] = "w4a16_g128",
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    json_path: Json = None,
-    markdown_path: Markdown = None,
-) -> None:
-    """All linear layers of a large model, as decoding calls them, against dense ones; needs transformers.
-
-    Exits with 1 if a promise is broken.
-    """
-    from bench import model  # which imports transformers
-
-    kind, where = _parsed(lambda: schemes.parse_weight_only(scheme)), _device(device)
-    dtype = kind.dtype or (torch.float16 if where.type == "cuda" else torch.float32)
-    bench = model.Model(_size(size, blocks), kind, dtype, where)
-    rows = list(track(model.run(bench, m), "measuring", len(m), console=console, transient=True))
-    report = model.report(bench, rows)
-    report.print(console)
-    report.write(json_path, markdown_path)
-    raise typer.Exit(1 if any(row["goal_ok"] is False for row in rows) else 0)
-
-
-@app.command("tokens")
-def tokens_command(
-    sources: Annotated[
-        list[Path] | None,
-        typer.Argument(exists=True, help="Folders that transformers loads, or GGUF files; none: random weights."),
-    ] = None,
-    batch: Annotated[list[int], typer.Option(min=1, help="Sequences; repeatable.")] = [1, 8, 32],  # noqa: B006
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens that each begins with.")] = 64,
-    size: Annotated[str, typer.Option(help=f"Without SOURCES. {_SIZES}")] = "smollm2-135m",
-    scheme: Annotated[str, typer.Option(help="Without SOURCES: a weight-only scheme.")] = "w4a16_g64",
-    dtype: Annotated[list[str], typer.Option(help="f16, bf16 or f32; default: f32, on a GPU f16 and bf16.")] = [],  # noqa: B006
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and qcutlass.")] = None,
-    json_path: Json = None,
-    markdown_path: Markdown = None,
-) -> None:
-    """Tokens a second and memory of a whole model against the same with dense weights; needs transformers.
-
-    Exits with 1 if CUDA graphs make another text than eager calls.
-    """
-    from bench import tokens  # which imports transformers
-
-    kind, where = _parsed(lambda: schemes.parse_weight_only(scheme)), _device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    names = dtype or (["f16", "bf16"] if where.type == "cuda" else ["f32"])
-    types = _parsed(lambda: [schemes.parse_dtype(name) for name in names])
-    with TemporaryDirectory() as scratch:
-        if sources:
-            whole = [tokens.of_folder(source, where, Path(scratch)) for source in sources]
-        else:
-            whole = [tokens.of_size(size, _size(size, None), kind, where)]
-        count = len(whole) * len(types) * len(batch) * 2 * (2 if where.type == "cuda" else 1)
-        rows = (row for model in whole for row in tokens.run(model, types, batch, prompt))
-        found = list(track(rows, "measuring", count, console=console, transient=True))
-    report = tokens.report(where, found, prompt)
-    report.print(console)
-    report.write(json_path, markdown_path)
-    raise typer.Exit(1 if any(row["same_text"] is False for row in found) else 0)
-
-
-@app.command("step")
-def step_command(
-    model: Annotated[list[str], typer.Option(help=f"{_SIZES} Repeatable.")] = ["llama3-8b"],  # noqa: B006
-    batch: Annotated[list[int], typer.Option(min=1, help="Sequences; repeatable.")] = [1, 8, 32, 64],  # noqa: B006
-    context: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt; repeatable.")] = [512],  # noqa: B006
-    mode: Annotated[list[str], typer.Option(help="eager, graph, default; repeatable.")] = ["default"],  # noqa: B006
-    scheme: Annotated[str, typer.Option(help="A weight-only scheme.")] = "w4a16_g128",
-    blocks: Annotated[int | None, typer.Option(min=1, help="Another number of blocks.")] = None,
-    lm_head: Annotated[int | None, typer.Option(help="8 or 4: also with an output head of so many bits.")] = None,
-    projections: Annotated[bool, typer.Option("--projections", help="Also with fused projections alone.")] = False,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    json_path: Json = None,
-    markdown_path: Markdown = None,
-) -> None:
-    """Prompts and steps of whole models, mixtures of experts too, dense ones beside them; needs transformers."""
-    from bench import step  # which imports transformers
-
-    kind = _parsed(lambda: schemes.parse_weight_only(scheme))
-    if lm_head not in (None, 8, 4):
-        raise typer.BadParameter(f"--lm-head {lm_head}: expected 8 or 4")
-    unknown = sorted(set(mode) - set(step.MODES))
-    if unknown:
-        raise typer.BadParameter(f"--mode {unknown[0]!r}: expected one of {', '.join(step.MODES)}")
-    where = _device(device)
-    modes = [step.MODES[name] for name in mode]
-    found: list[Row] = []
-    for name in model:
-        rows = step.run(name, _size(name, blocks), kind, modes, batch, context, lm_head, projections, where)
-        count = (2 + (lm_head is not None) + projections) * len(modes) * len(batch) * len(context)
-        bar = track(rows, f"measuring {name}", count, console=console, transient=True)
-
-        def collect(bar: Iterable[Row] = bar) -> None:
-            for row in bar:
-                found.append(row)
-                step.report(found).write(json_path, markdown_path)  # a row takes minutes: what is done is kept
-
-        _parsed(collect)
-    step.report(found).print(console)
-
-
-@app.command("decode")
-def decode_command(
-    path: Annotated[
-        Path | None, typer.Argument(exists=True, dir_okay=False, help="A GGUF file; default: SmolLM2-135M, Q4_1.")
-    ] = None,
-    threads: Annotated[list[int], typer.Option(min=1, help="Repeatable.")] = [1, 2],  # noqa: B006
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 256,
-    count: Annotated[int, typer.Option("--tokens", min=2, help="Tokens behind it.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="That count.")] = 5,
-    dtype: Annotated[list[str], typer.Option(help="f16, bf16 or f32; repeatable.")] = ["f32", "bf16"],  # noqa: B006
-    k_quants: Annotated[
-        bool, typer.Option("--k-quants", help="A random model of Q4_K and Q6_K with the file's tokenizer instead.")
-    ] = False,
-    beside: Annotated[int, typer.Option(min=0, help="Other processes that compute meanwhile.")] = 0,
-    json_path: Json = None,
-    markdown_path: Markdown = None,
-) -> None:
-    """Tokens a second of a whole model on the CPU beside llama.cpp; needs transformers and gguf."""
-    from bench import decode  # which imports transformers
-    from bench import k_quants as random_file
-    from qcutlass.cli.quickstart import default_model
-
-    types = _parsed(lambda: [schemes.parse_dtype(name) for name in dtype])
-    path = default_model() if path is None else path
-    found: list[decode.Contestant] = []
-    note = None
-    with TemporaryDirectory() as scratch:
-        if k_quants:
-            path = random_file.write(Path(scratch) / "random-Q4_K_M.gguf", path)
-        folder = decode.converted(path, Path(scratch))
-        ids = _parsed(lambda: decode.text(folder, prompt))
-        try:
-            found.extend(decode.contestants(path, folder, types, prompt + count))
-        except ImportError as error:
-            note = f"without llama.cpp ({error}): {decode.INSTALL}"
-        with decode.neighbours(beside):
-            rows = decode.run(found, threads, ids, count, rounds)
-    report = decode.report(path.name, rows, prompt, count, rounds, beside, note)
-    report.print(console)
-    report.write(json_path, markdown_path)
-
-
-def _one_of(option: str, name: str, names: Iterable[str]) -> str:
-    if name not in names:
-        raise typer.BadParameter(f"{option} {name!r}: expected one of {', '.join(names)}")
-    return name
-
-
-def _size(name: str, blocks: int | None) -> Size:
-    from bench import llama
-
-    if name not in llama.SIZES:
-        raise typer.BadParameter(f"--size {name!r}: expected one of {', '.join(llama.SIZES)}")
-    size = llama.SIZES[name]
-    return size if blocks is None else replace(size, blocks=blocks)
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("cuda", "cpu"):
-        raise typer.BadParameter(f"--device {name!r}: expected cuda or cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device; use --device cpu")
-    return torch.device(name)
 
 
 @app.command("quality")
@@ -465,11 +276,11 @@ def report_command(
     ] = None,
 ) -> None:
     """One report from the files of several runs on one GPU; a cell comes from the last file that has it."""
-    report = _parsed(lambda: gpu_report.merge(files))
+    report = parsed(lambda: gpu_report.merge(files))
     report.print(console)
     report.write(json_path, markdown_path)
     if plots_path is not None:
-        for path in _parsed(lambda: plots.draw(report, plots_path)):
+        for path in parsed(lambda: plots.draw(report, plots_path)):
             console.print(str(path), highlight=False)
 
 
@@ -488,9 +299,11 @@ def fit_command(
     iterations: Annotated[int, typer.Option(min=0, help="Steps tried at most; 0: judges today's constants.")] = 50,
 ) -> None:
     """Fits the cost model's constants to measured tactics, and prints the lines of cpp/src/plan; needs scipy."""
-    rows = _parsed(lambda: measured.read(files, device))
-    _parsed(lambda: fit.calibrate(rows, fields, hold_out, seed, iterations)).print(console)
+    rows = parsed(lambda: measured.read(files, device))
+    parsed(lambda: fit.calibrate(rows, fields, hold_out, seed, iterations)).print(console)
 
+
+model_commands.register(app)
 
 if __name__ == "__main__":
     app()

@@ -41,6 +41,7 @@ COLUMNS: Final = [
     Column("batch", "batch", "{:d}"),
     Column("context", "context", "{:d}"),
     Column("prefill_ms", "prompt ms", "{:.1f}"),
+    Column("prefill_to_dense", "prompt, of dense's", "{:.2f}"),
     Column("step_ms", "step ms", "{:.3f}"),
     Column("tokens", "tokens/s", "{:.0f}"),
     Column("to_dense", "of dense's", "{:.2f}"),
@@ -64,9 +65,19 @@ class Mode:
     compiled: bool = False
     graph: bool = False
 
+    def label(self, on_gpu: bool) -> str:
+        """Its name in rows; on the CPU there is no graph."""
+        return f"{self.name}, without a CUDA graph" if self.graph and not on_gpu else self.name
+
 
 MODES: Final = {
-    mode.name: mode for mode in (Mode("eager"), Mode("graph", graph=True), Mode("default", compiled=True, graph=True))
+    mode.name: mode
+    for mode in (
+        Mode("eager"),
+        Mode("graph", graph=True),
+        Mode("compiled", compiled=True),
+        Mode("default", compiled=True, graph=True),
+    )
 }
 """`default` is what `qcutlass generate` does on a GPU."""
 
@@ -105,10 +116,11 @@ def _stop(line: str) -> None:
 
 
 def _contestant(model: Any, mode: Mode, ids: torch.Tensor) -> _Contestant:
-    if not mode.graph:
+    if not (mode.compiled or mode.graph):
         return _eager(model, ids)
     torch._dynamo.reset()
-    decoder = Decoder(model, len(ids), ids.shape[1] + _ROOM, compiled=mode.compiled, on_failure=_stop)
+    length = ids.shape[1] + _ROOM
+    decoder = Decoder(model, len(ids), length, compiled=mode.compiled, graph=mode.graph, on_failure=_stop)
     decoder.prefill(ids)
     return _Contestant(lambda: decoder.prefill(ids), decoder.step, _seconds(decoder.step))
 
@@ -207,15 +219,16 @@ def run(
                     yield {
                         "model": name,
                         "weights": form,
-                        "mode": mode.name,
+                        "mode": mode.label(on_gpu),
                         "batch": batch,
                         "context": context,
                         "prefill_ms": 1e3 * prompts[form].median,
+                        "prefill_to_dense": prompts["dense"].median / prompts[form].median,
                         "step_ms": 1e3 * seconds,
                         "tokens": batch / seconds,
                         "to_dense": steps["dense"].median / seconds,
                         "limit_share": moved / bandwidth / seconds if bandwidth else None,
-                        **(_kernels(contestants[form].step) if mode.graph and on_gpu else {}),
+                        **(_kernels(contestants[form].step) if on_gpu and mode.name != "eager" else {}),
                         "compile_s": contestants[form].compile_seconds,
                         "spread": max(prompts[form].spread, steps[form].spread),
                     }
@@ -236,7 +249,7 @@ def report(rows: list[Row]) -> Report:
         **origin.facts(),
         "dense": "the same model with its dequantised weights in torch.nn.Linear layers and transformers' own experts",
         "modes": "eager: transformers as it is; graph: static cache and a CUDA graph; default: the same compiled, with "
-        "flex_attention, as qcutlass generate runs",
+        "flex_attention, as qcutlass generate runs; compiled: that without a graph",
         "limit": "bytes of all weights but the embedding (of experts, as many as a step's tokens go to at most), and "
         "of keys and values, at the GPU's bandwidth",
         "method": f"fp16 (mixtures bf16, on the CPU fp32), random weights; host's time included; median of {ROUNDS} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs transformers")
 
-from bench import llama, model, schemes, step, tokens
+from bench import command_line, llama, model, schemes, step, tokens
 from bench.__main__ import app
 from transformers import Qwen3MoeForCausalLM
 
@@ -80,6 +81,48 @@ def test_steps_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("tiny-moe", weights, "eager") for weights in ("dense", SCHEME.name)
     ]
     assert [round(row["step_ms"] * row["tokens"], 3) for row in rows] == [2000, 2000]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_steps_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced but not compiled; rows on the CPU say that there is no graph."""
+    monkeypatch.setattr(step, "ROUNDS", 2)
+    monkeypatch.setattr(step, "STEPS", 1)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    modes = [word for mode in step.MODES for word in ("--mode", mode)]
+    options = ("--device", "cpu", *modes, "--batch", 2, "--prompt", 5, "--scheme", SCHEME.name, "--blocks", 1)
+    more = "--lm-head", 8, "--projections", "--json", tmp_path / "step.json", "--markdown", tmp_path / "step.md"
+    result = run("step", "--model", "Tiny", *options, *more)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    names = "eager", "graph, without a CUDA graph", "compiled", "default, without a CUDA graph"
+    forms = "dense", SCHEME.name, f"{SCHEME.name}, head of 8 bits", f"{SCHEME.name}, projections alone"
+    assert [(row["mode"], row["weights"]) for row in rows] == [(mode, form) for mode in names for form in forms]
+    assert {row["model"] for row in rows} == {"tiny"}
+    assert all(row["prefill_ms"] > 0 and row["prefill_to_dense"] > 0 and row["step_ms"] > 0 for row in rows)
+    assert "prompt, of dense's" in (tmp_path / "step.md").read_text()
+
+
+def test_what_bench_step_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, words in (
+        (("--model", "x"), "--model 'x': expected one of llama3-8b, "),
+        (("--mode", "fast"), "--mode 'fast': expected one of eager, graph, compiled, default"),
+        (("--lm-head", 5), "--lm-head 5: expected 8 or 4"),
+    ):
+        result = run("step", "--device", "cpu", *options)
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.replace("│", "").split())
+    assert command_line.size_of("--model", "llama-3-8B", 2) == (
+        "llama3-8b",
+        replace(llama.SIZES["llama3-8b"], blocks=2),
+    )
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    with pytest.raises(RuntimeError, match=r"steps are not compiled, which is slower: .*no compiler"):
+        run("step", "--model", "tiny", "--device", "cpu", "--mode", "compiled", "--batch", 1, "--prompt", 5)
 
 
 def test_rows_of_steps_outlive_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
