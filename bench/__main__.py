@@ -14,6 +14,7 @@ from rich.progress import Progress
 from bench import (
     cpu,
     cpu_int8,
+    first_call,
     fit,
     gpu,
     gpu_report,
@@ -303,6 +304,7 @@ def fit_command(
     parsed(lambda: fit.calibrate(rows, fields, hold_out, seed, iterations)).print(console)
 
 
+app.command("first-call")(first_call.main)
 model_commands.register(app)
 
 if __name__ == "__main__":

@@ -92,14 +92,18 @@ class Graph:
         outs: Sequence[Tensor],
         least_seconds: float,
         between: Callable[[], object] = lambda: None,
+        warm: bool = True,
     ) -> Graph:
-        """Captures; `least_seconds`, what a launch takes at least, sizes the graph; `between` comes before each."""
+        """Captures; `least_seconds`, what a launch takes at least, sizes the graph; `between` comes before each.
+
+        `warm`: every copy is launched before, as what first calls set up, or treat with care, must not be captured.
+        """
         launches = contestant.copies * max(1, round(_LEAST_SECONDS / (contestant.copies * least_seconds)))
         launches = min(launches, max(_OUTPUTS, round(_MOST_SECONDS / least_seconds)))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for copy in range(contestant.copies):  # what first calls set up, or treat with care, must not be captured
+            for copy in range(contestant.copies if warm else 0):
                 contestant.launch(copy, outs[0])
         stream.synchronize()
         graph, results = torch.cuda.CUDAGraph(), []
