@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException
 
 from qcutlass.products.tuned_plans import cache_folder
 
 _CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
+FAILURES: Final = (TorchDynamoException, OSError)
+"""What ends a first call that torch compiles; the latter where its folder is full, or cannot be written."""
+
 _TELLING: Final = re.compile(r"^[\w.]+(Error|Exception): |\berror: ")
 
 
@@ -22,13 +25,24 @@ def compiled_code() -> str:
     """The folder that keeps compiled steps: `TORCHINDUCTOR_CACHE_DIR`, or one in qcutlass's cache folder.
 
     That is the folder of `QCUTLASS_CACHE_DIR`, or of the user's caches. torch's default, which any import of
-    `torch._dynamo` writes into the variable, is a temporary folder: it counts as none.
+    `torch._dynamo` writes into the variable, is a temporary folder: it counts as none, and serves where that other one
+    cannot be written.
     """
     chosen = os.environ.get(_CACHE_VARIABLE)
     default: str = importlib.import_module("torch._inductor.runtime.runtime_utils").default_cache_dir()
     if chosen is None or Path(chosen) == Path(default).absolute():
-        chosen = os.environ[_CACHE_VARIABLE] = str(cache_folder().absolute() / "inductor")
+        ours = cache_folder().absolute() / "inductor"
+        chosen = os.environ[_CACHE_VARIABLE] = str(ours if _is_writable(ours) else Path(default).absolute())
     return chosen
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether there is such a folder now, and files may be put into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +75,7 @@ def _options() -> dict[str, Any] | None:
     return {"deterministic": True} if known else None
 
 
-def failure(error: TorchDynamoException) -> str:
+def failure(error: Exception) -> str:
     """What torch could not compile means and why, in one line: the last of what a compiler or another process said."""
     why, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     told = [line for line in rest if _TELLING.search(line)]

@@ -227,7 +227,7 @@ class Decoder:
         if self._compiled:
             try:
                 result = self._called()
-            except compiling.TorchDynamoException as error:
+            except compiling.FAILURES as error:
                 self._compiled, self._forward, self._block_mask = False, self._plain, None
                 self._on_failure(compiling.failure(error))
         if result is None:  # the place is the same: keys that were written are written again

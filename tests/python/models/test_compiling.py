@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import getpass
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ PLACES: dict[str, tuple[str, dict[str, str], str]] = {  # what is imported befor
     "the user's caches": ("", {}, "users/qcutlass/inductor"),
     "behind transformers": (LLAMA, {}, "users/qcutlass/inductor"),
     "behind torch's compiler": (COMPILER, {"QCUTLASS_CACHE_DIR": "ours"}, "ours/inductor"),
+    "a cache that is no folder": ("", {"QCUTLASS_CACHE_DIR": "file"}, f"torchinductor_{getpass.getuser()}"),
     "torch's variable": (COMPILER, {"QCUTLASS_CACHE_DIR": "ours", "TORCHINDUCTOR_CACHE_DIR": "own"}, "own"),
 }
 
@@ -44,6 +46,7 @@ def printed(code: str, **variables: object) -> str:
 @pytest.mark.parametrize("place", PLACES)
 def test_compiled_code_stays_in_the_users_cache(place: str, tmp_path: Path) -> None:
     before, variables, folder = PLACES[place]
+    (tmp_path / "file").touch()
     chosen = {name: tmp_path / value for name, value in variables.items()}
     code = f"{before}\nfrom qcutlass.models.stepping import compiled_code\nprint(compiled_code())"
     found = printed(code, XDG_CACHE_HOME=tmp_path / "users", TMPDIR=tmp_path, **chosen)
@@ -171,10 +174,28 @@ def test_a_decoder_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_the_model_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = Decoder(model_of(), 1, 12, on_failure=pytest.fail)
-    monkeypatch.setattr(decoder, "_called", broken)
-    with pytest.raises(OSError, match="no space left"):
-        decoder.step()
+    """Of one that is compiled, and of one that fails uncompiled, too."""
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        raise IndexError("no such token")
+
+    told: list[str] = []
+    for call, error in ((wrong, IndexError), (broken, OSError)):
+        decoder = Decoder(model_of(), 1, 12, on_failure=told.append)
+        monkeypatch.setattr(decoder, "_called", call)
+        with pytest.raises(error):
+            decoder.step()
+    assert told == [SLOWER + "no space left"]
+
+
+def test_a_full_disk_leaves_steps_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands some errors of its folder on as they are."""
+    model, told = model_of(), list[str]()
+    decoder = Decoder(model, 2, 12, on_failure=told.append)
+    called = decoder._called
+    monkeypatch.setattr(decoder, "_called", lambda: broken() if decoder._compiled else called())
+    assert_steps_are_right(model, decoder)
+    assert told == [SLOWER + "no space left"]
 
 
 REASONS = {
@@ -193,4 +214,4 @@ REASONS = {
 
 @pytest.mark.parametrize("text", REASONS)
 def test_a_failure_is_told_in_a_line(text: str) -> None:
-    assert compiling.failure(compiling.TorchDynamoException(text)) == SLOWER + REASONS[text]
+    assert compiling.failure(compiling.FAILURES[0](text)) == SLOWER + REASONS[text]
