@@ -247,15 +247,14 @@ def _twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def check(
-    layer: WeightOnlyLinear, a: Tensor, out: Tensor, label: object, product: WeightOnlyLinear | None = None
-) -> float:
+def check(layer: WeightOnlyLinear, a: Tensor, out: Tensor, label: object, product: QuantLinear | None = None) -> float:
     """The largest error of a layer's output for `a`, as a share of its bound; `product`: what computed it, if fused.
 
     Raises:
         AssertionError: it is out of its bound.
     """
-    by = product or layer
+    by = layer if product is None else product
+    assert isinstance(by, WeightOnlyLinear)
     more: dict[str, Any] = {name: getattr(by, name) for name in ("activation", "act_scale", "perm")}
     options: dict[str, Any] = {"group_size": by.group_size, "bits": by.bits}
     whole: dict[str, Any] = {"bias": by.bias, "minimums": by.minimums}

@@ -187,7 +187,7 @@ def _narrow(model: nn.ModuleDict) -> None:
         ),
         (FP8(), lambda model: model.to("meta"), "q_proj is on the meta device"),
     ],
-    ids=str,
+    ids=["scales of activations", "one scale", "blocks", "kinds", "activations", "meta"],
 )  # fmt: skip
 def test_what_cannot_be_fused_is_left_alone(scheme: Any, change: Any, reason: str, seed: int) -> None:
     model = attention(scheme, seed)
