@@ -4,10 +4,15 @@ likes.
     python -m tests.python.soak --cases 50000                  # both oracles, every kind in turn
     python -m tests.python.soak --minutes 60 --device cuda     # the same by the clock
     python -m tests.python.soak --cases 60 --launches 1000     # each problem so often, bit for bit
+    python -m tests.python.soak --minutes 8 --log soak.jsonl   # again and again: an hour in pieces
 
 Tensors of random sizes are allocated, filled with NaN and freed in between. It prints for each kind the cases, how many
-of them were identities, the largest error over its bound and the failures, and at last what memory did; it exits with
-1 if there were failures or memory grew. The seed that it prints repeats a run.
+of them were identities, the largest error over its bound and the failures, and at last what memory did: the resident
+memory of the process, on a GPU also torch's tensors and all that is taken of the device, by any process. It exits with
+1 if there were failures or one of them grew beyond its bound (`memory_of`). The seed that it prints repeats a run.
+
+With --log a run leaves a line in a file, and one line is printed for all runs of the file that were of the same device
+and kinds. What a run needs to be counted is that it ended: by its limits or by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import os
 import random
 import sys
@@ -23,14 +29,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from tests.python.random_products import KINDS, Outs, Trial, kinds_on
 from torch import Tensor
 
-MOST_GROWTH = 48 << 20
-"""Bytes that the C library's allocator may keep of a run that leaks nothing; a case has some 100 kB."""
+from qcutlass.products import launching
+
+MIB = 1 << 20
+FEWEST_SIZES = 5
+"""Looks at memory, six seconds apart, of which growth can be told."""
 
 
 @dataclass
@@ -62,18 +73,60 @@ class Litter:
         self.kept.append(torch.full((size,), torch.nan, device=self.device))
 
 
+def resident() -> int:
+    """Bytes of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def taken_of_the_gpu() -> int:
+    """Bytes that are not free, whoever took them; what torch keeps for later tensors is given back first."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a process, or on a GPU of torch's tensors."""
+    """Memory that must not grow.
 
-    device: str
+    Attributes:
+        now: its bytes at present.
+        most: bytes that a run which leaks nothing may grow by.
+    """
 
-    def now(self) -> int:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-            return torch.cuda.memory_allocated()
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    now: Callable[[], int]
+    most: int
+
+
+def memory_of(device: str) -> dict[str, Memory]:
+    """What is watched, by name.
+
+    The C library's allocator may keep some of what was freed, and torch's tensors come and go: a case has some 100 kB,
+    and `Litter` up to 16 MiB. With a GPU the driver loads each kernel when it first runs, into the memory of the device
+    and of the process: the library's are 67 MiB of packed code for sm_90a, torch's more. Rare ones come late, and CUDA
+    takes memory of a device in pieces of 2 MiB and more. A leak of 4 kB a case is beyond all of it in an hour on an
+    H200, where a process computes some 35 cases a second.
+    """
+    if device == "cpu":
+        return {"process": Memory(resident, 48 * MIB)}
+    return {
+        "device": Memory(taken_of_the_gpu, 256 * MIB),
+        "tensors": Memory(torch.cuda.memory_allocated, 48 * MIB),
+        "process": Memory(resident, 256 * MIB),
+    }
+
+
+def sizes_now(watched: dict[str, Memory]) -> dict[str, int]:
+    """Bytes of each.
+
+    Calls that are remembered are forgotten first: at most 4096 of a kind, some 4 KB each, they would take an hour to
+    be as many as they may be. That their number is bounded has a test of its own (`test_launch.py`).
+    """
+    launching.forget()
+    gc.collect()
+    return {name: memory.now() for name, memory in watched.items()}
 
 
 @contextlib.contextmanager
@@ -155,11 +208,11 @@ def soak(
     kinds: list[str] | None = None,
     launches: int = 0,
     report: Callable[[str], object] = print,
-) -> tuple[dict[str, Tally], list[int]]:
-    """Random problems of each kind in turn while `goes_on(cases, seconds)`; tallies, and the memory after each tenth
-    of a minute. Ctrl-C ends it, too."""
+) -> tuple[dict[str, Tally], list[dict[str, int]]]:
+    """Random problems of each kind in turn while `goes_on(cases, seconds)`; tallies, and what memory there was after
+    each tenth of a minute. Ctrl-C ends it, too."""
     tallies = {name: Tally() for name in kinds or kinds_on(device)}
-    memory, sizes = Memory(device), list[int]()
+    watched, sizes = memory_of(device), list[dict[str, int]]()
     litter = Litter(random.Random(seed), device)
     begin, cases = time.monotonic(), 0
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: what there is until then
@@ -175,8 +228,7 @@ def soak(
                     if not goes_on(cases, time.monotonic() - begin):
                         return tallies, sizes
             if time.monotonic() - begin >= 6 * len(sizes):
-                gc.collect()
-                sizes.append(memory.now())
+                sizes.append(sizes_now(watched))
     return tallies, sizes
 
 
@@ -186,7 +238,48 @@ def growth(sizes: list[int]) -> int:
     return min(sizes[-fifth:]) - min(sizes[fifth : 2 * fifth]) if fifth else 0
 
 
-def main(arguments: list[str] | None = None) -> int:
+@dataclass
+class Run:
+    """A run, as a line of a log holds it.
+
+    Attributes:
+        where: its device and kinds; runs of the same can be added up.
+        grown: bytes that each memory grew by; nothing of a run that is too short to tell.
+    """
+
+    where: str
+    seed: int
+    seconds: float
+    tally: Tally
+    grown: dict[str, int]
+
+    @staticmethod
+    def of_line(line: str) -> Run:
+        values: dict[str, Any] = json.loads(line)
+        return Run(**values | {"tally": Tally(**values["tally"])})
+
+
+def runs_of(log: Path | None, where: str) -> list[Run]:
+    """Those of the same device and kinds in a log, which may not exist yet."""
+    lines = log.read_text().splitlines() if log and log.exists() else []
+    return [run for run in map(Run.of_line, lines) if run.where == where]
+
+
+def summary(runs: list[Run]) -> str:
+    """All runs in one line."""
+    tally = sum((run.tally for run in runs), Tally())
+    told = [run.grown for run in runs if run.grown]
+    grown = [f"{name} {max(each[name] for each in told) / MIB:.1f} MiB" for name in (told[0] if told else ())]
+    memory = f"memory grew by at most: {', '.join(grown)} (runs that were long enough to tell: {len(told)})"
+    return (
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {runs[0].where}: "
+        f"{sum(run.seconds for run in runs) / 60:.1f} minutes, {tally.cases} cases, {tally.identities} identities, "
+        f"largest error / bound {tally.ratio:.3f}, {tally.failures} failures; "
+        f"{memory if told else 'no run was long enough to tell whether memory grew'}"
+    )
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.python.soak", description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--cases", type=int, help="stop after so many")
@@ -195,6 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kind", action="append", choices=list(KINDS), help="this one alone; may be given again")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--threads", type=int, help="of torch and of products; default: torch's")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="adds this run to those of FILE, and prints their sum")
     given = parser.parse_args(arguments)
     if given.cases is None and given.minutes is None:
         parser.error("expected --cases or --minutes")
@@ -203,22 +297,43 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--kind {wrong[0]!r}: {given.device} has none; expected one of {there}")
     if given.threads is not None:
         torch.set_num_threads(given.threads)
+    name = torch.cuda.get_device_name() if given.device == "cuda" else f"{torch.get_num_threads()} threads"
+    given.where = ", ".join([given.device, name, *([f"each {given.launches} times"] if given.launches else ())])
+    given.where += f", of {' and '.join(sorted(set(given.kind)))} alone" if given.kind else ""
+    if any(run.seed == given.seed for run in runs_of(given.log, given.where)):
+        parser.error(
+            f"--seed {given.seed}: {given.log} has a run of it; expected another, as its problems are the same"
+        )
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parsed(arguments)
     most_cases, seconds = given.cases or sys.maxsize, 60 * (given.minutes or 1e9)
-    where = torch.cuda.get_device_name() if given.device == "cuda" else f"{torch.get_num_threads()} threads"
-    print(f"seed {given.seed}, {given.device}, {where}", flush=True)
+    print(f"seed {given.seed}, {given.where}", flush=True)
     begin = time.monotonic()
     tallies, sizes = soak(
         lambda cases, after: cases < most_cases and after < seconds,
         given.device, given.seed, given.kind, given.launches, lambda line: print(line, flush=True),
     )  # fmt: skip
-    total = sum(tallies.values(), Tally())
+    took, total = time.monotonic() - begin, sum(tallies.values(), Tally())
     print("| kind | cases | identities | largest error / bound | failures |\n|---|---|---|---|---|")
     print("\n".join([*(tally.row(name) for name, tally in tallies.items()), total.row("all")]))
-    more = growth(sizes)
-    each_minute = ", ".join(f"{size >> 20}" for size in sizes[::10])
-    found = f"it grew by {more / 2**20:.1f} MiB" if len(sizes) >= 5 else "too short to tell whether it grew"
-    print(f"{time.monotonic() - begin:.0f} s; MiB of memory, one a minute: {each_minute}; {found}")
-    return int(total.failures > 0 or more > MOST_GROWTH)
+    print(f"{took:.0f} s")
+    grown = dict[str, int]()
+    for name in sizes[0] if sizes else ():
+        of_each = [size[name] for size in sizes]
+        each_minute = ", ".join(f"{size // MIB}" for size in of_each[::10])
+        if len(sizes) >= FEWEST_SIZES:
+            grown[name] = growth(of_each)
+        found = f"it grew by {grown[name] / MIB:.1f} MiB" if name in grown else "too short to tell whether it grew"
+        print(f"memory, {name}: MiB, one a minute: {each_minute}; {found}")
+    if given.log:
+        with given.log.open("a") as file:
+            file.write(json.dumps(asdict(Run(given.where, given.seed, took, total, grown))) + "\n")
+        print(summary(runs_of(given.log, given.where)))
+    watched = memory_of(given.device)
+    return int(total.failures > 0 or any(more > watched[name].most for name, more in grown.items()))
 
 
 if __name__ == "__main__":

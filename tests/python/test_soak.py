@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.python.running import in_threads
 from torch import Tensor
 
 import qcutlass
+from qcutlass.products.weight_only import WEIGHT_ONLY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_both = pytest.mark.parametrize("device", DEVICES)
@@ -101,19 +103,111 @@ def test_launches_that_differ_are_reported(seed: int, monkeypatch: pytest.Monkey
     assert list(soak.repeated(trial, 4, "cpu")) == ["1 of 4 launches differ, 2 threads, alone"]
 
 
-def test_memory_that_grows_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_growth_is_between_the_second_fifth_and_the_last() -> None:
     flat = [300, 400, 401, 402, 400, 403, 399, 404, 400, 401]
     assert soak.growth(flat) == -1
     assert soak.growth([size + 10 * index for index, size in enumerate(flat)]) == 59
     assert soak.growth([]) == soak.growth([1, 2, 3]) == 0
-    before = soak.Memory("cpu").now()
+
+
+def test_memory_of_a_process_is_seen() -> None:
+    memory = soak.memory_of("cpu")["process"]
+    before = memory.now()
     leak = torch.ones(1 << 26)  # more than the allocator may have at hand
-    assert soak.Memory("cpu").now() - before > 200 << 20
+    assert memory.now() - before > 200 << 20
     del leak
-    most = soak.MOST_GROWTH
-    monkeypatch.setattr(soak, "soak", lambda *_: ({"gemm": soak.Tally(cases=1)}, [0] * 8 + [most + 1] * 2))
-    assert soak.main(["--cases", "1"]) == 1
-    assert "it grew by 48.0 MiB" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_is_seen() -> None:
+    """That of torch's tensors, and of the device; what torch keeps for later counts as free."""
+    watched = soak.memory_of("cuda")
+    before = soak.sizes_now(watched)
+    leak = torch.ones(1 << 28, device="cuda")  # 1 GiB: other processes may take and give back some
+    after = soak.sizes_now(watched)
+    assert after["tensors"] - before["tensors"] == 1 << 30
+    assert after["device"] - before["device"] > 700 << 20
+    del leak
+    assert soak.sizes_now(watched)["tensors"] == before["tensors"]
+    assert soak.sizes_now(watched)["device"] - before["device"] < 300 << 20
+
+
+def test_remembered_calls_do_not_count(seed: int) -> None:
+    """They are bounded by their number, and an hour may be too short for as many."""
+    for trial in trials("gemm", 2, "cpu", seed):
+        trial.run()
+    assert len(WEIGHT_ONLY.launches) > 0
+    assert set(soak.sizes_now(soak.memory_of("cpu"))) == {"process"}
+    assert len(WEIGHT_ONLY.launches) == 0
+
+
+@pytest.mark.parametrize("name", ["device", "tensors", "process"])
+def test_memory_that_grows_is_reported(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU, which this test has no need of, any of the three."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    watched = soak.memory_of("cuda")
+    assert set(watched) == {"device", "tensors", "process"}
+    most = watched[name].most
+    for more, failed in ((most, 0), (most + 1, 1)):
+        sizes = [dict.fromkeys(watched, 0) for _ in range(8)] + [dict.fromkeys(watched, 0) | {name: more}] * 2
+        monkeypatch.setattr(soak, "soak", lambda *_, sizes=sizes: ({"gemm": soak.Tally(cases=1)}, sizes))
+        assert soak.main(["--device", "cuda", "--cases", "1"]) == failed
+        printed = capsys.readouterr().out
+        assert printed.startswith("seed ")
+        assert ", cuda, a GPU\n" in printed
+        assert f"memory, {name}: MiB, one a minute: 0; it grew by {more / 2**20:.1f} MiB" in printed
+        assert printed.count("it grew by 0.0 MiB") == 2
+
+
+def test_memory_of_a_gpu_is_what_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (done.append("look"), (30, 100))[1])
+    assert soak.memory_of("cuda")["device"].now() == 70
+    assert done == ["synchronize", "empty_cache", "look"]
+
+
+def test_runs_of_a_log_are_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour in pieces: cases, minutes, the largest error, failures, and what memory grew by at most."""
+    log = tmp_path / "soak.jsonl"
+
+    def run(seed: int, tally: soak.Tally, sizes: list[int], *more: str) -> tuple[int, str]:
+        monkeypatch.setattr(soak, "soak", lambda *_: ({"gemm": tally}, [{"process": size << 20} for size in sizes]))
+        status = soak.main(["--seed", str(seed), "--cases", "1", "--threads", "2", "--log", str(log), *more])
+        return status, capsys.readouterr().out.splitlines()[-1]
+
+    flat = [5] * 10
+    assert run(1, soak.Tally(100, 40, 0.5, 0), flat) == (
+        0,
+        "1 run on cpu, 2 threads: 0.0 minutes, 100 cases, 40 identities, largest error / bound 0.500, 0 failures; "
+        "memory grew by at most: process 0.0 MiB (runs that were long enough to tell: 1)",
+    )
+    run(2, soak.Tally(10, 1, 1.5, 1), [*flat, 9, 9, 9])
+    run(3, soak.Tally(7, 7, 0.0, 0), [5, 500])  # too short to tell
+    other = run(4, soak.Tally(5, 5, 0.9, 0), flat, "--kind", "weights")[1]
+    assert other.startswith("1 run on cpu, 2 threads, of weights alone: 0.0 minutes, 5 cases,")
+    status, line = run(5, soak.Tally(1, 0, 0.25, 0), flat)
+    assert status == 0, "of this run alone"
+    assert line == (
+        "4 runs on cpu, 2 threads: 0.0 minutes, 118 cases, 48 identities, largest error / bound 1.500, 1 failures; "
+        "memory grew by at most: process 4.0 MiB (runs that were long enough to tell: 3)"
+    )
+    assert [soak.Run.of_line(line).seed for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    with pytest.raises(SystemExit):
+        run(2, soak.Tally(), [])
+    assert "--seed 2: " in capsys.readouterr().err, "problems are counted once"
+
+
+def test_minutes_of_a_log_are_those_that_runs_took(tmp_path: Path) -> None:
+    runs = [soak.Run("cpu, 1 threads", seed, 90.0, soak.Tally(3, 1, 0.5), {}) for seed in (1, 2)]
+    assert soak.summary(runs).startswith("2 runs on cpu, 1 threads: 3.0 minutes, 6 cases, 2 identities,")
+    assert soak.summary(runs).endswith("; no run was long enough to tell whether memory grew")
+    assert soak.runs_of(tmp_path / "none yet", "cpu, 1 threads") == soak.runs_of(None, "cpu, 1 threads") == []
 
 
 def test_kinds_that_a_gpu_has_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

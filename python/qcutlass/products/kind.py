@@ -41,7 +41,7 @@ _OUTPUTS: Final = frozenset({Operand.OUT_SCALES})
 """Operands that a product writes besides `out`; none is an argument of its operator."""
 
 MOST_LAUNCHES: Final = 4096
-"""Calls of a kind that are remembered, some 2 KB each."""
+"""Calls of a kind that are remembered, some 4 KB each."""
 
 _TYPES: Final = {Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 """Types of arguments as schemas write them."""
