@@ -1,0 +1,179 @@
+"""tools/gpu_check.sh without a GPU: what it runs under which sanitizer, what it leaves out, and that it says so.
+
+Programs of the test's own stand for Python and for compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tests.python.sanitizer_matrix import SHAPES, run_kind, tasks
+from tests.python.test_sanitizer_matrix import Names
+
+TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+OF_EVERY_TOOL = {"hundred_repetitions", "2_to_the_31", "out_of_memory_raises", "never_used_cublas"}
+
+
+class Watched(NamedTuple):
+    """A run under a sanitizer."""
+
+    tool: str
+    arguments: list[str]
+
+    @property
+    def part(self) -> tuple[str, ...]:
+        """Of the matrix; nothing for files of tests."""
+        if "--part" not in self.arguments:
+            return ()
+        place = self.arguments.index("--part")
+        return tuple(self.arguments[place + 1 : place + 3])
+
+    def after(self, option: str) -> list[str]:
+        return [value for name, value in zip(self.arguments, self.arguments[1:], strict=False) if name == option]
+
+
+class Check(NamedTuple):
+    """What the script did."""
+
+    status: int
+    printed: str
+    runs: list[Watched]
+
+    def out(self, tool: str) -> str:
+        """What it says that a tool leaves out."""
+        return "\n".join(re.findall(rf"^OUT +{tool} +(.*)$", self.printed, flags=re.MULTILINE))
+
+
+def check(repository: Path, folder: Path, *steps: str, fails: str = "nothing", **variables: str) -> Check:
+    """The script in a folder of its own, since it replaces what it installed before."""
+    (folder / "tools").mkdir(parents=True)
+    script = shutil.copy(repository / "tools/gpu_check.sh", folder / "tools")
+    programs, calls = folder / "bin", folder / "calls"
+    programs.mkdir()
+    for name, code in {
+        "python": "exit 0",
+        "compute-sanitizer": f'printf "%s\\n" "$*" >> {calls}\n[[ "$*" != *{fails}* ]]',
+    }.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
+        (programs / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if name not in ("SANITIZERS", "PARALLEL", "WHEELS")}
+    path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": "python"}
+    result = subprocess.run(
+        ["bash", script, folder / "logs", *steps],
+        env=inherited | path | variables, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert result.stderr == ""
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    runs = [Watched(line.split()[1], line.split()) for line in lines]
+    assert all(run.arguments[0] == "--tool" for run in runs)
+    return Check(result.returncode, result.stdout, runs)
+
+
+@pytest.fixture(scope="module")
+def sanitized(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Check:
+    return check(repository, tmp_path_factory.mktemp("check"), "sanitize")
+
+
+def test_every_tool_watches_products_and_what_is_between_them(sanitized: Check) -> None:
+    assert sanitized.status == 0
+    assert list(dict.fromkeys(run.tool for run in sanitized.runs)) == TOOLS
+    files = {}
+    for tool in TOOLS:
+        runs = [run for run in sanitized.runs if run.tool == tool]
+        assert [run.part for run in runs if run.part] == [("0", "1")]
+        assert all(run.after("--error-exitcode") == ["1"] for run in runs)
+        files[tool] = {name for run in runs for name in run.arguments if name.endswith(".py")}
+        assert len(files[tool]) == len(runs) - 1
+        assert sanitized.printed.count(f"PASS  {tool}-") == len(runs)
+    assert files["memcheck"] == files["synccheck"]
+    assert len(files["memcheck"]) == 8
+    assert files["memcheck"] - files["racecheck"] == files["memcheck"] - files["initcheck"]
+    assert files["memcheck"] - files["racecheck"] == {"tests/python/test_dense_cuda.py"}
+    assert all("test_dense_cuda.py" in sanitized.out(tool) for tool in ("racecheck", "initcheck"))
+
+
+def test_one_tool_in_parts(repository: Path, tmp_path: Path) -> None:
+    options = {"SANITIZERS": "synccheck", "PARALLEL": "3", "MATRIX_ARGUMENTS": "--tactic stream"}
+    found = check(repository, tmp_path, "sanitize", **options)
+    assert found.status == 0
+    assert {run.tool for run in found.runs} == {"synccheck"}
+    assert sorted(run.part for run in found.runs if run.part) == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert {tuple(run.after("--tactic")) for run in found.runs if run.part} == {("stream",)}
+
+
+def test_a_finding_fails_it(repository: Path, tmp_path: Path) -> None:
+    found = check(repository, tmp_path, "sanitize", fails="initcheck*pytest")
+    assert found.status == 1
+    assert len(re.findall("^FAIL  initcheck-", found.printed, flags=re.MULTILINE)) == 7
+    assert found.printed.count("FAIL") == 7
+
+
+def kernels() -> set[str]:
+    """The names of all that the matrix may launch."""
+    run = Names("", [1], "cpu")
+    for number, task in enumerate(tasks(SHAPES, "cpu", 1)):
+        if task.func is run_kind:  # type: ignore[attr-defined]
+            kind, case = task.args  # type: ignore[attr-defined]
+            run.names |= {traits.name for traits in kind.traits(case)}
+        else:
+            task(run, number)
+    return run.names
+
+
+def is_explained(name: str) -> bool:
+    """Why racecheck is wrong about a kernel: a ring of several warps, which a turn of 128 columns of K each has, or
+    operands that other warps make, in fp32 of integer codes."""
+    ring = re.search(r"_stream_n\d+m\d+k(\d+)w(\d+)_", name)
+    shares = bool(ring and int(ring[2]) != int(ring[1]) // 128)
+    return shares or bool(re.fullmatch(r"w[48]a16_b?f16_(float|minimum)_sm90a_.*", name))
+
+
+def test_racecheck_leaves_out_what_it_is_wrong_about_and_nothing_else(sanitized: Check) -> None:
+    (matrix,) = (run for run in sanitized.runs if run.tool == "racecheck" and run.part)
+    left = matrix.after("--without")
+    names = kernels()
+    explained = {name for name in names if is_explained(name) or name.endswith("_dequantize_dense")}
+    assert {name for name in names if any(part in name for part in left)} == explained
+    assert len(explained) < len(names) / 3
+    assert all(any(part in name for name in names) for part in left)
+    said = sanitized.out("racecheck")
+    assert all(part in said for part in left)
+    assert "tools/racecheck_rings.sh" in said
+    excluded = {tuple(run.after("--kernel-name-exclude")) for run in sanitized.runs if run.tool == "racecheck"}
+    assert excluded == {(), ("kns=MmaPacked",)}
+    assert "MmaPacked" in said
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
+def test_other_tools_watch_every_kernel(tool: str, sanitized: Check) -> None:
+    runs = [run for run in sanitized.runs if run.tool == tool]
+    left = [name for run in runs for name in run.after("--without")]
+    assert left == (["_dequantize_dense"] if tool == "initcheck" else [])
+    assert all(name in sanitized.out(tool) for name in left)
+    assert not any(run.after("--kernel-name-exclude") for run in runs)
+
+
+def functions(paths: set[Path]) -> Iterator[str]:
+    for path in paths:
+        yield from (node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def test_tests_that_are_left_out_are_said_and_exist(repository: Path, sanitized: Check) -> None:
+    runs = [run for run in sanitized.runs if not run.part]
+    paths = {repository / name for run in runs for name in run.arguments if name.endswith(".py")}
+    names = [name for name in functions(paths) if name.startswith("test_")]
+    for run in runs:
+        expression = " ".join(run.arguments[run.arguments.index("-k") + 1 :])
+        assert set(re.findall(r"not (\w+)", expression)) == OF_EVERY_TOOL, run
+        assert set(re.findall(r"\w+", sanitized.out(run.tool))) >= OF_EVERY_TOOL
+    for part in ("out_of_memory_raises", "never_used_cublas"):
+        assert len([name for name in names if part in name]) == 1, part
+    assert all(any(part in name for name in names) for part in OF_EVERY_TOOL)
