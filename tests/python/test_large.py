@@ -198,7 +198,7 @@ def test_weights_of_experts(device: str, seed: int) -> None:
     counts = [0] * experts
     counts[0], counts[40], counts[-1] = 4, 2, 4
     operands = torch.cat((first.a, first.a[:2], last.a)), packed, scales
-    options = {"offsets": offsets_of(counts, device)}
+    options: dict[str, Any] = {"offsets": offsets_of(counts, device)}
     out = qcutlass.gemm_grouped(*operands, **options)
     dtype = rounded(device, qcutlass.gemm_grouped, *operands, **options)
     testing.assert_close(out[:4], first.reference(dtype), label=first)
@@ -216,7 +216,8 @@ def test_rows_of_experts(gathers: bool, device: str, seed: int) -> None:
     packed = qcutlass.preprocess_weights(torch.stack((first.codes, last.codes)), 4)
     operands = a, packed, torch.stack((first.scales, last.scales))
     rows = torch.tensor([0, 1, 2, 3, 5, MANY - 5, *range(MANY - 4, MANY)], device=device).int() if gathers else None
-    options = {"rows": rows, "offsets": offsets_of([5, 5] if gathers else [MANY // 2, MANY // 2], device)}
+    each = 5 if gathers else MANY // 2
+    options: dict[str, Any] = {"rows": rows, "offsets": offsets_of([each, each], device)}
     out = qcutlass.gemm_grouped(*operands, **options)
     dtype = rounded(device, qcutlass.gemm_grouped, *operands, **options)
     testing.assert_close(out[:4], first.reference(dtype), label=first)
@@ -229,7 +230,7 @@ def test_outputs_of_experts(device: str, seed: int) -> None:
     first, last = two_experts(MANY, 16, device, seed, group_size=16)
     packed = qcutlass.preprocess_weights(torch.stack((first.codes, last.codes)), 4)
     operands = apart(first.a, last.a, LONG), packed, torch.stack((first.scales, last.scales))
-    options = {"offsets": offsets_of([LONG // 2, LONG // 2], device), **first.ambiguous}
+    options: dict[str, Any] = {"offsets": offsets_of([LONG // 2, LONG // 2], device), **first.ambiguous}
     out = qcutlass.gemm_grouped(*operands, **options)
     assert out.numel() > 2**31
     dtype = rounded(device, qcutlass.gemm_grouped, *operands, **options)

@@ -163,9 +163,14 @@ def test_memory_that_grows_is_reported(
 
 def test_memory_of_a_gpu_is_what_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
+
+    def look() -> tuple[int, int]:
+        done.append("look")
+        return 30, 100
+
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty_cache"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (done.append("look"), (30, 100))[1])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", look)
     assert soak.memory_of("cuda")["device"].now() == 70
     assert done == ["synchronize", "empty_cache", "look"]
 
