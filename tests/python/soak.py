@@ -41,7 +41,7 @@ from qcutlass.products import launching
 
 MIB = 1 << 20
 FEWEST_SIZES = 5
-"""Looks at memory, six seconds apart, of which growth can be told."""
+"""Looks at memory, six seconds apart or more, of which growth can be told."""
 
 
 @dataclass
@@ -323,11 +323,11 @@ def main(arguments: list[str] | None = None) -> int:
     grown = dict[str, int]()
     for name in sizes[0] if sizes else ():
         of_each = [size[name] for size in sizes]
-        each_minute = ", ".join(f"{size // MIB}" for size in of_each[::10])
+        some = ", ".join(f"{size // MIB}" for size in of_each[::10])
         if len(sizes) >= FEWEST_SIZES:
             grown[name] = growth(of_each)
         found = f"it grew by {grown[name] / MIB:.1f} MiB" if name in grown else "too short to tell whether it grew"
-        print(f"memory, {name}: MiB, one a minute: {each_minute}; {found}")
+        print(f"memory, {name}: MiB at every tenth look: {some}; {found}")
     if given.log:
         with given.log.open("a") as file:
             file.write(json.dumps(asdict(Run(given.where, given.seed, took, total, grown))) + "\n")

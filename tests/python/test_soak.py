@@ -158,7 +158,7 @@ def test_memory_that_grows_is_reported(
         printed = capsys.readouterr().out
         assert printed.startswith("seed ")
         assert ", cuda, a GPU\n" in printed
-        assert f"memory, {name}: MiB, one a minute: 0; it grew by {more / 2**20:.1f} MiB" in printed
+        assert f"memory, {name}: MiB at every tenth look: 0; it grew by {more / 2**20:.1f} MiB" in printed
         assert printed.count("it grew by 0.0 MiB") == 2
 
 
