@@ -106,11 +106,12 @@ class Memory:
 def memory_of(device: str) -> dict[str, Memory]:
     """What is watched, by name.
 
-    Tensors come and go: a case has some 100 kB, and `Litter` up to 16 MiB. On a CPU the first thousands of cases take 12
-    MiB more than the first ones, and looks at 100 000 cases differ by 5 MiB then. With a GPU the driver loads each kernel
-    when it first runs, into the memory of the device and of the process: the library's are 67 MiB of packed code for
-    sm_90a, torch's more. Rare ones come late, and CUDA takes memory of a device in pieces of 2 MiB and more. A leak of
-    4 kB a case is beyond all of it in an hour on an H200, where a process computes some 35 cases a second.
+    Tensors come and go: a case has some 100 kB, and `Litter` up to 16 MiB. On a CPU the first thousands of cases
+    take 12 MiB more than the first ones, and looks at 100 000 cases differ by 5 MiB then. With a GPU the driver
+    loads each kernel when it first runs, into the memory of the device and of the process: the library's are 67 MiB
+    of packed code for sm_90a, torch's more. Rare ones come late, and CUDA takes memory of a device in pieces of 2
+    MiB and more. A leak of 4 kB a case is beyond all of it in an hour on an H200, where a process computes some 35
+    cases a second.
     """
     if device == "cpu":
         return {"process": Memory(resident, 24 * MIB)}
