@@ -283,10 +283,13 @@ def test_caches_of_other_kinds(seed: int) -> None:
     model = tiny("Llama", seed)
     model.set_attn_implementation("paged|sdpa")
     prompts = [[3, 4, 5, 6, 7], [9, 8]]
-    options = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, num_blocks=16)
+    room = {"num_blocks": 16, "max_batch_tokens": 32}  # or transformers takes what memory there is
+    options = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, **room)
+    kind = getattr(transformers, "ContinuousBatchingConfig", None)  # versions without have these in the options
+    small = {} if kind is None else {"continuous_batching_config": kind(**room)}
 
     def tokens(model: Any) -> list[list[int]]:
-        found = model.generate_batch(prompts, generation_config=options, progress_bar=False)
+        found = model.generate_batch(prompts, generation_config=options, progress_bar=False, **small)
         return [found[name].generated_tokens for name in sorted(found)]
 
     assert tokens(fused(model)) == tokens(model)
