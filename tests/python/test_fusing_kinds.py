@@ -145,13 +145,18 @@ def test_gates_are_parts_of_products_that_take_them(scheme: Any, seed: int) -> N
     together = fused(model)
     product, a = together["gate_proj"].product, randn(3, K, seed=seed)
     gate, up = outputs(model, a)
-    assert product.interleave() == (scheme in GATED.values())
+    assert product.interleave() == product.interleaved == (scheme in GATED.values())
     for out, wanted in zip(outputs(together, a), (gate, up), strict=True):
         testing.assert_equal(out, wanted)
     assert_same_state(together, snapshot(model))
-    if not product.interleaved:
-        return
-    torch.testing.assert_close(product.gated(a, "silu_mul"), nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-6)
+    if product.interleaved:
+        assert_gated(product.gated(a, "silu_mul"), gate, up, 1e-6)
+
+
+def assert_gated(out: Tensor, gate: Tensor, up: Tensor, most: float) -> None:
+    """Asserts SwiGLU of two outputs: but for a faster exponential, and on a GPU for their rounding."""
+    wanted = nn.functional.silu(gate.double()) * up.double()
+    assert float((out.double() - wanted).norm() / wanted.norm()) < most
 
 
 def _halved(model: nn.ModuleDict) -> None:
@@ -246,8 +251,7 @@ def test_outputs_and_gates_on_a_gpu(scheme: Any, m: int, seed: int) -> None:
     together = fused(pair)
     product, (gate, up) = together["gate_proj"].product, outputs(pair, a)
     if product.interleave():
-        wide = nn.functional.silu(gate.float()) * up.float()
-        torch.testing.assert_close(product.gated(a, "silu_mul"), wide.half(), rtol=2e-3, atol=1e-6)
+        assert_gated(product.gated(a, "silu_mul"), gate, up, 1e-3)
     for out, wanted in zip(outputs(together, a), (gate, up), strict=True):
         testing.assert_equal(out, wanted)
 
