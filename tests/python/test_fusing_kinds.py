@@ -14,9 +14,9 @@ from tests.python.models.test_block_fusing import prompt, tiny
 from tests.python.modules import assert_same_state, randn, random_linear, snapshot
 from torch import Tensor, nn
 
-from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, fuse_block, fuse_projections, testing
+from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, fuse_block, fuse_projections, testing
 from qcutlass.algorithms.calibration import ActivationStatistics
-from qcutlass.layers import BlockwiseLinear, FusedProjection, Int8Linear, blockwise, eight_bit, int4
+from qcutlass.layers import BlockwiseLinear, FusedProjection, Int8Linear, blockwise, eight_bit, int4, use_activations
 from qcutlass.tuning.layers import layers_of
 
 K: Final = 128
@@ -42,7 +42,7 @@ def statistics() -> ActivationStatistics:
 
 
 def layers(scheme: Any, seed: int, sizes: dict[str, int], bias: bool = True) -> nn.ModuleDict:
-    known = None if isinstance(scheme, W4A8 | Blockwise) else statistics()
+    known = None if isinstance(scheme, WeightOnly | W4A8 | Blockwise) else statistics()
     linears = {name: random_linear(n, K, seed + i, bias=bias) for i, (name, n) in enumerate(sizes.items())}
     return nn.ModuleDict(
         {name: QuantLinear.from_linear(linear, scheme, statistics=known) for name, linear in linears.items()}
@@ -263,3 +263,24 @@ def test_blocks_of_the_last_layer_may_be_cut(seed: int) -> None:
     assert isinstance(part, BlockwiseLinear)
     assert part.w_scale.shape == (1, 2)
     testing.assert_equal(part.weights(), model["v_proj"].weights())  # type: ignore[operator]
+
+
+def test_activations_are_chosen_before_layers_are_fused(seed: int) -> None:
+    model = attention(FP8(), seed)
+    together, a = fused(model), randn(3, K, seed=seed)
+    with pytest.raises(ValueError, match=r"q_proj\.product: its layers are fused; choose activations before"):
+        use_activations(together, "none")
+    for out, wanted in zip(outputs(together, a), outputs(model, a), strict=True):
+        testing.assert_equal(out, wanted)
+    assert use_activations(model, "none") == ["q_proj", "k_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fn], ids=str)
+def test_pickles_of_scales_of_8_bits(scale_dtype: torch.dtype, seed: int) -> None:
+    size = 32 if scale_dtype == torch.float8_e8m0fnu else 16
+    scheme = WeightOnly(group_size=size, scale_dtype=scale_dtype, weight_dtype="e2m1")
+    model, a = attention(scheme, seed), randn(3, K, seed=seed)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert_same_state(twin, snapshot(model))
+        for out, wanted in zip(outputs(twin, a), outputs(model, a), strict=True):
+            testing.assert_equal(out, wanted)

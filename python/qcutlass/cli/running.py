@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -237,7 +238,8 @@ def load(
     if fuse or (fuse is None and (where.type == "cpu" or not eager)):
         skipped = dict(fuse_block(model).skipped)
     if fuse is None and where.type != "cpu" and not eager:  # of other families, mixtures of experts say
-        fuse_projections(model)
+        with contextlib.suppress(ValueError):  # layers of other names are left as they are
+            fuse_projections(model)
     for names, reason in skipped.items() if fuse else ():
         say(f"not fused: {names}: {reason}")
     return model, tokenizer

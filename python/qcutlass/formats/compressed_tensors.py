@@ -280,7 +280,7 @@ def _tell_of_rounding(inputs: Config) -> None:
             "rounds it a little more coarsely",
             stacklevel=2,
         )
-    if inputs.text("strategy") == "tensor" and not _are_static(inputs):
+    if inputs.text("strategy") == "tensor" and inputs.values.get("dynamic") is True:
         warnings.warn(
             f"{inputs.where}: strategy tensor is dynamic; each token of activations is quantised with a scale of its "
             "own, which rounds it a little more finely",

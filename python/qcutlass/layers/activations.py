@@ -12,6 +12,7 @@ from torch import nn
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats.activations import STORED_ACTIVATIONS
 from qcutlass.layers.base import QuantLinear, from_layer
+from qcutlass.layers.fusing import FusedProduct
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.weight_only import check_quantized_activations
 
@@ -149,6 +150,10 @@ def _replaced(
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         if name and isinstance(module, QuantLinear) and module not in made and is_meant(module):
+            if isinstance(module, FusedProduct):
+                raise ValueError(
+                    f"{name}: its layers are fused; choose activations before fuse_projections or fuse_block"
+                )
             try:
                 layer = STORED_ACTIVATIONS[activations].form(module.canonical())
             except UnsupportedError as error:

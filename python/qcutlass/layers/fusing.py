@@ -117,7 +117,7 @@ class FusedProjection(nn.Module):
         in_features, out_features: K, and its own N.
     """
 
-    def __init__(self, product: _FusedLinear, index: int) -> None:
+    def __init__(self, product: FusedProduct, index: int) -> None:
         super().__init__()
         self.product = product
         self._index = index
@@ -173,7 +173,7 @@ class FusedProjection(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, channels {channels} of the product"
 
 
-class _FusedLinear(QuantLinear):
+class FusedProduct(QuantLinear):
     """The product of a group. It is a child of each of the group's modules, which save and load its parts.
 
     Attributes:
@@ -297,27 +297,27 @@ class _FusedLinear(QuantLinear):
         return super().__getstate__() | {"_pending": None}
 
 
-class _FusedWeightOnly(_FusedLinear, WeightOnlyLinear):
+class _FusedWeightOnly(FusedProduct, WeightOnlyLinear):
     kind: ClassVar = WeightOnlyLinear
 
 
-class _FusedInt4(_FusedLinear, Int4Linear):
+class _FusedInt4(FusedProduct, Int4Linear):
     kind: ClassVar = Int4Linear
 
 
-class _FusedInt8(_FusedLinear, Int8Linear):
+class _FusedInt8(FusedProduct, Int8Linear):
     kind: ClassVar = Int8Linear
 
 
-class _FusedFp8(_FusedLinear, Fp8Linear):
+class _FusedFp8(FusedProduct, Fp8Linear):
     kind: ClassVar = Fp8Linear
 
 
-class _FusedBlockwise(_FusedLinear, BlockwiseLinear):
+class _FusedBlockwise(FusedProduct, BlockwiseLinear):
     kind: ClassVar = BlockwiseLinear
 
 
-_PRODUCTS: Final[dict[type[nn.Module], type[_FusedLinear]]] = {
+_PRODUCTS: Final[dict[type[nn.Module], type[FusedProduct]]] = {
     product.kind: product for product in (_FusedWeightOnly, _FusedInt4, _FusedInt8, _FusedFp8, _FusedBlockwise)
 }
 """The product of layers of each kind."""

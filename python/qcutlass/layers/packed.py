@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.products.checks import FLOATING, are_finite, check_tensor
+from qcutlass.products.checks import E8M0, FLOATING, are_finite, check_tensor
 from qcutlass.products.packing import fit_cuda, one_level
 from qcutlass.version import LAYOUT_VERSION
 
@@ -17,7 +17,8 @@ Parts = Mapping[str, Tensor | None]
 
 _E4M3: Final = torch.float8_e4m3fn
 _NUMBERS: Final = (*FLOATING, _E4M3)
-_AS_BYTES: Final = "_as_bytes"  # in pickled states: the names of such buffers
+_FLOATS_8: Final = (_E4M3, *E8M0)
+_AS_BYTES: Final = "_as_bytes"  # in pickled states: the types of such buffers
 _SUPERS: Final = ("super_scales", "super_minimums")
 _ASKING: Final = ("cuda",)
 """Devices whose kernels do not take any scales of two levels."""
@@ -189,19 +190,20 @@ class PackedModule(nn.Module, ABC):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """With e4m3 numbers as bytes: torch reads no pickles of such tensors."""
-        parts = {name: part for name, part in self._buffers.items() if part is not None and part.dtype == _E4M3}
+        """With floats of 8 bits as bytes: torch reads no pickles of such tensors."""
+        parts = {name: part for name, part in self._buffers.items() if part is not None and part.dtype in _FLOATS_8}
         if not parts:
             return self.__dict__
         codes = {name: part.view(torch.uint8) for name, part in parts.items()}
-        return self.__dict__ | {"_buffers": self._buffers | codes, _AS_BYTES: tuple(codes)}
+        kinds = {name: part.dtype for name, part in parts.items()}
+        return self.__dict__ | {"_buffers": self._buffers | codes, _AS_BYTES: kinds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = state.pop(_AS_BYTES, ())
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in names:
+        kinds: dict[str, torch.dtype] = state.get(_AS_BYTES, {})
+        super().__setstate__({name: value for name, value in state.items() if name != _AS_BYTES})  # type: ignore[no-untyped-call]
+        for name, dtype in kinds.items():
             part = self._buffers[name]
             assert part is not None
-            self._buffers[name] = part.view(_E4M3)
+            self._buffers[name] = part.view(dtype)
         self._check_layout(self.layout)
         self._settle()

@@ -68,8 +68,8 @@ class _Stream(TextStreamer):
         if not self._has_prompt:
             self._has_prompt = True
             return
-        self.times.append(time.perf_counter())
         self._tokens.append(value.tolist())
+        self.times.append(time.perf_counter())  # last: where there is a time, there is its token
         if len(value) == 1:
             super().put(value)
 
@@ -83,7 +83,7 @@ class _Stream(TextStreamer):
         return [self._of_row(row, count, begin) for row, count in enumerate(counts)]
 
     def _of_row(self, row: int, count: int, begin: float) -> Generation:
-        tokens = [together[row] for together in self._tokens]
+        tokens = [together[row] for together in self._tokens[: len(self.times)]]
         made = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
         alone = len(self._tokens[0]) == 1
         text = self._text if alone else self.tokenizer.decode(tokens[:made], skip_special_tokens=True)
@@ -230,6 +230,8 @@ def _prompts(prompt: Any) -> list[Any]:
     expected = "expected a text, the messages of a chat (mappings with role and content) or a list of texts"
     if not prompts:
         raise ValueError(f"prompt: {expected}, got an empty list")
+    if not isinstance(prompt, (str, list, tuple)):
+        raise TypeError(f"prompt: {expected}, got {type(prompt).__name__}")
     if not _is_batch(prompts) and not all(isinstance(message, Mapping) for message in prompt):
         kinds = sorted({type(message).__name__ for message in prompt})
         raise TypeError(f"prompt: {expected}, got a list of {', '.join(kinds)}")

@@ -106,6 +106,7 @@ def test_messages_of_a_batch(loaded: tuple[Any, Any]) -> None:
     ("prompt", "options", "error", "words"),
     [
         ([], {}, ValueError, "expected a text, .* or a list of texts, got an empty list"),
+        (None, {}, TypeError, "prompt: expected a text, .* got NoneType"),
         (["5", ""], {}, ValueError, r"prompt: expected at least one token, got none \(2 of 2\)"),
         (("5", "6"), {"on_text": print}, ValueError, "on_text: expected a single prompt, got 2"),
         (["5", {"role": "user", "content": "6"}], {}, TypeError, "prompt: expected .*, got a list of dict, str"),
