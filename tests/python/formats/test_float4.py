@@ -45,16 +45,22 @@ def stored_scales(tensors: dict[str, Tensor]) -> torch.dtype:
     return torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_what_the_package_compresses(name: str, seed: int) -> None:
-    """Its dequantised weights, which are bfloat16, bit for bit; and a layer multiplies by these."""
-    from compressed_tensors.compressors import BaseCompressor
+def scheme_of_the_package(name: str) -> Any:
+    """What the package calls these weights."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     size = GROUPS[name]
     strategy = "tensor_group" if size == 16 else "group"
     arguments = QuantizationArgs(num_bits=4, type="float", strategy=strategy, group_size=size, symmetric=True)
-    whole = QuantizationScheme(targets=["Linear"], weights=arguments)
+    return QuantizationScheme(targets=["Linear"], weights=arguments)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_the_package_compresses(name: str, seed: int) -> None:
+    """Its dequantised weights, which are bfloat16, bit for bit; and a layer multiplies by these."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    size, whole = GROUPS[name], scheme_of_the_package(name)
     compressor = BaseCompressor.get_value_from_registry(name)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(8):
@@ -179,12 +185,8 @@ def quantised(size: int, scales: torch.dtype, k: int = 64, seed: int = 0) -> Can
 def test_what_is_stored_is_read_back_bit_for_bit(name: str, seed: int) -> None:
     """Codes, scales and the global scale; and the package makes the same weights of them."""
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    size = GROUPS[name]
-    strategy = "tensor_group" if size == 16 else "group"
-    arguments = QuantizationArgs(num_bits=4, type="float", strategy=strategy, group_size=size, symmetric=True)
-    whole = QuantizationScheme(targets=["Linear"], weights=arguments)
+    size, whole = GROUPS[name], scheme_of_the_package(name)
     for index in range(8):
         layer = quantised(size, torch.float8_e4m3fn if size == 16 else E8M0[0], seed=seed + index)
         tensors = compressed_tensors.store(layer)
