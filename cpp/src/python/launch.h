@@ -33,11 +33,11 @@ struct Span {
 /// What kernels of ours wrote that the next one in a stream may run beside (arch/grid_dependency.h). Weights that are
 /// written there are not read early.
 ///
-/// Of kernels that wait before they let their successor start, that is the last one; those of decoder.h, which start it
-/// at once, add to it. What was before stays known for as long as there is room, as several threads may launch into one
-/// stream in another order than they come here. Where more are added than there is room for, anything may be written.
-/// Kernels of others are taken to let no successor start before they have ended, as torch's own do. Held under Python's
-/// lock.
+/// Of kernels that wait before they let their successor start, that is the last one; those of decoder.h and quantize.h,
+/// which start it at once, add to it. What was before stays known for as long as there is room, as several threads may
+/// launch into one stream in another order than they come here. Where more are added than there is room for, anything
+/// may be written. Kernels of others are taken to let no successor start before they have ended, as torch's own do.
+/// Held under Python's lock.
 class LastOutputs {
  public:
   static LastOutputs& of(int device, uintptr_t stream);
@@ -45,6 +45,10 @@ class LastOutputs {
   /// A kernel comes that waits before it lets its successor start: of what was added before, all will have ended then.
   void wait() { since_wait_ = 0; }
   void add(Span const& output);
+  void add(void const* output, int64_t bytes) {
+    auto const begin = reinterpret_cast<uintptr_t>(output);
+    if (bytes > 0) add({begin, begin + static_cast<uintptr_t>(bytes)});
+  }
   bool meet(Span const& operand) const;
 
  private:

@@ -19,8 +19,7 @@ constexpr int kHost = -1;
 /// Products that follow in the stream may start before this output is written, and before those of earlier kernels are:
 /// none may read them early.
 void note_output(int device, uintptr_t stream, void const* out, int64_t bytes) {
-  auto const begin = reinterpret_cast<uintptr_t>(out);
-  LastOutputs::of(device, stream).add({begin, begin + static_cast<uintptr_t>(bytes)});
+  LastOutputs::of(device, stream).add(out, bytes);
 }
 
 void add_rms_norm(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_t x_stride, uintptr_t residual,

@@ -1,4 +1,5 @@
 // Quantising to 8 bits.
+#include "launch.h"
 #include "qcutlass/quantize.h"
 #include "register.h"
 
@@ -8,6 +9,18 @@ using namespace py::literals;
 namespace qcutlass::python {
 
 namespace {
+
+/// Quantises; products that follow in the stream may start before its outputs are written. `scales`: how many.
+void run(QuantizeArguments const& arguments, int64_t scales, int device, uintptr_t stream, int threads) {
+  if (device >= 0) {
+    LastOutputs& last = LastOutputs::of(device, stream);
+    last.add(arguments.codes, arguments.rows * arguments.columns);
+    last.add(arguments.scale, scales * int64_t{sizeof(float)});
+    if (arguments.azp != nullptr) last.add(arguments.azp, scales * int64_t{sizeof(int32_t)});
+  }
+  py::gil_scoped_release release;
+  device < 0 ? host::quantize(arguments, threads) : cuda::quantize(arguments, to_pointer(stream));
+}
 
 void quantize(int64_t rows, int64_t columns, DType a_type, uintptr_t a, int64_t a_stride, DType code_type,
               uintptr_t codes, uintptr_t scale, uintptr_t azp, uintptr_t smooth, bool per_tensor, bool asymmetric,
@@ -29,8 +42,7 @@ void quantize(int64_t rows, int64_t columns, DType a_type, uintptr_t a, int64_t 
   arguments.scale = to_pointer<float>(scale);
   arguments.azp = to_pointer<int32_t>(azp);
   arguments.workspace = to_pointer(workspace);
-  py::gil_scoped_release release;
-  device < 0 ? host::quantize(arguments, threads) : cuda::quantize(arguments, to_pointer(stream));
+  run(arguments, per_tensor ? 1 : rows, device, stream, threads);
 }
 
 void quantize_blocks(int64_t rows, int64_t columns, int64_t size, DType a_type, uintptr_t a, int64_t a_stride,
@@ -49,8 +61,8 @@ void quantize_blocks(int64_t rows, int64_t columns, int64_t size, DType a_type, 
   arguments.code_type = code_type;
   arguments.codes = to_pointer(codes);
   arguments.scale = to_pointer<float>(scales);
-  py::gil_scoped_release release;
-  device < 0 ? host::quantize(arguments, threads) : cuda::quantize(arguments, to_pointer(stream));
+  auto const blocks = [size](int64_t extent) { return (extent + size - 1) / size; };
+  run(arguments, (square ? blocks(rows) : rows) * blocks(columns), device, stream, threads);
 }
 
 BlockArguments block_arguments(int64_t rows, int64_t columns, int64_t size, uintptr_t codes, int64_t codes_stride,

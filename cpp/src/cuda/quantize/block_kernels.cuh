@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerSm<kGated>)
   using Reader = BlockReader<In, kGated>;
   constexpr int kThreads = kSize / (Reader::kCount * kBlockVectors);
   constexpr int64_t kStep = kThreads * Reader::kCount;
+  begin_beside_next();
   int const thread = threadIdx.x % kThreads;
   int64_t const blocks = layout::ceil_div(task.columns, kSize), blocks_across = blockDim.x / kThreads;
   for (int64_t row = blockIdx.y * int64_t(blockDim.y) + threadIdx.y; row < task.rows;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/quantize/arithmetic.cuh"
+#include "cutlass_ext/arch/grid_dependency.h"
 
 namespace qcutlass::cuda {
 
@@ -12,6 +13,12 @@ struct QuantizeTask : QuantizeArguments {
 };
 
 constexpr int kWarp = 32;
+
+/// Lets the kernel behind this one, a product, have its first weights come meanwhile, and waits for those before.
+__device__ inline void begin_beside_next() {
+  cutlass::arch::allow_next_grid();
+  cutlass::arch::wait_for_prior_grids();
+}
 
 /// Threads of an SM, as many as have registers for a row: the speed of a copy takes many loads in flight.
 template <class Codes, bool kSmooth>
@@ -173,6 +180,7 @@ __global__ void __launch_bounds__(kBlock, kThreadsPerSm<Codes, kSmooth> / kBlock
   static_assert(kThreads == kWarp || kThreads == kBlock, "only these are reduced");
   using Reader = RowReader<In, kSmooth>;
   constexpr int kRows = kBlock / kThreads;
+  begin_beside_next();
   int const thread = threadIdx.x % kThreads;
   for (int64_t row = blockIdx.x * int64_t(kRows) + threadIdx.x / kThreads; row < task.rows;
        row += gridDim.x * int64_t(kRows)) {
@@ -194,6 +202,7 @@ template <class In, class Codes, bool kSmooth, int kBlock, int kVectors>
 __global__ void __launch_bounds__(kBlock) quantize_long_rows(__grid_constant__ QuantizeTask const task) {
   using Reader = RowReader<In, kSmooth>;
   constexpr int64_t kStep = kBlock * Reader::kCount;
+  begin_beside_next();
   for (int64_t row = blockIdx.x; row < task.rows; row += gridDim.x) {
     Reader const reader(task, row);
     typename Reader::Held held[kVectors];
@@ -247,17 +256,20 @@ __global__ void __launch_bounds__(kTensorThreads, kTensorBlocksPerSm)
   }
 }
 
-/// The codes of the whole matrix, by the given scale, which task.scale holds too, or by that of find_range's result.
+/// The codes of the whole matrix, by the given scale, which task.scale holds too where codes are integers, or by that
+/// of find_range's result.
 template <class In, class Codes, bool kSmooth>
 __global__ void __launch_bounds__(kTensorThreads, kTensorBlocksPerSm)
     quantize_tensor(__grid_constant__ QuantizeTask const task) {
+  begin_beside_next();
   bool const given = task.given_scale != nullptr;
+  bool const stores = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0;
   Quantizer quantizer;
   if (given) {
     quantizer = {*task.given_scale, Codes::kAsymmetric ? *task.given_azp : 0};
+    if (!Codes::kInteger && stores) *task.scale = quantizer.scale;  // no block reports NaN there
   } else {
     int const* const extremes = static_cast<int const*>(task.workspace);
-    bool const stores = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0;
     quantizer = finish_range<Codes>(task, 0, {extremes[0], extremes[1]}, stores);
   }
   Divisor const divisor(quantizer.scale);

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/cuda_check.h"
+#include "cuda/launch_grid.cuh"
 #include "cuda/quantize/block_kernels.cuh"
 #include "cuda/quantize/grid.h"
 #include "cuda/quantize/kernels.cuh"
@@ -14,6 +15,14 @@
 namespace qcutlass::cuda {
 inline constexpr int kBlock = 256, kLargeBlock = 1024;
 inline constexpr int kVectors = 4;  // of a row, in the registers of a thread
+
+/// Launches a kernel that calls begin_beside_next().
+inline void launch_early(void (*kernel)(QuantizeTask), dim3 blocks, dim3 threads, cudaStream_t stream,
+                         QuantizeTask const& task) {
+  GridShape shape{blocks, threads};
+  shape.early = runs_sm90_code();
+  launch_grid(kernel, shape, stream, task);
+}
 
 template <class In>
 QuantizeTask make_task(QuantizeArguments const& arguments) {
@@ -37,15 +46,18 @@ QuantizeTask make_task(QuantizeArguments const& arguments) {
 template <class In, class Codes, bool kSmooth>
 void quantize_each_row(QuantizeTask const& task, cudaStream_t stream) {
   int64_t const vectors = layout::ceil_div(task.columns, Raw<In>::kCount);
-  auto const blocks = [&](int rows) { return unsigned(std::min(layout::ceil_div(task.rows, rows), kMostBlocks)); };
+  auto const launch = [&](auto* kernel, int rows, int threads) {
+    auto const blocks = unsigned(std::min(layout::ceil_div(task.rows, rows), kMostBlocks));
+    launch_early(kernel, dim3(blocks), dim3(unsigned(threads)), stream, task);
+  };
   if (vectors <= kWarp * kVectors) {
-    quantize_rows<In, Codes, kSmooth, kBlock, kWarp, kVectors><<<blocks(kBlock / kWarp), kBlock, 0, stream>>>(task);
+    launch(quantize_rows<In, Codes, kSmooth, kBlock, kWarp, kVectors>, kBlock / kWarp, kBlock);
   } else if (vectors <= kBlock * kVectors) {
-    quantize_rows<In, Codes, kSmooth, kBlock, kBlock, kVectors><<<blocks(1), kBlock, 0, stream>>>(task);
+    launch(quantize_rows<In, Codes, kSmooth, kBlock, kBlock, kVectors>, 1, kBlock);
   } else if (vectors <= kLargeBlock * kVectors) {
-    quantize_rows<In, Codes, kSmooth, kLargeBlock, kLargeBlock, kVectors><<<blocks(1), kLargeBlock, 0, stream>>>(task);
+    launch(quantize_rows<In, Codes, kSmooth, kLargeBlock, kLargeBlock, kVectors>, 1, kLargeBlock);
   } else {
-    quantize_long_rows<In, Codes, kSmooth, kLargeBlock, kVectors><<<blocks(1), kLargeBlock, 0, stream>>>(task);
+    launch(quantize_long_rows<In, Codes, kSmooth, kLargeBlock, kVectors>, 1, kLargeBlock);
   }
 }
 
@@ -56,13 +68,16 @@ void quantize_whole(QuantizeTask const& task, cudaStream_t stream) {
   grid.blocks.x = std::min(grid.blocks.x, most);
   grid.blocks.y = std::min(grid.blocks.y, std::max(most / grid.blocks.x, 1u));
   if (task.given_scale != nullptr) {
-    QCUTLASS_CUDA_CHECK(cudaMemcpyAsync(task.scale, task.given_scale, sizeof(float), cudaMemcpyDeviceToDevice, stream));
+    // A block that finds NaN writes it there, whenever the others begin.
+    if constexpr (Codes::kInteger)
+      QCUTLASS_CUDA_CHECK(
+          cudaMemcpyAsync(task.scale, task.given_scale, sizeof(float), cudaMemcpyDeviceToDevice, stream));
   } else {
     QCUTLASS_CUDA_CHECK(cudaMemsetAsync(task.workspace, 0, kQuantizeWorkspaceBytes, stream));
     find_range<In, Codes::kAsymmetric, kSmooth><<<grid.blocks, grid.threads, 0, stream>>>(task);
     QCUTLASS_CUDA_CHECK(cudaGetLastError());
   }
-  quantize_tensor<In, Codes, kSmooth><<<grid.blocks, grid.threads, 0, stream>>>(task);
+  launch_early(quantize_tensor<In, Codes, kSmooth>, grid.blocks, grid.threads, stream, task);
 }
 
 template <class In, class Codes>
@@ -92,7 +107,7 @@ void quantize_each_block(QuantizeArguments const& arguments, cudaStream_t stream
       constexpr int kElements = kBlockVectors * Raw<In>::kCount;  // of a thread
       int64_t const threads = layout::ceil_div(task.columns, kSize) * (kSize / kElements);
       Grid const grid = grid_of(task.rows, threads, kBlockThreads, kSize / kElements);
-      quantize_blocks<In, Codes, kGated, kSize><<<grid.blocks, grid.threads, 0, stream>>>(task);
+      launch_early(quantize_blocks<In, Codes, kGated, kSize>, grid.blocks, grid.threads, stream, task);
     }
   });
   QCUTLASS_CUDA_CHECK(cudaGetLastError());
