@@ -348,7 +348,7 @@ class MmaPackedWgmmaRs {
     CUTLASS_DEVICE void load_operands(int place, int batch) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatchRows; ++i) {
-        uint4 const v = storage_.operands(place, batch * kBatchRows + i, strip_)[lane_ / 4];
+        uint4 const v = storage_.operands(place, batch * kBatchRows + i, strip_)[operand_slot(strip_, lane_ / 4)];
         fetched_[0][i] = {{__uint_as_float(v.x), __uint_as_float(v.y)}, {__uint_as_float(v.z), __uint_as_float(v.w)}};
       }
     }

@@ -20,6 +20,10 @@ struct OperandMatrices {
   int k;  // columns; operands of those beyond are zeros
 };
 
+/// Where the operands of channels c and c + 8 of a strip are among its eight. Eight lanes store those of four strips at
+/// once, two each, 4 apart: in the same order in each strip, which has all 32 banks, four would meet in each bank.
+CUTLASS_DEVICE int operand_slot(int strip, int c) { return c ^ (strip & 3); }
+
 /// One of kOperandWarps warps, which take stages in turns. SharedStorage has the kRows rows of operands of a stage, of
 /// 16 columns each, at operands(place, row, strip), eight lanes' of a strip. Every product begins in place 0; phases
 /// are kept per place.
@@ -241,14 +245,15 @@ class OperandProducer {
 
   /// Stores the operands of a row, which serves row_steps_ steps.
   CUTLASS_DEVICE void store(int place, int row, Operands const& operands) {
-    uint4* to = storage_.operands(place, row, channel_ / 16) + channel_ % 16;
+    int const strip = channel_ / 16;
+    uint4* const to = storage_.operands(place, row, strip);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < 2; ++step) {
       if (step == row_steps_) break;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) {
         auto const& words = operands.words[i];
-        to[step * (kChannels / 2) + i] = {words[0], words[1], words[2], words[3]};
+        to[step * (kChannels / 2) + operand_slot(strip, channel_ % 16 + i)] = {words[0], words[1], words[2], words[3]};
       }
     }
   }
