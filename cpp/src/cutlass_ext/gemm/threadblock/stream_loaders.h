@@ -155,7 +155,8 @@ class StreamGroupLoader {
     }
   }
 
-  /// For the stage at k; rows beyond the end of k are copies of the last.
+  /// For the stage at k; rows beyond the end of k are zeros: codes there are, too, and activations, which times a
+  /// weight that is infinite would be NaN.
   CUTLASS_DEVICE void copy(uint8_t* stage, int k) const {
     uint32_t supers = 0;
     if constexpr (kLevels) supers = uint32_t(args_.supers.scales.stride);
@@ -210,13 +211,15 @@ class StreamGroupLoader {
                            int k) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Rows<kRowBytes>::kCopies; ++i) {
-      unsigned group = args_.group_size.group(fast_min(k + rows.row[i] * (kStageK / kRows), args_.k - 1));
+      int const row_k = k + rows.row[i] * (kStageK / kRows);
+      unsigned group = args_.group_size.group(row_k);
       uint32_t stride = uint32_t(matrix.stride);
+      bool exists = row_k < args_.k;
       if constexpr (kLevels)
-        if (rows.row[i] == kSuperRow) group = args_.supers.size.group(k), stride = supers;
+        if (rows.row[i] == kSuperRow) group = args_.supers.size.group(k), stride = supers, exists = k < args_.k;
       if (rows.row[i] >= 0)
-        arch::cp_async<16, arch::CacheOperation::Global>(to + (thread_ + i * kThreads) * 16,
-                                                         rows.from[i] + uint64_t(group) * stride);
+        arch::cp_async_zfill<16, arch::CacheOperation::Global>(to + (thread_ + i * kThreads) * 16,
+                                                               rows.from[i] + uint64_t(group) * stride, exists);
     }
   }
 
