@@ -111,7 +111,8 @@ inline constexpr StreamTactic kStreamTactics[] = {
     stream(48, 8).slices(8).stages(3).blocks_an_sm(2).for_(kCommon),
     stream(64, 8).slices(4).stages(3).blocks_an_sm(4).for_(kCommon | kRareWeights).and_experts(),
     stream(64, 8).slices(4).stages(2).blocks_an_sm(4).for_(kCommon | kFloatScales),
-    stream(64, 8).warp(32).slices(8).stages(3).for_(kWeightOnly | kFloatScales),
+    stream(64, 8).slices(8).stages(3).blocks_an_sm(2).for_(kInt4Weights),  // room for the next grid's first block
+    stream(64, 8).warp(32).slices(8).stages(3).for_(kInt8Weights | kFloatScales),
     stream(128, 8).warp(64).slices(4).stages(2).blocks_an_sm(2).for_(kWeightOnly | kFp32Scaled).and_experts(),
     stream(80, 8).slices(8).stages(3).blocks_an_sm(2).for_(kInt4Weights),
     stream(224, 8).warp(112).slices(4).stages(2).for_(kInt4Weights),
