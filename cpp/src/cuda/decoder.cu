@@ -80,8 +80,8 @@ __device__ void add_residual(NormArguments const& task, int64_t row, int column,
   for (int i = 0; i < kCount; ++i) x[i] = float(Element(x[i] + residual[i]));
 }
 
-/// x becomes its norm, rounded to Element. `weights`: of this vector, where they are of Element (`alike`).
-template <int kCount, class Element>
+/// `kKeeps`: x becomes its norm, rounded to Element. `weights`: of this vector, where they are of Element (`alike`).
+template <bool kKeeps, int kCount, class Element>
 __device__ void store_norm(NormArguments const& task, int64_t row, int column, float factor, float (&x)[kCount],
                            bool alike, Vector<Element, kCount> const& weights) {
   int64_t const place = row * task.columns + column;
@@ -97,7 +97,7 @@ __device__ void store_norm(NormArguments const& task, int64_t row, int column, f
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     out[i] *= x[i] * factor;
-    x[i] = float(Element(out[i]));
+    if (kKeeps) x[i] = float(Element(out[i]));
   }
   store(static_cast<Element*>(task.out) + place, out);
 }
@@ -208,15 +208,15 @@ __global__ void __launch_bounds__(kNormThreads) add_rms_norm(__grid_constant__ N
 #pragma unroll
     for (int v = 0; v < kHeld; ++v) {
       if (first + v * kStep >= columns) break;
-      store_norm<kCount, Element>(task, row, first + v * kStep, factor, held[v], alike,
-                                  alike && v > 0 ? weights_of(first + v * kStep) : weights);
+      store_norm<kQuantized, kCount, Element>(task, row, first + v * kStep, factor, held[v], alike,
+                                              alike && v > 0 ? weights_of(first + v * kStep) : weights);
       include(held[v]);
     }
     for (int column = first + kHeld * kStep; column < columns; column += kStep) {
       float x[kCount];
       add_residual<kCount, Element>(task, row, column, x);
-      store_norm<kCount, Element>(task, row, column, factor, x, alike,
-                                  alike ? weights_of(column) : Vector<Element, kCount>{});
+      store_norm<kQuantized, kCount, Element>(task, row, column, factor, x, alike,
+                                              alike ? weights_of(column) : Vector<Element, kCount>{});
       include(x);
     }
     if constexpr (kQuantized) quantize_row<Quantized, Element>(task, row, first, held, range);
