@@ -245,7 +245,8 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
 
     @property
     def _is_symmetric(self) -> bool:
-        return self.symmetric if self.a_scale is None else self.azp is None
+        parts = self._buffers
+        return self.symmetric if parts["a_scale"] is None else parts["azp"] is None
 
     def _description(self) -> list[str]:
         return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={self._is_symmetric}"]

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.utils import TransformersKwargs
 
+from qcutlass.layers.base import InputCodes
 from qcutlass.layers.changes import Seen, has_hooks
 from qcutlass.layers.fusing import GROUPS, shared_product
 from qcutlass.models.block_steps import EXACT, PLAIN, BlockStep, gate_of, ways_of
@@ -60,7 +61,7 @@ class FusedNorm(nn.Module):
 
     weight: nn.Parameter
     variance_epsilon: float
-    reader: tuple[nn.Module, ...] = ()
+    reader: tuple[Any, ...] = ()
     _pending: Pending | None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -70,10 +71,11 @@ class FusedNorm(nn.Module):
             seen, normed = pending
             if seen.is_still(hidden_states, self._weights()) and (seen.notices or not has_hooks(self)):
                 return normed
-        product = self._quantising(hidden_states)
-        if product is None:
+        quantising = self._quantising(hidden_states)
+        if quantising is None:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        found, *codes = rms_norm_quantized(hidden_states, self.weight, self.variance_epsilon, *product.input_codes)
+        product, kind = quantising
+        found, *codes = rms_norm_quantized(hidden_states, self.weight, self.variance_epsilon, *kind)
         product.hand_codes(found, *codes)
         return found
 
@@ -81,11 +83,12 @@ class FusedNorm(nn.Module):
         """`x + residual`, whose norm the next call hands out."""
         if x.dtype != residual.dtype:
             return x + residual
-        product, operands = self._quantising(x), (x, residual, self.weight, self.variance_epsilon)
-        if product is None:
+        quantising, operands = self._quantising(x), (x, residual, self.weight, self.variance_epsilon)
+        if quantising is None:
             total, normed = add_rms_norm(*operands)
         else:
-            total, normed, *codes = add_rms_norm_quantized(*operands, *product.input_codes)
+            product, kind = quantising
+            total, normed, *codes = add_rms_norm_quantized(*operands, *kind)
             product.hand_codes(normed, *codes)
         self.hand_out(total, normed)
         return total
@@ -98,14 +101,16 @@ class FusedNorm(nn.Module):
         """Has the next call compute its norm."""
         vars(self)["_pending"] = None  # a module's own way of setting attributes takes several microseconds
 
-    def _quantising(self, x: Tensor) -> Any:
-        """The product that takes codes of the norm of `x`; None: none does, or hooks may change the norm before it."""
+    def _quantising(self, x: Tensor) -> tuple[Any, InputCodes] | None:
+        """The product that takes codes of the norm of `x`, and which; None: none does, or hooks may change the norm."""
         for reader in self.reader:
-            product = first_product(reader, takes_codes=True)
-            if product is None or product.in_features != x.shape[-1] or has_hooks(self) or has_hooks(reader):
+            product: Any = reader._modules[reader.GROUP[0]]._modules.get("product")
+            codes: InputCodes | None = getattr(product, "input_codes", None)
+            if codes is None or product.in_features != x.shape[-1] or has_hooks(self) or has_hooks(reader):
                 return None
-            scale = product.input_codes.scale
-            return product if scale is None or scale.device == x.device else None
+            if product is not first_product(reader) or (codes.scale is not None and codes.scale.device != x.device):
+                return None
+            return product, codes
         return None
 
     def _weights(self) -> list[Any]:
@@ -115,14 +120,9 @@ class FusedNorm(nn.Module):
         return self.__dict__ | {"_pending": None}
 
 
-def first_product(reader: Any, takes_codes: bool = False) -> Any:
-    """The product of the layers that read a part of a block's input; None: each has one, or this takes no codes."""
-    layers = [reader._modules[name] for name in reader.GROUP]
-    if takes_codes:
-        product: Any = layers[0]._modules.get("product")
-        if product is None or product.input_codes is None:  # found before all layers are looked at
-            return None
-    return shared_product(*layers)
+def first_product(reader: Any) -> Any:
+    """The product of the layers that read a part of a block's input; None: each has one."""
+    return shared_product(*[reader._modules[name] for name in reader.GROUP])
 
 
 class FusedMLP(nn.Module):

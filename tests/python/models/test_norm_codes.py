@@ -18,7 +18,7 @@ from qcutlass import FP8, W4A8, W8A8, Blockwise, WeightOnly, testing
 from qcutlass.layers import eight_bit, int4
 
 block_modules = pytest.importorskip("qcutlass.models.block_modules", reason="needs transformers")
-FusedNorm, first_product = block_modules.FusedNorm, block_modules.first_product
+FusedNorm = block_modules.FusedNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 QUANTISED: dict[str, Any] = {
@@ -106,8 +106,8 @@ def test_logits_are_those_of_separate_quantisation(
 @pytest.mark.parametrize("scheme", OTHERS.values(), ids=OTHERS)
 def test_norms_of_other_schemes_are_not_quantised(scheme: Any, seed: int) -> None:
     model = fused(model_of(scheme, seed))
-    readers = [reader for block in model.model.layers for reader in (block.self_attn, block.mlp)]
-    assert [first_product(reader, takes_codes=True) for reader in readers] == [None] * 6
+    norms = [norm for norm in model.modules() if isinstance(norm, FusedNorm)]
+    assert [norm._quantising(torch.ones(1, 64)) for norm in norms] == [None] * 7
     with separately():
         expected = logits_of(model, seed)
     testing.assert_equal(logits_of(model, seed), expected)
@@ -237,9 +237,10 @@ def test_copies(scheme: Any, seed: int) -> None:
 @torch.no_grad()
 def test_layers_that_are_replaced_take_the_norm_itself(seed: int) -> None:
     model = fused(tiny("Llama", seed, scheme=FP8()))
-    attention = model.model.layers[1].self_attn
+    attention, norm = model.model.layers[1].self_attn, model.model.layers[1].input_layernorm
+    assert norm._quantising(torch.ones(1, 64)) is not None
     attention.v_proj = attention.v_proj.separate()
-    assert first_product(attention, takes_codes=True) is None
+    assert norm._quantising(torch.ones(1, 64)) is None
     with separately():
         expected = logits_of(model, seed)
     testing.assert_equal(logits_of(model, seed), expected)
