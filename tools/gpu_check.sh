@@ -145,7 +145,8 @@ sanitize() {
   for name in hundred_repetitions 2_to_the_31 out_of_memory_raises never_used_cublas; do
     chosen+="${chosen:+ and }not $name"
   done
-  for file in moe moe_steps decoder_operators quantizers_cuda blockwise_quantizers dequantize gemm_cuda dense_cuda; do
+  for file in moe moe_steps decoder_operators quantized_norms quantizers_cuda blockwise_quantizers dequantize gemm_cuda \
+    dense_cuda; do
     case $tool-$file in racecheck-dense_cuda | initcheck-dense_cuda) continue ;; esac
     start "$tool-$file" sanitized "$tool" -m pytest -p no:cacheprovider -q -m gpu "tests/python/test_$file.py" \
       -k "$chosen"

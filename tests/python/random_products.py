@@ -24,7 +24,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import moe, testing
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
+from qcutlass.products.decoder_operators import NORM_CODES, add_rms_norm, gate, rms_norm, rms_norm_quantized
 from qcutlass.products.moe_operators import GATES, gate_rows, sum_slots
 from qcutlass.products.rotary_operators import rotary, rotary_append
 from qcutlass.products.selection import weight_dtype
@@ -267,6 +267,17 @@ def decoder_operators(choose: random.Random, device: str) -> Iterator[Trial]:
     yield Trial(f"sum {label}", lambda: add_rms_norm(x, residual, weight, eps)[:1], equal(lambda: (total,)), exact=True)
     normed = within(rms_norm_answer(total, weight, eps))
     yield Trial(f"rms_norm {label}", lambda: (rms_norm(total, weight, eps),), normed)
+    code, scale = choose.choice(NORM_CODES), choose.choice([None, torch.tensor([0.02], device=device)])
+
+    def in_turn() -> Outs:
+        found, *codes = qcutlass.quantize_activations(rms_norm(total, weight, eps), dtype=code, scale=scale)
+        return found.view(torch.int8), *codes
+
+    def at_once() -> Outs:
+        _, found, scales = rms_norm_quantized(total, weight, eps, code, scale)
+        return found.view(torch.int8), scales
+
+    yield Trial(f"rms_norm_quantized {code} {label}", at_once, equal(in_turn), exact=True)
     name, function = choose.choice([("silu_mul", "silu"), ("gelu_tanh_mul", "gelu_tanh")])
     left, up = 8 * numbers(rows, columns), numbers(rows, columns)
     yield Trial(f"{name} {label}", lambda: (gate(name, left, up),), within(gate_answer(function, left, up)))

@@ -94,7 +94,7 @@ def test_every_tool_watches_products_and_what_is_between_them(sanitized: Check) 
         assert len(files[tool]) == len(runs) - 1
         assert sanitized.printed.count(f"PASS  {tool}-") == len(runs)
     assert files["memcheck"] == files["synccheck"]
-    assert len(files["memcheck"]) == 8
+    assert len(files["memcheck"]) == 9
     assert files["memcheck"] - files["racecheck"] == files["memcheck"] - files["initcheck"]
     assert files["memcheck"] - files["racecheck"] == {"tests/python/test_dense_cuda.py"}
     assert all("test_dense_cuda.py" in sanitized.out(tool) for tool in ("racecheck", "initcheck"))
@@ -112,8 +112,8 @@ def test_one_tool_in_parts(repository: Path, tmp_path: Path) -> None:
 def test_a_finding_fails_it(repository: Path, tmp_path: Path) -> None:
     found = check(repository, tmp_path, "sanitize", fails="initcheck*pytest")
     assert found.status == 1
-    assert len(re.findall("^FAIL  initcheck-", found.printed, flags=re.MULTILINE)) == 7
-    assert found.printed.count("FAIL") == 7
+    assert len(re.findall("^FAIL  initcheck-", found.printed, flags=re.MULTILINE)) == 8
+    assert found.printed.count("FAIL") == 8
 
 
 def kernels() -> set[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import blockwise, moe, testing
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
+from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rms_norm_quantized
 from qcutlass.products.moe_operators import gate_rows, sum_slots
 from qcutlass.products.rotary_operators import rotary
 
@@ -188,7 +188,7 @@ def calls(seed: int) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     """Functions and their tensors, one or more of which are then freed."""
     given = operands_of(3, seed)
     a, packed, scales, zeros = given.values()
-    x, weight = torch.randn(3, 64), torch.randn(64)
+    x, weight, one = torch.randn(3, 64), torch.randn(64), torch.ones(1)
     q, angles = torch.randn(1, 3, 2, 16), torch.randn(1, 3, 16)
     codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
     quantized, scale = blockwise.act_quant(x)
@@ -204,6 +204,7 @@ def calls(seed: int) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "act_dequant": (blockwise.act_dequant, [quantized, scale]),
         "rms_norm": (lambda *t: rms_norm(*t, 1e-5), [x, weight]),
         "add_rms_norm": (lambda *t: add_rms_norm(*t, 1e-5), [x, x.clone(), weight]),
+        "rms_norm_quantized": (lambda a, w, scale: rms_norm_quantized(a, w, 1e-5, torch.int8, scale), [x, weight, one]),
         "gate": (lambda *t: gate("silu_mul", *t), [x, x.clone()]),
         "rotary": (rotary, [q, q.clone(), angles, angles.clone()]),
         "route": (lambda *t: moe.route(t[0], 4, t[1]), [ids, shares]),

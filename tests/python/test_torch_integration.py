@@ -24,6 +24,7 @@ OPERATORS = torch.ops.qcutlass
 CHECKS = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 AROUND = {"pack", "unpack", "dequantize", "quantize_8bit", "quantize_blocks", "dequantize_blocks", "gelu_blocks"}
 AROUND |= {"add_rms_norm", "rms_norm", "rotary", "rotary_append", "silu_mul", "gelu_tanh_mul"}
+AROUND |= {"add_rms_norm_quantized", "rms_norm_quantized"}
 AROUND |= {"moe_route", "moe_gate", "moe_sum", "moe_experts", "moe_experts_out"}
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

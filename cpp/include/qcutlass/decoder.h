@@ -23,6 +23,12 @@ struct NormArguments {
   float eps = 0.0f;
   void* sum = nullptr;  ///< written: [rows, columns], no gaps
   void* out = nullptr;  ///< written: likewise
+  /// int8, symmetric, or float8_e4m3: `out` is quantised too, once it is rounded, as quantize.h has it; kNone: it is
+  /// not.
+  DType code_type = DType::kNone;
+  void* codes = nullptr;               ///< written: [rows, columns], no gaps
+  float const* given_scale = nullptr;  ///< [1]: this one, instead of one a row
+  float* scale = nullptr;              ///< written: [rows], or [1] beside given_scale, which it may not overlap
 };
 
 /// activation(gate) * up, [rows, columns] each.

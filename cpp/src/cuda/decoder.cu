@@ -3,8 +3,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
+#include "cuda/cuda_check.h"
 #include "cuda/launch_grid.cuh"
+#include "cuda/quantize/kernels.cuh"
 #include "cuda/vector.cuh"
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
@@ -17,7 +20,6 @@ namespace qcutlass::cuda {
 
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kNormThreads = 512;
 constexpr int kGateThreads = 256;
 constexpr int kHeld = 2;  // vectors of a row that a thread keeps between the sum of squares and the norm
@@ -78,9 +80,9 @@ __device__ void add_residual(NormArguments const& task, int64_t row, int column,
   for (int i = 0; i < kCount; ++i) x[i] = float(Element(x[i] + residual[i]));
 }
 
-/// `weights`: of this vector, where they are of Element (`alike`).
-template <int kCount, class Element>
-__device__ void store_norm(NormArguments const& task, int64_t row, int column, float factor, float const (&x)[kCount],
+/// `kKeeps`: x becomes its norm, rounded to Element. `weights`: of this vector, where they are of Element (`alike`).
+template <bool kKeeps, int kCount, class Element>
+__device__ void store_norm(NormArguments const& task, int64_t row, int column, float factor, float (&x)[kCount],
                            bool alike, Vector<Element, kCount> const& weights) {
   int64_t const place = row * task.columns + column;
   if (task.residual != nullptr) store(static_cast<Element*>(task.sum) + place, x);
@@ -93,8 +95,69 @@ __device__ void store_norm(NormArguments const& task, int64_t row, int column, f
       out[i] = cutlass::epilogue::thread::load_bias(task.weight, task.weight_type, column + i);
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) out[i] *= x[i] * factor;
+  for (int i = 0; i < kCount; ++i) {
+    out[i] *= x[i] * factor;
+    if (kKeeps) x[i] = float(Element(out[i]));
+  }
   store(static_cast<Element*>(task.out) + place, out);
+}
+
+/// Of norms that are not quantised.
+struct NoCodes {};
+
+template <class Rounding, int kCount>
+__device__ void store_codes_of(uint8_t* codes, float const (&x)[kCount], Rounding const& round, bool& found) {
+  if constexpr (kCount == 1) {
+    float const alike[4] = {x[0], x[0], x[0], x[0]};
+    *codes = uint8_t(round(alike, found));
+  } else {
+    Vector<uint32_t, kCount / 4> words;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) words.values[i] = round(x + 4 * i, found);
+    *reinterpret_cast<decltype(words)*>(codes) = words;
+  }
+}
+
+/// The codes of a row of norms, of which this thread `held` the first vectors, and has written the others.
+template <class Codes, bool kModerate, class Element, int kCount>
+__device__ bool store_row_codes(NormArguments const& task, int64_t row, int first, float const (&held)[kHeld][kCount],
+                                Divisor const& divisor) {
+  constexpr int kStep = kNormThreads * kCount;
+  Rounding<Codes, false, kModerate> const round(divisor, 0);
+  auto* const codes = static_cast<uint8_t*>(task.codes) + row * task.columns;
+  int const columns = int(task.columns);
+  bool found = false;
+#pragma unroll
+  for (int v = 0; v < kHeld; ++v) {
+    if (first + v * kStep >= columns) break;
+    store_codes_of(codes + first + v * kStep, held[v], round, found);
+  }
+  for (int column = first + kHeld * kStep; column < columns; column += kStep) {
+    float x[kCount];
+    load(x, static_cast<Element const*>(task.out) + row * task.columns + column);
+    store_codes_of(codes + column, x, round, found);
+  }
+  return found;
+}
+
+/// Quantises a row as store_row_codes() does. `range`: what this thread has seen of it. All threads of the block call
+/// it.
+template <class Codes, class Element, int kCount>
+__device__ void quantize_row(NormArguments const& task, int64_t row, int first, float const (&held)[kHeld][kCount],
+                             Range range) {
+  bool const is_static = task.given_scale != nullptr;
+  float scale;
+  if (is_static) {
+    scale = *task.given_scale;
+    if (!Codes::kInteger && row == 0 && threadIdx.x == 0) *task.scale = scale;  // no row reports NaN there
+  } else {
+    scale = quantizer_of<Codes>(reduce<false, kNormThreads>(range)).scale;
+    if (threadIdx.x == 0) task.scale[row] = scale;
+  }
+  Divisor const divisor(scale);
+  bool const found = divisor.is_moderate() ? store_row_codes<Codes, true, Element>(task, row, first, held, divisor)
+                                           : store_row_codes<Codes, false, Element>(task, row, first, held, divisor);
+  if (found && is_static) *task.scale = __int_as_float(0x7fc00000);
 }
 
 /// Requests a line of memory into the L2 cache. A hint, which reads nothing: it may come before the wait for the
@@ -102,9 +165,10 @@ __device__ void store_norm(NormArguments const& task, int64_t row, int column, f
 __device__ void prefetch(void const* data) { asm volatile("prefetch.global.L2 [%0];" ::"l"(data)); }
 
 /// A block has whole rows, in turn. Weights, which nothing has read since the step before, are requested first, and
-/// loaded with the first row: a step of one token waits for memory, and for little else.
-template <class Element, bool kWhole>
+/// loaded with the first row: a step of one token waits for memory, and for little else. `Quantized`: Codes or NoCodes.
+template <class Element, bool kWhole, class Quantized>
 __global__ void __launch_bounds__(kNormThreads) add_rms_norm(__grid_constant__ NormArguments const task, bool alike) {
+  constexpr bool kQuantized = !std::is_same_v<Quantized, NoCodes>;
   constexpr int kCount = kVector<Element, kWhole>, kStep = kNormThreads * kCount;
   int const first = threadIdx.x * kCount, columns = int(task.columns), weight_size = size_of(task.weight_type);
   if (blockIdx.x == 0)
@@ -134,18 +198,28 @@ __global__ void __launch_bounds__(kNormThreads) add_rms_norm(__grid_constant__ N
       count(x);
     }
     float const factor = rsqrtf(block_sum(squares) / float(columns) + task.eps);
+    Range range;
+    auto const include = [&](float const(&normed)[kCount]) {
+      if constexpr (kQuantized) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) range.include<false>(normed[i]);
+      }
+    };
 #pragma unroll
     for (int v = 0; v < kHeld; ++v) {
       if (first + v * kStep >= columns) break;
-      store_norm<kCount, Element>(task, row, first + v * kStep, factor, held[v], alike,
-                                  alike && v > 0 ? weights_of(first + v * kStep) : weights);
+      store_norm<kQuantized, kCount, Element>(task, row, first + v * kStep, factor, held[v], alike,
+                                              alike && v > 0 ? weights_of(first + v * kStep) : weights);
+      include(held[v]);
     }
     for (int column = first + kHeld * kStep; column < columns; column += kStep) {
       float x[kCount];
       add_residual<kCount, Element>(task, row, column, x);
-      store_norm<kCount, Element>(task, row, column, factor, x, alike,
-                                  alike ? weights_of(column) : Vector<Element, kCount>{});
+      store_norm<kQuantized, kCount, Element>(task, row, column, factor, x, alike,
+                                              alike ? weights_of(column) : Vector<Element, kCount>{});
+      include(x);
     }
+    if constexpr (kQuantized) quantize_row<Quantized, Element>(task, row, first, held, range);
   }
 }
 
@@ -254,6 +328,17 @@ void with_element(DType type, Run const& run) {
   }
 }
 
+/// Calls run(the codes of norms, or NoCodes).
+template <class Run>
+void with_codes(DType type, Run const& run) {
+  switch (type) {
+    case DType::kNone: return run(NoCodes{});
+    case DType::kInt8: return run(Codes<DType::kInt8>{});
+    case DType::kFloat8E4M3: return run(Codes<DType::kFloat8E4M3>{});
+    default: throw InvalidArgument("code_type must be int8 or float8_e4m3fn");
+  }
+}
+
 }  // namespace
 
 void add_rms_norm(NormArguments const& arguments, void* stream) {
@@ -263,14 +348,25 @@ void add_rms_norm(NormArguments const& arguments, void* stream) {
   bool const whole = is_aligned(arguments.x, arguments.x_stride, columns, arguments.type) &&
                      is_aligned(arguments.residual, arguments.residual_stride, columns, arguments.type) &&
                      is_aligned(arguments.sum, columns, columns, arguments.type) &&
-                     is_aligned(arguments.out, columns, columns, arguments.type);
-  auto const blocks = unsigned(std::min<int64_t>(arguments.rows, kMostBlocksAcross));
+                     is_aligned(arguments.out, columns, columns, arguments.type) &&
+                     reinterpret_cast<uintptr_t>(arguments.codes) % 8 == 0;  // rows are whole vectors of codes, too
+  GridShape shape = early(dim3(unsigned(std::min<int64_t>(arguments.rows, kMostBlocksAcross))), kNormThreads);
+  auto* const cuda_stream = static_cast<cudaStream_t>(stream);
+  if (arguments.given_scale != nullptr && arguments.code_type == DType::kInt8) {
+    // A block that finds NaN writes it there, whenever the others begin.
+    QCUTLASS_CUDA_CHECK(
+        cudaMemcpyAsync(arguments.scale, arguments.given_scale, sizeof(float), cudaMemcpyDeviceToDevice, cuda_stream));
+    shape.early = false;  // there is no kernel before it
+  }
   with_element(arguments.type, [&](auto element) {
     using Element = decltype(element);
     bool const alike = arguments.weight_type == arguments.type &&
                        is_aligned(arguments.weight, columns, columns, arguments.weight_type);
-    launch_grid(whole ? add_rms_norm<Element, true> : add_rms_norm<Element, false>, early(dim3(blocks), kNormThreads),
-                static_cast<cudaStream_t>(stream), arguments, whole && alike);
+    with_codes(arguments.code_type, [&](auto codes) {
+      using Quantized = decltype(codes);
+      launch_grid(whole ? add_rms_norm<Element, true, Quantized> : add_rms_norm<Element, false, Quantized>, shape,
+                  cuda_stream, arguments, whole && alike);
+    });
   });
 }
 

@@ -2,8 +2,10 @@
 #include "qcutlass/decoder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "host/check.h"
@@ -11,6 +13,7 @@
 #include "host/multiversion.h"
 #include "host/numeric.h"
 #include "host/parallel.h"
+#include "qcutlass/quantize.h"
 
 namespace qcutlass::host {
 
@@ -45,8 +48,30 @@ QCUTLASS_INLINE void normalize(float const* weight, float eps, int64_t count, fl
   for (int64_t i = 0; i < count; ++i) x[i] = x[i] * factor * weight[i];
 }
 
-QCUTLASS_MULTIVERSION void add_rms_norm_rows(NormArguments const& arguments, int64_t begin, int64_t end,
+/// Quantises a row of `out`, which x holds before it is rounded; returns whether a given scale becomes NaN.
+bool quantize_normed(NormArguments const& arguments, int64_t row, float* x) {
+  round_floats(arguments.type, arguments.columns, x);
+  bool const is_static = arguments.given_scale != nullptr;
+  float scale = 0.0f;
+  QuantizeArguments quantize;
+  quantize.rows = 1;
+  quantize.columns = arguments.columns;
+  quantize.a_type = DType::kFloat32;
+  quantize.a = x;
+  quantize.a_stride = arguments.columns;
+  quantize.per_tensor = is_static;
+  quantize.given_scale = arguments.given_scale;
+  quantize.code_type = arguments.code_type;
+  quantize.codes = static_cast<char*>(arguments.codes) + row * arguments.columns;
+  quantize.scale = is_static ? &scale : arguments.scale + row;
+  host::quantize(quantize, 1);
+  return is_static && std::isnan(scale);
+}
+
+/// Returns whether a given scale becomes NaN.
+QCUTLASS_MULTIVERSION bool add_rms_norm_rows(NormArguments const& arguments, int64_t begin, int64_t end,
                                              float* scratch) {
+  bool found = false;
   int64_t const columns = arguments.columns;
   float* const weight = scratch;
   float* const x = scratch + columns;
@@ -62,7 +87,9 @@ QCUTLASS_MULTIVERSION void add_rms_norm_rows(NormArguments const& arguments, int
     }
     normalize(weight, arguments.eps, columns, x);
     store_floats(arguments.type, x, columns, arguments.out, row * columns);
+    if (arguments.code_type != DType::kNone) found |= quantize_normed(arguments, row, x);
   }
+  return found;
 }
 
 QCUTLASS_MULTIVERSION void gate_rows(GateArguments const& arguments, int64_t begin, int64_t end) {
@@ -157,15 +184,28 @@ void add_rms_norm(NormArguments const& arguments, int threads) {
   check_matrix(arguments.rows, arguments.columns, arguments.type, threads);
   check_floating("weight_type", arguments.weight_type);
   check(arguments.eps >= 0.0f, "eps must be at least 0, got ", arguments.eps);
-  if (arguments.rows == 0) return;
+  bool const is_quantized = arguments.code_type != DType::kNone;
+  if (is_quantized) {
+    check(arguments.code_type == DType::kInt8 || arguments.code_type == DType::kFloat8E4M3,
+          "code_type must be int8 or float8_e4m3fn");
+    check_not_null("scale", arguments.scale);
+  }
+  bool const is_static = is_quantized && arguments.given_scale != nullptr;
+  if (arguments.rows == 0) {
+    if (is_static) *arguments.scale = *arguments.given_scale;
+    return;
+  }
   check_not_null("x", arguments.x);
   check_not_null("weight", arguments.weight);
   check_not_null("out", arguments.out);
   if (arguments.residual != nullptr) check_not_null("sum", arguments.sum);
+  if (is_quantized) check_not_null("codes", arguments.codes);
+  std::atomic<bool> found{false};
   parallel_for(arguments.rows, grain_of(arguments.columns), threads, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(3 * arguments.columns);
-    add_rms_norm_rows(arguments, begin, end, scratch.data());
+    if (add_rms_norm_rows(arguments, begin, end, scratch.data())) found = true;
   });
+  if (is_static) *arguments.scale = found ? std::numeric_limits<float>::quiet_NaN() : *arguments.given_scale;
 }
 
 void gate(GateArguments const& arguments, int threads) {

@@ -22,9 +22,9 @@ void note_output(int device, uintptr_t stream, void const* out, int64_t bytes) {
   LastOutputs::of(device, stream).add(out, bytes);
 }
 
-void add_rms_norm(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_t x_stride, uintptr_t residual,
-                  int64_t residual_stride, DType weight_type, uintptr_t weight, float eps, uintptr_t sum, uintptr_t out,
-                  int threads, int device, uintptr_t stream) {
+NormArguments norm_arguments(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_t x_stride,
+                             uintptr_t residual, int64_t residual_stride, DType weight_type, uintptr_t weight,
+                             float eps, uintptr_t sum, uintptr_t out) {
   NormArguments arguments;
   arguments.rows = rows;
   arguments.columns = columns;
@@ -38,16 +38,46 @@ void add_rms_norm(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_
   arguments.eps = eps;
   arguments.sum = to_pointer(sum);
   arguments.out = to_pointer(out);
+  return arguments;
+}
+
+void run_norm(NormArguments const& arguments, int threads, int device, uintptr_t stream) {
   if (device != kHost) {
-    int64_t const bytes = rows * columns * size_of(type);
+    int64_t const elements = arguments.rows * arguments.columns, bytes = elements * size_of(arguments.type);
     if (arguments.residual != nullptr) note_output(device, stream, arguments.sum, bytes);
     note_output(device, stream, arguments.out, bytes);
+    if (arguments.code_type != DType::kNone) {
+      int64_t const scales = arguments.given_scale != nullptr ? 1 : arguments.rows;
+      note_output(device, stream, arguments.codes, elements * size_of(arguments.code_type));
+      note_output(device, stream, arguments.scale, scales * int64_t{sizeof(float)});
+    }
   }
   py::gil_scoped_release release;
   if (device == kHost)
     host::add_rms_norm(arguments, threads);
   else
     cuda::add_rms_norm(arguments, to_pointer(stream));
+}
+
+void add_rms_norm(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_t x_stride, uintptr_t residual,
+                  int64_t residual_stride, DType weight_type, uintptr_t weight, float eps, uintptr_t sum, uintptr_t out,
+                  int threads, int device, uintptr_t stream) {
+  run_norm(
+      norm_arguments(rows, columns, type, x, x_stride, residual, residual_stride, weight_type, weight, eps, sum, out),
+      threads, device, stream);
+}
+
+void add_rms_norm_quantized(int64_t rows, int64_t columns, DType type, uintptr_t x, int64_t x_stride,
+                            uintptr_t residual, int64_t residual_stride, DType weight_type, uintptr_t weight, float eps,
+                            uintptr_t sum, uintptr_t out, DType code_type, uintptr_t codes, uintptr_t given_scale,
+                            uintptr_t scale, int threads, int device, uintptr_t stream) {
+  NormArguments arguments =
+      norm_arguments(rows, columns, type, x, x_stride, residual, residual_stride, weight_type, weight, eps, sum, out);
+  arguments.code_type = code_type;
+  arguments.codes = to_pointer(codes);
+  arguments.given_scale = to_pointer<float>(given_scale);
+  arguments.scale = to_pointer<float>(scale);
+  run_norm(arguments, threads, device, stream);
 }
 
 void gate(int64_t rows, int64_t columns, DType type, Activation activation, uintptr_t gate, int64_t gate_stride,
@@ -123,6 +153,7 @@ void rotate(int64_t batch, int64_t tokens, int64_t size, DType type, Heads const
 void register_decoder(py::module_& module) {
   // Positional arguments alone: names would take longer than a small call.
   module.def("add_rms_norm", &add_rms_norm);
+  module.def("add_rms_norm_quantized", &add_rms_norm_quantized);
   module.def("gate", &gate);
   module.def("rotate", &rotate);
 }

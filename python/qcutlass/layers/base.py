@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,18 @@ _KINDS: Final[dict[type[Scheme], type[QuantLinear]]] = {}
 """The layers of each scheme."""
 _STORED: Final[dict[str, type[QuantLinear]]] = {}
 """The layers of each kind in `qcutlass.formats.specs.LAYER_KINDS`."""
+
+
+class InputCodes(NamedTuple):
+    """How a layer quantises its input, symmetrically and as it comes: what makes it may do so in the same pass.
+
+    Attributes:
+        dtype: of the codes.
+        scale: float32 `[1]`, of all of it; None: each token has its own.
+    """
+
+    dtype: torch.dtype
+    scale: Tensor | None = None
 
 
 class QuantLinear(PackedModule):
@@ -275,6 +287,15 @@ class QuantLinear(PackedModule):
     def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         """The layer's output with another activation than its own: with a gate, where HAS_GATES."""
         raise NotImplementedError
+
+    @property
+    def input_codes(self) -> InputCodes | None:
+        """The codes that it multiplies, where those of its input are all it needs; None: it takes the input itself."""
+        return None
+
+    def _ready_codes(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Codes of an input and their scale, as `input_codes` says, where somebody made them; None: nobody did."""
+        return None
 
     def canonical(self) -> QuantizedLayer:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""

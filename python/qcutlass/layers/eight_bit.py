@@ -12,7 +12,7 @@ from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalFp8, CanonicalInt8
 from qcutlass.formats.specs import LayerSpec
-from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
+from qcutlass.layers.base import InputCodes, QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
 from qcutlass.products import gemm_fp8, gemm_w8a8, preprocess_weights, weight_sums
 from qcutlass.products.checks import check_flag, check_matrix, check_tensor
@@ -89,6 +89,17 @@ class _EightBitLinear(QuantLinear):
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
         return self.multiply(input, self.activation)
+
+    @property
+    def input_codes(self) -> InputCodes | None:
+        if self._buffers["smooth"] is not None or not self._is_symmetric:
+            return None
+        return InputCodes(self._codes_dtype, self._buffers["a_scale"])
+
+    @property
+    def _is_symmetric(self) -> bool:
+        """Whether activations have no zero points."""
+        return True
 
 
 class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
@@ -189,7 +200,7 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
         self._check_input(input)
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         scale = parts["a_scale"]
-        a_q, a_scale, *azp = quantize_activations(
+        a_q, a_scale, *azp = self._ready_codes(input) or quantize_activations(
             input,
             scale=scale,
             asymmetric=scale is None and not self.symmetric,
@@ -234,7 +245,8 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
 
     @property
     def _is_symmetric(self) -> bool:
-        return self.symmetric if self.a_scale is None else self.azp is None
+        parts = self._buffers
+        return self.symmetric if parts["a_scale"] is None else parts["azp"] is None
 
     def _description(self) -> list[str]:
         return [*_describe_activations(self.a_scale, self.smooth), f"symmetric={self._is_symmetric}"]
@@ -305,7 +317,7 @@ class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
         self._check_input(input)
         parts: dict[str, Any] = self._buffers
         given = {"scale": parts["a_scale"], "smooth": parts["smooth"]}
-        a_q, a_scale, *_ = quantize_activations(input, dtype=torch.float8_e4m3fn, **given)
+        a_q, a_scale, *_ = self._ready_codes(input) or quantize_activations(input, dtype=torch.float8_e4m3fn, **given)
         return gemm_fp8(
             a_q,
             parts["w_packed"],

@@ -188,6 +188,7 @@ class FusedProduct(QuantLinear):
     stored_forms: list[StoredForm | None]
     interleaved: bool = False
     _pending: _Pending | None = None
+    _ready: tuple[Seen, Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, members: Sequence[QuantLinear]) -> Self:
@@ -237,6 +238,26 @@ class FusedProduct(QuantLinear):
     def gated(self, a: Tensor, gate: str) -> Tensor:
         """The activation of one member's output times the other's, by one product: `gate` as `gemm` takes it."""
         return self.multiply(a, gate)
+
+    def hand_codes(self, a: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """Has the next product with `a` multiply these codes of it, made as `input_codes` says.
+
+        `a` is looked at as in `part`: nothing that changes unseen may come between.
+        """
+        vars(self)["_ready"] = Seen(a, self._of_input()), codes, scale
+
+    def _ready_codes(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
+        ready = self._ready
+        if ready is None:
+            return None
+        vars(self)["_ready"] = None
+        seen, codes, scale = ready
+        return (codes, scale) if seen.is_still(input, self._of_input()) else None
+
+    def _of_input(self) -> list[Tensor]:
+        """What codes of the input depend on beside the input."""
+        parts = [self._buffers.get(name) for name in self.SHARED]
+        return [part for part in parts if part is not None]
 
     def _members(self, out: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the members, from that of the product."""
@@ -294,7 +315,7 @@ class FusedProduct(QuantLinear):
         """The members do."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_pending": None}
+        return super().__getstate__() | {"_pending": None, "_ready": None}
 
 
 class _FusedWeightOnly(FusedProduct, WeightOnlyLinear):

@@ -11,7 +11,7 @@ from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.eight_bit import quantize_activations
 from qcutlass.formats.layers import CanonicalInt4, canonical_int4
 from qcutlass.formats.specs import LayerSpec
-from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
+from qcutlass.layers.base import InputCodes, QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products import dequantize, gemm_w4a8, preprocess_weights
@@ -135,7 +135,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
         act_scale, perm = parts["act_scale"], parts["perm"]
         x = input if act_scale is None else (input.float() * act_scale.float()).to(input.dtype)
         x = x if perm is None else x.index_select(-1, perm)
-        a_q, a_scale, *_ = quantize_activations(x, dtype=TYPES[self.activations])
+        a_q, a_scale, *_ = self._ready_codes(input) or quantize_activations(x, dtype=TYPES[self.activations])
         return gemm_w4a8(
             a_q,
             parts["w_packed"],
@@ -147,6 +147,11 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
             out_dtype=input.dtype,
             group_size=self.group_size,
         )
+
+    @property
+    def input_codes(self) -> InputCodes | None:
+        is_plain = self._buffers["act_scale"] is None and self._buffers["perm"] is None
+        return InputCodes(TYPES[self.activations]) if is_plain else None
 
     @property
     def spec(self) -> LayerSpec:

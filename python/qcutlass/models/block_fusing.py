@@ -36,6 +36,9 @@ def fuse_block(model: nn.Module) -> BlockFusion:
     - a residual addition and the norm behind it are one operator, so are the activation of a gated MLP and its
       multiplication (a part of the product before, where the model was on a GPU when it was fused), and the rotary
       embedding of queries and keys (with the norms of heads that Qwen3 has);
+    - a norm is quantised by the operator that computes it, where q, k and v, or gate and up, are one product whose
+      layers quantise their input to int8 without zero points or to e4m3, each token or by a static scale, and as it
+      comes: without smoothing factors or an order of columns;
     - attention on the CPU reads grouped keys and values without repeating them;
     - a token of each sequence goes through all blocks in one call of the extension, with a cache of `growing_cache` and
       without gradients and masks, where the model was on the CPU when it was fused, its layers are weight-only and
@@ -151,6 +154,7 @@ def _fuse(block: Any, norm: Any) -> None:
     for each in (block.input_layernorm, block.post_attention_layernorm, norm):
         each._pending = None
     block.following = (norm,)
+    block.input_layernorm.reader, block.post_attention_layernorm.reader = (block.self_attn,), (block.mlp,)
 
 
 def _projections(stack: nn.Module) -> dict[tuple[str, ...], str]:

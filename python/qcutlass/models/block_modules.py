@@ -7,7 +7,7 @@ Where something is asked for that the short way does not have, the class's own `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.utils import TransformersKwargs
 
+from qcutlass.layers.base import InputCodes
 from qcutlass.layers.changes import Seen, has_hooks
-from qcutlass.layers.fusing import shared_product
+from qcutlass.layers.fusing import GROUPS, shared_product
 from qcutlass.models.block_steps import EXACT, PLAIN, BlockStep, gate_of, ways_of
 from qcutlass.models.block_steps import GATES as GATES
 from qcutlass.models.cache_argument import CACHE, cache_layer, pop_cache
 from qcutlass.models.families import FAMILIES
 from qcutlass.models.growing_cache import PlacedLayer
 from qcutlass.models.whole_steps import stepped
-from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm
+from qcutlass.products.decoder_operators import (
+    add_rms_norm,
+    add_rms_norm_quantized,
+    gate,
+    rms_norm,
+    rms_norm_quantized,
+)
 from qcutlass.products.library import is_traced
 from qcutlass.products.rotary_operators import rotary, rotary_append
 
@@ -45,10 +52,16 @@ def _is_mixed(x: Tensor) -> bool:
 
 
 class FusedNorm(nn.Module):
-    """An RMS norm that may have been computed with the sum before it."""
+    """An RMS norm that may have been computed with the sum before it, and quantised for the product behind it.
+
+    Attributes:
+        reader: attention or the MLP, whose first product reads it, in a tuple, since it is no child of the norm; none
+            of a norm behind all blocks.
+    """
 
     weight: nn.Parameter
     variance_epsilon: float
+    reader: tuple[Any, ...] = ()
     _pending: Pending | None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -58,13 +71,25 @@ class FusedNorm(nn.Module):
             seen, normed = pending
             if seen.is_still(hidden_states, self._weights()) and (seen.notices or not has_hooks(self)):
                 return normed
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        quantising = self._quantising(hidden_states)
+        if quantising is None:
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        product, kind = quantising
+        found, *codes = rms_norm_quantized(hidden_states, self.weight, self.variance_epsilon, *kind)
+        product.hand_codes(found, *codes)
+        return found
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`x + residual`, whose norm the next call hands out."""
         if x.dtype != residual.dtype:
             return x + residual
-        total, normed = add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+        quantising, operands = self._quantising(x), (x, residual, self.weight, self.variance_epsilon)
+        if quantising is None:
+            total, normed = add_rms_norm(*operands)
+        else:
+            product, kind = quantising
+            total, normed, *codes = add_rms_norm_quantized(*operands, *kind)
+            product.hand_codes(normed, *codes)
         self.hand_out(total, normed)
         return total
 
@@ -76,6 +101,18 @@ class FusedNorm(nn.Module):
         """Has the next call compute its norm."""
         vars(self)["_pending"] = None  # a module's own way of setting attributes takes several microseconds
 
+    def _quantising(self, x: Tensor) -> tuple[Any, InputCodes] | None:
+        """The product that takes codes of the norm of `x`, and which; None: none does, or hooks may change the norm."""
+        for reader in self.reader:
+            product: Any = reader._modules[reader.GROUP[0]]._modules.get("product")
+            codes: InputCodes | None = getattr(product, "input_codes", None)
+            if codes is None or product.in_features != x.shape[-1] or has_hooks(self) or has_hooks(reader):
+                return None
+            if product is not first_product(reader) or (codes.scale is not None and codes.scale.device != x.device):
+                return None
+            return product, codes
+        return None
+
     def _weights(self) -> list[Any]:
         return [self._parameters["weight"]]  # to ask for the attribute takes twice the time
 
@@ -83,8 +120,15 @@ class FusedNorm(nn.Module):
         return self.__dict__ | {"_pending": None}
 
 
+def first_product(reader: Any) -> Any:
+    """The product of the layers that read a part of a block's input; None: each has one."""
+    return shared_product(*[reader._modules[name] for name in reader.GROUP])
+
+
 class FusedMLP(nn.Module):
     """A gated MLP whose gate is one operator, or a part of the product before it."""
+
+    GROUP: ClassVar = GROUPS[1]
 
     act_fn: nn.Module
     down_proj: nn.Module
@@ -92,7 +136,7 @@ class FusedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first: Any = self._modules["gate_proj"]
         second: Any = self._modules["up_proj"]
-        product, name = shared_product(first, second), gate_of(self)
+        product, name = first_product(self), gate_of(self)
         if name is None or _is_mixed(x):
             plain: Tensor = super().forward(x)
             return plain
@@ -107,6 +151,8 @@ class FusedMLP(nn.Module):
 
 class FusedAttention(nn.Module):
     """Attention of grouped heads, whose keys and values are not repeated; rotated by one operator."""
+
+    GROUP: ClassVar = GROUPS[0]
 
     config: Any
     o_proj: nn.Module
@@ -173,9 +219,9 @@ class FusedAttention(nn.Module):
         return (q_norm.weight, k_norm.weight, eps) if k_norm.variance_epsilon == eps else None
 
     def _projected(self, hidden_states: Tensor) -> Sequence[Tensor]:
-        layers: list[Any] = [self._modules[name] for name in ("q_proj", "k_proj", "v_proj")]
-        product = shared_product(*layers)
+        product = first_product(self)
         if product is None:
+            layers: list[Any] = [self._modules[name] for name in self.GROUP]
             return [layer(hidden_states) for layer in layers]
         return product(hidden_states).split(product.sizes, dim=-1)  # type: ignore[no-any-return]
 

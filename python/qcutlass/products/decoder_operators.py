@@ -1,5 +1,5 @@
-"""What a decoder block computes between its products: `torch.ops.qcutlass.add_rms_norm`, `rms_norm`, `silu_mul`
-and `gelu_tanh_mul`; rotations are in `rotary_operators`.
+"""What a decoder block computes between its products: `torch.ops.qcutlass.add_rms_norm`, `rms_norm`, the same with
+`_quantized`, `silu_mul` and `gelu_tanh_mul`; rotations are in `rotary_operators`.
 
 Each is one pass of the extension, computed in fp32 and rounded once. On a GPU of sm_90 a pass lets the kernel behind it
 start early: a product then loads its first weights meanwhile. The functions here call the extension directly where
@@ -8,7 +8,7 @@ nothing traces.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,8 +28,14 @@ from qcutlass.products.checks import (
 from qcutlass.products.extension import DTYPES, current_device, device_traits
 from qcutlass.products.library import is_eager, register
 from qcutlass.products.memory import as_rows, counted
+from qcutlass.products.quantizer_operators import CODES
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
+Quantized: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""A norm, its codes and their scale."""
+
+NORM_CODES: Final = (torch.int8, torch.float8_e4m3fn)
+"""Types of codes that norms are quantised to."""
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Pair:
@@ -78,6 +84,56 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return found
 
 
+def add_rms_norm_quantized(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_rms_norm`, and `quantize_activations` of the norm, by one kernel: the bits are those of both in turn.
+
+    Args:
+        x, residual, weight, eps: as for `add_rms_norm`.
+        dtype: of the codes: int8, symmetric, or float8_e4m3fn.
+        scale: float32 `[]` or `[1]`: a static scale; None: each row of K gets one.
+
+    Returns:
+        The sum and its norm, as `add_rms_norm` returns them; the norm's codes, and their scales, float32
+        `x.shape[:-1]`, or `[1]` with `scale`. NaN and infinities become what `quantize_activations` makes of them.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `add_rms_norm`; `dtype` or `scale` are others.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.products.decoder_operators import add_rms_norm_quantized
+        >>> x, weight = torch.tensor([[3.0, -3.0, 0.0, 0.0]]), 63.5 * torch.ones(4)
+        >>> _, normed, codes, scale = add_rms_norm_quantized(x, x, weight, 0.0, torch.int8)
+        >>> codes.tolist(), round(float(normed[0, 0] / scale[0]))
+        ([[127, -127, 0, 0]], 127)
+    """
+    if is_eager(x, residual, weight, scale):
+        return _add_rms_norm_quantized(x, residual, weight, eps, dtype, scale)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.qcutlass.add_rms_norm_quantized(
+        x, residual, weight, eps, dtype, scale
+    )
+    return found
+
+
+def rms_norm_quantized(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> Quantized:
+    """The norm, its codes and scales alone; arguments and errors are those of `add_rms_norm_quantized`.
+
+    Example:
+        >>> import torch
+        >>> from qcutlass.products.decoder_operators import rms_norm_quantized
+        >>> rms_norm_quantized(torch.full((1, 4), 3.0), torch.ones(4), 0.0, torch.int8)[1].tolist()
+        [[127, 127, 127, 127]]
+    """
+    if is_eager(x, weight, scale):
+        return _rms_norm_quantized(x, weight, eps, dtype, scale)
+    found: Quantized = torch.ops.qcutlass.rms_norm_quantized(x, weight, eps, dtype, scale)
+    return found
+
+
 def gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up` or `gelu_tanh(gate) * up`, of a gated MLP (Shazeer, "GLU variants improve transformer", 2020).
 
@@ -114,6 +170,20 @@ def _check_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) 
     check_vector("weight", weight, x.shape[-1], "K")
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps}")
+
+
+def _check_codes(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> None:
+    if dtype not in NORM_CODES:
+        raise TypeError(
+            f"dtype: expected torch.int8 or torch.float8_e4m3fn, got {dtype}; quantize_activations takes others"
+        )
+    if scale is None:
+        return
+    check_operand("scale", scale, (torch.float32,), x.device, "x")
+    if scale.shape not in ((), (1,)):
+        raise ValueError(
+            f"scale: expected one element, shape [] or [1], got {shape_of(scale)}; leave it out for one a row"
+        )
 
 
 def check_alike(name: str, tensor: Tensor, first: str, x: Tensor) -> None:
@@ -154,43 +224,86 @@ def backend(tensor: Tensor) -> tuple[int, int, int]:
     return 1, index, torch._C._cuda_getCurrentRawStream(index)
 
 
-def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
+def _launch_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Pair | None]:
+    """The sum, its norm, and the norm's codes of a type with their scale."""
     _check_norm(x, weight, eps, residual)
-    ready(x=x, residual=residual, weight=weight)
+    if dtype is not None:
+        _check_codes(x, dtype, scale)
+    ready(x=x, residual=residual, weight=weight, scale=scale)
     out, *sums = counted(x, 1 if residual is None else 2)  # norms are computed ahead of what may change the sum
-    total = sums[0] if sums else None
+    total, quantised = sums[0] if sums else None, None if dtype is None else _new_codes(x, dtype, scale)
     if out.numel():
         columns = x.shape[-1]
         x, stride = _rows(x)
         added, added_stride = (None, 0) if residual is None else _rows(residual)
         weight = weight.contiguous()
+        arguments = (
+            out.numel() // columns,
+            columns,
+            DTYPES[out.dtype],
+            x.data_ptr(),
+            stride,
+            _address(added),
+            added_stride,
+            DTYPES[weight.dtype],
+            weight.data_ptr(),
+            eps,
+            _address(total),
+            out.data_ptr(),
+        )
         with current_device(x):
-            _C.add_rms_norm(
-                out.numel() // columns,
-                columns,
-                DTYPES[out.dtype],
-                x.data_ptr(),
-                stride,
-                0 if added is None else added.data_ptr(),
-                added_stride,
-                DTYPES[weight.dtype],
-                weight.data_ptr(),
-                eps,
-                0 if total is None else total.data_ptr(),
-                out.data_ptr(),
-                *backend(x),
-            )
-    return total, out
+            if dtype is None or quantised is None:
+                _C.add_rms_norm(*arguments, *backend(x))
+            else:
+                codes, scales = (tensor.data_ptr() for tensor in quantised)
+                _C.add_rms_norm_quantized(*arguments, CODES[dtype], codes, _address(scale), scales, *backend(x))
+    elif quantised is not None and scale is not None:
+        quantised[1].copy_(scale)
+    return total, out, quantised
+
+
+def _new_codes(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Pair:
+    """Codes and scales of a norm, to be written."""
+    scales = x.shape[:-1] if scale is None else (1,)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(scales, dtype=torch.float32)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Pair:
-    total, out = _launch_norm(x, residual, weight, eps)
+    total, out, _ = _launch_norm(x, residual, weight, eps)
     assert total is not None
     return total, out
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _launch_norm(x, None, weight, eps)[1]
+
+
+def _add_rms_norm_quantized(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total, out, quantised = _launch_norm(x, residual, weight, eps, dtype, scale)
+    assert total is not None
+    assert quantised is not None
+    return total, out, *quantised
+
+
+def _rms_norm_quantized(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> Quantized:
+    _, out, quantised = _launch_norm(x, None, weight, eps, dtype, scale)
+    assert quantised is not None
+    return out, *quantised
 
 
 def _gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
@@ -228,6 +341,22 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _add_rms_norm_quantized_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total, normed = _add_rms_norm_fake(x, residual, weight, eps)
+    _check_codes(x, dtype, scale)
+    return total, normed, *_new_codes(x, dtype, scale)
+
+
+def _rms_norm_quantized_fake(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> Quantized:
+    normed = _rms_norm_fake(x, weight, eps)
+    _check_codes(x, dtype, scale)
+    return normed, *_new_codes(x, dtype, scale)
+
+
 def _gate_fake(gate: Tensor, up: Tensor) -> Tensor:
     _check_gate(gate, up)
     return gate.new_empty(gate.shape)
@@ -240,6 +369,18 @@ def _register() -> None:
         _add_rms_norm_fake,
     )
     register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _rms_norm_fake)
+    register(
+        "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor weight, float eps, ScalarType dtype, "
+        "Tensor? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
+        _add_rms_norm_quantized,
+        _add_rms_norm_quantized_fake,
+    )
+    register(
+        "rms_norm_quantized(Tensor x, Tensor weight, float eps, ScalarType dtype, Tensor? scale=None) "
+        "-> (Tensor, Tensor, Tensor)",
+        _rms_norm_quantized,
+        _rms_norm_quantized_fake,
+    )
     for name in ACTIVATION_OF_GATE:
 
         def implementation(gate: Tensor, up: Tensor, name: str = name) -> Tensor:

@@ -232,6 +232,24 @@ NORMS = (
         "decoder",
         (tests("test_decoder_operators.py", "test_norms_are_within_their_bound[shape0-", "-cuda]"),),
     ),
+    Mutant(
+        "codes are those of a norm before it is rounded",
+        "norm",
+        "cuda/decoder.cu",
+        "if (kKeeps) x[i] = float(Element(out[i]));",
+        "if (kKeeps) x[i] = out[i];",
+        "decoder",
+        (tests("test_quantized_norms.py", "test_bits_are_those_of_both_in_turn[shape0-", "-cuda]"),),
+    ),
+    Mutant(
+        "ranges of long rows are those of what registers hold",
+        "norm",
+        "cuda/decoder.cu",
+        "      include(x);\n",
+        "",
+        "decoder",
+        (tests("test_quantized_norms.py", "test_bits_are_those_of_both_in_turn[shape8-", "-cuda]"),),
+    ),
 )
 
 LARGE = ("test_quantizers_cuda.py", "test_agrees_with_the_cpu_on_large_matrices[")

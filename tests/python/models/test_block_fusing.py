@@ -28,8 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 VOCABULARY = 96
 
 
-def tiny(family: str, seed: int, scheme: Any = None, **options: Any) -> Any:
-    """A model of random weights, its linear layers quantised."""
+def floats(family: str, seed: int, **options: Any) -> Any:
+    """A model of random weights."""
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 160,
@@ -46,6 +46,12 @@ def tiny(family: str, seed: int, scheme: Any = None, **options: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.normal_(1, 0.2)
+    return model
+
+
+def tiny(family: str, seed: int, scheme: Any = None, **options: Any) -> Any:
+    """One whose linear layers are quantised."""
+    model = floats(family, seed, **options)
     qcutlass.replace_linear(model, scheme or WeightOnly(group_size=32), skip=["lm_head"])
     return model
 
