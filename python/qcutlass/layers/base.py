@@ -14,10 +14,12 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, DequantizedLinear, Layer, QuantizedLayer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
+from qcutlass.layers import calls
 from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.products import unpack_weights
 from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
+from qcutlass.products.multiplying import compute
 from qcutlass.products.packing import TILE_N
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import Scheme, WeightOnly
@@ -272,8 +274,30 @@ class QuantLinear(PackedModule):
         """The dimension of a buffer that channels lie along, and how many of them have an entry in common."""
         return (0, TILE_N) if name == "w_packed" else (-1, 1)
 
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        return self._computed(input, self.activation)
+
     def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         """The layer's output with another activation than its own: with a gate, where HAS_GATES."""
+        raise NotImplementedError
+
+    def _computed(self, input: Tensor, activation: str | None) -> Tensor:
+        """The output with some activation, in the shortest way that is open to it."""
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
+            repeated = calls.repeat(self.__dict__, input, activation)
+            if repeated is not None:
+                return repeated
+        self._check_input(input)
+        steps = self._steps(input, activation)
+        out = compute(steps.kind, steps.call, None)
+        if not is_compiling:
+            calls.remember(self.__dict__, self.SETTINGS, input, activation, steps)
+        return out
+
+    def _steps(self, input: Tensor, activation: str | None) -> calls.Steps:
+        """The product, to be run, with its activations quantised where it takes such."""
         raise NotImplementedError
 
     def canonical(self) -> QuantizedLayer:

@@ -14,13 +14,13 @@ from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.formats.tensors import narrowed
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
+from qcutlass.layers.calls import Steps
 from qcutlass.layers.offloading import HOOK, adapt
 from qcutlass.layers.packed import Parts
 from qcutlass.layers.short_codes import stored_bits
 from qcutlass.layers.stored_form import STORED, StoredForm, from_stored
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, short
-from qcutlass.products.multiplying import compute
 from qcutlass.products.packing import TILE_BITS, TILE_N
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
@@ -175,13 +175,11 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if perm is not None and not perm.is_meta and not bool(((perm >= 0) & (perm < self.in_features)).all()):
             raise ValueError(f"perm: expected values in [0, {self.in_features}), got others")
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., K]` to `[..., N]`, of the same type."""
-        return self.multiply(input, self.activation)
-
     def multiply(self, input: Tensor, activation: str | None) -> Tensor:
-        self._check_input(input)
-        return compute(WEIGHT_ONLY, self.call(input, activation), None)
+        return self._computed(input, activation or self.activation)
+
+    def _steps(self, input: Tensor, activation: str | None) -> Steps:
+        return Steps(WEIGHT_ONLY, self.call(input, activation))
 
     def call(self, a: Tensor, activation: str | None = None) -> GemmCall:
         """The product that the layer computes of `a`, with its own activation or another one."""
