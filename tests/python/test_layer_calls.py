@@ -19,10 +19,12 @@ from tests.python.running import captured, in_threads
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, testing, tuning
+from qcutlass import _C, FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, testing, tuning
 from qcutlass.layers import Int8Linear
-from qcutlass.layers.calls import CALLS
 from qcutlass.products import invariance, launching
+from qcutlass.products.extension import backend
+from qcutlass.products.layer_calls import CALLS
+from qcutlass.products.quantizer_operators import QuantizeCall
 from qcutlass.schemes import Scheme
 
 N, K = 48, 128
@@ -367,6 +369,34 @@ def test_weights_written_just_before_a_remembered_call(scheme: Scheme, seed: int
     for step in range(20):
         layer.load_state_dict(states[step % 2])
         testing.assert_equal(layer(a), expected[step % 2])
+
+
+def overwrite(layer: Any, packed: Tensor) -> None:
+    """Has a quantiser of ours, behind which kernels may start early, write a layer's weights."""
+    codes, scale = layer.w_packed, torch.ones(1, device=packed.device)
+    out = torch.empty_like(scale)
+    arguments, _alive = QuantizeCall(packed, codes.dtype, scale=scale).fill(codes, out, None)
+    _C.quantize(arguments, **backend(codes))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_weights_that_a_quantiser_of_ours_wrote_just_before(device: str, seed: int) -> None:
+    """The product may read its weights while the kernels before it run, but none that these write."""
+    n, k = (2048, 4096) if device == "cuda" else (64, 128)
+    layers: list[Any] = [
+        Int8Linear(*qcutlass.quantize_weights_int8(randn(n, k, seed=seed + step))).to(device) for step in range(3)
+    ]
+    layer, *others = layers
+    packed = [other.w_packed.float().view(-1, 512) for other in others]
+    for other in others:
+        other.w_scale.copy_(layer.w_scale)
+    a = randn(3, k, seed=seed).half().to(device)
+    expected = [other(a) for other in others]
+    layer(a)
+    for step in range(40):
+        overwrite(layer, packed[step % 2])
+        testing.assert_equal(layer(a), expected[step % 2])
+    assert remembered(layer) == 1
 
 
 @gpu

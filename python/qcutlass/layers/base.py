@@ -14,11 +14,11 @@ from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Checkpoint, DequantizedLinear, Layer, QuantizedLayer
 from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
-from qcutlass.layers import calls
 from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
-from qcutlass.products import unpack_weights
+from qcutlass.products import layer_calls, unpack_weights
 from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.multiplying import compute
 from qcutlass.products.packing import TILE_N
 from qcutlass.quantized import QuantizedTensor
@@ -286,17 +286,17 @@ class QuantLinear(PackedModule):
         """The output with some activation, in the shortest way that is open to it."""
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            repeated = calls.repeat(self.__dict__, input, activation)
+            repeated = layer_calls.repeat(self.__dict__, input, activation)
             if repeated is not None:
                 return repeated
         self._check_input(input)
         steps = self._steps(input, activation)
         out = compute(steps.kind, steps.call, None)
         if not is_compiling:
-            calls.remember(self.__dict__, self.SETTINGS, input, activation, steps)
+            layer_calls.remember(self.__dict__, self.SETTINGS, input, activation, steps)
         return out
 
-    def _steps(self, input: Tensor, activation: str | None) -> calls.Steps:
+    def _steps(self, input: Tensor, activation: str | None) -> Steps:
         """The product, to be run, with its activations quantised where it takes such."""
         raise NotImplementedError
 

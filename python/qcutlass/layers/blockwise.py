@@ -12,12 +12,12 @@ from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.formats import CanonicalBlockwise
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
-from qcutlass.layers.calls import Steps
 from qcutlass.layers.packed import Parts
 from qcutlass.products import preprocess_weights
 from qcutlass.products.block_operators import TYPES, BlocksCall, check_block_size, check_weight_scales
 from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall
 from qcutlass.products.checks import ceil_div, check_matrix, check_operand, check_tensor
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.packing import check_packed_form
 from qcutlass.schemes import Blockwise
 

@@ -18,12 +18,12 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalFp8, CanonicalInt8
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
-from qcutlass.layers.calls import Steps
 from qcutlass.layers.packed import Parts
 from qcutlass.products import preprocess_weights, weight_sums
 from qcutlass.products.checks import check_flag, check_matrix, check_tensor
 from qcutlass.products.float8 import FLOAT8, Float8Call
 from qcutlass.products.int8 import INT8, Int8Call
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.packing import check_packed_form
 from qcutlass.products.quantizer_operators import QuantizeCall, check_quantize
 from qcutlass.schemes import FP8, W8A8

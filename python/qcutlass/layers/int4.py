@@ -12,12 +12,12 @@ from qcutlass.algorithms.eight_bit import quantized
 from qcutlass.formats.layers import CanonicalInt4, canonical_int4
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
-from qcutlass.layers.calls import Steps
 from qcutlass.layers.packed import Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import short
 from qcutlass.products.int4 import INT4, TYPES, Int4Call
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.quantizer_operators import QuantizeCall
 from qcutlass.products.weight_only import GemmCall
 from qcutlass.quantized import QuantizedTensor, check_zeros

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.calls import CALLS
 from qcutlass.products.checks import E8M0, FLOATING, are_finite, check_tensor
+from qcutlass.products.layer_calls import CALLS
 from qcutlass.products.packing import fit_cuda, one_level
 from qcutlass.version import LAYOUT_VERSION
 

@@ -14,13 +14,13 @@ from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.formats.tensors import narrowed
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
-from qcutlass.layers.calls import Steps
 from qcutlass.layers.offloading import HOOK, adapt
 from qcutlass.layers.packed import Parts
 from qcutlass.layers.short_codes import stored_bits
 from qcutlass.layers.stored_form import STORED, StoredForm, from_stored
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, short
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.packing import TILE_BITS, TILE_N
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
