@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, in Llama-like models, of the layers of attention, and of a gated MLP, that read the same input."""
 
-_Pending = tuple[Seen, tuple[Tensor | None, ...]]
+_Pending = tuple[Seen, tuple[Tensor, ...], int]  # outputs of the members; a bit for each that was not handed out
 
 
 @dataclass(frozen=True)
@@ -210,16 +210,14 @@ class FusedProduct(QuantLinear):
         pending, weights = self._pending, [part for part in self._buffers.values() if part is not None]
         if pending is not None and (not pending[0].is_still(a, weights) or (is_hooked and not pending[0].notices)):
             pending = None
-        if pending is None or pending[1][index] is None:  # or handed out already
-            outs: tuple[Tensor | None, ...] = self._members(self(a))
-            pending = Seen(a, weights), outs
-        seen, outs = pending
-        out = outs[index]
-        assert out is not None
-        left = tuple(None if i == index else other for i, other in enumerate(outs))
-        is_kept = any(other is not None for other in left) and (seen.notices or not is_hooked)
-        self.__dict__["_pending"] = (seen, left) if is_kept else None  # a module's own way takes a microsecond
-        return out
+        if pending is None or not pending[2] >> index & 1:  # or handed out already
+            outs = self._members(self(a))
+            pending = Seen(a, weights), outs, (1 << len(outs)) - 1
+        seen, outs, left = pending
+        left &= ~(1 << index)
+        is_kept = left and (seen.notices or not is_hooked)
+        self.__dict__["_pending"] = (seen, outs, left) if is_kept else None  # a module's own way takes a microsecond
+        return outs[index]
 
     def interleave(self) -> bool:
         """Puts the channels of a gate and of what it multiplies in turns, for `gated`; False: they are not such two."""
