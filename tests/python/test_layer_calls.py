@@ -134,6 +134,19 @@ def test_layers_with_everything(seed: int) -> None:
     assert remembered(layer) == 1
 
 
+def test_copies_are_not_made_of_what_is_not_remembered(seed: int) -> None:
+    layer, a = static_layer(seed), randn(3, 2 * K, seed=seed)[:, ::2]
+    assert torch.equal(layer(a), layer(a.contiguous()))
+    assert remembered(layer) == 1
+    assert layer.smooth is not None
+    layer.smooth = layer.smooth.half()
+    launching.forget()
+    for _ in range(2):
+        testing.assert_equal(layer(a), fresh(layer, a))
+        testing.assert_equal(layer(a.contiguous()), fresh(layer, a))
+    assert remembered(layer) == 0
+
+
 CHANGES: Final[dict[str, Callable[[Any], object]]] = {
     "another tensor": lambda layer: setattr(layer, "bias", layer.bias + 1),
     "another type": lambda layer: setattr(layer, "bias", layer.bias.half() + 1),

@@ -22,7 +22,7 @@ from qcutlass.products.checks import (
 from qcutlass.products.extension import DTYPES, backend, current_device
 from qcutlass.products.kind import schema_of
 from qcutlass.products.library import register
-from qcutlass.products.memory import as_rows
+from qcutlass.products.memory import are_rows, as_rows
 
 BLOCK_SIZES: Final = (32, 64, 128)
 TYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -94,6 +94,11 @@ class BlocksCall(NamedTuple):
         shape = (*x.shape[:-1], x.shape[-1] // 2) if self.gated else x.shape
         codes = x.new_empty(shape, dtype=self.dtype)
         return codes, x.new_empty(scales_shape(codes, self.size, self.square), dtype=torch.float32)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it reads `x` and no copy of it."""
+        return are_rows(self.x)
 
     def fill(self, codes: Tensor, scales: Tensor) -> tuple[_C.QuantizeArguments, list[Tensor]]:
         """The extension's struct of a checked call with these outputs, and the tensors that it points into."""

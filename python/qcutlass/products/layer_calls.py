@@ -49,12 +49,12 @@ def repeat(layer: dict[str, Any], a: Tensor, activation: str | None) -> Tensor |
 
 def remember(layer: dict[str, Any], settings: Sequence[str], a: Tensor, activation: str | None, steps: Steps) -> None:
     """Remembers a call that was just run, for a layer with these attributes, of which it depends on `settings`."""
-    if not is_eager(a) or not a.numel():
+    quantizer: Any = steps.quantizer
+    if not is_eager(a) or not a.numel() or not (quantizer is None or quantizer.is_direct):
         return
     calls: _C.LayerCalls | None = layer.get(CALLS)
     if calls is None:
         calls = layer[CALLS] = _C.LayerCalls(settings, _MOST)
-    quantizer: Any = steps.quantizer
     arguments = None if quantizer is None else quantizer.fill(*steps.outputs)[0]
     new_scratch = functools.partial(torch.empty, dtype=torch.uint8, device=a.device)
     calls.remember(a, layer, activation, steps.kind.launches, tuple(steps.call), arguments, new_scratch)

@@ -19,7 +19,7 @@ from qcutlass.products.checks import (
 from qcutlass.products.extension import DTYPES, backend, current_device
 from qcutlass.products.kind import schema_of
 from qcutlass.products.library import register
-from qcutlass.products.memory import as_rows
+from qcutlass.products.memory import are_rows, as_rows
 
 QuantizedRows: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Codes, scales and zero points, where the call asks for these."""
@@ -54,6 +54,12 @@ class QuantizeCall(NamedTuple):
     @property
     def has_one_range(self) -> bool:
         return self.per_tensor or self.scale is not None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it reads its tensors and no copies of them."""
+        smooth = self.smooth
+        return are_rows(self.a) and (smooth is None or (smooth.dtype == torch.float32 and smooth.is_contiguous()))
 
     def fill(self, codes: Tensor, scale: Tensor, azp: Tensor | None) -> tuple[_C.QuantizeArguments, list[Tensor]]:
         """The extension's struct of a checked call with these outputs, and the tensors that it points into.
