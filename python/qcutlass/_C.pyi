@@ -167,6 +167,28 @@ class GemmArguments(metaclass=_pybind11_type):
     workspace_bytes: int
 
 # a product of operands elsewhere in memory, in the order of `operands`; an address of 0: there is none
+class QuantizeArguments(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    rows: int
+    columns: int
+    a_type: DType
+    a: int
+    a_stride: int
+    smooth: int
+    per_tensor: bool
+    block: int
+    square: bool
+    powers_of_two: bool
+    gated: bool
+    asymmetric: bool
+    given_scale: int
+    given_azp: int
+    code_type: DType
+    codes: int
+    scale: int
+    azp: int
+    workspace: int
+
 class Rebinding(metaclass=_pybind11_type):
     def __init__(self, product: GemmArguments, operands: Sequence[Operand]) -> None: ...
     @property
@@ -236,6 +258,22 @@ class Launches(metaclass=_pybind11_type):
         self, call: Iterable[Any], out: Tensor | None, launch: Launch, generation: int, written: int
     ) -> None: ...
     def signature(self, call: Iterable[Any], out: Tensor | None) -> tuple[tuple[int, ...], list[int]] | None: ...
+    def __len__(self) -> int: ...
+
+# eager calls of one layer, by the signature of its input; `layer`: its attributes, `settings` are some of their names
+class LayerCalls(metaclass=_pybind11_type):
+    def __init__(self, settings: Sequence[str], most: int) -> None: ...
+    def repeat(self, a: Tensor, layer: dict[str, Any], activation: str | None) -> Tensor | None: ...
+    def remember(
+        self,
+        a: Tensor,
+        layer: dict[str, Any],
+        activation: str | None,
+        launches: Launches,
+        call: tuple[Any, ...],
+        quantizer: QuantizeArguments | None,
+        new_scratch: Callable[[int], Tensor],
+    ) -> None: ...
     def __len__(self) -> int: ...
 
 def forget_launches() -> None: ...
@@ -403,45 +441,7 @@ def moe_sum(*arguments: int | DType, device: int = -1, stream: int = 0, threads:
 # quantising to 8 bits; device as above
 QUANTIZE_WORKSPACE_BYTES: int
 
-def quantize(
-    rows: int,
-    columns: int,
-    a_type: DType,
-    a: int,
-    a_stride: int,
-    code_type: DType,
-    codes: int,
-    scale: int,
-    azp: int,
-    *,
-    smooth: int = 0,
-    per_tensor: bool = False,
-    asymmetric: bool = False,
-    given_scale: int = 0,
-    given_azp: int = 0,
-    workspace: int = 0,
-    device: int = -1,
-    stream: int = 0,
-    threads: int = 1,
-) -> None: ...
-def quantize_blocks(
-    rows: int,
-    columns: int,
-    size: int,
-    a_type: DType,
-    a: int,
-    a_stride: int,
-    code_type: DType,
-    codes: int,
-    scales: int,
-    *,
-    square: bool = False,
-    powers_of_two: bool = False,
-    gated: bool = False,
-    device: int = -1,
-    stream: int = 0,
-    threads: int = 1,
-) -> None: ...
+def quantize(arguments: QuantizeArguments, *, device: int = -1, stream: int = 0, threads: int = 1) -> None: ...
 def dequantize_blocks(
     rows: int,
     columns: int,

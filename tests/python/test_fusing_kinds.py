@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, fuse_block, fuse_projections, testing
 from qcutlass.algorithms.calibration import ActivationStatistics
-from qcutlass.layers import BlockwiseLinear, FusedProjection, Int8Linear, blockwise, eight_bit, int4, use_activations
+from qcutlass.layers import BlockwiseLinear, FusedProjection, Int8Linear, use_activations
 from qcutlass.tuning.layers import layers_of
 
 K: Final = 128
@@ -66,23 +66,15 @@ def outputs(model: Any, a: Tensor) -> list[Tensor]:
 
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of activations that were quantised."""
+    """Shapes of activations that were quantised and multiplied."""
     seen: list[torch.Size] = []
+    own = QuantLinear._computed
 
-    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
-        def count(a: Tensor, *arguments: Any, **options: Any) -> Any:
-            seen.append(a.shape)
-            return own(a, *arguments, **options)
+    def count(layer: QuantLinear, a: Tensor, activation: str | None) -> Tensor:
+        seen.append(a.shape)
+        return own(layer, a, activation)
 
-        return count
-
-    for module, name in (
-        (eight_bit, "quantize_activations"),
-        (int4, "quantize_activations"),
-        (blockwise, "act_quant"),
-        (blockwise, "fp8_act_quant"),
-    ):
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    monkeypatch.setattr(QuantLinear, "_computed", count)
     return seen
 
 

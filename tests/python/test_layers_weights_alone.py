@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import FP8, W4A8, W8A8, Blockwise, UnsupportedError, testing
-from qcutlass.layers import Fp8Linear, Int8Linear, WeightOnlyLinear, activations, eight_bit, use_activations
+from qcutlass.layers import Fp8Linear, Int8Linear, WeightOnlyLinear, activations, use_activations
 from qcutlass.schemes import Scheme
 
 N, K = 200, 288
@@ -81,7 +81,7 @@ def test_layers_for_which_a_gpu_has_no_kernel_take_16_bits(monkeypatch: pytest.M
     def refuse(*_: Any, **__: Any) -> Tensor:
         raise UnsupportedError(MESSAGE)
 
-    monkeypatch.setattr(eight_bit, "gemm_fp8", refuse)
+    monkeypatch.setattr(Fp8Linear, "_steps", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert activations.fit_activations(model) == []  # the CPU is not asked

@@ -28,8 +28,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import _C, testing
-from qcutlass.products.extension import DTYPES
-from qcutlass.products.quantizer_operators import CODES
+from qcutlass.products.quantizer_operators import QuantizeCall
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Around the widths of vectors, and of what the GPU's warps, blocks and large blocks hold: 8, 1024, 8192, 32768 halves.
@@ -191,23 +190,11 @@ def test_writes_its_outputs_alone(options: Options, device: str, seed: int) -> N
         numbers = torch.full((2, 9), 0x55555555, dtype=torch.int32, device=device)
         count = 1 if whole else 3
         place = {"device": a.get_device(), "stream": torch.cuda.current_stream().cuda_stream} if a.is_cuda else {}
-        _C.quantize(
-            3,
-            k,
-            DTYPES[a.dtype],
-            a.data_ptr(),
-            a.stride(0),
-            CODES[dtype],
-            codes.data_ptr() + 32 + offset % 8,
-            numbers[0, 3:].data_ptr(),
-            numbers[1, 3:].data_ptr() if asymmetric else 0,
-            per_tensor=whole,
-            asymmetric=asymmetric or "azp" in options,
-            given_scale=given["scale"].data_ptr() if "scale" in given else 0,
-            given_azp=given["azp"].data_ptr() if "azp" in given else 0,
-            workspace=torch.empty(_C.QUANTIZE_WORKSPACE_BYTES, dtype=torch.uint8, device=device).data_ptr(),
-            **place,
-        )
+        call = QuantizeCall(a, dtype, whole, asymmetric, given.get("scale"), given.get("azp"))
+        arguments, _ = call.fill(codes[32 + offset % 8 :], numbers[0, 3:], numbers[1, 3:] if asymmetric else None)
+        workspace = torch.empty(_C.QUANTIZE_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        arguments.workspace = workspace.data_ptr()
+        _C.quantize(arguments, **place)
         begin = 32 + offset % 8
         azp = numbers[1, 3 : 3 + count] if asymmetric else given.get("azp")
         out = Quantized(

@@ -64,6 +64,14 @@ struct QuantizeArguments {
 
 inline constexpr size_t kQuantizeWorkspaceBytes = 8;
 
+/// How many scales are written, and zero points where there are some.
+constexpr int64_t scales_of(QuantizeArguments const& arguments) {
+  if (arguments.per_tensor) return 1;
+  if (arguments.block == 0) return arguments.rows;
+  auto const blocks = [&](int64_t extent) { return (extent + arguments.block - 1) / arguments.block; };
+  return (arguments.square ? blocks(arguments.rows) : arguments.rows) * blocks(arguments.columns);
+}
+
 /// Codes of 8 bits, a scale for each block of 1 x size, or with `square` of size x size, of which the last ones may be
 /// short.
 struct BlockArguments {

@@ -15,8 +15,6 @@ namespace qcutlass::python {
 
 namespace {
 
-bool records_gradients(TorchCalls const& torch) { return call(torch.is_grad_enabled).ptr() == Py_True; }
-
 /// Makes a GPU the current one; another one is again when it ends.
 class CurrentDevice {
  public:
@@ -53,6 +51,13 @@ void LastOutputs::add(Span const& output) {
   spans_[next_] = output;
   next_ = (next_ + 1) % spans_.size();
   ++since_wait_;
+}
+
+void LastOutputs::add_of(QuantizeArguments const& quantizer) {
+  int64_t const scales = scales_of(quantizer);
+  add(quantizer.codes, quantizer.rows * quantizer.columns);
+  add(quantizer.scale, scales * int64_t{sizeof(float)});
+  if (quantizer.azp != nullptr) add(quantizer.azp, scales * int64_t{sizeof(int32_t)});
 }
 
 bool LastOutputs::meet(Span const& operand) const {
@@ -92,21 +97,23 @@ bool Launch::is_settled(std::vector<uintptr_t> const& addresses, LastOutputs con
   return true;
 }
 
-py::object Launch::run(std::vector<uintptr_t> const& addresses, py::handle a, py::object out) const {
+py::object Launch::run(std::vector<uintptr_t> const& addresses, py::handle a, py::object out,
+                       Before const* before) const {
   if (out.is_none()) out = call(new_out_);
   GemmArguments const arguments = rebinding_.at(addresses, data_ptr(out.ptr()));
   if (!plan_) {
-    run_host(arguments);
+    run_host(arguments, before);
   } else {
     CurrentDevice const device(TorchCalls::instance(), device_);
-    run_cuda(arguments, addresses, a, out);
+    run_cuda(arguments, addresses, a, out, before);
   }
   return out;
 }
 
-void Launch::run_host(GemmArguments arguments) const {
+void Launch::run_host(GemmArguments arguments, Before const* before) const {
   auto const threads = static_cast<int>(to_integer(call(TorchCalls::instance().get_num_threads).ptr()));
   py::gil_scoped_release const released;
+  if (before != nullptr) host::quantize(before->quantizer, threads);
   int64_t const rows = arguments.m;
   auto const* a = static_cast<char const*>(arguments.a);
   auto* out = static_cast<char*>(arguments.out);
@@ -123,10 +130,11 @@ void Launch::run_host(GemmArguments arguments) const {
   }
 }
 
-void Launch::run_cuda(GemmArguments arguments, std::vector<uintptr_t> const& addresses, py::handle a,
-                      py::handle out) const {
+void Launch::run_cuda(GemmArguments arguments, std::vector<uintptr_t> const& addresses, py::handle a, py::handle out,
+                      Before const* before) const {
   uintptr_t const stream = py::cast<uintptr_t>(TorchCalls::instance().current_stream(device_));
   LastOutputs& last = LastOutputs::of(device_, stream);
+  if (before != nullptr) last.add_of(before->quantizer);
   arguments.settled = is_settled(addresses, last);
   last.wait();
   auto const written = reinterpret_cast<uintptr_t>(arguments.out);
@@ -140,22 +148,16 @@ void Launch::run_cuda(GemmArguments arguments, std::vector<uintptr_t> const& add
   }
   py::object workspace;  // torch's allocator hands its memory out again in the order of the stream
   if (plan_->workspace_bytes > 0) {
-    workspace = call(new_workspace_);
-    arguments.workspace = to_pointer(data_ptr(workspace.ptr()));
+    if (before == nullptr) workspace = call(new_workspace_);
+    arguments.workspace = before == nullptr ? to_pointer(data_ptr(workspace.ptr())) : before->workspace;
     arguments.workspace_bytes = plan_->workspace_bytes;
   }
   py::gil_scoped_release const released;
+  if (before != nullptr) cuda::quantize(before->quantizer, to_pointer(stream));
   cuda::gemm(arguments, *plan_, to_pointer(stream));
 }
 
 int64_t Launches::generation_of_all = 0;
-
-size_t Launches::Hash::operator()(Signature const& signature) const {
-  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;  // 2^64 over the golden ratio: Fibonacci hashing
-  uint64_t hash = signature.size();
-  for (int64_t number : signature) hash = (hash ^ static_cast<uint64_t>(number)) * kGolden ^ (hash >> 29);
-  return hash;
-}
 
 void Launches::drop_forgotten() {
   if (generation_ == generation_of_all) return;
@@ -170,7 +172,7 @@ py::object Launches::repeat(py::handle call, py::object out) {
   if (torch.calls_are_watched()) return py::none();
   Signature signature;
   std::vector<uintptr_t> addresses;
-  if (!write_signature(fields_, call.ptr(), out.ptr(), records_gradients(torch), signature, addresses)) {
+  if (!write_signature(fields_, call.ptr(), out.ptr(), torch.records_gradients(), signature, addresses)) {
     return py::none();
   }
   auto const found = launches_.find(signature);
@@ -194,7 +196,7 @@ void Launches::remember(py::handle call, py::handle out, std::shared_ptr<Launch>
   if (generation != generation_) return;
   Signature signature;
   std::vector<uintptr_t> addresses;
-  bool const gradients = records_gradients(TorchCalls::instance());
+  bool const gradients = TorchCalls::instance().records_gradients();
   if (!write_signature(fields_, call.ptr(), out.ptr(), gradients, signature, addresses)) return;
   if (!out.is_none() && addresses.back() != written) return;
   addresses.pop_back();
@@ -203,10 +205,20 @@ void Launches::remember(py::handle call, py::handle out, std::shared_ptr<Launch>
   launches_.insert_or_assign(std::move(signature), std::move(launch));
 }
 
+std::shared_ptr<Launch> Launches::find(py::handle call, std::vector<uintptr_t>& addresses) {
+  drop_forgotten();
+  Signature signature;
+  bool const gradients = TorchCalls::instance().records_gradients();
+  if (!write_signature(fields_, call.ptr(), Py_None, gradients, signature, addresses)) return nullptr;
+  addresses.pop_back();
+  auto const found = launches_.find(signature);
+  return found == launches_.end() ? nullptr : found->second;
+}
+
 py::object Launches::signature(py::handle call, py::handle out) const {
   Signature signature;
   std::vector<uintptr_t> addresses;
-  bool const gradients = records_gradients(TorchCalls::instance());
+  bool const gradients = TorchCalls::instance().records_gradients();
   if (!write_signature(fields_, call.ptr(), out.ptr(), gradients, signature, addresses)) return py::none();
   return py::make_tuple(py::tuple(py::cast(signature)), addresses);
 }

@@ -12,6 +12,7 @@
 
 #include "operands.h"
 #include "qcutlass/gemm.h"
+#include "qcutlass/quantize.h"
 #include "signature.h"
 
 namespace qcutlass::python {
@@ -49,11 +50,19 @@ class LastOutputs {
     auto const begin = reinterpret_cast<uintptr_t>(output);
     if (bytes > 0) add({begin, begin + static_cast<uintptr_t>(bytes)});
   }
+  /// Those of a quantiser.
+  void add_of(QuantizeArguments const& quantizer);
   bool meet(Span const& operand) const;
 
  private:
   std::array<Span, 8> spans_;
   size_t next_ = 0, since_wait_ = 0;  ///< spans since wait()
+};
+
+/// What quantises the activations of a product, just before it and in the same stream.
+struct Before {
+  QuantizeArguments quantizer;
+  void* workspace = nullptr;  ///< of the product
 };
 
 /// A checked and planned product, which runs wherever its operands lie. It keeps none of them alive.
@@ -73,6 +82,11 @@ class Launch {
   /// Whether this thread can run it now.
   bool is_ready() const;
 
+  /// Whether a product of torch's is a part of it.
+  bool is_dense() const { return plan_ && plan_->dense; }
+
+  size_t workspace_bytes() const { return plan_ ? plan_->workspace_bytes : 0; }
+
   /// Whether an output at `out` reaches into an operand.
   bool may_overlap(std::vector<uintptr_t> const& addresses, uintptr_t out) const;
 
@@ -80,13 +94,14 @@ class Launch {
   bool is_settled(std::vector<uintptr_t> const& addresses, LastOutputs const& last) const;
 
   /// Writes `out`, or a new tensor, from operands at `addresses`, of which `a` is the first; returns it. On the CPU
-  /// with torch's number of threads, on a GPU in the current stream.
-  pybind11::object run(std::vector<uintptr_t> const& addresses, pybind11::handle a, pybind11::object out) const;
+  /// with torch's number of threads, on a GPU in the current stream. `before`: runs first; none where it is_dense().
+  pybind11::object run(std::vector<uintptr_t> const& addresses, pybind11::handle a, pybind11::object out,
+                       Before const* before = nullptr) const;
 
  private:
-  void run_host(GemmArguments arguments) const;
+  void run_host(GemmArguments arguments, Before const* before) const;
   void run_cuda(GemmArguments arguments, std::vector<uintptr_t> const& addresses, pybind11::handle a,
-                pybind11::handle out) const;
+                pybind11::handle out, Before const* before) const;
 
   Rebinding rebinding_;
   std::vector<Access> accesses_;
@@ -113,6 +128,9 @@ class Launches {
   void remember(pybind11::handle call, pybind11::handle out, std::shared_ptr<Launch> launch, int64_t generation,
                 uintptr_t written);
 
+  /// The launch of a call without `out`, and where its operands are; none where it has to be checked first.
+  std::shared_ptr<Launch> find(pybind11::handle call, std::vector<uintptr_t>& addresses);
+
   /// The signature and the addresses of a call; None where it has to be checked first.
   pybind11::object signature(pybind11::handle call, pybind11::handle out) const;
 
@@ -122,10 +140,6 @@ class Launches {
   static int64_t generation() { return generation_of_all; }
 
  private:
-  struct Hash {
-    size_t operator()(Signature const& signature) const;
-  };
-
   void drop_forgotten();
 
   static int64_t generation_of_all;
@@ -133,7 +147,7 @@ class Launches {
   Fields fields_;
   size_t most_;
   int64_t generation_ = 0;
-  std::unordered_map<Signature, std::shared_ptr<Launch>, Hash> launches_;
+  std::unordered_map<Signature, std::shared_ptr<Launch>, SignatureHash> launches_;
 };
 
 }  // namespace qcutlass::python

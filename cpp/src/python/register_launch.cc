@@ -1,7 +1,10 @@
 // Products that were run before.
 #include <pybind11/stl.h>
 
+#include <utility>
+
 #include "launch.h"
+#include "layer_calls.h"
 #include "register.h"
 
 namespace py = pybind11;
@@ -30,13 +33,24 @@ void register_launch(py::module_& module) {
            "new_out"_a, "new_workspace"_a, "run_dense"_a, "dense_is_ready"_a)
       .def_property_readonly("addresses", &Launch::addresses)
       .def("is_settled", &Launch::is_settled, "addresses"_a, "last"_a)
-      .def("run", &Launch::run, "addresses"_a, "a"_a, "out"_a);
+      .def(
+          "run",
+          [](Launch const& self, std::vector<uintptr_t> const& addresses, py::handle a, py::object out) {
+            return self.run(addresses, a, std::move(out));
+          },
+          "addresses"_a, "a"_a, "out"_a);
   py::class_<Launches>(module, "Launches")
       .def(py::init<std::vector<int>, std::vector<int>, size_t>(), "operands"_a, "options"_a, "most"_a)
       .def("repeat", &Launches::repeat, "call"_a, "out"_a)
       .def("remember", &Launches::remember, "call"_a, "out"_a, "launch"_a, "generation"_a, "written"_a)
       .def("signature", &Launches::signature, "call"_a, "out"_a)
       .def("__len__", &Launches::size);
+  py::class_<LayerCalls>(module, "LayerCalls")
+      .def(py::init<std::vector<std::string> const&, size_t>(), "settings"_a, "most"_a)
+      .def("repeat", &LayerCalls::repeat, "a"_a, "layer"_a, "activation"_a)
+      .def("remember", &LayerCalls::remember, "a"_a, "layer"_a, "activation"_a, "launches"_a, "call"_a, "quantizer"_a,
+           "new_scratch"_a)
+      .def("__len__", &LayerCalls::size);
   module.def("forget_launches", &Launches::forget_all);
   module.def("launch_generation", &Launches::generation);
 }

@@ -1,6 +1,7 @@
 // Enumerations, the argument structs and exceptions.
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
+#include "qcutlass/quantize.h"
 #include "qcutlass/scheme.h"
 #include "qcutlass/types.h"
 #include "register.h"
@@ -133,6 +134,30 @@ void register_arguments(py::module_& module) {
   def_pointer(gemm, "workspace", &GemmArguments::workspace);
 }
 
+void register_quantize_arguments(py::module_& module) {
+  py::class_<QuantizeArguments> quantize(module, "QuantizeArguments");
+  quantize.def(py::init<>())
+      .def_readwrite("rows", &QuantizeArguments::rows)
+      .def_readwrite("columns", &QuantizeArguments::columns)
+      .def_readwrite("a_type", &QuantizeArguments::a_type)
+      .def_readwrite("a_stride", &QuantizeArguments::a_stride)
+      .def_readwrite("per_tensor", &QuantizeArguments::per_tensor)
+      .def_readwrite("block", &QuantizeArguments::block)
+      .def_readwrite("square", &QuantizeArguments::square)
+      .def_readwrite("powers_of_two", &QuantizeArguments::powers_of_two)
+      .def_readwrite("gated", &QuantizeArguments::gated)
+      .def_readwrite("asymmetric", &QuantizeArguments::asymmetric)
+      .def_readwrite("code_type", &QuantizeArguments::code_type);
+  def_pointer(quantize, "a", &QuantizeArguments::a);
+  def_pointer(quantize, "smooth", &QuantizeArguments::smooth);
+  def_pointer(quantize, "given_scale", &QuantizeArguments::given_scale);
+  def_pointer(quantize, "given_azp", &QuantizeArguments::given_azp);
+  def_pointer(quantize, "codes", &QuantizeArguments::codes);
+  def_pointer(quantize, "scale", &QuantizeArguments::scale);
+  def_pointer(quantize, "azp", &QuantizeArguments::azp);
+  def_pointer(quantize, "workspace", &QuantizeArguments::workspace);
+}
+
 }  // namespace
 
 void register_types(py::module_& module) {
@@ -141,6 +166,7 @@ void register_types(py::module_& module) {
   py::register_exception<Unsupported>(module, "UnsupportedError", PyExc_NotImplementedError);
   register_enumerations(module);
   register_arguments(module);
+  register_quantize_arguments(module);
 }
 
 }  // namespace qcutlass::python

@@ -17,7 +17,22 @@ bool is_dtype(PyObject* object) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == TorchCalls::instance().dtype.ptr();
 }
 
-/// An option by its type and value: True is not 1, and 1.0 is neither.
+void append_all(py::object const& sizes, Signature& signature) {
+  for (Py_ssize_t i = 0, count = PyTuple_GET_SIZE(sizes.ptr()); i < count; ++i) {
+    signature.push_back(to_integer(PyTuple_GET_ITEM(sizes.ptr(), i)));
+  }
+}
+
+/// A device as one number: that of a GPU, -1 for the CPU; nothing for any other.
+std::optional<int64_t> device_of(PyObject* tensor) {
+  static Name const kIsCuda("is_cuda"), kIsCpu("is_cpu"), kGetDevice("get_device");
+  if (get(tensor, kIsCuda).ptr() == Py_True) return to_integer(call(tensor, kGetDevice).ptr());
+  if (get(tensor, kIsCpu).ptr() == Py_True) return -1;
+  return std::nullopt;
+}
+
+}  // namespace
+
 bool append_option(PyObject* option, Signature& signature) {
   if (option == Py_None || option == Py_True || option == Py_False || is_dtype(option)) {
     signature.push_back(identity(option));
@@ -40,21 +55,6 @@ bool append_option(PyObject* option, Signature& signature) {
   return true;
 }
 
-void append_all(py::object const& sizes, Signature& signature) {
-  for (Py_ssize_t i = 0, count = PyTuple_GET_SIZE(sizes.ptr()); i < count; ++i) {
-    signature.push_back(to_integer(PyTuple_GET_ITEM(sizes.ptr(), i)));
-  }
-}
-
-/// A device as one number: that of a GPU, -1 for the CPU; nothing for any other.
-std::optional<int64_t> device_of(PyObject* tensor) {
-  static Name const kIsCuda("is_cuda"), kIsCpu("is_cpu"), kGetDevice("get_device");
-  if (get(tensor, kIsCuda).ptr() == Py_True) return to_integer(call(tensor, kGetDevice).ptr());
-  if (get(tensor, kIsCpu).ptr() == Py_True) return -1;
-  return std::nullopt;
-}
-
-/// The address of an operand, whose signature is appended; nothing where the call has to be looked at closely.
 std::optional<uintptr_t> append_operand(PyObject* operand, bool records_gradients, Signature& signature) {
   static Name const kRequiresGrad("requires_grad"), kIsNeg("is_neg"), kShape("shape"), kIsContiguous("is_contiguous"),
       kStride("stride"), kDtype("dtype");
@@ -88,7 +88,12 @@ std::optional<uintptr_t> append_operand(PyObject* operand, bool records_gradient
   return address;
 }
 
-}  // namespace
+size_t SignatureHash::operator()(Signature const& signature) const {
+  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;  // 2^64 over the golden ratio: Fibonacci hashing
+  uint64_t hash = signature.size();
+  for (int64_t number : signature) hash = (hash ^ static_cast<uint64_t>(number)) * kGolden ^ (hash >> 29);
+  return hash;
+}
 
 bool write_signature(Fields const& fields, PyObject* call, PyObject* out, bool records_gradients, Signature& signature,
                      std::vector<uintptr_t>& addresses) {

@@ -15,6 +15,18 @@ using Signature = std::vector<int64_t>;
 /// Vector accesses are of so many bytes: an address counts modulo this.
 inline constexpr int kAlignment = 16;
 
+/// Appends an option by its type and value: True is not 1, and 1.0 is neither. False where its type is an odd one.
+bool append_option(PyObject* option, Signature& signature);
+
+/// Appends the signature of an operand, which is None or a tensor; returns its address. Nothing, with a part appended,
+/// where the call has to be looked at closely.
+std::optional<uintptr_t> append_operand(PyObject* operand, bool records_gradients, Signature& signature);
+
+/// Signatures by their numbers.
+struct SignatureHash {
+  size_t operator()(Signature const& signature) const;
+};
+
 /// Which fields of a call are operands, in the order of their addresses, and which are options.
 struct Fields {
   std::vector<int> operands, options;

@@ -35,6 +35,8 @@ bool TorchCalls::calls_are_watched() const {
          !call(transforms).is_none() || !call(tracing).is_none();
 }
 
+bool TorchCalls::records_gradients() const { return call(is_grad_enabled).ptr() == Py_True; }
+
 uintptr_t data_ptr(PyObject* tensor) {
   PyObject* const address = PyObject_Vectorcall(TorchCalls::instance().data_ptr.ptr(), &tensor, 1, nullptr);
   if (address == nullptr) throw py::error_already_set();

@@ -22,6 +22,9 @@ struct TorchCalls {
 
   /// Whether something traces this thread's calls, pushes derivatives through them, or sees them before they run.
   bool calls_are_watched() const;
+
+  /// Whether this thread's calls record what gradients need.
+  bool records_gradients() const;
 };
 
 /// The name of an attribute, as one string object for the life of the process.

@@ -15,7 +15,8 @@ from qcutlass.products.library import is_eager
 _FP8: Final = torch.float8_e4m3fn
 
 
-def _quantize(call: BlocksCall) -> QuantizedBlocks:
+def quantized(call: BlocksCall) -> QuantizedBlocks:
+    """Codes, and the scales of their blocks."""
     check_inference(x=call.x)
     if is_eager(call.x):
         return block_operators.quantize_blocks(call)
@@ -57,7 +58,7 @@ def act_quant(x: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
         >>> q[:3], s
         (tensor([127,   2,   0], dtype=torch.int8), tensor([1., 1.]))
     """
-    return _quantize(BlocksCall(x, block_size))
+    return quantized(BlocksCall(x, block_size))
 
 
 def act_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: torch.dtype = torch.float16) -> Tensor:
@@ -107,7 +108,7 @@ def weight_quant(x: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
         (tensor([[127,   0],
                 [ -2,   2]], dtype=torch.int8), tensor([[2.]]))
     """
-    return _quantize(BlocksCall(x, block_size, square=True))
+    return quantized(BlocksCall(x, block_size, square=True))
 
 
 def weight_dequant(x: Tensor, s: Tensor, block_size: int = 128, output_dtype: torch.dtype = torch.float16) -> Tensor:
@@ -162,7 +163,7 @@ def fp8_act_quant(x: Tensor, block_size: int = 128, scale_fmt: str | None = None
         >>> q[:3].float(), s
         (tensor([448.,   1.,   0.]), tensor([1., 1.]))
     """
-    return _quantize(BlocksCall(x, block_size, dtype=_FP8, scale_fmt=scale_fmt))
+    return quantized(BlocksCall(x, block_size, dtype=_FP8, scale_fmt=scale_fmt))
 
 
 def fp8_silu_mul_quant(gate_up: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ def fp8_silu_mul_quant(gate_up: Tensor, block_size: int = 128) -> tuple[Tensor, 
         >>> q.shape, s.shape
         (torch.Size([3, 256]), torch.Size([3, 2]))
     """
-    return _quantize(BlocksCall(gate_up, block_size, dtype=_FP8, gated=True))
+    return quantized(BlocksCall(gate_up, block_size, dtype=_FP8, gated=True))
 
 
 def fp8_weight_quant(w: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
@@ -213,7 +214,7 @@ def fp8_weight_quant(w: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
         (tensor([[448.0000,   0.5000],
                 [ -1.5000,   2.5000]]), tensor([[2.]]))
     """
-    return _quantize(BlocksCall(w, block_size, square=True, dtype=_FP8))
+    return quantized(BlocksCall(w, block_size, square=True, dtype=_FP8))
 
 
 def fp8_weight_dequant(

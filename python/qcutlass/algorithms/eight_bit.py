@@ -11,13 +11,15 @@ from qcutlass.products.library import is_eager
 from qcutlass.products.quantizer_operators import QuantizeCall, QuantizedRows
 
 
-def _quantize(call: QuantizeCall) -> QuantizedRows:
+def quantized(call: QuantizeCall) -> QuantizedRows:
+    """Codes, scales and zero points, new ones or those that the call gives."""
     check_inference(**call.tensors)
     if is_eager(*call):
-        return quantizer_operators.quantize(call)
-    check_dense(call.tensors)
-    result: QuantizedRows = torch.ops.qcutlass.quantize_8bit(*call)
-    return result
+        codes, scale, azp = quantizer_operators.quantize(call)
+    else:
+        check_dense(call.tensors)
+        codes, scale, azp = torch.ops.qcutlass.quantize_8bit(*call)
+    return codes, scale, azp if call.asymmetric and call.azp is None else call.azp
 
 
 def quantize_activations(
@@ -77,20 +79,15 @@ def quantize_activations(
                 [  0,   0,   0]], dtype=torch.int8), tensor([1., 1.]))
     """
     call = QuantizeCall(a, dtype, per_tensor, asymmetric, scale, azp, smooth)
-    codes, own_scale, own_azp = _quantize(call)
-    if azp is not None:
-        return codes, own_scale, azp
-    if not asymmetric:
-        return codes, own_scale
-    assert own_azp is not None
-    return codes, own_scale, own_azp
+    codes, own_scale, own_azp = quantized(call)
+    return (codes, own_scale) if own_azp is None else (codes, own_scale, own_azp)
 
 
 def _quantize_weights(weight: Tensor, dtype: torch.dtype, per_tensor: bool) -> tuple[Tensor, Tensor]:
     check_matrix("weight", weight, FLOATING)
     if weight.shape[1] < 1:
         raise ValueError(f"weight: K must be at least 1, got shape {shape_of(weight)}")
-    codes, scale, _ = _quantize(QuantizeCall(weight.detach(), dtype, per_tensor))
+    codes, scale, _ = quantized(QuantizeCall(weight.detach(), dtype, per_tensor))
     return codes, scale
 
 

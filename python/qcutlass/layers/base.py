@@ -16,9 +16,12 @@ from qcutlass.formats.converted import PackedLinear
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.loading import stored_layer
 from qcutlass.layers.packed import PackedModule, Parts
-from qcutlass.products import unpack_weights
+from qcutlass.products import layer_calls, unpack_weights
 from qcutlass.products.checks import FLOATING, check_channels, check_integer, check_options, check_tensor, shape_of
+from qcutlass.products.layer_calls import Steps
+from qcutlass.products.multiplying import compute
 from qcutlass.products.packing import TILE_N
+from qcutlass.products.quantizer_operators import QuantizedRows
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import Scheme, WeightOnly
 
@@ -284,6 +287,10 @@ class QuantLinear(PackedModule):
         """The dimension of a buffer that channels lie along, and how many of them have an entry in common."""
         return (0, TILE_N) if name == "w_packed" else (-1, 1)
 
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`, of the same type."""
+        return self._computed(input, self.activation)
+
     def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         """The layer's output with another activation than its own: with a gate, where HAS_GATES."""
         raise NotImplementedError
@@ -293,9 +300,28 @@ class QuantLinear(PackedModule):
         """The codes that it multiplies, where those of its input are all it needs; None: it takes the input itself."""
         return None
 
-    def _ready_codes(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _ready_codes(self, input: Tensor) -> QuantizedRows | None:
         """Codes of an input and their scale, as `input_codes` says, where somebody made them; None: nobody did."""
         return None
+
+    def _computed(self, input: Tensor, activation: str | None) -> Tensor:
+        """The output with some activation, in the shortest way that is open to it."""
+        ready = self._ready_codes(input)
+        is_alike = ready is None and not torch.compiler.is_compiling()
+        if is_alike:
+            repeated = layer_calls.repeat(self.__dict__, input, activation)
+            if repeated is not None:
+                return repeated
+        self._check_input(input)
+        steps = self._steps(input, activation, ready)
+        out = compute(steps.kind, steps.call, None)
+        if is_alike:
+            layer_calls.remember(self.__dict__, self.SETTINGS, input, activation, steps)
+        return out
+
+    def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
+        """The product, to be run, with its activations quantised where it takes such, unless they are `ready`."""
+        raise NotImplementedError
 
     def canonical(self) -> QuantizedLayer:
         """The layer with its codes unpacked, as loaders of checkpoints yield it; UnsupportedError as for `spec`."""

@@ -7,18 +7,19 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from qcutlass.algorithms.blocks import act_quant, fp8_act_quant, fp8_weight_quant, weight_dequant, weight_quant
+from qcutlass.algorithms.blocks import fp8_weight_quant, quantized, weight_dequant, weight_quant
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.formats import CanonicalBlockwise
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
 from qcutlass.products import preprocess_weights
-from qcutlass.products.block_operators import TYPES, check_block_size, check_weight_scales
+from qcutlass.products.block_operators import TYPES, BlocksCall, check_block_size, check_weight_scales
 from qcutlass.products.blockwise import BLOCKWISE, BlockwiseCall
 from qcutlass.products.checks import ceil_div, check_matrix, check_operand, check_tensor
-from qcutlass.products.multiplying import compute
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.packing import check_packed_form
+from qcutlass.products.quantizer_operators import QuantizedRows
 from qcutlass.schemes import Blockwise
 
 
@@ -122,18 +123,19 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
         check_weight_scales("w_scale", w_scale, self.out_features, self.in_features, self.block_size)
         a = w_packed.new_empty((0, self.in_features))
         a_s = w_scale.new_empty((0, w_scale.shape[1]))
-        self._call(a, a_s, parts, torch.float16).check(None)
+        self._call(a, a_s, parts, self.activation, torch.float16).check(None)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(input)
-        quantize = act_quant if self.weight_dtype is None else fp8_act_quant
-        return compute(BLOCKWISE, self._call(*quantize(input, self.block_size), self._buffers, input.dtype), None)
+    def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
+        quantizer = BlocksCall(input, self.block_size, dtype=self.dtype)
+        codes, scales = outputs = quantized(quantizer)
+        return Steps(BLOCKWISE, self._call(codes, scales, self._buffers, activation, input.dtype), quantizer, outputs)
 
-    def _call(self, a: Tensor, a_s: Tensor, parts: Any, out_dtype: torch.dtype) -> BlockwiseCall:
+    def _call(
+        self, a: Tensor, a_s: Tensor, parts: Any, activation: str | None, out_dtype: torch.dtype
+    ) -> BlockwiseCall:
         operands = a, a_s, parts["w_packed"], parts["w_scale"], parts["bias"]
         options: dict[str, Any] = {"n": self.out_features, "block_size": self.block_size}
-        return BlockwiseCall(*operands, self.activation, out_dtype, self.dtype, **options)
+        return BlockwiseCall(*operands, activation, out_dtype, self.dtype, **options)
 
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> BlockwiseLinear:
         size, step, codes = part.stop - part.start, self.block_size, self._codes()

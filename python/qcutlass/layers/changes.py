@@ -51,8 +51,16 @@ class Seen:
         """Whether these are the same tensors, and nothing is known to have changed in them."""
         if a is not self._a or len(weights) != len(self._weights):
             return False
-        if not all(map(operator.is_, weights, self._weights)) or _versions(a, weights) != self._versions:
+        if not all(map(operator.is_, weights, self._weights)):
             return False
+        first = self._versions[0]
+        if torch.compiler.is_compiling() or first == _COMPILED:
+            return self._versions == _versions(a, weights)
+        if first is not None and a._version != first:
+            return False
+        for tensor, version in zip(weights, self._versions[1:], strict=True):
+            if version is not None and tensor._version != version:  # None: of inference mode, for good
+                return False
         return self._values is None or torch.equal(self._values, a)
 
 

@@ -8,18 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
-from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_fp8, quantize_weights_int8
+from qcutlass.algorithms.eight_bit import (
+    quantize_activations,
+    quantize_weights_fp8,
+    quantize_weights_int8,
+    quantized,
+)
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalFp8, CanonicalInt8
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import InputCodes, QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
-from qcutlass.products import gemm_fp8, gemm_w8a8, preprocess_weights, weight_sums
+from qcutlass.products import preprocess_weights, weight_sums
 from qcutlass.products.checks import check_flag, check_matrix, check_tensor
-from qcutlass.products.float8 import Float8Call
-from qcutlass.products.int8 import Int8Call
+from qcutlass.products.float8 import FLOAT8, Float8Call
+from qcutlass.products.int8 import INT8, Int8Call
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.packing import check_packed_form
-from qcutlass.products.quantizer_operators import QuantizeCall, check_quantize
+from qcutlass.products.quantizer_operators import QuantizeCall, QuantizedRows, check_quantize
 from qcutlass.schemes import FP8, W8A8
 
 
@@ -86,9 +92,8 @@ class _EightBitLinear(QuantLinear):
         """The weights float32 `[N, K]`, dequantised from the packed ones."""
         return self._codes().float() * self.w_scale[:, None]
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., K]` to `[..., N]`, of the same type."""
-        return self.multiply(input, self.activation)
+    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
+        return self._computed(input, activation)
 
     @property
     def input_codes(self) -> InputCodes | None:
@@ -196,29 +201,25 @@ class Int8Linear(_EightBitLinear, scheme=W8A8, stored="int8"):
             return {}
         return {"w_sums": weight_sums(w_packed, self.out_features)}
 
-    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
-        self._check_input(input)
+    def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
-        scale = parts["a_scale"]
-        a_q, a_scale, *azp = self._ready_codes(input) or quantize_activations(
-            input,
-            scale=scale,
-            asymmetric=scale is None and not self.symmetric,
-            azp=parts["azp"],
-            smooth=parts["smooth"],
-        )
-        return gemm_w8a8(
-            a_q,
+        scale, azp, smooth = parts["a_scale"], parts["azp"], parts["smooth"]
+        asymmetric = scale is None and not self.symmetric
+        quantizer = QuantizeCall(input, torch.int8, False, asymmetric, scale, azp, smooth)
+        codes, a_scale, azp = outputs = ready or quantized(quantizer)
+        call = Int8Call(
+            codes,
             parts["w_packed"],
             a_scale,
             parts["w_scale"],
-            bias=parts["bias"],
-            azp=azp[0] if azp else None,
-            activation=activation,
-            out_dtype=input.dtype,
-            n=self.out_features,
-            w_sums=parts["w_sums"] if azp else None,
+            parts["bias"],
+            azp,
+            activation,
+            input.dtype,
+            self.out_features,
+            None if azp is None else parts["w_sums"],
         )
+        return Steps(INT8, call, quantizer, outputs)
 
     @property
     def _is_held(self) -> bool:
@@ -313,21 +314,21 @@ class Fp8Linear(_EightBitLinear, scheme=FP8, stored="fp8"):
         operands: dict[str, Any] = {"a_scale": a_q.new_empty(1, dtype=torch.float32), "w_scale": w_scale, "bias": bias}
         Float8Call(a_q, w_packed, activation=self.activation, n=self.out_features, **operands).check(None)
 
-    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
-        self._check_input(input)
+    def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
         parts: dict[str, Any] = self._buffers
-        given = {"scale": parts["a_scale"], "smooth": parts["smooth"]}
-        a_q, a_scale, *_ = self._ready_codes(input) or quantize_activations(input, dtype=torch.float8_e4m3fn, **given)
-        return gemm_fp8(
-            a_q,
+        quantizer = QuantizeCall(input, torch.float8_e4m3fn, scale=parts["a_scale"], smooth=parts["smooth"])
+        codes, a_scale, _ = outputs = ready or quantized(quantizer)
+        call = Float8Call(
+            codes,
             parts["w_packed"],
             a_scale,
             parts["w_scale"],
-            bias=parts["bias"],
-            activation=activation,
-            out_dtype=input.dtype,
-            n=self.out_features,
+            parts["bias"],
+            activation,
+            input.dtype,
+            self.out_features,
         )
+        return Steps(FLOAT8, call, quantizer, outputs)
 
     def _shard(self, part: slice, axis: Literal["out", "in"]) -> Fp8Linear:
         codes, w_scale, options = _part(self, part, axis)

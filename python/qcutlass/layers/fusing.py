@@ -17,6 +17,7 @@ from qcutlass.layers.int4 import Int4Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.epilogue import GATE_STEP
+from qcutlass.products.quantizer_operators import QuantizedRows
 from qcutlass.quantized import interleave_gate_up
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, in Llama-like models, of the layers of attention, and of a gated MLP, that read the same input."""
 
-_Pending = tuple[Seen, tuple[Tensor | None, ...]]
+_Pending = tuple[Seen, tuple[Tensor, ...], int]  # outputs of the members; a bit for each that was not handed out
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ class FusedProjection(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        return self.product.part(input, self._index, has_hooks(self))
+        product: Any = self._modules["product"]  # attributes of modules that are modules take long to look up
+        out: Tensor = product.part(input, self._index, has_hooks(self))
+        return out
 
     def separate(self) -> QuantLinear:
         """The layer as it was, with a copy of its weights.
@@ -209,16 +212,14 @@ class FusedProduct(QuantLinear):
         pending, weights = self._pending, [part for part in self._buffers.values() if part is not None]
         if pending is not None and (not pending[0].is_still(a, weights) or (is_hooked and not pending[0].notices)):
             pending = None
-        if pending is None or pending[1][index] is None:  # or handed out already
-            outs: tuple[Tensor | None, ...] = self._members(self(a))
-            pending = Seen(a, weights), outs
-        seen, outs = pending
-        out = outs[index]
-        assert out is not None
-        left = tuple(None if i == index else other for i, other in enumerate(outs))
-        is_kept = any(other is not None for other in left) and (seen.notices or not is_hooked)
-        self._pending = (seen, left) if is_kept else None
-        return out
+        if pending is None or not pending[2] >> index & 1:  # or handed out already
+            outs = self._members(self(a))
+            pending = Seen(a, weights), outs, (1 << len(outs)) - 1
+        seen, outs, left = pending
+        left &= ~(1 << index)
+        is_kept = left and (seen.notices or not is_hooked)
+        self.__dict__["_pending"] = (seen, outs, left) if is_kept else None  # a module's own way takes a microsecond
+        return outs[index]
 
     def interleave(self) -> bool:
         """Puts the channels of a gate and of what it multiplies in turns, for `gated`; False: they are not such two."""
@@ -246,13 +247,13 @@ class FusedProduct(QuantLinear):
         """
         vars(self)["_ready"] = Seen(a, self._of_input()), codes, scale
 
-    def _ready_codes(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _ready_codes(self, input: Tensor) -> QuantizedRows | None:
         ready = self._ready
         if ready is None:
             return None
         vars(self)["_ready"] = None
         seen, codes, scale = ready
-        return (codes, scale) if seen.is_still(input, self._of_input()) else None
+        return (codes, scale, None) if seen.is_still(input, self._of_input()) else None
 
     def _of_input(self) -> list[Tensor]:
         """What codes of the input depend on beside the input."""
@@ -262,7 +263,7 @@ class FusedProduct(QuantLinear):
     def _members(self, out: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the members, from that of the product."""
         if not self.interleaved:
-            return torch.split(out, self.sizes, dim=-1)
+            return torch.split_with_sizes(out, self.sizes, dim=-1)  # what torch.split calls, behind more of Python
         return tuple(part.flatten(-2) for part in _turns(out).unbind(-2))
 
     def views(self, index: int) -> dict[str, Tensor | None]:

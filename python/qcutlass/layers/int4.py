@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
-from qcutlass.algorithms.eight_bit import quantize_activations
+from qcutlass.algorithms.eight_bit import quantized
 from qcutlass.formats.layers import CanonicalInt4, canonical_int4
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import InputCodes, QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
-from qcutlass.products import dequantize, gemm_w4a8, preprocess_weights
+from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import short
-from qcutlass.products.int4 import TYPES, Int4Call
+from qcutlass.products.int4 import INT4, TYPES, Int4Call
+from qcutlass.products.layer_calls import Steps
+from qcutlass.products.quantizer_operators import QuantizeCall, QuantizedRows
 from qcutlass.products.weight_only import GemmCall
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import W4A8
@@ -130,23 +132,30 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        self._check_input(input)
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
-        act_scale, perm = parts["act_scale"], parts["perm"]
-        x = input if act_scale is None else (input.float() * act_scale.float()).to(input.dtype)
-        x = x if perm is None else x.index_select(-1, perm)
-        a_q, a_scale, *_ = self._ready_codes(input) or quantize_activations(x, dtype=TYPES[self.activations])
-        return gemm_w4a8(
-            a_q,
+        act_scale, perm, x = parts["act_scale"], parts["perm"], input
+        if act_scale is not None or perm is not None:
+            self._check_input(input)
+            x = x if act_scale is None else (input.float() * act_scale.float()).to(input.dtype)
+            x = x if perm is None else x.index_select(-1, perm)
+        return self._computed(x, self.activation)
+
+    def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
+        parts: dict[str, Any] = self._buffers
+        quantizer = QuantizeCall(input, TYPES[self.activations])
+        codes, a_scale, _ = outputs = ready or quantized(quantizer)
+        call = Int4Call(
+            codes,
             parts["w_packed"],
             a_scale,
             parts["scales"],
             parts["zeros"],
-            bias=parts["bias"],
-            activation=self.activation,
-            out_dtype=input.dtype,
-            group_size=self.group_size,
+            parts["bias"],
+            activation,
+            input.dtype,
+            self.group_size,
         )
+        return Steps(INT4, call, quantizer, outputs)
 
     @property
     def input_codes(self) -> InputCodes | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.products.checks import E8M0, FLOATING, are_finite, check_tensor
+from qcutlass.products.layer_calls import CALLS
 from qcutlass.products.packing import fit_cuda, one_level
 from qcutlass.version import LAYOUT_VERSION
 
@@ -192,11 +193,12 @@ class PackedModule(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """With floats of 8 bits as bytes: torch reads no pickles of such tensors."""
         parts = {name: part for name, part in self._buffers.items() if part is not None and part.dtype in _FLOATS_8}
+        attributes = {name: value for name, value in self.__dict__.items() if name != CALLS}
         if not parts:
-            return self.__dict__
+            return attributes
         codes = {name: part.view(torch.uint8) for name, part in parts.items()}
         kinds = {name: part.dtype for name, part in parts.items()}
-        return self.__dict__ | {"_buffers": self._buffers | codes, _AS_BYTES: kinds}
+        return attributes | {"_buffers": self._buffers | codes, _AS_BYTES: kinds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kinds: dict[str, torch.dtype] = state.get(_AS_BYTES, {})

@@ -20,8 +20,9 @@ from qcutlass.layers.short_codes import stored_bits
 from qcutlass.layers.stored_form import STORED, StoredForm, from_stored
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, short
-from qcutlass.products.multiplying import compute
+from qcutlass.products.layer_calls import Steps
 from qcutlass.products.packing import TILE_BITS, TILE_N
+from qcutlass.products.quantizer_operators import QuantizedRows
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import WeightOnly
@@ -175,13 +176,11 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if perm is not None and not perm.is_meta and not bool(((perm >= 0) & (perm < self.in_features)).all()):
             raise ValueError(f"perm: expected values in [0, {self.in_features}), got others")
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., K]` to `[..., N]`, of the same type."""
-        return self.multiply(input, self.activation)
-
     def multiply(self, input: Tensor, activation: str | None) -> Tensor:
-        self._check_input(input)
-        return compute(WEIGHT_ONLY, self.call(input, activation), None)
+        return self._computed(input, activation or self.activation)
+
+    def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
+        return Steps(WEIGHT_ONLY, self.call(input, activation))
 
     def call(self, a: Tensor, activation: str | None = None) -> GemmCall:
         """The product that the layer computes of `a`, with its own activation or another one."""

@@ -22,7 +22,7 @@ from qcutlass.products.checks import (
 from qcutlass.products.extension import DTYPES, backend, current_device
 from qcutlass.products.kind import schema_of
 from qcutlass.products.library import register
-from qcutlass.products.memory import as_rows
+from qcutlass.products.memory import are_rows, as_rows
 
 BLOCK_SIZES: Final = (32, 64, 128)
 TYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -95,6 +95,22 @@ class BlocksCall(NamedTuple):
         codes = x.new_empty(shape, dtype=self.dtype)
         return codes, x.new_empty(scales_shape(codes, self.size, self.square), dtype=torch.float32)
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether it reads `x` and no copy of it."""
+        return are_rows(self.x)
+
+    def fill(self, codes: Tensor, scales: Tensor) -> tuple[_C.QuantizeArguments, list[Tensor]]:
+        """The extension's struct of a checked call with these outputs, and the tensors that it points into."""
+        rows, arguments = as_rows(self.x), _C.QuantizeArguments()
+        arguments.rows, arguments.columns, arguments.block = rows.shape[0], codes.shape[-1], self.size
+        arguments.a_type, arguments.a, arguments.a_stride = DTYPES[rows.dtype], rows.data_ptr(), rows.stride(0)
+        arguments.code_type, arguments.codes = _CODES[self.dtype], codes.data_ptr()
+        arguments.scale = scales.data_ptr()
+        arguments.square, arguments.gated = self.square, self.gated
+        arguments.powers_of_two = self.scale_fmt is not None
+        return arguments, [rows]
+
 
 def scales_shape(x: Tensor, size: int, square: bool) -> tuple[int, ...]:
     """Shape of the scales of codes shaped as `x`."""
@@ -131,22 +147,8 @@ def quantize_blocks(call: BlocksCall) -> QuantizedBlocks:
     check_memory({"x": call.x})
     if codes.numel():
         with current_device(codes):
-            rows = as_rows(call.x)
-            _C.quantize_blocks(
-                rows.shape[0],
-                codes.shape[-1],
-                call.size,
-                DTYPES[rows.dtype],
-                rows.data_ptr(),
-                rows.stride(0),
-                _CODES[call.dtype],
-                codes.data_ptr(),
-                scales.data_ptr(),
-                square=call.square,
-                powers_of_two=call.scale_fmt is not None,
-                gated=call.gated,
-                **backend(codes),
-            )
+            arguments, _alive = call.fill(codes, scales)
+            _C.quantize(arguments, **backend(codes))
     return codes, scales
 
 

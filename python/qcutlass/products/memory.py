@@ -20,6 +20,17 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
 
 
+def are_rows(tensor: Tensor) -> bool:
+    """Whether `as_rows` copies nothing."""
+    if tensor.is_contiguous():
+        return True
+    try:
+        matrix = tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:
+        return False
+    return matrix.stride(1) == 1 or matrix.shape[1] == 1
+
+
 def as_separate_rows(matrix: Tensor) -> Tensor:
     """A matrix with unit stride along rows that do not overlap; a vector as its only row."""
     if matrix.dim() == 1:

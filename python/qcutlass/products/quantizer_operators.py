@@ -19,7 +19,7 @@ from qcutlass.products.checks import (
 from qcutlass.products.extension import DTYPES, backend, current_device
 from qcutlass.products.kind import schema_of
 from qcutlass.products.library import register
-from qcutlass.products.memory import as_rows
+from qcutlass.products.memory import are_rows, as_rows
 
 QuantizedRows: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Codes, scales and zero points, where the call asks for these."""
@@ -54,6 +54,29 @@ class QuantizeCall(NamedTuple):
     @property
     def has_one_range(self) -> bool:
         return self.per_tensor or self.scale is not None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it reads its tensors and no copies of them."""
+        smooth = self.smooth
+        return are_rows(self.a) and (smooth is None or (smooth.dtype == torch.float32 and smooth.is_contiguous()))
+
+    def fill(self, codes: Tensor, scale: Tensor, azp: Tensor | None) -> tuple[_C.QuantizeArguments, list[Tensor]]:
+        """The extension's struct of a checked call with these outputs, and the tensors that it points into.
+
+        `azp`: takes the zero points, where the call gives none.
+        """
+        rows, smooth, arguments = as_rows(self.a), self.smooth, _C.QuantizeArguments()
+        if smooth is not None:
+            smooth = smooth.to(torch.float32).contiguous()
+        arguments.rows, arguments.columns = rows.shape
+        arguments.a_type, arguments.a, arguments.a_stride = DTYPES[rows.dtype], rows.data_ptr(), rows.stride(0)
+        arguments.code_type, arguments.codes = CODES[self.dtype], codes.data_ptr()
+        arguments.scale, arguments.azp = scale.data_ptr(), _address(azp if self.azp is None else None)
+        arguments.per_tensor, arguments.asymmetric = self.has_one_range, self.has_azp
+        arguments.smooth = _address(smooth)
+        arguments.given_scale, arguments.given_azp = _address(self.scale), _address(self.azp)
+        return arguments, [rows] if smooth is None else [rows, smooth]
 
 
 def _check_one(name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> None:
@@ -122,30 +145,12 @@ def quantize(call: QuantizeCall) -> QuantizedRows:
     if scale.numel() == 0:
         return codes, scale, azp
     with current_device(codes):
-        rows, smooth = as_rows(call.a), call.smooth
-        if smooth is not None:
-            smooth = smooth.to(torch.float32).contiguous()
-        workspace = None
+        arguments, alive = call.fill(codes, scale, azp)
         if codes.is_cuda and call.has_one_range and call.scale is None:
             workspace = codes.new_empty(_C.QUANTIZE_WORKSPACE_BYTES, dtype=torch.uint8)
-        _C.quantize(
-            rows.shape[0],
-            rows.shape[1],
-            DTYPES[rows.dtype],
-            rows.data_ptr(),
-            rows.stride(0),
-            CODES[call.dtype],
-            codes.data_ptr(),
-            scale.data_ptr(),
-            _address(azp),
-            smooth=_address(smooth),
-            per_tensor=call.has_one_range,
-            asymmetric=call.has_azp,
-            given_scale=_address(call.scale),
-            given_azp=_address(call.azp),
-            workspace=_address(workspace),
-            **backend(codes),
-        )
+            arguments.workspace = workspace.data_ptr()
+            alive.append(workspace)
+        _C.quantize(arguments, **backend(codes))
     return codes, scale, azp
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import FP8, W8A8, Blockwise, QuantLinear, formats, models
-from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear, activations, eight_bit
+from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear, activations
 from qcutlass.models.transformers import load_model
 from qcutlass.schemes import Scheme
 from qcutlass.testing.models import NOISE, noise_ratio
@@ -268,7 +268,7 @@ def test_fp8_folders_run_with_16_bit_activations(
     def refuse(*_: Any, **__: Any) -> Tensor:
         raise qcutlass.UnsupportedError("a: products of float8 need a GPU of compute capability 8.9 or newer")
 
-    monkeypatch.setattr(eight_bit, "gemm_fp8", refuse)
+    monkeypatch.setattr(Fp8Linear, "_steps", refuse)
     monkeypatch.setattr(activations, "_is_gpu", lambda device: True)
     for place in places:
         with pytest.warns(UserWarning, match=f"{len(weights)} layers, as .*, multiply 16-bit activations"):
