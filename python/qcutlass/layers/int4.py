@@ -53,6 +53,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
     OPTIONAL: ClassVar = ("zeros", "bias", "act_scale", "perm")
     SETTINGS: ClassVar = ("activations",)
     SHARED: ClassVar = ("act_scale", "perm")
+    HAS_GATES: ClassVar = True
 
     w_packed: Tensor
     scales: Tensor
@@ -130,6 +131,9 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
+        return self.multiply(input, self.activation)
+
+    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         self._check_input(input)
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         act_scale, perm = parts["act_scale"], parts["perm"]
@@ -143,7 +147,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
             parts["scales"],
             parts["zeros"],
             bias=parts["bias"],
-            activation=self.activation,
+            activation=activation,
             out_dtype=input.dtype,
             group_size=self.group_size,
         )
