@@ -323,5 +323,5 @@ def assert_gelu(codes: Tensor, scales: Tensor, x: Tensor, x_s: Tensor, size: int
 
 def options_of(problem: BlockwiseProblem) -> dict[str, Any]:
     """Keyword arguments of `int8_addmm` or `fp8_gemm` for a problem."""
-    names = ("bias", "activation", "out_dtype", "block_size", "residual")
+    names = ["bias", "activation", "out_dtype", "block_size", *([] if problem.residual is None else ["residual"])]
     return {name: getattr(problem, name) for name in names}
