@@ -132,11 +132,12 @@ def int8_addmm(
     tactic: str | None = None,
     split_k: int = 0,
     batch_invariant: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Multiplies int8 activations by int8 weights whose blocks have scales of their own, and adds a bias.
 
-    `activation(sum + bias[n])` with `sum = sum over kb of (sum over k in block kb of a[m, k] * b[n, k]) * a_s[m, kb] *
-    b_s[n // block_size, kb]`: inner sums exact in int32, the outer one in fp32, rounded once.
+    `activation(sum + bias[n]) + residual` with `sum = sum over kb of (sum over k in block kb of a[m, k] * b[n, k]) *
+    a_s[m, kb] * b_s[n // block_size, kb]`: inner sums exact in int32, the outer one in fp32, rounded once.
 
     Args:
         a: int8 `[..., K]`, M rows in all. Unit stride along K avoids a copy.
@@ -144,7 +145,10 @@ def int8_addmm(
         b: int8 `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
             `preprocess_weights(b, 8, activations="int8")`: the faster way by far for weights that are used again.
         b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
-        bias, activation, tactic, split_k, batch_invariant: as for `qcutlass.gemm`.
+        bias, tactic, split_k, batch_invariant, residual: as for `qcutlass.gemm`.
+        activation: as for `qcutlass.gemm`. With a gate `b_s` has a scale for each block of `b` as it lies, so that gate
+            and up share it: quantise `interleave_gate_up(gate, up)`. Blocks of layers that were quantised apart have
+            scales of their own, and cannot be put in turns.
         out_dtype: float16, bfloat16 or float32.
         block_size: 32, 64 or 128, of both operands.
         n: N of packed weights. None: that of `bias`, else every channel that was packed, a multiple of 16.
@@ -164,7 +168,7 @@ def int8_addmm(
         >>> int8_addmm(*act_quant(torch.randn(3, 256)), w_packed, w_s, torch.zeros(48), torch.bfloat16).dtype
         torch.bfloat16
     """
-    options = _INT8, n, block_size, None, tactic, split_k, batch_invariant
+    options = _INT8, n, block_size, None, tactic, split_k, batch_invariant, residual
     call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, *options)
     return compute(BLOCKWISE, call, out)
 
@@ -185,6 +189,7 @@ def fp8_gemm(
     tactic: str | None = None,
     split_k: int = 0,
     batch_invariant: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Multiplies e4m3 activations by e4m3 weights whose blocks have scales of their own: fp8 as DeepSeek-V3 has it.
 
@@ -201,7 +206,7 @@ def fp8_gemm(
             `preprocess_weights(b, 8, activations="fp8")`.
         b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`: `weight_scale_inv` of checkpoints, as float32.
         out_dtype: float16, bfloat16 or float32.
-        n, bias, activation, block_size, out, tactic, split_k, batch_invariant: as for `int8_addmm`.
+        n, bias, activation, block_size, out, tactic, split_k, batch_invariant, residual: as for `int8_addmm`.
 
     Returns:
         `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
@@ -218,7 +223,7 @@ def fp8_gemm(
         >>> fp8_gemm(*fp8_act_quant(torch.randn(2, 3, 256)), w, s, bias=torch.zeros(576)).shape
         torch.Size([2, 3, 576])
     """
-    options = _FP8, n, block_size, None, tactic, split_k, batch_invariant
+    options = _FP8, n, block_size, None, tactic, split_k, batch_invariant, residual
     call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, *options)
     return compute(BLOCKWISE, call, out)
 
@@ -292,7 +297,8 @@ def int8_addmm_quant(
     neighbours up to the error of the fp32 sums.
 
     Args:
-        a, a_s, b, b_s, bias, activation, block_size, n, tactic, split_k, batch_invariant: as for `int8_addmm`.
+        a, a_s, b, b_s, bias, activation, block_size, n, tactic, split_k, batch_invariant: as for `int8_addmm`, but that
+            there are no gates.
         out_block_size: 32, 64 or 128 channels that share a scale in each row of the output.
 
     Returns:

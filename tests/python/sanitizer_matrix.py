@@ -84,7 +84,7 @@ Task: TypeAlias = Callable[[Run, int], None]  # its second argument is a seed
 def with_epilogue(kind: Description, case: Any, choose: random.Random) -> Any:
     """Any activation; where the kind has them, residuals and gates too."""
     sums_alone = getattr(case, "out_dtype", None) == torch.int32
-    if sums_alone or "residual" not in {member.name for member in fields(case)}:
+    if sums_alone or "residual" not in kind.of_rows:
         return kind.with_activation(case, ACTIVATIONS, choose)
     return replace(
         kind.with_activation(case, [*ACTIVATIONS, *(GATES if case.n % 32 == 0 else ())], choose),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,23 @@ from tests.python.kinds.description import half
 from torch import Tensor
 
 import qcutlass
-from qcutlass import _C, testing
+from qcutlass import _C, blockwise, testing
 from qcutlass.products import launching
 from qcutlass.products.product import Product
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
-from qcutlass.testing import Case, EightBitCase, EightBitProblem, Problem, Reference, bounds
+from qcutlass.testing import (
+    BlockwiseCase,
+    BlockwiseProblem,
+    Case,
+    EightBitCase,
+    EightBitProblem,
+    Int4Case,
+    Int4Problem,
+    Problem,
+    Reference,
+    bounds,
+)
+from qcutlass.testing.blockwise import options_of
 from qcutlass.testing.int8_activations import int8_activations_reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,6 +45,8 @@ CODES: dict[str, dict[str, Any]] = {
     "ragged groups": {"zeros": "int", "group_size": 48},
 }
 EIGHT = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCKS = ((torch.int8, 128), (torch.int8, 64), (torch.int8, 32), (torch.float8_e4m3fn, 128))
+"""Types of blockwise products, and the sizes of blocks that kernels take of them."""
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -47,6 +61,21 @@ def multiply_eight(p: EightBitProblem, **options: Any) -> Tensor:
     packed = qcutlass.preprocess_weights(p.w, 8, "int8" if is_int8 else "fp8")
     function: Any = qcutlass.gemm_w8a8 if is_int8 else qcutlass.gemm_fp8
     out: Tensor = function(p.a, packed, p.a_scale, p.w_scale, n=p.shape[1], **p.keywords | options)
+    return out
+
+
+def multiply_four(p: Int4Problem, **options: Any) -> Tensor:
+    packed = qcutlass.preprocess_weights(p.codes, 4, "int8" if p.a.dtype == torch.int8 else "fp8")
+    names = ("bias", "activation", "out_dtype", "group_size", "residual")
+    given: dict[str, Any] = {name: getattr(p, name) for name in names} | options
+    return qcutlass.gemm_w4a8(p.a, packed, p.a_scale, p.scales, p.zeros, **given)
+
+
+def multiply_blocks(p: BlockwiseProblem, **options: Any) -> Tensor:
+    is_int8 = p.b.dtype == torch.int8
+    packed = qcutlass.preprocess_weights(p.b, 8, "int8" if is_int8 else "fp8")
+    function: Any = blockwise.int8_addmm if is_int8 else blockwise.fp8_gemm
+    out: Tensor = function(p.a, p.a_s, packed, p.b_s, n=p.shape[1], **options_of(p) | options)
     return out
 
 
@@ -69,6 +98,24 @@ def test_gates_and_residuals_of_eight_bits(dtype: torch.dtype, seeds: Iterator[i
                 case = EightBitCase(m, 96, 200, dtype, out_dtype, azp=azp, bias=True, activation=activation)  # type: ignore[arg-type]
                 problem = replace(case, residual=m != 3).random(seed=next(seeds))
                 testing.assert_close(multiply_eight(problem), problem.reference(), label=problem)
+
+
+@pytest.mark.parametrize("dtype", EIGHT[:2], ids=str)
+def test_gates_and_residuals_of_four_by_eight_bits(dtype: torch.dtype, seeds: Iterator[int]) -> None:
+    for index, m in enumerate(ROWS):
+        for activation in (*GATES, "silu", None):
+            case = Int4Case(m, 96, 200, dtype, FLOATS[index % 3], (64, 48)[index % 2], bias=m != 5)
+            problem = replace(case, activation=activation, residual=m != 2).random(seed=next(seeds))
+            testing.assert_close(multiply_four(problem), problem.reference(), label=problem)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [*BLOCKS, (torch.float8_e4m3fn, 32)], ids=str)
+def test_gates_and_residuals_of_blocks(dtype: torch.dtype, size: int, seeds: Iterator[int]) -> None:
+    for index, m in enumerate(ROWS):
+        for activation in (*GATES, "gelu", None):
+            case = BlockwiseCase(m, 224, 200, size, FLOATS[index % 3], bias=m != 5, dtype=dtype)
+            problem = replace(case, activation=activation, residual=m != 2).random(seed=next(seeds))
+            testing.assert_close(multiply_blocks(problem), problem.reference(), label=problem)
 
 
 def test_activations_quantised_on_the_way(seeds: Iterator[int]) -> None:
@@ -116,9 +163,10 @@ def test_what_the_extension_refuses() -> None:
     for refuse in (lambda: _C.gemm_host(arguments, 1), lambda: _C.tactics(arguments)):
         with pytest.raises(ValueError, match="multiple of 32"):
             refuse()
-    arguments.weights.n, arguments.a_type, arguments.out_type = 64, _C.DType.INT8, _C.DType.FLOAT16
-    with pytest.raises(qcutlass.UnsupportedError, match="gate, residual: no CUDA kernel of this kind"):
-        _C.tactics(arguments)
+    arguments.weights.n, arguments.out_type = 64, _C.DType.INT8
+    for refuse in (lambda: _C.gemm_host(arguments, 1), lambda: _C.tactics(arguments)):
+        with pytest.raises(ValueError, match="gate, residual: expected an output of float16, bfloat16 or float32"):
+            refuse()
 
 
 @devices
@@ -148,16 +196,24 @@ def test_residuals_of_any_strides(device: str, seed: int) -> None:
     assert multiply(empty).shape == (0, 32)
 
 
+def fp32_sums(p: Any) -> Tensor:
+    """Those of any problem, scaled, before its bias."""
+    if isinstance(p, BlockwiseProblem):
+        return torch.stack([term.float() for term in p.terms()]).sum(0)
+    if isinstance(p, Int4Problem):
+        return p.sums().float() * p.row_scale().float()
+    return p.a.float() @ p.weight().T  # type: ignore[no-any-return]
+
+
 class Model:
     """The sound product in fp32, stations of which a fault may replace."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Any) -> None:
         self.problem = problem
+        self.dtype = problem.residual.dtype
 
     def sums(self) -> Tensor:
-        p = self.problem
-        assert p.bias is not None
-        return p.a.float() @ p.weight().T + p.bias.float()
+        return fp32_sums(self.problem) + self.problem.bias.float()  # type: ignore[no-any-return]
 
     def halves(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         return bounds.gate_and_up(sums)
@@ -167,11 +223,10 @@ class Model:
         return testing.activate(gate, bounds.GATES[self.problem.activation]) * up
 
     def residual(self) -> Tensor:
-        assert self.problem.residual is not None
-        return self.problem.residual.float()
+        return self.problem.residual.float()  # type: ignore[no-any-return]
 
     def run(self) -> Tensor:
-        return (self.gated(*self.halves(self.sums())) + self.residual()).to(self.problem.a.dtype)
+        return (self.gated(*self.halves(self.sums())) + self.residual()).to(self.dtype)
 
 
 class GateAndUpSwapped(Model):
@@ -231,17 +286,17 @@ class ResidualLeftOut(Model):
 class ResidualBeforeTheGate(Model):
     def run(self) -> Tensor:
         gate, up = self.halves(self.sums())
-        return self.gated(gate + self.residual(), up).to(self.problem.a.dtype)
+        return self.gated(gate + self.residual(), up).to(self.dtype)
 
 
 class RoundedBeforeTheGate(Model):
     def sums(self) -> Tensor:
-        return super().sums().to(self.problem.a.dtype).float()
+        return super().sums().to(self.dtype).float()
 
 
 class RoundedBeforeTheResidual(Model):
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return super().gated(gate, up).to(self.problem.a.dtype).float()
+        return super().gated(gate, up).to(self.dtype).float()
 
 
 class RoundedAsOnGpus(RoundedBeforeTheResidual, RoundedBeforeTheGate):
@@ -265,22 +320,29 @@ ONCE = (RoundedBeforeTheGate, RoundedBeforeTheResidual)
 """Faults where one rounding is promised, and sound where the product is rounded before."""
 
 
-def judged(model: type[Model], activation: str, dtype: torch.dtype, seed: int, **options: Any) -> float:
-    case = Case(64, 256, 512, dtype=dtype, activation=activation, bias=True, residual=True)
-    problem = case.random(seed=seed)
-    return testing.error_ratio(model(problem).run(), replace(problem.reference(), **options))
+KINDS: dict[str, Callable[[torch.dtype], Any]] = {
+    "gemm": lambda dtype: Case(64, 256, 512, dtype=dtype),
+    "gemm_w4a8": lambda dtype: Int4Case(64, 256, 512, out_dtype=dtype),
+    "blockwise": lambda dtype: BlockwiseCase(64, 256, 512, out_dtype=dtype),
+}
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize("activation", GATES)
-def test_faults_are_rejected(activation: str, dtype: torch.dtype, seed: int) -> None:
-    assert judged(Model, activation, dtype, seed) <= 1
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_are_rejected(kind: str, activation: str, dtype: torch.dtype, seed: int) -> None:
+    problem = replace(KINDS[kind](dtype), activation=activation, bias=True, residual=True).random(seed=seed)
+
+    def judged(model: type[Model], **options: Any) -> float:
+        return testing.error_ratio(model(problem).run(), replace(problem.reference(), **options))
+
+    assert judged(Model) <= 1
     for fault in (*ALWAYS, *ONCE):
-        assert judged(fault, activation, dtype, seed) > 1, fault.__name__
+        assert judged(fault) > 1, fault.__name__
     for fault in ALWAYS:
-        assert judged(fault, activation, dtype, seed, rounds_between=True) > 1, fault.__name__
+        assert judged(fault, rounds_between=True) > 1, fault.__name__
     for sound in (RoundedBeforeTheGate, RoundedBeforeTheResidual, RoundedAsOnGpus):
-        assert judged(sound, activation, dtype, seed, rounds_between=True) <= 1
+        assert judged(sound, rounds_between=True) <= 1
 
 
 def test_a_residual_before_the_activation_is_rejected(seed: int) -> None:

@@ -11,14 +11,25 @@ import pytest
 import torch
 from tests.python.eight_bit import needs_instructions
 from tests.python.kinds.description import half
-from tests.python.test_epilogues import CODES, EIGHT, FLOATS, GATES, multiply, multiply_eight
+from tests.python.test_epilogues import (
+    BLOCKS,
+    CODES,
+    EIGHT,
+    FLOATS,
+    GATES,
+    multiply,
+    multiply_blocks,
+    multiply_eight,
+    multiply_four,
+)
 from torch import Tensor
 
 import qcutlass
-from qcutlass import testing
+from qcutlass import _C, blockwise, testing
 from qcutlass.products.decoder_operators import gate
 from qcutlass.products.selection import weight_dtype
-from qcutlass.testing import Case, EightBitCase, bounds
+from qcutlass.testing import BlockwiseCase, BlockwiseProblem, Case, EightBitCase, Int4Case, Int4Problem, bounds
+from qcutlass.testing.blockwise import options_of
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +39,16 @@ SPLITS = (0, 1, 3)
 
 def call_of(problem: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The function and operands of a problem's product, and its options."""
+    if isinstance(problem, Int4Problem):
+        packed = qcutlass.preprocess_weights(problem.codes, 4, "int8" if problem.a.dtype == torch.int8 else "fp8")
+        names = ("bias", "activation", "out_dtype", "group_size", "residual")
+        operands = qcutlass.gemm_w4a8, problem.a, packed, problem.a_scale, problem.scales, problem.zeros
+        return operands, {name: getattr(problem, name) for name in names}
+    if isinstance(problem, BlockwiseProblem):
+        is_int8 = problem.b.dtype == torch.int8
+        packed = qcutlass.preprocess_weights(problem.b, 8, "int8" if is_int8 else "fp8")
+        multiplied = blockwise.int8_addmm if is_int8 else blockwise.fp8_gemm
+        return (multiplied, problem.a, problem.a_s, packed, problem.b_s), options_of(problem) | {"n": problem.shape[1]}
     if not isinstance(problem, testing.EightBitProblem):
         packed = qcutlass.preprocess_weights(problem.codes, bits=problem.bits)
         return (qcutlass.gemm, problem.a, packed, problem.scales, problem.zeros), problem.keywords
@@ -93,6 +114,65 @@ def test_bits_of_eight_bits(dtype: torch.dtype, activation: str | None, seeds: I
         case = EightBitCase(m, n, 448, dtype, FLOATS[index % 3], azp=azp, bias=bool(index % 2), activation=activation)  # type: ignore[arg-type]
         case = replace(case, residual=activation not in GATES or index > 1)
         assert_bits(case.random(seed=next(seeds), device="cuda"), multiply_eight, ledger)
+
+
+def needs_wgmma() -> None:
+    if not _C.device_traits(torch.cuda.current_device()).wgmma:
+        pytest.skip("there are kernels of 4 by 8 bits for wgmma alone")
+
+
+@pytest.mark.parametrize("activation", [*GATES, "gelu", None])
+@pytest.mark.parametrize("dtype", EIGHT[:2], ids=str)
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_bits_of_four_by_eight_bits(
+    dtype: torch.dtype, group_size: int, activation: str | None, seeds: Iterator[int], ledger: Any
+) -> None:
+    needs_wgmma()
+    for (index, m), out_dtype in itertools.product(enumerate(ROWS), FLOATS):
+        n = 352 if activation in GATES else (352, 361)[index % 2]
+        case = Int4Case(m, n, 448, dtype, out_dtype, group_size, bias=bool(index % 2), activation=activation)
+        case = replace(case, residual=activation not in GATES or index > 1)
+        assert_bits(case.random(seed=next(seeds), device="cuda"), multiply_four, ledger)
+
+
+@pytest.mark.parametrize("activation", [*GATES, "gelu", None])
+@pytest.mark.parametrize(("dtype", "size"), BLOCKS, ids=str)
+def test_bits_of_blocks(
+    dtype: torch.dtype, size: int, activation: str | None, seeds: Iterator[int], ledger: Any
+) -> None:
+    needs_instructions(dtype)
+    for (index, m), out_dtype in itertools.product(enumerate(ROWS), FLOATS):
+        n = 352 if activation in GATES else (352, 361)[index % 2]
+        case = BlockwiseCase(m, n, 448, size, out_dtype, bias=bool(index % 2), activation=activation, dtype=dtype)
+        case = replace(case, residual=activation not in GATES or index > 1)
+        assert_bits(case.random(seed=next(seeds), device="cuda"), multiply_blocks, ledger)
+
+
+@pytest.mark.parametrize("activation", ["silu_mul", None])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_rows_of_other_kinds_at_any_address(
+    out_dtype: torch.dtype, activation: str | None, seeds: Iterator[int], ledger: Any
+) -> None:
+    """Results and residuals that begin anywhere: products of 4 by 8 bits leave the largest tile to aligned ones."""
+    kinds: list[tuple[Any, Callable[..., Tensor]]] = [(BlockwiseCase(300, 352, 448), multiply_blocks)]
+    if _C.device_traits(torch.cuda.current_device()).wgmma:
+        kinds.append((Int4Case(300, 352, 448), multiply_four))
+    for case, run in kinds:
+        whole = replace(case, out_dtype=out_dtype, activation=activation, residual=True)
+        problem = whole.random(seed=next(seeds), device="cuda")
+        for tactic in tactics_of(problem):
+            expected = run(problem, tactic=tactic)
+            rows, columns = expected.shape
+            shifted = torch.empty(rows * columns + 1, dtype=out_dtype, device="cuda")[1:].view(rows, columns)
+            moved = replace(problem, residual=shifted.copy_(problem.residual))
+            if tactic not in tactics_of(moved):
+                assert "m160" in tactic
+                continue
+            box = torch.full((rows, columns + 3), torch.nan, dtype=out_dtype, device="cuda")
+            run(moved, out=box[:, 1 : columns + 1], tactic=tactic)
+            ledger.equal(box[:, 1 : columns + 1].contiguous(), expected, f"{tactic} {problem}")
+            assert bool(box[:, 0].isnan().all())
+            assert bool(box[:, columns + 1 :].isnan().all())
 
 
 def test_rows_are_the_same_bits_whatever_their_number(seed: int) -> None:

@@ -32,7 +32,7 @@ SCHEMES: Final[dict[str, Any]] = {
     "blockwise int8": Blockwise(64),
     "blockwise fp8": Blockwise(64, "fp8"),
 }
-GATED: Final = {name: scheme for name, scheme in SCHEMES.items() if isinstance(scheme, W8A8 | FP8)}
+GATED: Final = {name: scheme for name, scheme in SCHEMES.items() if not isinstance(scheme, Blockwise)}
 
 
 def statistics() -> ActivationStatistics:

@@ -41,9 +41,10 @@ SETTLING = {kind.kind.name: kind.settling for kind in DESCRIPTIONS.values()}
 SETTLING |= {name: outline.settling for name, outline in OUTLINES.items()}
 QUANTIZED = {"out_block_size"}  # None in a call whose output is not quantised
 LEFT_OUT = {
-    "qcutlass.blockwise.int8_gemm": {"bias", "activation", "out_block_size"},
+    "qcutlass.blockwise.int8_gemm": {"bias", "activation", "out_block_size", "residual"},
     "qcutlass.blockwise.int8_addmm": {"out_block_size"},
-    "qcutlass.blockwise.int8_gemm_quant": {"bias", "activation"},
+    "qcutlass.blockwise.int8_addmm_quant": {"residual"},
+    "qcutlass.blockwise.int8_gemm_quant": {"bias", "activation", "residual"},
     "qcutlass.blockwise.fp8_gemm": {"out_block_size"},
 }
 OTHER_DEFAULTS = {("qcutlass.blockwise.fp8_gemm", "out_dtype"): torch.bfloat16}

@@ -13,8 +13,8 @@
 // Whatever follows the sums is computed in fp32. On the host it is rounded once; on GPUs sums are rounded before a
 // gate, too, and values before a residual: the bits are those of separate operators.
 //
-// 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3): out[m, n] = activation(sum * a_scale[m] +
-// bias[n]), with
+// 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3): out[m, n] = activation(sum * a_scale[m] + bias[n]) +
+// residual, with
 //
 //   sum = sum_g scale[g, n] * sum_{k in group g} a[m, k] * (code[n, k] - zero[g, n])
 //
@@ -28,7 +28,7 @@
 // fp8 in fp32 from sums of 128 k, of which their MMAs keep some 14 bits. int32 outputs are the sums
 // themselves.
 //
-// Blockwise (the same weights; BlockScales): out[m, n] = activation(sum + bias[n]), fp32 accumulation, with
+// Blockwise (the same weights; BlockScales): out[m, n] = activation(sum + bias[n]) + residual, fp32 accumulation, with
 //
 //   sum = sum_kb (sum_{k in block kb} a[m, k] * w[n, k]) * a_scale[m, kb] * w_scale[n / size, kb]
 //
@@ -135,7 +135,7 @@ struct GemmArguments {
   bool batch_invariant = false;
   ExpertRows experts;
   /// Of kSilu or kGeluTanh, and for multiples of 32 channels: kHalves for experts, without row_scale, kInterleaved for
-  /// others. Residuals are not for experts; on GPUs neither is for blockwise products and those of 4 by 8 bits.
+  /// others. Residuals are not for experts, neither is for outputs of integers.
   Gate gate = Gate::kNone;
   void const* residual = nullptr;  ///< [m, out_columns()], of the output's type; nullptr: none
   int64_t residual_stride = 0;

@@ -8,13 +8,8 @@
 namespace qcutlass::cuda {
 
 inline cutlass::epilogue::thread::OutputArguments output_arguments(GemmArguments const& a, DType type) {
-  auto const in_vectors = [&](void const* data, int64_t stride) {
-    return stores_vectors(data, stride, a.out_columns(), a.m, type);
-  };
-  bool const vectors =
-      in_vectors(a.out, a.out_stride) && (a.residual == nullptr || in_vectors(a.residual, a.residual_stride));
-  return {{a.out, type, a.out_stride, int(a.m), int(a.weights.n), vectors, a.bias, a.bias_type, a.activation, a.gate,
-           a.residual, a.residual_stride},
+  return {{a.out, type, a.out_stride, int(a.m), int(a.weights.n), stores_vectors(a, type), a.bias, a.bias_type,
+           a.activation, a.gate, a.residual, a.residual_stride},
           a.sums,
           a.quantized};
 }

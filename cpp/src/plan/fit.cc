@@ -12,6 +12,7 @@ bool has_kernel(Problem const& problem, Tactic const& t) {
 
 bool fits_output(Problem const& problem, Tactic const& t) {
   if (problem.gated && t.channels % (2 * layout::kTileN) != 0) return false;
+  if (problem.loose_residual && problem.kind.product() == kFourByEight && !takes_any_residual(t.tokens)) return false;
   return problem.output.granularity != Granularity::kBlock || t.channels % problem.output.group == 0;
 }
 

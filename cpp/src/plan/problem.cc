@@ -5,6 +5,7 @@
 
 #include "plan/sum_order.h"
 #include "plan/tactics.h"
+#include "plan/workspace.h"
 #include "qcutlass/error.h"
 #include "qcutlass/layout.h"
 
@@ -287,10 +288,6 @@ int64_t Problem::token_tiles(int tokens) const {
 Problem make_problem(GemmArguments const& arguments) {
   check_epilogue(arguments);
   bool const gated = arguments.gate != Gate::kNone, adds = arguments.residual != nullptr;
-  if ((gated || adds) && (arguments.blocks.size != 0 || arguments.has_eight_bit_activations()))
-    throw Unsupported(
-        "gate, residual: no CUDA kernel of this kind has them; multiply without, and compute them of the "
-        "product");
   if (arguments.blocks.size != 0)
     check_blockwise(arguments);
   else if (arguments.quantized.size != 0)
@@ -317,6 +314,7 @@ Problem make_problem(GemmArguments const& arguments) {
   problem.gathers = arguments.perm != nullptr || arguments.act_scale != nullptr;
   problem.activation = arguments.activation;
   problem.gated = gated;
+  problem.loose_residual = adds && size_of(problem.output.type) == 2 && !stores_vectors(arguments, problem.output.type);
   problem.finishes = arguments.bias_type != DType::kNone || arguments.activation != Activation::kNone || adds;
   problem.one_order = arguments.batch_invariant && !sums_exactly(problem.kind, problem.activation);
   return problem;

@@ -130,6 +130,10 @@ constexpr bool streams_scaled_groups(Kind const& kind) { return streams_scaled_g
 /// more than converting them does, but for the fewest tokens.
 constexpr bool streams_minimum_sums(ScaleMode mode, int tokens) { return mode == ScaleMode::kMinimum && tokens == 8; }
 
+/// Whether a 4-by-8-bit kernel for tiles of so many tokens takes residuals of 16 bits that are not aligned: the largest
+/// tile has no registers for them.
+constexpr bool takes_any_residual(int tokens) { return tokens <= 128; }
+
 /// The number of elements that share a scale.
 enum class Granularity : uint8_t {
   kNone,   ///< no scales: the elements are the numbers
@@ -156,10 +160,11 @@ struct Problem {
   int64_t activation_rows = 0;  ///< m, but for grouped products, which gather them
   Operand activations, weights, output;
   Kind kind;
-  bool gathers_rows = false;  ///< of the activations: rows of experts are anywhere
-  bool gathers = false;       ///< the activations' columns are permuted or scaled before
-  bool finishes = false;      ///< a bias, an activation or a residual follows
-  bool gated = false;         ///< half of the channels are gates of the others: tiles have whole pairs
+  bool gathers_rows = false;    ///< of the activations: rows of experts are anywhere
+  bool gathers = false;         ///< the activations' columns are permuted or scaled before
+  bool finishes = false;        ///< a bias, an activation or a residual follows
+  bool loose_residual = false;  ///< of 16 bits, its rows or those of the output not aligned
+  bool gated = false;           ///< half of the channels are gates of the others: tiles have whole pairs
   Activation activation = Activation::kNone;
   bool one_order = false;  ///< of sums, whatever m is: a batch-invariant product whose bits depend on it
 

@@ -16,6 +16,14 @@ inline bool stores_vectors(void const* data, int64_t stride, int64_t columns, in
   return columns % 8 == 0 && rows_aligned(data, stride, columns, rows, type);
 }
 
+/// The same of a product's output, of `type`, and of its residual if it has one.
+inline bool stores_vectors(GemmArguments const& a, DType type) {
+  auto const in_vectors = [&](void const* data, int64_t stride) {
+    return stores_vectors(data, stride, a.out_columns(), a.m, type);
+  };
+  return in_vectors(a.out, a.out_stride) && (a.residual == nullptr || in_vectors(a.residual, a.residual_stride));
+}
+
 /// Offsets of the parts of the workspace; a part that is not needed is empty. Strides are those of the copies.
 struct Workspace {
   size_t activations, rows, scales, zeros, super_scales, super_minimums, partials, bytes;

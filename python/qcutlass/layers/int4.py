@@ -55,6 +55,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
     OPTIONAL: ClassVar = ("zeros", "bias", "act_scale", "perm")
     SETTINGS: ClassVar = ("activations",)
     SHARED: ClassVar = ("act_scale", "perm")
+    HAS_GATES: ClassVar = True
 
     w_packed: Tensor
     scales: Tensor
@@ -130,15 +131,14 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
         if perm is not None and not perm.is_meta and not bool(((perm >= 0) & (perm < k)).all()):
             raise ValueError(f"perm: expected values in [0, {k}), got others")
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., K]` to `[..., N]`, of the same type."""
+    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         act_scale, perm, x = parts["act_scale"], parts["perm"], input
         if act_scale is not None or perm is not None:
             self._check_input(input)
             x = x if act_scale is None else (input.float() * act_scale.float()).to(input.dtype)
             x = x if perm is None else x.index_select(-1, perm)
-        return self._computed(x, self.activation)
+        return self._computed(x, activation)
 
     def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
         parts: dict[str, Any] = self._buffers

@@ -27,6 +27,7 @@ from qcutlass.products.checks import (
     tensors_of,
 )
 from qcutlass.products.eight_bit import SCALES, check_out_dtype, check_packed, check_plain, fill_weights
+from qcutlass.products.epilogue import check_epilogue, is_gate
 from qcutlass.products.kind import Description, Kind, Size
 from qcutlass.products.library import register
 from qcutlass.products.memory import as_rows, as_separate_rows
@@ -58,11 +59,8 @@ class BlockwiseCall(NamedTuple):
     tactic: str | None = None
     split_k: int = 0
     batch_invariant: bool = False
+    residual: Annotated[Tensor | None, Operand.RESIDUAL] = None
     out_s: Annotated[Tensor | None, Operand.OUT_SCALES] = None
-
-    @property
-    def residual(self) -> None:
-        """There is none."""
 
     def check(self, out: Tensor | None) -> WeightShape:
         """Checks every argument but what needs memory addresses."""
@@ -87,16 +85,30 @@ class BlockwiseCall(NamedTuple):
         check_weight_scales("b_s", self.b_s, n, k, size)
         if bias is not None:
             check_vector("bias", bias, n, "N")
-        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant, takes_gates=True)
         if self.out_block_size is None:
             check_out_dtype(self.out_dtype, FLOATING)
         else:
-            check_block_size("out_block_size", self.out_block_size)
-            if self.dtype != torch.int8:
-                raise ValueError(f"out_block_size: only products of int8 quantise their output, got {self.dtype}")
+            self._check_quantized()
+        columns = check_epilogue(self, n, "a")
         if out is not None:
-            check_out("a", a, out, n, self.out_dtype, " (out_dtype)")
+            check_out("a", a, out, columns, self.out_dtype, " (out_dtype)")
         return WeightShape(n, k, 8, k)
+
+    def _check_quantized(self) -> None:
+        """Checks what outputs that are quantised take."""
+        check_block_size("out_block_size", self.out_block_size)
+        if self.dtype != torch.int8:
+            raise ValueError(f"out_block_size: only products of int8 quantise their output, got {self.dtype}")
+        if is_gate(self.activation):
+            raise ValueError(
+                f"activation: outputs that are quantised take no gates, got {self.activation!r}; use int8_addmm, then "
+                "act_quant"
+            )
+        if self.residual is not None:
+            raise ValueError(
+                "residual: expected None with an output that is quantised, got a tensor; use int8_addmm, then act_quant"
+            )
 
     def prepared(self, shape: WeightShape) -> BlockwiseCall:
         """With packed weights."""

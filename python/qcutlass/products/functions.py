@@ -205,8 +205,9 @@ def gemm_w4a8(
     tactic: str | None = None,
     split_k: int = 0,
     batch_invariant: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies int8 or fp8 activations by 4-bit weights: `activation(a_scale * sum + bias)`.
+    """Multiplies int8 or fp8 activations by 4-bit weights: `activation(a_scale * sum + bias) + residual`.
 
     `sum[m, n] = sum over g of scales[g, n] * (sum over k in g of a_q[m, k] * (code[n, k] - zero[g, n]))` in fp32, with
     g = k // group_size; the rest is computed in fp32 from left to right, then rounded once. Inner sums of int8 over up
@@ -227,8 +228,8 @@ def gemm_w4a8(
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
         zeros: uint8, int8 or int32, shaped as `scales`; None: 8 everywhere.
-        bias, activation, group_size, batch_invariant: as for `gemm`; groups may have any size, on a GPU multiples of
-            32, or one a channel.
+        bias, activation, group_size, batch_invariant, residual: as for `gemm`; groups may have any size, on a GPU
+            multiples of 32, or one a channel.
         out_dtype: float16, bfloat16 or float32.
         n: None, or N, as `scales` tell it.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
@@ -251,7 +252,7 @@ def gemm_w4a8(
         torch.Size([2, 3, 48])
     """
     operands = a_q, w_packed, a_scale, scales, zeros, bias
-    call = Int4Call(*operands, activation, out_dtype, group_size, n, tactic, split_k, batch_invariant)
+    call = Int4Call(*operands, activation, out_dtype, group_size, n, tactic, split_k, batch_invariant, residual)
     return compute(INT4, call, out)
 
 

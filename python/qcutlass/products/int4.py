@@ -21,6 +21,7 @@ from qcutlass.products.checks import (
     names_of,
 )
 from qcutlass.products.eight_bit import SCALES, check_out_dtype, check_per_row
+from qcutlass.products.epilogue import check_epilogue
 from qcutlass.products.kind import Description, Kind, Size
 from qcutlass.products.packing import PackedWeights, WeightShape, check_weights, weight_arguments
 from qcutlass.products.weight_only import describe_codes, describe_scales
@@ -47,14 +48,11 @@ class Int4Call(NamedTuple):
     tactic: str | None = None
     split_k: int = 0
     batch_invariant: bool = False
+    residual: Annotated[Tensor | None, Operand.RESIDUAL] = None
 
     @property
     def a(self) -> Tensor:
         return self.a_q
-
-    @property
-    def residual(self) -> None:
-        """There is none."""
 
     @property
     def weights(self) -> PackedWeights:
@@ -86,9 +84,10 @@ class Int4Call(NamedTuple):
             if self.n != shape.n:
                 raise ValueError(f"n: expected None or N = {shape.n} of scales, got {self.n}")
         check_out_dtype(self.out_dtype, FLOATING)
-        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant)
+        check_options(self.activation, self.tactic, self.split_k, self.batch_invariant, takes_gates=True)
+        columns = check_epilogue(self, shape.n, "a_q")
         if out is not None:
-            check_out("a_q", a, out, shape.n, self.out_dtype, " (out_dtype)")
+            check_out("a_q", a, out, columns, self.out_dtype, " (out_dtype)")
         return shape
 
     def prepared(self, shape: WeightShape) -> Int4Call:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, UNIT_ROUNDOFF, Reference, activate, bound
+from qcutlass.testing.bounds import (
+    ALIGNMENT,
+    EXACT_LIMIT,
+    GATES,
+    UNIT_ROUNDOFF,
+    Reference,
+    activate,
+    bound,
+    finished_by,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
 _TINY: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
@@ -55,10 +67,10 @@ class BlockwiseReference(Reference):
     blocks: int
     inner: Tensor | None = None
 
-    def rows(self, begin: int, end: int) -> BlockwiseReference:
+    def rows(self, begin: int, end: int) -> Self:
         rows = slice(begin, end)
         inner = None if self.inner is None else self.inner[rows]
-        return replace(self, sum=self.sum[rows], spread=self.spread[rows], magnitude=self.magnitude[rows], inner=inner)
+        return replace(super().rows(begin, end), magnitude=self.magnitude[rows], inner=inner)
 
     def sum_error(self, splits: int) -> Tensor:
         error = (self.blocks + splits) * _ROUNDING * self.magnitude
@@ -82,6 +94,7 @@ class BlockwiseProblem:
     out_dtype: torch.dtype = torch.float16
     block_size: int = 128
     seed: int = 0
+    residual: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -121,14 +134,15 @@ class BlockwiseProblem:
         bias = None if self.bias is None else self.bias.double()
         dtype = self.out_dtype if out_dtype is None else out_dtype
         blocks, rounded = ceil_div(k, self.block_size), None if self.b.dtype == _INT8 else inner
-        return BlockwiseReference(total, total, k, bias, self.activation, dtype, magnitude, blocks, rounded)
+        found = BlockwiseReference(total, total, k, bias, self.activation, dtype, magnitude, blocks, rounded)
+        return finished_by(found, self.residual)
 
     def __repr__(self) -> str:
         m, n, k = self.shape
         bias = None if self.bias is None else self.bias.dtype
         return (
             f"M={m} N={n} K={k} {self.b.dtype} blocks of {self.block_size} bias={bias} activation={self.activation} "
-            f"out={self.out_dtype} seed={self.seed}"
+            f"out={self.out_dtype} residual={self.residual is not None} seed={self.seed}"
         )
 
 
@@ -144,6 +158,7 @@ class BlockwiseCase:
         bias_dtype: its type.
         activation: name or None.
         dtype: of activations and weights: int8 or float8_e4m3fn.
+        residual: whether there is one, of the output's type; not in exact problems.
     """
 
     m: int
@@ -155,8 +170,18 @@ class BlockwiseCase:
     bias_dtype: torch.dtype = torch.float32
     activation: str | None = None
     dtype: torch.dtype = _INT8
+    residual: bool = False
 
-    def _problem(self, seed: int, a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor) -> BlockwiseProblem:
+    def _problem(
+        self,
+        seed: int,
+        a: Tensor,
+        b: Tensor,
+        a_s: Tensor,
+        b_s: Tensor,
+        bias: Tensor,
+        residual: Tensor | None = None,
+    ) -> BlockwiseProblem:
         return BlockwiseProblem(
             a.to(self.dtype),
             a_s.float(),
@@ -167,6 +192,7 @@ class BlockwiseCase:
             self.out_dtype,
             self.block_size,
             seed,
+            None if residual is None else residual.to(self.out_dtype),
         )
 
     @property
@@ -188,7 +214,9 @@ class BlockwiseCase:
         a_s, b_s = (torch.exp2(4 * torch.rand(shape, generator=g, device=device)) for shape in self._scale_shapes)
         size = (74 if self.dtype == _INT8 else 32) ** 2 * 36 * math.sqrt(self.k)  # of codes, of products of scales
         bias = torch.randn(self.n, generator=g, device=device)
-        return self._problem(seed, a, b, a_s / 64, b_s * 64 / size, bias)
+        columns = self.n // 2 if self.activation in GATES else self.n
+        residual = torch.randn(self.m, columns, generator=g, device=device) if self.residual else None
+        return self._problem(seed, a, b, a_s / 64, b_s * 64 / size, bias, residual)
 
     def exact(self, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[BlockwiseProblem, Tensor]:
         """Oracle E: a problem whose sums are exact in fp32 in any order, and the output it must give, `[m, n]`.
@@ -295,5 +323,5 @@ def assert_gelu(codes: Tensor, scales: Tensor, x: Tensor, x_s: Tensor, size: int
 
 def options_of(problem: BlockwiseProblem) -> dict[str, Any]:
     """Keyword arguments of `int8_addmm` or `fp8_gemm` for a problem."""
-    names = ("bias", "activation", "out_dtype", "block_size")
+    names = ["bias", "activation", "out_dtype", "block_size", *([] if problem.residual is None else ["residual"])]
     return {name: getattr(problem, name) for name in names}

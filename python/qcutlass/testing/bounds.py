@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 UNIT_ROUNDOFF: Final = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 """Half the distance from 1 to the next number: the relative error of rounding to nearest."""
@@ -180,7 +183,7 @@ class Reference:
         activation = None if self.activation in GATES else self.activation
         return replace(self, activation=activation, residual=None, rounds_between=False)
 
-    def rows(self, begin: int, end: int) -> Reference:
+    def rows(self, begin: int, end: int) -> Self:
         """The same for rows [begin, end) alone."""
         residual = None if self.residual is None else self.residual[begin:end]
         return replace(self, sum=self.sum[begin:end], spread=self.spread[begin:end], residual=residual)

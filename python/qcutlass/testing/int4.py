@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, UNIT_ROUNDOFF, Reference, reference
+from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, GATES, UNIT_ROUNDOFF, Reference, finished_by, reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
 _STEP: Final = 16
@@ -47,11 +50,11 @@ class Int4Reference(Reference):
     runs: int = 0
     aligned: Tensor | None = None
 
-    def rows(self, begin: int, end: int) -> Int4Reference:
+    def rows(self, begin: int, end: int) -> Self:
         rows = slice(begin, end)
         magnitude = None if self.magnitude is None else self.magnitude[rows]
         aligned = None if self.aligned is None else self.aligned[rows]
-        return replace(self, sum=self.sum[rows], spread=self.spread[rows], magnitude=magnitude, aligned=aligned)
+        return replace(super().rows(begin, end), magnitude=magnitude, aligned=aligned)
 
     def sum_error(self, splits: int) -> Tensor:
         if self.magnitude is not None:
@@ -82,6 +85,7 @@ class Int4Problem:
     bias: Tensor | None = None
     activation: str | None = None
     seed: int = 0
+    residual: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -130,14 +134,15 @@ class Int4Problem:
             magnitude, aligned = None, magnitude
         total, spread = found.sum * row_scale, found.spread * row_scale.abs()
         options = found.bias, self.activation, self.out_dtype
-        return Int4Reference(total, spread, k, *options, magnitude, runs, aligned)
+        return finished_by(Int4Reference(total, spread, k, *options, magnitude, runs, aligned), self.residual)
 
     def __repr__(self) -> str:
         m, n, k = self.shape
         zeros = "none" if self.zeros is None else self.zeros.dtype
         return (
             f"M={m} N={n} K={k} g{self.group_size} a={self.a.dtype} scales={self.scales.dtype} zeros={zeros} "
-            f"out={self.out_dtype} activation={self.activation} bias={self.bias is not None} seed={self.seed}"
+            f"out={self.out_dtype} activation={self.activation} bias={self.bias is not None} "
+            f"residual={self.residual is not None} seed={self.seed}"
         )
 
 
@@ -155,6 +160,7 @@ class Int4Case:
         a_scale: "one" for all rows, or one for "each".
         bias: whether there is one, float32.
         activation: name or None.
+        residual: whether there is one, of the output's type; not in exact problems.
 
     Example:
         >>> from qcutlass import testing
@@ -174,9 +180,11 @@ class Int4Case:
     a_scale: Literal["one", "each"] = "each"
     bias: bool = False
     activation: str | None = None
+    residual: bool = False
 
     def _problem(self, seed: int, **tensors: Any) -> Int4Problem:
         zeros = tensors.pop("zeros") if self.zeros == "int" else None
+        residual = tensors.pop("residual", None)
         return Int4Problem(
             tensors["a"].to(self.dtype),
             tensors["codes"].to(torch.uint8),
@@ -188,6 +196,7 @@ class Int4Case:
             tensors["bias"].float() if self.bias else None,
             self.activation,
             seed,
+            None if residual is None else residual.to(self.out_dtype),
         )
 
     @property
@@ -212,6 +221,7 @@ class Int4Case:
         def uniform(low: float, high: float, *size: int) -> Tensor:
             return torch.rand(size, generator=g, device=device) * (high - low) + low
 
+        columns = self.n // 2 if self.activation in GATES else self.n
         return self._problem(
             seed,
             a=a,
@@ -220,6 +230,7 @@ class Int4Case:
             scales=uniform(0.5, 2, *shape) / (4 * math.sqrt(max(1, self.k))),
             zeros=torch.randint(0, _SPAN, shape, generator=g, device=device),
             bias=uniform(-1, 1, self.n),
+            residual=uniform(-2, 2, self.m, columns) if self.residual else None,
         )
 
     def exact(self, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Int4Problem, Tensor]:

@@ -87,6 +87,9 @@ def rows_of(dtype: torch.dtype) -> list[Row]:
 
 OF_ALL = rows_of(torch.int8)
 OF_OUT: list[Row] = [
+    ("residual", lambda v: v["residual"].float(), TypeError, ("float32", "float16", "that of the output")),
+    ("residual", lambda v: v["residual"][:, 1:], ValueError, ("[3, 159]", "[3, 160]")),
+    ("residual", lambda v: v.update(activation="silu_mul") or v["residual"], ValueError, ("[3, 160]", "[3, 80]")),
     ("out_dtype", lambda v: torch.int8, TypeError, ("int8", "float16", "bfloat16", "float32")),
     ("out_dtype", lambda v: "float16", TypeError, ("float16", "bfloat16")),
     ("out", lambda v: [1.0], TypeError, ("list", "Tensor")),
@@ -337,20 +340,20 @@ class BlockwiseInt8(Description):
         "Tensor a, Tensor a_s, Tensor b, Tensor b_s, Tensor? bias, str? activation, "
         "ScalarType out_dtype, ScalarType dtype, SymInt? n=None, int block_size=128, int? out_block_size=None, "
         "str? tactic=None, int split_k=0, "
-        "bool batch_invariant=False"
+        "bool batch_invariant=False, Tensor? residual=None"
     )
     settling = ("b", "b_s")
     place_of_weights = 2
     outputs = 1  # the scales, which the quantised form has
-    of_rows = ("a_s",)
+    of_rows: tuple[str, ...] = ("a_s", "residual")
     scale = "a_s"
-    boxed = ("a", "a_s", "b_s", "bias")
+    boxed = ("a", "a_s", "b_s", "bias", "residual")
     not_finite = ("a_s", "b_s", "bias")
     granule = 128
     may_refuse = True
     inductor = ("everything",)
 
-    whole = BlockwiseCase(M, N, K, bias=True, activation="silu")
+    whole = BlockwiseCase(M, N, K, bias=True, activation="silu", residual=True)
     fake_rows = FAKE_ROWS
     refusals = REFUSALS
 
@@ -364,6 +367,7 @@ class BlockwiseInt8(Description):
         self.cases = {
             "plain": BlockwiseCase(3, 160, 200),
             "everything": BlockwiseCase(9, 72, 96, 32, torch.bfloat16, True, torch.float16, "silu"),
+            "residual": BlockwiseCase(7, 40, 128, activation="silu", residual=True),
         }
         self.rows = [*OF_ALL, *OF_OUT]
         self.faults = FAULTS
@@ -393,8 +397,8 @@ class BlockwiseInt8(Description):
 
     def product(self, problem: BlockwiseProblem) -> Product:
         operands = {"a": problem.a, "a_s": problem.a_s, "b": pack(problem), "b_s": problem.b_s}
-        if problem.bias is not None:
-            operands["bias"] = problem.bias
+        more = {"bias": problem.bias, "residual": problem.residual}
+        operands |= {name: operand for name, operand in more.items() if operand is not None}
         names = ("activation", "out_dtype", "block_size")
         options = {name: getattr(problem, name) for name in names} | {"n": problem.shape[1]}
         return Product(self, problem, operands, options)

@@ -104,7 +104,7 @@ class BlockwiseFloat8(of_int8.BlockwiseInt8):
     capability = (8, 9)
     not_finite = ("a", "a_s", "b_s", "bias")
 
-    whole = BlockwiseCase(M, N, K, bias=True, activation="silu", dtype=FP8)
+    whole = BlockwiseCase(M, N, K, bias=True, activation="silu", dtype=FP8, residual=True)
     refusals = REFUSALS
 
     benched = ("blockwise_fp8",)

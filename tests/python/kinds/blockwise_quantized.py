@@ -11,7 +11,7 @@ import torch
 from tests.python.blockwise import SIZES
 from tests.python.kinds import blockwise as floating
 from tests.python.kinds.blockwise import BLOCKS, OF_SUMS, SIZE, K, M, Model, N
-from tests.python.kinds.description import FLOATS, Draw, Judged, Product, Row
+from tests.python.kinds.description import FLOATS, Draw, Judged, Product, Refusal, Row, half
 from torch import Tensor
 
 from qcutlass import _C, blockwise, testing
@@ -139,6 +139,18 @@ OF_QUANTISING: list[type[QuantizedModel]] = [
 OF_QUANTIZED: list[Row] = [
     ("out_block_size", lambda v: 100, ValueError, ("100", "32, 64")),
     ("out_block_size", lambda v: "128", TypeError, ("str", "int")),
+    ("activation", lambda v: "silu_mul", ValueError, ("quantised", "silu_mul", "int8_addmm")),
+]
+REFUSALS: list[Refusal] = [
+    (
+        lambda: torch.ops.qcutlass.blockwise_gemm_quant(
+            *(torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 1), torch.ones(16, 32, dtype=torch.int8)),
+            *(torch.ones(1, 1), None, None, torch.int8, torch.int8, 16, 128, 128),
+            residual=half(2, 16),
+        ),
+        ValueError,
+        ("residual: expected None", "quantised", "int8_addmm"),
+    ),
 ]
 
 
@@ -157,10 +169,13 @@ class QuantizedBlockwise(floating.BlockwiseInt8):
     function = staticmethod(blockwise.int8_addmm_quant)
     operator_suffix = "_quant"
     has_out = False
+    excluded = ("residual",)
+    of_rows = ("a_s",)
+    boxed = ("a", "a_s", "b_s", "bias")
     not_finite = ()
 
     whole = Case(M, N, K, bias=True, activation="silu", out_size=64)
-    refusals = ()
+    refusals = REFUSALS
 
     model = QuantizedModel
 

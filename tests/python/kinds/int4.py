@@ -32,9 +32,12 @@ M, N, K = 3, 48, 128  # three by two tiles
 GROUPS = 4
 FP8 = torch.float8_e4m3fn
 DTYPES = {"int8": torch.int8, "fp8": FP8}
-OPERANDS = ("a_scale", "scales", "zeros", "bias")
+OPERANDS = ("a_scale", "scales", "zeros", "bias", "residual")
 
 ROWS: list[Row] = [
+    ("residual", lambda v: v["residual"].float(), TypeError, ("float32", "float16", "that of the output")),
+    ("residual", lambda v: v["residual"][:, 1:], ValueError, ("[3, 47]", "[3, 48]")),
+    ("activation", lambda v: "silu_mul", ValueError, ("32", "N = 48", "interleave_gate_up")),
     ("a_q", lambda v: v["a_q"].float(), TypeError, ("float32", "int8", "float8_e4m3fn")),
     ("a_q", lambda v: v["a_q"].view(torch.uint8), TypeError, ("uint8", "int8")),
     ("a_q", lambda v: v["a_q"].view(torch.float8_e5m2), TypeError, ("float8_e5m2", "float8_e4m3fn")),
@@ -262,20 +265,20 @@ class Int4(Description):
     schema = (
         "Tensor a_q, Tensor w_packed, Tensor a_scale, Tensor scales, Tensor? zeros, Tensor? bias, str? activation, "
         "ScalarType out_dtype, int? group_size=None, SymInt? n=None, str? tactic=None, int split_k=0, "
-        "bool batch_invariant=False"
+        "bool batch_invariant=False, Tensor? residual=None"
     )
     settling = ("w_packed", "scales", "zeros")
     finely = MappingProxyType({"group_size": 32})
-    of_rows = ("a_scale",)
+    of_rows = ("a_scale", "residual")
     scale = "a_scale"
-    boxed = ("a_q", "a_scale", "scales", "zeros", "bias")
+    boxed = ("a_q", "a_scale", "scales", "zeros", "bias", "residual")
     not_finite = ("a_scale", "bias")
     granule = 128
     capability = (9, 0)
     needs_wgmma = True
 
     inductor = ("everything",)
-    whole = Int4Case(M, N, K, group_size=K // GROUPS, bias=True, activation="silu")
+    whole = Int4Case(M, N, K, group_size=K // GROUPS, bias=True, activation="silu", residual=True)
     rows = ROWS
     fake_rows = FAKE_ROWS
     refusals = REFUSALS
@@ -305,6 +308,7 @@ class Int4(Description):
                 9, 33, 100, FP8, torch.float32, 48, scale_dtype=torch.float32, bias=True, activation="gelu"
             ),
             "no whole steps": Int4Case(5, 20, 70, group_size=10, a_scale="one"),
+            "residual": Int4Case(7, 40, 128, FP8, activation="silu", residual=True),
         }
         self.fault_cases = {
             f"{name} {out}".replace("torch.", ""): [Judged(Int4Case(64, 256, 1024, dtype, out, bias=True))]

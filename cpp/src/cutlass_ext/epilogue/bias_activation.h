@@ -83,6 +83,22 @@ CUTLASS_DEVICE bool apply_gate(OutputTensor const& out, int channel, float (&val
   return true;
 }
 
+/// A launch's parameters of which the compiler computes nothing in advance: what it computes in front of a main loop,
+/// or keeps for the next tile, costs that loop registers.
+template <class Params>
+CUTLASS_DEVICE Params opaque(Params params) {
+  int gate = int(params.gate), activation = int(params.activation),
+      types[2] = {int(params.output_type), int(params.bias_type)};
+  asm volatile("" : "+l"(params.output), "+l"(params.stride), "+l"(params.residual), "+l"(params.residual_stride));
+  asm volatile("" : "+r"(params.tokens), "+r"(params.channels));
+  asm volatile("" : "+r"(gate), "+r"(activation), "+r"(types[0]), "+r"(types[1]));
+  params.gate = qcutlass::Gate(gate);
+  params.activation = qcutlass::Activation(activation);
+  params.output_type = qcutlass::DType(types[0]);
+  params.bias_type = qcutlass::DType(types[1]);
+  return params;
+}
+
 /// Activation, gate and residual of a token's 8 channels with their bias, and their store as Element, or with void as
 /// the launch's type. With a gate threads call as for apply_gate().
 template <class Element>

@@ -1,4 +1,5 @@
-// The end of blockwise int8 products: bias, activation, and one rounding or quantisation by blocks of channels.
+// The end of blockwise products: bias, activation, and gate, residual and rounding or quantisation by blocks of
+// channels.
 #pragma once
 
 #include "cutlass_ext/epilogue/bias_activation.h"
@@ -43,20 +44,19 @@ class BlockwiseOutput {
       load_channels(bias_, params.bias, params.bias_type, channel, params.channels);
   }
 
-  /// Finishes the sums of a token's 8 channels and stores them, as BiasActivation::store does.
+  /// Finishes the sums of a token's 8 channels and stores them, as BiasActivation::store does. Quantised outputs have
+  /// neither gates nor residuals.
   CUTLASS_DEVICE void store(int token, float (&sum)[kVector]) const {
     if (params_.bias_type != qcutlass::DType::kNone) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) sum[i] += bias_[i];
     }
-    activate(sum, params_.activation);
-    if (params_.quantized.size != 0)
+    if (params_.quantized.size != 0) {
+      activate(sum, params_.activation);
       quantize(token, sum);
-    else if (token < params_.tokens)
-      with_output_type<void>(params_.output_type, [&](auto element) {
-        store_channels(static_cast<decltype(element)*>(params_.output) + token * params_.stride + channel_, sum,
-                       params_.channels - channel_, params_.vectors);
-      });
+    } else if (token < params_.tokens) {
+      finish_channels<void>(params_, token, channel_, sum);
+    }
   }
 
  private:

@@ -107,13 +107,12 @@ class RowEpilogue {
       each(sums, values, [](Sum sum, Token t, Channel c) { return Output::value(sum, t, c, false); });
     if (shares) synchronize();
     meanwhile();
-    if constexpr (kHasGates)
-      if (params.gate != qcutlass::Gate::kNone) {
-        float gated[kValues / 2];
-        multiply_gated(params, values, gated);
-        store<kBlocks / 2>(params, gated, channel / 2, token, mine);
-        return;
-      }
+    if (params.gate != qcutlass::Gate::kNone) {
+      float gated[kValues / 2];
+      multiply_gated(params, values, gated);
+      store<kBlocks / 2>(params, gated, channel / 2, token, mine);
+      return;
+    }
     thread::activate_all(values, params.activation);
     store<kBlocks>(params, values, channel, token, mine);
   }
@@ -127,8 +126,7 @@ class RowEpilogue {
   };
   using Shares = ClusterShares<8>;  // four warps of a warpgroup, two halves
   static constexpr int kBlocks = kChannels / 8, kValues = kBlocks * 4;
-  static constexpr bool kHasGates = !qcutlass::is_promoted(Mma::kMode);  // and residuals
-  static constexpr int kWords = kBlocks / 2;                             // of 16 bytes a thread, of a part
+  static constexpr int kWords = kBlocks / 2;  // of 16 bytes a thread, of a part
   static constexpr int kSlotThreads = Mma::kWarpgroups * 32;
   static constexpr int kSlotBytes = kWords * 16 * kSlotThreads;
   static_assert(sizeof(Channel) * 32 <= kTokens * kRowBytes && sizeof(Sums) == kValues * sizeof(Sum));
@@ -194,12 +192,12 @@ class RowEpilogue {
       case qcutlass::DType::kFloat16: store_rows<half_t>(params, values, column, columns, token, mine); break;
       case qcutlass::DType::kBFloat16: store_rows<bfloat16_t>(params, values, column, columns, token, mine); break;
       case qcutlass::DType::kFloat32:
-        if (kHasGates && params.residual != nullptr) add_pairs(params, values, column, columns, token, mine);
+        if (params.residual != nullptr) add_pairs(params, values, column, columns, token, mine);
         store_pairs(static_cast<float*>(params.output), params.stride, params.tokens, columns, params.vectors, values,
                     column, token, mine);
         break;
       default:
-        if constexpr (qcutlass::is_promoted(Mma::kMode)) {
+        if constexpr (qcutlass::is_promoted(Mma::kMode) && kColumnBlocks == kBlocks) {  // no gates
           int const other = (warpgroup_ ^ 1) * 4 + warp_;  // has the other channels where kChannels is 64
           RowQuantizer<kChannels>(params, buffer(warp_), storage_.buffers[other], Mma::kWarpgroups + warp_, lane_)
               .run(values, token, column, mine);
@@ -239,7 +237,7 @@ class RowEpilogue {
     arch::fence_registers(words[1]);
     column += lane_ % kLanes * 8;
     token += lane_ / kLanes;
-    if (kHasGates && params.residual != nullptr) {
+    if (params.residual != nullptr) {
       Element const* row = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
       AlignedArray<Element, 8> residual[kSteps];  // all of them on their way, before the first is added
       CUTLASS_PRAGMA_UNROLL

@@ -69,9 +69,11 @@ class WgmmaEpilogue {
   /// order; all of it if its `rank` among them is negative. `partials`: where to instead of the output, if shares of k
   /// are added later. `meanwhile`: called once.
   template <class Meanwhile>
-  CUTLASS_DEVICE void run(Params const& params, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
+  CUTLASS_DEVICE void run(Params const& given, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
                           int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
     meanwhile();
+    if constexpr (kScalesTokens) asm volatile("" : "+r"(thread_), "+r"(warpgroup_));  // as opaque() says
+    auto const& params = of_this_tile(given);
     channel += warpgroup_ * kChannels;
     if (rank >= 0) {
       CUTLASS_PRAGMA_UNROLL
@@ -90,20 +92,21 @@ class WgmmaEpilogue {
     if constexpr (Mma::kExperts) scale_rows(params, sums, token);
     if constexpr (kScalesTokens)
       if (params.output_type == qcutlass::DType::kFloat32) {
+        if (params.gate != qcutlass::Gate::kNone) multiply_floats(params, sums);
         store_floats(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
         return;
       }
     // Neither short tiles nor gates with residuals have code of their own: every copy of the passes is to be compiled.
     bool const is_whole = kPasses > 2 && rank < 0 && params.vectors, adds = kHasResiduals && params.residual != nullptr;
-    if (kHasGates && params.gate != qcutlass::Gate::kNone) {
+    if (params.gate != qcutlass::Gate::kNone) {
       if (is_whole && !adds)
-        store_whole<kHasGates, false>(params, sums, channel, token);
+        store_whole<true, false>(params, sums, channel, token);
       else
-        store<kHasGates>(params, sums, channel, token, blocks, rank);
-    } else if (!is_whole) {
+        store<true>(params, sums, channel, token, blocks, rank);
+    } else if (!is_whole || (adds && !kWholeResiduals)) {
       store<false>(params, sums, channel, token, blocks, rank);
     } else if (adds) {
-      store_whole<false, kHasResiduals>(params, sums, channel, token);
+      store_whole<false, kWholeResiduals>(params, sums, channel, token);
     } else {
       store_whole<false, false>(params, sums, channel, token);
     }
@@ -113,8 +116,20 @@ class WgmmaEpilogue {
  private:
   static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
 
-  /// Whether gates and residuals may follow. They find sums that are rounded, as separate operators do.
-  static constexpr bool kHasGates = !kScalesTokens, kHasResiduals = kHasGates && !Mma::kExperts;
+  /// Whether residuals may follow. They, and gates, find sums that are rounded, as separate operators do.
+  static constexpr bool kHasResiduals = !Mma::kExperts;
+  /// Whether whole tiles have code of their own for residuals: not where these would cost the main loop registers.
+  static constexpr bool kWholeResiduals = kHasResiduals && !kScalesTokens;
+  /// Whether residuals of 16 bits may have any alignment; others are the plan's to refuse.
+  static constexpr bool kAnyResiduals = !kScalesTokens || qcutlass::takes_any_residual(Shape::kN);
+
+  /// The launch's parameters, as the end of a tile has them.
+  static CUTLASS_DEVICE decltype(auto) of_this_tile(Params const& given) {
+    if constexpr (kScalesTokens)
+      return thread::opaque(given);
+    else
+      return (given);
+  }
 
   /// Stores this block's parts, rounded.
   template <bool kGated>
@@ -175,7 +190,7 @@ class WgmmaEpilogue {
         int const part = pass * kPassParts + i;
         if (part * kPartTokens < tokens) {
           Columns words = finished<kGated>(params, rows(pass)[i * kPartTokens + row], own);
-          if constexpr (kResidual) words = thread::add_columns(words, residuals[part]);
+          if constexpr (kResidual) add_residual(params, words, residuals[part]);
           *reinterpret_cast<Columns*>(out) = words;
         }
         out += kPartTokens * params.stride;
@@ -189,15 +204,37 @@ class WgmmaEpilogue {
     if constexpr (!kGated) {
       return reinterpret_cast<AlignedArray<Element, kVector> const&>(sums[column]);
     } else {
-      using Columns = AlignedArray<Element, kVector / 2>;
-      auto const gates = reinterpret_cast<Columns const&>(sums[thread::gate_channel(column)]);
-      auto const ups = reinterpret_cast<Columns const&>(sums[thread::gate_channel(column) + thread::kGateTurn]);
-      float values[Columns::kElements];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < int(Columns::kElements); ++i)
-        values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
-      return thread::round_columns<Element>(values);
+      AlignedArray<Element, kVector / 2> result;
+      with_element(params, [&](auto element) {
+        using Columns = AlignedArray<decltype(element), kVector / 2>;
+        auto const gates = reinterpret_cast<Columns const&>(sums[thread::gate_channel(column)]);
+        auto const ups = reinterpret_cast<Columns const&>(sums[thread::gate_channel(column) + thread::kGateTurn]);
+        float values[Columns::kElements];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < int(Columns::kElements); ++i)
+          values[i] = thread::gate_value(float(gates[i]), params.activation) * float(ups[i]);
+        reinterpret_cast<Columns&>(result) = thread::round_columns<decltype(element)>(values);
+      });
+      return result;
     }
+  }
+
+  /// words += residual, each sum rounded once.
+  template <class Words>
+  static CUTLASS_DEVICE void add_residual(Params const& params, Words& words, Words const& residual) {
+    with_element(params, [&](auto element) {
+      using Columns = AlignedArray<decltype(element), int(Words::kElements)>;
+      auto& columns = reinterpret_cast<Columns&>(words);
+      columns = thread::add_columns(columns, reinterpret_cast<Columns const&>(residual));
+    });
+  }
+
+  /// Calls function(a value of the 16 bits that an output is).
+  template <class Function>
+  static CUTLASS_DEVICE void with_element(Params const& params, Function const& function) {
+    if constexpr (kScalesTokens)
+      if (params.output_type == qcutlass::DType::kBFloat16) return function(bfloat16_t{});
+    function(Element{});
   }
 
   /// The buffer of a pass: always another than that of the pass before, of the tile before too.
@@ -248,9 +285,9 @@ class WgmmaEpilogue {
   }
 
   static CUTLASS_DEVICE uint32_t pack_pair(Params const& params, float first, float second) {
-    if constexpr (kScalesTokens)
-      if (params.output_type == qcutlass::DType::kBFloat16) return thread::pack_pair<bfloat16_t>(first, second);
-    return thread::pack_pair<Element>(first, second);
+    uint32_t pair;
+    with_element(params, [&](auto element) { pair = thread::pack_pair<decltype(element)>(first, second); });
+    return pair;
   }
 
   /// A warp's 16 channels of a part, rounded: four matrices of 8 channels by 8 tokens, each stored transposed.
@@ -277,23 +314,60 @@ class WgmmaEpilogue {
     auto words = finished<kGated>(params, rows(pass)[row], own);
     if (kHasResiduals && params.residual != nullptr) {
       auto const* from = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
-      words = thread::add_columns(words, thread::load_columns<Element, kColumns>(from, left, params.vectors));
+      if constexpr (kAnyResiduals) {
+        add_residual(params, words, thread::load_columns<Element, kColumns>(from, left, params.vectors));
+      } else {
+        if (!params.vectors || left <= 0) return;  // all are vectors, which the compiler need not know
+        add_residual(params, words, reinterpret_cast<decltype(words) const&>(*from));
+        *reinterpret_cast<decltype(words)*>(static_cast<Element*>(params.output) + token * params.stride + column) =
+            words;
+        return;
+      }
     }
     thread::store_words(static_cast<Element*>(params.output) + token * params.stride + column, words, left,
                         params.vectors);
+  }
+
+  /// Gates of outputs of 32 bits: a warp has the channels of a turn, its neighbour those that they multiply, which
+  /// come to it through the buffers of the passes. The sums of warps with gates become products.
+  CUTLASS_DEVICE void multiply_floats(Params const& params, Sums& sums) {
+    constexpr int kPassSums = kPassParts * 8;
+    static_assert(thread::kGateTurn == 16 &&
+                  kChannels / 32 * kPassSums * 32 * sizeof(float) <= sizeof(storage_.rows[0][0]));
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      float* const words = reinterpret_cast<float*>(rows(pass)) + warp() / 2 * kPassSums * 32 + lane();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPassSums && warp() % 2 != 0; ++i) words[i * 32] = sums[pass * kPassSums + i];
+      arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPassSums && warp() % 2 == 0; ++i) {
+        float& sum = sums[pass * kPassSums + i];
+        sum = thread::gate_value(sum, params.activation) * words[i * 32];
+      }
+    }
+    if (kPasses % 2 != 0) first_ ^= 1;
   }
 
   /// Outputs of 32 bits, in sectors of 32 bytes, of eight lanes each.
   template <class IsOwn>
   CUTLASS_DEVICE void store_floats(Params const& params, Sums const& sums, int channel, int token,
                                    IsOwn const& is_own) const {
-    channel += own_channel();
+    int column = channel + own_channel(), columns = params.channels;
+    if (params.gate != qcutlass::Gate::kNone) {
+      if (warp() % 2 != 0) return;
+      column = thread::gated_column(column), columns /= 2;
+    }
     token += lane() % 4 * 2;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) {
-      int const own = channel + i / 2 % 2 * 8, row = token + i / 4 * 8 + i % 2;
-      if (is_own(i / 8) && row < params.tokens && own < params.channels)
-        static_cast<float*>(params.output)[row * params.stride + own] = sums[i];
+      int const own = column + i / 2 % 2 * 8, row = token + i / 4 * 8 + i % 2;
+      if (!is_own(i / 8) || row >= params.tokens || own >= columns) continue;
+      float value = sums[i];
+      if (params.residual != nullptr)
+        value = thread::add_separately(value,
+                                       static_cast<float const*>(params.residual)[row * params.residual_stride + own]);
+      static_cast<float*>(params.output)[row * params.stride + own] = value;
     }
   }
 
@@ -335,7 +409,7 @@ class WgmmaEpilogue {
   }
 
   SharedStorage& storage_;
-  int const warpgroup_, thread_;
+  int warpgroup_, thread_;
   int first_ = 0;  // buffer of a tile's first pass, where tiles have an odd number of them
 };
 
