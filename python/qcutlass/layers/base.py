@@ -289,11 +289,11 @@ class QuantLinear(PackedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`, of the same type."""
-        return self._computed(input, self.activation)
+        return self.multiply(input, self.activation)
 
     def multiply(self, input: Tensor, activation: str | None) -> Tensor:
         """The layer's output with another activation than its own: with a gate, where HAS_GATES."""
-        raise NotImplementedError
+        return self._computed(input, activation)
 
     @property
     def input_codes(self) -> InputCodes | None:

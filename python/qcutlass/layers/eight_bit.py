@@ -92,9 +92,6 @@ class _EightBitLinear(QuantLinear):
         """The weights float32 `[N, K]`, dequantised from the packed ones."""
         return self._codes().float() * self.w_scale[:, None]
 
-    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
-        return self._computed(input, activation)
-
     @property
     def input_codes(self) -> InputCodes | None:
         if self._buffers["smooth"] is not None or not self._is_symmetric:

@@ -176,9 +176,6 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         if perm is not None and not perm.is_meta and not bool(((perm >= 0) & (perm < self.in_features)).all()):
             raise ValueError(f"perm: expected values in [0, {self.in_features}), got others")
 
-    def multiply(self, input: Tensor, activation: str | None) -> Tensor:
-        return self._computed(input, activation or self.activation)
-
     def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
         return Steps(WEIGHT_ONLY, self.call(input, activation))
 
