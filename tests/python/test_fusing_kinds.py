@@ -49,9 +49,9 @@ def layers(scheme: Any, seed: int, sizes: dict[str, int], bias: bool = True) -> 
     )
 
 
-def attention(scheme: Any, seed: int) -> nn.ModuleDict:
-    """The last layer may end anywhere; blocks of 64 channels end with the others."""
-    return layers(scheme, seed, {"q_proj": 128, "k_proj": 64, "v_proj": 40})
+def attention(scheme: Any, seed: int, times: int = 1) -> nn.ModuleDict:
+    """The last layer may end anywhere; blocks of 64 channels, or so many times 64, end with the others."""
+    return layers(scheme, seed, {"q_proj": 128 * times, "k_proj": 64 * times, "v_proj": 40})
 
 
 def fused(model: nn.ModuleDict) -> Any:
@@ -235,11 +235,13 @@ def test_fused_models_are_saved_as_they_were(scheme: Any, seed: int, tmp_path: P
 @pytest.mark.parametrize("m", [1, 16, 300])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_outputs_and_gates_on_a_gpu(scheme: Any, m: int, seed: int) -> None:
-    model = attention(scheme, seed).cuda()
+    if scheme == SCHEMES["blockwise fp8"]:
+        scheme = Blockwise(128, "fp8")  # whose kernels take no other blocks
+    model = attention(scheme, seed, times=2).cuda()
     a = randn(m, K, seed=seed).to("cuda", torch.float16)
     for out, wanted in zip(outputs(fused(model), a), outputs(model, a), strict=True):
         testing.assert_equal(out, wanted)
-    pair = layers(scheme, seed, {"gate_proj": 64, "up_proj": 64}).cuda()
+    pair = layers(scheme, seed, {"gate_proj": 128, "up_proj": 128}).cuda()
     together = fused(pair)
     product, (gate, up) = together["gate_proj"].product, outputs(pair, a)
     if product.interleave():
