@@ -124,7 +124,8 @@ struct GemmArguments {
   BlockScales blocks;  ///< of blockwise products, instead of sums
   QuantizedOutput quantized;
   /// No kernel that the launch may run beside writes the weights, scales or zeros: neither the one that precedes it in
-  /// its stream nor, where that is one of decoder.h, the one before, and so on. They may be read while these end.
+  /// its stream nor, where that is one of decoder.h or quantize.h, the one before, and so on. They may be read while
+  /// these end.
   bool settled = false;
   void* workspace = nullptr;  ///< workspace_bytes() bytes, 16-byte aligned, contents undefined before and after
   size_t workspace_bytes = 0;

@@ -33,15 +33,18 @@ class Seen:
     input a copy is kept on the CPU, which takes about a hundredth of a product's time at most; on a GPU the host would
     have to wait for a comparison. Of such weights nothing is known.
 
+    What was computed on a GPU is that of its stream: another one would not wait for it, and a graph that is captured
+    later would not have it.
+
     Attributes:
         notices: whether a change in place of the input is noticed.
     """
 
-    __slots__ = ("_a", "_values", "_versions", "_weights", "notices")
+    __slots__ = ("_a", "_queue", "_values", "_versions", "_weights", "notices")
 
     def __init__(self, a: Tensor, weights: Sequence[Tensor]) -> None:
         self._a, self._weights = a, weights
-        self._versions = _versions(a, weights)
+        self._versions, self._queue = _versions(a, weights), _queue(a)
         version = self._versions[0]
         is_copied = version is None and a.is_cpu and is_eager(a)
         self._values = a.clone() if is_copied else None
@@ -51,7 +54,7 @@ class Seen:
         """Whether these are the same tensors, and nothing is known to have changed in them."""
         if a is not self._a or len(weights) != len(self._weights):
             return False
-        if not all(map(operator.is_, weights, self._weights)):
+        if not all(map(operator.is_, weights, self._weights)) or self._queue != _queue(a):
             return False
         first = self._versions[0]
         if torch.compiler.is_compiling() or first == _COMPILED:
@@ -62,6 +65,13 @@ class Seen:
             if version is not None and tensor._version != version:  # None: of inference mode, for good
                 return False
         return self._values is None or torch.equal(self._values, a)
+
+
+def _queue(a: Tensor) -> tuple[int, bool] | None:
+    """The stream that kernels of `a` go to, and whether a graph captures it; None: on the CPU, and in compiled code."""
+    if torch.compiler.is_compiling() or not a.is_cuda or not is_eager(a):
+        return None
+    return torch._C._cuda_getCurrentRawStream(a.device.index), torch.cuda.is_current_stream_capturing()
 
 
 def _versions(a: Tensor, weights: Sequence[Tensor]) -> list[int | None]:

@@ -106,7 +106,7 @@ class FusedNorm(nn.Module):
         for reader in self.reader:
             product: Any = reader._modules[reader.GROUP[0]]._modules.get("product")
             codes: InputCodes | None = getattr(product, "input_codes", None)
-            if codes is None or product.in_features != x.shape[-1] or has_hooks(self) or has_hooks(reader):
+            if codes is None or x.shape[-1:] != (product.in_features,) or has_hooks(self) or has_hooks(reader):
                 return None
             if product is not first_product(reader) or (codes.scale is not None and codes.scale.device != x.device):
                 return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from tests.python.models.test_block_fusing import _add_to_output, _hook, _triple
 from torch import Tensor
 
 import qcutlass
-from qcutlass import FP8, W4A8, W8A8, Blockwise, WeightOnly, testing
-from qcutlass.layers import eight_bit, int4
+from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, testing
+from qcutlass.layers.fusing import FusedProduct
 
 block_modules = pytest.importorskip("qcutlass.models.block_modules", reason="needs transformers")
 FusedNorm = block_modules.FusedNorm
@@ -71,14 +71,15 @@ def logits_of(model: Any, seed: int, batch: int = 2) -> Tensor:
 def quantised(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of activations that products quantised."""
     seen: list[torch.Size] = []
-    own = eight_bit.quantize_activations
+    for kind in (QuantLinear, FusedProduct):
 
-    def count(a: Tensor, **options: Any) -> Any:
-        seen.append(a.shape)
-        return own(a, **options)
+        def ready(self: Any, a: Tensor, own: Callable[..., Any] = kind._ready_codes) -> Any:
+            codes = own(self, a)
+            if codes is None:
+                seen.append(a.shape)
+            return codes
 
-    for module in (eight_bit, int4):
-        monkeypatch.setattr(module, "quantize_activations", count)
+        monkeypatch.setattr(kind, "_ready_codes", ready)
     return seen
 
 

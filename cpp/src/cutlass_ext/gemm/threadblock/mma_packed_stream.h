@@ -400,14 +400,17 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     }
   }
 
-  /// Bit s: step s of the stage at k is the first of a group, though it is not the stage's first step.
+  /// Bit s: step s of the stage at k is the first of a group, or beyond the end of k, though it is not the stage's
+  /// first step.
   CUTLASS_DEVICE unsigned group_starts(int stage_k) const {
     unsigned starts = 0;
-    if (kRows > 0 && !whole_groups_) {
+    bool const ends = !kNativeSums && args_.k - stage_k < kStageK;
+    if (kRows > 0 && (!whole_groups_ || ends)) {
       CUTLASS_PRAGMA_UNROLL
       for (int s = kRowSteps; s < kSteps; s += kRowSteps) {
         int const k = stage_k + s * kStepK;
-        if (args_.group_size.group(k) != args_.group_size.group(k - kStepK)) starts |= 1u << s;
+        bool const is_first = args_.group_size.group(k) != args_.group_size.group(k - kStepK);
+        if (is_first || (ends && k >= args_.k)) starts |= 1u << s;
       }
     }
     return starts;

@@ -155,8 +155,8 @@ class StreamGroupLoader {
     }
   }
 
-  /// For the stage at k; rows beyond the end of k are zeros: codes there are, too, and activations, which times a
-  /// weight that is infinite would be NaN.
+  /// For the stage at k. Rows beyond the end of k are zeros, as activations are, which times a weight that is infinite
+  /// would be NaN; where sums are scaled they are copies of the last, whose group they belong to.
   CUTLASS_DEVICE void copy(uint8_t* stage, int k) const {
     uint32_t supers = 0;
     if constexpr (kLevels) supers = uint32_t(args_.supers.scales.stride);
@@ -212,9 +212,9 @@ class StreamGroupLoader {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Rows<kRowBytes>::kCopies; ++i) {
       int const row_k = k + rows.row[i] * (kStageK / kRows);
-      unsigned group = args_.group_size.group(row_k);
+      unsigned group = args_.group_size.group(fast_min(row_k, args_.k - 1));
       uint32_t stride = uint32_t(matrix.stride);
-      bool exists = row_k < args_.k;
+      bool exists = Traits::kMode == qcutlass::ScaleMode::kNative || row_k < args_.k;
       if constexpr (kLevels)
         if (rows.row[i] == kSuperRow) group = args_.supers.size.group(k), stride = supers, exists = k < args_.k;
       if (rows.row[i] >= 0)
