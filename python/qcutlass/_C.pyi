@@ -261,11 +261,16 @@ class Launches(metaclass=_pybind11_type):
     def __len__(self) -> int: ...
 
 # eager calls of one layer, by the signature of its input; `layer`: its attributes, `settings` are some of their names
+class LayerState(metaclass=_pybind11_type):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+
 class LayerCalls(metaclass=_pybind11_type):
     def __init__(self, settings: Sequence[str], most: int) -> None: ...
     def repeat(self, a: Tensor, layer: dict[str, Any], activation: str | None) -> Tensor | None: ...
+    def begin(self, a: Tensor, layer: dict[str, Any], activation: str | None) -> LayerState | None: ...
     def remember(
         self,
+        begin: LayerState,
         a: Tensor,
         layer: dict[str, Any],
         activation: str | None,
