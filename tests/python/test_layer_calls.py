@@ -7,45 +7,27 @@ import gc
 import io
 import pickle
 import random
-import re
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from tests.python.called_layers import SCHEMES, K, Own, fresh, layer_of, remembered, schemes, static_layer
 from tests.python.eight_bit import needs_instructions
 from tests.python.modules import randn
 from tests.python.running import captured, in_threads
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import _C, FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, testing, tuning
-from qcutlass.layers import Int8Linear, base
+from qcutlass import _C, W8A8, QuantLinear, testing, tuning
+from qcutlass.layers import Int8Linear
 from qcutlass.products import invariance, launching
 from qcutlass.products.extension import backend
-from qcutlass.products.layer_calls import CALLS
 from qcutlass.products.quantizer_operators import QuantizeCall
 from qcutlass.schemes import Scheme
 
-N, K = 48, 128
-SCHEMES: Final[dict[str, Scheme]] = {
-    "w4": WeightOnly(4, 32),
-    "w8": WeightOnly(8, None, symmetric=True),
-    "w8a8": W8A8(),
-    "w8a8-zeros": W8A8(symmetric=False),
-    "fp8": FP8(),
-    "w4a8-fp8": W4A8(32),
-    "w4a8-int8": W4A8(32, "int8"),
-    "blockwise": Blockwise(32),
-    "blockwise-fp8": Blockwise(64, "fp8"),
-}
-schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 gpu = pytest.mark.gpu
-
-
-class Own(Tensor):
-    """Whose operators tell their type."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,41 +35,6 @@ def nothing_remembered() -> Iterator[None]:
     launching.forget()
     yield
     launching.forget()
-
-
-def layer_of(scheme: Scheme, seed: int, device: str = "cpu") -> Any:
-    linear = nn.Linear(K, N)
-    with torch.no_grad():
-        linear.weight.copy_(randn(N, K, seed=seed))
-    return QuantLinear.from_linear(linear, scheme).to(device)
-
-
-def static_layer(seed: int) -> Int8Linear:
-    """With everything that a layer of 8-bit activations may have."""
-    w_q, w_scale = qcutlass.quantize_weights_int8(randn(N, K, seed=seed))
-    return Int8Linear(
-        w_q,
-        w_scale,
-        bias=randn(N, seed=seed + 1),
-        a_scale=torch.tensor([0.03]),
-        azp=torch.tensor([5], dtype=torch.int32),
-        smooth=randn(K, seed=seed + 2).abs() + 0.5,
-        activation="silu",
-    )
-
-
-def remembered(layer: Any) -> int:
-    """How many calls of a layer are."""
-    calls = vars(layer).get(CALLS)
-    return 0 if calls is None else len(calls)
-
-
-def fresh(layer: Any, a: Tensor) -> Tensor:
-    """The output of a layer that was not called before."""
-    twin = copy.deepcopy(layer)
-    assert remembered(twin) == 0
-    out: Tensor = twin(a)
-    return out
 
 
 def on_gpu(scheme: Scheme) -> None:
@@ -150,157 +97,6 @@ def test_copies_are_not_made_of_what_is_not_remembered(seed: int) -> None:
         testing.assert_equal(layer(a), fresh(layer, a))
         testing.assert_equal(layer(a.contiguous()), fresh(layer, a))
     assert remembered(layer) == 0
-
-
-CHANGES: Final[dict[str, Callable[[Any], object]]] = {
-    "another tensor": lambda layer: setattr(layer, "bias", layer.bias + 1),
-    "another type": lambda layer: setattr(layer, "bias", layer.bias.half() + 1),
-    "none": lambda layer: setattr(layer, "bias", None),
-    "in place": lambda layer: layer.bias.add_(1),
-    "through data": lambda layer: setattr(layer.bias, "data", layer.bias.half() + 1),
-    "another dictionary": lambda layer: setattr(layer, "_buffers", layer._buffers | {"bias": layer.bias + 1}),
-    "state": lambda layer: layer.load_state_dict({**layer.state_dict(), "bias": layer.bias + 1}),
-    "assigned state": lambda layer: layer.load_state_dict({**layer.state_dict(), "bias": layer.bias + 1}, assign=True),
-    "activation": lambda layer: setattr(layer, "activation", "relu"),
-    "moved": lambda layer: layer._apply(torch.clone),
-    "fewer channels": lambda layer: layer.bias.set_(layer.bias[: N // 2].clone()),
-    "another type of the same memory": lambda layer: setattr(layer.bias, "data", layer.bias.view(torch.bfloat16)[:N]),
-    "fewer channels of the same memory": lambda layer: setattr(layer.bias, "data", layer.bias[: N // 2]),
-    "one channel for all": lambda layer: setattr(layer.bias, "data", layer.bias[:1].expand(N)),
-    "resized": lambda layer: layer.bias.resize_(N // 2),
-    "swapped": lambda layer: torch.utils.swap_tensors(layer.bias, layer.bias + 1),
-    "in features": lambda layer: setattr(layer, "in_features", K // 2),
-    "out features": lambda layer: setattr(layer, "out_features", N - 1),
-    "bits": lambda layer: setattr(layer, "bits", 3),
-    "group size": lambda layer: setattr(layer, "group_size", 2 * layer.group_size + 1),
-    "type of weights": lambda layer: setattr(layer, "weight_dtype", "e2m1"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@schemes
-def test_changes_of_a_layer_are_seen(scheme: Scheme, change: Callable[[Any], object], seed: int) -> None:
-    layer, a = layer_of(scheme, seed), randn(3, K, seed=seed)
-    with torch.no_grad():
-        for _ in range(2):
-            layer(a)
-            assert remembered(layer) == 1
-        change(layer)
-        for _ in range(2):
-            try:
-                expected = fresh(layer, a)
-            except (TypeError, ValueError) as error:
-                with pytest.raises(type(error), match=re.escape(error.args[0])):
-                    layer(a)
-            else:
-                testing.assert_equal(layer(a), expected)
-
-
-DURING: Final[dict[str, Callable[[Any], object]]] = {
-    "bias": lambda layer: layer._buffers.update(bias=torch.full((N,), 1000.0)),
-    "no bias": lambda layer: layer._buffers.update(bias=None),
-    "data": lambda layer: setattr(layer.bias, "data", torch.full((N,), 1000.0)),
-    "setting": lambda layer: setattr(layer, "symmetric", False),
-    "activation": lambda layer: setattr(layer, "activation", "relu"),
-}
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("change", DURING.values(), ids=DURING)
-def test_changes_during_a_first_call_are_seen(
-    change: Callable[[Any], object], has_bias: bool, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As another thread makes them, while the product runs without Python's lock."""
-    layer, a = layer_of(W8A8(), seed), randn(3, K, seed=seed)
-    if not has_bias:
-        layer.bias = None
-        change = DURING["bias"] if change is DURING["data"] else change
-    fresh(layer, a)
-
-    def interrupted(*arguments: Any) -> Tensor:
-        out = compute(*arguments)
-        change(layer)
-        return out
-
-    compute = base.compute
-    with monkeypatch.context() as patch:
-        patch.setattr(base, "compute", interrupted)
-        layer(a)
-    for _ in range(2):
-        testing.assert_equal(layer(a), fresh(layer, a))
-    assert remembered(layer) == 1
-
-
-@schemes
-def test_layers_can_be_loaded_by_swapping(scheme: Scheme, seed: int) -> None:
-    layer, other, a = layer_of(scheme, seed), layer_of(scheme, seed + 1), randn(3, K, seed=seed)
-    layer(a)
-    assert remembered(layer) == 1
-    for part, new in zip(layer.buffers(), other.buffers(), strict=True):
-        torch.utils.swap_tensors(part, new.clone())
-    testing.assert_equal(layer(a), other(a))
-    layer = layer_of(scheme, seed)
-    layer(a)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        layer.load_state_dict(other.state_dict())
-        layer._apply(torch.clone)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    testing.assert_equal(layer(a), other(a))
-
-
-@pytest.mark.parametrize("extra", [torch.eye(3).to_sparse(), "text", torch.empty(0), torch.ones(2).as_subclass(Own)])
-@pytest.mark.filterwarnings("ignore:Sparse")
-@schemes
-def test_buffers_that_are_not_the_layer_s_own(scheme: Scheme, extra: Any, seed: int) -> None:
-    layer, a = layer_of(scheme, seed), randn(3, K, seed=seed)
-    expected = layer(a)
-    layer._buffers["extra"] = extra
-    for _ in range(3):
-        testing.assert_equal(layer(a), expected)
-    del layer._buffers["extra"]
-    testing.assert_equal(layer(a), expected)
-    assert remembered(layer) == 1
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@schemes
-def test_nested_inputs_are_refused(scheme: Scheme, seed: int) -> None:
-    layer, a = layer_of(scheme, seed), randn(3, K, seed=seed)
-    for layout in (torch.strided, torch.jagged):
-        nested = torch.nested.nested_tensor([a, a[:2]], layout=layout)
-        for _ in range(2):
-            with pytest.raises(qcutlass.UnsupportedError, match="a: expected a dense tensor, got a nested one"):
-                layer(nested)
-            layer(a)
-    assert remembered(layer) == 1
-
-
-@schemes
-def test_another_activation_than_the_layer_s_own(scheme: Scheme, seed: int) -> None:
-    layer, a = layer_of(scheme, seed), randn(3, K, seed=seed)
-    plain = layer(a)
-    layer.activation = "relu"
-    for _ in range(2):
-        testing.assert_equal(layer(a), plain.relu())
-        testing.assert_equal(layer.multiply(a, None), plain)
-    assert remembered(layer) == 2
-
-
-def test_settings_are_part_of_a_call(seed: int) -> None:
-    a = randn(3, K, seed=seed)
-    for layer, name, values in (
-        (layer_of(SCHEMES["w8a8-zeros"], seed), "symmetric", [False, True]),
-        (layer_of(WeightOnly(4, 32), seed), "activations", [None, "int8"]),
-    ):
-        outputs = []
-        for value in values * 2:
-            setattr(layer, name, value)
-            outputs.append(layer(a))
-            testing.assert_equal(outputs[-1], fresh(layer, a))
-        assert not torch.equal(outputs[0], outputs[1])
-        assert remembered(layer) == 2
 
 
 def test_gates_are_part_of_a_call(seed: int) -> None:
