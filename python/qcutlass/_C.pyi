@@ -269,15 +269,7 @@ class LayerCalls(metaclass=_pybind11_type):
     def repeat(self, a: Tensor, layer: dict[str, Any], activation: str | None) -> Tensor | None: ...
     def begin(self, a: Tensor, layer: dict[str, Any], activation: str | None) -> LayerState | None: ...
     def remember(
-        self,
-        begin: LayerState,
-        a: Tensor,
-        layer: dict[str, Any],
-        activation: str | None,
-        launches: Launches,
-        call: tuple[Any, ...],
-        quantizer: QuantizeArguments | None,
-        new_scratch: Callable[[int], Tensor],
+        self, begin: LayerState, launches: Launches, call: Any, quantizer: QuantizeArguments | None, new_scratch: Any
     ) -> None: ...
     def __len__(self) -> int: ...
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -149,6 +151,7 @@ def test_nested_inputs_are_refused(scheme: Scheme, seed: int) -> None:
 def test_another_activation_than_the_layer_s_own(scheme: Scheme, seed: int) -> None:
     layer, a = layer_of(scheme, seed), randn(3, K, seed=seed)
     plain = layer(a)
+    launching.forget()
     layer.activation = "relu"
     for _ in range(2):
         testing.assert_equal(layer(a), plain.relu())
@@ -203,3 +206,27 @@ def test_settings_are_part_of_a_call(seed: int) -> None:
             testing.assert_equal(outputs[-1], fresh(layer, a))
         assert not torch.equal(outputs[0], outputs[1])
         assert remembered(layer) == 2
+
+
+OF_OLD: Final = """
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+import qcutlass
+layer = qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 32), bits=4, group_size=32)
+a, bias = torch.randn(3, 64), layer.bias
+expected = layer(a)
+assert torch.equal(layer(a), expected) and len(layer._calls) == 1
+layer(a[:, ::2].repeat(1, 2)[::2])
+for data in (bias[:1].expand(32), bias.view(torch.bfloat16)[:32], bias.clone() + 1):
+    layer.bias.data = data
+    out = layer(a)
+    vars(layer).pop("_calls", None)
+    assert torch.equal(out, layer(a)) and not torch.equal(out, expected)
+    layer.bias.data = bias
+"""
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="all other tests run without it")
+def test_torch_without_a_c_interface_for_tensors() -> None:
+    result = subprocess.run([sys.executable, "-c", OF_OLD], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

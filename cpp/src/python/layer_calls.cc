@@ -33,11 +33,10 @@ std::optional<uintptr_t> append_buffer(PyObject* value, bool records_gradients, 
   PyTypeObject* const type = Py_TYPE(value);
   if (!torch.is_plain(type)) return std::nullopt;
   if (records_gradients && get(value, torch.requires_grad).ptr() != Py_False) return std::nullopt;
-  uintptr_t const address = data_ptr(value);
+  std::optional<uintptr_t> const address = append_layout(value, signature);
+  if (!address) return std::nullopt;
   signature.push_back(identity(type));
-  signature.push_back(static_cast<int64_t>(address));
-  signature.push_back(get(value, torch.is_cpu).ptr() == Py_True);  // GPUs differ in addresses
-  append_layout(value, signature);
+  signature.push_back(static_cast<int64_t>(*address));
   return address;
 }
 
@@ -185,8 +184,12 @@ std::shared_ptr<LayerState> LayerCalls::begin(py::handle a, py::dict const& laye
 
 std::shared_ptr<LayerState> LayerCalls::state(py::handle a, py::dict const& layer, py::handle activation,
                                               bool records_gradients) const {
-  auto found = std::make_shared<LayerState>();
-  found->buffers = std::make_shared<LayerBuffers>();
+  auto found = std::make_shared<LayerState>(LayerState{py::reinterpret_borrow<py::object>(a),
+                                                       layer,
+                                                       py::reinterpret_borrow<py::object>(activation),
+                                                       std::make_shared<LayerBuffers>(),
+                                                       {},
+                                                       0});
   if (!try_to_take(layer, records_gradients, *found->buffers)) return nullptr;
   std::optional<uintptr_t> const address = write(a, layer, activation, records_gradients, found->signature);
   if (!address) return nullptr;
@@ -194,8 +197,7 @@ std::shared_ptr<LayerState> LayerCalls::state(py::handle a, py::dict const& laye
   return found;
 }
 
-void LayerCalls::remember(std::shared_ptr<LayerState> const& begin, py::handle a, py::dict const& layer,
-                          py::handle activation, Launches& launches, py::tuple const& call,
+void LayerCalls::remember(LayerState const& begin, Launches& launches, py::tuple const& call,
                           std::optional<QuantizeArguments> const& quantizer, py::object new_scratch) {
   drop_forgotten();
   TorchCalls const& torch = TorchCalls::instance();
@@ -203,9 +205,9 @@ void LayerCalls::remember(std::shared_ptr<LayerState> const& begin, py::handle a
   auto entry = std::make_shared<Entry>();
   entry->launch = launches.find(call, entry->addresses);
   if (!entry->launch) return;
-  std::shared_ptr<LayerState> const now = state(a, layer, activation, torch.records_gradients());
-  if (!now || now->signature != begin->signature || now->address != begin->address ||
-      now->buffers->signature != begin->buffers->signature) {
+  std::shared_ptr<LayerState> const now = state(begin.a, begin.layer, begin.activation, torch.records_gradients());
+  if (!now || now->signature != begin.signature || now->address != begin.address ||
+      now->buffers->signature != begin.buffers->signature) {
     return;
   }
   LayerBuffers& buffers = *now->buffers;

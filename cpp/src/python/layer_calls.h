@@ -24,8 +24,11 @@ struct LayerBuffers {
   bool has(void const* address) const;
 };
 
-/// What a call of a layer depends on.
+/// A call of a layer, and what it depends on.
 struct LayerState {
+  pybind11::object a;
+  pybind11::dict layer;
+  pybind11::object activation;
   std::shared_ptr<LayerBuffers> buffers;
   Signature signature;  ///< of the call
   uintptr_t address;    ///< of its input
@@ -53,8 +56,7 @@ class LayerCalls {
   /// Remembers a call that `launches` remember the product of, which is `call`. `quantizer`: what made its activations
   /// of `a`; none: they are `a`. It is dropped where anything but the layer's buffers and `a` is read, or the layer is
   /// not what it was at its `begin`: another thread changed it. `new_scratch`: makes a tensor of so many bytes.
-  void remember(std::shared_ptr<LayerState> const& begin, pybind11::handle a, pybind11::dict const& layer,
-                pybind11::handle activation, Launches& launches, pybind11::tuple const& call,
+  void remember(LayerState const& begin, Launches& launches, pybind11::tuple const& call,
                 std::optional<QuantizeArguments> const& quantizer, pybind11::object new_scratch);
 
   size_t size();

@@ -50,8 +50,7 @@ void register_launch(py::module_& module) {
       .def(py::init<std::vector<std::string> const&, size_t>(), "settings"_a, "most"_a)
       .def("repeat", &LayerCalls::repeat, "a"_a, "layer"_a, "activation"_a)
       .def("begin", &LayerCalls::begin, "a"_a, "layer"_a, "activation"_a)
-      .def("remember", &LayerCalls::remember, "begin"_a, "a"_a, "layer"_a, "activation"_a, "launches"_a, "call"_a,
-           "quantizer"_a, "new_scratch"_a)
+      .def("remember", &LayerCalls::remember, "begin"_a, "launches"_a, "call"_a, "quantizer"_a, "new_scratch"_a)
       .def("__len__", &LayerCalls::size);
   module.def("forget_launches", &Launches::forget_all);
   module.def("launch_generation", &Launches::generation);

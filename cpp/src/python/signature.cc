@@ -32,18 +32,37 @@ std::optional<int64_t> device_of(PyObject* tensor) {
   return std::nullopt;
 }
 
+/// Whether a tensor is contiguous: strides of dimensions of one element do not count.
+bool is_contiguous(dlpack::Tensor const& tensor) {
+  int64_t expected = 1;
+  for (int32_t i = tensor.dimensions - 1; i >= 0; --i) {
+    if (tensor.sizes[i] == 0) return true;
+    if (tensor.sizes[i] != 1 && tensor.strides[i] != expected) return false;
+    expected *= tensor.sizes[i];
+  }
+  return true;
+}
+
+std::optional<uintptr_t> append_described(dlpack::Tensor const& tensor, Signature& signature) {
+  if (tensor.device_type != dlpack::kCpu && tensor.device_type != dlpack::kCuda) return std::nullopt;
+  signature.push_back(1 + tensor.dimensions);
+  signature.insert(signature.end(), tensor.sizes, tensor.sizes + tensor.dimensions);
+  bool const contiguous = is_contiguous(tensor);
+  signature.push_back(contiguous);
+  if (!contiguous) signature.insert(signature.end(), tensor.strides, tensor.strides + tensor.dimensions);
+  signature.push_back(int64_t{tensor.type_lanes} << 16 | tensor.type_bits << 8 | tensor.type_code);
+  signature.push_back(tensor.device_type == dlpack::kCpu ? -1 : tensor.device);
+  return reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+}
+
 /// append_operand() of a plain tensor; throws what Python raises.
 std::optional<uintptr_t> append_tensor(PyObject* tensor, bool records_gradients, Signature& signature) {
   static Name const kIsNeg("is_neg");
   if (records_gradients && get(tensor, TorchCalls::instance().requires_grad).ptr() != Py_False) return std::nullopt;
   if (call(tensor, kIsNeg).ptr() != Py_False) return std::nullopt;
-  std::optional<int64_t> const device = device_of(tensor);
-  if (!device) return std::nullopt;
-  uintptr_t const address = data_ptr(tensor);
-  if (address == 0) return std::nullopt;  // empty, or its storage was taken away
-  append_layout(tensor, signature);
-  signature.push_back(*device);
-  signature.push_back(static_cast<int64_t>(address % kAlignment));
+  std::optional<uintptr_t> const address = append_layout(tensor, signature);
+  if (!address || *address == 0) return std::nullopt;  // empty, or its storage was taken away
+  signature.push_back(static_cast<int64_t>(*address % kAlignment));
   return address;
 }
 
@@ -74,8 +93,16 @@ bool append_option(PyObject* option, Signature& signature) {
   return true;
 }
 
-void append_layout(PyObject* tensor, Signature& signature) {
+std::optional<uintptr_t> append_layout(PyObject* tensor, Signature& signature) {
   TorchCalls const& torch = TorchCalls::instance();
+  if (torch.describe != nullptr) {
+    dlpack::Tensor described{};
+    if (torch.describe(tensor, &described) != 0) throw py::error_already_set();
+    return append_described(described, signature);
+  }
+  std::optional<int64_t> const device = device_of(tensor);
+  if (!device) return std::nullopt;
+  uintptr_t const address = data_ptr(tensor);
   py::object const shape = get(tensor, torch.shape);
   signature.push_back(1 + PyTuple_GET_SIZE(shape.ptr()));
   append_all(shape, signature);
@@ -83,6 +110,8 @@ void append_layout(PyObject* tensor, Signature& signature) {
   signature.push_back(contiguous);
   if (!contiguous) append_all(call(tensor, torch.stride), signature);  // contiguous: any other strides serve as well
   signature.push_back(identity(get(tensor, torch.type).ptr()));
+  signature.push_back(*device);
+  return address;
 }
 
 std::optional<uintptr_t> append_operand(PyObject* operand, bool records_gradients, Signature& signature) {

@@ -4,6 +4,18 @@ namespace py = pybind11;
 
 namespace qcutlass::python {
 
+namespace {
+
+dlpack::Describe find_describe(py::object const& tensor) {
+  py::object const capsule = py::getattr(tensor, dlpack::kAttribute, py::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule)) return nullptr;
+  auto const* found = static_cast<dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
+  while (found != nullptr && found->major != 1) found = found->older;
+  return found == nullptr ? nullptr : found->describe;
+}
+
+}  // namespace
+
 TorchCalls const& TorchCalls::instance() {
   static TorchCalls const* const calls = [] {
     py::module_ const torch = py::module_::import("torch");
@@ -21,6 +33,7 @@ TorchCalls const& TorchCalls::instance() {
     found->is_cpu = found->tensor.attr("is_cpu");
     found->is_cuda = found->tensor.attr("is_cuda");
     found->requires_grad = found->tensor.attr("requires_grad");
+    found->describe = find_describe(found->tensor);
     found->get_num_threads = torch.attr("get_num_threads");
     found->is_grad_enabled = torch.attr("is_grad_enabled");
     found->increment_version = torch.attr("autograd").attr("graph").attr("increment_version");

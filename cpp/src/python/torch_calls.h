@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "dlpack.h"
+
 namespace qcutlass::python {
 
 /// Functions and types of torch, looked up at their first use. They are never released: the interpreter may end first.
@@ -14,6 +16,7 @@ struct TorchCalls {
   pybind11::object dtype;                            ///< the type of torch.float16 and the like
   pybind11::object data_ptr, is_contiguous, stride;  ///< methods of tensors, as their class has them
   pybind11::object version, type, shape, is_cpu, is_cuda, requires_grad;  ///< attributes of tensors, likewise
+  dlpack::Describe describe;                                              ///< nullptr where torch is too old to have it
   pybind11::object get_num_threads, is_grad_enabled, increment_version;
   pybind11::object forward_ad;                              ///< a module; its _current_level is -1 outside dual levels
   pybind11::object dispatch_modes, transforms, tracing;     ///< what may look at calls instead of running them

@@ -317,7 +317,7 @@ class QuantLinear(PackedModule):
         steps = self._steps(input, activation, ready)
         out = compute(steps.kind, steps.call, None)
         if begin is not None:
-            layer_calls.remember(begin, self.__dict__, input, activation, steps)
+            layer_calls.remember(begin, self.__dict__, input, steps)
         return out
 
     def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:

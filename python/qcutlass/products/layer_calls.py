@@ -63,12 +63,12 @@ def begin(layer: dict[str, Any], settings: Sequence[str], a: Tensor, activation:
     return calls.begin(a, layer, activation)
 
 
-def remember(begin: _C.LayerState, layer: dict[str, Any], a: Tensor, activation: str | None, steps: Steps) -> None:
-    """Remembers a call that was just run, unless the layer is another than at its `begin`."""
+def remember(begin: _C.LayerState, layer: dict[str, Any], a: Tensor, steps: Steps) -> None:
+    """Remembers a call of `a` that was just run, unless the layer is another than at its `begin`."""
     quantizer: Any = steps.quantizer
     if not (quantizer is None or quantizer.is_direct):
         return
     calls: _C.LayerCalls = layer[CALLS]
     arguments = None if quantizer is None else quantizer.fill(*steps.outputs)[0]
     new_scratch = functools.partial(torch.empty, dtype=torch.uint8, device=a.device)
-    calls.remember(begin, a, layer, activation, steps.kind.launches, tuple(steps.call), arguments, new_scratch)
+    calls.remember(begin, steps.kind.launches, tuple(steps.call), arguments, new_scratch)
