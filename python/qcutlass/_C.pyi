@@ -261,18 +261,15 @@ class Launches(metaclass=_pybind11_type):
     def __len__(self) -> int: ...
 
 # eager calls of one layer, by the signature of its input; `layer`: its attributes, `settings` are some of their names
+class LayerState(metaclass=_pybind11_type):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+
 class LayerCalls(metaclass=_pybind11_type):
     def __init__(self, settings: Sequence[str], most: int) -> None: ...
     def repeat(self, a: Tensor, layer: dict[str, Any], activation: str | None) -> Tensor | None: ...
+    def begin(self, a: Tensor, layer: dict[str, Any], activation: str | None) -> LayerState | None: ...
     def remember(
-        self,
-        a: Tensor,
-        layer: dict[str, Any],
-        activation: str | None,
-        launches: Launches,
-        call: tuple[Any, ...],
-        quantizer: QuantizeArguments | None,
-        new_scratch: Callable[[int], Tensor],
+        self, begin: LayerState, launches: Launches, call: Any, quantizer: QuantizeArguments | None, new_scratch: Any
     ) -> None: ...
     def __len__(self) -> int: ...
 

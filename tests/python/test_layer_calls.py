@@ -8,38 +8,25 @@ import io
 import pickle
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from tests.python.called_layers import SCHEMES, K, Own, fresh, layer_of, remembered, schemes, static_layer
 from tests.python.eight_bit import needs_instructions
 from tests.python.modules import randn
 from tests.python.running import captured, in_threads
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import _C, FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, testing, tuning
+from qcutlass import _C, W8A8, QuantLinear, testing, tuning
 from qcutlass.layers import Int8Linear
 from qcutlass.products import invariance, launching
 from qcutlass.products.extension import backend
-from qcutlass.products.layer_calls import CALLS
 from qcutlass.products.quantizer_operators import QuantizeCall
 from qcutlass.schemes import Scheme
 
-N, K = 48, 128
-SCHEMES: Final[dict[str, Scheme]] = {
-    "w4": WeightOnly(4, 32),
-    "w8": WeightOnly(8, None, symmetric=True),
-    "w8a8": W8A8(),
-    "w8a8-zeros": W8A8(symmetric=False),
-    "fp8": FP8(),
-    "w4a8-fp8": W4A8(32),
-    "w4a8-int8": W4A8(32, "int8"),
-    "blockwise": Blockwise(32),
-    "blockwise-fp8": Blockwise(64, "fp8"),
-}
-schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 gpu = pytest.mark.gpu
 
 
@@ -48,41 +35,6 @@ def nothing_remembered() -> Iterator[None]:
     launching.forget()
     yield
     launching.forget()
-
-
-def layer_of(scheme: Scheme, seed: int, device: str = "cpu") -> Any:
-    linear = nn.Linear(K, N)
-    with torch.no_grad():
-        linear.weight.copy_(randn(N, K, seed=seed))
-    return QuantLinear.from_linear(linear, scheme).to(device)
-
-
-def static_layer(seed: int) -> Int8Linear:
-    """With everything that a layer of 8-bit activations may have."""
-    w_q, w_scale = qcutlass.quantize_weights_int8(randn(N, K, seed=seed))
-    return Int8Linear(
-        w_q,
-        w_scale,
-        bias=randn(N, seed=seed + 1),
-        a_scale=torch.tensor([0.03]),
-        azp=torch.tensor([5], dtype=torch.int32),
-        smooth=randn(K, seed=seed + 2).abs() + 0.5,
-        activation="silu",
-    )
-
-
-def remembered(layer: Any) -> int:
-    """How many calls of a layer are."""
-    calls = vars(layer).get(CALLS)
-    return 0 if calls is None else len(calls)
-
-
-def fresh(layer: Any, a: Tensor) -> Tensor:
-    """The output of a layer that was not called before."""
-    twin = copy.deepcopy(layer)
-    assert remembered(twin) == 0
-    out: Tensor = twin(a)
-    return out
 
 
 def on_gpu(scheme: Scheme) -> None:
@@ -145,55 +97,6 @@ def test_copies_are_not_made_of_what_is_not_remembered(seed: int) -> None:
         testing.assert_equal(layer(a), fresh(layer, a))
         testing.assert_equal(layer(a.contiguous()), fresh(layer, a))
     assert remembered(layer) == 0
-
-
-CHANGES: Final[dict[str, Callable[[Any], object]]] = {
-    "another tensor": lambda layer: setattr(layer, "bias", layer.bias + 1),
-    "another type": lambda layer: setattr(layer, "bias", layer.bias.half() + 1),
-    "none": lambda layer: setattr(layer, "bias", None),
-    "in place": lambda layer: layer.bias.add_(1),
-    "through data": lambda layer: setattr(layer.bias, "data", layer.bias.half() + 1),
-    "another dictionary": lambda layer: setattr(layer, "_buffers", layer._buffers | {"bias": layer.bias + 1}),
-    "state": lambda layer: layer.load_state_dict({**layer.state_dict(), "bias": layer.bias + 1}),
-    "assigned state": lambda layer: layer.load_state_dict({**layer.state_dict(), "bias": layer.bias + 1}, assign=True),
-    "activation": lambda layer: setattr(layer, "activation", "relu"),
-    "moved": lambda layer: layer._apply(torch.clone),
-    "fewer channels": lambda layer: layer.bias.set_(layer.bias[: N // 2].clone()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@schemes
-def test_changes_of_a_layer_are_seen(scheme: Scheme, change: Callable[[Any], object], seed: int) -> None:
-    layer, a = layer_of(scheme, seed), randn(3, K, seed=seed)
-    with torch.no_grad():
-        for _ in range(2):
-            layer(a)
-            assert remembered(layer) == 1
-        change(layer)
-        for _ in range(2):
-            try:
-                expected = fresh(layer, a)
-            except ValueError as error:
-                with pytest.raises(ValueError, match=error.args[0].partition(":")[0]):
-                    layer(a)
-            else:
-                testing.assert_equal(layer(a), expected)
-
-
-def test_settings_are_part_of_a_call(seed: int) -> None:
-    a = randn(3, K, seed=seed)
-    for layer, name, values in (
-        (layer_of(SCHEMES["w8a8-zeros"], seed), "symmetric", [False, True]),
-        (layer_of(WeightOnly(4, 32), seed), "activations", [None, "int8"]),
-    ):
-        outputs = []
-        for value in values * 2:
-            setattr(layer, name, value)
-            outputs.append(layer(a))
-            testing.assert_equal(outputs[-1], fresh(layer, a))
-        assert not torch.equal(outputs[0], outputs[1])
-        assert remembered(layer) == 2
 
 
 def test_gates_are_part_of_a_call(seed: int) -> None:
@@ -267,9 +170,6 @@ def test_what_watches_calls_sees_operators(scheme: Scheme, seed: int) -> None:
         testing.assert_equal(traced(a * 2), layer(a * 2))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="tangent"):
         layer(torch.autograd.forward_ad.make_dual(a, a))
-
-    class Own(Tensor):
-        """Whose operators tell their type."""
 
     assert type(layer(a.as_subclass(Own))) is Own
 

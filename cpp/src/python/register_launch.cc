@@ -45,11 +45,12 @@ void register_launch(py::module_& module) {
       .def("remember", &Launches::remember, "call"_a, "out"_a, "launch"_a, "generation"_a, "written"_a)
       .def("signature", &Launches::signature, "call"_a, "out"_a)
       .def("__len__", &Launches::size);
+  py::class_<LayerState, std::shared_ptr<LayerState>>(module, "LayerState");
   py::class_<LayerCalls>(module, "LayerCalls")
       .def(py::init<std::vector<std::string> const&, size_t>(), "settings"_a, "most"_a)
       .def("repeat", &LayerCalls::repeat, "a"_a, "layer"_a, "activation"_a)
-      .def("remember", &LayerCalls::remember, "a"_a, "layer"_a, "activation"_a, "launches"_a, "call"_a, "quantizer"_a,
-           "new_scratch"_a)
+      .def("begin", &LayerCalls::begin, "a"_a, "layer"_a, "activation"_a)
+      .def("remember", &LayerCalls::remember, "begin"_a, "launches"_a, "call"_a, "quantizer"_a, "new_scratch"_a)
       .def("__len__", &LayerCalls::size);
   module.def("forget_launches", &Launches::forget_all);
   module.def("launch_generation", &Launches::generation);

@@ -18,6 +18,10 @@ inline constexpr int kAlignment = 16;
 /// Appends an option by its type and value: True is not 1, and 1.0 is neither. False where its type is an odd one.
 bool append_option(PyObject* option, Signature& signature);
 
+/// Appends a plain tensor's shape, its strides unless it is contiguous, its type and its device; returns its address.
+/// Nothing, with a part appended, where it is on a device of another kind. Throws what Python raises.
+std::optional<uintptr_t> append_layout(PyObject* tensor, Signature& signature);
+
 /// Appends the signature of an operand, which is None or a tensor; returns its address. Nothing, with a part appended,
 /// where the call has to be looked at closely.
 std::optional<uintptr_t> append_operand(PyObject* operand, bool records_gradients, Signature& signature);

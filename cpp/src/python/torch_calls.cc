@@ -4,6 +4,18 @@ namespace py = pybind11;
 
 namespace qcutlass::python {
 
+namespace {
+
+dlpack::Describe find_describe(py::object const& tensor) {
+  py::object const capsule = py::getattr(tensor, dlpack::kAttribute, py::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule)) return nullptr;
+  auto const* found = static_cast<dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
+  while (found != nullptr && found->major != 1) found = found->older;
+  return found == nullptr ? nullptr : found->describe;
+}
+
+}  // namespace
+
 TorchCalls const& TorchCalls::instance() {
   static TorchCalls const* const calls = [] {
     py::module_ const torch = py::module_::import("torch");
@@ -13,7 +25,15 @@ TorchCalls const& TorchCalls::instance() {
     found->parameter = torch.attr("nn").attr("Parameter");
     found->dtype = torch.attr("dtype");
     found->data_ptr = found->tensor.attr("data_ptr");
+    found->is_contiguous = found->tensor.attr("is_contiguous");
+    found->stride = found->tensor.attr("stride");
     found->version = found->tensor.attr("_version");
+    found->type = found->tensor.attr("dtype");
+    found->shape = found->tensor.attr("shape");
+    found->is_cpu = found->tensor.attr("is_cpu");
+    found->is_cuda = found->tensor.attr("is_cuda");
+    found->requires_grad = found->tensor.attr("requires_grad");
+    found->describe = find_describe(found->tensor);
     found->get_num_threads = torch.attr("get_num_threads");
     found->is_grad_enabled = torch.attr("is_grad_enabled");
     found->increment_version = torch.attr("autograd").attr("graph").attr("increment_version");
@@ -38,19 +58,11 @@ bool TorchCalls::calls_are_watched() const {
 bool TorchCalls::records_gradients() const { return call(is_grad_enabled).ptr() == Py_True; }
 
 uintptr_t data_ptr(PyObject* tensor) {
-  PyObject* const address = PyObject_Vectorcall(TorchCalls::instance().data_ptr.ptr(), &tensor, 1, nullptr);
-  if (address == nullptr) throw py::error_already_set();
-  uintptr_t const result = PyLong_AsSize_t(address);
-  Py_DECREF(address);
+  uintptr_t const result = PyLong_AsSize_t(call(tensor, TorchCalls::instance().data_ptr).ptr());
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   return result;
 }
 
-int64_t version(PyObject* tensor) {
-  PyObject* const attribute = TorchCalls::instance().version.ptr();
-  PyObject* const count = Py_TYPE(attribute)->tp_descr_get(attribute, tensor, nullptr);
-  if (count == nullptr) throw py::error_already_set();
-  return to_integer(py::reinterpret_steal<py::object>(count).ptr());
-}
+int64_t version(PyObject* tensor) { return to_integer(get(tensor, TorchCalls::instance().version).ptr()); }
 
 }  // namespace qcutlass::python

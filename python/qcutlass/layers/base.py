@@ -313,10 +313,11 @@ class QuantLinear(PackedModule):
             if repeated is not None:
                 return repeated
         self._check_input(input)
+        begin = layer_calls.begin(self.__dict__, self.SETTINGS, input, activation) if is_alike else None
         steps = self._steps(input, activation, ready)
         out = compute(steps.kind, steps.call, None)
-        if is_alike:
-            layer_calls.remember(self.__dict__, self.SETTINGS, input, activation, steps)
+        if begin is not None:
+            layer_calls.remember(begin, self.__dict__, input, steps)
         return out
 
     def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:

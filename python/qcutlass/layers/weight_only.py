@@ -179,8 +179,8 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
     def _steps(self, input: Tensor, activation: str | None, ready: QuantizedRows | None) -> Steps:
         return Steps(WEIGHT_ONLY, self.call(input, activation))
 
-    def call(self, a: Tensor, activation: str | None = None) -> GemmCall:
-        """The product that the layer computes of `a`, with its own activation or another one."""
+    def call(self, a: Tensor, activation: str | None) -> GemmCall:
+        """The product that the layer computes of `a` with an activation, its own or another one."""
         parts: dict[str, Any] = self._buffers  # attributes of modules that are buffers take long to look up
         return GemmCall(
             a,
@@ -188,7 +188,7 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
             parts["scales"],
             parts["zeros"],
             parts["bias"],
-            activation or self.activation,
+            activation,
             parts["act_scale"],
             parts["perm"],
             self.group_size,

@@ -37,7 +37,8 @@ class BlockStep:
         size = attention.head_dim
 
         def call(layer: Any) -> GemmCall:
-            return layer.call(torch.empty((1, layer.in_features), dtype=dtype))  # type: ignore[no-any-return]
+            a = torch.empty((1, layer.in_features), dtype=dtype)
+            return layer.call(a, layer.activation)  # type: ignore[no-any-return]
 
         q_norm, k_norm, mlp_norm, next_norm = map(_described, (*_head_norms(attention), *_norms(block)))
         self._dtype, self._size, self._scaling = dtype, size, attention.scaling

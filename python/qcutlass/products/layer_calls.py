@@ -1,7 +1,7 @@
 """Eager calls of layers: the extension knows what tensors a layer always passes, and runs a call like an earlier one.
 
 It quantises the input, where the layer does, and multiplies it, in one call that looks at nothing but the input: a
-layer's buffers are those of before if they are the same objects, with their memory where it was.
+layer's buffers are those of before if they are the same objects, of the same layout, with their memory where it was.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from qcutlass.products.quantizer_operators import QuantizeCall
 
 CALLS: Final = "_calls"
 """The attribute of a layer that has its `_C.LayerCalls`; neither copied nor pickled with it."""
+
+_SIZES: Final = ("in_features", "out_features", "bits", "group_size", "weight_dtype")
+"""Attributes of all layers that their calls depend on."""
 
 _MOST: Final = 64
 """Calls of a layer that are remembered, some 1 KB each."""
@@ -47,14 +50,25 @@ def repeat(layer: dict[str, Any], a: Tensor, activation: str | None) -> Tensor |
     return None if calls is None else calls.repeat(a, layer, activation)
 
 
-def remember(layer: dict[str, Any], settings: Sequence[str], a: Tensor, activation: str | None, steps: Steps) -> None:
-    """Remembers a call that was just run, for a layer with these attributes, of which it depends on `settings`."""
-    quantizer: Any = steps.quantizer
-    if not is_eager(a) or not a.numel() or not (quantizer is None or quantizer.is_direct):
-        return
+def begin(layer: dict[str, Any], settings: Sequence[str], a: Tensor, activation: str | None) -> _C.LayerState | None:
+    """What a call depends on, for `remember`: a layer with these attributes, of which it depends on `settings`.
+
+    It is taken before the layer's buffers and options are read, as another thread may change them during the call.
+    """
+    if not is_eager(a) or not isinstance(a, Tensor) or a.is_nested or not a.numel():
+        return None
     calls: _C.LayerCalls | None = layer.get(CALLS)
     if calls is None:
-        calls = layer[CALLS] = _C.LayerCalls(settings, _MOST)
+        calls = layer.setdefault(CALLS, _C.LayerCalls((*settings, *_SIZES), _MOST))
+    return calls.begin(a, layer, activation)
+
+
+def remember(begin: _C.LayerState, layer: dict[str, Any], a: Tensor, steps: Steps) -> None:
+    """Remembers a call of `a` that was just run, unless the layer is another than at its `begin`."""
+    quantizer: Any = steps.quantizer
+    if not (quantizer is None or quantizer.is_direct):
+        return
+    calls: _C.LayerCalls = layer[CALLS]
     arguments = None if quantizer is None else quantizer.fill(*steps.outputs)[0]
     new_scratch = functools.partial(torch.empty, dtype=torch.uint8, device=a.device)
-    calls.remember(a, layer, activation, steps.kind.launches, tuple(steps.call), arguments, new_scratch)
+    calls.remember(begin, steps.kind.launches, tuple(steps.call), arguments, new_scratch)
