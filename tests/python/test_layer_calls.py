@@ -276,8 +276,8 @@ def test_remembered_calls_wait_for_their_stream(scheme: Scheme, seed: int) -> No
 def test_weights_written_just_before_a_remembered_call(scheme: Scheme, seed: int) -> None:
     on_gpu(scheme)
     layer, a = layer_of(scheme, seed, "cuda"), randn(3, K, seed=seed).half().cuda()
-    states = [layer_of(scheme, seed + step, "cuda").state_dict() for step in range(2)]
-    expected = [layer_of(scheme, seed + step, "cuda")(a) for step in range(2)]
+    others = [layer_of(scheme, seed + step, "cuda") for step in range(2)]
+    states, expected = [other.state_dict() for other in others], [other(a) for other in others]
     layer(a)
     for step in range(20):
         layer.load_state_dict(states[step % 2])
