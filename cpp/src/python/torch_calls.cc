@@ -6,12 +6,32 @@ namespace qcutlass::python {
 
 namespace {
 
-dlpack::Describe find_describe(py::object const& tensor) {
+/// Whether a function describes a tensor as its attributes do: versions of torch lay out more than one number says.
+bool is_right(dlpack::Describe describe, py::object const& tensor) {
+  dlpack::Tensor found{};
+  if (describe(tensor.ptr(), &found) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  py::tuple const shape = tensor.attr("shape"), strides = tensor.attr("stride")();
+  if (found.device_type != dlpack::kCpu || found.dimensions != static_cast<int32_t>(shape.size())) return false;
+  for (size_t i = 0; i < shape.size(); ++i)
+    if (found.sizes[i] != shape[i].cast<int64_t>() || found.strides[i] != strides[i].cast<int64_t>()) return false;
+  return reinterpret_cast<uintptr_t>(found.data) + found.byte_offset == tensor.attr("data_ptr")().cast<uintptr_t>();
+}
+
+dlpack::Describe find_describe(py::module_ const& torch, py::object const& tensor) {
   py::object const capsule = py::getattr(tensor, dlpack::kAttribute, py::none());
   if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule)) return nullptr;
   auto const* found = static_cast<dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
   while (found != nullptr && found->major != 1) found = found->older;
-  return found == nullptr ? nullptr : found->describe;
+  if (found == nullptr || found->describe == nullptr) return nullptr;
+  try {
+    py::object const known = torch.attr("empty")(py::make_tuple(3, 4), py::arg("device") = "cpu").attr("t")();
+    return is_right(found->describe, known) ? found->describe : nullptr;
+  } catch (py::error_already_set const&) {  // a mode makes tensors without memory: attributes serve as well
+    return nullptr;
+  }
 }
 
 }  // namespace
@@ -33,7 +53,7 @@ TorchCalls const& TorchCalls::instance() {
     found->is_cpu = found->tensor.attr("is_cpu");
     found->is_cuda = found->tensor.attr("is_cuda");
     found->requires_grad = found->tensor.attr("requires_grad");
-    found->describe = find_describe(found->tensor);
+    found->describe = find_describe(torch, found->tensor);
     found->get_num_threads = torch.attr("get_num_threads");
     found->is_grad_enabled = torch.attr("is_grad_enabled");
     found->increment_version = torch.attr("autograd").attr("graph").attr("increment_version");
