@@ -1,5 +1,7 @@
 #include "torch_calls.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 namespace py = pybind11;
 
 namespace qcutlass::python {
@@ -37,7 +39,10 @@ dlpack::Describe find_describe(py::module_ const& torch, py::object const& tenso
 }  // namespace
 
 TorchCalls const& TorchCalls::instance() {
-  static TorchCalls const* const calls = [] {
+  // Torch's functions let other threads run: one that waited here for a plain static variable, with Python's lock,
+  // would wait for good.
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<TorchCalls const*> calls;
+  auto const find = []() -> TorchCalls const* {
     py::module_ const torch = py::module_::import("torch");
     py::object const c = torch.attr("_C"), cuda = torch.attr("cuda"), none = py::none();
     auto* const found = new TorchCalls{};
@@ -65,8 +70,8 @@ TorchCalls const& TorchCalls::instance() {
     found->current_stream = py::getattr(c, "_cuda_getCurrentRawStream", none);
     found->device = cuda.attr("device");
     return found;
-  }();
-  return *calls;
+  };
+  return *calls.call_once_and_store_result(find).get_stored();
 }
 
 bool TorchCalls::calls_are_watched() const {
