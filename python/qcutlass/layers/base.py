@@ -297,7 +297,7 @@ class QuantLinear(PackedModule):
 
     @property
     def input_codes(self) -> InputCodes | None:
-        """The codes that it multiplies, where those of its input are all it needs; None: it takes the input itself."""
+        """The codes that it multiplies, where those of its input are all it needs, or None where it takes the input."""
         return None
 
     def _ready_codes(self, input: Tensor) -> QuantizedRows | None:
