@@ -29,6 +29,15 @@ def captured(call: Callable[[], _Result]) -> tuple[_Result, Callable[[], None]]:
     return result, graph.replay
 
 
+def assert_replays(graph: torch.cuda.CUDAGraph, outs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Fifty replays of a graph, whose outputs are the expected ones by turns, each time."""
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        for i, out in enumerate(outs):
+            testing.assert_equal(out, expected[i % len(expected)], label=f"product {i}")
+
+
 def in_threads(loop: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
     """Runs `loop(*job)` for every job at once, each in a thread of its own; raises what one of them raised."""
     start = threading.Barrier(len(jobs))

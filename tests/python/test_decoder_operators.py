@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.python.modules import randn
+from tests.python.running import assert_replays
 from torch import Tensor
 
 from qcutlass import quantize, testing
@@ -76,11 +77,7 @@ def test_products_behind_a_norm_read_what_it_wrote(seed: int) -> None:
             total, normed = add_rms_norm(x, residual, weight, EPS)
             outs.append(layer(normed))
             residual.copy_(total - x)
-    for _ in range(50):
-        graph.replay()
-        torch.cuda.synchronize()
-        for i, out in enumerate(outs):
-            testing.assert_equal(out, expected[i % 3], label=f"product {i}")
+    assert_replays(graph, outs, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

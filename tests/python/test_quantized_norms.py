@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.python.modules import randn, random_linear
+from tests.python.running import assert_replays
 from torch import Tensor
 
 from qcutlass import FP8, W8A8, QuantLinear, quantize_activations, testing
@@ -123,11 +124,7 @@ def test_products_behind_codes_read_what_was_written(scheme: Any, seed: int) -> 
             layer._ready_codes = lambda a, ready=ready: (*ready, None)
             outs.append(layer(normed))
             residual.copy_(total - x)
-    for _ in range(50):
-        graph.replay()
-        torch.cuda.synchronize()
-        for i, out in enumerate(outs):
-            testing.assert_equal(out, expected[i % 3], label=f"product {i}")
+    assert_replays(graph, outs, expected)
 
 
 @pytest.mark.gpu
