@@ -216,10 +216,12 @@ class Plan(metaclass=_pybind11_type):
     @property
     def slice(self) -> int: ...
 
-# how a kernel meets an operand; READ_EARLY: possibly while the kernel before it in the stream ends
+# how a kernel meets an operand; READ_EARLY: possibly while the kernel before it in the stream ends; READ_AGAIN: so, if a
+# product before it has read it
 class Access(_Enumeration):
     READ: ClassVar[Access]
     READ_EARLY: ClassVar[Access]
+    READ_AGAIN: ClassVar[Access]
     WRITTEN: ClassVar[Access]
     __members__: ClassVar[dict[str, Access]]
 
@@ -227,6 +229,7 @@ class Access(_Enumeration):
 class LastOutputs(metaclass=_pybind11_type):
     def __init__(self) -> None: ...
     def add(self, begin: int, end: int, waits: bool) -> None: ...
+    def read(self, begin: int, end: int) -> None: ...
 
 # a checked and planned product, which runs wherever its operands lie; `extents`: bytes, that of the output last
 class Launch(metaclass=_pybind11_type):

@@ -16,6 +16,7 @@ from torch import Tensor
 import qcutlass
 from qcutlass import _C, testing, tuning
 from qcutlass.products import launching
+from qcutlass.products.grouped import GROUPED, GroupedCall
 from qcutlass.products.multiplying import multiply
 from qcutlass.products.product import Product
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall
@@ -332,6 +333,32 @@ def test_nothing_is_settled_behind_more_kernels_that_start_at_once_than_are_know
     for _ in range(8):
         last.add(1, 2, WAITS)
     assert launch.is_settled(launch.addresses, last)
+
+
+def test_rows_of_experts_are_settled_where_a_product_before_has_read_them() -> None:
+    one = arguments()
+    weights = {name: torch.stack([one[name]] * 3) for name in ("w_packed", "scales", "zeros")}
+    offsets, rows = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    call = GroupedCall(one["a"], **weights, offsets=offsets, rows=rows, group_size=32)
+    product = Product(GROUPED, call, call.check(None), torch.empty(2, N).half())
+    launch = launching.launch_of(product)
+    last = _C.LastOutputs()
+    assert not launch.is_settled(launch.addresses, last), "nobody has read them"
+    last.read(offsets.data_ptr(), offsets.data_ptr() + offsets.nbytes)
+    assert not launch.is_settled(launch.addresses, last), "nobody has read the rows"
+    last.read(rows.data_ptr(), rows.data_ptr() + rows.nbytes)
+    for _ in range(3):
+        last.add(1, 2, STARTS_AT_ONCE)
+    assert launch.is_settled(launch.addresses, last)
+    for written in offsets, rows:
+        last.add(written.data_ptr() + 4, written.data_ptr() + 8, WAITS)
+        last.add(1, 2, WAITS)
+        assert not launch.is_settled(launch.addresses, last), "they have been written since"
+        last.read(written.data_ptr(), written.data_ptr() + written.nbytes)
+        assert launch.is_settled(launch.addresses, last)
+    last.read(1, 2)
+    last.read(3, 4)
+    assert not launch.is_settled(launch.addresses, last), "other experts' rows were read since"
 
 
 def test_the_number_of_remembered_calls_is_bounded() -> None:

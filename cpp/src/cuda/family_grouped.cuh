@@ -38,6 +38,7 @@ struct GroupedFamily<kType, kPacking, kMode>::Impl {
     params.weight_bytes = int64_t(launch.tiles_n) * launch.tiles_k * layout::kTileBytes;
     params.scale_bytes = launch.scale_rows * launch.scales.stride_bytes;
     params.zero_bytes = launch.scale_rows * launch.zeros.stride_bytes;
+    params.prefetch = launch.prefetch;
     dim3 const grid(unsigned(params.channel_tiles * int64_t(params.token_tiles)));
     launch_kernel(cutlass::device_kernel<Kernel>, launch,
                   {grid, dim3(1), C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory}, stream, params);

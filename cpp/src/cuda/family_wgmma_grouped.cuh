@@ -33,6 +33,7 @@ struct WgmmaGroupedFamily<kType, kPacking, kMode>::Impl {
     params.stages = int(layout::ceil_div(launch.k, Shape::kK));
     params.bias_bytes = size_of(launch.output.bias_type);
     params.token_tiles = int(most_token_tiles(launch.tokens, experts.count, C::kTactic));
+    params.prefetch = launch.prefetch;
     dim3 const grid(unsigned(std::min(int64_t(params.channel_tiles) * params.token_tiles, int64_t(launch.sm_count))));
     launch_kernel(cutlass::device_kernel<Kernel>, launch,
                   {grid, dim3(1), C::kTactic.threads(), C::kSharedMemory, C::kSharedMemory}, stream, params);

@@ -51,6 +51,9 @@ void LastOutputs::add(Span const& output) {
   spans_[next_] = output;
   next_ = (next_ + 1) % spans_.size();
   ++since_wait_;
+  for (Span& span : read_) {
+    if (span.meets(output)) span = {};
+  }
 }
 
 void LastOutputs::add_of(QuantizeArguments const& quantizer) {
@@ -63,6 +66,16 @@ void LastOutputs::add_of(QuantizeArguments const& quantizer) {
 bool LastOutputs::meet(Span const& operand) const {
   return since_wait_ > spans_.size() ||
          std::any_of(spans_.begin(), spans_.end(), [&](Span const& span) { return span.meets(operand); });
+}
+
+void LastOutputs::read(Span const& operand) {
+  read_[next_read_] = operand;
+  next_read_ = (next_read_ + 1) % read_.size();
+}
+
+bool LastOutputs::have_read(Span const& operand) const {
+  return std::any_of(read_.begin(), read_.end(),
+                     [&](Span const& span) { return span.begin <= operand.begin && operand.end <= span.end; });
 }
 
 Launch::Launch(GemmArguments const& product, std::vector<Operand> const& operands, std::vector<Access> accesses,
@@ -92,7 +105,9 @@ bool Launch::may_overlap(std::vector<uintptr_t> const& addresses, uintptr_t out)
 
 bool Launch::is_settled(std::vector<uintptr_t> const& addresses, LastOutputs const& last) const {
   for (size_t i = 0; i < addresses.size(); ++i) {
-    if (accesses_[i] == Access::kReadEarly && last.meet({addresses[i], addresses[i] + extents_[i]})) return false;
+    Span const operand{addresses[i], addresses[i] + extents_[i]};
+    if (accesses_[i] == Access::kReadEarly && last.meet(operand)) return false;
+    if (accesses_[i] == Access::kReadAgain && addresses[i] != 0 && !last.have_read(operand)) return false;
   }
   return true;
 }
@@ -140,7 +155,9 @@ void Launch::run_cuda(GemmArguments arguments, std::vector<uintptr_t> const& add
   auto const written = reinterpret_cast<uintptr_t>(arguments.out);
   last.add({written, written + extents_.back()});
   for (size_t i = 0; i < addresses.size(); ++i) {
-    if (accesses_[i] == Access::kWritten) last.add({addresses[i], addresses[i] + extents_[i]});
+    Span const operand{addresses[i], addresses[i] + extents_[i]};
+    if (accesses_[i] == Access::kWritten) last.add(operand);
+    if (accesses_[i] == Access::kReadAgain && addresses[i] != 0) last.read(operand);
   }
   if (plan_->dense) {
     run_dense_(arguments, *plan_, a, out);

@@ -21,6 +21,7 @@ namespace qcutlass::python {
 enum class Access {
   kRead,       ///< after the kernels before it in the stream
   kReadEarly,  ///< weights and what belongs to them: possibly while the kernel before it ends
+  kReadAgain,  ///< which rows are whose expert's: the same, if a product before it has read them
   kWritten
 };
 
@@ -54,9 +55,16 @@ class LastOutputs {
   void add_of(QuantizeArguments const& quantizer);
   bool meet(Span const& operand) const;
 
+  /// A kernel comes that reads this after it has waited: whoever wrote it has ended before the next kernel starts, and
+  /// has until something is added that meets it.
+  void read(Span const& operand);
+  bool have_read(Span const& operand) const;
+
  private:
   std::array<Span, 8> spans_;
   size_t next_ = 0, since_wait_ = 0;  ///< spans since wait()
+  std::array<Span, 2> read_;          ///< the last ones
+  size_t next_read_ = 0;
 };
 
 /// What quantises the activations of a product, just before it and in the same stream.

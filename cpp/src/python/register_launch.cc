@@ -16,6 +16,7 @@ void register_launch(py::module_& module) {
   py::enum_<Access>(module, "Access")
       .value("READ", Access::kRead)
       .value("READ_EARLY", Access::kReadEarly)
+      .value("READ_AGAIN", Access::kReadAgain)
       .value("WRITTEN", Access::kWritten);
   py::class_<LastOutputs>(module, "LastOutputs")
       .def(py::init<>())
@@ -25,7 +26,10 @@ void register_launch(py::module_& module) {
             if (waits) self.wait();
             self.add({begin, end});
           },
-          "begin"_a, "end"_a, "waits"_a);
+          "begin"_a, "end"_a, "waits"_a)
+      .def(
+          "read", [](LastOutputs& self, uintptr_t begin, uintptr_t end) { self.read({begin, end}); }, "begin"_a,
+          "end"_a);
   py::class_<Launch, std::shared_ptr<Launch>>(module, "Launch")
       .def(py::init<GemmArguments const&, std::vector<Operand> const&, std::vector<Access>, std::vector<size_t>, int,
                     std::optional<Plan>, int, int64_t, py::object, py::object, py::object, py::object>(),

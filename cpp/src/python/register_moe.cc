@@ -42,7 +42,9 @@ void route(int64_t tokens, int64_t slots, int64_t experts, int id_bytes, uintptr
   arguments.order = to_pointer<int32_t>(order);
   arguments.row_scale = to_pointer<float>(row_scale);
   Backend const backend{device, stream, threads};
-  backend.writes(arguments.row_scale, sizeof(float) * size_t(tokens * slots));  // of floats alone scales can be made
+  backend.writes(arguments.offsets, sizeof(int32_t) * size_t(experts + 1));
+  backend.writes(arguments.rows, sizeof(int32_t) * size_t(tokens * slots));
+  backend.writes(arguments.row_scale, sizeof(float) * size_t(tokens * slots));
   py::gil_scoped_release release;
   backend.is_host() ? host::route(arguments) : cuda::route(arguments, to_pointer(stream));
 }

@@ -37,6 +37,9 @@ SETTLING: Final = frozenset(
 )
 """The weights and what belongs to them: what kernels may read while the kernel before them in the stream ends."""
 
+_SETTLED_BEFORE: Final = frozenset({Operand.EXPERT_OFFSETS, Operand.EXPERT_ROWS})
+"""Which rows are whose expert's: the same, where a product before has read them."""
+
 _OUTPUTS: Final = frozenset({Operand.OUT_SCALES})
 """Operands that a product writes besides `out`; none is an argument of its operator."""
 
@@ -170,6 +173,8 @@ def _schema(arguments: list[_Argument]) -> str:
 def _access(role: Operand) -> _C.Access:
     if role in _OUTPUTS:
         return _C.Access.WRITTEN
+    if role in _SETTLED_BEFORE:
+        return _C.Access.READ_AGAIN
     return _C.Access.READ_EARLY if role in SETTLING else _C.Access.READ
 
 

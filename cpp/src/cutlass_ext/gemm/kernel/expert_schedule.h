@@ -3,6 +3,7 @@
 // time of tiles of 256 x 32 and 768 k, in which nothing was multiplied.
 #pragma once
 
+#include "cutlass_ext/arch/grid_dependency.h"
 #include "cutlass_ext/arch/mbarrier.h"
 #include "cutlass_ext/gemm/kernel/expert_tiles.h"
 
@@ -54,14 +55,15 @@ class ExpertSchedule {
         int const rest = item - first * channel_tiles, width = fast_min(kSide, token_tiles - first);
         work.channel = rest / width * Shape::kM;
         tiles.template find<Shape::kN>(first + rest % width, lane, work.rows);
-        if (row_scale != nullptr) prefetch(row_scale, work.rows, lane);
       }
       storage.empty[place.index].wait(place.phase ^ 1);
       if (lane == 0) {
         storage.works[place.index] = work;
         storage.full[place.index].arrive();
       }
+      arch::wait_for_prior_grids();  // of which one may have made the scales of rows
       if (work.channel < 0) return;
+      if (row_scale != nullptr) prefetch(row_scale, work.rows, lane);
       place.advance();
     }
   }

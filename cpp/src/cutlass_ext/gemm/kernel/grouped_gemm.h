@@ -33,6 +33,7 @@ class GroupedGemm {
     int bias_bytes;                  // of an element
     int64_t weight_bytes;            // of an expert
     int64_t scale_bytes, zero_bytes;
+    bool prefetch;  // offsets, rows and weights are there before the kernels that precede this one have ended
   };
 
   union SharedStorage {
@@ -52,12 +53,16 @@ class GroupedGemm {
     int const side = fast_min(kSide, params.token_tiles - first), rest = int(blockIdx.x) - first * params.channel_tiles;
     int const channel = rest / side * Shape::kM;
 
-    arch::wait_for_prior_grids();  // the offsets are data
-    ExpertTile tile;
-    if (!params.tiles.template find<Shape::kN>(first + rest % side, lane, tile)) return;
+    if (!params.prefetch) arch::wait_for_prior_grids();  // the offsets are data
+    ExpertTile tile{};
+    bool const found = params.tiles.template find<Shape::kN>(first + rest % side, lane, tile);
     typename OutputOp::Params output_params = params.output;
     output_params.tokens = tile.end;
-    if (tile.expert < 0) return clear(output_params, channel, tile.begin, thread);
+    if (!found || tile.expert < 0) {
+      arch::wait_for_prior_grids();  // no block ends before them, so that this kernel's end is theirs
+      if (found) clear(output_params, channel, tile.begin, thread);
+      return;
+    }
 
     typename Mma::Arguments args = params.mma;
     args.tokens = tile.end;
@@ -73,6 +78,7 @@ class GroupedGemm {
     auto const make = [&] { return Mma(storage.mainloop, args, channel, tile.begin, 0, args.k, warp, lane); };
     Mma mma = make();
     mma.prefetch_weights();
+    if (params.prefetch) arch::wait_for_prior_grids();
     mma(accumulators);
     if constexpr (Mma::kMayBeOdd)
       if (Mma::any_odd(accumulators, args.channels - channel, warp, lane)) make().replace_odd(accumulators);

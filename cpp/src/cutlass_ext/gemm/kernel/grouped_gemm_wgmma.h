@@ -34,6 +34,7 @@ class GroupedGemmWgmma {
     int channel_tiles, token_tiles;  // token_tiles: at most, whatever the offsets are
     int stages;
     int bias_bytes;  // of an element
+    bool prefetch;   // offsets and weights are there before the kernels that precede this one have ended
   };
 
   struct SharedStorage {
@@ -54,8 +55,7 @@ class GroupedGemmWgmma {
     __syncthreads();
     if (warp / 4 == Mma::kWarpgroups) {
       arch::warpgroup_reg_dealloc<Registers::kProducer>();
-      arch::wait_for_prior_grids();  // the offsets are data
-      arch::allow_next_grid();
+      if (!params.prefetch) arch::wait_for_prior_grids();  // the offsets are data
       if (warp % 4 == 0) produce(params, storage, lane);
       if (warp % 4 == 1)
         Schedule::find(storage.schedule, params.tiles, params.channel_tiles, params.token_tiles,
@@ -73,7 +73,15 @@ class GroupedGemmWgmma {
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
     typename Mma::Producer producer(storage.mainloop, storage.barriers, params.mma);
     typename Schedule::Reader tiles(storage.schedule, lane);
-    for (ExpertWork work; tiles.next(work);) {
+    ExpertWork work;
+    bool more = tiles.next(work);
+    if (params.prefetch && more && lane == 0 && work.rows.expert >= 0) {
+      producer.select_expert(work.rows.expert);
+      producer.prefetch_weights(work.channel, work.rows.begin, 0, params.stages);
+    }
+    if (params.prefetch) arch::wait_for_prior_grids();
+    arch::allow_next_grid();  // behind the wait, as in PackedGemmWgmma
+    for (; more; more = tiles.next(work)) {
       if (lane == 0 && work.rows.expert >= 0) {
         producer.select_expert(work.rows.expert);
         producer.load(work.channel, work.rows.begin, 0, params.stages);
