@@ -79,10 +79,11 @@ class GroupedGemm {
     Mma mma = make();
     mma.prefetch_weights();
     if (params.prefetch) arch::wait_for_prior_grids();
+    // Early: behind a product that has read the same offsets, the next one loads weights where SMs have room.
+    arch::allow_next_grid();
     mma(accumulators);
     if constexpr (Mma::kMayBeOdd)
       if (Mma::any_odd(accumulators, args.channels - channel, warp, lane)) make().replace_odd(accumulators);
-    arch::allow_next_grid();
 
     Epilogue epilogue(storage.epilogue, thread, warp, lane);
     OutputOp const output(output_params, channel + epilogue.channel());
