@@ -12,6 +12,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from bench import origin
 from bench.command_line import Json, Markdown, chosen_device, console
 from bench.gpu_timing import Contestant, Graph, copies_for, measure, outputs
 from bench.host import SCHEMES
@@ -90,7 +91,7 @@ def main(
 ) -> None:
     """A layer's first call beside its second, eager and in CUDA graphs; stops where the graphs' results differ."""
     where, gpu = chosen_device(device), device == "cuda"
-    facts: Row = {"GPU": torch.cuda.get_device_name() if gpu else "none", "torch": torch.__version__}
+    facts: Row = {"GPU": torch.cuda.get_device_name() if gpu else "none", **origin.facts()}
     facts["layers"] = f"{size} x {size}, no bias, {'fp16' if gpu else 'fp32'}, inference mode"
     facts["method"] = f"medians of {EAGER} layers; graphs as in bench gpu, but nothing is launched before their capture"
     report = Report("First calls of layers", facts, COLUMNS, list(run(size, m, where)))
