@@ -50,19 +50,17 @@ def capture(step: Callable[[], Tensor], state: Sequence[Tensor]) -> Captured | s
     # torch gives up a capture that fails before it has put back what it changed.
     generators = [(generator, generator.clone_state()) for generator in torch.cuda.default_generators]
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    with torch.cuda.stream(torch.cuda.current_stream()):
-        try:
-            with torch.cuda.graph(graph, pool=pool):
-                out = step()
-        except RuntimeError as error:
-            why = _reason(error)
-        else:
-            return Captured(out, graph.replay)
-    for generator, known in generators:  # those of a capture give errors outside of it
-        generator.graphsafe_set_state(known)
-    _leave(pool, before[0].device)
-    rewind()
-    return why
+    try:
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
+            return Captured(step(), graph.replay)
+    except BaseException as error:
+        for generator, known in generators:  # those of a capture give errors outside of it
+            generator.graphsafe_set_state(known)
+        _leave(pool, before[0].device)
+        rewind()
+        if not isinstance(error, RuntimeError):
+            raise
+        return _reason(error)
 
 
 def _reason(error: RuntimeError) -> str:
