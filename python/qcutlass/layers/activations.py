@@ -195,7 +195,7 @@ def _made(layer: QuantLinear, name: str, activations: str) -> QuantLinear | None
     if isinstance(layer, Int4Linear) and activations == "none":
         found = layer.weights_alone()
     elif isinstance(layer, WeightOnlyLinear) and activations == "fp8":
-        found = Int4Linear.of_weight_only(layer, activations)
+        found = Int4Linear.of_weight_only(layer, "fp8")
     if found is None:
         try:
             form = STORED_ACTIVATIONS[activations].form(layer.canonical())
