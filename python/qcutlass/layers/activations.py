@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +20,11 @@ from qcutlass.products.weight_only import check_quantized_activations
 
 ACTIVATIONS: Final = ("int8", "fp8", "none")
 """Types to which layers can quantise their input, and the name for none."""
+_AS_THEY_LIE: Final[dict[tuple[type[nn.Module], str], Callable[[Any], QuantLinear | None]]] = {
+    (Int4Linear, "none"): Int4Linear.weights_alone,
+    (WeightOnlyLinear, "fp8"): partial(Int4Linear.of_weight_only, activations="fp8"),
+}
+"""Layers whose codes stay where they are in memory, for such activations; None: those of this one do not."""
 
 
 def use_activations(model: nn.Module, activations: str | None) -> list[str]:
@@ -54,14 +60,14 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     check_activations(activations, torch.device("cpu"))
-    for device in {module.w_packed.device for module in model.modules() if isinstance(module, WeightOnlyLinear)}:
+    for device in {layer.w_packed.device for layer in _weight_only(model).values()}:
         check_activations(activations, device)
     if activations == "fp8":
         return _use_fp8(model)
     if activations == "none":
         return _use_none(model)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, WeightOnlyLinear)}
-    able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
+    layers = _weight_only(model).items()
+    able = {name: layer for name, layer in layers if activations is None or layer.quantizes_activations}
     if not able and activations is None:
         raise ValueError("model: expected one with weight-only layers, got one without")
     if not able:
@@ -117,9 +123,9 @@ def fit_activations(model: nn.Module) -> list[str]:
 def _use_none(model: nn.Module) -> list[str]:
     """`use_activations` with "none"."""
     quantising: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, WeightOnlyLinear) and module.activations is not None:
-            module.activations = None
+    for name, layer in _weight_only(model).items():
+        if layer.activations is not None:
+            layer.activations = None
             quantising.append(name)
     return quantising + _replaced(model, "none", _quantises)
 
@@ -136,6 +142,10 @@ def _use_fp8(model: nn.Module) -> list[str]:
     if not run:
         raise ValueError(f"model: expected {STORED_ACTIVATIONS['fp8'].expected}; got a model without")
     return replaced
+
+
+def _weight_only(model: nn.Module) -> dict[str, WeightOnlyLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, WeightOnlyLinear)}
 
 
 def _quantises(layer: QuantLinear) -> bool:
@@ -191,11 +201,8 @@ def _replace(model: nn.Module, names: list[str], activations: str, is_taken: Cal
 
 def _made(layer: QuantLinear, name: str, activations: str) -> QuantLinear | None:
     """A layer with the same weights for such activations; None where it stays as it is."""
-    found: QuantLinear | None = None
-    if isinstance(layer, Int4Linear) and activations == "none":
-        found = layer.weights_alone()
-    elif isinstance(layer, WeightOnlyLinear) and activations == "fp8":
-        found = Int4Linear.of_weight_only(layer, "fp8")
+    as_it_lies = _AS_THEY_LIE.get((type(layer), activations))
+    found = None if as_it_lies is None else as_it_lies(layer)
     if found is None:
         try:
             form = STORED_ACTIVATIONS[activations].form(layer.canonical())
