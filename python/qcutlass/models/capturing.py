@@ -52,7 +52,7 @@ def capture(step: Callable[[], Tensor], state: Sequence[Tensor]) -> Captured | s
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
-            return Captured(step(), graph.replay)
+            out = step()
     except BaseException as error:
         for generator, known in generators:  # those of a capture give errors outside of it
             generator.graphsafe_set_state(known)
@@ -61,6 +61,7 @@ def capture(step: Callable[[], Tensor], state: Sequence[Tensor]) -> Captured | s
         if not isinstance(error, RuntimeError):
             raise
         return _reason(error)
+    return Captured(out, graph.replay)
 
 
 def _reason(error: RuntimeError) -> str:
