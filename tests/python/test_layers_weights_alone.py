@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import FP8, W4A8, W8A8, Blockwise, UnsupportedError, testing
-from qcutlass.layers import Fp8Linear, Int8Linear, WeightOnlyLinear, activations, use_activations
+from qcutlass.formats.activations import STORED_ACTIVATIONS
+from qcutlass.layers import Fp8Linear, Int4Linear, Int8Linear, WeightOnlyLinear, activations, use_activations
+from qcutlass.layers.base import from_layer
 from qcutlass.schemes import Scheme
 
 N, K = 200, 288
@@ -67,9 +70,54 @@ def test_what_weight_only_layers_quantise_is_undone(seed: int) -> None:
 
 
 def test_zero_points_of_activations_are_refused_by_name(seed: int) -> None:
-    model = model_of(W8A8(symmetric=False), seed)
-    with pytest.raises(UnsupportedError, match="0: layer: there is no canonical form of an Int8Linear"):
+    """Before any layer is replaced."""
+    model = nn.Sequential(model_of(FP8(), seed), model_of(W8A8(symmetric=False), seed))
+    with pytest.raises(UnsupportedError, match=r"1\.0: layer: there is no canonical form of an Int8Linear"):
         use_activations(model, "none")
+    assert [type(part[0]) for part in model] == [Fp8Linear, Int8Linear]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scheme", [W8A8(), FP8(), Blockwise(64), Blockwise(type="fp8")], ids=str)
+def test_weights_are_freed_before_the_next_layers_are_made(
+    scheme: Scheme, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Never are those of more than one layer there twice."""
+    model: Any = nn.Sequential(*(randomized(nn.Linear(K, K), seed + place) for place in range(3)))
+    qcutlass.replace_linear(model, scheme)
+    own = activations.from_layer
+    for name in ["none", *(["fp8"] if scheme == Blockwise(type="fp8") else [])]:
+        model(randn(2, K, seed=seed))  # layers remember what a call needs
+        old, alive = [weakref.ref(layer.w_packed) for layer in model], list[int]()
+
+        def counted(*arguments: Any, old: Any = old, alive: list[int] = alive) -> Any:
+            alive.append(sum(weights() is not None for weights in old))
+            return own(*arguments)
+
+        monkeypatch.setattr(activations, "from_layer", counted)
+        assert use_activations(model, name) == ["0", "1", "2"]
+        assert alive == [3, 2, 1]
+        assert all(weights() is None for weights in old)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group_size", [32, None])
+def test_codes_of_four_bits_stay_where_they_are(group_size: int | None, symmetric: bool, seed: int) -> None:
+    """And the layers are those that their canonical forms give, to the bit."""
+    weight = qcutlass.quantize(randn(N, K, seed=seed), 4, group_size, symmetric=symmetric)
+    of_input = {"act_scale": randn(K, seed=seed + 1).abs() + 0.5, "perm": torch.randperm(K, dtype=torch.int32)}
+    model: Any = nn.Sequential(WeightOnlyLinear(weight, bias=torch.ones(N), activation="silu", **of_input)).eval()
+    place, a = model[0].w_packed.data_ptr(), randn(5, K, seed=seed + 2)
+    for name, kind in (("fp8", Int4Linear), ("none", WeightOnlyLinear)):
+        form = STORED_ACTIVATIONS[name].form(model[0].canonical())
+        assert form is not None
+        expected = from_layer(form, "0", "silu")
+        assert use_activations(model, name) == ["0"]
+        assert (type(model[0]), model[0].w_packed.data_ptr(), model[0].training) == (kind, place, False)
+        found = model[0].state_dict()
+        assert list(found) == list(expected.state_dict())
+        for part, value in expected.state_dict().items():
+            testing.assert_equal(found[part], value)
+        testing.assert_equal(model[0](a), expected(a))
 
 
 def test_layers_for_which_a_gpu_has_no_kernel_take_16_bits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

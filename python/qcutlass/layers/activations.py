@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,11 +14,17 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats.activations import STORED_ACTIVATIONS
 from qcutlass.layers.base import QuantLinear, from_layer
 from qcutlass.layers.fusing import FusedProduct
+from qcutlass.layers.int4 import Int4Linear
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.products.weight_only import check_quantized_activations
 
 ACTIVATIONS: Final = ("int8", "fp8", "none")
 """Types to which layers can quantise their input, and the name for none."""
+_AS_THEY_LIE: Final[dict[tuple[type[nn.Module], str], Callable[[Any], QuantLinear | None]]] = {
+    (Int4Linear, "none"): Int4Linear.weights_alone,
+    (WeightOnlyLinear, "fp8"): partial(Int4Linear.of_weight_only, activations="fp8"),
+}
+"""Layers whose codes stay where they are in memory, for such activations; None: those of this one do not."""
 
 
 def use_activations(model: nn.Module, activations: str | None) -> list[str]:
@@ -30,7 +37,8 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
             and those of 4-bit codes with integer zeros, or none, `Int4Linear`s, with `gemm_w4a8`, but for those on a
             GPU whose kernels do not take them. These stay: load the model again for the former ones. "none": as None,
             and layers whose input is quantised (`Int8Linear`, `Fp8Linear`, `BlockwiseLinear`, `Int4Linear`) become
-            weight-only ones with the same codes and scales. Fuse layers after it, not before.
+            weight-only ones with the same codes and scales. Fuse layers after it, not before. Layers are replaced one
+            after the other: codes of 4 bits stay where they are in memory, of others one layer's are there twice.
 
     Returns:
         Names of the layers; with "fp8" none where a GPU has no kernel for any, with "none" those that have changed.
@@ -52,14 +60,14 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     check_activations(activations, torch.device("cpu"))
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, WeightOnlyLinear)}
-    for layer in layers.values():
-        check_activations(activations, layer.w_packed.device)
+    for device in {layer.w_packed.device for layer in _weight_only(model).values()}:
+        check_activations(activations, device)
     if activations == "fp8":
         return _use_fp8(model)
     if activations == "none":
-        return _use_none(model, layers)
-    able = {name: layer for name, layer in layers.items() if activations is None or layer.quantizes_activations}
+        return _use_none(model)
+    layers = _weight_only(model).items()
+    able = {name: layer for name, layer in layers if activations is None or layer.quantizes_activations}
     if not able and activations is None:
         raise ValueError("model: expected one with weight-only layers, got one without")
     if not able:
@@ -112,26 +120,32 @@ def fit_activations(model: nn.Module) -> list[str]:
     return names
 
 
-def _use_none(model: nn.Module, layers: dict[str, WeightOnlyLinear]) -> list[str]:
+def _use_none(model: nn.Module) -> list[str]:
     """`use_activations` with "none"."""
-    quantising = [name for name, layer in layers.items() if layer.activations is not None]
-    for name in quantising:
-        layers[name].activations = None
+    quantising: list[str] = []
+    for name, layer in _weight_only(model).items():
+        if layer.activations is not None:
+            layer.activations = None
+            quantising.append(name)
     return quantising + _replaced(model, "none", _quantises)
 
 
 def _use_fp8(model: nn.Module) -> list[str]:
     """`use_activations` with fp8: other layers in the place of those that can."""
-    able: list[QuantLinear] = []
+    run: list[bool] = []
 
     def runs(layer: QuantLinear) -> bool:
-        able.append(layer)
-        return _obstacle(layer) is None
+        run.append(_obstacle(layer) is None)
+        return run[-1]
 
     replaced = _replaced(model, "fp8", lambda layer: type(layer) is WeightOnlyLinear, runs)
-    if not able:
+    if not run:
         raise ValueError(f"model: expected {STORED_ACTIVATIONS['fp8'].expected}; got a model without")
     return replaced
+
+
+def _weight_only(model: nn.Module) -> dict[str, WeightOnlyLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, WeightOnlyLinear)}
 
 
 def _quantises(layer: QuantLinear) -> bool:
@@ -145,29 +159,57 @@ def _replaced(
     is_meant: Callable[[QuantLinear], bool],
     is_taken: Callable[[QuantLinear], bool] = lambda layer: True,
 ) -> list[str]:
-    """Puts layers with the same weights for such activations in the place of those that are meant; their names."""
-    made: dict[nn.Module, nn.Module] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, module in modules.items():
-        if name and isinstance(module, QuantLinear) and module not in made and is_meant(module):
+    """Puts layers with the same weights for such activations in the place of those that are meant; their names.
+
+    What cannot be is refused before anything changes. Then one layer follows the other, and nothing is held here but
+    names: the weights before each are freed ahead of the next.
+    """
+    replaced: set[str] = set()
+    for names in _meant(model, activations, is_meant):
+        if _replace(model, names, activations, is_taken):
+            replaced.update(names)
+    return [name for name, _ in model.named_modules(remove_duplicate=False) if name in replaced]
+
+
+def _meant(model: nn.Module, activations: str, is_meant: Callable[[QuantLinear], bool]) -> list[list[str]]:
+    """All names of each of the layers that are meant."""
+    names: dict[QuantLinear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and isinstance(module, QuantLinear) and (module in names or is_meant(module)):
+            names.setdefault(module, []).append(name)
             if isinstance(module, FusedProduct):
                 raise ValueError(
                     f"{name}: its layers are fused; choose activations before fuse_projections or fuse_block"
                 )
-            try:
-                layer = STORED_ACTIVATIONS[activations].form(module.canonical())
-            except UnsupportedError as error:
-                raise UnsupportedError(f"{name}: {error}") from error
-            if layer is None:
-                continue
-            found = from_layer(layer, name, module.activation).train(module.training)
-            if is_taken(found):
-                made[module] = found
-    replaced = [name for name, module in modules.items() if module in made]
-    for name in replaced:
+            if not module._is_held:
+                _made(module, name, activations)  # which raises: it has no canonical form
+    return list(names.values())
+
+
+def _replace(model: nn.Module, names: list[str], activations: str, is_taken: Callable[[QuantLinear], bool]) -> bool:
+    """Puts another layer in the place of that of these names; False: there is none, or it is not taken."""
+    layer = model.get_submodule(names[0])
+    assert isinstance(layer, QuantLinear)
+    made = _made(layer, names[0], activations)
+    if made is None or not is_taken(made):
+        return False
+    for name in names:
         parent, _, child = name.rpartition(".")
-        setattr(modules[parent], child, made[modules[name]])
-    return replaced
+        setattr(model.get_submodule(parent), child, made)
+    return True
+
+
+def _made(layer: QuantLinear, name: str, activations: str) -> QuantLinear | None:
+    """A layer with the same weights for such activations; None where it stays as it is."""
+    as_it_lies = _AS_THEY_LIE.get((type(layer), activations))
+    found = None if as_it_lies is None else as_it_lies(layer)
+    if found is None:
+        try:
+            form = STORED_ACTIVATIONS[activations].form(layer.canonical())
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{name}: {error}") from error
+        found = None if form is None else from_layer(form, name, layer.activation)
+    return None if found is None else found.train(layer.training)
 
 
 def _obstacle(layer: QuantLinear) -> str | None:

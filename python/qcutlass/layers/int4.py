@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.eight_bit import quantized
-from qcutlass.formats.layers import CanonicalInt4, canonical_int4
+from qcutlass.formats.layers import CanonicalInt4, canonical_int4, for_eight_bits
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import InputCodes, QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
@@ -101,6 +101,29 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
     def _of_stored(cls, layer: CanonicalInt4, activation: str | None) -> Int4Linear:
         options: dict[str, Any] = {"bias": layer.bias, "act_scale": layer.act_scale, "perm": layer.perm}
         return Int4Linear(layer.weight, layer.activations, activation=activation, **options)
+
+    @staticmethod
+    def of_weight_only(layer: WeightOnlyLinear, activations: Literal["fp8", "int8"]) -> Int4Linear | None:
+        """The layer with the same weights, whose codes, of one order for all activations, stay where they are.
+
+        None: they have not 4 bits, or zeros that are no integers.
+        """
+        unseen = torch.empty((layer.out_features, layer.in_features), dtype=torch.uint8, device="meta")
+        form = for_eight_bits(layer.canonical_of(unseen), activations)
+        if form is None:
+            return None
+        parts = {"w_packed": layer.w_packed, "scales": form.weight.scales, "zeros": form.weight.zeros}
+        of_input = {"bias": form.bias, "act_scale": form.act_scale, "perm": form.perm}
+        made = layer.like(layer.out_features, parts | of_input, Int4Linear)
+        assert isinstance(made, Int4Linear)
+        made.activations = activations
+        return made
+
+    def weights_alone(self) -> WeightOnlyLinear:
+        """The layer with the same weights for activations as they are: its tensors are this one's."""
+        parts = {name: self._buffers.get(name) for name in ("w_packed", "scales", *WeightOnlyLinear.OPTIONAL)}
+        sizes = self.in_features, self.out_features, self.bits, self.group_size
+        return WeightOnlyLinear.of_parts(*sizes, self.activation, parts)
 
     @classmethod
     def _empty(cls, spec: LayerSpec, n: int, k: int) -> Int4Linear:

@@ -280,7 +280,11 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
 
     def canonical(self) -> CanonicalLinear:
         """The layer with its codes unpacked, as loaders of checkpoints yield it."""
-        return CanonicalLinear(self._weight(self._codes()), self.bias, self.perm, self.act_scale)
+        return self.canonical_of(self._codes())
+
+    def canonical_of(self, codes: Tensor) -> CanonicalLinear:
+        """The canonical form with other codes `[N, K]` than the packed ones, say without values."""
+        return CanonicalLinear(self._weight(codes), self.bias, self.perm, self.act_scale)
 
     def weights(self) -> Tensor:
         """The weights float32 `[N, K]`, dequantised from the packed ones, columns in the activations' order."""

@@ -28,10 +28,10 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from qcutlass.errors import UnsupportedError
 from qcutlass.models import compiling, step_attention
 from qcutlass.models.cache_argument import CACHE, pop_cache
+from qcutlass.models.capturing import Captured, capture
 from qcutlass.models.compiling import compiled_code as compiled_code
 from qcutlass.models.growing_cache import PlacedLayer
 
-_WARM_STEPS: Final = 2  # before a graph is captured: what first calls set up must not be in it
 _SHAPES: Final = 256  # of steps that are compiled in a process; torch gives up compiling after 8
 
 
@@ -111,8 +111,8 @@ class Decoder:
                 of layers that attend to the last tokens alone.
             compiled: whether torch compiles the step, at its first use: half a minute for 32 blocks, less from disk.
             graph: whether steps are replays of a CUDA graph; on GPUs alone.
-            on_failure: told in a line that torch cannot compile the step, say for want of a C compiler. Steps then run
-                as the model is; by default a warning says so.
+            on_failure: told in a line that torch cannot compile the step, say for want of a C compiler, or that it
+                cannot be captured. Steps then run as the model is, or without a graph; by default a warning says so.
 
         Raises:
             UnsupportedError: `obstacle` says why.
@@ -255,25 +255,15 @@ class Decoder:
         return [self._place, self._positions]
 
     def _capture(self) -> None:
-        """Computes this step, then makes steps replays: the state is put back after each try."""
-        before = [tensor.clone() for tensor in self._state()]
-
-        def rewind() -> None:
-            for tensor, value in zip(self._state(), before, strict=True):
-                tensor.copy_(value)
-
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_STEPS):
-                self._compute()
-                rewind()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        """Computes this step, and makes those behind it replays of a graph, where there can be one."""
+        found = capture(self._compute, self._state())
+        if isinstance(found, Captured):
+            self._logits, self._replay = found
+            self._replay()
+        else:
+            self._graph = False
+            self._on_failure(found)
             self._logits = self._compute()
-        self._replay = graph.replay
-        self._replay()
 
 
 def _in_a_row(keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -343,6 +333,7 @@ class _Steps:
         self._model, self._own, self._length, self._compiled = model, own, length, compiled
         self._signature = inspect.signature(own)  # which takes long: not at each step
         self._on_first_step, self._on_failure = on_first_step, on_failure
+        self._graph = True
         self._decoders: dict[int, Decoder] = {}
         self._current: dict[int, StepCache] = {}  # by the number of prompts: whose keys and values its decoder holds
         self._lock = threading.RLock()  # a step changes how the model attends, for all threads
@@ -372,7 +363,12 @@ class _Steps:
         count = len(ids)
         if count not in self._decoders:
             self._decoders[count] = Decoder(
-                self._model, count, self._length, compiled=self._compiled, on_failure=self._give_up
+                self._model,
+                count,
+                self._length,
+                compiled=self._compiled,
+                graph=self._graph,
+                on_failure=functools.partial(self._give_up, count),
             )
         self._current.pop(count, None)
         cache = StepCache(self._decoders[count])
@@ -381,8 +377,9 @@ class _Steps:
         self._current[count] = cache
         return logits, cache
 
-    def _give_up(self, line: str) -> None:
-        self._compiled = False  # nor for other numbers of prompts: to fail takes as long each time
+    def _give_up(self, count: int, line: str) -> None:
+        failed = self._decoders[count]  # what fails for one number of prompts takes as long for the others, and fails
+        self._compiled, self._graph = failed._compiled, failed._graph
         self._on_failure(line)
 
     def _step(self, ids: Tensor, cache: StepCache) -> Tensor:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +18,11 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
-from qcutlass.models import compiling  # noqa: E402
+from qcutlass.models import compiling, stepping  # noqa: E402
 from qcutlass.models.stepping import Decoder, in_steps  # noqa: E402
 
 SLOWER = "steps are not compiled, which is slower: "
+EAGER = "steps are not captured in a CUDA graph, which is slower: "
 VARIABLES = "TORCHINDUCTOR_CACHE_DIR", "QCUTLASS_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR", "TRITON_CACHE_DIR"
 LLAMA = "from transformers.models.llama.modeling_llama import LlamaModel"
 COMPILER = "import torch._dynamo, torch._inductor.codecache"  # which sets torch's variable
@@ -106,7 +107,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_steps_are_right(model: Any, decoder: Decoder) -> None:
-    ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1)).to(model.device)
     with torch.inference_mode():
         expected = model(ids).logits
     found = [decoder.prefill(ids[:, :5])]
@@ -127,16 +128,24 @@ def test_a_step_that_cannot_be_compiled_is_taken_all_the_same() -> None:
     assert decoder.is_ready
 
 
+def fake_graphs(monkeypatch: pytest.MonkeyPatch, graph: Callable[..., Any]) -> None:
+    """Stand-ins for streams and graphs; `graph`: that of `torch.cuda.graph`."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": nullcontext, "graph": graph}
+    for name, fake in {**fakes, "CUDAGraph": SimpleNamespace, "graph_pool_handle": lambda: (0, 1)}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_a_graph_is_captured_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for streams and graphs: what a graph captures is not computed, but by its replays."""
+    """What a graph captures is not computed, but by its replays."""
     model, told = model_of(), list[str]()
     decoder = Decoder(model, 2, 12, on_failure=told.append)
     decoder._graph = True
     captured = []
 
     @contextmanager
-    def graph(into: SimpleNamespace) -> Iterator[None]:
+    def graph(into: SimpleNamespace, pool: object) -> Iterator[None]:
         before = [tensor.clone() for tensor in decoder._state()]
         captured.append(decoder._compiled)
         yield
@@ -144,13 +153,104 @@ def test_a_graph_is_captured_without_a_compiler(monkeypatch: pytest.MonkeyPatch)
             tensor.copy_(value)
         into.replay = lambda: setattr(decoder, "_logits", decoder._compute())
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": nullcontext, "graph": graph}
-    for name, fake in {**fakes, "CUDAGraph": SimpleNamespace}.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    fake_graphs(monkeypatch, graph)
     assert_steps_are_right(model, decoder)
     assert captured == [False], "the first step fails ahead of the capture"
     assert len(told) == 1
+
+
+@pytest.fixture
+def failing_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each capture that was tried, all of which fail, as where another thread allocates memory meanwhile."""
+    tried: list[str] = []
+
+    @contextmanager
+    def graph(into: SimpleNamespace, pool: object) -> Iterator[None]:
+        tried.append("tried")
+        try:
+            yield
+            raise RuntimeError("CUDA error: operation not permitted\nSearch for it")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    fake_graphs(monkeypatch, graph)
+    return tried
+
+
+class CapturingDecoder(Decoder):
+    """It captures on the CPU, too."""
+
+    def __init__(self, *arguments: Any, graph: bool = True, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._graph = graph
+
+
+def test_a_step_that_cannot_be_captured_is_taken_all_the_same(failing_captures: list[str]) -> None:
+    model, told = model_of(), list[str]()
+    decoder = CapturingDecoder(model, 2, 12, compiled=False, on_failure=told.append)
+    for _ in range(2):
+        assert_steps_are_right(model, decoder)
+    assert told == [EAGER + "CUDA error: operation not permitted"]
+    assert (len(failing_captures), decoder.is_ready) == (1, True)
+
+
+def test_nothing_else_is_captured_behind_a_failure(
+    failing_captures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, told = model_of(), list[str]()
+    ids, options = torch.tensor([[5, 6, 7], [8, 9, 5]]), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = [model.generate(ids[:count], **options).tolist() for count in (1, 2)]
+    monkeypatch.setattr(stepping, "Decoder", CapturingDecoder)
+    with in_steps(model, 16, compiled=False, on_failure=told.append):
+        assert [model.generate(ids[:count], **options).tolist() for count in (1, 2)] == expected
+    assert (len(told), len(failing_captures)) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [IndexError("no such token"), RuntimeError("no such token"), KeyboardInterrupt()])
+@pytest.mark.parametrize("calls", [0, 2], ids=["ahead", "inside"])
+@pytest.mark.usefixtures("failing_captures")
+def test_errors_of_a_step_are_raised_where_it_is_captured(
+    error: BaseException, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it is not: ahead of a capture, and behind one that they ended; an interrupt is one wherever it comes."""
+    told: list[str] = []
+    decoder = CapturingDecoder(model_of(), 1, 12, compiled=False, on_failure=told.append)
+    own, left = decoder._called, iter(range(calls))
+
+    def called() -> Any:
+        if next(left, None) is None:
+            raise error
+        return own()
+
+    monkeypatch.setattr(decoder, "_called", called)
+    with pytest.raises(type(error)):
+        decoder.step()
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    assert told == ([EAGER + "no such token"] if calls and not is_interrupt else [])
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_gpu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, told = model_of().cuda(), list[str]()
+    decoder = Decoder(model, 2, 12, compiled=False, on_failure=told.append)
+    own, stream = decoder._called, torch.cuda.current_stream()
+
+    def called() -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            decoder.tokens.tolist()  # waits for the stream, which none may do that is captured
+        return own()
+
+    monkeypatch.setattr(decoder, "_called", called)
+    with torch.cuda.device(model.device):
+        assert_steps_are_right(model, decoder)
+        (line,) = told
+        assert line.startswith(EAGER + "CUDA error: ")
+        assert torch.cuda.current_stream() == stream
+        assert torch.rand(8, device="cuda").unique().numel() == 8
+        before = torch.cuda.memory_reserved()
+        torch.empty(2**28, dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= before
 
 
 @pytest.mark.usefixtures("no_compiler")
