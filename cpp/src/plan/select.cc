@@ -188,13 +188,6 @@ std::string dense_tactic(GemmArguments const& arguments) { return dense::tactic(
 std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic,
                                   int split_k, bool dense) {
   Problem const problem = make_problem(arguments);
-  if (problem.kind.packing == Packing::kW4A8 && !device.wgmma)
-    throw Unsupported(
-        "a_q: products of 4-bit weights by 8-bit activations need a GPU of compute capability 9.0 and a build for "
-        "90a-real; this one has " +
-        std::to_string(device.compute_capability / 10) + "." + std::to_string(device.compute_capability % 10) +
-        ". Use gemm with the same weights, scales and zeros and 16-bit activations, as layers of the scheme WeightOnly "
-        "do, or CPU tensors");
   if (problem.kind.is_float8() && device.code_capability < problem.kind.capability())
     throw Unsupported(
         "a: products of float8 need a GPU of compute capability 8.9 or newer and code built for it; this one has " +
