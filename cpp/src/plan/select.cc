@@ -155,11 +155,16 @@ SumOrder best_order(Problem problem, DeviceTraits const& device, std::vector<int
       ->order;
 }
 
+/// Whether a row of kTactics is to be chosen from: `only` that one, where it is not negative.
+bool is_offered(Problem const& problem, DeviceTraits const& device, int row, int only) {
+  return only >= 0 ? row == only : !device.wgmma || !is_named_only(kTactics[row], problem.kind);
+}
+
 /// The candidates of a batch-invariant product: those of its order of sums, of tactic `only` where it is not negative.
 std::vector<Candidate> of_one_order(Problem const& problem, DeviceTraits const& device, int only, int split_k) {
   std::vector<int> rows;
   for (int row = 0; row < kTacticCount; ++row)
-    if ((only < 0 || row == only) && serves_any_rows(problem, device, kTactics[row])) rows.push_back(row);
+    if (is_offered(problem, device, row, only) && serves_any_rows(problem, device, kTactics[row])) rows.push_back(row);
   SumOrder const order = best_order(problem, device, rows, split_k);
   std::vector<Candidate> result;
   for (int row : rows)
@@ -211,7 +216,7 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
   if (one_order) result = of_one_order(problem, device, only, split_k);
   for (int i = 0; i < kTacticCount && !dense_forced && !one_order; ++i) {
     Tactic const& t = kTactics[i];
-    if ((only >= 0 && i != only) || resident_blocks(problem, device, t) == 0 || !fits_grid(problem, t) ||
+    if (!is_offered(problem, device, i, only) || resident_blocks(problem, device, t) == 0 || !fits_grid(problem, t) ||
         !fits_output(problem, t))
       continue;
     if (split_k > 0) {
