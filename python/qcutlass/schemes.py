@@ -75,7 +75,7 @@ def float_format(name: str) -> WeightOnly:
 class W4A8(Scheme):
     """4-bit weights with a scale, and a zero point, for each group of columns, and activations of 8 bits.
 
-    Each token's activations get their scale when they come. Of GPUs those of compute capability 9.0 have the products.
+    Each token's activations get their scale when they come. GPUs multiply fp8 from compute capability 8.9 on.
 
     Attributes:
         group_size: columns that share a scale; None or -1: one scale a channel.

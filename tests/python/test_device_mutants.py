@@ -16,7 +16,19 @@ from tests.python.device_mutants.table import MUTANTS
 
 from qcutlass import _C
 
-LOOPS = ("stream", "multistage", "blockwise", "wgmma_rs", "wgmma_ss", "ring", "grouped", "norm", "moe", "quantiser")
+LOOPS = (
+    "stream",
+    "multistage",
+    "blockwise",
+    "groups",
+    "wgmma_rs",
+    "wgmma_ss",
+    "ring",
+    "grouped",
+    "norm",
+    "moe",
+    "quantiser",
+)
 mutants = pytest.mark.parametrize("mutant", MUTANTS, ids=slug)
 
 

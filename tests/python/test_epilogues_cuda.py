@@ -116,18 +116,13 @@ def test_bits_of_eight_bits(dtype: torch.dtype, activation: str | None, seeds: I
         assert_bits(case.random(seed=next(seeds), device="cuda"), multiply_eight, ledger)
 
 
-def needs_wgmma() -> None:
-    if not _C.device_traits(torch.cuda.current_device()).wgmma:
-        pytest.skip("there are kernels of 4 by 8 bits for wgmma alone")
-
-
 @pytest.mark.parametrize("activation", [*GATES, "gelu", None])
 @pytest.mark.parametrize("dtype", EIGHT[:2], ids=str)
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_bits_of_four_by_eight_bits(
     dtype: torch.dtype, group_size: int, activation: str | None, seeds: Iterator[int], ledger: Any
 ) -> None:
-    needs_wgmma()
+    needs_instructions(dtype)
     for (index, m), out_dtype in itertools.product(enumerate(ROWS), FLOATS):
         n = 352 if activation in GATES else (352, 361)[index % 2]
         case = Int4Case(m, n, 448, dtype, out_dtype, group_size, bias=bool(index % 2), activation=activation)

@@ -38,12 +38,28 @@ def product_of(kind: Description, m: int = 16, **options: Any) -> Product:
     return kind.random(kind.case(m, 512, 1024, **options), seed=1)
 
 
-@pytest.mark.parametrize("gpu", ["a100", "rtx4090", "b200"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_gpus_without_wgmma_are_sent_to_16_bit_activations(gpu: str, dtype: torch.dtype) -> None:
-    product = product_of(DESCRIPTIONS["gemm_w4a8"], dtype=dtype)
-    with pytest.raises(qcutlass.UnsupportedError, match=r"^a_q: .* capability 9\.0 .*; this one has .*Use gemm with"):
-        product.explain(device=gpu)
+@pytest.mark.parametrize(
+    ("gpu", "dtype"),
+    [(gpu, dtype) for gpu in ("rtx4090", "b200", "h200") for dtype in (torch.int8, torch.float8_e4m3fn)]
+    + [("a100", torch.int8)],
+    ids=str,
+)
+@pytest.mark.parametrize("m", [1, 16, 300, 4096])
+def test_products_of_4_by_8_bits_have_kernels_beside_those_of_wgmma(gpu: str, dtype: torch.dtype, m: int) -> None:
+    """Which are the choice where they are."""
+    product = product_of(DESCRIPTIONS["gemm_w4a8"], m, dtype=dtype)
+    assert ("_sm90a_" in product.explain(device=gpu).plan.tactic) == (gpu == "h200")
+    architecture = "sm80" if dtype == torch.int8 else "sm89"
+    others = [name for name in product.tactics() if f"_group_{architecture}_" in name]
+    assert len(others) == 3
+    for name in others:
+        assert product.explain(device=gpu, tactic=name).plan.tactic == name
+
+
+def test_products_of_4_bits_by_fp8_need_its_instructions() -> None:
+    product = product_of(DESCRIPTIONS["gemm_w4a8"], dtype=torch.float8_e4m3fn)
+    with pytest.raises(qcutlass.UnsupportedError, match=r"float8 need .* 8\.9 .*Use int8 activations"):
+        product.explain(device="a100")
 
 
 @kinds
@@ -52,7 +68,7 @@ def test_the_choice_is_the_first_candidate(kind: Description, gpu: str) -> None:
     traits_of_gpu = selection.GPUS[gpu]
     for m in (1, 16, 300):
         product = product_of(kind, m)
-        if not kind.serves(traits_of_gpu):
+        if not kind.serves(traits_of_gpu, kind.case(m, 512, 1024)):
             with pytest.raises(qcutlass.UnsupportedError, match=rf"{traits_of_gpu.compute_capability / 10}"):
                 product.explain(device=gpu)
             continue

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.python.kinds.int4 import DTYPES
+from tests.python.kinds.int4 import DTYPES, INT4
 from tests.python.modules import assert_same_state, randn, randomized
-from tests.python.wgmma_products import needs_wgmma
 from torch import Tensor, nn
 
 import qcutlass
@@ -126,7 +125,7 @@ def test_wrong_options() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("activations", list(DTYPES))
 def test_a_gpu_multiplies_as_the_cpu_does(activations: Any, seed: int) -> None:
-    needs_wgmma()
+    INT4.skip_without_instructions(INT4.case(5, 48, 256, dtype=DTYPES[activations]))
     layer = QuantLinear.from_linear(nn.Linear(256, 48), W4A8(64, activations=activations))
     x = randn(5, 256, seed=seed).half()
     expected = layer(x).float()
@@ -136,7 +135,7 @@ def test_a_gpu_multiplies_as_the_cpu_does(activations: Any, seed: int) -> None:
 
 @pytest.mark.gpu
 def test_layers_stay_where_a_gpu_has_no_kernel() -> None:
-    needs_wgmma()
+    INT4.skip_without_instructions()
     model = nn.Sequential(*(QuantLinear.from_linear(nn.Linear(96, 48), WeightOnly(4, size)) for size in (48, 32)))
     assert use_activations(model.cuda(), "fp8") == ["1"]
 

@@ -6,6 +6,7 @@
 #include "cuda/group_matrices.cuh"
 #include "cutlass_ext/element_type.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_blockwise.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_groups.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_multistage.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_stream.h"
 #include "plan/footprint.h"
@@ -21,11 +22,14 @@ struct MainloopOf {
   using WarpShape = cutlass::gemm::GemmShape<kTactic.warp_channels, kTactic.warp_tokens, kTactic.slice_k(kPacking)>;
   using Stream =
       cutlass::gemm::threadblock::MmaPackedStream<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode, kGathers>;
-  using Multistage = std::conditional_t<
-      is_promoted(kMode),
+  using Promoted = std::conditional_t<
+      is_blockwise(kMode),
       cutlass::gemm::threadblock::MmaPackedBlockwise<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode>,
-      cutlass::gemm::threadblock::MmaPackedMultistage<Shape, WarpShape, kTactic.stages, Element, kPacking, kMode,
-                                                      kGathers>>;
+      cutlass::gemm::threadblock::MmaPackedGroups<Shape, WarpShape, kTactic.stages, Element, kMode>>;
+  using Multistage =
+      std::conditional_t<is_promoted(kMode), Promoted,
+                         cutlass::gemm::threadblock::MmaPackedMultistage<Shape, WarpShape, kTactic.stages, Element,
+                                                                         kPacking, kMode, kGathers>>;
   using Mma = std::conditional_t<kTactic.mainloop == Mainloop::kStream, Stream, Multistage>;
   static constexpr int kSharedMemory = shared_memory_bytes(kTactic, {kType, kPacking, kMode}, kTactic.tokens);
   static_assert(Mma::kThreads == kTactic.threads());

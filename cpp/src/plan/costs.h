@@ -182,9 +182,15 @@ constexpr ProductCosts blockwise_costs() {
   return c;
 }
 
-/// 4 by 8 bits: wgmma alone, whose sums leave the MMAs. Of its own only the clock is set by measured times.
+/// 4 by 8 bits, whose sums leave the MMAs. Of its own only the clock of wgmma is set by measured times: mma.sync is
+/// taken to cost what products in blocks do, and conversions as in weight-only products.
 constexpr ProductCosts four_by_eight_costs() {
   ProductCosts c = weight_only_costs();
+  c.mma = blockwise_costs().mma;
+  c.float8_mma = blockwise_costs().float8_mma;
+  c.promotion = blockwise_costs().promotion;
+  c.multistage = blockwise_costs().multistage;
+  c.multistage.reread = weight_only_costs().multistage.reread;  // which wgmma's loads have, too
   c.wgmma.clock = 1.34;
   c.wgmma.promotion = eight_bit_wgmma_costs().promotion;
   c.wgmma.scaling = eight_bit_wgmma_costs().scaling;

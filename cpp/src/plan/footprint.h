@@ -109,9 +109,17 @@ constexpr bool has_wgmma(Kind const& kind, bool grouped) {
 /// Whether a GPU that runs wgmma does without a configuration: kMultistage's of more than 16 tokens, where there are
 /// kernels of wgmma. On an H200 it is chosen for none of them: of 2 400 products of 16-bit activations with layers of
 /// models and random ones for two, whose best other prediction is 6 % longer. It is not compiled for machine code of
-/// sm_90 (arch/superseded.h), which would take a quarter of the time of all.
+/// sm_90 (arch/superseded.h), which would take a quarter of the time of all. Those of 4 by 8 bits, which are two, stay:
+/// see is_named_only.
 constexpr bool is_superseded(Tactic const& t, Kind const& kind, bool grouped) {
-  return t.mainloop == Mainloop::kMultistage && t.tokens > 16 && has_wgmma(kind, grouped);
+  return kind.packing != Packing::kW4A8 && t.mainloop == Mainloop::kMultistage && t.tokens > 16 &&
+         has_wgmma(kind, grouped);
+}
+
+/// Whether a GPU that runs wgmma takes a configuration only where it is named: those of mma.sync of 4 by 8 bits, which
+/// are what other GPUs run. No times of theirs have been measured that their predictions could be trusted by.
+constexpr bool is_named_only(Tactic const& t, Kind const& kind) {
+  return kind.packing == Packing::kW4A8 && !is_wgmma(t.mainloop);
 }
 
 /// Whether there is a kernel for the rows of experts, whose rings hold all rows of a tile.

@@ -72,7 +72,7 @@ inline constexpr Products kWeightOnly = kInt4Weights | kInt8Weights, kFloatWeigh
                           kFp32Scaled = kFloatScales | kMinimums, kRareWeights = kFloatWeights | kFp32Scaled,
                           kEightByEight = kInt8 | kFloat8, kEightBits = kEightByEight | kBlockwise,
                           kAnyBlocks = kBlockwise | kSmallBlocks, kCommon = kWeightOnly | kEightByEight,
-                          kAllButFourByEight = kCommon | kAnyBlocks | kRareWeights;
+                          kAllProducts = kCommon | kAnyBlocks | kRareWeights | kFourByEight;
 
 /// The types that kernels are compiled for: a family has one. It follows from the types and scales of the operands.
 struct Kind {
@@ -90,7 +90,7 @@ struct Kind {
   /// Sums leave the tensor cores' accumulators before the epilogue.
   constexpr bool is_promoted() const { return qcutlass::is_promoted(mode); }
   /// Compute capability that the instructions need.
-  constexpr int capability() const { return packing == Packing::kW4A8 ? 90 : is_float8() ? 89 : 80; }
+  constexpr int capability() const { return is_float8() ? 89 : 80; }
 
   constexpr Products product() const {
     if (packing == Packing::kW4A8) return kFourByEight;

@@ -155,11 +155,16 @@ SumOrder best_order(Problem problem, DeviceTraits const& device, std::vector<int
       ->order;
 }
 
+/// Whether a row of kTactics is to be chosen from: `only` that one, where it is not negative.
+bool is_offered(Problem const& problem, DeviceTraits const& device, int row, int only) {
+  return only >= 0 ? row == only : !device.wgmma || !is_named_only(kTactics[row], problem.kind);
+}
+
 /// The candidates of a batch-invariant product: those of its order of sums, of tactic `only` where it is not negative.
 std::vector<Candidate> of_one_order(Problem const& problem, DeviceTraits const& device, int only, int split_k) {
   std::vector<int> rows;
   for (int row = 0; row < kTacticCount; ++row)
-    if ((only < 0 || row == only) && serves_any_rows(problem, device, kTactics[row])) rows.push_back(row);
+    if (is_offered(problem, device, row, only) && serves_any_rows(problem, device, kTactics[row])) rows.push_back(row);
   SumOrder const order = best_order(problem, device, rows, split_k);
   std::vector<Candidate> result;
   for (int row : rows)
@@ -188,13 +193,6 @@ std::string dense_tactic(GemmArguments const& arguments) { return dense::tactic(
 std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits const& device, std::string const& tactic,
                                   int split_k, bool dense) {
   Problem const problem = make_problem(arguments);
-  if (problem.kind.packing == Packing::kW4A8 && !device.wgmma)
-    throw Unsupported(
-        "a_q: products of 4-bit weights by 8-bit activations need a GPU of compute capability 9.0 and a build for "
-        "90a-real; this one has " +
-        std::to_string(device.compute_capability / 10) + "." + std::to_string(device.compute_capability % 10) +
-        ". Use gemm with the same weights, scales and zeros and 16-bit activations, as layers of the scheme WeightOnly "
-        "do, or CPU tensors");
   if (problem.kind.is_float8() && device.code_capability < problem.kind.capability())
     throw Unsupported(
         "a: products of float8 need a GPU of compute capability 8.9 or newer and code built for it; this one has " +
@@ -218,7 +216,7 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
   if (one_order) result = of_one_order(problem, device, only, split_k);
   for (int i = 0; i < kTacticCount && !dense_forced && !one_order; ++i) {
     Tactic const& t = kTactics[i];
-    if ((only >= 0 && i != only) || resident_blocks(problem, device, t) == 0 || !fits_grid(problem, t) ||
+    if (!is_offered(problem, device, i, only) || resident_blocks(problem, device, t) == 0 || !fits_grid(problem, t) ||
         !fits_output(problem, t))
       continue;
     if (split_k > 0) {

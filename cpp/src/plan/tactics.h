@@ -144,14 +144,14 @@ inline constexpr MultistageTactic kMultistageTactics[] = {
         .slices(2)
         .stages(3)
         .blocks_an_sm(2)
-        .for_(kCommon | kAnyBlocks | kFloatScales)
+        .for_(kCommon | kAnyBlocks | kFloatScales | kFourByEight)
         .and_experts(),
     multistage(48, 64).slices(4).stages(3).for_(kCommon),  // 6144 channels in one wave of 128 blocks
     multistage(64, 64).warp(32, 64).slices(4).stages(3).for_(kCommon),
     multistage(128, 64).warp(32, 64).slices(2).stages(3).for_(kCommon),
     // prefill: arithmetic-bound, every dequantised fragment meets as many tokens as registers allow
     // this one fits 99 KB in every scheme
-    multistage(64, 64).warp(32, 32).stages(3).blocks_an_sm(2).for_(kAllButFourByEight).and_experts(),
+    multistage(64, 64).warp(32, 32).stages(3).blocks_an_sm(2).for_(kAllProducts).and_experts(),
     multistage(128, 128).warp(32, 128).stages(4).blocks_an_sm(2).for_(kWeightOnly | kRareWeights).and_experts(),
     multistage(256, 64).warp(32, 64).stages(4).for_(kWeightOnly),
     multistage(256, 128).warp(32, 128).stages(4).for_(kWeightOnly),
@@ -166,6 +166,8 @@ inline constexpr MultistageTactic kMultistageTactics[] = {
     multistage(64, 64).warp(64, 32).slices(4).stages(3).for_(kBlockwise),
     multistage(128, 64).warp(64, 32).stages(3).blocks_an_sm(2).for_(kAnyBlocks),  // 99 KB, outputs in blocks of 128
     multistage(128, 64).warp(64, 32).slices(2).stages(3).for_(kBlockwise),
+    // 4 by 8 bits: many tokens a warp, which all multiply what it converts
+    multistage(128, 128).warp(64, 32).stages(3).for_(kFourByEight),
 };
 
 /// From some 20 to 30 tokens up. Of equal predictions the first is taken: one wave, not two.

@@ -158,10 +158,10 @@ def convert(
             multiplies (`DequantizedLinear`), and experts of a form that their product does not take. `Conversion`, the
             folder's `config.json` and `inspect` say which, and what they lost. False: such a layer is refused.
         activations: "fp8" or "int8": layers of 4-bit codes with integer zeros, or none, become those of the scheme
-            `W4A8`, which run on the CPU and on GPUs of compute capability 9.0, with "fp8" also those of e4m3 weights
-            in square blocks those of `Blockwise`; others, embeddings, experts and what `skip` names stay as they are,
-            but one layer has to become so. "none": layers whose activations the source quantises become weight-only
-            ones, with the same codes and scales, for every GPU. None: all stay.
+            `W4A8`, with "fp8" also those of e4m3 weights in square blocks those of `Blockwise`, which run on the CPU
+            and, fp8 from compute capability 8.9 on, on GPUs; others, embeddings, experts and what `skip` names stay as
+            they are, but one layer has to become so. "none": layers whose activations the source quantises become
+            weight-only ones, with the same codes and scales, for every GPU. None: all stay.
         verify: reads every tensor back before the folder appears: dequantised weights and all others must be those of
             the source, bit for bit. What dequantisation of the source is, `qcutlass.formats` defines.
         overwrite: replaces a converted folder.

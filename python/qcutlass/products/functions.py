@@ -215,10 +215,10 @@ def gemm_w4a8(
     [0, 16]; other groups, and fp8, are summed in fp32 of weights `(code - zero) * scale`, which are exact with scales
     of 16 bits. NaN propagates. This is the product of QServe and other W4A8 schemes (Lin et al., 2024).
 
-    On a GPU, which must have wgmma (compute capability 9.0): codes less zeros are operands of 8 bits, sums of up to 128
-    columns leave the MMAs to be scaled. Those of int8 are exact there, too; fp8 MMAs keep some 14 bits beside the
-    largest product or sum. A channel has NaN where its zero has no exact differences: outside [-1, 16] with fp8,
-    [-112, 128] with int8.
+    On a GPU, for fp8 one of compute capability 8.9 or newer: codes less zeros are operands of 8 bits, sums of up to 128
+    columns leave the MMAs to be scaled. Those of int8 are exact there, too; of fp8 the MMAs of compute capability 9.0
+    keep some 14 bits beside the largest product or sum. A channel has NaN where its zero has no exact differences:
+    outside [-1, 16] with fp8, [-112, 128] with int8.
 
     Args:
         a_q: int8 or float8_e4m3fn `[..., K]`, M rows in all. Unit stride along K avoids a copy.
@@ -240,8 +240,8 @@ def gemm_w4a8(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `gemm`.
-        UnsupportedError: the GPU has no wgmma, no kernel was built for it, or it takes no such groups: use `gemm` with
-            16-bit activations there.
+        UnsupportedError: the GPU has no fp8 instructions, no kernel was built for it, or it takes no such groups: use
+            `gemm` with 16-bit activations there.
 
     Example:
         >>> import torch, qcutlass

@@ -246,6 +246,76 @@ BLOCKWISE = (
     ),
 )
 
+GROUPS_UNIT = "w4a8"
+BY_32 = (tactic("gemm_w4a8-int8, groups of multiples of 32", "sm80_n64m16k256_s3"),)
+BY_128 = (tactic("gemm_w4a8-int8, groups of multiples of 128", "sm80_n64m64k128_s3"),)
+
+GROUPS = (
+    Mutant(
+        "sums have the scales of a slice's first group",
+        "groups",
+        f"{THREADBLOCK}/mma_packed_groups.h",
+        "if (k % kRowSteps == 0) load_scales(place, m, k / kRowSteps);",
+        "if (k % kRowSteps == 0) load_scales(place, m, 0);",
+        GROUPS_UNIT,
+        BY_32,
+    ),
+    Mutant(
+        "rows of scales of the first slice for all slices",
+        "groups",
+        f"{THREADBLOCK}/mma_packed_groups.h",
+        "(this->slice_ * kSliceRows + row) * Ring::GroupLoader::kRowBytes",
+        "row * Ring::GroupLoader::kRowBytes",
+        GROUPS_UNIT,
+        BY_32,
+    ),
+    Mutant(
+        "scales and zeros of the warp's first strip for all strips",
+        "groups",
+        f"{THREADBLOCK}/mma_packed_groups.h",
+        "int strip(int m) const { return this->warp_m_ * kStrips + m; }",
+        "int strip(int) const { return this->warp_m_ * kStrips; }",
+        GROUPS_UNIT,
+        BY_128,
+    ),
+    Mutant(
+        "every step of k starts anew",
+        "groups",
+        f"{THREADBLOCK}/mma_packed_groups.h",
+        "first ? start : blocks[i]);",
+        "start);",
+        GROUPS_UNIT,
+        BY_128,
+    ),
+    Mutant(
+        "zeros stay in the codes",
+        "groups",
+        f"{THREADBLOCK}/mma_packed_groups.h",
+        "zero_[0] = operands.zero[0], zero_[1] = operands.zero[1];",
+        "zero_[0] = zero_[1] = 0;",
+        GROUPS_UNIT,
+        BY_128,
+    ),
+    Mutant(
+        "the codes of the other 16 columns of a step",
+        "groups",
+        f"{THREADBLOCK}/mma_packed_groups.h",
+        "LayoutA::kWords + half;",
+        "LayoutA::kWords + (half ^ 1);",
+        GROUPS_UNIT,
+        BY_128,
+    ),
+    Mutant(
+        "a stage begins with the operands of the one before",
+        "groups",
+        f"{THREADBLOCK}/mma_packed_groups.h",
+        "load_operands(left == 1 ? next_place : place,",
+        "load_operands(place,",
+        GROUPS_UNIT,
+        BY_128,
+    ),
+)
+
 OUTPUT = (
     Mutant(
         "sums of this block in place of another one's of the cluster",

@@ -9,6 +9,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *loops.STREAM,
     *loops.MULTISTAGE,
     *loops.BLOCKWISE,
+    *loops.GROUPS,
     *loops.OUTPUT,
     *hopper.RINGS_OF_WGMMA,
     *hopper.WGMMA_SS,

@@ -169,7 +169,6 @@ class Description(ABC):
         not_finite: operands that may hold NaN and infinity.
         granule: channels and columns that share a scale, at most: sizes for tactics go beyond several.
         capability: the least of a GPU, for its instructions.
-        needs_wgmma: its kernels are of wgmma alone.
 
         variants: options of `case`, by name, for each type of operands that has kernels of its own.
         cases: between them with every operand; a short name each.
@@ -207,7 +206,6 @@ class Description(ABC):
     not_finite: tuple[str, ...]
     granule = 1
     capability = (8, 0)
-    needs_wgmma = False
 
     variants: Mapping[str, Values]
     cases: Mapping[str, Any]
@@ -350,15 +348,14 @@ class Description(ABC):
         changes += [{"out_dtype": torch.bfloat16}] if self.has_out and hasattr(problem, "out_dtype") else []
         return [({}, problem), *((change, replace(problem, **change)) for change in changes)]
 
-    def serves(self, gpu: _C.DeviceTraits) -> bool:
-        """Whether a GPU, and the code that it runs, have the instructions of this kind's kernels."""
-        newer = gpu.code_capability >= 10 * self.capability[0] + self.capability[1]
-        return gpu.wgmma if self.needs_wgmma else newer
+    def serves(self, gpu: _C.DeviceTraits, case: Any = None) -> bool:
+        """Whether a GPU, and the code that it runs, have the instructions of a case's kernels; None: of all cases'."""
+        return gpu.code_capability >= 10 * self.capability[0] + self.capability[1]
 
-    def has_instructions(self) -> bool:
+    def has_instructions(self, case: Any = None) -> bool:
         """The same of the current GPU."""
-        return self.serves(_C.device_traits(torch.cuda.current_device()))
+        return self.serves(_C.device_traits(torch.cuda.current_device()), case)
 
-    def skip_without_instructions(self) -> None:
-        if not self.has_instructions():
+    def skip_without_instructions(self, case: Any = None) -> None:
+        if not self.has_instructions(case):
             pytest.skip(f"{self.name} needs kernels, and compute capability {self.capability}")

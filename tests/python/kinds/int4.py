@@ -274,8 +274,7 @@ class Int4(Description):
     boxed = ("a_q", "a_scale", "scales", "zeros", "bias", "residual")
     not_finite = ("a_scale", "bias")
     granule = 128
-    capability = (9, 0)
-    needs_wgmma = True
+    capability = (8, 9)
 
     inductor = ("everything",)
     whole = Int4Case(M, N, K, group_size=K // GROUPS, bias=True, activation="silu", residual=True)
@@ -337,6 +336,10 @@ class Int4(Description):
                 "groups of multiples of 32": (32, 64, 96, 160),
             }.items()
         }
+
+    def serves(self, gpu: _C.DeviceTraits, case: Any = None) -> bool:
+        is_int8 = case is not None and case.dtype == torch.int8
+        return gpu.code_capability >= 80 if is_int8 else super().serves(gpu, case)
 
     def case(self, m: int, n: int, k: int, **options: Any) -> Int4Case:
         return Int4Case(m, n, k, **{"bias": True} | options)

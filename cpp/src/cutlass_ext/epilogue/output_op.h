@@ -12,8 +12,9 @@ namespace cutlass::epilogue::thread {
 /// The output operator for each scale mode. An operator's Params are made from OutputArguments.
 template <class Element, class Sum, qcutlass::ScaleMode kMode>
 using OutputOpOf =
-    std::conditional_t<kMode == qcutlass::ScaleMode::kNone, ScaledSums<Sum>,
-                       std::conditional_t<qcutlass::is_promoted(kMode), BlockwiseOutput, BiasActivation<Element>>>;
+    std::conditional_t<qcutlass::is_blockwise(kMode), BlockwiseOutput,
+                       std::conditional_t<kMode == qcutlass::ScaleMode::kNone || qcutlass::is_promoted(kMode),
+                                          ScaledSums<Sum>, BiasActivation<Element>>>;
 
 /// Where blocks that share k leave their sums for a later kernel to add: [share][token][stride], from a first channel
 /// and token of the product on. `data` is null if they do not.

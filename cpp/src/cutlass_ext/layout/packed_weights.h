@@ -29,10 +29,21 @@ struct PackedWeights {
     return int(qcutlass::layout::position_in_tile(kPacking, lane % 16, lane / 16 * 16).byte);
   }
 
+  /// Of kW4A8 a lane's four codes of a register are k 4t to 4t + 3, where words have k 2t, 2t + 1, 2t + 8 and 2t + 9 of
+  /// each 16: those of two neighbours, from this byte of the tile on 16 bytes each ...
+  static constexpr int codes_byte(int lane) { return (lane / 4 * 4 + lane * 2 % 4) * qcutlass::layout::kLaneBytes; }
+  /// ... and of their two words, 0 to 3 of the first and 4 to 7 of the second, these bytes, a hexadecimal digit each. A
+  /// byte has rows g and g + 8.
+  static constexpr uint32_t bytes_of_k(int lane) { return lane % 4 < 2 ? 0x6420 : 0x7531; }
+
   /// Element `i` of register `reg` of step `step` of a lane's A fragment is taken from this bit of the tile: by the
   /// register converters (arch/dequantize.h), or, where they are not converted, by ldmatrix.
   static constexpr int fragment_bit(int lane, int step, int reg, int i) {
     if (!kConverts) return (lane_byte(8 * reg + lane / 4) + lane % 4 * 4 + i) * 8;
+    if (kStepK == 32) {
+      int const byte = bytes_of_k(lane) >> 4 * i & 7;
+      return (codes_byte(lane) + byte / 4 * 16 + (step * kWords + reg / 2) * 4 + byte % 4) * 8 + reg % 2 * 4;
+    }
     return lane_byte(lane) * 8 + (kBits == 4 ? step * 32 + (reg + 4 * i) * 4 : step * 64 + (2 * reg + i) * 8);
   }
 
@@ -57,6 +68,7 @@ static_assert(PackedWeights<qcutlass::Packing::kW4A16>::agrees_with_layout());
 static_assert(PackedWeights<qcutlass::Packing::kW8A16>::agrees_with_layout());
 static_assert(PackedWeights<qcutlass::Packing::kE2M1A16>::agrees_with_layout());
 static_assert(PackedWeights<qcutlass::Packing::kE4M3A16>::agrees_with_layout());
+static_assert(PackedWeights<qcutlass::Packing::kW4A8>::agrees_with_layout());
 static_assert(PackedWeights<qcutlass::Packing::kW8A8>::agrees_with_layout());
 
 }  // namespace cutlass::layout

@@ -7,6 +7,7 @@
 #include "cutlass_ext/epilogue/output_op.h"
 #include "cutlass_ext/epilogue/transposed_epilogue.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_blockwise.h"
+#include "cutlass_ext/gemm/threadblock/mma_packed_groups.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_multistage.h"
 #include "cutlass_ext/gemm/threadblock/mma_packed_stream.h"
 

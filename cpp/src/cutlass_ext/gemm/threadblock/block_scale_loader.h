@@ -73,7 +73,7 @@ struct NoBlockScales {
 /// The loader of a scale mode, for stages of kStageK columns.
 template <int kChannels, int kTokens, int kStageK, qcutlass::ScaleMode kMode, int kThreads>
 using BlockScaleLoaderOf = std::conditional_t<
-    qcutlass::is_promoted(kMode),
+    qcutlass::is_blockwise(kMode),
     BlockScaleLoader<kChannels, kTokens, kStageK / qcutlass::promoted_k(kMode), qcutlass::promoted_k(kMode), kThreads>,
     NoBlockScales>;
 

@@ -41,8 +41,8 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
           strip_(warpgroup * 4 + warp),
           lane_(lane),
           sum_scales_(strip_ * 16 + lane / 4, args.scale_type, args.zero_type),
-          codes_byte_((lane / 4 * 4 + lane * 2 % 4) * qcutlass::layout::kLaneBytes),
-          bytes_of_k_(lane % 4 < 2 ? 0x6420 : 0x7531) {
+          codes_byte_(LayoutA::codes_byte(lane)),
+          bytes_of_k_(LayoutA::bytes_of_k(lane)) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2 * kSteps * 4; ++i) fragments_[i / 4 / kSteps][i / 4 % kSteps][i % 4] = 0;
     }
@@ -164,9 +164,7 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
       k_ += Shape::kK;
     }
 
-    /// A step's operand A. The codes of a lane of kW4A16 are k 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16, where
-    /// instructions of 8 bits have k 4t to 4t + 3: those of two neighbours' words, lanes 2t mod 4 and the next one. A
-    /// byte has rows g and g + 8; bytes 0 and 2 are k 2t and 2t + 1, bytes 1 and 3 the others.
+    /// A step's operand A.
     CUTLASS_DEVICE void convert(int place, int buffer, int step, uint4 const (&codes)[2], int i) {
       int const row = step / kGroupSteps;
       if (step % kGroupSteps == 0) {
