@@ -216,8 +216,8 @@ class Plan(metaclass=_pybind11_type):
     @property
     def slice(self) -> int: ...
 
-# how a kernel meets an operand; READ_EARLY: possibly while the kernel before it in the stream ends; READ_AGAIN: so, if a
-# product before it has read it
+# how a kernel meets an operand; READ_EARLY: possibly while the kernel before it in the stream ends; READ_AGAIN: so, if
+# a product before it has read it
 class Access(_Enumeration):
     READ: ClassVar[Access]
     READ_EARLY: ClassVar[Access]

@@ -118,23 +118,26 @@ class Int4Problem:
         """float64 `[M, N]`, before the row's scale."""
         return self.rows() @ self.weight().T
 
-    def reference(self, *, promoted: int | None = None) -> Int4Reference:
-        """The float64 answer; `promoted`: columns after which a GPU's sums leave its MMAs."""
+    def reference(self, *, promoted: int | None = None, aligned: bool = True) -> Int4Reference:
+        """The float64 answer.
+
+        `promoted`: columns after which a GPU's sums leave its MMAs; `aligned`: whether these are the asynchronous ones.
+        """
         k = self.shape[2]
         found = reference(self.rows(), self.weight(), bias=self.bias, activation=self.activation)
         row_scale = self.row_scale()
         whole = self.group_size >= k or self.group_size % _STEP == 0
-        magnitude, aligned, runs = None, None, 0
+        magnitude, of_aligned, runs = None, None, 0
         if (whole and self.a.dtype == torch.int8) or promoted is not None:
             run = promoted or columns_of_a_run(self.group_size, k)
             a, w, runs = self.rows(), self.weight(), -(-k // run)
             parts = ((a[:, at : at + run] @ w[:, at : at + run].T).abs() for at in range(0, k, run))
             magnitude = sum(parts, torch.zeros_like(found.sum)) * row_scale.abs()
         if self.a.dtype != torch.int8:
-            magnitude, aligned = None, magnitude
+            magnitude, of_aligned = None, magnitude if aligned else None
         total, spread = found.sum * row_scale, found.spread * row_scale.abs()
         options = found.bias, self.activation, self.out_dtype
-        return finished_by(Int4Reference(total, spread, k, *options, magnitude, runs, aligned), self.residual)
+        return finished_by(Int4Reference(total, spread, k, *options, magnitude, runs, of_aligned), self.residual)
 
     def __repr__(self) -> str:
         m, n, k = self.shape

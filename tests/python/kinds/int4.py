@@ -376,9 +376,12 @@ class Int4(Description):
         return result
 
     def reference(self, problem: Int4Problem, **forced: Any) -> Int4Reference:
-        """Of the runs whose sums leave the MMAs where these multiply."""
+        """Of the runs whose sums leave the MMAs where these multiply, within the bound of asynchronous ones of fp8."""
+        if not problem.a.is_cuda or problem.a.numel() == 0:
+            return problem.reference()
         whole = problem.group_size >= problem.shape[2] or problem.group_size % 128 == 0
-        return problem.reference(promoted=(128 if whole else 32) if problem.a.is_cuda else None)
+        tactic = forced.get("tactic") or qcutlass.plan(self.function, **self.product(problem).values | forced).tactic
+        return problem.reference(promoted=128 if whole else 32, aligned="_sm90a_" in tactic)
 
     def peak(self, problem: Int4Problem, expected: Tensor) -> float:
         return float(problem.sums().abs().max())
