@@ -343,22 +343,28 @@ def test_rows_of_experts_are_settled_where_a_product_before_has_read_them() -> N
     product = Product(GROUPED, call, call.check(None), torch.empty(2, N).half())
     launch = launching.launch_of(product)
     last = _C.LastOutputs()
+    of_offsets, of_rows = ((part.data_ptr(), part.data_ptr() + part.nbytes) for part in (offsets, rows))
+    last.read(*of_offsets)
+    last.read(*of_rows)
+    assert not launch.is_settled(launch.addresses, last), "they are another's, who may write them anew"
+    last.begin_experts(of_offsets, of_rows)
     assert not launch.is_settled(launch.addresses, last), "nobody has read them"
-    last.read(offsets.data_ptr(), offsets.data_ptr() + offsets.nbytes)
+    last.read(*of_offsets)
     assert not launch.is_settled(launch.addresses, last), "nobody has read the rows"
-    last.read(rows.data_ptr(), rows.data_ptr() + rows.nbytes)
+    last.read(*of_rows)
     for _ in range(3):
         last.add(1, 2, STARTS_AT_ONCE)
     assert launch.is_settled(launch.addresses, last)
-    for written in offsets, rows:
-        last.add(written.data_ptr() + 4, written.data_ptr() + 8, WAITS)
+    for begin, _ in of_offsets, of_rows:
+        last.add(begin + 4, begin + 8, WAITS)
         last.add(1, 2, WAITS)
-        assert not launch.is_settled(launch.addresses, last), "they have been written since"
-        last.read(written.data_ptr(), written.data_ptr() + written.nbytes)
+        assert not launch.is_settled(launch.addresses, last), "one has been written since"
+        last.begin_experts(of_offsets, of_rows)
+        last.read(*of_offsets)
+        last.read(*of_rows)
         assert launch.is_settled(launch.addresses, last)
-    last.read(1, 2)
-    last.read(3, 4)
-    assert not launch.is_settled(launch.addresses, last), "other experts' rows were read since"
+    last.end_experts()
+    assert not launch.is_settled(launch.addresses, last), "the block has ended"
 
 
 def test_the_number_of_remembered_calls_is_bounded() -> None:

@@ -51,8 +51,8 @@ void LastOutputs::add(Span const& output) {
   spans_[next_] = output;
   next_ = (next_ + 1) % spans_.size();
   ++since_wait_;
-  for (Span& span : read_) {
-    if (span.meets(output)) span = {};
+  for (Routed& routed : routed_) {
+    if (routed.span.meets(output)) routed = {};
   }
 }
 
@@ -69,13 +69,12 @@ bool LastOutputs::meet(Span const& operand) const {
 }
 
 void LastOutputs::read(Span const& operand) {
-  read_[next_read_] = operand;
-  next_read_ = (next_read_ + 1) % read_.size();
+  for (Routed& routed : routed_) routed.was_read |= routed.holds(operand);
 }
 
 bool LastOutputs::have_read(Span const& operand) const {
-  return std::any_of(read_.begin(), read_.end(),
-                     [&](Span const& span) { return span.begin <= operand.begin && operand.end <= span.end; });
+  return std::any_of(routed_.begin(), routed_.end(),
+                     [&](Routed const& routed) { return routed.was_read && routed.holds(operand); });
 }
 
 Launch::Launch(GemmArguments const& product, std::vector<Operand> const& operands, std::vector<Access> accesses,

@@ -21,7 +21,7 @@ namespace qcutlass::python {
 enum class Access {
   kRead,       ///< after the kernels before it in the stream
   kReadEarly,  ///< weights and what belongs to them: possibly while the kernel before it ends
-  kReadAgain,  ///< which rows are whose expert's: the same, if a product before it has read them
+  kReadAgain,  ///< which rows are whose expert's: the same, if a product since their routing has read them
   kWritten
 };
 
@@ -55,16 +55,25 @@ class LastOutputs {
   void add_of(QuantizeArguments const& quantizer);
   bool meet(Span const& operand) const;
 
-  /// A kernel comes that reads this after it has waited: whoever wrote it has ended before the next kernel starts, and
-  /// has until something is added that meets it.
+  /// A kernel comes that routes rows to experts: it writes both. A product that reads them waits for it, so that the
+  /// next one need not. What others write there is not known, so this is only until the block's end.
+  void begin_experts(Span const& offsets, Span const& rows) { routed_ = {{{offsets}, {rows}}}; }
+  void end_experts() { routed_ = {}; }
+  /// A product comes that reads this after it has waited.
   void read(Span const& operand);
   bool have_read(Span const& operand) const;
 
  private:
+  struct Routed {
+    Span span;
+    bool was_read = false;
+
+    bool holds(Span const& other) const { return span.begin <= other.begin && other.end <= span.end; }
+  };
+
   std::array<Span, 8> spans_;
   size_t next_ = 0, since_wait_ = 0;  ///< spans since wait()
-  std::array<Span, 2> read_;          ///< the last ones
-  size_t next_read_ = 0;
+  std::array<Routed, 2> routed_;
 };
 
 /// What quantises the activations of a product, just before it and in the same stream.

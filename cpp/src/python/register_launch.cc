@@ -28,6 +28,13 @@ void register_launch(py::module_& module) {
           },
           "begin"_a, "end"_a, "waits"_a)
       .def(
+          "begin_experts",
+          [](LastOutputs& self, std::pair<uintptr_t, uintptr_t> offsets, std::pair<uintptr_t, uintptr_t> rows) {
+            self.begin_experts({offsets.first, offsets.second}, {rows.first, rows.second});
+          },
+          "offsets"_a, "rows"_a)
+      .def("end_experts", &LastOutputs::end_experts)
+      .def(
           "read", [](LastOutputs& self, uintptr_t begin, uintptr_t end) { self.read({begin, end}); }, "begin"_a,
           "end"_a);
   py::class_<Launch, std::shared_ptr<Launch>>(module, "Launch")

@@ -25,6 +25,15 @@ struct Backend {
     last.wait();
     last.add({begin, begin + bytes});
   }
+
+  void begin_experts(uintptr_t offsets, size_t boundaries, uintptr_t rows, size_t count) const {
+    if (is_host()) return;
+    LastOutputs::of(device, stream)
+        .begin_experts({offsets, offsets + boundaries * sizeof(int32_t)}, {rows, rows + count * sizeof(int32_t)});
+  }
+  void end_experts() const {
+    if (!is_host()) LastOutputs::of(device, stream).end_experts();
+  }
 };
 
 void route(int64_t tokens, int64_t slots, int64_t experts, int id_bytes, uintptr_t ids, uintptr_t weights,
@@ -42,9 +51,8 @@ void route(int64_t tokens, int64_t slots, int64_t experts, int id_bytes, uintptr
   arguments.order = to_pointer<int32_t>(order);
   arguments.row_scale = to_pointer<float>(row_scale);
   Backend const backend{device, stream, threads};
-  backend.writes(arguments.offsets, sizeof(int32_t) * size_t(experts + 1));
-  backend.writes(arguments.rows, sizeof(int32_t) * size_t(tokens * slots));
-  backend.writes(arguments.row_scale, sizeof(float) * size_t(tokens * slots));
+  backend.writes(arguments.row_scale, sizeof(float) * size_t(tokens * slots));  // of floats alone scales can be made
+  backend.begin_experts(offsets, size_t(experts + 1), rows, size_t(tokens * slots));
   py::gil_scoped_release release;
   backend.is_host() ? host::route(arguments) : cuda::route(arguments, to_pointer(stream));
 }
@@ -85,6 +93,7 @@ void sum_slots(int64_t tokens, int64_t slots, int64_t columns, DType type, uintp
   arguments.out_stride = out_stride;
   Backend const backend{device, stream, threads};
   backend.writes(arguments.out, size_t(size_of(type) * (tokens * out_stride)));
+  backend.end_experts();
   py::gil_scoped_release release;
   backend.is_host() ? host::sum_slots(arguments, threads) : cuda::sum_slots(arguments, to_pointer(stream));
 }

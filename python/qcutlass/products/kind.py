@@ -38,7 +38,7 @@ SETTLING: Final = frozenset(
 """The weights and what belongs to them: what kernels may read while the kernel before them in the stream ends."""
 
 _SETTLED_BEFORE: Final = frozenset({Operand.EXPERT_OFFSETS, Operand.EXPERT_ROWS})
-"""Which rows are whose expert's: the same, where a product before has read them."""
+"""Which rows are whose expert's: the same, where a product since their routing has read them."""
 
 _OUTPUTS: Final = frozenset({Operand.OUT_SCALES})
 """Operands that a product writes besides `out`; none is an argument of its operator."""
