@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-OPERAND_WARPS, CONSUMERS = 3, 2
+OPERAND_WARPS, LANES, CONSUMERS = 3, 32, 2
 Steps = Iterator[None]
 
 
@@ -42,7 +42,7 @@ class Ring:
     """
 
     def __init__(self, places: int, stages: int, products: int, others_arrive: bool) -> None:
-        arrivals = 1 + (OPERAND_WARPS if others_arrive else 1)
+        arrivals = 1 + LANES + (OPERAND_WARPS - 1 if others_arrive else 0)
         self.full = [Barrier(arrivals) for _ in range(places)]
         self.empty = [Barrier(CONSUMERS) for _ in range(places)]
         self.codes, self.operands = [-1] * places, [-1] * places
@@ -68,7 +68,7 @@ class Ring:
             if stage % OPERAND_WARPS == warp:
                 self.operands[place] = stage
                 yield
-                self.full[place].arrive()
+                self.full[place].arrive(LANES)
             elif self.others_arrive:
                 self.full[place].arrive()
             phases[place] ^= 1

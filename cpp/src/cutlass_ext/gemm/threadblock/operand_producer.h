@@ -35,9 +35,8 @@ template <class SharedStorage, int kStages, int kStageK, int kChannels, int kRow
 class OperandProducer {
  public:
   static constexpr int kOperandWarps = 3;
-  /// Arrivals at the barrier of a full stage: one of each warp. Those of all lanes that have stored operands, one after
-  /// the other, took longer than the operands of 16 to 64 rows.
-  static constexpr int kArrivals = kOperandWarps;
+  /// Arrivals at the barrier of a full stage: every lane's that has stored operands, one of each other warp.
+  static constexpr int kArrivals = 32 + kOperandWarps - 1;
 
   CUTLASS_DEVICE OperandProducer(SharedStorage& storage, RingBarriers<kStages>& barriers,
                                  OperandMatrices<kMode> const& from, GroupSize const& group_size, int warp, int lane)
@@ -111,12 +110,13 @@ class OperandProducer {
       // Parities tell a phase from the next one alone. So those whose stage it is not wait for each, too, and say so,
       // by an arrival: a stage is full when none of the warps can miss the phase before it any more.
       auto const wait = [&] { barriers_.empty[place].wait(~phases_ >> place & 1); };
-      if (until_mine_ == 0)
+      if (until_mine_ == 0) {
         make_stage<kLevels>(place, k, row, wait);
-      else
+      } else {
         wait();
-      __syncwarp();  // what any of its lanes has stored, and for none of them, either
-      if (is_first_lane_) barriers_.full[place].arrive();
+        __syncwarp();  // for none of its lanes, either
+        if (is_first_lane_) barriers_.full[place].arrive();
+      }
       until_mine_ = until_mine_ == 0 ? kOperandWarps - 1 : until_mine_ - 1;
       phases_ ^= 1u << place;
       place = place + 1 == kStages ? 0 : place + 1;
@@ -150,6 +150,7 @@ class OperandProducer {
       request<kLevels>(next, k + stages * kStageK + (row + step) * kRowK);
       store(place, row, operands);
     }
+    barriers_.full[place].arrive();  // every lane for what it has stored
   }
 
   /// The row of the group that column k lies in, or the last one's.
