@@ -1,5 +1,4 @@
 """The compiled extension: the C++ library's functions over raw pointers. Use the package's functions instead.
-
 Pointers are integers (``Tensor.data_ptr()``), strides count elements, enumerations are the C++ ones.
 """
 
@@ -216,8 +215,7 @@ class Plan(metaclass=_pybind11_type):
     @property
     def slice(self) -> int: ...
 
-# how a kernel meets an operand; READ_EARLY: possibly while the kernel before it in the stream ends; READ_AGAIN: so, if
-# a product since its routing has read it
+# how a kernel meets an operand; READ_EARLY: maybe while the one before ends; READ_AGAIN: so, if a product has read it
 class Access(_Enumeration):
     READ: ClassVar[Access]
     READ_EARLY: ClassVar[Access]
@@ -255,7 +253,7 @@ class Launch(metaclass=_pybind11_type):
     def is_settled(self, addresses: list[int], last: LastOutputs) -> bool: ...
     def run(self, addresses: list[int], a: Tensor, out: Tensor | None) -> Tensor: ...
 
-# launches of one kind of product by the signatures of their calls; the arguments are places in a call
+# launches of a kind of product by their calls' signatures; the arguments are places in a call
 class Launches(metaclass=_pybind11_type):
     def __init__(self, operands: list[int], options: list[int], most: int) -> None: ...
     def repeat(self, call: Iterable[Any], out: Tensor | None) -> Tensor | None: ...
