@@ -101,7 +101,7 @@ class MmaPackedGroups : public MultistageRing<Shape, WarpShape, Stages, Element,
     constexpr int kUnits = kStageSteps / kRowSteps * kTurns;
     int const next_place = (place + 1) % kStages;
     Blocks blocks[2];
-    float2 scales[2];
+    float2 scales[2]{};  // of rows; the front end does not see that each is set before its first use
     auto const promote_unit = [&](int unit) {
       promote(accumulators, blocks[unit % 2], scales[unit / kTurns % 2], unit);
     };
