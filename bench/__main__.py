@@ -29,7 +29,7 @@ from bench import (
     sweep,
     sweep_figure,
 )
-from bench.command_line import Json, Markdown, chosen_device, console, one_of, parsed
+from bench.command_line import Json, Markdown, at_most_every, chosen_device, console, one_of, parsed
 from bench.moe import problem as moe_problem
 from bench.moe import run as moe_run
 from bench.moe.contestants import PEERS
@@ -145,34 +145,45 @@ def gpu_command(
 
 @app.command("sweep")
 def sweep_command(
-    json_path: Annotated[Path, typer.Option("--json", help="Rows; a file that is there is gone on with.")],
+    json_path: Annotated[
+        list[Path],
+        typer.Option("--json", help="Rows; one that is there is gone on with; repeatable, others are read."),
+    ],
     m: Rows = [*sweep.MS],  # noqa: B006
     scheme: Schemes = ["w4a16_g128"],  # noqa: B006
     random_layers: Annotated[int, typer.Option("--random", min=0, help="Random layers beside those of models.")] = (
         sweep.RANDOM
     ),
     seed: Annotated[int, typer.Option(help="Of the random layers, and of the order.")] = 0,
+    part: Annotated[tuple[int, int], typer.Option(help="I N: every N-th layer from I on, of N GPUs.")] = (
+        0,
+        1,
+    ),
     seconds: Annotated[float, typer.Option(min=0, help="Begin no layer after so long.")] = 1e9,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays of each contestant.")] = sweep.ROUNDS,
     tactics: Annotated[str | None, typer.Option(help="all, or a part of the names: also time these.")] = None,
     peer: Annotated[list[str], typer.Option(help="Only these; repeatable.")] = ["cublas", "humming"],  # noqa: B006
     markdown_path: Markdown = None,
     plots_path: Annotated[Path | None, typer.Option("--plots", file_okay=False, help="Draw heat maps here.")] = None,
 ) -> None:
-    """GPU kernels on the layers of many models, their shards, and random ones; can be run in pieces."""
+    """GPU kernels on the layers of many models, their shards, and random ones, in pieces, on several GPUs."""
     kinds, others = parsed(lambda: [schemes.parse(name) for name in scheme]), parsed(lambda: peers.select(peer))
-    layers = sweep.layers(random_layers, seed)
-    whole = len(layers) * len(kinds) * len(m)
+    layers = parsed(lambda: sweep.layers(random_layers, seed, part))
+    whole = len(sweep.layers(random_layers, seed)) * len(kinds) * len(m)
     if seconds > 0:
         if not torch.cuda.is_available():
             raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
-        before = parsed(lambda: sweep.read(json_path, torch.cuda.get_device_name()))
-        bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics))
+        name = torch.cuda.get_device_name()
+        mine, done = parsed(lambda: (sweep.read(json_path[0], name), sweep.read_all(json_path, name)))
+        bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics, rounds=rounds))
 
         def save(fresh: list[Row]) -> None:
-            sweep.continued(before, bench.report(fresh)).write(json_path, None)
+            sweep.continued(mine, bench.report(fresh)).write(json_path[0], None)
 
-        _collect(sweep.run(bench, kinds, layers, m, before["rows"], seconds), whole, save)
-    found = parsed(lambda: sweep.read(json_path))
+        cells = sweep.run(bench, kinds, layers, m, done["rows"], seconds)
+        fresh = _collect(cells, len(layers) * len(kinds) * len(m), at_most_every(sweep.SAVE_SECONDS, save))
+        save(fresh)
+    found = parsed(lambda: sweep.read_all(json_path))
     report = sweep.report(found["facts"], found["rows"], whole, sweep.held_out(random_layers, seed))
     report.print(console)
     report.write(None, markdown_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,19 @@ def parsed(parse: Callable[[], _Result]) -> _Result:
         return parse()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def at_most_every(seconds: float, call: Callable[[_Result], None]) -> Callable[[_Result], None]:
+    """Calls `call` where so many seconds have passed since it did, or since now."""
+    last = time.monotonic()
+
+    def sometimes(value: _Result) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            call(value)
+            last = time.monotonic()
+
+    return sometimes
 
 
 def one_of(option: str, name: str, names: Iterable[str]) -> str:

@@ -45,6 +45,7 @@ class Options:
         batch_invariant: whether to measure also the kernel of the batch-invariant product: a row of its own, whose time
             relative to the selected one's is what that costs.
         in_situ: whether to measure also with an ordinary kernel before each product, its own time taken off.
+        rounds: replays of each contestant.
     """
 
     tactics: str | None = None
@@ -52,6 +53,7 @@ class Options:
     eager: bool = False
     in_situ: bool = False
     batch_invariant: bool = False
+    rounds: int = ROUNDS
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Bench:
             "CUDA": torch.version.cuda,
             "built for": " ".join(_C.cuda_architectures()),
             "method": f"microseconds a call in one CUDA graph, random data, weights cold in L2 (rotation > "
-            f"{ROTATION_BYTES >> 20} MB), median of {ROUNDS} interleaved replays in changing order, each "
+            f"{ROTATION_BYTES >> 20} MB), median of {self._options.rounds} interleaved replays in changing order, each "
             f"after a pause ({FAR_ROUNDS} of contestants that are far behind), spread = (max - min) / median",
             "peers": self.versions,
             "skipped": self.skipped,
@@ -178,7 +180,8 @@ class Bench:
                 self._skip(key, f"{layer.scheme.name}: {skip}")
             except Exception as error:
                 self._skip(key, f"{layer.name} M={m}: {reason(error)}")
-        samples = iter(measure([entry.graph for group in entries.values() for entry in group]))
+        graphs = [entry.graph for group in entries.values() for entry in group]
+        samples = iter(measure(graphs, rounds=options.rounds))
         timed = {key: [(entry, next(samples)) for entry in group] for key, group in entries.items()}
         quantised = timed.pop(_WHOLE, None)
 

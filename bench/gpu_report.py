@@ -176,7 +176,9 @@ def _joined(a: object, b: object) -> object:
         return a | {key: _joined(a[key], value) if key in a else value for key, value in b.items()}
     if isinstance(a, list) and isinstance(b, list):
         return list(dict.fromkeys([*a, *b]))
-    return a if str(b) in str(a).split(" | ") else f"{a} | {b}"
+    known = str(a).split(" | ")
+    new = [value for value in str(b).split(" | ") if value not in known]  # either may be of several runs already
+    return " | ".join([*known, *new]) if new else a
 
 
 def joined(facts: Row, more: Row) -> Row:

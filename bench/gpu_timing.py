@@ -132,10 +132,10 @@ class Graph:
         return float(begin.elapsed_time(end)) / 1e3 / self.launches
 
 
-def measure(graphs: Sequence[Graph], far: float = _FAR) -> list[Sample]:
+def measure(graphs: Sequence[Graph], far: float = _FAR, rounds: int = ROUNDS) -> list[Sample]:
     """Replays all of them in turn, each after a pause; those that take `far` times the fastest's time less often."""
     once = [graph.seconds() for graph in graphs]
-    rounds = [FAR_ROUNDS if seconds > far * min(once) else ROUNDS for seconds in once]
+    each = [min(FAR_ROUNDS, rounds) if seconds > far * min(once) else rounds for seconds in once]
 
     def rested(graph: Graph, pause: float) -> float:
         time.sleep(pause)
@@ -143,7 +143,7 @@ def measure(graphs: Sequence[Graph], far: float = _FAR) -> list[Sample]:
 
     pauses = [min(_MOST_REST, _REST * seconds * graph.launches) for graph, seconds in zip(graphs, once, strict=True)]
     pairs = zip(graphs, pauses, strict=True)
-    return interleave([functools.partial(rested, graph, pause) for graph, pause in pairs], rounds)
+    return interleave([functools.partial(rested, graph, pause) for graph, pause in pairs], each)
 
 
 def in_situ(contestants: Sequence[Contestant], a: Tensor, outs: Sequence[Tensor], least_seconds: float) -> list[float]:

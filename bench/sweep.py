@@ -31,6 +31,8 @@ LEAST_LARGE: Final = 0.95
 LEAST: Final = 0.85
 """The same of all layers."""
 
+ROUNDS: Final = 5  # replays of each contestant: fewer than elsewhere, of many more cells
+SAVE_SECONDS: Final = 10.0
 WORST: Final = 20
 _STEP: Final = 64  # of random extents
 _SMALLEST: Final = 512  # random extents are spread evenly on a logarithmic scale from here
@@ -77,11 +79,25 @@ def held_out(count: int = RANDOM, seed: int = 0) -> set[str]:
     return {f"{n}x{k}" for n, k in random_layers(count, seed)[1::2]}
 
 
-def layers(count: int = RANDOM, seed: int = 0) -> list[Shape]:
-    """All layers of the sweep in an order of chance, so that a part of it is a sample of the whole."""
+def layers(count: int = RANDOM, seed: int = 0, part: tuple[int, int] = (0, 1)) -> list[Shape]:
+    """All layers of the sweep in an order of chance, so that a part of it is a sample of the whole.
+
+    Args:
+        part: (i, n): every n-th layer from the i-th on, so that n GPUs share a sweep.
+
+    Raises:
+        ValueError: there is no such part.
+
+    Example:
+        >>> len(layers(part=(0, 2))) + len(layers(part=(1, 2))) == len(layers())
+        True
+    """
+    number, parts = part
+    if not 0 <= number < parts:
+        raise ValueError(f"part: expected I N with 0 <= I < N, got {number} {parts}")
     found = list(dict.fromkeys([*model_layers(), *random_layers(count, seed)]))
     random.Random(seed).shuffle(found)
-    return found
+    return found[number::parts]
 
 
 def run(
@@ -113,6 +129,19 @@ def read(path: Path, gpu: str | None = None) -> Row:
     if gpu not in (None, before):
         raise ValueError(f"{path} was measured on {before}, this is {gpu}: one sweep is of one GPU")
     return content
+
+
+def read_all(paths: Sequence[Path], gpu: str | None = None) -> Row:
+    """The same of several files, parts of one sweep.
+
+    Raises:
+        ValueError: a file is something else, or of another GPU.
+    """
+    found = [read(path, gpu) for path in paths]
+    facts: Row = {}
+    for content in found:
+        facts = gpu_report.joined(facts, content["facts"])
+    return {"facts": facts, "rows": [row for content in found for row in content["rows"]]}
 
 
 def continued(before: Row, fresh: Report) -> Report:

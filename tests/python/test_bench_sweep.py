@@ -70,6 +70,27 @@ def test_a_sweep_goes_on_where_it_stopped() -> None:
     assert list(sweep.run(bench, [parse("w4a16_g128")], [(256, 64)], [1], [], 0)) == []
 
 
+def test_gpus_share_a_sweep() -> None:
+    parts = [sweep.layers(20, seed=3, part=(number, 3)) for number in range(3)]
+    assert sorted(layer for part in parts for layer in part) == sorted(sweep.layers(20, seed=3))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for part in ((3, 3), (-1, 3), (0, 0)):
+        with pytest.raises(ValueError, match="expected I N with 0 <= I < N, got"):
+            sweep.layers(part=part)
+
+
+def test_parts_are_reported_together(tmp_path: Path) -> None:
+    first, second, none = (tmp_path / f"{name}.json" for name in "abc")
+    write(first, [_row("64x64", 1, 2.0, cublas=3.0)], commit="1234567")
+    write(second, [_row("128x64", 1, 2.0, cublas=3.0)], commit="89abcde")
+    found = sweep.read_all([first, second, none])
+    assert found["facts"]["commit"] == "1234567 | 89abcde"
+    assert [row["shape"] for row in found["rows"]] == ["64x64", "128x64"]
+    result = CliRunner().invoke(app, ["sweep", "--seconds", "0", "--json", str(first), "--json", str(second)])
+    assert result.exit_code == 0
+    assert "2 of " in result.stdout
+
+
 def test_every_second_random_layer_judges_what_is_fitted_to_others() -> None:
     names = [f"{n}x{k}" for n, k in sweep.random_layers(100, seed=3)]
     kept = sweep.held_out(100, seed=3)
