@@ -24,19 +24,19 @@ struct OperandMatrices {
 /// once, two each, 4 apart: in the same order in each strip, which has all 32 banks, four would meet in each bank.
 CUTLASS_DEVICE int operand_slot(int strip, int c) { return c ^ (strip & 3); }
 
-/// One of kOperandWarps warps, which take stages in turns. SharedStorage has the kRows rows of operands of a stage, of
-/// 16 columns each, at operands(place, row, strip), eight lanes' of a strip. Every product begins in place 0; phases
-/// are kept per place.
+/// One of kOperandWarps warps, which take rows of scales in turns, whatever stage they are of. SharedStorage has the
+/// kRows rows of operands of a stage, of 16 columns each, at operands(place, row, strip), eight lanes' of a strip.
+/// Every product begins in place 0; phases are kept per place.
 ///
 /// Its own instructions, one after the other, are its limit: a lane loads four neighbours at once, finds its channels
-/// once a tile, asks once whether scales have two levels, and requests a row when the one before it is converted, so
-/// that it is there when the place of its stage is free.
+/// once a tile, asks once whether scales have two levels, and requests its next numbers, all of them, when those before
+/// are converted, so that they are there when the other warps have had their turns.
 template <class SharedStorage, int kStages, int kStageK, int kChannels, int kRows, qcutlass::ScaleMode kMode, int kBits>
 class OperandProducer {
  public:
   static constexpr int kOperandWarps = 3;
-  /// Arrivals at the barrier of a full stage: every lane's that has stored operands, one of each other warp.
-  static constexpr int kArrivals = 32 + kOperandWarps - 1;
+  /// Arrivals at the barrier of a full stage: every lane's, behind what it has stored.
+  static constexpr int kArrivals = kOperandWarps * 32;
 
   CUTLASS_DEVICE OperandProducer(SharedStorage& storage, RingBarriers<kStages>& barriers,
                                  OperandMatrices<kMode> const& from, GroupSize const& group_size, int warp, int lane)
@@ -44,19 +44,17 @@ class OperandProducer {
         barriers_(barriers),
         from_(from),
         group_size_(group_size),
-        channel_(lane % kRowLanes / 2 * 16 + lane % 2 * kVector),
-        row_(lane / kRowLanes),
-        is_first_lane_(lane == 0),
+        lane_(lane),
         until_mine_(warp),
         row_steps_(group_size.is_multiple_of(2 * kRowK) && from.k % (2 * kRowK) == 0 ? 2 : 1) {}
 
   /// Makes the operands of a tile's stages.
   CUTLASS_DEVICE void load(int channel, int first_k, int stages) {
-    scales_ = Places(from_.scales, channel + channel_);
-    zeros_ = Places(from_.zeros, channel + channel_);
+    scales_ = Places(from_.scales, channel + own_channel());
+    zeros_ = Places(from_.zeros, channel + own_channel());
     if constexpr (kTakesLevels) {
       if (from_.supers.scales.data != nullptr) {
-        supers_ = Places(from_.supers.scales, channel + channel_);
+        supers_ = Places(from_.supers.scales, channel + own_channel());
         return make_stages<true>(first_k, stages);
       }
     }
@@ -67,14 +65,15 @@ class OperandProducer {
   static constexpr int kRowK = kStageK / kRows;
   static_assert(kRowK == qcutlass::kGroupStep);
   static constexpr bool kTakesLevels = qcutlass::takes_super_blocks(kMode);
-  static_assert(!kTakesLevels || qcutlass::kSuperBlockStep % kStageK == 0, "a stage has one super-block");
 
   /// A lane makes the operands of a strip's channels c to c + 3 and c + 8 to c + 11, a warp those of all channels of a
   /// row, or of two.
   static constexpr int kVector = 4, kRowLanes = kChannels / 8, kWarpRows = 32 / kRowLanes;
   static_assert(kRowLanes * kWarpRows == 32);
+  static_assert(!kTakesLevels || qcutlass::kSuperBlockStep % kStageK == 0, "a warp's rows have one super-block");
 
-  /// Numbers of both halves of a lane's channels as they are stored, at the beginning of each.
+  /// Numbers of both halves of a lane's channels as they are stored, at the beginning of each; integers of two levels
+  /// have the numbers of their super-block behind them.
   struct Stored {
     uint4 halves[2];
   };
@@ -100,65 +99,62 @@ class OperandProducer {
     Stored scales, zeros;
   };
 
+  /// This lane's first channel of the tile.
+  CUTLASS_DEVICE int own_channel() const { return lane_ % kRowLanes / 2 * 16 + lane_ % 2 * kVector; }
+
   template <bool kLevels>
   CUTLASS_DEVICE void make_stages(int k, int stages) {
-    Row row;
-    request<kLevels>(row, k + until_mine_ * kStageK + row_ * row_steps_ * kRowK);
+    int const rows = kWarpRows * row_steps_;         // of operands, that a warp makes in its turn
+    int const row = lane_ / kRowLanes * row_steps_;  // this lane's first one
+    Row numbers;
+    request<kLevels>(numbers, k + (until_mine_ * rows + row) * kRowK);
     int place = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int left = stages; left > 0; --left) {
-      // Parities tell a phase from the next one alone. So those whose stage it is not wait for each, too, and say so,
-      // by an arrival: a stage is full when none of the warps can miss the phase before it any more.
-      auto const wait = [&] { barriers_.empty[place].wait(~phases_ >> place & 1); };
-      if (until_mine_ == 0) {
-        make_stage<kLevels>(place, k, row, wait);
-      } else {
-        wait();
-        __syncwarp();  // for none of its lanes, either
-        if (is_first_lane_) barriers_.full[place].arrive();
-      }
-      until_mine_ = until_mine_ == 0 ? kOperandWarps - 1 : until_mine_ - 1;
+      // Parities tell a phase from the next one alone. So those that have no row of a stage wait for it, too, and say
+      // so, by arrivals: a stage is full when none of the warps can miss the phase before it any more.
+      barriers_.empty[place].wait(~phases_ >> place & 1);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; until_mine_ * rows < kRows; until_mine_ += kOperandWarps)
+        make_row<kLevels>(place, until_mine_ * rows + row, k, numbers);
+      until_mine_ -= kRows / rows;
+      barriers_.full[place].arrive();
       phases_ ^= 1u << place;
       place = place + 1 == kStages ? 0 : place + 1;
       k += kStageK;
     }
   }
 
-  /// Makes the operands of a stage whose first row is requested, and requests that of this warp's next stage.
-  template <bool kLevels, class Wait>
-  CUTLASS_DEVICE void make_stage(int place, int k, Row& next, Wait const& wait) {
-    bool const has_zeros = from_.zeros.data != nullptr;
-    Row supers;
-    if constexpr (kLevels) {  // several stages have the same, so that most find them in L1
-      int const block = from_.supers.size.group(k);
-      fetch_halfs(supers.scales, supers_, block, from_.supers.scales);
-      if (has_zeros) fetch_halfs(supers.zeros, supers_, block, from_.supers.minimums);
-    }
-    wait();
-    int const step = kWarpRows * row_steps_;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int row = row_ * row_steps_; row < kRows; row += step) {
-      Operands operands;
-      convert<kLevels, 0>(operands, next.scales, supers.scales, from_.scales.type);
-      if (has_zeros)
-        convert<kLevels, 2>(operands, next.zeros, supers.zeros, from_.zeros.type);
-      else
-        set_symmetric(operands);
-      // Columns that do not exist have activations of 0, which scales that are not finite would make NaN.
-      if (k + kStageK > from_.k && k + row * kRowK >= from_.k) operands = Operands{};
-      int const stages = row + step < kRows ? 0 : kOperandWarps - 1;
-      request<kLevels>(next, k + stages * kStageK + (row + step) * kRowK);
-      store(place, row, operands);
-    }
-    barriers_.full[place].arrive();  // every lane for what it has stored
+  /// Makes a row of operands of the stage at k, whose numbers are requested, and requests those of this lane's next
+  /// row.
+  template <bool kLevels>
+  CUTLASS_DEVICE void make_row(int place, int row, int k, Row& numbers) {
+    Operands operands;
+    convert<kLevels, 0>(operands, numbers.scales, from_.scales.type);
+    if (from_.zeros.data != nullptr)
+      convert<kLevels, 2>(operands, numbers.zeros, from_.zeros.type);
+    else
+      set_symmetric(operands);
+    k += row * kRowK;
+    // Columns that do not exist have activations of 0, which scales that are not finite would make NaN.
+    if (k >= from_.k) operands = Operands{};
+    request<kLevels>(numbers, k + kOperandWarps * kWarpRows * row_steps_ * kRowK);
+    store(place, row, operands);
   }
 
   /// The row of the group that column k lies in, or the last one's.
   template <bool kLevels>
   CUTLASS_DEVICE void request(Row& to, int k) const {
-    int const group = group_size_.group(fast_min(k, from_.k - 1));
+    k = fast_min(k, from_.k - 1);
+    int const group = group_size_.group(k);
+    bool const has_zeros = from_.zeros.data != nullptr;
     fetch<kLevels>(to.scales, scales_, group, from_.scales);
-    if (from_.zeros.data != nullptr) fetch<kLevels>(to.zeros, kLevels ? scales_ : zeros_, group, from_.zeros);
+    if (has_zeros) fetch<kLevels>(to.zeros, kLevels ? scales_ : zeros_, group, from_.zeros);
+    if constexpr (kLevels) {  // several rows have the same, so that most find them in L1
+      int const block = from_.supers.size.group(k);
+      fetch_supers(to.scales, block, from_.supers.scales);
+      if (has_zeros) fetch_supers(to.zeros, block, from_.supers.minimums);
+    }
   }
 
   template <bool kBytes>
@@ -166,13 +162,17 @@ class OperandProducer {
     if (kBytes || m.element_bytes == 1)
       return read(places, row, m,
                   [&](int half, uint8_t const* p) { to.halves[half].x = *reinterpret_cast<uint32_t const*>(p); });
-    if (m.element_bytes == 2) return fetch_halfs(to, places, row, m);
+    if (m.element_bytes == 2)
+      return read(places, row, m, [&](int half, uint8_t const* p) {
+        uint2 const pairs = *reinterpret_cast<uint2 const*>(p);
+        to.halves[half].x = pairs.x, to.halves[half].y = pairs.y;
+      });
     read(places, row, m, [&](int half, uint8_t const* p) { to.halves[half] = *reinterpret_cast<uint4 const*>(p); });
   }
-  static CUTLASS_DEVICE void fetch_halfs(Stored& to, Places const& places, int row, GroupMatrix const& m) {
-    read(places, row, m, [&](int half, uint8_t const* p) {
+  CUTLASS_DEVICE void fetch_supers(Stored& to, int block, GroupMatrix const& m) const {
+    read(supers_, block, m, [&](int half, uint8_t const* p) {
       uint2 const pairs = *reinterpret_cast<uint2 const*>(p);
-      to.halves[half].x = pairs.x, to.halves[half].y = pairs.y;
+      to.halves[half].z = pairs.x, to.halves[half].w = pairs.y;
     });
   }
   template <class Read>
@@ -185,47 +185,46 @@ class OperandProducer {
   /// Makes numbers, words kWord and kWord + 1 of the operands, of those that are stored; of two levels each is an
   /// integer times its super-block's number.
   template <bool kLevels, int kWord>
-  static CUTLASS_DEVICE void convert(Operands& to, Stored const& stored, Stored const& supers, qcutlass::DType type) {
+  static CUTLASS_DEVICE void convert(Operands& to, Stored const& stored, qcutlass::DType type) {
     auto const set = [&](auto const& number) {
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        float4 const v = number(stored.halves[half], supers.halves[half]);
+        float4 const v = number(stored.halves[half]);
         to.words[0][kWord + half] = __float_as_uint(v.x), to.words[1][kWord + half] = __float_as_uint(v.y);
         to.words[2][kWord + half] = __float_as_uint(v.z), to.words[3][kWord + half] = __float_as_uint(v.w);
       }
     };
     if constexpr (kLevels) {
       uint32_t const flip = warp::level_flip(type), flips = flip * 0x01010101;
-      return set([&](uint4 v, uint4 of) {
+      return set([&](uint4 v) {
         uint32_t const bytes = v.x ^ flips;
-        float4 const s = halfs(of);
+        float4 const s = halfs(v.z, v.w);
         return float4{warp::level_number<0>(bytes, flip, s.x), warp::level_number<1>(bytes, flip, s.y),
                       warp::level_number<2>(bytes, flip, s.z), warp::level_number<3>(bytes, flip, s.w)};
       });
     }
     switch (type) {
-      case qcutlass::DType::kFloat16: return set([](uint4 v, uint4) { return halfs(v); });
+      case qcutlass::DType::kFloat16: return set([](uint4 v) { return halfs(v.x, v.y); });
       case qcutlass::DType::kBFloat16:
-        return set([](uint4 v, uint4) { return floats(v.x << 16, v.x & 0xffff0000, v.y << 16, v.y & 0xffff0000); });
+        return set([](uint4 v) { return floats(v.x << 16, v.x & 0xffff0000, v.y << 16, v.y & 0xffff0000); });
       case qcutlass::DType::kUInt8:
-        return set([](uint4 v, uint4) {
+        return set([](uint4 v) {
           return float4{float(v.x & 0xff), float(v.x >> 8 & 0xff), float(v.x >> 16 & 0xff), float(v.x >> 24)};
         });
       case qcutlass::DType::kInt8:
-        return set([](uint4 v, uint4) {
+        return set([](uint4 v) {
           return float4{float(int8_t(v.x)), float(int8_t(v.x >> 8)), float(int8_t(v.x >> 16)),
                         float(int8_t(v.x >> 24))};
         });
       case qcutlass::DType::kInt32:
-        return set(
-            [](uint4 v, uint4) { return float4{float(int(v.x)), float(int(v.y)), float(int(v.z)), float(int(v.w))}; });
-      default: return set([](uint4 v, uint4) { return floats(v.x, v.y, v.z, v.w); });
+        return set([](uint4 v) { return float4{float(int(v.x)), float(int(v.y)), float(int(v.z)), float(int(v.w))}; });
+      default: return set([](uint4 v) { return floats(v.x, v.y, v.z, v.w); });
     }
   }
 
-  static CUTLASS_DEVICE float4 halfs(uint4 v) {
-    float2 const low = __half22float2(reinterpret_cast<__half2 const&>(v.x)),
-                 high = __half22float2(reinterpret_cast<__half2 const&>(v.y));
+  static CUTLASS_DEVICE float4 halfs(uint32_t a, uint32_t b) {
+    float2 const low = __half22float2(reinterpret_cast<__half2 const&>(a)),
+                 high = __half22float2(reinterpret_cast<__half2 const&>(b));
     return {low.x, low.y, high.x, high.y};
   }
   static CUTLASS_DEVICE float4 floats(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -245,7 +244,7 @@ class OperandProducer {
 
   /// Stores the operands of a row, which serves row_steps_ steps.
   CUTLASS_DEVICE void store(int place, int row, Operands const& operands) {
-    int const strip = channel_ / 16;
+    int const strip = own_channel() / 16;
     uint4* const to = storage_.operands(place, row, strip);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < 2; ++step) {
@@ -253,7 +252,8 @@ class OperandProducer {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) {
         auto const& words = operands.words[i];
-        to[step * (kChannels / 2) + operand_slot(strip, channel_ % 16 + i)] = {words[0], words[1], words[2], words[3]};
+        to[step * (kChannels / 2) + operand_slot(strip, own_channel() % 16 + i)] = {words[0], words[1], words[2],
+                                                                                    words[3]};
       }
     }
   }
@@ -262,10 +262,9 @@ class OperandProducer {
   RingBarriers<kStages>& barriers_;
   OperandMatrices<kMode> const& from_;
   GroupSize const& group_size_;
-  int const channel_, row_;  // this lane's first ones
-  bool const is_first_lane_;
+  int const lane_;
   Places scales_, zeros_, supers_;  // of the tile; of two levels integers have one place
-  int until_mine_;                  // stages until one that is this warp's
+  int until_mine_;                  // turns of others until this warp's
   int const row_steps_;             // steps that a row of scales serves
   uint32_t phases_ = 0;             // bit `place`: parity of the next phase that fills it
 };
