@@ -160,6 +160,7 @@ def sweep_command(
         1,
     ),
     seconds: Annotated[float, typer.Option(min=0, help="Begin no layer after so long.")] = 1e9,
+    compilers: Annotated[int, typer.Option(min=0, help="Processes that let peers compile their kernels first.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Replays of each contestant.")] = sweep.ROUNDS,
     tactics: Annotated[str | None, typer.Option(help="all, or a part of the names: also time these.")] = None,
     peer: Annotated[list[str], typer.Option(help="Only these; repeatable.")] = ["cublas", "humming"],  # noqa: B006
@@ -175,6 +176,8 @@ def sweep_command(
             raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
         name = torch.cuda.get_device_name()
         mine, done = parsed(lambda: (sweep.read(json_path[0], name), sweep.read_all(json_path, name)))
+        if compilers > 0:
+            sweep.compile_kernels(peer, kinds, sweep.unfinished(kinds, layers, m, done["rows"]), m, compilers)
         bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics, rounds=rounds))
 
         def save(fresh: list[Row]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
-from bench import gpu_report, shapes
-from bench.gpu import Bench
+from bench import gpu_report, gpu_timing, peers, shapes
+from bench.gpu import Bench, layer_of
 from bench.gpu_report import YARDSTICKS, Cell, cell_of
 from bench.report import Report, Row, markdown_table
 from bench.schemes import Scheme
@@ -106,11 +108,52 @@ def run(
     """The rows of each cell that is not among `done`; begins no layer when `seconds` have passed."""
     known = {cell_of(row) for row in done}
     end = time.monotonic() + seconds
-    for n, k in of:
+    for shape in of:
         for scheme in schemes:
-            missing = [m for m in ms if (scheme.name, f"{n}x{k}", m) not in known]
+            missing = _missing(scheme, shape, ms, known)
             if missing and time.monotonic() < end:
-                yield from bench.rows([scheme], [(n, k)], missing)
+                yield from bench.rows([scheme], [shape], missing)
+
+
+def _missing(scheme: Scheme, shape: Shape, ms: Sequence[int], known: Collection[Cell]) -> list[int]:
+    n, k = shape
+    return [m for m in ms if (scheme.name, f"{n}x{k}", m) not in known]
+
+
+def unfinished(schemes: Sequence[Scheme], of: Sequence[Shape], ms: Sequence[int], done: Iterable[Row]) -> list[Shape]:
+    """Layers with cells that are not among `done`."""
+    known = {cell_of(row) for row in done}
+    return [shape for shape in of if any(_missing(scheme, shape, ms, known) for scheme in schemes)]
+
+
+def compile_kernels(
+    names: Sequence[str], schemes: Sequence[Scheme], of: Sequence[Shape], ms: Sequence[int], processes: int
+) -> None:
+    """Multiplies once by every layer and M, in so many processes, as some peers compile kernels when they first do.
+
+    What they compile must outlast the process that asked for it: humming's kernels lie in files. One that fails does so
+    again when it is to be timed, and the reason is reported then.
+
+    Args:
+        names: of peers.
+    """
+    work = [(tuple(names), scheme, shape, tuple(ms)) for shape in of for scheme in schemes]
+    with get_context("spawn").Pool(processes) as pool:
+        for _ in pool.imap_unordered(_compile_for, work):
+            pass
+
+
+def _compile_for(work: tuple[Sequence[str], Scheme, Shape, Sequence[int]]) -> None:
+    names, scheme, shape, ms = work
+    gpu_timing.ROTATION_BYTES = 0  # type: ignore[misc]  # of this process: one copy of the weights is enough
+    layer = layer_of(scheme, shape, max(ms))
+    for peer in peers.select(list(names)):
+        with contextlib.suppress(Exception):  # of any kind: the libraries are others'
+            peer.load()
+            product = peer.prepare(layer)
+            for m in ms:
+                with contextlib.suppress(Exception):
+                    product(m)[0].launch(0, gpu_timing.outputs(m, layer.n, layer.dtype)[0])
 
 
 def read(path: Path, gpu: str | None = None) -> Row:

@@ -6,12 +6,15 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from bench import gpu_report, shapes, sweep, sweep_figure
+from bench import gpu_report, gpu_timing, peers, shapes, sweep, sweep_figure
 from bench.__main__ import app
-from bench.gpu import Bench
+from bench.gpu import Bench, layer_of
+from bench.gpu_timing import Contestant
+from bench.layer import Layer
+from bench.peers.base import Peer, Product
 from bench.schemes import Scheme, parse
 from tests.python.bench_rows import write
 from typer.testing import CliRunner
@@ -68,6 +71,44 @@ def test_a_sweep_goes_on_where_it_stopped() -> None:
     assert bench.cells == [("64x64", 2), ("128x64", 1), ("128x64", 2)]
     assert len(cells) == 3
     assert list(sweep.run(bench, [parse("w4a16_g128")], [(256, 64)], [1], [], 0)) == []
+
+
+def test_unfinished_layers_are_those_with_cells_that_are_not_done() -> None:
+    done = [_row("64x64", 1, 1.0), _row("64x64", 2, 1.0), _row("128x64", 2, 1.0)]
+    shapes_ = [(64, 64), (128, 64), (256, 64)]
+    assert sweep.unfinished([parse("w4a16_g128")], shapes_, [1, 2], done) == [(128, 64), (256, 64)]
+
+
+class _Compiler(Peer):
+    """Notes what it is asked to multiply; fails with two rows, and to be prepared for layers of 64 channels."""
+
+    key = "cublas"
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def load(self) -> str:
+        return "1"
+
+    def prepare(self, layer: Layer) -> Product:
+        if layer.n == 64:
+            raise RuntimeError("no such layer")
+
+        def contestants(m: int) -> list[Contestant]:
+            self.asked.append((layer.shape, m))
+            if m == 2:
+                raise RuntimeError("no such M")
+            return [Contestant("", lambda index, out: out, 1)]
+
+        return contestants
+
+
+def test_peers_compile_for_every_layer_and_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "select", lambda names: [_Compiler()])
+    monkeypatch.setattr(sweep, "layer_of", lambda *arguments: layer_of(*arguments, "cpu"))
+    monkeypatch.setattr(gpu_timing, "outputs", lambda m, n, dtype: [None])
+    monkeypatch.setattr(gpu_timing, "ROTATION_BYTES", 1)
+    for shape in ((64, 128), (128, 128)):
+        sweep._compile_for((["cublas"], parse("w4a16_g128"), shape, [1, 2, 3]))
+    assert _Compiler.asked == [("128x128", 1), ("128x128", 2), ("128x128", 3)]
 
 
 def test_gpus_share_a_sweep() -> None:
