@@ -82,7 +82,10 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
     Blocks blocks[2];
     if constexpr (kHoldsScales) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2 * kColumns; ++i) scales_[i / kColumns][i % kColumns] = scales(place, 0, i % kColumns, i / kColumns);
+      for (int odd = 0; odd < 2; ++odd) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < kColumns; ++n) scales_[odd][n] = scales(place, 0, n, odd);
+      }
     }
     CUTLASS_PRAGMA_UNROLL
     for (int unit = 0; unit <= kUnits; ++unit) {

@@ -222,8 +222,7 @@ class MmaPackedWgmmaSs {
       BlockScaleMatrices const& blocks = args_.blocks;
       // Rows beyond the last have its scale.
       int const row = fast_min(token + token_ + lane_ % 4 * 8, args_.activations.tokens - 1);
-      scales_ = lane_ % 4 < 2 ? blocks.tokens + row * blocks.token_stride
-                              : blocks.of_strip(channel + lane_ % 2 * 16);
+      scales_ = lane_ % 4 < 2 ? blocks.tokens + row * blocks.token_stride : blocks.of_strip(channel + lane_ % 2 * 16);
       scales_ += first_k / Shape::kK;
       scales_left_ = stages;
       CUTLASS_PRAGMA_UNROLL
