@@ -115,7 +115,7 @@ class BlockwiseProblem:
         if self.b_s.dim() == 2:
             return self.b_s.repeat_interleave(self.block_size, 0)[:n]
         halves = self.b_s.repeat_interleave(self.block_size, 1)[:, : n // 2]
-        turns: Tensor = halves.unflatten(1, (-1, 16)).transpose(0, 1)
+        turns = halves.reshape(2, -1, 16, halves.shape[-1]).transpose(0, 1)
         return turns.flatten(0, 2)
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
