@@ -145,10 +145,10 @@ def test_each_block_of_gate_and_up_has_its_own_scales(size: int, device: str) ->
     expected = b.float() * scales.repeat_interleave(size, 1)
     operands = (tensor.to(device) for tensor in (a, a_s, b, b_s))
     p = BlockwiseProblem(*operands, None, None, torch.float32, size)
-    for tactic in tactics(p):
-        out = run(p, tactic)
-        if out is not None:
-            testing.assert_equal(out, expected.T.contiguous().to(device), label=tactic)
+    outs = {tactic: out for tactic in tactics(p) if (out := run(p, tactic)) is not None}
+    assert outs
+    for tactic, out in outs.items():
+        testing.assert_equal(out, expected.T.contiguous().to(device), label=tactic)
 
 
 @devices

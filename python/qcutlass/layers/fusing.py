@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
+from qcutlass.algorithms.blocks import weight_dequant
 from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.changes import Seen, has_hooks
@@ -346,6 +347,18 @@ class _FusedFp8(FusedProduct, Fp8Linear):
 
 class _FusedBlockwise(FusedProduct, BlockwiseLinear):
     kind: ClassVar = BlockwiseLinear
+
+    def weights(self) -> Tensor:
+        """Of two whose channels lie in turns, and whose blocks do not, those of each are dequantised by themselves."""
+        if not self.interleaved:
+            return super().weights()
+        codes = self._codes().view(-1, 2, GATE_STEP, self.in_features).unbind(1)
+        return interleave_gate_up(
+            *(
+                weight_dequant(own.flatten(0, 1), scales, self.block_size, torch.float32)
+                for own, scales in zip(codes, self.w_scale, strict=True)
+            )
+        )
 
 
 _PRODUCTS: Final[dict[type[nn.Module], type[FusedProduct]]] = {

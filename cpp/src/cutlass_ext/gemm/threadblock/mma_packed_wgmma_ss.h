@@ -40,7 +40,8 @@ class MmaPackedWgmmaSs {
   static_assert(Shape::kM * Shape::kN == kWarpgroups * kWarpChannels * arch::kWarpgroupRows);
   static constexpr int kRowBytes = 128;  // of a token, the swizzle's width
   static_assert(Shape::kK == kRowBytes && (!kBlockwise || qcutlass::promoted_k(kMode) == Shape::kK));
-  static_assert(!kBlockwise || Shape::kM == 128, "one scale for all channels of a tile");
+  static_assert(!kBlockwise || (Shape::kM == 128 && kWarpChannels % 32 == 0),
+                "one scale for all channels of a tile, or one for those of a gate and one for the others");
   static constexpr int kSteps = Shape::kK / Traits::kStepK;
   static constexpr int kTiles = Shape::kK / LayoutA::kTileK;  // packed tiles of a strip and stage, one a step
   static_assert(kTiles == kSteps);
