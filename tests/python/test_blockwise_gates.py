@@ -168,7 +168,8 @@ def test_any_form_of_the_operands(dtype: torch.dtype, size: int, seed: int) -> N
     testing.assert_equal(multiply(p, p.b, n=None), expected)
     rows = -(-80 // size)
     wide = torch.full((2, rows + 1, 3 * p.b_s.shape[2]), torch.nan)
-    views = [wide[:, :rows, : p.b_s.shape[2]], wide[:, :rows, ::3]]
+    columns = wide[:, :rows].clone()
+    views = [wide[:, :rows, : p.b_s.shape[2]], wide[:, :rows, ::3], columns[..., 1 : 1 + p.b_s.shape[2]]]
     for view in views:
         view.copy_(p.b_s)
         testing.assert_equal(multiply(replace(p, b_s=view)), expected)
