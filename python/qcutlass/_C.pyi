@@ -1,6 +1,5 @@
 """The compiled extension: the C++ library's functions over raw pointers. Use the package's functions instead.
-Pointers are integers (``Tensor.data_ptr()``), strides count elements, enumerations are the C++ ones.
-"""
+Pointers are integers (``Tensor.data_ptr()``), strides count elements, enumerations are the C++ ones."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -122,6 +121,7 @@ class BlockScales(metaclass=_pybind11_type):
     a_stride: int
     w: int
     w_stride: int
+    up_offset: int
 
 class QuantizedOutput(metaclass=_pybind11_type):
     def __init__(self) -> None: ...

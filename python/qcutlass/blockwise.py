@@ -144,11 +144,12 @@ def int8_addmm(
         a_s: float32 `[..., ceil(K / block_size)]`, or with one leading dimension of M.
         b: int8 `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
             `preprocess_weights(b, 8, activations="int8")`: the faster way by far for weights that are used again.
-        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`.
+        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`; or those of a gate's blocks, then of up's, `[2,
+            ceil(N / 2 / block_size), ceil(K / block_size)]`, where their channels lie in turns of 16, N a multiple of
+            32: from `interleave_gate_up`.
         bias, tactic, split_k, batch_invariant, residual: as for `qcutlass.gemm`.
-        activation: as for `qcutlass.gemm`. With a gate `b_s` has a scale for each block of `b` as it lies, so that gate
-            and up share it: quantise `interleave_gate_up(gate, up)`. Blocks of layers that were quantised apart have
-            scales of their own, and cannot be put in turns.
+        activation: as for `qcutlass.gemm`. With a gate `b` and `b_s` are `interleave_gate_up(gate, up)` of two that are
+            quantised apart, each with its scales; or what it has put in turns is quantised then.
         out_dtype: float16, bfloat16 or float32.
         block_size: 32, 64 or 128, of both operands.
         n: N of packed weights. None: that of `bias`, else every channel that was packed, a multiple of 16.
@@ -204,7 +205,8 @@ def fp8_gemm(
         a_s: float32 `[..., ceil(K / block_size)]`, or with one leading dimension of M.
         b: float8_e4m3fn `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
             `preprocess_weights(b, 8, activations="fp8")`.
-        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`: `weight_scale_inv` of checkpoints, as float32.
+        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`: `weight_scale_inv` of checkpoints, as float32; or
+            those of gate and up, as for `int8_addmm`.
         out_dtype: float16, bfloat16 or float32.
         n, bias, activation, block_size, out, tactic, split_k, batch_invariant, residual: as for `int8_addmm`.
 
@@ -222,6 +224,11 @@ def fp8_gemm(
         >>> w, s = fp8_weight_quant(torch.randn(576, 256))
         >>> fp8_gemm(*fp8_act_quant(torch.randn(2, 3, 256)), w, s, bias=torch.zeros(576)).shape
         torch.Size([2, 3, 576])
+        >>> import qcutlass
+        >>> gate, up = (fp8_weight_quant(torch.randn(576, 256)) for _ in range(2))
+        >>> b, b_s = qcutlass.interleave_gate_up(gate, up)  # codes [1152, 256], scales [2, 5, 2]
+        >>> fp8_gemm(*fp8_act_quant(torch.randn(3, 256)), b, b_s, activation="silu_mul").shape
+        torch.Size([3, 576])
     """
     options = _FP8, n, block_size, None, tactic, split_k, batch_invariant, residual
     call = BlockwiseCall(a, a_s, b, b_s, bias, activation, out_dtype, *options)

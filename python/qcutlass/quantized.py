@@ -129,7 +129,7 @@ class QuantizedTensor:
         return weight.to(dtype or (self.scales.dtype if self.scales.dtype in FLOATING else torch.float32))
 
 
-_Weights = TypeVar("_Weights", Tensor, QuantizedTensor)
+_Weights = TypeVar("_Weights", Tensor, QuantizedTensor, tuple[Tensor, Tensor])
 
 
 def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weights:
@@ -138,15 +138,18 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
     Args:
         gate, up: alike but for their values: quantised weights `[I, K]`; or one part of such, its channels along `dim`:
             float weights, codes or scales of blocks of 16 `[I, K]` and bias `[I]` along 0, scales, zeros and minimums
-            `[G, I]` along -1; or packed weights `[I / 16, tiles, 32, 16]`. I is a multiple of 16: a layer of another
-            size needs channels of zeros behind its own, and the layer that reads the result as many columns of zeros.
+            `[G, I]` along -1; or packed weights `[I / 16, tiles, 32, 16]`; or codes `[I, K]` and the scales of their
+            square blocks, as `qcutlass.blockwise.weight_quant` and `fp8_weight_quant` give them. I is a multiple of 16:
+            a layer of another size needs channels of zeros behind its own, and the layer that reads the result as many
+            columns of zeros.
         dim: of a tensor, the dimension of the channels.
 
     Returns:
-        Of the type of the two, with 2 I channels: 16 of the gate, 16 of up, and so on.
+        Of the type of the two, with 2 I channels: 16 of the gate, 16 of up, and so on. Scales of square blocks are the
+        gate's, then up's: `[2, ceil(I / block_size), ceil(K / block_size)]`.
 
     Raises:
-        TypeError: they are neither tensors nor quantised weights, or not of one type.
+        TypeError: they are neither tensors, quantised weights nor pairs of tensors, or not of one type.
         ValueError: they differ in shape or scheme, or I is no multiple of 16.
 
     Example:
@@ -159,10 +162,13 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
     """
     if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
         return _interleaved(gate, up)
+    if isinstance(gate, tuple) and isinstance(up, tuple):
+        return _interleaved_blocks(gate, up)
     for name, part in (("gate", gate), ("up", up)):
         if not isinstance(part, Tensor):
             raise TypeError(
-                f"{name}: expected a torch.Tensor or a QuantizedTensor, as the other, got {type(part).__name__}"
+                f"{name}: expected a torch.Tensor, a QuantizedTensor or codes and scales, as the other, got "
+                f"{type(part).__name__}"
             )
     assert isinstance(gate, Tensor)
     assert isinstance(up, Tensor)
@@ -203,6 +209,21 @@ def _interleaved(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
     if (scales[0] is None) != (scales[1] is None) or (scales[0] is not None and not torch.equal(*scales)):  # type: ignore[arg-type]
         raise ValueError("global_scale: expected the same of gate and up: multiply the scales of one by the quotient")
     return replace(gate, **parts)  # type: ignore[arg-type]
+
+
+def _interleaved_blocks(gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of weights whose square blocks have scales, which stay apart: a block has channels of one of the two."""
+    for name, parts in (("gate", gate), ("up", up)):
+        if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+            found = ", ".join(type(part).__name__ for part in parts)
+            raise TypeError(f"{name}: expected codes and the scales of their blocks, got {found or 'none'}")
+    (codes, scales), (of_up, up_scales) = gate, up
+    if up_scales.shape != scales.shape or up_scales.device != scales.device:
+        raise ValueError(
+            f"up: expected scales of the shape and device of gate's, {shape_of(scales)} on {scales.device}, got "
+            f"{shape_of(up_scales)} on {up_scales.device}"
+        )
+    return interleave_gate_up(codes, of_up), torch.stack([scales, up_scales])
 
 
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

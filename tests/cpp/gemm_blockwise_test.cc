@@ -22,13 +22,18 @@ struct BlockCase {
   Activation activation = Activation::kNone;
   int64_t out_size = 0;       ///< of a quantised output
   DType type = DType::kInt8;  ///< of both operands
+  bool apart = false;         ///< gate and up, in turns of 16 channels, have scales of their own
 };
 
 /// A product with random contents, its rows of activations, scales and outputs apart, with canaries between the latter.
 class Product {
  public:
   explicit Product(BlockCase const& c)
-      : case_(c), blocks_k_(ceil_div(c.k, c.size)), codes_(c.n * c.k), a_(c.m * (c.k + 3)) {
+      : case_(c),
+        blocks_k_(ceil_div(c.k, c.size)),
+        rows_(c.apart ? ceil_div(c.n / 2, c.size) : ceil_div(c.n, c.size)),
+        codes_(c.n * c.k),
+        a_(c.m * (c.k + 3)) {
     std::mt19937 random(42);
     auto const number = [&] { return std::ldexp(1.0f + random() % 1000 / 1000.0f, -4 - int(random() % 4)); };
     // Any byte; of fp8 those without the middle bits of the exponent: subnormals, numbers up to 3.75, no NaN.
@@ -39,7 +44,7 @@ class Product {
     packed_.resize(layout::packed_bytes(Packing::kW8A8, c.n, c.k));
     host::pack({Packing::kW8A8, c.n, c.k, bytes.data(), c.k, packed_.data()}, 1);
     for (int64_t i = 0; i < c.m * (blocks_k_ + 2); ++i) a_scale_.push_back(number());
-    for (int64_t i = 0; i < ceil_div(c.n, c.size) * (blocks_k_ + 1); ++i) w_scale_.push_back(number());
+    for (int64_t i = 0; i < (c.apart ? 2 : 1) * rows_ * (blocks_k_ + 1); ++i) w_scale_.push_back(number());
     bias_ = test::Array(c.bias_type, c.n);
     for (int64_t i = 0; c.bias_type != DType::kNone && i < c.n; ++i) bias_.set(i, random() % 64 / 8.0 - 4);
     out_ = test::Array(c.out_type, c.m * (c.n + 5) + 1);
@@ -61,6 +66,7 @@ class Product {
     arguments_.bias = bias_.data();
     arguments_.activation = c.activation;
     arguments_.blocks = {c.size, a_scale_.data(), blocks_k_ + 2, w_scale_.data(), blocks_k_ + 1};
+    if (c.apart) arguments_.blocks.up_offset = rows_ * (blocks_k_ + 1);
     if (c.out_size != 0) arguments_.quantized = {c.out_size, out_scale_.data(), blocks_n_ + 1};
   }
   Product(Product const&) = delete;
@@ -95,7 +101,7 @@ class Product {
         sizes += std::fabs(product);
       }
       double const scale =
-          a_scale_[m * (blocks_k_ + 2) + block] * double{w_scale_[n / case_.size * (blocks_k_ + 1) + block]};
+          a_scale_[m * (blocks_k_ + 2) + block] * double{w_scale_[scale_row(n) * (blocks_k_ + 1) + block]};
       total += sum * scale;
       magnitude += std::fabs(sum) * scale;
       if (case_.type != DType::kInt8) inner += std::ldexp((end - begin) * sizes * scale, -24);
@@ -154,8 +160,15 @@ class Product {
     return worst;
   }
 
+  /// That of channel n: a gate's are in the first half of the rows, those of what it multiplies in the second.
+  int64_t scale_row(int64_t n) const {
+    if (!case_.apart) return n / case_.size;
+    int64_t const pair = n / 32, own = pair * 16 + n % 16;
+    return n / 16 % 2 * rows_ + own / case_.size;
+  }
+
   BlockCase case_;
-  int64_t blocks_k_, blocks_n_;
+  int64_t blocks_k_, blocks_n_, rows_;
   std::vector<int8_t> codes_, a_;
   std::vector<uint8_t> packed_;
   std::vector<float> a_scale_, w_scale_, out_scale_;
@@ -197,6 +210,13 @@ std::vector<BlockCase> cases() {
     for (int64_t k : {1, 31, 33, 128, 129, 1025})
       result.push_back({3, 40, k, size, bf16, f32, Activation::kRelu, 0, e4m3});
   }
+  for (int64_t size : {32, 64, 128}) {
+    for (DType type : {i8, e4m3}) {
+      for (int64_t n : {32, 96, 128, 256, 320, 576})
+        result.push_back({3, n, 300, size, f32, f32, Activation::kNone, 0, type, true});
+    }
+    result.push_back({4, 320, 260, size, i8, f16, Activation::kRelu, 64, i8, true});
+  }
   result.push_back({70, 17, 4500, 128, f16, f32, Activation::kNone, 0, e4m3});
   result.push_back({70, 17, 4500, 128, f16});  // several blocks of rows
   result.push_back({70, 150, 4500, 128, i8, f32, Activation::kNone, 128});
@@ -207,7 +227,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, GemmBlockwiseTest, testing::ValuesIn(cases()), [
   BlockCase const& c = info.param;
   return std::to_string(info.index) + "_m" + std::to_string(c.m) + "_n" + std::to_string(c.n) + "_k" +
          std::to_string(c.k) + "_b" + std::to_string(c.size) + "_" + test::name_of(c.type) + "_" +
-         test::name_of(c.out_type) + std::to_string(c.out_size);
+         test::name_of(c.out_type) + std::to_string(c.out_size) + (c.apart ? "_apart" : "");
 });
 
 TEST(GemmBlockwise, NothingToDo) {
@@ -252,6 +272,7 @@ TEST(GemmBlockwise, ChecksArgumentsBeforeWriting) {
       {floating, [](GemmArguments& a) { a.blocks.w = nullptr; }},
       {floating, [](GemmArguments& a) { a.blocks.a_stride = -1; }},
       {floating, [](GemmArguments& a) { a.blocks.w_stride = 2; }},
+      {floating, [](GemmArguments& a) { a.blocks.up_offset = 3; }},  // 150 channels are no pairs of 16
       {floating, [](GemmArguments& a) { a.quantized.size = 128; }},
       {quantized, [](GemmArguments& a) { a.quantized.size = 100; }},
       {quantized, [](GemmArguments& a) { a.quantized.scales = nullptr; }},

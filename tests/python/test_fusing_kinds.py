@@ -10,11 +10,23 @@ from typing import Any, Final
 
 import pytest
 import torch
+from tests.python.eight_bit import needs_instructions
 from tests.python.models.test_block_fusing import prompt, tiny
 from tests.python.modules import assert_same_state, randn, random_linear, snapshot
 from torch import Tensor, nn
 
-from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, WeightOnly, fuse_block, fuse_projections, testing
+from qcutlass import (
+    FP8,
+    W4A8,
+    W8A8,
+    Blockwise,
+    QuantLinear,
+    WeightOnly,
+    fuse_block,
+    fuse_projections,
+    interleave_gate_up,
+    testing,
+)
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.layers import BlockwiseLinear, FusedProjection, Int8Linear, use_activations
 from qcutlass.tuning.layers import layers_of
@@ -32,7 +44,6 @@ SCHEMES: Final[dict[str, Any]] = {
     "blockwise int8": Blockwise(64),
     "blockwise fp8": Blockwise(64, "fp8"),
 }
-GATED: Final = {name: scheme for name, scheme in SCHEMES.items() if not isinstance(scheme, Blockwise)}
 
 
 def statistics() -> ActivationStatistics:
@@ -133,16 +144,23 @@ def test_states_and_copies_are_those_of_the_separate_layers(scheme: Any, seed: i
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_gates_are_parts_of_products_that_take_them(scheme: Any, seed: int) -> None:
-    model = layers(scheme, seed, {"gate_proj": 64, "up_proj": 64})
+    model = layers(scheme, seed, {"gate_proj": 128, "up_proj": 128})
     together = fused(model)
     product, a = together["gate_proj"].product, randn(3, K, seed=seed)
     gate, up = outputs(model, a)
-    assert product.interleave() == product.interleaved == (scheme in GATED.values())
-    for out, wanted in zip(outputs(together, a), (gate, up), strict=True):
-        testing.assert_equal(out, wanted)
-    assert_same_state(together, snapshot(model))
-    if product.interleaved:
-        assert_gated(product.gated(a, "silu_mul"), gate, up, 1e-6)
+    whole = product.weights()
+    assert product.interleave()
+    assert product.interleaved
+    testing.assert_equal(product.weights(), interleave_gate_up(*whole.chunk(2)))
+    for twin in (together, *(make(together) for make in COPIES.values())):
+        for out, wanted in zip(outputs(twin, a), (gate, up), strict=True):
+            testing.assert_equal(out, wanted)
+        assert_same_state(twin, snapshot(model))
+        assert_gated(twin["gate_proj"].product.gated(a, "silu_mul"), gate, up, 1e-6)
+    other = layers(scheme, seed + 5, {"gate_proj": 128, "up_proj": 128})
+    assert together.load_state_dict(other.state_dict()).missing_keys == []
+    assert_same_state(together, snapshot(other))
+    assert_gated(product.gated(a, "silu_mul"), *outputs(other, a), 1e-6)
 
 
 def assert_gated(out: Tensor, gate: Tensor, up: Tensor, most: float) -> None:
@@ -214,7 +232,9 @@ def test_models_give_the_same_logits(scheme: Any, compiled: bool, seed: int, qua
         assert found.skipped == {}
         assert isinstance(blocks.model.layers[0].mlp.gate_proj, FusedProjection)
         close = blocks(ids).logits
-    for each in (found_logits, close):  # rounding decides codes of activations
+        assert all(block.mlp.gate_proj.product.interleave() for block in blocks.model.layers)
+        with_gates = blocks(ids).logits  # as on a GPU
+    for each in (found_logits, close, with_gates):  # rounding decides codes of activations
         assert float((each - expected).norm() / expected.norm()) < 0.02
     assert_same_state(blocks, snapshot(model))
 
@@ -241,13 +261,34 @@ def test_outputs_and_gates_on_a_gpu(scheme: Any, m: int, seed: int) -> None:
     a = randn(m, K, seed=seed).to("cuda", torch.float16)
     for out, wanted in zip(outputs(fused(model), a), outputs(model, a), strict=True):
         testing.assert_equal(out, wanted)
-    pair = layers(scheme, seed, {"gate_proj": 128, "up_proj": 128}).cuda()
+    pair = layers(scheme, seed, {"gate_proj": 384, "up_proj": 384}).cuda()
     together = fused(pair)
     product, (gate, up) = together["gate_proj"].product, outputs(pair, a)
-    if product.interleave():
-        assert_gated(product.gated(a, "silu_mul"), gate, up, 1e-3)
+    assert product.interleave()
+    assert_gated(product.gated(a, "silu_mul"), gate, up, 1e-3)
     for out, wanted in zip(outputs(together, a), (gate, up), strict=True):
         testing.assert_equal(out, wanted)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", [Blockwise(32), Blockwise(128, "fp8")], ids=str)
+def test_blocks_on_a_gpu_have_the_gate_in_their_product(scheme: Any, seed: int) -> None:
+    needs_instructions(torch.float8_e4m3fn if scheme.type == "fp8" else torch.int8)
+    whole = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+    options = whole if scheme.block_size == 128 else {}
+    model = tiny("Llama", seed, scheme=scheme, **options).to("cuda", torch.float16)
+    ids = prompt(2, seed)[0].cuda()
+    together = copy.deepcopy(model)
+    assert fuse_block(together).skipped == {}
+    for block in together.model.layers:
+        first, second = block.mlp.gate_proj, block.mlp.up_proj
+        assert first.product.interleaved
+        a = randn(5, first.in_features, seed=seed).to("cuda", torch.float16)
+        assert_gated(first.product.gated(a, "silu_mul"), first(a), second(a), 1e-3)
+    assert_same_state(together, snapshot(model))
+    expected = model(ids).logits
+    assert float((together(ids).logits - expected).norm() / expected.norm()) < 0.1  # rounding decides codes
 
 
 def test_blocks_of_the_last_layer_may_be_cut(seed: int) -> None:

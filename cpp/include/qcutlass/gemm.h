@@ -57,13 +57,18 @@ struct SumScales {
 };
 
 /// Scales of blockwise products: of `size` columns of a token, and of `size` channels by `size` columns of the weights.
-/// The last block of either extent may be short.
+/// The last block of either extent may be short. Where two matrices, a gate's and up's, lie in turns of 16 channels,
+/// each has scales of its own: a row of theirs serves `size` channels of one, among 2 * `size` as they lie.
 struct BlockScales {
   int64_t size = 0;          ///< 32, 64 or 128; 0: the product is not blockwise
   float const* a = nullptr;  ///< [m, blocks of k]
   int64_t a_stride = 0;
   float const* w = nullptr;  ///< [blocks of n, blocks of k]
   int64_t w_stride = 0;
+  int64_t up_offset = 0;  ///< elements of w from a gate's scales to those of up; 0: channels lie in no turns
+
+  /// Channels, as they lie, that a row of w serves.
+  int64_t channels() const { return up_offset != 0 ? 2 * size : size; }
 };
 
 /// The output of out_type kInt8: each row quantised by blocks of `size` channels, as quantisers of activations do. The

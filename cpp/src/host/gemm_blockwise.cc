@@ -54,6 +54,7 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   check_block_size("blocks.size", blocks.size);
   check_types(arguments);
   check_epilogue(arguments);
+  check_turns(arguments);
   if (arguments.m == 0 || weights.n == 0) return;
   check_not_null("packed", weights.packed);
   check_not_null("a", arguments.a);
@@ -62,7 +63,7 @@ void check_gemm(GemmArguments const& arguments, int threads) {
   check_not_null("blocks.w", blocks.w);
   if (arguments.out_type == DType::kInt8) check_not_null("quantized.scales", quantized.scales);
   if (arguments.bias_type != DType::kNone) check_not_null("bias", arguments.bias);
-  if (weights.n > blocks.size)
+  if (weights.n > blocks.channels())
     check_at_least("blocks.w_stride", blocks.w_stride, layout::ceil_div(weights.k, blocks.size));
   if (arguments.m == 1) return;
   check_at_least("blocks.a_stride", blocks.a_stride, 0);
@@ -76,7 +77,8 @@ template <class Rows, class Number, class Sum>
 QCUTLASS_INLINE void add_blocks(GemmArguments const& arguments, Rows const& rows, int64_t strip, int64_t width,
                                 Number const* __restrict sums, float* __restrict out, Sum const& sum) {
   BlockScales const& blocks = arguments.blocks;
-  float const* const w_scale = blocks.w + strip * layout::kTileN / blocks.size * blocks.w_stride;
+  float const* const w_scale =
+      blocks.w + strip * layout::kTileN / blocks.channels() * blocks.w_stride + strip % 2 * blocks.up_offset;
   int64_t const tiles = rows.stride / kTileK, tiles_of_block = blocks.size / kTileK;
   for (int64_t tile = 0, block = 0; tile < tiles; tile += tiles_of_block, ++block) {
     sum(tile, std::min(tiles_of_block, tiles - tile), block);

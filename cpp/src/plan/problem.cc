@@ -27,6 +27,7 @@ void check_blockwise(GemmArguments const& arguments) {
     throw InvalidArgument("block size of the output: expected 32, 64 or 128, got " + std::to_string(out_size));
   if ((arguments.out_type == DType::kInt8) != (out_size != 0) || (out_size == 0 && !is_floating(arguments.out_type)))
     throw InvalidArgument("out_type: expected float16, bfloat16 or float32, or int8 for an output that is quantised");
+  check_turns(arguments);
 }
 
 void check_eight_bits(GemmArguments const& arguments) {
@@ -259,6 +260,12 @@ void check_epilogue(GemmArguments const& arguments) {
   }
   if (adds && arguments.m > 1 && arguments.residual_stride < 0)
     throw InvalidArgument("residual_stride must be at least 0, got " + std::to_string(arguments.residual_stride));
+}
+
+void check_turns(GemmArguments const& arguments) {
+  if (arguments.blocks.up_offset != 0 && arguments.weights.n % (2 * layout::kTileN) != 0)
+    throw InvalidArgument("n must be a multiple of 32 where gate and up have scales of their own, got " +
+                          std::to_string(arguments.weights.n));
 }
 
 int64_t Problem::matrices() const {

@@ -192,6 +192,9 @@ Kind kind_of(GemmArguments const& arguments);
 /// Throws InvalidArgument for gates, residuals and rows of the output that do not fit the product, on any device.
 void check_epilogue(GemmArguments const& arguments);
 
+/// Throws InvalidArgument unless the channels of scales of gate and up come in pairs, on any device.
+void check_turns(GemmArguments const& arguments);
+
 /// Throws InvalidArgument or Unsupported, with the reason, for what no CUDA kernel covers.
 Problem make_problem(GemmArguments const& arguments);
 

@@ -89,7 +89,8 @@ void register_arguments(py::module_& module) {
   blocks.def(py::init<>())
       .def_readwrite("size", &BlockScales::size)
       .def_readwrite("a_stride", &BlockScales::a_stride)
-      .def_readwrite("w_stride", &BlockScales::w_stride);
+      .def_readwrite("w_stride", &BlockScales::w_stride)
+      .def_readwrite("up_offset", &BlockScales::up_offset);
   def_pointer(blocks, "a", &BlockScales::a);
   def_pointer(blocks, "w", &BlockScales::w);
 

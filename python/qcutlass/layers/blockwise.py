@@ -49,7 +49,7 @@ class BlockwiseLinear(QuantLinear, scheme=Blockwise, stored="blockwise"):
     """
 
     OPTIONAL: ClassVar = ("bias",)
-    # HAS_GATES stays False: 16 channels of gate and 16 of up would share a block, and have scales of their own.
+    HAS_GATES: ClassVar = True
 
     w_packed: Tensor
     w_scale: Tensor

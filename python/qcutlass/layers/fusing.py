@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
+from qcutlass.algorithms.blocks import weight_dequant
 from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.blockwise import BlockwiseLinear
 from qcutlass.layers.changes import Seen, has_hooks
@@ -231,8 +232,11 @@ class FusedProduct(QuantLinear):
             for name, part in self._buffers.items():
                 if part is not None and name not in ("layout", *self.SHARED):
                     dim, _ = self.channels_of(name)
+                    halves = part.chunk(2, dim)
                     with torch.inference_mode(False):
-                        self._buffers[name] = interleave_gate_up(*part.chunk(2, dim), dim=dim)
+                        self._buffers[name] = (
+                            torch.stack(halves) if self._is_stacked(name) else interleave_gate_up(*halves, dim=dim)
+                        )
             self.interleaved, self._pending = True, None
         return True
 
@@ -272,7 +276,7 @@ class FusedProduct(QuantLinear):
         for name, part in self._buffers.items():
             if name != "layout":
                 view = None if part is None else self._view(name, part, index)
-                is_flat = view is None or part is None or view.dim() == part.dim()
+                is_flat = view is None or part is None or view.dim() <= part.dim()
                 own[name] = view if is_flat else view.flatten(-2)  # type: ignore[union-attr]
         return own
 
@@ -280,12 +284,18 @@ class FusedProduct(QuantLinear):
         """The part of a buffer that is one member's: in turns of channels where these are interleaved."""
         if name in self.SHARED:
             return part
+        if self.interleaved and self._is_stacked(name):
+            return part[index]
         if self.interleaved:
             return part[index::2] if name == "w_packed" else _turns(part).select(-2, index)
         dim, step = self.channels_of(name)
         begin = sum(self.sizes[:index]) // step
         end = begin + ceil_div(self.sizes[index], step)
         return part[begin:end] if dim == 0 else part[..., begin:end]
+
+    def _is_stacked(self, name: str) -> bool:
+        """Whether more channels than a turn has share an entry of a buffer, so that those of two lie apart."""
+        return self.channels_of(name)[1] > GATE_STEP
 
     def write(self, index: int, layer: QuantLinear) -> None:
         """Takes a member's buffers over; ValueError if they do not suit the product."""
@@ -337,6 +347,18 @@ class _FusedFp8(FusedProduct, Fp8Linear):
 
 class _FusedBlockwise(FusedProduct, BlockwiseLinear):
     kind: ClassVar = BlockwiseLinear
+
+    def weights(self) -> Tensor:
+        """Of two whose channels lie in turns, and whose blocks do not, those of each are dequantised by themselves."""
+        if not self.interleaved:
+            return super().weights()
+        codes = self._codes().view(-1, 2, GATE_STEP, self.in_features).unbind(1)
+        return interleave_gate_up(
+            *(
+                weight_dequant(own.flatten(0, 1), scales, self.block_size, torch.float32)
+                for own, scales in zip(codes, self.w_scale, strict=True)
+            )
+        )
 
 
 _PRODUCTS: Final[dict[type[nn.Module], type[FusedProduct]]] = {

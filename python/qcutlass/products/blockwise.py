@@ -27,7 +27,7 @@ from qcutlass.products.checks import (
     tensors_of,
 )
 from qcutlass.products.eight_bit import SCALES, check_out_dtype, check_packed, check_plain, fill_weights
-from qcutlass.products.epilogue import check_epilogue, is_gate
+from qcutlass.products.epilogue import GATE_STEP, check_epilogue, is_gate
 from qcutlass.products.kind import Description, Kind, Size
 from qcutlass.products.library import register
 from qcutlass.products.memory import as_rows, as_separate_rows
@@ -82,7 +82,7 @@ class BlockwiseCall(NamedTuple):
         n = _channels(self, k)
         blocks = ceil_div(k, size)
         _check_row_scales(self.a_s, a.shape[:-1], blocks, size)
-        check_weight_scales("b_s", self.b_s, n, k, size)
+        _check_weight_scales(self.b_s, n, k, size)
         if bias is not None:
             check_vector("bias", bias, n, "N")
         check_options(self.activation, self.tactic, self.split_k, self.batch_invariant, takes_gates=True)
@@ -118,11 +118,13 @@ class BlockwiseCall(NamedTuple):
 
     def fill(self, arguments: _C.GemmArguments, shape: WeightShape) -> list[Tensor]:
         alive = fill_weights(arguments, shape, self.b)
-        a_s, b_s = as_rows(self.a_s), as_separate_rows(self.b_s)
+        a_s, b_s = as_rows(self.a_s), as_separate_rows(as_rows(self.b_s))
         blocks, quantized = arguments.blocks, arguments.quantized
         blocks.size = self.block_size
         blocks.a, blocks.a_stride = a_s.data_ptr(), a_s.stride(0)
         blocks.w, blocks.w_stride = b_s.data_ptr(), b_s.stride(0)
+        if self.b_s.dim() == 3:
+            blocks.up_offset = self.b_s.shape[1] * b_s.stride(0)
         if self.out_block_size is not None:
             quantized.size = self.out_block_size
             quantized.stride = ceil_div(shape.n, self.out_block_size)
@@ -152,6 +154,24 @@ def _check_row_scales(scales: Tensor, leading: torch.Size, blocks: int, size: in
     if scales.shape != (leading.numel(), blocks):  # which makes torch compile for this number of rows alone
         expected = [*leading, blocks]
         raise ValueError(f"a_s: expected shape [..., ceil(K / {size})] = {expected}, got {shape_of(scales)}")
+
+
+def _check_weight_scales(scales: Tensor, n: int, k: int, size: int) -> None:
+    """Raises ValueError unless there is one for each block of the weights, or of the gate's and of up's."""
+    if scales.dim() != 3:
+        return check_weight_scales("b_s", scales, n, k, size)
+    expected = (2, ceil_div(n // 2, size), ceil_div(k, size))
+    if n % (2 * GATE_STEP):
+        raise ValueError(
+            f"b_s: scales of gate and of up, shape {shape_of(scales)}, take their channels in turns of {GATE_STEP}, "
+            f"N a multiple of {2 * GATE_STEP}, got N = {n}: see qcutlass.interleave_gate_up"
+        )
+    if scales.shape != expected:
+        raise ValueError(
+            f"b_s: expected scales of gate and of up, shape [2, ceil(N / 2 / {size}), ceil(K / {size})] = "
+            f"{list(expected)}, got {shape_of(scales)}"
+        )
+    return None
 
 
 def _channels(call: BlockwiseCall, k: int) -> int:

@@ -83,7 +83,10 @@ class BlockwiseReference(Reference):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockwiseProblem:
-    """A blockwise product: operands as `int8_addmm` and `fp8_gemm` take them, weights as codes `[N, K]`."""
+    """A blockwise product: operands as `int8_addmm` and `fp8_gemm` take them, weights as codes `[N, K]`.
+
+    `b_s` may be that of gate and up.
+    """
 
     a: Tensor
     a_s: Tensor
@@ -106,11 +109,20 @@ class BlockwiseProblem:
         for a, b, scale in self._blocks():
             yield (a @ b.T) * scale
 
+    def channel_scales(self) -> Tensor:
+        """Those of each channel, `[N, blocks]`."""
+        n = self.b.shape[0]
+        if self.b_s.dim() == 2:
+            return self.b_s.repeat_interleave(self.block_size, 0)[:n]
+        halves = self.b_s.repeat_interleave(self.block_size, 1)[:, : n // 2]
+        turns = halves.reshape(2, -1, 16, halves.shape[-1]).transpose(0, 1)
+        return turns.flatten(0, 2)
+
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For each block of columns in turn float64 activations `[M, c]`, weights `[N, c]` and scales `[M, N]`."""
-        n, k = self.b.shape
-        a, a_s = self.a.reshape(-1, k).double(), self.a_s.reshape(-1, self.b_s.shape[1]).double()
-        b, b_s = self.b.double(), self.b_s.double().repeat_interleave(self.block_size, 0)[:n]
+        k = self.b.shape[1]
+        a, a_s = self.a.reshape(-1, k).double(), self.a_s.reshape(-1, self.b_s.shape[-1]).double()
+        b, b_s = self.b.double(), self.channel_scales().double()
         for block, start in enumerate(range(0, k, self.block_size)):
             columns = slice(start, start + self.block_size)
             yield a[:, columns], b[:, columns], a_s[:, block, None] * b_s[:, block]
@@ -142,7 +154,7 @@ class BlockwiseProblem:
         bias = None if self.bias is None else self.bias.dtype
         return (
             f"M={m} N={n} K={k} {self.b.dtype} blocks of {self.block_size} bias={bias} activation={self.activation} "
-            f"out={self.out_dtype} residual={self.residual is not None} seed={self.seed}"
+            f"out={self.out_dtype} residual={self.residual is not None} apart={self.b_s.dim() == 3} seed={self.seed}"
         )
 
 
@@ -159,6 +171,7 @@ class BlockwiseCase:
         activation: name or None.
         dtype: of activations and weights: int8 or float8_e4m3fn.
         residual: whether there is one, of the output's type; not in exact problems.
+        apart: whether gate and up, in turns of 16 channels, have scales of their own; `n` is a multiple of 32 then.
     """
 
     m: int
@@ -171,6 +184,7 @@ class BlockwiseCase:
     activation: str | None = None
     dtype: torch.dtype = _INT8
     residual: bool = False
+    apart: bool = False
 
     def _problem(
         self,
@@ -196,9 +210,12 @@ class BlockwiseCase:
         )
 
     @property
-    def _scale_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         blocks = ceil_div(self.k, self.block_size)
-        return (self.m, blocks), (ceil_div(self.n, self.block_size), blocks)
+        of_rows = self.m, blocks
+        if self.apart:
+            return of_rows, (2, ceil_div(self.n // 2, self.block_size), blocks)
+        return of_rows, (ceil_div(self.n, self.block_size), blocks)
 
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> BlockwiseProblem:
         """Every int8 code, or normal fp8 numbers; scales within a factor of 16, outputs about 1 in size.

@@ -7,12 +7,19 @@
 
 namespace cutlass::gemm::threadblock {
 
-/// Scales of blocks of 1 token and of 2^log_size channels, by 2^log_size columns.
+/// Scales of blocks of 1 token and of 2^log_channels channels, by 2^log_size columns. Where gate and up lie in turns of
+/// 16 channels, those of up lie behind the gate's: a block has a scale for each.
 struct BlockScaleMatrices {
   float const *tokens, *channels;  // [tokens, blocks], [blocks of channels, blocks]
   int64_t token_stride, channel_stride;
-  int log_size;
+  int64_t up_offset;  // from a gate's scales to those of up; 0: a block has one scale
+  int log_size, log_channels;
   int blocks;  // of k
+
+  /// Those of the 16 channels from `channel` on.
+  CUTLASS_DEVICE float const* of_strip(int channel) const {
+    return channels + (channel >> log_channels) * channel_stride + channel / 16 % 2 * up_offset;
+  }
 };
 
 /// Copies the scales of a stage: row r serves k = r * kRowK .. + kRowK. A row is one word for each token of the tile
@@ -38,8 +45,7 @@ class BlockScaleLoader {
       if (place < kTokens)
         from_[i] = scales.tokens + unsigned(token + place) % unsigned(tokens) * scales.token_stride;
       else
-        from_[i] = scales.channels +
-                   (fast_min(channel + (place - kTokens) * 16, channels - 1) >> log_size_) * scales.channel_stride;
+        from_[i] = scales.of_strip(fast_min(channel + (place - kTokens) * 16, channels - 1));
     }
   }
 

@@ -39,7 +39,8 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
   /// One strip's sums of one block of k, of kTogether columns.
   static constexpr int kUnits = kStrips * kPromotions * kTurns;
   static constexpr int kStripUnits = kUnits / kStrips;
-  /// The scales of a stage fit registers: the channels of a warp, whose tile is aligned, lie within one block.
+  /// The scales of a stage fit registers: the channels of a warp, whose tile is aligned, lie within one block, which
+  /// has one scale for its even strips and one for the odd ones.
   static constexpr bool kHoldsScales = kMode == qcutlass::ScaleMode::kBlock;
   static_assert(!kHoldsScales || 128 % WarpShape::kM == 0);
 
@@ -81,7 +82,10 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
     Blocks blocks[2];
     if constexpr (kHoldsScales) {
       CUTLASS_PRAGMA_UNROLL
-      for (int n = 0; n < kColumns; ++n) scales_[n] = scales(place, 0, n, 0);
+      for (int odd = 0; odd < 2; ++odd) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < kColumns; ++n) scales_[odd][n] = scales(place, 0, n, odd);
+      }
     }
     CUTLASS_PRAGMA_UNROLL
     for (int unit = 0; unit <= kUnits; ++unit) {
@@ -126,7 +130,7 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
     int const m = unit / kStripUnits, promotion = unit % kStripUnits / kTurns, n = unit % kTurns * kTogether;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kTogether; ++i) {
-      float2 const scale = kHoldsScales ? scales_[n + i] : scales(place, promotion, n + i, m);
+      float2 const scale = kHoldsScales ? scales_[m % 2][n + i] : scales(place, promotion, n + i, m);
       Promotion::add(reinterpret_cast<Sums*>(&accumulators)[m + (n + i) * kStrips], blocks[i], scale);
     }
   }
@@ -134,7 +138,7 @@ class MmaPackedBlockwise : public MultistageRing<Shape, WarpShape, Stages, Eleme
   ArchMma mma_;
   uint32_t frag_a_[2][kSteps][4];  // of even and odd strips
   uint32_t frag_b_[kSteps][kColumns][2];
-  float2 scales_[kColumns];
+  float2 scales_[2][kColumns];  // of even and odd strips
 };
 
 }  // namespace cutlass::gemm::threadblock

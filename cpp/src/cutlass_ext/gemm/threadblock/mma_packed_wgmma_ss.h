@@ -40,7 +40,8 @@ class MmaPackedWgmmaSs {
   static_assert(Shape::kM * Shape::kN == kWarpgroups * kWarpChannels * arch::kWarpgroupRows);
   static constexpr int kRowBytes = 128;  // of a token, the swizzle's width
   static_assert(Shape::kK == kRowBytes && (!kBlockwise || qcutlass::promoted_k(kMode) == Shape::kK));
-  static_assert(!kBlockwise || Shape::kM == 128, "one scale for all channels of a tile");
+  static_assert(!kBlockwise || (Shape::kM == 128 && kWarpChannels % 32 == 0),
+                "one scale for all channels of a tile, or one for those of a gate and one for the others");
   static constexpr int kSteps = Shape::kK / Traits::kStepK;
   static constexpr int kTiles = Shape::kK / LayoutA::kTileK;  // packed tiles of a strip and stage, one a step
   static_assert(kTiles == kSteps);
@@ -182,14 +183,14 @@ class MmaPackedWgmmaSs {
     /// Waits for a stage's MMAs, the last but kLater, gives its place back and adds its sums.
     template <int kPlace, int kLater>
     CUTLASS_DEVICE void finish(FragmentC& sums, Sums& block) {
-      Array<float, 2> const factors = take_scales();
+      Array<float, 4> const factors = take_scales();
       cute::warpgroup_wait<kLater>();
       arch::fence_registers(block);
       release(kPlace);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Wgmma::kSums; ++i) {  // [n8 block][row g or g + 8][channel 2t or 2t + 1]
         if constexpr (kBlockwise)
-          sums[i] += float(typename Traits::Product(block[i])) * factors[i / 2 % 2];
+          sums[i] += float(typename Traits::Product(block[i])) * factors[i / 8 % 2 * 2 + i / 2 % 2];
         else
           sums[i] += block[i];
       }
@@ -217,13 +218,12 @@ class MmaPackedWgmmaSs {
     }
 
     /// Scales are requested kAhead stages before their use. Registers are short: of a quad, lane 0 loads those of row
-    /// g, lane 1 of row g + 8, the others those of the channels.
+    /// g, lane 1 of row g + 8, the others those of the channels, of gates and of up where these lie in turns.
     CUTLASS_DEVICE void begin_scales(int channel, int token, int first_k, int stages) {
       BlockScaleMatrices const& blocks = args_.blocks;
       // Rows beyond the last have its scale.
       int const row = fast_min(token + token_ + lane_ % 4 * 8, args_.activations.tokens - 1);
-      scales_ = lane_ % 4 < 2 ? blocks.tokens + row * blocks.token_stride
-                              : blocks.channels + channel / Shape::kM * blocks.channel_stride;
+      scales_ = lane_ % 4 < 2 ? blocks.tokens + row * blocks.token_stride : blocks.of_strip(channel + lane_ % 2 * 16);
       scales_ += first_k / Shape::kK;
       scales_left_ = stages;
       CUTLASS_PRAGMA_UNROLL
@@ -236,13 +236,13 @@ class MmaPackedWgmmaSs {
       --scales_left_;
     }
 
-    /// The factors of the next stage's sums, of the lane's rows g and g + 8.
-    CUTLASS_DEVICE Array<float, 2> take_scales() {
-      Array<float, 2> factors{};
+    /// The factors of the next stage's sums, [even or odd strip of 16 channels][row g or g + 8].
+    CUTLASS_DEVICE Array<float, 4> take_scales() {
+      Array<float, 4> factors{};
       if constexpr (kBlockwise) {
-        float const of_channels = __shfl_sync(~0u, scale_[0], 2, 4);
-        factors[0] = __shfl_sync(~0u, scale_[0], 0, 4) * of_channels;
-        factors[1] = __shfl_sync(~0u, scale_[0], 1, 4) * of_channels;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 4; ++i)
+          factors[i] = __shfl_sync(~0u, scale_[0], i % 2, 4) * __shfl_sync(~0u, scale_[0], 2 + i / 2, 4);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 1; i < kAhead; ++i) scale_[i - 1] = scale_[i];
         request_scale(kAhead - 1);
