@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -176,6 +177,7 @@ def sweep_command(
             raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
         name = torch.cuda.get_device_name()
         mine, done = parsed(lambda: (sweep.read(json_path[0], name), sweep.read_all(json_path, name)))
+        begin = time.monotonic()
         if compilers > 0:
             sweep.compile_kernels(peer, kinds, sweep.unfinished(kinds, layers, m, done["rows"]), m, compilers)
         bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics, rounds=rounds))
@@ -183,7 +185,8 @@ def sweep_command(
         def save(fresh: list[Row]) -> None:
             sweep.continued(mine, bench.report(fresh)).write(json_path[0], None)
 
-        cells = sweep.run(bench, kinds, layers, m, done["rows"], seconds)
+        left = max(0.0, seconds - (time.monotonic() - begin))
+        cells = sweep.run(bench, kinds, layers, m, done["rows"], left)
         fresh = _collect(cells, len(layers) * len(kinds) * len(m), at_most_every(sweep.SAVE_SECONDS, save))
         save(fresh)
     found = parsed(lambda: sweep.read_all(json_path))
