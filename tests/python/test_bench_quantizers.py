@@ -86,7 +86,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "layer_of", lambda scheme, shape, rows: BlockwiseLayer(scheme, shape, rows, "cpu"))
     monkeypatch.setattr(gpu, "Graph", _Graph)
     monkeypatch.setattr(gpu, "outputs", lambda m, n, dtype: [torch.empty(m, n, dtype=dtype) for _ in range(2)])
-    monkeypatch.setattr(gpu, "measure", lambda graphs: [Sample([1e-6 * i] * 3) for i, _ in enumerate(graphs, start=1)])
+    monkeypatch.setattr(gpu, "measure", lambda graphs, rounds: [Sample([1e-6 * i]) for i in range(1, len(graphs) + 1)])
 
 
 @pytest.mark.usefixtures("no_gpu_needed")

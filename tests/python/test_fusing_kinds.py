@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 from tests.python.eight_bit import needs_instructions
-from tests.python.models.test_block_fusing import prompt, tiny
+from tests.python.models.test_block_fusing import dense, prompt, tiny
 from tests.python.modules import assert_same_state, randn, random_linear, snapshot
 from torch import Tensor, nn
 
@@ -261,7 +261,9 @@ def test_outputs_and_gates_on_a_gpu(scheme: Any, m: int, seed: int) -> None:
     a = randn(m, K, seed=seed).to("cuda", torch.float16)
     for out, wanted in zip(outputs(fused(model), a), outputs(model, a), strict=True):
         testing.assert_equal(out, wanted)
-    pair = layers(scheme, seed, {"gate_proj": 384, "up_proj": 384}).cuda()
+    # Blocks of 128 that gate and up have by themselves. Of fp8 by rows few channels take one kernel, together or not.
+    channels = 384 if isinstance(scheme, Blockwise) else 128
+    pair = layers(scheme, seed, {"gate_proj": channels, "up_proj": channels}).cuda()
     together = fused(pair)
     product, (gate, up) = together["gate_proj"].product, outputs(pair, a)
     assert product.interleave()
@@ -287,8 +289,10 @@ def test_blocks_on_a_gpu_have_the_gate_in_their_product(scheme: Any, seed: int) 
         a = randn(5, first.in_features, seed=seed).to("cuda", torch.float16)
         assert_gated(first.product.gated(a, "silu_mul"), first(a), second(a), 1e-3)
     assert_same_state(together, snapshot(model))
-    expected = model(ids).logits
-    assert float((together(ids).logits - expected).norm() / expected.norm()) < 0.1  # rounding decides codes
+    # Rounding decides codes of activations: the two differ from one another as much as each does from exact ones.
+    exact = dense(model, torch.float32)(ids).logits
+    found, expected = (float((each(ids).logits - exact).norm() / exact.norm()) for each in (together, model))
+    assert found < 1.5 * expected
 
 
 def test_blocks_of_the_last_layer_may_be_cut(seed: int) -> None:
