@@ -19,8 +19,8 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
   using Element = decltype(element_of<kType>());
   static constexpr Kind kKind = {kType, kPacking, kMode};
 
-  /// kExperts: for their rows, where the kernel converts weights.
-  template <int kIndex, bool kExperts = false>
+  /// kExperts: for their rows, where the kernel converts weights. kTurns: of blocks, for gate and up in turns.
+  template <int kIndex, bool kExperts = false, bool kTurns = false>
   struct MainloopOf {
     static constexpr Tactic kTactic = kTactics[kIndex];
     static constexpr int kWarpgroups = kTactic.warps / 4 - 1;
@@ -38,16 +38,17 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     };
     template <class Unused>
     struct MmaOf<Packing::kW8A8, Unused> {
-      using Type = cutlass::gemm::threadblock::MmaPackedWgmmaSs<Shape, kTactic.warp_channels, kStages, Element, kMode>;
+      using Type =
+          cutlass::gemm::threadblock::MmaPackedWgmmaSs<Shape, kTactic.warp_channels, kStages, Element, kMode, kTurns>;
     };
     using Mma = typename MmaOf<kPacking>::Type;
     static constexpr int kSharedMemory = shared_memory_bytes(kTactic, kKind, kTactic.tokens, kExperts);
     static_assert(Mma::kThreads == kTactic.threads());
   };
 
-  template <int kIndex>
-  struct Configuration : MainloopOf<kIndex> {
-    using Base = MainloopOf<kIndex>;
+  template <int kIndex, bool kTurns = false>
+  struct Configuration : MainloopOf<kIndex, false, kTurns> {
+    using Base = MainloopOf<kIndex, false, kTurns>;
     using Base::kTactic, Base::kSharedMemory, typename Base::Mma, typename Base::Shape;
     using Kernel = cutlass::gemm::kernel::PackedGemmWgmma<Mma>;
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "footprint.h states what the kernel uses");
@@ -195,9 +196,16 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
 
   template <int kIndex>
   static constexpr LaunchFunction entry() {
-    if constexpr (is_wgmma(kTactics[kIndex].mainloop) && is_compiled(kTactics[kIndex], kKind))
+    if constexpr (!is_wgmma(kTactics[kIndex].mainloop) || !is_compiled(kTactics[kIndex], kKind))
+      return nullptr;
+    else if constexpr (is_blockwise(kMode))
+      return [](Launch const& launch, cudaStream_t stream) {
+        auto const run = launch.blocks.up_offset != 0 ? launch_configuration<Impl, Configuration<kIndex, true>>
+                                                      : launch_configuration<Impl, Configuration<kIndex>>;
+        run(launch, stream);
+      };
+    else
       return launch_configuration<Impl, Configuration<kIndex>>;
-    return nullptr;
   }
 };
 
