@@ -179,7 +179,7 @@ class Bench:
             except Skip as skip:
                 self._skip(key, f"{layer.scheme.name}: {skip}")
             except Exception as error:
-                self._skip(key, f"{layer.name} M={m}: {reason(error)}")
+                self._skip(key, f"{layer.name}, some or all M: {reason(error)}")
         graphs = [entry.graph for group in entries.values() for entry in group]
         samples = iter(measure(graphs, rounds=options.rounds))
         timed = {key: [(entry, next(samples)) for entry in group] for key, group in entries.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from bench import peers
-from bench.report import Column, Report, Row, markdown_table
+from bench.report import Column, Report, Row, is_compressed, markdown_table
 from bench.timing import Sample
 
 TITLE: Final = "GPU kernels"
@@ -187,14 +188,14 @@ def joined(facts: Row, more: Row) -> Row:
 
 
 def read(path: Path) -> Row:
-    """What `python -m bench gpu --json` wrote: the facts and the rows.
+    """What `python -m bench gpu --json` wrote, compressed or not: the facts and the rows.
 
     Raises:
         ValueError: the file is something else.
     """
     try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        content = json.loads(gzip.decompress(path.read_bytes()) if is_compressed(path) else path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{path}: expected JSON from `python -m bench gpu --json`: {error}") from error
     if not isinstance(content, dict) or content.get("title") != TITLE or "rows" not in content:
         raise ValueError(f"{path}: expected a file that `python -m bench gpu --json` wrote")

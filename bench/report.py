@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return "; ".join(map(_text, value))
     return str(value)
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix == ".gz"
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,12 @@ class Report:
         return "\n\n".join([*parts, everything]) + "\n"
 
     def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
-        """Writes the files asked for; makes their folders."""
+        """Writes the files asked for, compressed where a name ends with .gz; makes their folders."""
         for path in filter(None, (json_path, markdown_path)):
             path.parent.mkdir(parents=True, exist_ok=True)
         if json_path is not None:
             content = {"title": self.title, "facts": self.facts, "rows": self.rows}
-            json_path.write_text(json.dumps(content, indent=1) + "\n")
+            text = json.dumps(content, indent=1) + "\n"
+            json_path.write_bytes(gzip.compress(text.encode(), mtime=0) if is_compressed(json_path) else text.encode())
         if markdown_path is not None:
             markdown_path.write_text(self.markdown())

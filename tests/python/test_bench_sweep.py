@@ -132,6 +132,19 @@ def test_parts_are_reported_together(tmp_path: Path) -> None:
     assert "2 of " in result.stdout
 
 
+def test_rows_may_be_compressed(tmp_path: Path) -> None:
+    path, fresh = tmp_path / "sweep.json.gz", gpu_report.report({"GPU": "NVIDIA H200"}, [_row("64x64", 2, 1.0)])
+    fresh.write(path, None)
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    assert sweep.read(path) == {"title": gpu_report.TITLE, "facts": fresh.facts, "rows": fresh.rows}
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(ValueError, match=r"sweep\.json\.gz: expected JSON"):
+        sweep.read(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"sweep\.json\.gz: expected JSON"):
+        sweep.read(path)
+
+
 def test_every_second_random_layer_judges_what_is_fitted_to_others() -> None:
     names = [f"{n}x{k}" for n, k in sweep.random_layers(100, seed=3)]
     kept = sweep.held_out(100, seed=3)
