@@ -191,7 +191,7 @@ def run_script(repository: Path, folder: Path, where: Path, environment: dict[st
         text=True,
         cwd=where,
         check=False,
-        env=os.environ | environment,
+        env=os.environ | environment | {"PYTHONFAULTHANDLER": "1"},  # a crash tells where
         timeout=300,
     )
     assert run.returncode == 0, run.stderr
