@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +196,7 @@ def read(path: Path) -> Row:
     """
     try:
         content = json.loads(gzip.decompress(path.read_bytes()) if is_compressed(path) else path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, gzip.BadGzipFile, EOFError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path}: expected JSON from `python -m bench gpu --json`: {error}") from error
     if not isinstance(content, dict) or content.get("title") != TITLE or "rows" not in content:
         raise ValueError(f"{path}: expected a file that `python -m bench gpu --json` wrote")

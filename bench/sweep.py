@@ -175,16 +175,15 @@ def read(path: Path, gpu: str | None = None) -> Row:
 
 
 def read_all(paths: Sequence[Path], gpu: str | None = None) -> Row:
-    """The same of several files, parts of one sweep.
+    """The same of several files, parts of one sweep; of a cell that two have, the later one's rows.
 
     Raises:
         ValueError: a file is something else, or of another GPU.
     """
-    found = [read(path, gpu) for path in paths]
-    facts: Row = {}
-    for content in found:
-        facts = gpu_report.joined(facts, content["facts"])
-    return {"facts": facts, "rows": [row for content in found for row in content["rows"]]}
+    for path in paths:
+        read(path, gpu)
+    report = gpu_report.merge([path for path in paths if path.exists()])
+    return {"facts": report.facts, "rows": report.rows}
 
 
 def continued(before: Row, fresh: Report) -> Report:

@@ -127,6 +127,10 @@ def test_parts_are_reported_together(tmp_path: Path) -> None:
     found = sweep.read_all([first, second, none])
     assert found["facts"]["commit"] == "1234567 | 89abcde"
     assert [row["shape"] for row in found["rows"]] == ["64x64", "128x64"]
+    again = tmp_path / "again.json"
+    write(again, [_row("64x64", 1, 1.0, cublas=3.0)])
+    assert [row["qcutlass_us"] for row in sweep.read_all([first, again])["rows"]] == [1.0]
+    assert sweep.read_all([none]) == {"facts": {}, "rows": []}
     result = CliRunner().invoke(app, ["sweep", "--seconds", "0", "--json", str(first), "--json", str(second)])
     assert result.exit_code == 0
     assert "2 of " in result.stdout
@@ -137,12 +141,11 @@ def test_rows_may_be_compressed(tmp_path: Path) -> None:
     fresh.write(path, None)
     assert path.read_bytes()[:2] == b"\x1f\x8b"
     assert sweep.read(path) == {"title": gpu_report.TITLE, "facts": fresh.facts, "rows": fresh.rows}
-    path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(ValueError, match=r"sweep\.json\.gz: expected JSON"):
-        sweep.read(path)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"sweep\.json\.gz: expected JSON"):
-        sweep.read(path)
+    whole = path.read_bytes()
+    for damaged in (whole[:20], whole[:15] + b"\xff" * 30 + whole[45:], b"{}"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"sweep\.json\.gz: expected JSON"):
+            sweep.read(path)
 
 
 def test_every_second_random_layer_judges_what_is_fitted_to_others() -> None:

@@ -194,8 +194,8 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
 
   int const family = family_index(problem.kind);
   static std::atomic<bool> used[2][kMaxDevices][kFamilyCount][kTacticCount];
-  bool const other = problem.grouped || a.blocks.up_offset != 0;  // kernels, by the same tactic
-  std::atomic<bool>& seen = used[other][device][family][tactic];
+  bool const second = problem.grouped || a.blocks.up_offset != 0;  // for which the tactic has another kernel
+  std::atomic<bool>& seen = used[second][device][family][tactic];
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
   launch.sm_count = traits.sm_count;

@@ -140,7 +140,8 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
   double const issued = warpgroups(t) * (slice + promotions);
   double stage = t.slices * std::hypot(mmas, issued);
   if (makes_operands(kind.packing, kind.mode)) {
-    // Three warps make operands, each those of a row in turn, which it stores when a place of the ring is free.
+    // Three warps make operands, each those of a row in turn, which it stores when a place of the ring is free. The
+    // time that a stage waits for them was fitted when a warp made all of its rows.
     constexpr int kOperandWarps = 3, kItemChannels = 256;
     bool const by_pairs = p.weights.granularity != Granularity::kGroup || p.weights.group % 32 == 0;
     int const row_k = by_pairs && p.k % 32 == 0 ? 32 : 16;

@@ -70,7 +70,7 @@ class OperandProducer {
   /// row, or of two.
   static constexpr int kVector = 4, kRowLanes = kChannels / 8, kWarpRows = 32 / kRowLanes;
   static_assert(kRowLanes * kWarpRows == 32);
-  static_assert(!kTakesLevels || qcutlass::kSuperBlockStep % kStageK == 0, "a warp's rows have one super-block");
+  static_assert(!kTakesLevels || qcutlass::kSuperBlockStep % (2 * kRowK) == 0, "a row of scales has one super-block");
 
   /// Numbers of both halves of a lane's channels as they are stored, at the beginning of each; integers of two levels
   /// have the numbers of their super-block behind them.
