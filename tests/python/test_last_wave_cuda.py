@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.wgmma_products import PRODUCTS, on_gpu
+from tests.python.wgmma_products import PRODUCTS, Product, on_gpu, product
 from torch import Tensor
 
 from qcutlass import testing
@@ -57,3 +57,35 @@ def test_the_last_tiles_are_shared_and_no_others(name: str, size: str, split_k: 
             if "int8" in name:
                 ledger.equal(out, expected, f"{name}: {tactic}, exact sums shared by {split_k}")
     assert partly, "no tactic has a last wave"
+
+
+FLOAT_OUTPUTS = ("4 by 8 bits", "4 by fp8")  # of these products, where one rounding more or less is seen
+
+
+def of_one_row(found: Product, name: str, **forced: Any) -> tuple[Tensor, ...]:
+    """The outputs where all rows are the first one."""
+    whole, options = found.whole, {"out_dtype": torch.float32} if name in FLOAT_OUTPUTS else {}
+    names = [each for each in (*whole.description.of_rows, whole.activations) if each in whole.operands]
+    same = {each: whole.operands[each][:1].expand_as(whole.operands[each]).contiguous() for each in names}
+    return whole.outs(**same, **options, **forced)
+
+
+def rows_differ(out: Tensor) -> bool:
+    return not torch.equal(out, out[:1].expand_as(out))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_equal_rows_have_equal_bits_on_the_cpu(name: str) -> None:
+    assert not any(map(rows_differ, of_one_row(product(name, (70, 128, 384), "cpu"), name, batch_invariant=True)))
+    assert any(map(rows_differ, product(name, (70, 128, 384), "cpu").whole.outs()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_row_has_the_same_bits_at_every_place_of_a_shared_tile(name: str, ledger: Any) -> None:
+    """Whichever block of a cluster finishes it, and whichever lane."""
+    found, tactics = on_gpu(name, (300, 520, 3104))
+    for tactic in tactics:
+        for split_k in (1, 2, 3, 5, 6):
+            for out in of_one_row(found, name, tactic=tactic, split_k=split_k):
+                ledger.equal(out, out[:1].expand_as(out), f"{name}: {tactic}, K shared by {split_k}")
