@@ -68,32 +68,6 @@ struct Waves {
   }
 };
 
-/// The slowest of: distinct bytes through DRAM, all bytes through L2, the copy rings' bytes in flight.
-double load(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
-  Operand const& w = p.weights;
-  int const bits = p.kind.weight_bits();
-  int64_t const tile_rows = p.grouped ? layout::ceil_div(p.m, p.token_tiles(t.tokens)) : p.m;
-  double const rows = static_cast<double>(std::min<int64_t>(tile_rows, t.tokens));  // no more are read
-  int const stage_k = t.stage_k(p.kind.packing), activation_size = p.kind.activation_bytes();
-  double const weight_bytes = t.channels * stage_k * bits / 8.0;
-  int const scale_size = p.kind.converts() ? size_of(w.scale_type) + size_of(w.zero_type) : 0;
-  int64_t const group = w.granularity == Granularity::kGroup ? w.group : p.k;
-  double const scale_bytes = t.channels * std::ceil(stage_k / static_cast<double>(group)) * scale_size;
-  constexpr int kSector = 32;  // what L2 sends for the scale of a token's block
-  double const block_bytes = is_blockwise(p.kind.mode) ? rows * kSector * (stage_k / kStreamK) : 0;
-  double const stage = weight_bytes + scale_bytes + block_bytes + rows * stage_k * activation_size;
-  double const distinct =
-      static_cast<double>(p.matrices()) * static_cast<double>(p.n) * static_cast<double>(p.k) * bits / 8 +
-      static_cast<double>(p.m) * static_cast<double>(p.k * activation_size + p.n * size_of(p.output.type));
-  double const in_flight = std::min(waves.resident, waves.busiest) * (stages_of(t, p.kind) - 1) * stage;
-  double const latency = is_wgmma(t.mainloop) ? model.costs.wgmma.latency : model.mainloop(t).latency;
-  double const from_l2 = stage - weight_bytes * (1 - 1.0 / waves.sharers);
-  double const again = std::max(0.0, waves.blocks * waves.stages * from_l2 - distinct);
-  return std::max({(distinct + model.mainloop(t).reread * again) / (model.dram * 1e6),
-                   waves.blocks * waves.stages * from_l2 / (model.l2 * 1e6),
-                   waves.busiest * waves.stages * stage / in_flight * latency});
-}
-
 /// Instructions per A register (two weights, or four of 8 bits) of the converters, broadcasting folded: see
 /// cutlass_ext/arch/dequantize.h and byte_difference.h.
 double convert_instructions(Kind const& kind, bool scales) {
@@ -168,10 +142,9 @@ double scalings_a_step(Problem const& p) {
   return p.weights.scale_type == DType::kFloat8E8M0 && by_pairs ? 0.5 : 6;
 }
 
-/// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
-double compute(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
+/// Clocks of a warp's slice of k in the loops of mma.sync.
+double slice_clocks(Problem const& p, Model const& model, Tactic const& t) {
   Kind const& kind = p.kind;
-  if (is_wgmma(t.mainloop)) return wgmma_compute(p, model.costs.wgmma, t, waves);
   MmaSyncCosts const& costs = model.mainloop(t);
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
   double const converting = 4 * convert_instructions(kind, rounds_weights(t, kind)) * model.costs.alu;
@@ -181,10 +154,45 @@ double compute(Problem const& p, Model const& model, Tactic const& t, Waves cons
   double promotions = kind.is_promoted() ? slice_k / promoted_k(kind.mode) * accumulators : 0;
   if (kind.mode != ScaleMode::kNative && scales_sums(t, kind))
     promotions = slice_k / step_k(kind.packing) * scalings_a_step(p) * accumulators;
-  double const slice =
-      static_cast<double>(slice_k) / step_k(kind.packing) * step + promotions * model.costs.promotion + costs.slice;
+  return static_cast<double>(slice_k) / step_k(kind.packing) * step + promotions * model.costs.promotion + costs.slice;
+}
+
+/// The slowest of: distinct bytes through DRAM, all bytes through L2, the copy rings' bytes in flight.
+double load(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
+  Operand const& w = p.weights;
+  int const bits = p.kind.weight_bits();
+  int64_t const tile_rows = p.grouped ? layout::ceil_div(p.m, p.token_tiles(t.tokens)) : p.m;
+  double const rows = static_cast<double>(std::min<int64_t>(tile_rows, t.tokens));  // no more are read
+  int const stage_k = t.stage_k(p.kind.packing), activation_size = p.kind.activation_bytes();
+  double const weight_bytes = t.channels * stage_k * bits / 8.0;
+  int const scale_size = p.kind.converts() ? size_of(w.scale_type) + size_of(w.zero_type) : 0;
+  int64_t const group = w.granularity == Granularity::kGroup ? w.group : p.k;
+  double const scale_bytes = t.channels * std::ceil(stage_k / static_cast<double>(group)) * scale_size;
+  constexpr int kSector = 32;  // what L2 sends for the scale of a token's block
+  double const block_bytes = is_blockwise(p.kind.mode) ? rows * kSector * (stage_k / kStreamK) : 0;
+  double const stage = weight_bytes + scale_bytes + block_bytes + rows * stage_k * activation_size;
+  double const distinct =
+      static_cast<double>(p.matrices()) * static_cast<double>(p.n) * static_cast<double>(p.k) * bits / 8 +
+      static_cast<double>(p.m) * static_cast<double>(p.k * activation_size + p.n * size_of(p.output.type));
+  double const in_flight = std::min(waves.resident, waves.busiest) * (stages_of(t, p.kind) - 1) * stage;
+  double latency = is_wgmma(t.mainloop) ? model.costs.wgmma.latency : model.mainloop(t).latency;
+  // A place is requested anew when its warps are done with it; rings of two stages wait for that. What the constants of
+  // other modes were fitted to has it in them.
+  if (t.mainloop == Mainloop::kStream && t.stages == 2 && p.kind.mode == ScaleMode::kNative)
+    latency += slice_clocks(p, model, t) / (model.clock * 1e3);
+  double const from_l2 = stage - weight_bytes * (1 - 1.0 / waves.sharers);
+  double const again = std::max(0.0, waves.blocks * waves.stages * from_l2 - distinct);
+  return std::max({(distinct + model.mainloop(t).reread * again) / (model.dram * 1e6),
+                   waves.blocks * waves.stages * from_l2 / (model.l2 * 1e6),
+                   waves.busiest * waves.stages * stage / in_flight * latency});
+}
+
+/// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
+double compute(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
+  if (is_wgmma(t.mainloop)) return wgmma_compute(p, model.costs.wgmma, t, waves);
+  double const slice = slice_clocks(p, model, t);
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps / 4.0);
-  double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + costs.wait);
+  double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + model.mainloop(t).wait);
   return model.overlapped(t, issued, alone) / (model.clock * 1e3);
 }
 
