@@ -6,7 +6,8 @@
 
 namespace qcutlass {
 
-/// Largest cluster of wgmma kernels; see may_cluster.
+/// Largest cluster of wgmma kernels: blocks have room for each other's sums in all up to this one, not in every one of
+/// 7.
 inline constexpr int kMostWgmmaCluster = 6;
 
 /// k steps from one wait of kWgmmaRs for its MMAs to the next: no more than two sets of their operands A leave
