@@ -12,7 +12,9 @@ from qcutlass import _C
 
 PLAN: Final = Path(__file__).parents[1] / "cpp" / "src" / "plan"
 """The folder of costs.h and gpu_class.h."""
-CLASSES: Final = ("weight_only", "eight_by_eight", "blockwise", "scaled_groups", "float_scales", "minimums")
+CLASSES: Final = (
+    "weight_only", "eight_by_eight", "blockwise", "four_by_eight", "scaled_groups", "float_scales", "minimums",
+)  # fmt: skip
 """Classes of products; the costs of each are what the function `<class>_costs` of costs.h returns."""
 RATES: Final = ("dram", "l2", "mma")
 """Rates in gpu_class.h that costs.h has factors on: both act on times in the same way."""
@@ -20,8 +22,10 @@ RATES: Final = ("dram", "l2", "mma")
 Values: TypeAlias = Mapping["Number", float]
 
 _FUNCTION: Final = re.compile(r"^constexpr (\w+)Costs (\w+_costs)\(\) \{\n(.*?)^\}\n", re.MULTILINE | re.DOTALL)
-_PREFIXES: Final = {"Product": "", "Wgmma": "wgmma."}
-_STATEMENT: Final = re.compile(r"^  (?:\w+ )?c(?:\.([\w.]+))? = (?:(\w+)\(\)|([-+.\de]+));$", re.MULTILINE)
+_PREFIXES: Final = {"Product": "", "Wgmma": "wgmma"}
+_STATEMENT: Final = re.compile(
+    r"^  (?:\w+ )?c(?:\.([\w.]+))? = (?:(\w+)\(\)(?:\.([\w.]+))?|([-+.\de]+));", re.MULTILINE
+)
 _ROW: Final = re.compile(r"^ +gpu\((\d+)\).*$", re.MULTILINE)
 
 
@@ -66,8 +70,8 @@ def written(value: float) -> str:
 class CostLines:
     """The numbers of costs.h and gpu_class.h.
 
-    A class's function may begin with another one's costs, and take its wgmma costs from a third: a number is seen by
-    every class that does not replace it.
+    A class's function may begin with another one's costs, and take its wgmma costs, or a field, from a third: a number
+    is seen by every class that does not replace it.
 
     Attributes:
         numbers: those of costs.h in its order, then those of RATES in each row of gpu_class.h.
@@ -81,19 +85,22 @@ class CostLines:
         self.numbers: Final[list[Number]] = []
         self._functions: Final[dict[str, tuple[int, int]]] = {}
         fields: dict[str, dict[str, Number]] = {}
+        prefixes: dict[str, str] = {}
         for function in _FUNCTION.finditer(self._costs):
             kind, name, _ = function.groups()
             self._functions[name] = function.span()
-            found = fields[name] = {}
+            found, prefixes[name] = {}, _PREFIXES[kind]
             for line in _STATEMENT.finditer(self._costs, function.start(3), function.end(3)):
-                field, base, text = line.groups()
-                if base is not None:  # replaces all, or all of a main loop
-                    kept = {f: one for f, one in found.items() if field and not f.startswith(f"{field}.")}
-                    found = fields[name] = kept | fields[base]
+                field, base, member, text = line.groups()
+                to = _path(prefixes[name], field)
+                if base is not None:  # replaces all, all of a main loop, or one
+                    found = {f: one for f, one in found.items() if not _within(f, to)}
+                    source = _path(prefixes[base], member)
+                    found |= {to + f[len(source) :]: one for f, one in fields[base].items() if _within(f, source)}
                 else:
-                    field = _PREFIXES[kind] + field
-                    found[field] = Number(name, field, text, line.start(3))
-                    self.numbers.append(found[field])
+                    found[to] = Number(name, to, text, line.start(4))
+                    self.numbers.append(found[to])
+            fields[name] = found
         self.lines_of: Final = {name: fields.get(f"{name}_costs", {}) for name in CLASSES}
         self._bases: Final = {name: _C.costs(name) for name in CLASSES}
         for name in CLASSES:
@@ -141,6 +148,15 @@ class CostLines:
                 inside = [one for one in self.numbers if one.place == name]
                 parts.append(_replaced(self._gpus, row.span(), inside, values))
         return "\n".join(parts).splitlines()
+
+
+def _path(*names: str | None) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _within(field: str, path: str) -> bool:
+    """Whether a field is what a path names, or in it; all fields are in the empty one."""
+    return not path or field == path or field.startswith(f"{path}.")
 
 
 def _replaced(source: str, span: tuple[int, int], numbers: Sequence[Number], values: Values) -> str:

@@ -25,7 +25,7 @@ from qcutlass import _C, blockwise
 
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096))
 MS = (1, 16, 96, 512)
-SCHEMES = ("w4a16_g128", "w8a8", "blockwise", "mxfp4", "w4a16_g32_real", "q4_k")  # one of each class
+SCHEMES = ("w4a16_g128", "w8a8", "blockwise", "w4a8_g128", "mxfp4", "w4a16_g32_real", "q4_k")  # one of each class
 NOISE = 0.01
 OFF = 1.25  # how far the constants that times are made of are from those of costs.h, up or down
 
@@ -51,8 +51,13 @@ def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Expla
             scales, zeros = (meta(k // 32, n, dtype=torch.float16) for _ in range(2))
             return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, zeros)
         return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, meta(k // 128, n, dtype=torch.float16))
+    f32 = torch.float32
+    if scheme == "w4a8_g128":
+        packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.uint8), bits=4, activations="fp8")
+        scales, a = meta(k // 128, n, dtype=torch.float16), meta(m, k, dtype=torch.float8_e4m3fn)
+        return functools.partial(qcutlass.explain, qcutlass.gemm_w4a8, a, packed, meta(m, dtype=f32), scales)
     packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.int8), bits=8, activations="int8")
-    a, f32 = meta(m, k, dtype=torch.int8), torch.float32
+    a = meta(m, k, dtype=torch.int8)
     if scheme == "w8a8":
         options: dict[str, Any] = {"bias": meta(n, dtype=torch.bfloat16), "out_dtype": torch.bfloat16}
         a_scale, w_scale = meta(m, dtype=f32), meta(n, dtype=f32)
@@ -141,6 +146,7 @@ def test_a_number_reaches_every_class_that_does_not_replace_it(lines: CostLines)
         "weight_only": {("block", 2.0), ("exposed", 3.0)},
         "eight_by_eight": {("block", 2.0), ("wgmma.clock", 1.0)},
         "blockwise": {("block", 2.0), ("wgmma.clock", 1.0)},
+        "four_by_eight": {("block", 2.0), ("exposed", 3.0)},
         "scaled_groups": {("block", 2.0)},
         "float_scales": set(),
         "minimums": set(),
@@ -250,7 +256,7 @@ def test_without_iterations_the_lines_are_those_of_today(lines: CostLines, synth
     code = "\n".join(report.summary[list(report.summary).index("") + 1 :])
     source = (PLAN / "costs.h").read_text()
     assert all(f"{function}\n}}\n" in source for function in code.removesuffix("\n}").split("\n}\n\n"))
-    assert code.count("constexpr") == 7
+    assert code.count("constexpr") == 8
     for today, after in zip(report.rows[::2], report.rows[1::2], strict=True):
         assert today | {"when": ""} == after | {"when": ""}
 

@@ -215,7 +215,8 @@ class Int4Case:
         g = torch.Generator(device).manual_seed(seed)
         a = torch.randn(self.m, self.k, generator=g, device=device)
         largest = 127 if self.dtype == torch.int8 else 448
-        a = a * (largest / max(1.0, float(a.abs().max()) if a.numel() else 1.0))
+        if a.numel():
+            a = a * (largest / a.abs().max().clamp(min=1))
         a = a.round() if self.dtype == torch.int8 else a
         if a.numel() and self.dtype == torch.int8:
             a.view(-1)[0] = -128
