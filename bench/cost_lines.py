@@ -89,7 +89,8 @@ class CostLines:
         for function in _FUNCTION.finditer(self._costs):
             kind, name, _ = function.groups()
             self._functions[name] = function.span()
-            found, prefixes[name] = {}, _PREFIXES[kind]
+            prefixes[name] = _PREFIXES[kind]
+            found: dict[str, Number] = {}
             for line in _STATEMENT.finditer(self._costs, function.start(3), function.end(3)):
                 field, base, member, text = line.groups()
                 to = _path(prefixes[name], field)
