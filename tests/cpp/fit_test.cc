@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "plan/footprint.h"
 #include "plan/gpu_class.h"
 #include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
@@ -64,6 +65,20 @@ TEST(CheckPlan, RefusesKindsWithoutSuchAKernel) {
         refused += !has;
         EXPECT_TRUE(has || !fits(other, kH200Wgmma, c.plan)) << c.plan.tactic;
       }
+  EXPECT_GT(refused, 0);
+}
+
+TEST(CheckPlan, ClustersHaveRoomForWhatTheyExchange) {
+  int refused = 0;
+  for (GemmArguments const& a : products_of_every_kind(200, 1024, 16384))
+    for (GemmArguments const& other : products_of_every_kind(200, 1024, 16384))
+      for (int blocks : {5, 6})
+        for (Candidate const& c : candidates_by(a, kH200Wgmma, blocks)) {
+          Tactic const& t = kTactics[c.plan.row];
+          if (!c.plan.cluster || !is_wgmma(t.mainloop) || may_cluster(t, make_problem(other).kind, blocks)) continue;
+          refused += has_kernel(make_problem(other), t);
+          EXPECT_FALSE(fits(other, kH200Wgmma, c.plan)) << c.plan.tactic << " by " << blocks;
+        }
   EXPECT_GT(refused, 0);
 }
 

@@ -88,14 +88,50 @@ TEST(SelectInvariant, TakesWhatIsForcedIfItIsInvariant) {
     EXPECT_EQ(all[0].plan.tactic, t.name);
     EXPECT_EQ(select(a, gpu, t.name, 2).split_k, 2);
     if (t.wgmma) {
-      Plan const plan = select(a, gpu, t.name, kMostWgmmaCluster);
-      EXPECT_TRUE(plan.cluster) << "one kernel adds and finishes sums";
-      EXPECT_EQ(plan.shared_channel + plan.shared_token, 0) << "all tiles share k, whatever their number";
+      Tactic const& tactic = kTactics[all[0].plan.row];
+      for (int blocks = 2; blocks <= kMostWgmmaCluster; ++blocks) {
+        if (!may_cluster(tactic, make_problem(a).kind, blocks)) {
+          EXPECT_THROW(select(a, gpu, t.name, blocks), Unsupported) << "no room for what they exchange";
+          continue;
+        }
+        Plan const plan = select(a, gpu, t.name, blocks);
+        EXPECT_TRUE(plan.cluster) << "one kernel adds and finishes sums";
+        EXPECT_EQ(plan.shared_channel + plan.shared_token, 0) << "all tiles share k, whatever their number";
+      }
       EXPECT_THROW(select(a, gpu, t.name, kMostWgmmaCluster + 1), Unsupported) << "more than a cluster's blocks";
     }
   }
   EXPECT_EQ(select(a, kH200Wgmma, {}, 4).split_k, 4);
   EXPECT_THROW(select(a, kH200Wgmma, dense_tactic(a), 0, true), Unsupported) << "the order is that of a library";
+}
+
+TEST(SelectInvariant, ClustersHaveRoomForWhatTheyExchange) {
+  for (GemmArguments const& a : kinds(1, 4096, 4096)) {
+    Kind const kind = make_problem(a).kind;
+    for (Tactic const& t : kTactics) {
+      if (!is_wgmma(t.mainloop) || !is_compiled(t, kind)) continue;
+      for (int blocks : {1, 2, 3, 4}) EXPECT_TRUE(may_cluster(t, kind, blocks)) << t.channels << " x " << t.tokens;
+      EXPECT_FALSE(may_cluster(t, kind, kMostWgmmaCluster + 1));
+      // Five blocks of 128 x 256 finish 4 of 16 parts of 8 KB at most, each by the sums of five: 160 KB of a ring.
+      EXPECT_TRUE(t.channels * t.tokens >= 128 * 256 || (may_cluster(t, kind, 5) && may_cluster(t, kind, 6)))
+          << t.channels << " x " << t.tokens;
+    }
+  }
+  Kind const kind = make_problem(weight_only_problem(1, 4096, 4096)).kind;
+  for (Tactic const& t : kTactics) {
+    if (t.mainloop != Mainloop::kWgmmaRs || !is_compiled(t, kind)) continue;
+    EXPECT_EQ(may_cluster(t, kind, 5), t.channels != 128 || t.tokens != 256) << "148 KB";
+    EXPECT_EQ(may_cluster(t, kind, 6), t.channels != 256 || t.tokens != 128) << "177 KB for 192";
+  }
+}
+
+/// Rows of the table whose sums have one order by five and six blocks, of which some have no room for them.
+TEST(SelectInvariant, SharesOfForcedNumbersAreAddedInOneKernel) {
+  for (int64_t m : {1, 256, 1000})
+    for (GemmArguments const& a : kinds(m, 128, 512))
+      for (int blocks = 2; blocks <= kMostWgmmaCluster && has_instructions(a, kH200Wgmma); ++blocks)
+        for (Candidate const& c : candidates_by(a, kH200Wgmma, blocks))
+          EXPECT_TRUE(c.plan.cluster || !is_wgmma(kTactics[c.plan.row].mainloop)) << c.plan.tactic << " by " << blocks;
 }
 
 TEST(SumOrder, IsSharedOnlyByTilesWithTheSameSlices) {

@@ -107,9 +107,11 @@ TEST(Wgmma, SharesKInClustersThatHaveRoomForTheSums) {
   GemmArguments const a = weight_only_problem(128, 512, 32768);
   for (TacticTraits const& t : tactics(a))
     if (t.wgmma) {
-      EXPECT_TRUE(select(a, kH200Wgmma, t.name, 6).cluster) << t.name;
-      EXPECT_FALSE(select(a, kH200Wgmma, t.name, 7).cluster) << t.name;
-      EXPECT_GE(select(a, kH200Wgmma, t.name, 7).workspace_bytes, size_t{7} * 128 * 512 * 4) << t.name;
+      for (int blocks = 2; blocks <= 7; ++blocks) {
+        Plan const plan = select(a, kH200Wgmma, t.name, blocks);
+        EXPECT_EQ(plan.cluster, may_cluster(kTactics[plan.row], make_problem(a).kind, blocks)) << t.name;
+        if (!plan.cluster) EXPECT_GE(plan.workspace_bytes, size_t(blocks) * 128 * 512 * 4) << t.name;
+      }
     }
 }
 

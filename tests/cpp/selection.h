@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "qcutlass/error.h"
 #include "qcutlass/gemm.h"
 
 namespace qcutlass::selection {
@@ -76,6 +77,15 @@ inline std::vector<GemmArguments> products_of_every_kind(int64_t m, int64_t n, i
 
 inline bool has_instructions(GemmArguments const& a, DeviceTraits const& device) {
   return !is_float8(a.a_type) || device.compute_capability >= 89;
+}
+
+/// The candidates of which so many blocks share k; none where nothing may be shared so.
+inline std::vector<Candidate> candidates_by(GemmArguments const& a, DeviceTraits const& device, int blocks) {
+  try {
+    return candidates(a, device, {}, blocks);
+  } catch (Unsupported const&) {
+    return {};
+  }
 }
 
 inline TacticTraits traits_of(GemmArguments const& a, std::string const& name) {

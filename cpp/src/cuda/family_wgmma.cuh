@@ -52,6 +52,12 @@ struct WgmmaFamily<kType, kPacking, kMode>::Impl {
     using Base::kTactic, Base::kSharedMemory, typename Base::Mma, typename Base::Shape;
     using Kernel = cutlass::gemm::kernel::PackedGemmWgmma<Mma>;
     static_assert(sizeof(typename Kernel::SharedStorage) == kSharedMemory, "footprint.h states what the kernel uses");
+    static constexpr bool has_room_to_exchange() {
+      for (int blocks = 2; blocks <= kMostWgmmaCluster; ++blocks)
+        if (may_cluster(kTactic, kKind, blocks) && !Kernel::has_room_to_exchange(blocks)) return false;
+      return true;
+    }
+    static_assert(has_room_to_exchange());
   };
 
   /// Rows of scales or zeros, `channels` by `rows` a box; of experts, each one's apart.

@@ -40,6 +40,7 @@ void check_plan(Problem const& problem, DeviceTraits const& device, Plan const& 
   auto const fits = [&] {
     if (!has_kernel(problem, t) || !fits_output(problem, t) || !fits_grid(problem, t)) return false;
     if (!splittable(problem, t, plan.split_k) || resident_blocks(problem, device, t) == 0) return false;
+    if (plan.cluster && is_wgmma(t.mainloop) && !may_cluster(t, problem.kind, plan.split_k)) return false;
     SharedTiles const shared(problem, device, t, plan.split_k);
     return plan.shared_channel == shared.first_channel && plan.shared_token == shared.first_token &&
            !(plan.cluster && shared.only_last() && !shared.fits_clusters(device.sm_count, plan.split_k));

@@ -86,6 +86,17 @@ constexpr int stages_of(Tactic const& t, Kind const& kind) {
   return stages;
 }
 
+/// Whether so many blocks of a wgmma kernel may be a cluster that shares k: whether the ring has room for the sums that
+/// they exchange, of the parts of the tile that a block finishes. Parts have 16 tokens in kWgmmaRs, where all blocks'
+/// sums of them meet; in kWgmmaSs, whose tiles are smaller, there is always room.
+constexpr bool may_cluster(Tactic const& t, Kind const& kind, int blocks) {
+  if (blocks > kMostWgmmaCluster) return false;
+  if (blocks == 1 || t.mainloop == Mainloop::kWgmmaSs) return true;
+  constexpr int kPartTokens = 16, kSumBytes = 4;
+  int const parts = (t.tokens / kPartTokens + blocks - 1) / blocks;
+  return blocks * parts * t.channels * kPartTokens * kSumBytes <= stages_of(t, kind) * stage_bytes(t, kind, t.tokens);
+}
+
 /// Dynamic shared memory of a block for m rows of activations. `grouped`: those of experts.
 constexpr int shared_memory_bytes(Tactic const& t, Kind const& kind, int64_t m, bool grouped = false) {
   if (is_wgmma(t.mainloop)) return wgmma_shared_memory(t, kind, stages_of(t, kind), grouped);

@@ -6,8 +6,7 @@
 
 namespace qcutlass {
 
-/// Largest cluster of wgmma kernels: blocks have room for each other's sums in all up to this one, not in every one of
-/// 7.
+/// Largest cluster of wgmma kernels; see may_cluster.
 inline constexpr int kMostWgmmaCluster = 6;
 
 /// k steps from one wait of kWgmmaRs for its MMAs to the next: no more than two sets of their operands A leave

@@ -39,7 +39,7 @@ std::string tactic_name(Kind const& kind, Tactic const& t) {
 bool uses_cluster(Problem const& problem, DeviceTraits const& device, Tactic const& t, int split_k) {
   if (split_k == 1 || device.code_capability < 90) return false;
   if (!is_wgmma(t.mainloop)) return split_k <= kMaxCluster;
-  if (split_k > kMostWgmmaCluster) return false;
+  if (!may_cluster(t, problem.kind, split_k)) return false;
   if (problem.one_order) return true;  // one kernel adds and finishes sums, whatever m is
   int const resident = resident_clusters(device.sm_count, split_k);
   SharedTiles const tiles(problem, device, t, split_k);
@@ -116,6 +116,11 @@ bool serves_any_rows(Problem problem, DeviceTraits const& device, Tactic const& 
   return resident_blocks(problem, device, t) > 0 && fits_output(problem, t);
 }
 
+/// Whether a batch-invariant product may share k by so many blocks: those of wgmma do in clusters alone.
+bool shares_in_one_kernel(Problem const& problem, Tactic const& t, int split_k) {
+  return !is_wgmma(t.mainloop) || may_cluster(t, problem.kind, split_k);
+}
+
 /// The order of sums that a batch-invariant product has on a GPU, whatever its rows are: that with the least product of
 /// the predicted times for kRowsOfOrders, each of the order's best tactic. `rows`: of kTactics, those to choose among;
 /// `split_k`: 0, or the only split. Tiles of wgmma share k in clusters alone, whatever m is.
@@ -131,7 +136,7 @@ SumOrder best_order(Problem problem, DeviceTraits const& device, std::vector<int
     std::vector<int> const splits =
         split_k > 0 ? std::vector<int>{split_k} : std::vector<int>(wgmma ? kWgmmaSplits : kSplits);
     for (int split : splits) {
-      if (!splittable(problem, t, split) || (wgmma && split > kMostWgmmaCluster)) continue;
+      if (!splittable(problem, t, split) || !shares_in_one_kernel(problem, t, split)) continue;
       SumOrder const order = sum_order(problem.kind, problem.activation, row, split);
       auto found = std::find_if(choices.begin(), choices.end(), [&](Choice const& c) { return c.order == order; });
       if (found == choices.end())
@@ -169,6 +174,7 @@ std::vector<Candidate> of_one_order(Problem const& problem, DeviceTraits const& 
   std::vector<Candidate> result;
   for (int row : rows)
     if (splittable(problem, kTactics[row], order.split_k) && fits_grid(problem, kTactics[row]) &&
+        shares_in_one_kernel(problem, kTactics[row], order.split_k) &&
         sum_order(problem.kind, problem.activation, row, order.split_k) == order)
       result.push_back(candidate(problem, device, row, order.split_k));
   return result;

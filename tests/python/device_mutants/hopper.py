@@ -12,6 +12,7 @@ RINGS = (tests("test_w8a8_cuda.py", "test_rings_go_round_and_blocks_take_more_ti
 PAIRS = (tests("test_w8a8_cuda.py", "test_rings_go_round_and_blocks_take_more_tiles[dtype0-4]"),)
 IN_BLOCKS = (tactic("blockwise-blocks of 128", "sm90a_n128m128k128_s6"),)
 CLUSTERS = (tests("test_last_wave_cuda.py", "[int8-all in pairs-2]"),)
+CONVERTING_CLUSTERS = (tests("test_last_wave_cuda.py", "[w4a16 bf16, zeros-all in pairs-2]"),)
 THROUGH_MEMORY = (tests("test_last_wave_cuda.py", "[int8-all in pairs-8]"),)
 
 # Both modes of scales, and groups that are not whole stages: every tactic of experts' rows.
@@ -259,8 +260,8 @@ WGMMA_RS = (
         "the bias of channel g + 8 for token 2t + 1",
         "wgmma_rs, epilogue",
         f"{EPILOGUE}/wgmma_epilogue.h",
-        "sums[i] += bias[i / 2 % 2];",
-        "sums[i] += bias[i % 2];",
+        "thread::add_separately(sums[i], of[i / 2 % 2]);",
+        "thread::add_separately(sums[i], of[i % 2]);",
         GROUPED,
         EXPERTS,
     ),
@@ -330,6 +331,24 @@ SHARES_OF_K = (
         "int source = 1;",
         EIGHT_BITS,
         CLUSTERS,
+    ),
+    Mutant(
+        "every part of a block has the sums of its first one",
+        "wgmma_rs, clusters",
+        f"{EPILOGUE}/wgmma_epilogue.h",
+        "slots += kSlotWords;",
+        "slots += 0 * kSlotWords;",
+        GROUPED,
+        CONVERTING_CLUSTERS,
+    ),
+    Mutant(
+        "the second half of a part's sums is not sent",
+        "wgmma_rs, clusters",
+        f"{EPILOGUE}/wgmma_epilogue.h",
+        "      arch::store_to_cluster(address + arch::kWarpgroupThreads * 16, &sums[part * kPartSums + 4]);\n",
+        "",
+        GROUPED,
+        CONVERTING_CLUSTERS,
     ),
     Mutant(
         "shares begin where those before them have not ended",

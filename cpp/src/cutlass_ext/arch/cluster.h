@@ -24,16 +24,24 @@ CUTLASS_DEVICE void cluster_sync() {
 #endif
 }
 
+/// The place in block `rank`'s shared memory that `pointer` has in this block's.
+CUTLASS_DEVICE uint32_t cluster_address(void const* pointer, int rank) {
+  uint32_t address = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
+#endif
+  return address;
+}
+
 /// Four words at the place in block `rank`'s shared memory that `pointer` has in this block's.
 template <class Word>
 CUTLASS_DEVICE Array<Word, 4> load_from_cluster(Word const* pointer, int rank) {
   static_assert(sizeof(Word) == 4);
   uint4 v = make_uint4(0, 0, 0, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(address)
-               : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
+  uint32_t const address = cluster_address(pointer, rank);
   asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address)
@@ -42,16 +50,12 @@ CUTLASS_DEVICE Array<Word, 4> load_from_cluster(Word const* pointer, int rank) {
   return reinterpret_cast<Array<Word, 4> const&>(v);
 }
 
-/// Stores four words at the place in block `rank`'s shared memory that `pointer` has in this block's.
+/// Stores four words at such a place.
 template <class Word>
-CUTLASS_DEVICE void store_to_cluster(uint4* pointer, int rank, Word const* words) {
+CUTLASS_DEVICE void store_to_cluster(uint32_t address, Word const* words) {
   static_assert(sizeof(Word) == 4);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t const* v = reinterpret_cast<uint32_t const*>(words);
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(address)
-               : "r"(cutlass_get_smem_pointer(pointer)), "r"(rank));
   asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]),
                "r"(v[3])
                : "memory");

@@ -63,7 +63,7 @@ class RowEpilogue {
         Sum words[4];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < 4; ++j) words[j] = Sum(sums[index(2 * i + j / 2, half, j % 2)]);
-        arch::store_to_cluster(slot + i * kSlotThreads, owner, words);
+        arch::store_to_cluster(arch::cluster_address(slot + i * kSlotThreads, owner), words);
       }
     }
   }

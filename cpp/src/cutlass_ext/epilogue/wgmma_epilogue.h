@@ -48,26 +48,30 @@ class WgmmaEpilogue {
   /// Requests what the sums of the next tile need: nothing; sums and fragments leave no registers.
   CUTLASS_DEVICE void request(Params const&, int /*channel*/, int /*token*/) {}
 
-  /// Bytes that a block receives when `blocks` of them exchange sums.
-  static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * Shares::most_parts(blocks) * kSlotBytes; }
+  /// Bytes that a block receives when `blocks` of them exchange sums, its own included.
+  static constexpr int exchange_bytes(int blocks) { return blocks * Shares::most_parts(blocks) * kSlotBytes; }
 
   /// Where `blocks` > 1 blocks of a cluster share k, each finishes some parts of the tile, 16 tokens each: sends the
-  /// sums of the others' parts into their memory at `slots`. Before it and after it all threads of the cluster must
-  /// meet.
+  /// sums of all parts to where they are finished, into the memory at `slots`. Before it and after it all threads of
+  /// the cluster must meet. This, and what follows it, runs once a launch: instructions that nobody has fetched yet
+  /// take longer than what they do, so there are few.
   CUTLASS_DEVICE void send(Sums const& sums, uint4* slots, int blocks, int rank) const {
+    uint4* const own = slots + slot(rank, blocks);
+    int owner = 0, index = 0;  // among the owner's parts
     CUTLASS_PRAGMA_UNROLL
     for (int part = 0; part < kParts; ++part) {
-      int const owner = Shares::owner_of(part, blocks);
-      if (owner == rank) continue;
-      uint4* slot = slots + slot_of(part, owner, rank, blocks);
-      arch::store_to_cluster(slot, owner, &sums[part * 8]);
-      arch::store_to_cluster(slot + arch::kWarpgroupThreads, owner, &sums[part * 8 + 4]);
+      uint32_t const address = arch::cluster_address(own + index * kSlotWords, owner);
+      arch::store_to_cluster(address, &sums[part * kPartSums]);
+      arch::store_to_cluster(address + arch::kWarpgroupThreads * 16, &sums[part * kPartSums + 4]);
+      int const next = Shares::owner_of(part + 1, blocks);
+      index = next == owner ? index + 1 : 0;
+      owner = next;
     }
   }
 
-  /// Writes what this block finishes of a tile, which begins at (channel, token), the other blocks' sums added in
-  /// order; all of it if its `rank` among them is negative. `partials`: where to instead of the output, if shares of k
-  /// are added later. `meanwhile`: called once.
+  /// Writes a tile, which begins at (channel, token); what this block finishes of it, all blocks' sums added in order,
+  /// if its `rank` among `blocks` is not negative. `partials`: where to instead of the output, if shares of k are added
+  /// later. `meanwhile`: called once.
   template <class Meanwhile>
   CUTLASS_DEVICE void run(Params const& given, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
                           int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
@@ -75,36 +79,31 @@ class WgmmaEpilogue {
     if constexpr (kScalesTokens) asm volatile("" : "+r"(thread_), "+r"(warpgroup_));  // as opaque() says
     auto const& params = of_this_tile(given);
     channel += warpgroup_ * kChannels;
-    if (rank >= 0) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int part = 0; part < kParts; ++part)
-        if (Shares::owner_of(part, blocks) == rank)
-          add(reinterpret_cast<Sum(&)[8]>(sums[part * 8]), slots, part, blocks, rank);
-    }
+    if (rank >= 0) return run_parts(params, channel, token, slots, blocks, rank);
     if (partials.data != nullptr) {
       store_sums(partials, params.tokens, sums, channel, token);
       return;
     }
     if constexpr (kScalesTokens)
       scale_tokens(sums, token, [&](int row) { return Output::load_token(params, row).scale; });
-    add_bias(params, sums, channel);
+    if (params.bias_type != qcutlass::DType::kNone) Bias(*this, params, channel).add_to(sums);
     if (params.gate == qcutlass::Gate::kNone) thread::activate_all(sums, params.activation);
     if constexpr (Mma::kExperts) scale_rows(params, sums, token);
     if constexpr (kScalesTokens)
       if (params.output_type == qcutlass::DType::kFloat32) {
         if (params.gate != qcutlass::Gate::kNone) multiply_floats(params, sums);
-        store_floats(params, sums, channel, token, [&](int part) { return is_own(part, blocks, rank); });
+        store_floats(params, sums, channel, token);
         return;
       }
     // Neither short tiles nor gates with residuals have code of their own: every copy of the passes is to be compiled.
-    bool const is_whole = kPasses > 2 && rank < 0 && params.vectors, adds = kHasResiduals && params.residual != nullptr;
+    bool const is_whole = kPasses > 2 && params.vectors, adds = kHasResiduals && params.residual != nullptr;
     if (params.gate != qcutlass::Gate::kNone) {
       if (is_whole && !adds)
         store_whole<true, false>(params, sums, channel, token);
       else
-        store<true>(params, sums, channel, token, blocks, rank);
+        store<true>(params, sums, channel, token);
     } else if (!is_whole || (adds && !kWholeResiduals)) {
-      store<false>(params, sums, channel, token, blocks, rank);
+      store<false>(params, sums, channel, token);
     } else if (adds) {
       store_whole<false, kWholeResiduals>(params, sums, channel, token);
     } else {
@@ -114,7 +113,8 @@ class WgmmaEpilogue {
   }
 
  private:
-  static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum));  // sums of a part
+  static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum)), kSlotWords = kSlotBytes / 16;  // a part
+  static constexpr int kPartSums = 8;  // of a thread
 
   /// Whether residuals may follow. They, and gates, find sums that are rounded, as separate operators do.
   static constexpr bool kHasResiduals = !Mma::kExperts;
@@ -131,24 +131,52 @@ class WgmmaEpilogue {
       return (given);
   }
 
-  /// Stores this block's parts, rounded.
+  /// Finishes this block's parts of a tile that blocks share.
+  CUTLASS_DEVICE void run_parts(Params const& params, int channel, int token, uint4 const* slots, int blocks,
+                                int rank) {
+    slots += slot(0, blocks);
+    Bias const bias(*this, params, channel);
+    bool const gated = params.gate != qcutlass::Gate::kNone;
+    int const first = Shares::first_part(rank, blocks);
+    token += first * kPartTokens;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int part = first; part < kParts && Shares::owner_of(part, blocks) == rank; ++part) {
+      Sum sums[kPartSums];
+      add_shares(sums, slots, blocks);
+      if constexpr (kScalesTokens)
+        scale_tokens(sums, token, [&](int row) { return Output::load_token(params, row).scale; });
+      bias.add_to(sums);
+      if (!gated) thread::activate_all(sums, params.activation);
+      auto* const to = storage_.rows[warpgroup_][part % 2];  // where the part before is not
+      if (kScalesTokens && params.output_type == qcutlass::DType::kFloat32) {
+        if (gated) multiply_gates(params, sums, to);
+        store_floats(params, sums, channel, token);
+      } else {
+        transpose(params, sums, to);
+        arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
+        if (gated)
+          store_rows<true>(params, to, channel, token);
+        else
+          store_rows<false>(params, to, channel, token);
+      }
+      slots += kSlotWords;
+      token += kPartTokens;
+    }
+  }
+
+  /// Stores all parts, rounded.
   template <bool kGated>
-  CUTLASS_DEVICE void store(Params const& params, Sums const& sums, int channel, int token, int blocks,
-                            int rank) const {
+  CUTLASS_DEVICE void store(Params const& params, Sums const& sums, int channel, int token) const {
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      bool mine[kPassParts];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPassParts; ++i) {
-        mine[i] = is_own(pass * kPassParts + i, blocks, rank);
-        if (mine[i]) transpose(params, sums, pass, i);
-      }
+      for (int i = 0; i < kPassParts; ++i) transpose(params, part_of(sums, pass, i), rows(pass) + i * kPartTokens);
       // One barrier is enough, since a buffer is written again only after the next one, in the next tile too.
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPassParts; ++i) {
-        if (mine[i]) store_rows<kGated>(params, pass, i, channel, token);
-      }
+      for (int i = 0; i < kPassParts; ++i)
+        store_rows<kGated>(params, rows(pass) + i * kPartTokens, channel,
+                           token + (pass * kPassParts + i) * kPartTokens);
     }
   }
 
@@ -182,7 +210,7 @@ class WgmmaEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPassParts; ++i) transpose(params, sums, pass, i);
+      for (int i = 0; i < kPassParts; ++i) transpose(params, part_of(sums, pass, i), rows(pass) + i * kPartTokens);
       arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
       if (kResidual && pass + kPassesAhead < kPasses) request(pass + kPassesAhead);
       CUTLASS_PRAGMA_UNROLL
@@ -238,13 +266,13 @@ class WgmmaEpilogue {
   }
 
   /// The buffer of a pass: always another than that of the pass before, of the tile before too.
-  CUTLASS_DEVICE auto& rows(int pass) const {
+  CUTLASS_DEVICE Element (*rows(int pass) const)[kRow] {
     return storage_.rows[warpgroup_][kPasses % 2 == 0 ? pass % 2 : (pass + first_) % 2];
   }
 
-  /// Whether this block finishes a part of the tile.
-  static CUTLASS_DEVICE bool is_own(int part, int blocks, int rank) {
-    return rank < 0 || Shares::owner_of(part, blocks) == rank;
+  /// A thread's sums of a part of a pass.
+  static CUTLASS_DEVICE Sum const (&part_of(Sums const& sums, int pass, int part))[kPartSums] {
+    return reinterpret_cast<Sum const(&)[kPartSums]>(sums[(pass * kPassParts + part) * kPartSums]);
   }
 
   CUTLASS_DEVICE int lane() const { return thread_ % 32; }
@@ -252,31 +280,38 @@ class WgmmaEpilogue {
   /// The first of this thread's two channels; the other is 8 further on.
   CUTLASS_DEVICE int own_channel() const { return warp() * 16 + lane() / 4; }
 
-  /// [n8 block][channel g or g + 8][token 2t or 2t + 1]
-  CUTLASS_DEVICE void add_bias(Params const& params, Sums& sums, int channel) const {
-    if (params.bias_type == qcutlass::DType::kNone) return;
-    float bias[2];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const own = channel + own_channel() + i * 8;
-      int source = own;
-      if constexpr (Mma::kExperts) source = params.halves().channel(own);
-      bias[i] = own < params.channels ? thread::load_bias(params.bias, params.bias_type, source) : thread::kNoBias;
+  /// That of a thread's two channels, for sums [n8 block][channel g or g + 8][token 2t or 2t + 1].
+  struct Bias {
+    float of[2] = {thread::kNoBias, thread::kNoBias};
+
+    CUTLASS_DEVICE Bias(WgmmaEpilogue const& epilogue, Params const& params, int channel) {
+      if (params.bias_type == qcutlass::DType::kNone) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int const own = channel + epilogue.own_channel() + i * 8;
+        int source = own;
+        if constexpr (Mma::kExperts) source = params.halves().channel(own);
+        if (own < params.channels) of[i] = thread::load_bias(params.bias, params.bias_type, source);
+      }
     }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) sums[i] += bias[i / 2 % 2];
-  }
+    /// Never fused with what scales the sums: the compiler would fuse those of some tokens and not of others.
+    template <int kCount>
+    CUTLASS_DEVICE void add_to(Sum (&sums)[kCount]) const {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) sums[i] = thread::add_separately(sums[i], of[i / 2 % 2]);
+    }
+  };
 
   CUTLASS_DEVICE void scale_rows(Params const& params, Sums& sums, int token) const {
     if (params.row_scale == nullptr) return;
     scale_tokens(sums, token, [&](int row) { return row < params.tokens ? params.row_scale[row] : 0.f; });
   }
 
-  template <class ScaleOf>
-  CUTLASS_DEVICE void scale_tokens(Sums& sums, int token, ScaleOf const& scale_of) const {
+  template <int kCount, class ScaleOf>
+  CUTLASS_DEVICE void scale_tokens(Sum (&sums)[kCount], int token, ScaleOf const& scale_of) const {
     token += lane() % 4 * 2;
     CUTLASS_PRAGMA_UNROLL
-    for (int block = 0; block < Shape::kN / 8; ++block) CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kCount / 4; ++block) CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       float const scale = scale_of(token + block * 8 + i);
       sums[block * 4 + i] *= scale;
@@ -291,27 +326,24 @@ class WgmmaEpilogue {
   }
 
   /// A warp's 16 channels of a part, rounded: four matrices of 8 channels by 8 tokens, each stored transposed.
-  CUTLASS_DEVICE void transpose(Params const& params, Sums const& sums, int pass, int part) const {
+  CUTLASS_DEVICE void transpose(Params const& params, Sum const (&sums)[kPartSums], Element (*to)[kRow]) const {
     uint32_t words[4];  // [n8 block][channel g or g + 8]
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      int const first = (pass * kPassParts + part) * 8 + i * 2;
-      words[i] = pack_pair(params, sums[first], sums[first + 1]);
-    }
-    int const token = part * kPartTokens + lane() / 16 * 8 + lane() % 8, channel = warp() * 16 + lane() / 8 % 2 * 8;
+    for (int i = 0; i < 4; ++i) words[i] = pack_pair(params, sums[i * 2], sums[i * 2 + 1]);
+    int const token = lane() / 16 * 8 + lane() % 8, channel = warp() * 16 + lane() / 8 % 2 * 8;
     cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
-                                  reinterpret_cast<cute::uint128_t&>(rows(pass)[token][channel]));
+                                  reinterpret_cast<cute::uint128_t&>(to[token][channel]));
   }
 
   /// Stores a part's rows, of any alignment; their residual is read when it is needed.
   template <bool kGated>
-  CUTLASS_DEVICE void store_rows(Params const& params, int pass, int part, int channel, int token) const {
+  CUTLASS_DEVICE void store_rows(Params const& params, Element const (*rows)[kRow], int channel, int token) const {
     constexpr int kColumns = kGated ? kVector / 2 : kVector;
-    int const row = part * kPartTokens + thread_ / kVectors, own = thread_ % kVectors * kColumns;
-    token += pass * kPassTokens + row;
+    int const row = thread_ / kVectors, own = thread_ % kVectors * kColumns;
+    token += row;
     if (token >= params.tokens) return;
     int const column = channel / (kVector / kColumns) + own, left = params.channels / (kVector / kColumns) - column;
-    auto words = finished<kGated>(params, rows(pass)[row], own);
+    auto words = finished<kGated>(params, rows[row], own);
     if (kHasResiduals && params.residual != nullptr) {
       auto const* from = static_cast<Element const*>(params.residual) + token * params.residual_stride + column;
       if constexpr (kAnyResiduals) {
@@ -329,30 +361,30 @@ class WgmmaEpilogue {
   }
 
   /// Gates of outputs of 32 bits: a warp has the channels of a turn, its neighbour those that they multiply, which
-  /// come to it through the buffers of the passes. The sums of warps with gates become products.
-  CUTLASS_DEVICE void multiply_floats(Params const& params, Sums& sums) {
-    constexpr int kPassSums = kPassParts * 8;
+  /// come to it through a buffer of the passes. The sums of warps with gates become products.
+  template <int kCount>
+  CUTLASS_DEVICE void multiply_gates(Params const& params, float (&sums)[kCount], Element (*buffer)[kRow]) const {
     static_assert(thread::kGateTurn == 16 &&
-                  kChannels / 32 * kPassSums * 32 * sizeof(float) <= sizeof(storage_.rows[0][0]));
+                  kChannels / 32 * kCount * 32 * sizeof(float) <= sizeof(storage_.rows[0][0]));
+    float* const words = reinterpret_cast<float*>(buffer) + warp() / 2 * kCount * 32 + lane();
     CUTLASS_PRAGMA_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      float* const words = reinterpret_cast<float*>(rows(pass)) + warp() / 2 * kPassSums * 32 + lane();
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPassSums && warp() % 2 != 0; ++i) words[i * 32] = sums[pass * kPassSums + i];
-      arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPassSums && warp() % 2 == 0; ++i) {
-        float& sum = sums[pass * kPassSums + i];
-        sum = thread::gate_value(sum, params.activation) * words[i * 32];
-      }
-    }
+    for (int i = 0; i < kCount && warp() % 2 != 0; ++i) words[i * 32] = sums[i];
+    arch::named_barrier_sync<arch::kWarpgroupThreads>(warpgroup_);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount && warp() % 2 == 0; ++i)
+      sums[i] = thread::gate_value(sums[i], params.activation) * words[i * 32];
+  }
+  CUTLASS_DEVICE void multiply_floats(Params const& params, Sums& sums) {
+    constexpr int kPassSums = kPassParts * kPartSums;
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass)
+      multiply_gates(params, reinterpret_cast<float(&)[kPassSums]>(sums[pass * kPassSums]), rows(pass));
     if (kPasses % 2 != 0) first_ ^= 1;
   }
 
   /// Outputs of 32 bits, in sectors of 32 bytes, of eight lanes each.
-  template <class IsOwn>
-  CUTLASS_DEVICE void store_floats(Params const& params, Sums const& sums, int channel, int token,
-                                   IsOwn const& is_own) const {
+  template <int kCount>
+  CUTLASS_DEVICE void store_floats(Params const& params, Sum const (&sums)[kCount], int channel, int token) const {
     int column = channel + own_channel(), columns = params.channels;
     if (params.gate != qcutlass::Gate::kNone) {
       if (warp() % 2 != 0) return;
@@ -360,9 +392,9 @@ class WgmmaEpilogue {
     }
     token += lane() % 4 * 2;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < int(sizeof(Sums) / sizeof(Sum)); ++i) {
+    for (int i = 0; i < kCount; ++i) {
       int const own = column + i / 2 % 2 * 8, row = token + i / 4 * 8 + i % 2;
-      if (!is_own(i / 8) || row >= params.tokens || own >= columns) continue;
+      if (row >= params.tokens || own >= columns) continue;
       float value = sums[i];
       if (params.residual != nullptr)
         value = thread::add_separately(value,
@@ -382,30 +414,23 @@ class WgmmaEpilogue {
     }
   }
 
-  /// This thread's place for the sums of `part` from block `source` in the memory of block `owner`.
-  CUTLASS_DEVICE int slot_of(int part, int owner, int source, int blocks) const {
-    return Shares::slot_of(part, owner, source, blocks) * (kSlotBytes / 16) + warpgroup_ * 2 * arch::kWarpgroupThreads +
-           thread_;
+  /// This thread's place for the first part that block `source` sends.
+  CUTLASS_DEVICE int slot(int source, int blocks) const {
+    return source * Shares::most_parts(blocks) * kSlotWords + warpgroup_ * 2 * arch::kWarpgroupThreads + thread_;
   }
 
-  /// Adds the sums of all blocks in the order of their shares, whichever of them does it: the bits of a row do not
+  /// The sums of a part, of all blocks in the order of their shares, whichever of them adds: the bits of a row do not
   /// depend on where in its tile it lies.
-  CUTLASS_DEVICE void add(Sum (&sums)[8], uint4 const* slots, int part, int blocks, int rank) const {
-    Sum total[8] = {};
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int source = 0; source < blocks; ++source) {
-      if (source == rank) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 8; ++i) total[i] += sums[i];
-        continue;
-      }
-      uint4 const* slot = slots + slot_of(part, rank, source, blocks);
-      uint4 const words[2] = {slot[0], slot[arch::kWarpgroupThreads]};
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 8; ++i) total[i] += reinterpret_cast<Sum const*>(words)[i];
-    }
+  CUTLASS_DEVICE void add_shares(Sum (&sums)[kPartSums], uint4 const* slots, int blocks) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) sums[i] = total[i];
+    for (int i = 0; i < kPartSums; ++i) sums[i] = 0;
+    int const step = Shares::most_parts(blocks) * kSlotWords;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int source = 0; source < blocks; ++source, slots += step) {
+      uint4 const words[2] = {slots[0], slots[arch::kWarpgroupThreads]};
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPartSums; ++i) sums[i] += reinterpret_cast<Sum const*>(words)[i];
+    }
   }
 
   SharedStorage& storage_;

@@ -83,12 +83,10 @@ class PackedGemmWgmma {
     typename Mma::Barriers barriers;
   };
 
-  static constexpr bool has_room_to_exchange() {
-    for (int blocks = 2; blocks <= qcutlass::kMostWgmmaCluster; ++blocks)
-      if (Epilogue::exchange_bytes(blocks) > int(sizeof(SharedStorage::mainloop))) return false;
-    return true;
+  /// Whether the memory of the ring holds what a cluster of so many blocks exchanges.
+  static constexpr bool has_room_to_exchange(int blocks) {
+    return Epilogue::exchange_bytes(blocks) <= int(sizeof(SharedStorage::mainloop));
   }
-  static_assert(has_room_to_exchange());
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
     if (cute::cast_smem_ptr_to_uint(shared) % (1u << 24) != arch::kSharedBase)
