@@ -144,7 +144,7 @@ STREAM = (
         "stream",
         f"{THREADBLOCK}/mma_packed_stream.h",
         "if (args_.zeros.data != nullptr) load_operands(offsets_, place, 0, 0);",
-        "",
+        ";",
         "w4a16_bf16_native_fine",
         (tactic("gemm-bfloat16 w4 groups of 64", "stream_n64m16k512w4_s3"),),
     ),
