@@ -41,7 +41,7 @@ ROUNDING = 1e-6
 
 Logits are below 2; the last sum, of 256 products, errs by 256 ** 0.5 * 2 ** -24 of that, 2e-6, and those before it by
 no more. A token's loss changes by twice as much at most, and the mean of 56 losses, whose errors are independent, by
-56 ** -0.5 of that: 5e-7. 200 models had 8e-8 at most; a step of one scale of a layer's sub-blocks makes about 2e-5.
+56 ** -0.5 of that: 5e-7. 200 models had 8e-8 at most; a step of the scales of one group of one layer makes about 1e-5.
 """
 
 
