@@ -27,6 +27,25 @@ def random_blocks(random: np.random.Generator, n: int, count: int, kind: str) ->
     return blocks.reshape(n, -1)
 
 
+_HALVES = np.array([6e-8, 0.01, 1, 65504], np.float16)
+"""The least there is, and the greatest, of blocks' float16 numbers."""
+_BYTES = {"MXFP4": 253, "NVFP4": 255}
+"""What bytes that are scales lie below: above, 6 times the power of two is more than float32 holds, or they are NaN."""
+
+
+def blocks_of_every_scale(random: np.random.Generator, n: int, count: int, kind: str) -> np.ndarray:
+    """uint8 `[n, bytes]`: scales of blocks, and minimums, below, at and above 0, in all pairs; else any bytes."""
+    _, size = gguf.GGML_QUANT_SIZES[KINDS[kind]]
+    blocks = random.integers(0, 256, (n, count, size), dtype=np.uint8)
+    places = np.arange(n * count).reshape(n, count, 1)
+    for step, begin in enumerate(QUANTIZED[kind].halves):
+        signs = (places // 3**step % 3 - 1).astype(np.float16)
+        blocks[:, :, begin : begin + 2] = (signs * random.choice(_HALVES, signs.shape)).view(np.uint8)
+    for begin in QUANTIZED[kind].bytes:
+        blocks[:, :, begin] = places[:, :, 0] % _BYTES[kind]
+    return blocks.reshape(n, -1)
+
+
 _SCALE: dict[str, int] = {"TQ1_0": 52, "TQ2_0": 64}
 """Where the float16 scale of blocks lies that only the gguf package reads; of the others at their beginning."""
 _HIGH_NIBBLE = 55

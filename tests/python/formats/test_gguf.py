@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tests.python.formats.gguf_files import KINDS, random_blocks, random_rows
+from tests.python.formats.gguf_files import KINDS, blocks_of_every_scale, random_blocks, random_rows
 from tests.python.formats.stored import canonical, dequantized
 from torch import Tensor
 
 import qcutlass
-from qcutlass import CheckpointError, UnsupportedError, formats, testing
+from qcutlass import CheckpointError, QuantizedTensor, UnsupportedError, formats, testing
 from qcutlass.formats import DequantizedLinear, FloatLinear
-from qcutlass.formats.gguf_blocks import DEQUANTIZED
+from qcutlass.formats.gguf_blocks import DEQUANTIZED, QUANTIZED
 
 Q8_1 = gguf.GGMLQuantizationType.Q8_1  # of sums on the way: no file has it, and the package makes no numbers of it
 
@@ -101,15 +100,55 @@ def test_blocks_of_256_worked_out_by_hand(tmp_path: Path) -> None:
         assert torch.equal(found, torch.tensor([expected[kind]])), kind
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(n=st.integers(1, 40), groups=st.integers(1, 5), kind=st.sampled_from(list(KINDS)), seed=st.integers(0, 2**16))
-def test_blocks_of_any_bytes(n: int, groups: int, kind: str, seed: int, tmp_path: Path) -> None:
-    """Random codes, scales and minima, a group without scale among them; sub-blocks have every scale, negative ones."""
-    blocks = random_blocks(np.random.default_rng(seed), n, groups, kind)
-    path = write(tmp_path / f"{seed}.gguf", {"blk.0.ffn_up.weight": blocks}, ffn_up=KINDS[kind])
-    weight, expected = dequantized(canonical(formats.load(path)["blk.0.ffn_up"])), reference(blocks, kind)
-    path.unlink()
-    testing.assert_equal(weight, expected, label=kind)
+SUB_SCALES = {
+    "Q2_K": (0, 15), "Q3_K": (-32, 31), "Q4_K": (0, 63), "Q5_K": (0, 63), "Q6_K": (-128, 127), "IQ4_XS": (-32, 31),
+}  # fmt: skip
+"""The least and the greatest scale of sub-blocks, and minimum where there are such, of ggml-common.h."""
+BYTES = {"MXFP4": (0, 252), "NVFP4": (0, 0x7E)}
+"""The same of blocks whose scales are bytes, as bits: 2**-127 to 2**125, and 0 to 448 without the sign."""
+
+
+def check_every_scale(weight: QuantizedTensor, kind: str) -> None:
+    """Every code and scale that the type has is there, and with each sign of its block's scale and minimum."""
+    assert len(weight.codes.unique()) == 2 ** int(next(filter(str.isdigit, kind)))  # type: ignore[no-untyped-call]
+    if kind in BYTES:
+        bits = weight.scales.view(torch.uint8)
+        assert (int(bits.min()), int(bits.max())) == BYTES[kind]
+        return
+    integers = {"scales": weight.scales, "minimums": weight.minimums}
+    supers = {"scales": weight.super_scales, "minimums": weight.super_minimums}
+    halves = [half for half in (supers if kind in SUB_SCALES else integers).values() if half is not None]
+    assert len(halves) == len(QUANTIZED[kind].halves)
+    signs = [half.sign().flatten().tolist() for half in halves]
+    assert set(zip(*signs, strict=True)) == set(product((-1, 0, 1), repeat=len(halves)))
+    for half in halves:
+        assert {6e-8, 65504} <= {round(value, 8) for value in half.abs().flatten().tolist()}
+    for name, half in supers.items():
+        if half is None:
+            continue
+        part = integers[name]
+        assert part is not None
+        of_blocks = part.view(len(half), -1, part.shape[1])
+        least, greatest = SUB_SCALES[kind]
+        for sign in (-1, 0, 1):
+            values = of_blocks.transpose(1, 2)[half.sign() == sign]
+            assert sorted(set(values.flatten().tolist())) == [*range(least, greatest + 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_the_numbers_of_the_gguf_package(kind: str, tmp_path: Path) -> None:
+    """To the bit, but for signs of zeros: as they are read, and once packed; of few rows, and odd numbers of blocks."""
+    random = np.random.default_rng(0)
+    every = blocks_of_every_scale(random, 120, 3, kind)
+    for blocks in (every, *(random_blocks(random, n, count, kind) for n, count in ((1, 1), (7, 5), (17, 2)))):
+        path = write(tmp_path / "tiny.gguf", {"blk.0.ffn_up.weight": blocks}, ffn_up=KINDS[kind])
+        checkpoint, expected = formats.load(path), reference(blocks, kind)
+        layer = canonical(checkpoint["blk.0.ffn_up"])
+        if blocks is every:
+            check_every_scale(layer.weight, kind)
+        testing.assert_equal(dequantized(layer), expected, label=kind)
+        packed = qcutlass.QuantLinear.from_checkpoint(checkpoint, "blk.0.ffn_up")
+        testing.assert_equal(packed.weights(), expected, label=kind)
 
 
 @pytest.mark.parametrize("kind", DEQUANTIZED)
