@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from tests.python.running import captured
 from tests.python.test_grouped import checks_of
 from torch import Tensor
 
@@ -425,6 +426,45 @@ def test_wrong_arguments(case: str) -> None:
     changed, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         moe.experts(**(dict(zip(NAMES, RIGHT, strict=True)) | changed))
+
+
+CAPTURED: Final = {
+    **{name: CASES[name] for name in ("gpt-oss", "many rows", "bias and zeros", *CODES)},
+    "one token": replace(CASES["top 8 of 128"], tokens=1),
+}
+
+
+def in_other_orders(given: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+    """The arguments of a block whose experts have their columns in an order of their own each."""
+    x, gate_up, down, *routing = given
+    g = torch.Generator().manual_seed(seed)
+
+    def ordered(weights: moe.ExpertWeights, columns: int) -> moe.ExpertWeights:
+        perm = torch.stack([torch.randperm(columns, generator=g) for _ in weights.w_packed])
+        return weights._replace(perm=perm.int().to(x.device))
+
+    return x, ordered(gate_up, x.shape[1]), ordered(down, gate_up.scales.shape[-1] // 2), *routing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ordered", [False, True], ids=["in order", "in other orders"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_block_reads_what_is_in_memory_then(name: str, ordered: bool, seed: int) -> None:
+    case = CAPTURED[name]
+    problem = case.random(device="cuda", seed=seed)
+    given = in_other_orders(arguments(problem), seed) if ordered else arguments(problem)
+    moe.experts(*given, **options(case))
+    torch.cuda.synchronize()
+    out, replay = captured(lambda: moe.experts(*given, **options(case)))
+    for number in range(3):
+        other = replace(case, invalid=0.2 * number).random(device="cuda", seed=seed + 5 + number)
+        problem.x.copy_(other.x)
+        problem.topk_ids.copy_(other.topk_ids)
+        problem.topk_weights.copy_(other.topk_weights)
+        replay()
+        testing.assert_equal(out, moe.experts(*given, **options(case)))
+        if not ordered:
+            assert_right(out, problem)
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ EXPERTS = (
         "if (!params.prefetch) arch::wait_for_prior_grids();  // the offsets are data",
         "",
         INTEGERS,
-        (tests("test_moe_graphs.py", "test_a_captured_block_reads_what_is_in_memory_then"),),
+        (tests("test_moe.py", "test_a_captured_block_reads_what_is_in_memory_then"),),
     ),
 )
 
