@@ -262,6 +262,9 @@ def parse(name: str) -> Scheme:
             "int" if zeros else "none",
             _DTYPES[dtype or "bf16"],
         )
+    if name.startswith("moe_"):
+        weights = name.removeprefix("moe_")
+        raise ValueError(f"scheme {name!r}: blocks of experts have a command: python -m bench moe --scheme {weights}")
     raise ValueError(f"scheme {name!r}: expected {PATTERNS}, say w4a16_g128 or w8a8")
 
 

@@ -145,6 +145,7 @@ sanitize() {
   for name in hundred_repetitions 2_to_the_31 out_of_memory_raises never_used_cublas; do
     chosen+="${chosen:+ and }not $name"
   done
+  # What is between products; files of products alone, as those of experts, have nothing that the matrix has not.
   for file in moe moe_steps decoder_operators quantized_norms quantizers_cuda blockwise_quantizers dequantize gemm_cuda \
     dense_cuda; do
     case $tool-$file in racecheck-dense_cuda | initcheck-dense_cuda) continue ;; esac

@@ -5,7 +5,8 @@ own, so that memcheck sees accesses just outside of it:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.python.sanitizer_matrix
 
-What a kind of product is, its kernels and its bound come from the descriptions of the tests. ``--part 3 16`` runs every
+What a kind of product is, its kernels and its bound come from the descriptions of the tests. Rows of experts come with
+empty experts and with many, with gates, and with indices that are out of range. ``--part 3 16`` runs every
 sixteenth task from the fourth on, ``--seconds 300`` begins none after so long and says how many there were: sanitizers
 take many times as long as the kernels, and a run that is killed tells nothing. The kernels between products have tests
 of their own, which `tools/gpu_check.sh` runs in the same way, this program too.
@@ -25,14 +26,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from tests.python import test_grouped
+from tests.python import test_grouped, test_grouped_gates
 from tests.python.kinds import DESCRIPTIONS
 from tests.python.kinds.description import ACTIVATIONS, H200, Description, fits
 
 import qcutlass
 from qcutlass import _C, testing
 from qcutlass.products.selection import weight_dtype
-from qcutlass.testing import Case, GroupedCase
+from qcutlass.testing import Case, GroupedCase, GroupedProblem
 from qcutlass.testing.bounds import GATES
 
 # (M, N, K): no extent is a multiple of most tiles'; the second has whole tiles of every configuration as well, and more
@@ -134,6 +135,7 @@ def run_codes(case: Case, run: Run, seed: int) -> None:
 
 
 def run_experts(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> None:
+    """Rows by the weights of their experts, within their bound."""
     choose = random.Random(seed)
     case = replace(
         case,
@@ -143,7 +145,6 @@ def run_experts(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> Non
     )
     grouped = GroupedCase(case, counts, before=3, after=5, gathered=choose.random() < 0.7, scaled=choose.random() < 0.7)
     problem = grouped.random(device=run.device, seed=seed)
-    operands, options = test_grouped.arguments(problem)
 
     def check(tactic: str, split_k: int) -> float:
         out = test_grouped.product(problem, tactic=tactic)
@@ -151,7 +152,51 @@ def run_experts(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> Non
         assert ratio <= 1, f"{tactic}: {problem}: {ratio}"
         return ratio
 
-    run.products(qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options), check, splits=[1])
+    run.products(tactics_of(problem), check, splits=[1])
+
+
+def tactics_of(problem: GroupedProblem, **changes: Any) -> list[str]:
+    operands, options = test_grouped.arguments(problem)
+    return qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options | changes)
+
+
+def run_gates_of_experts(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> None:
+    """A gate at the end of a product gives the bits of separate steps, on the CPU those of float32 alone."""
+    case = replace(case, n=96)
+    problem, trial = (
+        GroupedCase(one, counts, before=3, after=5).random(device=run.device, seed=seed)
+        for one in (case, test_grouped_gates.on(case, run.device))
+    )
+    activation = random.Random(seed).choice(test_grouped_gates.ACTIVATIONS)
+
+    def check(tactic: str, split_k: int) -> float:
+        out = test_grouped.product(trial, activation=activation, tactic=tactic)
+        expected = test_grouped_gates.separately(trial, activation, tactic)
+        testing.assert_equal(out, expected, label=f"{activation}, {tactic}: {trial}")
+        return 0.0
+
+    run.products(tactics_of(problem, activation=activation), check, splits=[1])
+
+
+def run_wrong_indices(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> None:
+    """Offsets and rows that are out of range, which kernels clamp: nothing but accesses is right or wrong."""
+    problem = GroupedCase(case, counts).random(device=run.device, seed=seed)
+    wild = torch.tensor([2**31 - 1, -(2**31), 9, 100], dtype=torch.int32, device=run.device)
+    rows = wild.repeat(problem.m)[: problem.m]
+
+    def check(tactic: str, split_k: int) -> float:
+        for changes in ({"rows": rows}, {"offsets": wild}, {"offsets": wild.flip(0)}, {"offsets": wild.roll(1)}):
+            test_grouped.product(problem, tactic=tactic, **changes)
+        return 0.0
+
+    run.products(tactics_of(problem), check, splits=[1])
+
+
+def cases_of_experts() -> Iterator[Case]:
+    for mode, name in itertools.product(test_grouped.MODES, test_grouped.TYPES):
+        yield test_grouped.case_of(mode, name, 72, 520, tokens=40, bias=True)
+    for name in test_grouped.CODES:
+        yield test_grouped.code_case(name, "cuda")
 
 
 def tasks(shapes: Sequence[Shape], device: str, seed: int = 1) -> Iterator[Task]:
@@ -165,10 +210,15 @@ def tasks(shapes: Sequence[Shape], device: str, seed: int = 1) -> Iterator[Task]
         if case.weight_dtype is not None:
             yield partial(run_codes, replace(case, m=m, n=n, k=k))
     several = [test_grouped.COUNTS["empty experts"], (3, 0, 70)]
-    for mode, name, counts in itertools.product(test_grouped.MODES, test_grouped.TYPES, several):
-        yield partial(run_experts, test_grouped.case_of(mode, name, 72, 520, tokens=40, bias=True), counts)
-    for name, counts in itertools.product(test_grouped.CODES, several):
-        yield partial(run_experts, test_grouped.code_case(name, "cuda"), counts)
+    for case in cases_of_experts():
+        for counts in several:
+            yield partial(run_experts, case, counts)
+        yield partial(run_gates_of_experts, case, several[1])
+        if device == "cuda":  # the CPU refuses them
+            yield partial(run_wrong_indices, case, (4, 3, 6))
+    for name in test_grouped.TYPES:  # more experts than a warp looks at at once
+        case = test_grouped.case_of("native", name, 72, 520, tokens=40, bias=True)
+        yield partial(run_experts, case, test_grouped.COUNTS["a row each"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

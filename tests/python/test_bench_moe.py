@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import limits
+from bench import limits, schemes
 from bench.__main__ import app
 from bench.moe import contestants, problem, run
 from bench.moe.contestants import GroupedMm, Humming, Ours, Triton, sorted_ids
@@ -99,6 +99,8 @@ def test_schemes_and_skews_are_named() -> None:
         parse_scheme("w8a8")
     with pytest.raises(ValueError, match="'w4a16_g128_f32': expected activations of 16 bits"):
         parse_scheme("w4a16_g128_f32")
+    with pytest.raises(ValueError, match=r"'moe_mxfp4': blocks of experts .* bench moe --scheme mxfp4"):
+        schemes.parse("moe_mxfp4")
     assert problem.skews(["zipf", "uniform", "zipf"]) == ["uniform", "zipf"]
     with pytest.raises(ValueError, match="--skew: expected uniform, zipf, got 'flat'"):
         problem.skews(["flat"])

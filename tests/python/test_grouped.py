@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from tests.python.kinds.description import tactics_here
+from tests.python.running import captured
 from torch import Tensor
 
 import qcutlass
@@ -177,29 +180,28 @@ def test_both_oracles_of_codes(name: str, device: str, seed: int) -> None:
 @devices
 @codes
 def test_a_row_of_such_codes_does_not_depend_on_the_others(name: str, device: str, seed: int) -> None:
-    assert_rows_are_independent(GroupedCase(code_case(name, device), (3, 0, 9, 40), scaled=True), device, seed)
+    assert_rows_are_independent(code_case(name, device), device, seed)
 
 
 @devices
 @types
 @modes
 def test_a_row_does_not_depend_on_the_others(mode: str, name: str, device: str, seed: int) -> None:
-    assert_rows_are_independent(
-        GroupedCase(case_of(mode, name, 72, 520, bias=True), (3, 0, 9, 40), scaled=True), device, seed
-    )
+    assert_rows_are_independent(case_of(mode, name, 72, 520, bias=True), device, seed)
 
 
-def assert_rows_are_independent(case: GroupedCase, device: str, seed: int) -> None:
-    """Bit for bit, for each tactic: tokens permuted, and each row alone."""
-    problem = case.random(device=device, seed=seed)
+def assert_rows_are_independent(case: Case, device: str, seed: int) -> None:
+    """Bit for bit, for each tactic: the rows of each expert permuted, some between tiles, and some of them alone."""
+    problem = GroupedCase(case, (3, 0, 9, 40, 300), scaled=True).random(device=device, seed=seed)
+    ends = problem.offsets.tolist()
     assert problem.rows is not None
     assert problem.row_scale is not None
     for tactic in tactics(problem):
         whole = product(problem, tactic=tactic)
-        new = torch.cat([torch.randperm(end - begin) + begin for begin, end in ((0, 3), (3, 12), (12, 52))]).to(device)
+        new = torch.cat([torch.randperm(end - begin) + begin for begin, end in pairwise(ends)]).to(device)
         permuted = replace(problem, rows=problem.rows[new], row_scale=problem.row_scale[new])
         testing.assert_equal(product(permuted, tactic=tactic), whole[new], label=f"{tactic}: {problem}")
-        for row in (0, 2, 3, 11, 12, 51):
+        for row in (0, 2, 3, 11, 12, 51, problem.m // 2, problem.m - 1):
             alone = replace(
                 problem,
                 offsets=(problem.offsets.clamp(row, row + 1) - row).int(),
@@ -468,15 +470,17 @@ def test_a_captured_graph_multiplies_what_offsets_say_when_it_runs(seed: int) ->
         replace(case, counts=counts).exact(device="cuda", seed=seed)[0] for counts in (case.counts, (0, 11, 0, 2))
     )
     operands, options = arguments(first)
-    out = torch.empty(first.m, 256, dtype=torch.float16, device="cuda")
-    qcutlass.gemm_grouped(*operands, **options, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        qcutlass.gemm_grouped(*operands, **options, out=out)
-    options["offsets"].copy_(second.offsets)
-    options["rows"].copy_(second.rows)
-    graph.replay()
-    testing.assert_equal(out, replace(first, offsets=second.offsets, rows=second.rows).expected())
+    rows = {name: options[name].clone() for name in ("offsets", "rows")}
+    multiply = partial(qcutlass.gemm_grouped, *operands, **options | rows)
+    for tactic in tactics(first):
+        multiply(tactic=tactic)
+        out, replay = captured(partial(multiply, tactic=tactic))
+        for problem in (second, first):
+            rows["offsets"].copy_(problem.offsets)
+            rows["rows"].copy_(problem.rows)
+            replay()
+            expected = replace(first, offsets=problem.offsets, rows=problem.rows).expected()
+            testing.assert_equal(out, expected, label=tactic)
 
 
 @pytest.mark.gpu

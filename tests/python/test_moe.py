@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from tests.python.running import captured
 from tests.python.test_grouped import checks_of
 from torch import Tensor
 
@@ -341,25 +342,6 @@ def test_a_block_of_columns_in_another_order_is_that_of_reordered_tokens(device:
     torch.library.opcheck(torch.ops.qcutlass.moe_experts.default, given, test_utils=checks_of(given))
 
 
-@on_both
-@pytest.mark.parametrize("name", ["bias and zeros", "minimums", "MXFP4, gpt-oss", "NVFP4"])
-def test_the_block_compiles_without_a_break(name: str, device: str, seed: int) -> None:
-    """With any number of tokens."""
-    whole = case_on(name, device).random(device=device, seed=seed)
-    _, gate_up, down, _, _ = arguments(whole)
-
-    def block(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return moe.experts(x + 1, gate_up, down, ids, weights.softmax(-1)) * 2
-
-    torch.compiler.reset()  # what other cases compiled of the same function counts, and is limited
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
-    with torch.no_grad():
-        for tokens in (7, 12, 20):
-            part = whole.tokens(slice(0, tokens))
-            given = part.x, part.topk_ids, part.topk_weights
-            testing.assert_equal(compiled(*given), block(*given))
-
-
 NAMES: Final = ("x", "gate_up", "down", "topk_ids", "topk_weights")
 
 
@@ -446,23 +428,42 @@ def test_wrong_arguments(case: str) -> None:
         moe.experts(**(dict(zip(NAMES, RIGHT, strict=True)) | changed))
 
 
+CAPTURED: Final = {
+    **{name: CASES[name] for name in ("gpt-oss", "many rows", "bias and zeros", *CODES)},
+    "one token": replace(CASES["top 8 of 128"], tokens=1),
+}
+
+
+def in_other_orders(given: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+    """The arguments of a block whose experts have their columns in an order of their own each."""
+    x, gate_up, down, *routing = given
+    g = torch.Generator().manual_seed(seed)
+
+    def ordered(weights: moe.ExpertWeights, columns: int) -> moe.ExpertWeights:
+        perm = torch.stack([torch.randperm(columns, generator=g) for _ in weights.w_packed])
+        return weights._replace(perm=perm.int().to(x.device))
+
+    return x, ordered(gate_up, x.shape[1]), ordered(down, gate_up.scales.shape[-1] // 2), *routing
+
+
 @pytest.mark.gpu
-def test_a_captured_block_reads_what_is_in_memory_then(seed: int) -> None:
-    for case in (CASES["gpt-oss"], replace(CASES["top 8 of 128"], tokens=1), CASES["many rows"]):
-        problem = case.random(device="cuda", seed=seed)
-        given = arguments(problem)
-        moe.experts(*given, **options(case))
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = moe.experts(*given, **options(case))
-        for number in range(3):
-            other = replace(case, invalid=0.2 * number).random(device="cuda", seed=seed + 5 + number)
-            problem.x.copy_(other.x)
-            problem.topk_ids.copy_(other.topk_ids)
-            problem.topk_weights.copy_(other.topk_weights)
-            graph.replay()
-            testing.assert_equal(out, computed(problem))
+@pytest.mark.parametrize("ordered", [False, True], ids=["in order", "in other orders"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_block_reads_what_is_in_memory_then(name: str, ordered: bool, seed: int) -> None:
+    case = CAPTURED[name]
+    problem = case.random(device="cuda", seed=seed)
+    given = in_other_orders(arguments(problem), seed) if ordered else arguments(problem)
+    moe.experts(*given, **options(case))
+    torch.cuda.synchronize()
+    out, replay = captured(lambda: moe.experts(*given, **options(case)))
+    for number in range(3):
+        other = replace(case, invalid=0.2 * number).random(device="cuda", seed=seed + 5 + number)
+        problem.x.copy_(other.x)
+        problem.topk_ids.copy_(other.topk_ids)
+        problem.topk_weights.copy_(other.topk_weights)
+        replay()
+        testing.assert_equal(out, moe.experts(*given, **options(case)))
+        if not ordered:
             assert_right(out, problem)
 
 

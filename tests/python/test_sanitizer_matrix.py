@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import pytest
+from tests.python import test_grouped_gates
 from tests.python.kinds import DESCRIPTIONS
 from tests.python.kinds.description import Product
-from tests.python.sanitizer_matrix import SHAPES, Run, main, run_kind, tasks
+from tests.python.sanitizer_matrix import SHAPES, Run, main, run_gates_of_experts, run_kind, tasks
 
 SMALL = ("--device", "cpu", "--shape", "5", "32", "70")
 
@@ -75,6 +76,16 @@ def test_a_wrong_product_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Product, "outs", lambda self, **options: tuple(out * 1.5 for out in right(self, **options)))
     with pytest.raises(AssertionError):
         main([*SMALL, "--part", "0", "60"])
+
+
+def test_a_wrong_gate_of_experts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = next(task for task in tasks(SHAPES, "cpu") if task.func is run_gates_of_experts)
+    run, right = Run("", [1], "cpu"), test_grouped_gates.separately
+    task(run, 1)
+    assert run.launches > 0
+    monkeypatch.setattr(test_grouped_gates, "separately", lambda *given: right(*given).roll(1, 1))
+    with pytest.raises(AssertionError):
+        task(run, 1)
 
 
 def test_what_cannot_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

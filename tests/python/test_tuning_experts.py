@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.python.kinds.description import H200
 from tests.python.models.mixtures import model_of
+from tests.python.test_grouped import POWERS
 from tests.python.test_tuning import Packed
 from torch import Tensor, nn
 
@@ -39,11 +40,27 @@ LAYERS = {
     "minimums": replace(DOWN, group_size=32, zero_dtype=None, minimum_dtype=torch.float32, scale_dtype=torch.float32),
     "two levels": replace(GATE_UP, group_size=32, zero_dtype=None, scale_dtype=torch.int8, super_groups=8),
 }
+FLOATS = {
+    "fp8": replace(GATE_UP, bits=8, group_size=H, scale_dtype=torch.float32, zero_dtype=None, weight_dtype="e4m3"),
+    "MXFP4": replace(GATE_UP, group_size=32, scale_dtype=POWERS, zero_dtype=None, weight_dtype="e2m1"),
+    "NVFP4": replace(GATE_UP, group_size=16, scale_dtype=torch.float8_e4m3fn, zero_dtype=None, weight_dtype="e2m1"),
+}
+"""Gate and up whose codes are floating numbers."""
+LAYERS |= FLOATS
 each = pytest.mark.parametrize("name", LAYERS)
 
 
 def experts_of(scheme: WeightOnly = WeightOnly(4, 64, scale_dtype=torch.float16)) -> QuantExperts:  # noqa: B008
     return QuantExperts.from_weights(torch.randn(E, 2 * I, H), torch.randn(E, H, I), scheme)
+
+
+def experts_of_floats(gate_up: Layer) -> QuantExperts:
+    """Those with weights like `gate_up`; gate and up are equal, and so is what NVFP4's scales are multiplied by."""
+    up, down = (torch.randn(n, k) / 8 for n, k in ((I, H), (H, I)))
+    code, scale_dtype = str(gate_up.weight_dtype), gate_up.scale_dtype
+    size = None if gate_up.group_size == H else gate_up.group_size
+    found = (quantize_floats(weight, code, size, scale_dtype=scale_dtype) for weight in (up, up, down))
+    return QuantExperts.from_layers([Expert(*map(WeightOnlyLinear, found))] * E, E)
 
 
 def test_both_layers_of_experts_are_found_once_each() -> None:
@@ -72,14 +89,14 @@ def test_experts_in_another_order_gather_no_rows() -> None:
     assert [(layer.n, layer.gathers) for layer in found] == [(2 * I, False), (H, False)]
 
 
-def test_experts_of_floating_codes_are_not_tuned() -> None:
-    weights = (torch.randn(n, k) for n, k in ((I, H), (I, H), (H, I)))
-    layers = Expert(*(WeightOnlyLinear(quantize_floats(weight, "e4m3")) for weight in weights))
-    experts = QuantExperts.from_layers([layers] * 3, 3)
-    dense = Packed(64, 128, 4, 64)
-    assert layers_of(nn.Sequential(experts, dense), None) == layers_of(dense, None)
-    with pytest.raises(ValueError, match=r"nor one of .*, QuantExperts \(of floating codes there are too few kernels"):
-        layers_of(experts, None)
+@pytest.mark.parametrize("name", FLOATS)
+def test_experts_of_floating_codes_are_found(name: str) -> None:
+    gate_up, experts = LAYERS[name], experts_of_floats(LAYERS[name])
+    down = replace(gate_up, n=H, k=I, group_size=min(gate_up.group_size, I), gathers=False)
+    assert layers_of(experts, None) == [gate_up, down]
+    assert [layer.dtype for layer in layers_of(experts, torch.bfloat16)] == [torch.bfloat16] * 2
+    dense = experts.down.layer(0)
+    assert layers_of(dense, None) == [replace(down, kind=WEIGHT_ONLY, experts=0)]
 
 
 def arguments(layer: Layer, m: int, seed: int = 1) -> dict[str, Any]:
@@ -95,6 +112,9 @@ def arguments(layer: Layer, m: int, seed: int = 1) -> dict[str, Any]:
         ("gate_up", "w4a16/float16/scales=float16/zeros=uint8/group=64/experts=6/gathered/256x256/m=48"),
         ("down", "w4a16/float16/scales=float16/zeros=uint8/group=64/experts=6/256x128/m=48"),
         ("8 bits", "w8a16/float16/scales=float16/zeros=none/group=channel/experts=6/gathered/256x256/m=48"),
+        ("fp8", "e4m3a16/float16/scales=float32/zeros=none/group=channel/experts=6/gathered/256x256/m=48"),
+        ("MXFP4", "e2m1a16/float16/scales=float8_e8m0/zeros=none/group=32/experts=6/gathered/256x256/m=48"),
+        ("NVFP4", "e2m1a16/float16/scales=float8_e4m3/zeros=none/group=16/experts=6/gathered/256x256/m=48"),
     ],
 )
 def test_keys_are_those_of_the_products(name: str, key: str) -> None:
@@ -108,11 +128,11 @@ def test_keys_are_those_of_the_products(name: str, key: str) -> None:
     assert product_key(one.arguments(48), 48) == key.replace("/experts=6", "").replace("/gathered", "")
 
 
-@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("name", ["gate_up", "down", *FLOATS])
 @pytest.mark.parametrize("m", [1, 100])
-def test_what_was_tuned_is_planned(m: int, gathers: bool, plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_tuned_is_planned(m: int, name: str, plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "device_traits", lambda index: H200)
-    layer = GATE_UP if gathers else DOWN
+    layer = LAYERS[name]
     given = arguments(layer, m)
 
     def plan(**changes: Any) -> _C.Plan:
@@ -130,7 +150,7 @@ def test_what_was_tuned_is_planned(m: int, gathers: bool, plans: Path, monkeypat
     assert plan().tactic == found.plan.tactic != before.tactic
     assert plan(batch_invariant=True).tactic == invariant.tactic
     assert plan(tactic=before.tactic).tactic == before.tactic
-    if gathers:
+    if layer.gathers:
         assert plan(activation="silu_mul").tactic == found.plan.tactic, "a gate ends the same product"
 
 
@@ -192,6 +212,7 @@ def test_calls_are_forced_to_plans() -> None:
 
 def test_layers_of_experts_name_themselves() -> None:
     assert str(GATE_UP) == "256x256 4-bit group 64 by float16, 6 experts"
+    assert str(LAYERS["MXFP4"]) == "256x256 e2m1 group 32 by float16, 6 experts"
 
 
 def test_columns_in_another_order_are_tuned_as_gathered_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +224,14 @@ def test_columns_in_another_order_are_tuned_as_gathered_by_torch(monkeypatch: py
 
 
 @pytest.mark.gpu
-def test_blocks_use_what_was_tuned_and_stay_in_bound(plan_folder: Path, seed: int) -> None:
-    experts = experts_of().to("cuda")
+@pytest.mark.parametrize("name", ["gate_up", *FLOATS])
+def test_blocks_use_what_was_tuned_and_stay_in_bound(name: str, plan_folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    gate_up = LAYERS[name]
+    experts = (experts_of_floats(gate_up) if name in FLOATS else experts_of()).to("cuda")
     found = qcutlass.tune(experts, ms=[16, 512], progress=False)
-    assert [(one.layer, one.m) for one in found] == [(layer, m) for layer in (GATE_UP, DOWN) for m in (16, 512)]
+    assert [(one.layer.gathers, one.m) for one in found] == [(first, m) for first in (True, False) for m in (16, 512)]
+    assert found[0].layer == gate_up
     for tokens, slots in ((8, 2), (256, 2)):
         x = torch.randn(tokens, H, device="cuda", dtype=torch.float16)
         weights, ids = torch.rand(tokens, E, device="cuda").softmax(-1).topk(slots)
@@ -214,7 +239,7 @@ def test_blocks_use_what_was_tuned_and_stay_in_bound(plan_folder: Path, seed: in
         parts = experts.gate_up.weights._asdict()
         del parts["interleaved"]
         why = qcutlass.explain(qcutlass.gemm_grouped, x, **parts, offsets=routing.offsets, rows=routing.rows)
-        wanted = next(one for one in found if one.layer == GATE_UP and one.m == tokens * slots)
+        wanted = next(one for one in found if one.layer == gate_up and one.m == tokens * slots)
         assert (why.source, why.plan.tactic) == ("tuned", wanted.plan.tactic)
         tuned = experts(x, ids, weights)
         exact = experts.to("cpu")(x.cpu().float(), ids.cpu(), weights.cpu())

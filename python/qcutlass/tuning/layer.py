@@ -23,6 +23,7 @@ from qcutlass.products.weight_only import WEIGHT_ONLY
 
 SLOTS: Final = 4
 """Rows that experts gather for each token, where it matters: between the 2 and 8 experts a token of most mixtures."""
+_E4M3: Final = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Layer:
         kind: of the products.
         experts: which have such weights each; 0: there are none.
         gathers: whether products gather the rows of experts among tokens, as those of gate and up do.
+        weight_dtype: of floating codes, "e2m1" or "e4m3"; None: integers.
     """
 
     n: int
@@ -55,6 +57,7 @@ class Layer:
     kind: Kind = WEIGHT_ONLY
     experts: int = 0
     gathers: bool = False
+    weight_dtype: str | None = None
 
     def call(self, m: int, device: torch.device | str) -> Call:
         """A product of m rows: random operands on `device`, every one aligned, no epilogue; any expert as likely."""
@@ -69,7 +72,8 @@ class Layer:
     def __str__(self) -> str:
         group = "per channel" if self.group_size >= self.k else f"group {self.group_size}"
         experts = f", {self.experts} experts" if self.experts else ""
-        return f"{self.n}x{self.k} {self.bits}-bit {group} by {names_of([self.dtype])}{experts}"
+        codes = self.weight_dtype or f"{self.bits}-bit"
+        return f"{self.n}x{self.k} {codes} {group} by {names_of([self.dtype])}{experts}"
 
     def offsets(self, m: int, device: torch.device | str) -> Tensor:
         """Those of m rows whose experts are chosen uniformly."""
@@ -99,8 +103,9 @@ def _numbers(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _scales(layer: Layer, *shape: int, device: torch.device) -> Tensor:
-    """Random scales of weights that keep sums of K products small."""
-    return _floats(layer, *shape, device=device).to(layer.scale_dtype)
+    """Random scales of weights that keep sums of K products small; e4m3, too coarse for that, beside a global one."""
+    numbers = _floats(layer, *shape, device=device)
+    return (numbers.mul_(layer.k) if layer.scale_dtype == _E4M3 else numbers).to(layer.scale_dtype)
 
 
 def _floats(layer: Layer, *shape: int, device: torch.device) -> Tensor:
@@ -113,9 +118,10 @@ def _codes(layer: Layer, device: torch.device) -> dict[str, Any]:
     zeros = None
     if layer.zero_dtype is not None:
         zeros = torch.randint(0, 16, groups, device=device).to(layer.zero_dtype)
-    shape = (*layer._stack, *packed_shape(layer.n, layer.k, PACKINGS[layer.bits]))  # any bytes are codes
+    shape = (*layer._stack, *packed_shape(layer.n, layer.k, PACKINGS[layer.bits]))
+    code_type = _E4M3 if layer.weight_dtype == "e4m3" else torch.uint8  # without NaN; any other byte is a code
     return {
-        "w_packed": _numbers(shape, torch.uint8, device),
+        "w_packed": _numbers(shape, code_type, device).view(torch.uint8),
         "scales": _scales(layer, *groups, device=device),
         "zeros": zeros,
         "group_size": layer.group_size,
@@ -137,8 +143,10 @@ def _weight_only(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:
             if name in codes:
                 codes[f"super_{name}"] = _floats(layer, *blocks, device=device).half()
                 codes[name] = _numbers(codes[name].shape, codes[name].dtype, device)
+    if layer.scale_dtype == _E4M3:
+        codes["global_scale"] = torch.full((*layer._stack, 1), 1 / layer.k, device=device)
     a = _numbers((m, layer.k), layer.dtype, device)
-    return {"a": a, **codes, "bits": layer.bits}
+    return {"a": a, **codes, "bits": layer.bits, "weight_dtype": layer.weight_dtype}
 
 
 def _grouped(layer: Layer, m: int, device: torch.device) -> dict[str, Any]:
@@ -188,7 +196,7 @@ _OPERANDS: Final[dict[Kind, Operands]] = {
     GROUPED: _grouped,
     INT4: _int4,
     INT8: _scaled("a_q", "w_packed", torch.int8),
-    FLOAT8: _scaled("a", "w", torch.float8_e4m3fn),
+    FLOAT8: _scaled("a", "w", _E4M3),
     BLOCKWISE: _blockwise,
 }
 """How products of each kind are made."""

@@ -67,8 +67,7 @@ def layers_of(model: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
         names = ", ".join(kind.__name__ for kind in (*_QUANTIZING, QuantExperts))
         raise ValueError(
             "model_or_shapes: the module has no submodule with w_packed, scales, zeros and in_features, nor one of "
-            f"{names} (of floating codes there are too few kernels to choose from); pass a list of (N, K) shapes "
-            "instead"
+            f"{names}; pass a list of (N, K) shapes instead"
         )
     return list(dict.fromkeys(found))
 
@@ -92,8 +91,6 @@ def _weight_only(part: Any, dtype: torch.dtype | None) -> Layer | None:
     """The kind of weights of a module that multiplies 16-bit activations by packed codes; None: it is none."""
     if not all(hasattr(part, attribute) for attribute in ("w_packed", "scales", "zeros", "in_features")):
         return None
-    if getattr(part, "weight_dtype", None) is not None:  # there are too few configurations to choose from
-        return None
     parts: dict[str, Any] = {name: getattr(part, name, None) for name in PackedWeights._fields}
     if not fit_cuda(parts["scales"], parts["super_scales"], parts["group_size"] or part.in_features):
         parts = one_level(parts)  # as the layer has them on a GPU
@@ -103,9 +100,10 @@ def _weight_only(part: Any, dtype: torch.dtype | None) -> Layer | None:
     scale_dtype, minimums = weights.scales.dtype, weights.minimums
     activations = dtype or (scale_dtype if scale_dtype in _ACTIVATIONS else torch.float16)
     zero_dtype, minimum_dtype = (None if values is None else values.dtype for values in (part.zeros, minimums))
-    sizes = shape.n, shape.k, shape.bits, shape.group_size
+    types = activations, scale_dtype, zero_dtype, minimum_dtype
     super_groups = 0 if supers is None else len(weights.scales) // len(supers)
-    return Layer(*sizes, activations, scale_dtype, zero_dtype, minimum_dtype, super_groups)
+    sizes = shape.n, shape.k, shape.bits, shape.group_size
+    return Layer(*sizes, *types, super_groups, weight_dtype=shape.weight_dtype)
 
 
 Weights: TypeAlias = Callable[[int, int], Layer]

@@ -80,8 +80,9 @@ def tune(
             experts these are rows of all of them together: tokens times experts a token.
         bits: 4 or 8, with shapes.
         group_size: columns that share a scale, with shapes; -1: one group a channel.
-        dtype: of the activations, float16 or bfloat16. Default: that of a module's scales; float16 with shapes. With
-            a scheme: of its activations, one that its products multiply; of FP8 also float8_e5m2.
+        dtype: of the activations, float16 or bfloat16. Default: that of a module's scales; float16 with shapes, and
+            where scales have another type. With a scheme: of its activations, one that its products multiply; of FP8
+            also float8_e5m2.
         scale_dtype: of the scales, with shapes. Default: `dtype`.
         zero_dtype: of the zeros, with shapes. None: symmetric.
         device: a GPU. Default: the current one.
