@@ -31,7 +31,8 @@ def parallelise(model: nn.Module, group: Any = None, experts: Axis = AXIS) -> nn
     a block. Shared experts are MLPs like others. Attention whose heads of keys are no multiple of the ranks, layers
     whose columns `qcutlass.layers.shard` does not cut, and attention and MLPs that compute with several heads or
     channels together (norms over all of them, sinks) stay whole on every rank; so do all others: norms, embeddings,
-    routers, output heads. Every rank loads the whole model first.
+    routers, output heads. Every rank loads the whole model first; save it before, as a rank has parts that are refused
+    where they are loaded.
 
     Args:
         model: of Llama's kind, with layers of `qcutlass.layers` of the names that transformers gives them; changed.
