@@ -190,7 +190,7 @@ def test_the_first_part_has_the_bias_of_down(seed: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "axis", "message"),
     [
-        (7, "experts", "world_size: expected at most 6, the number of experts, E = 6, got 7"),
+        (7, "experts", "world_size: expected at most 6, the number of experts, E = 6, got 7; use fewer ranks"),
         (5, "intermediate", "world_size: expected at most 4, the number of steps of 16 channels, I = 64, got 5"),
         (2, "out", "axis: expected 'intermediate' or 'experts', got 'out'"),
     ],

@@ -99,7 +99,10 @@ def _dealt(rank: int, world_size: int, count: int, step: int, name: str) -> slic
     """The part of a rank of `count` things that are dealt out in steps: as many of these as the others, or one more."""
     steps = ceil_div(count, step)
     if steps < world_size:
-        raise ValueError(f"world_size: expected at most {steps}, the number of {name} = {count}, got {world_size}")
+        raise ValueError(
+            f"world_size: expected at most {steps}, the number of {name} = {count}, got {world_size}; use fewer ranks "
+            "or the other axis of experts"
+        )
     begin, end = (each * steps // world_size * step for each in (rank, rank + 1))
     return slice(begin, min(end, count))
 
