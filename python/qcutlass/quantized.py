@@ -85,8 +85,14 @@ class QuantizedTensor:
         return replace(self, codes=self.codes[index], **cut)
 
     def columns(self, part: slice) -> QuantizedTensor:
-        """Some columns, of whole groups, or of the only one. Super-blocks that are cut through become shorter ones."""
+        """Some columns, with the same weights to the bit.
+
+        Where they begin within a group, all groups become smaller ones of equal scales, zeros and minimums, which have
+        one level then. Super-blocks that are cut through between groups become shorter ones.
+        """
         size, step, groups = part.stop - part.start, self.group_size, len(self.scales)
+        if step < self.shape[1] and part.start % step:
+            return self._regrouped(math.gcd(step, part.start)).columns(part)
         begin, end = (0, groups) if step >= self.shape[1] else (part.start // step, ceil_div(part.stop, step))
         cut: dict[str, Any] = {}
         for name, values in self._of_groups.items():
@@ -99,6 +105,13 @@ class QuantizedTensor:
     def expanded(self) -> QuantizedTensor:
         """The same weights with float32 scales and minimums where these have two levels; else itself."""
         return self if self.super_scales is None else replace(self, **one_level(vars(self)))
+
+    def _regrouped(self, step: int) -> QuantizedTensor:
+        """The same weights in groups of fewer columns, a divisor of the group size."""
+        weight = self.expanded()
+        groups = torch.arange(ceil_div(self.shape[1], step), device=self.codes.device) // (self.group_size // step)
+        repeated: dict[str, Any] = {name: part[groups] for name, part in weight._of_groups.items()}
+        return replace(weight, group_size=step, **repeated)
 
     @property
     def _of_groups(self) -> dict[str, Tensor]:

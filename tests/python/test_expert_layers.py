@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,20 +45,29 @@ def inputs(seed: int, tokens: int = 9) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(tokens, H, generator=g), ids, torch.rand(tokens, 3, generator=g)
 
 
-def made(seed: int, scheme: str = "w4", i: int = 64, activation: str = "silu") -> QuantExperts:
-    return QuantExperts.from_weights(*weights(seed, i), SCHEMES[scheme], activation)
+def made(
+    seed: int, scheme: str = "w4", i: int = 64, activation: str = "silu", group_size: int | None = None
+) -> QuantExperts:
+    chosen = SCHEMES[scheme]
+    chosen = chosen if group_size is None else replace(chosen, group_size=group_size)
+    return QuantExperts.from_weights(*weights(seed, i), chosen, activation)
 
 
 def computed(experts: QuantExperts, x: Tensor, ids: Tensor, scores: Tensor, dtype: torch.dtype) -> Tensor:
     """By dense layers with the dequantised weights, expert by expert."""
     out = torch.zeros(x.shape, dtype=dtype)
     for index in range(experts.gate_up.experts):
-        gate, up, down = (layer.weights().to(dtype) for layer in experts.expert(index))
+        gate, up, down = (dense_layer(layer, dtype) for layer in experts.expert(index))
         tokens, slots = torch.where(ids == index + experts.gate_up.first)
         a = x[tokens].to(dtype)
-        gated = testing.activate(a @ gate.T, experts.activation) * (a @ up.T)
-        out.index_add_(0, tokens, (gated @ down.T) * scores[tokens, slots, None].to(dtype))
+        gated = testing.activate(gate(a), experts.activation) * up(a)
+        out.index_add_(0, tokens, down(gated) * scores[tokens, slots, None].to(dtype))
     return out
+
+
+def dense_layer(layer: WeightOnlyLinear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    return partial(nn.functional.linear, weight=layer.weights().to(dtype), bias=bias)
 
 
 @pytest.mark.parametrize("i", [64, 48, 40, 20])
@@ -89,7 +101,7 @@ def test_the_activation_and_types_of_inputs(seed: int) -> None:
         QuantExperts(experts.gate_up, experts.down, "relu")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_parts_along_experts_add_up(world_size: int, seed: int) -> None:
     experts, given = made(seed), inputs(seed)
     parts = [shard(experts, rank, world_size, "experts") for rank in range(world_size)]
@@ -101,30 +113,85 @@ def test_parts_along_experts_add_up(world_size: int, seed: int) -> None:
     total = sum(part(*given).double() for part in parts)
     exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
     assert noise_ratio(total, dense, exact) <= world_size * NOISE  # each part rounds
-    again = shard(parts[0], 1, 2, "experts") if world_size == 3 else parts[0]
-    assert again.gate_up.first == (1 if world_size == 3 else 0)
+    assert sum(part.gate_up.experts for part in parts) == E
+    assert {part.gate_up.experts for part in parts} == {E // world_size, -(-E // world_size)}
+    again = shard(parts[-1], 1, 2, "experts")  # of 3, 2 and 2
+    assert again.gate_up.first == (4 if world_size == 2 else 5)
 
 
-@pytest.mark.parametrize("scheme", ["w8", "channel"])
-def test_parts_along_intermediate_channels_add_up(scheme: str, seed: int) -> None:
-    experts, given = made(seed, scheme), inputs(seed)
-    parts = [shard(experts, rank, 4, "intermediate") for rank in range(4)]
+CUTS: dict[str, tuple[str, int, int | None, list[int], list[int]]] = {
+    "w8": ("w8", 64, None, [16] * 4, [16] * 4),
+    "Qwen3-30B-A3B": ("w4", 768, 128, [192] * 4, [128, 64, 128, 64]),
+    "symmetric": ("symmetric", 768, 128, [192] * 4, [128, 64, 128, 64]),
+    "channel": ("channel", 768, None, [192] * 4, [192] * 4),
+    "fp8": ("fp8", 768, 128, [192] * 4, [128, 64, 128, 64]),  # blocks of 128 in files are such groups
+    "two ranks": ("w4", 192, 128, [96] * 2, [96, 32]),
+    "three ranks": ("symmetric", 192, 128, [64] * 3, [64] * 3),
+    "five ranks": ("w4", 192, 128, [32, 32, 48, 32, 48], [32, 32, 48, 16, 16]),
+    "powers of two as scales": ("MXFP4", 64, None, [16] * 4, [16] * 4),
+    "8-bit scales": ("NVFP4", 192, 64, [96] * 2, [64, 32]),
+    "no whole groups": ("w4", 40, None, [32, 8], [32, 8]),
+    "three ranks of four steps": ("w4", 64, None, [16, 16, 32], [16, 16, 32]),
+}
+"""By name: scheme, I, group size, and of each rank the channels and the columns of a group."""
+
+
+def check_sum(experts: QuantExperts, given: tuple[Tensor, Tensor, Tensor], parts: list[QuantExperts]) -> None:
+    """The outputs of parts, each of which rounds, add up to that of the whole."""
+    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
+    total = sum(part(*given).double() for part in parts)
+    assert noise_ratio(total, dense, exact) <= NOISE
+    assert noise_ratio(total - parts[0](*given), dense, exact) > 10 * NOISE
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_parts_along_intermediate_channels_add_up(name: str, seed: int) -> None:
+    """Cuts through groups, and channels that are no multiple of the ranks, too."""
+    scheme, i, group_size, sizes, groups = CUTS[name]
+    experts, given = made(seed, scheme, i, group_size=group_size), inputs(seed)
+    parts = [shard(experts, rank, len(sizes), "intermediate") for rank in range(len(sizes))]
+    assert [part.down.in_features for part in parts] == sizes
+    assert [part.down.group_size for part in parts] == groups
+    for part in parts:
+        part.check()
     for index in range(E):
         found = [part.expert(index) for part in parts]
         whole = experts.expert(index)
         for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
             joined = torch.cat([getattr(part, name).weights() for part in found], dim=dim)
             testing.assert_equal(joined, getattr(whole, name).weights())
-    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
-    assert noise_ratio(sum(part(*given).double() for part in parts), dense, exact) <= 4 * NOISE
+    check_sum(experts, given, parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "two ranks", "five ranks", "fp8", "no whole groups"])
+def test_parts_along_intermediate_channels_add_up_on_a_gpu(name: str, seed: int) -> None:
+    scheme, i, group_size, sizes, _ = CUTS[name]
+    experts, (x, ids, scores) = made(seed, scheme, i, group_size=group_size), inputs(seed)
+    x = x.half().float()
+    exact, dense = (computed(experts, x, ids, scores, dtype) for dtype in (torch.float64, torch.float16))
+    parts = [shard(experts, rank, len(sizes), "intermediate").cuda() for rank in range(len(sizes))]
+    outs = [part(x.half().cuda(), ids.cuda(), scores.cuda()).double().cpu() for part in parts]
+    assert noise_ratio(sum(outs), dense, exact) <= len(parts) * NOISE  # each part rounds
+    assert noise_ratio(sum(outs[1:]), dense, exact) > 4 * len(parts) * NOISE
+
+
+def test_the_first_part_has_the_bias_of_down(seed: int) -> None:
+    gate_up, down = weights(seed, 192)
+    biases = {"gate_up_bias": randn(E, 2 * 192, seed=seed), "down_bias": randn(E, H, seed=seed + 1)}
+    experts = QuantExperts.from_weights(gate_up, down, WeightOnly(4, 128), **biases)
+    parts = [shard(experts, rank, 2, "intermediate") for rank in range(2)]
+    assert [part.down.bias is not None for part in parts] == [True, False]
+    halves = [part.gate_up.bias.unflatten(1, (2, 96)) for part in parts]  # type: ignore[union-attr]
+    testing.assert_equal(torch.cat(halves, dim=2).flatten(1), biases["gate_up_bias"])
+    check_sum(experts, inputs(seed), parts)
 
 
 @pytest.mark.parametrize(
     ("world_size", "axis", "message"),
     [
-        (4, "experts", "expected a divisor of E = 6, got 4"),
-        (3, "intermediate", "expected a divisor of I = 64, got 3"),
-        (4, "intermediate", "parts of 16 columns cut through groups of 32"),
+        (7, "experts", "world_size: expected at most 6, the number of experts, E = 6, got 7; use fewer ranks"),
+        (5, "intermediate", "world_size: expected at most 4, the number of steps of 16 channels, I = 64, got 5"),
         (2, "out", "axis: expected 'intermediate' or 'experts', got 'out'"),
     ],
 )
@@ -345,13 +412,10 @@ def test_parts_of_experts_with_orders(seed: int) -> None:
     exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
     parts = [shard(experts, rank, 2, "experts") for rank in range(2)]
     assert noise_ratio(sum(part(*given).double() for part in parts), dense, exact) <= 2 * NOISE
-    with pytest.raises(ValueError, match=r"act-order of down mixes the columns of all parts; .* axis 'experts'"):
-        shard(experts, 0, 2, "intermediate")
-    experts.down.perm = None  # those of gate and up stay
-    exact, dense = (computed(experts, *given, dtype) for dtype in (torch.float64, torch.float32))
     parts = [shard(experts, rank, 2, "intermediate") for rank in range(2)]
     assert all(part.gate_up.perm is not None for part in parts)
-    assert noise_ratio(sum(part(*given).double() for part in parts), dense, exact) <= 2 * NOISE
+    assert all(part.down.perm is None for part in parts)  # channels of gate and up lie as its columns do
+    check_sum(experts, given, parts)
 
 
 def test_layers_that_cannot_be_joined(seed: int) -> None:

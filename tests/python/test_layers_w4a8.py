@@ -90,6 +90,10 @@ def test_layers_are_saved_copied_and_cut(scheme: W4A8, seed: int) -> None:
         assert isinstance(first, Int4Linear)
         assert (first.in_features, first.activations) == (32, scheme.activations)
         testing.assert_equal(first.weights(), layer.weights()[:, :32])
+        with pytest.raises(
+            ValueError, match="parts of 48 columns cut groups of 32 into ones that are no multiples of 32"
+        ):
+            shard(layer, 0, 2, "in")
 
 
 def test_states_of_other_schemes_are_refused() -> None:

@@ -124,11 +124,15 @@ class ExpertStack(PackedModule):
         sizes = self.in_features, self.out_features
         return WeightOnlyLinear.of_parts(*sizes, activation=None, parts=parts, **self._numbers)
 
-    def changed(self, part: slice, change: Callable[[WeightOnlyLinear], WeightOnlyLinear] | None = None) -> ExpertStack:
-        """Some of the experts, each with another layer; they share no memory with these."""
+    def some(self, part: slice) -> ExpertStack:
+        """Some of the experts, which share no memory with these."""
         chosen = range(self.experts)[part]
-        layers = (self.layer(expert) if change is None else change(self.layer(expert)) for expert in chosen)
-        return ExpertStack.of_layers(layers, len(chosen), self.first + part.start)
+        return ExpertStack.of_layers(map(self.layer, chosen), len(chosen), self.first + part.start)
+
+    def changed(self, change: Callable[[int, WeightOnlyLinear], WeightOnlyLinear]) -> ExpertStack:
+        """The same experts with other layers, which `change` makes of the place of each here and its layer."""
+        layers = (change(expert, self.layer(expert)) for expert in range(self.experts))
+        return ExpertStack.of_layers(layers, self.experts, self.first)
 
     def extra_repr(self) -> str:
         zeros = None if self.zeros is None else str(self.zeros.dtype).removeprefix("torch.")

@@ -215,21 +215,20 @@ class QuantExperts(nn.Module):
     def _shard(self, part: slice, axis: Literal["intermediate", "experts"]) -> QuantExperts:
         """The part with these intermediate channels, or these experts; see `qcutlass.layers.shard`."""
         if axis == "experts":
-            stacks = [stack.changed(part) for stack in (self.gate_up, self.down)]
+            gate_up, down = self.gate_up.some(part), self.down.some(part)
         else:
-            if self.down.perm is not None:
-                raise ValueError("layer: act-order of down mixes the columns of all parts; cut it along axis 'experts'")
-            size, whole = self.down.in_features, slice(0, self.gate_up.experts)
+            gate_up = self.gate_up.changed(lambda expert, layer: layer.rows(self._channels(expert, part)))
+            down = self.down.changed(lambda expert, layer: layer.columns(part))
+        return QuantExperts(gate_up, down, self.activation, self.num_experts, self.limit, self.alpha)
 
-            def channels(layer: WeightOnlyLinear) -> WeightOnlyLinear:
-                halves = [layer._shard(slice(begin + part.start, begin + part.stop), "out") for begin in (0, size)]
-                return joined(halves[0], halves[1])
+    def _channels(self, expert: int, part: slice) -> Tensor:
+        """Those of gate and up, int64, that meet some columns of down, in the order in which its codes lie.
 
-            stacks = [
-                self.gate_up.changed(whole, channels),
-                self.down.changed(whole, lambda layer: layer._shard(part, "in")),
-            ]
-        return QuantExperts(stacks[0], stacks[1], self.activation, self.num_experts, self.limit, self.alpha)
+        Which channels these are is the expert's own affair, so that act-order needs no order between the parts.
+        """
+        perm, size = self.down.perm, self.down.in_features
+        order = torch.arange(size, device=self.down.w_packed.device) if perm is None else perm[expert].long()
+        return torch.cat([order[part], order[part] + size])
 
     def extra_repr(self) -> str:
         here = range(self.gate_up.first, self.gate_up.first + self.gate_up.experts)

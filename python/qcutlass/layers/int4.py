@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from qcutlass.products.quantizer_operators import QuantizeCall, QuantizedRows
 from qcutlass.products.weight_only import GemmCall
 from qcutlass.quantized import QuantizedTensor, check_zeros
 from qcutlass.schemes import W4A8
+
+_GROUP_STEP: Final = 32
+"""Columns of which groups are multiples in kernels for GPUs."""
 
 
 class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
@@ -214,7 +217,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
         whole = WeightOnlyLinear(
             self._weight(), bias=self.bias, activation=self.activation, act_scale=self.act_scale, perm=self.perm
         )
-        cut = whole._shard(part, axis)
+        cut = whole._shard(part, axis, _GROUP_STEP)
         stored = cut.canonical()
         options: dict[str, Any] = {"bias": copied(stored.bias), "act_scale": stored.act_scale, "perm": stored.perm}
         return Int4Linear(stored.weight, self.activations, activation=cut.activation, **options)

@@ -21,7 +21,7 @@ from qcutlass.layers.stored_form import STORED, StoredForm, from_stored
 from qcutlass.products import dequantize, preprocess_weights
 from qcutlass.products.checks import ceil_div, short
 from qcutlass.products.layer_calls import Steps
-from qcutlass.products.packing import TILE_BITS, TILE_N
+from qcutlass.products.packing import GROUP_STEP, TILE_BITS, TILE_N, group_size_of_cut
 from qcutlass.products.quantizer_operators import QuantizedRows
 from qcutlass.products.weight_only import WEIGHT_ONLY, GemmCall, has_whole_steps
 from qcutlass.quantized import QuantizedTensor, check_zeros
@@ -317,22 +317,35 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         supers = self.super_scales, self.super_minimums
         return QuantizedTensor(codes, scales, zeros, self.bits, self.group_size, *numbers, minimums, *supers)
 
-    def _shard(self, part: slice, axis: Literal["out", "in"]) -> WeightOnlyLinear:
-        whole = self._weight(self._codes())
+    def _shard(self, part: slice, axis: Literal["out", "in"], step: int = GROUP_STEP) -> WeightOnlyLinear:
+        """`step`: what smaller groups are multiples of."""
         if axis == "out":
-            bias = None if self.bias is None else self.bias[part]
-            return self._like(_copy(whole.rows(part), bias, self.activation, self.act_scale, self.perm))
-        size, step = part.stop - part.start, self.group_size
-        if step < self.in_features and size % step:
+            return self.rows(part)
+        size = part.stop - part.start
+        is_cut = size < self.in_features and self.group_size < self.in_features
+        if is_cut and not group_size_of_cut(self.group_size, size, step):  # not of its first column: all ranks agree
             raise ValueError(
-                f"world_size: parts of {size} columns cut through groups of {step}; use a smaller world_size or axis "
-                "'out'"
+                f"world_size: parts of {size} columns cut groups of {self.group_size} into ones that are no multiples "
+                f"of {step}, as kernels need them; use a smaller world_size or axis 'out'"
             )
         if self.perm is not None:
             raise ValueError("layer: act-order mixes the columns of all parts; cut it along axis 'out'")
+        return self.columns(part)
+
+    def rows(self, index: Tensor | slice) -> WeightOnlyLinear:
+        """The layer with some of its output channels, in memory of its own."""
+        bias = None if self.bias is None else self.bias[index]
+        weight = self._weight(self._codes()).rows(index)
+        return self._like(_copy(weight, bias, self.activation, self.act_scale, self.perm))
+
+    def columns(self, part: slice) -> WeightOnlyLinear:
+        """The layer of some columns, in the order in which the codes lie, in memory of its own.
+
+        Its outputs are to be added to those of the other columns: the part with the first one has the bias.
+        """
         act_scale = None if self.act_scale is None else self.act_scale[part]
         bias = self.bias if part.start == 0 else None
-        return self._like(_copy(whole.columns(part), bias, None, act_scale, None))
+        return self._like(_copy(self._weight(self._codes()).columns(part), bias, None, act_scale, None))
 
     def _like(self, part: WeightOnlyLinear) -> WeightOnlyLinear:
         """A part of the layer with its options."""

@@ -5,6 +5,7 @@ Packed weights do not store K: the number of tiles bounds it, and callers say wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -42,6 +43,8 @@ CODE_TYPES: Final = {
 }
 """The types of weights besides integers, by the name that `weight_dtype` has for them."""
 
+GROUP_STEP: Final = 16
+"""Columns of the smallest group of kernels for GPUs, of which groups are multiples there."""
 TILE_N: Final = 16
 TILE: Final = (32, 16)  # lanes (or halves of rows), bytes of each
 TILE_BITS: Final = 8 * TILE[0] * TILE[1] // TILE_N  # of the codes of a channel in a tile
@@ -176,6 +179,15 @@ def _group_size(groups: int, k: int, group_size: int | None) -> int:
             f"group_size: {group_size} with K = {k} needs scales of {ceil_div(k, group_size)} groups, got {groups}"
         )
     return k if groups == 1 else group_size
+
+
+def group_size_of_cut(group_size: int, begin: int, step: int = GROUP_STEP) -> int:
+    """The largest group size with which a part that begins at a column has whole groups.
+
+    0: none that kernels for GPUs take, whose groups are multiples of `step` columns; groups that are not cut stay.
+    """
+    found = math.gcd(group_size, begin)
+    return found if found == group_size or found % step == 0 else 0
 
 
 def check_channels(source: str, n: int, name: str, w_packed: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
@@ -13,11 +12,8 @@ from torch import Tensor
 from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
 from qcutlass.products.checks import ceil_div
+from qcutlass.products.packing import GROUP_STEP, group_size_of_cut
 from qcutlass.quantized import QuantizedTensor
-
-STEP: Final = 16
-"""Columns of the smallest group of CUDA kernels, of which groups are multiples."""
-
 
 _AnyEightBit = TypeVar("_AnyEightBit", CanonicalInt8, CanonicalFp8)
 
@@ -104,18 +100,18 @@ def sorted_by_group(
     """
     order = groups.argsort(stable=True)
     counts = groups.bincount(minlength=len(weight.scales))
-    steps = (counts + STEP - 1) // STEP
+    steps = (counts + GROUP_STEP - 1) // GROUP_STEP
     first = steps.cumsum(0) - steps  # the step with which a group begins
     place_in_group = torch.arange(len(order), device=groups.device) - (counts.cumsum(0) - counts)[groups[order]]
-    target = first[groups[order]] * STEP + place_in_group
-    k = int(steps.sum()) * STEP
+    target = first[groups[order]] * GROUP_STEP + place_in_group
+    k = int(steps.sum()) * GROUP_STEP
     group_of_step = torch.arange(len(counts), device=groups.device).repeat_interleave(steps)
     codes = _zero_codes(weight, group_of_step, padded=k > len(order))
     codes[:, target] = weight.codes[:, order]
     met = torch.zeros(k, dtype=torch.int64, device=groups.device)
     met[target] = columns[order]
     zeros = None if weight.zeros is None else weight.zeros[group_of_step]
-    regrouped = replace(weight, codes=codes, scales=weight.scales[group_of_step], zeros=zeros, group_size=STEP)
+    regrouped = replace(weight, codes=codes, scales=weight.scales[group_of_step], zeros=zeros, group_size=GROUP_STEP)
     return CanonicalLinear(regrouped, act_scale=None if act_scale is None else act_scale[met]), met
 
 
@@ -124,14 +120,14 @@ def _zero_codes(weight: QuantizedTensor, group_of_step: Tensor, padded: bool) ->
     n, steps = weight.shape[0], len(group_of_step)
     if weight.zeros is None:
         zero = 0 if weight.weight_dtype is not None else 2 ** (weight.bits - 1)
-        return weight.codes.new_full((n, steps * STEP), zero)
+        return weight.codes.new_full((n, steps * GROUP_STEP), zero)
     zeros = weight.zeros[group_of_step]
     if padded and (zeros.is_floating_point() or bool((zeros >= 2**weight.bits).any())):
         raise UnsupportedError(
             "layer: its groups lie on several ranks and its zero points are no codes, so that no weight is 0; use a "
             "tensor parallel size that does not cut through groups"
         )
-    return zeros.to(torch.uint8).T.repeat_interleave(STEP, dim=1)
+    return zeros.to(torch.uint8).T.repeat_interleave(GROUP_STEP, dim=1)
 
 
 def without_blocks(layer: CanonicalBlockwise) -> CanonicalLinear:
@@ -183,14 +179,14 @@ def _cut_weight_only(layer: CanonicalLinear, begin: int, size: int) -> Share:
     device = weight.codes.device
     part = slice(begin, begin + size)
     scales_of_input = None if layer.act_scale is None else layer.act_scale[part]
-    if layer.perm is None and (weight.group_size >= k or begin % weight.group_size == 0):
+    if layer.perm is None and (weight.group_size >= k or group_size_of_cut(weight.group_size, begin)):
         return Share(CanonicalLinear(weight.columns(part), layer.bias, None, scales_of_input))
     weight = weight.expanded()
     order = torch.arange(k, device=device) if layer.perm is None else layer.perm.long()
     mine = ((order >= begin) & (order < begin + size)).nonzero().view(-1)
     met, groups = order[mine] - begin, mine // weight.group_size
     codes = weight.codes[:, mine]
-    step = size if weight.group_size >= k else _common_step(weight.group_size, groups, begin, layer.perm is None)
+    step = size if weight.group_size >= k else _common_step(weight.group_size, groups)
     if not step and weight.minimums is not None:
         raise UnsupportedError(
             "layer: its groups lie on several ranks and have minimums, beside which no weight is 0; use a tensor "
@@ -208,11 +204,8 @@ def _cut_weight_only(layer: CanonicalLinear, begin: int, size: int) -> Share:
     return Share(CanonicalLinear(part_weight, layer.bias, perm, scales_of_input))
 
 
-def _common_step(group_size: int, groups: Tensor, begin: int, is_sorted: bool) -> int:
-    """The largest group size with which every group lies in one of the whole layer's; 0: none that kernels take."""
-    if is_sorted:
-        step = math.gcd(group_size, begin)
-        return step if step == group_size or step % STEP == 0 else 0
+def _common_step(group_size: int, groups: Tensor) -> int:
+    """The group size, where every group of so many columns lies in one of the whole layer's; else 0."""
     whole = torch.arange(ceil_div(len(groups), group_size), device=groups.device).repeat_interleave(group_size)
     _, mine = torch.unique_consecutive(groups, return_inverse=True)
     return group_size if bool((mine == whole[: len(mine)]).all()) else 0

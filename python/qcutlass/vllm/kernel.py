@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.products.checks import names_of
+from qcutlass.products.packing import GROUP_STEP
 from qcutlass.vllm import interface
-from qcutlass.vllm.cutting import STEP, Share
+from qcutlass.vllm.cutting import Share
 from qcutlass.vllm.products import Products
 from qcutlass.vllm.stored import layer_of
 
@@ -33,8 +34,8 @@ class QCutlassLinearKernel(interface.MPLinearKernel):
         types = interface.activation_types()
         if c.act_type not in types:
             return False, f"qcutlass multiplies activations of {names_of(types)} here, got {c.act_type}"
-        if c.group_size != -1 and (c.group_size % STEP or k % c.group_size):
-            return False, f"groups of {c.group_size} columns are no multiple of {STEP}, or do not divide {k}"
+        if c.group_size != -1 and (c.group_size % GROUP_STEP or k % c.group_size):
+            return False, f"groups of {c.group_size} columns are no multiple of {GROUP_STEP}, or do not divide {k}"
         if interface.has_act_order(c) and k != c.full_weight_shape[0]:
             return False, "act-order across ranks is served by the method 'qcutlass' alone"
         fields = 32 // bits

@@ -10,18 +10,18 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from tests.python.manual import run_by
 from tests.python.models.folders import RandomCut
-from tests.python.models.mixtures import VOCABULARY, model_of
-from tests.python.models.test_mixtures import load
+from tests.python.models.mixtures import EXPERTS, VOCABULARY, MixtureCut, model_of
+from tests.python.models.test_mixtures import experts_of, load, logits
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass.models.parallel import cut_blocks, parallelise
+from qcutlass.models.parallel import Axis, cut_blocks, parallelise
 from qcutlass.testing.models import NOISE, noise_ratio
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -71,9 +71,9 @@ class Ranks:
 
         return add
 
-    def logits(self, model: Any, tokens: Tensor) -> list[Tensor]:
+    def logits(self, model: Any, tokens: Tensor, experts: Axis = "intermediate") -> list[Tensor]:
         def run(rank: int) -> Tensor:
-            part = cut_blocks(copy.deepcopy(model), rank, self.count, self.adding(rank))
+            part = cut_blocks(copy.deepcopy(model), rank, self.count, self.adding(rank), experts)
             with torch.inference_mode():
                 found: Tensor = part(tokens).logits
             return found
@@ -126,7 +126,9 @@ def test_what_computes_with_several_heads_or_channels_stays_whole(seed: int) -> 
 
 
 def test_models_without_such_layers_are_refused(seed: int) -> None:
-    with pytest.raises(ValueError, match="model: LlamaForCausalLM has no attention or MLP of quantised layers"):
+    with pytest.raises(
+        ValueError, match="model: LlamaForCausalLM has no attention, MLP or experts of quantised layers"
+    ):
         cut_blocks(random_llama(seed), 0, 2, lambda out: None)
     with pytest.raises(ValueError, match="can be cut into 5 parts"):
         cut_blocks(quantized(random_llama(seed)), 0, 5, lambda out: None)
@@ -155,12 +157,63 @@ def test_what_is_between_projections(kind: str, is_cut: bool, seed: int) -> None
     assert layer.mlp.down_proj.in_features == 64
 
 
-@pytest.mark.parametrize("kind", ["olmoe", "gpt_oss", "bitnet"])
-def test_models_that_stay_whole_are_refused(kind: str, seed: int) -> None:
-    """Norms of all heads or of all intermediate channels, and a number for each head; experts are not cut."""
+@pytest.mark.parametrize(("kind", "world_size"), [("bitnet", 2), ("olmoe", 5), ("gpt_oss", 5)])
+def test_models_that_stay_whole_are_refused(kind: str, world_size: int, seed: int) -> None:
+    """Norms of all heads or of all intermediate channels, and a number for each head; few channels, and experts."""
     model = quantized(model_of(kind, seed % 2**31, num_experts=4, num_local_experts=4, head_dim=32))
-    with pytest.raises(ValueError, match=r"cut into 2 parts.*what normalises all of its heads together"):
-        cut_blocks(model, 0, 2, lambda out: None)
+    for rank in range(world_size):
+        for axis in get_args(Axis):
+            with pytest.raises(ValueError, match=rf"cut into {world_size} parts.*normalises all of its heads together"):
+                cut_blocks(model, rank, world_size, lambda out: None, axis)
+    with pytest.raises(ValueError, match="experts: expected 'intermediate' or 'experts', got 'in'"):
+        cut_blocks(model, 0, 2, lambda out: None, "in")  # type: ignore[arg-type]
+
+
+MIXTURES: list[tuple[str, str, Axis, list[int]]] = [
+    ("qwen2_moe", "awq", "intermediate", [32, 32]),  # shared experts have a gate
+    ("qwen2_moe", "awq", "experts", [1, 1, 2]),
+    ("deepseek_v3", "fp8", "intermediate", [16, 16, 16]),  # in blocks of 32, which are cut through
+    ("mixtral", "act_order", "intermediate", [16, 16, 32]),
+    ("olmoe", "gptq", "experts", [2, 2]),
+]
+"""Kind, form of the checkpoint, what each rank has a part of, and the channels or experts of each."""
+
+
+@pytest.mark.parametrize(("kind", "form", "axis", "sizes"), MIXTURES)
+def test_logits_of_mixtures(kind: str, form: str, axis: Axis, sizes: list[int], tmp_path: Path) -> None:
+    """Experts are parts of each rank, shared ones, too; routers see all of the sums and send tokens alike."""
+    mixture = MixtureCut(tmp_path, kind)
+    cut = getattr(mixture, form)()
+    model, tokens, ranks = load(cut.folder, direct=True), torch.arange(24)[None] * 7 % VOCABULARY, Ranks(len(sizes))
+    exact, in_float32 = (logits(mixture.dense(cut, dtype), tokens) for dtype in (torch.float64, torch.float32))
+    found = ranks.logits(model, tokens, axis)
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert noise_ratio(found[0], in_float32, exact) <= NOISE
+    for rank, size in enumerate(sizes):
+        part = cut_blocks(copy.deepcopy(model), rank, ranks.count, lambda out: None, axis)
+        for experts in experts_of(part).values():
+            assert (experts.down.experts if axis == "experts" else experts.down.in_features) == size
+            assert experts.num_experts == EXPERTS
+        if kind == "qwen2_moe":  # 64 channels are no multiple of 3 ranks
+            shared = part.get_submodule("model.layers.0.mlp.shared_expert.down_proj")
+            assert shared.in_features == (32 if ranks.count == 2 else 64)
+        assert noise_ratio(logits(part, tokens), in_float32, exact) > 10 * NOISE
+
+
+def test_logits_of_gpt_oss(seed: int) -> None:
+    """Attention has sinks and stays whole; experts have biases, and a router that is no layer."""
+    model = quantized(model_of("gpt_oss", seed % 2**31, num_local_experts=EXPERTS, head_dim=32))
+    tokens = torch.arange(24)[None] * 7 % VOCABULARY
+    whole = logits(model, tokens)
+
+    def error(found: Tensor) -> float:
+        return float((found - whole).abs().max() / whole.abs().max())
+
+    for axis in get_args(Axis):
+        first, second = Ranks(2).logits(model, tokens, axis)
+        assert torch.equal(first, second)
+        assert error(first) < 1e-5
+        assert error(logits(cut_blocks(copy.deepcopy(model), 0, 2, lambda out: None, axis), tokens)) > 1e-2
 
 
 def test_processes_must_be_there() -> None:
@@ -201,9 +254,9 @@ def run_script(repository: Path, folder: Path, where: Path, environment: dict[st
 TOKENS = torch.tensor([[3, 5, 7]])
 
 
-def test_the_script_of_the_manual(repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
-    """Two processes, which gloo connects, give the logits of one."""
-    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+def test_the_script_of_the_manual(repository: Path, tmp_path: Path) -> None:
+    """Two processes, which gloo connects, give the logits of one; attention, a shared MLP and experts are cut."""
+    qcutlass.models.convert(MixtureCut(tmp_path / "mixture", "qwen2_moe").awq().folder, tmp_path / "converted")
     found = run_script(repository, tmp_path / "converted", tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     with torch.inference_mode():
         whole = load(tmp_path / "converted")(TOKENS).logits[0, -1]
@@ -213,9 +266,11 @@ def test_the_script_of_the_manual(repository: Path, random_cut: RandomCut, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_give_the_logits_of_one(repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe"])
+def test_two_gpus_give_the_logits_of_one(kind: str, repository: Path, random_cut: RandomCut, tmp_path: Path) -> None:
     """Two processes with a GPU each, which NCCL connects."""
-    qcutlass.models.convert(random_cut.awq().folder, tmp_path / "converted")
+    cut = random_cut if kind == "llama" else MixtureCut(tmp_path / "mixture", kind)
+    qcutlass.models.convert(cut.awq().folder, tmp_path / "converted")
     found = run_script(repository, tmp_path / "converted", tmp_path, {})
     with torch.inference_mode():
         exact = load(tmp_path / "converted")(TOKENS).logits[0, -1]

@@ -27,9 +27,10 @@ def layer(seed: int, *, bits: int = 4, group_size: int | None = 64, **options: A
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [64, None])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("group_size", [64, 128, None])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parts_hold_the_weights_of_the_whole(bits: int, group_size: int | None, world_size: int, seed: int) -> None:
+    """On 4 ranks groups of 64 and 128 become such of 32: parts have 96 columns."""
     whole = layer(seed, bits=bits, group_size=group_size)
     weight = models.weights_of(whole)
     for axis, dim in (("out", 0), ("in", 1)):
@@ -64,7 +65,7 @@ def test_act_order_and_activations_go_with_the_channels(seed: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((0, 4, "in"), {}, "parts of 96 columns cut through groups of 64"),
+        ((0, 16, "in"), {}, "parts of 24 columns cut groups of 64 into ones that are no multiples of 16"),
         ((0, 5, "out"), {}, "divisor of N = 48"),
         ((0, 5, "in"), {}, "divisor of K = 384"),
         ((0, 2, "in"), {"perm": torch.arange(K - 1, -1, -1, dtype=torch.int32)}, "act-order"),

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass.formats import CanonicalBlockwise, CanonicalFp8, CanonicalInt8, CanonicalLinear, FloatLinear, Layer
+from qcutlass.products.packing import GROUP_STEP
 from qcutlass.quantized import QuantizedTensor
-from qcutlass.vllm.cutting import STEP, Share, cut_columns, cut_rows, joined, place
+from qcutlass.vllm.cutting import Share, cut_columns, cut_rows, joined, place
 
 
 def weight_only(n: int, k: int, group_size: int, *, bits: int = 4, zeros: str = "uint8", order: bool = False) -> Layer:
@@ -115,7 +116,7 @@ def test_shares_are_packed_and_multiplied(name: str) -> None:
         if not isinstance(share.layer, CanonicalLinear):
             continue
         weight = share.layer.weight
-        assert weight.group_size >= weight.shape[1] or weight.group_size % STEP == 0
+        assert weight.group_size >= weight.shape[1] or weight.group_size % GROUP_STEP == 0
         made = qcutlass.QuantLinear.from_quantized(weight, perm=share.layer.perm)
         assert torch.equal(made.weights(), share.layer.dequantize(torch.float32))
 
@@ -140,8 +141,8 @@ def test_levels_stay_but_where_groups_are_cut_through(k: int, super_blocks: int,
 def test_few_columns_are_added_to_groups_of_several_ranks() -> None:
     share = cut_columns(weight_only(8, 1024, 128, order=True), 512, 512)
     assert share.columns is not None
-    assert 512 <= len(share.columns) < 512 + 8 * STEP
-    assert len(share.columns) % STEP == 0
+    assert 512 <= len(share.columns) < 512 + 8 * GROUP_STEP
+    assert len(share.columns) % GROUP_STEP == 0
 
 
 @pytest.mark.parametrize("zeros", [torch.rand(4, 8), torch.full((4, 8), 16, dtype=torch.uint8)])
