@@ -28,7 +28,7 @@ FORMS = ("gptq", "awq", "compressed", "compressed_8")
 IDS = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
 SCHEME = WeightOnly(4, 32, scale_dtype=torch.float16)
 EIGHT_BITS = 0.05
-"""The relative error of most tokens' logits with weights of 8 bits: 0.01 to 0.035 with any tokens to calibrate on.
+"""The relative error of most tokens' logits with weights of 8 bits: 0.007 to 0.039 with any tokens to calibrate on.
 With two experts' weights that have changed places it is 0.056 (deepseek_v2) to 0.58."""
 
 
