@@ -304,14 +304,15 @@ def test_blocks_of_the_last_layer_may_be_cut(seed: int) -> None:
     testing.assert_equal(part.weights(), model["v_proj"].weights())  # type: ignore[operator]
 
 
-def test_activations_are_chosen_before_layers_are_fused(seed: int) -> None:
-    model = attention(FP8(), seed)
+@pytest.mark.parametrize(("scheme", "activations"), [(FP8(), "none"), (WeightOnly(4, 32), "fp8")], ids=str)
+def test_activations_are_chosen_before_layers_are_fused(scheme: Any, activations: str, seed: int) -> None:
+    model = attention(scheme, seed)
     together, a = fused(model), randn(3, K, seed=seed)
     with pytest.raises(ValueError, match=r"q_proj\.product: its layers are fused; choose activations before"):
-        use_activations(together, "none")
+        use_activations(together, activations)
     for out, wanted in zip(outputs(together, a), outputs(model, a), strict=True):
         testing.assert_equal(out, wanted)
-    assert use_activations(model, "none") == ["q_proj", "k_proj", "v_proj"]
+    assert use_activations(model, activations) == ["q_proj", "k_proj", "v_proj"]
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fn], ids=str)

@@ -368,7 +368,7 @@ def test_switching_refuses_what_cannot_be() -> None:
     model = a_model()
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module"):
         layers.use_activations(None, "int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="activations: expected 'int8'"):
+    with pytest.raises(ValueError, match="activations: expected 'int8', 'fp8', 'none' or None, got 'int4'"):
         layers.use_activations(model, "int4")
     with pytest.raises(ValueError, match="model: expected layers with integer codes whose groups"):
         layers.use_activations(torch.nn.Linear(4, 4), "int8")

@@ -16,12 +16,11 @@ from tests.python.modules import assert_same_state, randn, randomized, snapshot
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import Blockwise, QuantLinear, UnsupportedError, blockwise, formats, testing
+from qcutlass import Blockwise, QuantLinear, blockwise, formats, testing
 from qcutlass.formats import CanonicalLinear
 from qcutlass.formats.fp8 import in_blocks
 from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers import BlockwiseLinear, WeightOnlyLinear, shard, use_activations
-from qcutlass.layers.activations import check_activations
 
 N, K = 200, 288
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -156,11 +155,3 @@ def test_weights_that_are_in_no_square_blocks(seed: int) -> None:
     floats = QuantLinear.from_linear(linear_of(seed, 64, 256), qcutlass.WeightOnly(8, None, weight_dtype="e4m3"))
     with pytest.raises(ValueError, match=r"model: expected layers of .* e4m3 weights with scales of square blocks"):
         use_activations(nn.Sequential(floats), "fp8")
-
-
-def test_gpus_quantise_to_fp8_alone() -> None:
-    check_activations("fp8", torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match="activations: 'int8' is for CPU tensors; on CUDA leave it out"):
-        check_activations("int8", torch.device("cuda"))
-    with pytest.raises(ValueError, match="activations: expected 'int8', 'fp8', 'none' or None, got 'int4'"):
-        use_activations(nn.Sequential(layer_of(1)), "int4")

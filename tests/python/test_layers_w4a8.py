@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import W4A8, QuantLinear, WeightOnly, models, testing
-from qcutlass.layers import Int4Linear, WeightOnlyLinear, shard, use_activations
+from qcutlass.layers import Int4Linear, WeightOnlyLinear, activations, shard, use_activations
 from qcutlass.models.converted import ConvertedFolder
+from qcutlass.schemes import Scheme
 
 N, K = 48, 96
 SCHEMES = [W4A8(group, name, symmetric) for group in (32, None) for name in DTYPES for symmetric in (False, True)]
@@ -35,7 +37,7 @@ def by_public_functions(layer: Int4Linear, a: Tensor) -> Tensor:
     return qcutlass.gemm_w4a8(a_q, *operands, group_size=layer.group_size, **options)
 
 
-def made(scheme: W4A8, seed: int, activation: str | None = None) -> Any:
+def made(scheme: Scheme, seed: int, activation: str | None = None) -> Any:
     return QuantLinear.from_linear(randomized(nn.Linear(K, N), seed), scheme, activation=activation)
 
 
@@ -138,10 +140,32 @@ def test_a_gpu_multiplies_as_the_cpu_does(activations: Any, seed: int) -> None:
 
 
 @pytest.mark.gpu
-def test_layers_stay_where_a_gpu_has_no_kernel() -> None:
-    INT4.skip_without_instructions()
+@pytest.mark.parametrize("activations", list(DTYPES))
+def test_layers_stay_where_a_gpu_has_no_kernel(activations: str) -> None:
+    INT4.skip_without_instructions(INT4.case(5, 48, 96, dtype=DTYPES[activations]))
     model = nn.Sequential(*(QuantLinear.from_linear(nn.Linear(96, 48), WeightOnly(4, size)) for size in (48, 32)))
-    assert use_activations(model.cuda(), "fp8") == ["1"]
+    assert use_activations(model.cuda(), activations) == ["1"]
+
+
+def test_int8_is_of_tokens_on_a_gpu_and_of_blocks_on_the_cpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has no product that quantises in blocks; 8 bits and real zeros, which W4A8 does not take, stay there."""
+    q = qcutlass.quantize(randn(N, K, seed=seed), group_size=32)
+    assert q.zeros is not None
+    real = WeightOnlyLinear(replace(q, zeros=q.zeros.half()))
+    layers: list[Any] = [made(WeightOnly(4, 32), seed), made(WeightOnly(8, 32), seed), real]
+    model, x = nn.Sequential(*layers), randn(5, K, seed=seed)
+    for use in ("int8", None):
+        assert use_activations(model, use) == ["0", "1", "2"]
+        assert all(type(layer) is WeightOnlyLinear and layer.activations == use for layer in model)
+    monkeypatch.setattr(activations, "_is_gpu", lambda device: True)
+    assert use_activations(model, "int8") == ["0"]
+    first: Any = model[0]
+    testing.assert_equal(first(x), made(W4A8(32, "int8"), seed)(x))
+    assert list(model[1:]) == layers[1:]
+    with pytest.raises(ValueError, match="model: expected layers of 4-bit codes with integer zeros, or none; got a"):
+        use_activations(model, "int8")
+    assert use_activations(model, "none") == ["0"]
+    testing.assert_equal(model[0](x), layers[0](x))
 
 
 def test_models_can_have_their_activations_quantised(seed: int) -> None:

@@ -23,6 +23,7 @@ ACTIVATIONS: Final = ("int8", "fp8", "none")
 _AS_THEY_LIE: Final[dict[tuple[type[nn.Module], str], Callable[[Any], QuantLinear | None]]] = {
     (Int4Linear, "none"): Int4Linear.weights_alone,
     (WeightOnlyLinear, "fp8"): partial(Int4Linear.of_weight_only, activations="fp8"),
+    (WeightOnlyLinear, "int8"): partial(Int4Linear.of_weight_only, activations="int8"),
 }
 """Layers whose codes stay where they are in memory, for such activations; None: those of this one do not."""
 
@@ -32,23 +33,25 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
 
     Args:
         model: with layers from `replace_linear`, `load_model` or by hand, fused ones, too; changed in place.
-        activations: None: as they are; "int8": quantised, as `gemm` describes it, by layers on the CPU; "fp8": layers
-            of e4m3 weights with scales of square blocks become `BlockwiseLinear`s, with `fp8_gemm` as their product,
-            and those of 4-bit codes with integer zeros, or none, `Int4Linear`s, with `gemm_w4a8`, but for those on a
-            GPU whose kernels do not take them. These stay: load the model again for the former ones. "none": as None,
-            and layers whose input is quantised (`Int8Linear`, `Fp8Linear`, `BlockwiseLinear`, `Int4Linear`) become
-            weight-only ones with the same codes and scales. Fuse layers after it, not before. Layers are replaced one
-            after the other: codes of 4 bits stay where they are in memory, of others one layer's are there twice.
+        activations: None: as they are; "fp8": layers of e4m3 weights with scales of square blocks become
+            `BlockwiseLinear`s, with `fp8_gemm` as their product, and those of 4-bit codes with integer zeros, or none,
+            `Int4Linear`s, with `gemm_w4a8`, but for those on a GPU whose kernels do not take them. These stay: load
+            the model again for the former ones. "int8": layers on the CPU quantise their input in blocks, as `gemm`
+            describes it; those on a GPU, whose kernels have no such product, become the same `Int4Linear`s. "none": as
+            None, and layers whose input is quantised (`Int8Linear`, `Fp8Linear`, `BlockwiseLinear`, `Int4Linear`)
+            become weight-only ones with the same codes and scales. Fuse layers after it, not before. Layers are
+            replaced one after the other: codes of 4 bits stay where they are in memory, of others one layer's are
+            there twice.
 
     Returns:
-        Names of the layers; with "fp8" none where a GPU has no kernel for any, with "none" those that have changed.
-        Others are left as they are: with "int8" those with groups that are no multiple of 16 columns, or with floating
-        codes.
+        Names of the layers; of those on a GPU none where it has no kernel for any, with "none" those that have changed.
+        Others are left as they are: with "int8" on the CPU those with groups that are no multiple of 16 columns, or
+        with floating codes.
 
     Raises:
         TypeError: `model` is no module, or `activations` neither a name nor None.
         ValueError: `activations` is another name, or the model has no such layer.
-        UnsupportedError: a layer is on a GPU, with "int8"; with "none", an `Int8Linear` has zero points of activations.
+        UnsupportedError: with "none", an `Int8Linear` has zero points of activations.
 
     Example:
         >>> import torch, qcutlass
@@ -59,13 +62,11 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    check_activations(activations, torch.device("cpu"))
-    for device in {layer.w_packed.device for layer in _weight_only(model).values()}:
-        check_activations(activations, device)
-    if activations == "fp8":
-        return _use_fp8(model)
+    check_activations(activations)
     if activations == "none":
         return _use_none(model)
+    if activations == "fp8" or (activations == "int8" and _has_gpu_layers(model)):
+        return _use_eight_bits(model, activations)
     layers = _weight_only(model).items()
     able = {name: layer for name, layer in layers if activations is None or layer.quantizes_activations}
     if not able and activations is None:
@@ -80,9 +81,9 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
     return list(able)
 
 
-def check_activations(activations: object, device: torch.device) -> None:
-    """Raises unless layers on `device` can quantise their input so; None: they do not."""
-    check_quantized_activations(activations, device, ACTIVATIONS)
+def check_activations(activations: object) -> None:
+    """Raises unless it is one of `ACTIVATIONS`, or None. Layers of any device can have each of them."""
+    check_quantized_activations(activations, torch.device("cpu"), ACTIVATIONS)
 
 
 def fit_activations(model: nn.Module) -> list[str]:
@@ -130,22 +131,31 @@ def _use_none(model: nn.Module) -> list[str]:
     return quantising + _replaced(model, "none", _quantises)
 
 
-def _use_fp8(model: nn.Module) -> list[str]:
-    """`use_activations` with fp8: other layers in the place of those that can."""
+def _use_eight_bits(model: nn.Module, activations: str) -> list[str]:
+    """`use_activations` with fp8, or with int8 on a GPU: other layers in the place of those that can."""
     run: list[bool] = []
 
     def runs(layer: QuantLinear) -> bool:
         run.append(_obstacle(layer) is None)
         return run[-1]
 
-    replaced = _replaced(model, "fp8", lambda layer: type(layer) is WeightOnlyLinear, runs)
+    replaced = _replaced(model, activations, _is_weight_only, runs)
     if not run:
-        raise ValueError(f"model: expected {STORED_ACTIVATIONS['fp8'].expected}; got a model without")
+        raise ValueError(f"model: expected {STORED_ACTIVATIONS[activations].expected}; got a model without")
     return replaced
 
 
 def _weight_only(model: nn.Module) -> dict[str, WeightOnlyLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, WeightOnlyLinear)}
+
+
+def _has_gpu_layers(model: nn.Module) -> bool:
+    return any(_is_gpu(layer.layout.device) for layer in _weight_only(model).values())
+
+
+def _is_weight_only(layer: QuantLinear) -> bool:
+    """Whether a layer is just that, or the product of several: no embedding."""
+    return (layer.kind if isinstance(layer, FusedProduct) else type(layer)) is WeightOnlyLinear
 
 
 def _quantises(layer: QuantLinear) -> bool:

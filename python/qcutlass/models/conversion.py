@@ -203,7 +203,7 @@ def convert(
     check_head(lm_head)
     if not isinstance(requantize, bool):
         raise TypeError(f"requantize: expected True or False, got {type(requantize).__name__}")
-    check_activations(activations, torch.device("cpu"))
+    check_activations(activations)
     check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)

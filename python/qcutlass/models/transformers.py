@@ -433,7 +433,7 @@ def load_model(
         folder: also one with floats, which then stay floats.
         device: to which the model is moved.
         dtype: of embeddings, norms and activations; None: float32 on the CPU, on a GPU the configuration's, or float16.
-        activations: "int8", on the CPU, or "fp8": weight-only layers quantise their input; "none": no layer does;
+        activations: "int8" or "fp8": weight-only layers quantise their input; "none": no layer does;
             all as `layers.use_activations` says. None: as the folder has it; layers of 8-bit activations for which a
             GPU has no kernel, as fp8 ones before compute capability 8.9, become weight-only ones, with a warning.
 
@@ -467,7 +467,7 @@ def load_model(
         else:
             config.quantization_config = QcutlassConfig().to_dict()
     where = torch.device(device)
-    check_activations(activations, where)
+    check_activations(activations)
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     elif dtype is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.python.models.folders import RandomCut, SmolCut
+from tests.python.models.mixtures import KINDS, MixtureCut
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,13 @@ def whole_smol(smol_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Smo
 def random_cut(tmp_path_factory: pytest.TempPathFactory) -> RandomCut:
     pytest.importorskip("transformers", reason="needs transformers")
     return RandomCut(tmp_path_factory.mktemp("random"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def cuts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixtureCut]:
+    """Mixtures of experts, by their kind."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    return {kind: MixtureCut(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
 @pytest.fixture

@@ -75,15 +75,18 @@ def random_model(
     return folder
 
 
-def requantized(weight: Tensor, seed: int, *, act_order: bool, bits: int = 4, group_size: int = 64) -> Stored:
+def requantized(
+    weight: Tensor, seed: int, *, act_order: bool = False, bits: int = 4, group_size: int = 64, symmetric: bool = False
+) -> Stored:
     """Groups of columns, neighbours or, as act-order has it, from anywhere."""
     k = weight.shape[1]
     order = np.random.default_rng(seed).permutation(k) if act_order else np.arange(k)
-    q = qcutlass.quantize(weight[:, torch.from_numpy(order)].half(), bits=bits, group_size=group_size)
-    assert q.zeros is not None
+    ordered = weight[:, torch.from_numpy(order)].half()
+    q = qcutlass.quantize(ordered, bits=bits, group_size=group_size, symmetric=symmetric)
+    zeros = torch.full_like(q.scales, 2 ** (bits - 1)) if q.zeros is None else q.zeros
     codes, group_of = np.empty(weight.shape, dtype=np.int64), np.empty(k, dtype=np.int64)
     codes[:, order], group_of[order] = q.codes.numpy(), np.arange(k) // group_size
-    return Stored(codes, q.zeros.numpy().astype(np.int64), q.scales.numpy(), group_of, bits, group_size)
+    return Stored(codes, zeros.numpy().astype(np.int64), q.scales.numpy(), group_of, bits, group_size)
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
@@ -164,15 +167,15 @@ class Cuts(ABC):
         kind: str,
         pack: Callable[[Stored], Tensors],
         config: dict[str, Any],
-        act_order: bool = False,
-        bits: int = 4,
+        **options: Any,
     ) -> Cut:
+        """`options` of `requantized`."""
         if kind in self._written:
             return self._written[kind]
         tensors, weights = dict(self.rest), {}
         for seed, name in enumerate(self.names):
             weight = self.weight(name)
-            layer = requantized(weight, seed, act_order=act_order, bits=bits)
+            layer = requantized(weight, seed, **options)
             tensors |= named(pack(layer), name)
             weights[name] = layer.weight
         return self._write(kind, tensors, config, weights)

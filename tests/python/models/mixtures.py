@@ -9,8 +9,18 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
-from tests.python.formats.stored import as_compressed, as_fp8, as_gptq
-from tests.python.models.folders import COMPRESSED, GPTQ, Cut, Cuts, named, requantized, write_model, write_tokenizer
+from tests.python.formats.stored import as_awq, as_compressed, as_fp8, as_gptq
+from tests.python.models.folders import (
+    AWQ,
+    COMPRESSED,
+    GPTQ,
+    Cut,
+    Cuts,
+    named,
+    requantized,
+    write_model,
+    write_tokenizer,
+)
 from torch import Tensor
 
 from qcutlass.models.experts import is_router
@@ -52,7 +62,6 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": _DEEPSEEK,
 }
 NUMBERS: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of e2m1
-COMPRESSED_8: Final[dict[str, Any]] = json.loads(json.dumps(COMPRESSED).replace('"num_bits": 4', '"num_bits": 8'))
 _KEPT: Final = ("embed_tokens", "lm_head", "shared_expert_gate")
 
 
@@ -64,6 +73,12 @@ NVFP4: Final = {
         "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
     },
 }
+
+
+def compressed(old: str, new: str) -> dict[str, Any]:
+    """The description of compressed-tensors with another value of a key."""
+    found: dict[str, Any] = json.loads(json.dumps(COMPRESSED).replace(old, new))
+    return found
 
 
 def as_nvfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -140,7 +155,19 @@ class MixtureCut(Cuts):
         return self._write("act_order", tensors, {**GPTQ, "group_size": 16}, weights)
 
     def compressed_8(self) -> Cut:
-        return self._stored("compressed_8", as_compressed, COMPRESSED_8, bits=8)
+        return self._stored("compressed_8", as_compressed, compressed('"num_bits": 4', '"num_bits": 8'), bits=8)
+
+    def awq_16(self) -> Cut:
+        """Groups of 16 columns: several an expert."""
+        return self._stored("awq_16", as_awq, {**AWQ, "group_size": 16}, group_size=16)
+
+    def compressed_16(self) -> Cut:
+        config = compressed('"group_size": 64', '"group_size": 16')
+        return self._stored("compressed_16", as_compressed, config, group_size=16)
+
+    def compressed_symmetric(self) -> Cut:
+        config = compressed('"symmetric": false', '"symmetric": true')
+        return self._stored("compressed_symmetric", as_compressed, config, symmetric=True)
 
     def fp8(self) -> Cut:
         """In blocks, as DeepSeek-V3 and Qwen3-MoE are published."""

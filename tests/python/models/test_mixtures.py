@@ -1,4 +1,4 @@
-"""Mixtures of experts of several formats: converted folders, logits, text, saving, export, quantising, the commands."""
+"""Mixtures of experts of several formats: converted folders, logits, text, saving, export, quantising."""
 
 from __future__ import annotations
 
@@ -28,13 +28,8 @@ FORMS = ("gptq", "awq", "compressed", "compressed_8")
 IDS = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
 SCHEME = WeightOnly(4, 32, scale_dtype=torch.float16)
 EIGHT_BITS = 0.05
-"""The relative error of most tokens' logits with weights of 8 bits: 0.01 to 0.035 with any tokens to calibrate on.
+"""The relative error of most tokens' logits with weights of 8 bits: 0.007 to 0.039 with any tokens to calibrate on.
 With two experts' weights that have changed places it is 0.056 (deepseek_v2) to 0.58."""
-
-
-@pytest.fixture(scope="module")
-def cuts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixtureCut]:
-    return {kind: MixtureCut(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
 def load(folder: Path, direct: bool = False, dtype: torch.dtype = torch.float32) -> Any:
@@ -80,9 +75,17 @@ FLOATING = [
 """Kinds and forms of experts that are floats of 8 and 4 bits."""
 ORDERED = [pytest.param(kind, "act_order", id=f"act_order-{kind}") for kind in ("mixtral", "qwen3_moe")]
 """Kinds of experts whose columns have an order of their own."""
+GROUPED = [
+    *((kind, "awq_16") for kind in ("mixtral", "deepseek_v3")),
+    ("deepseek_v3", "compressed_16"),
+    ("qwen3_moe", "compressed_symmetric"),
+]
+"""Kinds of experts with several groups of columns, or without zero points."""
 
 
-@pytest.mark.parametrize(("kind", "form"), [*((kind, form) for kind in KINDS for form in FORMS), *FLOATING, *ORDERED])
+@pytest.mark.parametrize(
+    ("kind", "form"), [*((kind, form) for kind in KINDS for form in FORMS), *FLOATING, *ORDERED, *GROUPED]
+)
 def test_logits_are_those_of_the_dequantised_model(
     kind: str, form: str, cuts: dict[str, MixtureCut], tmp_path: Path
 ) -> None:
@@ -262,64 +265,8 @@ def test_devices_are_filled_by_the_size_of_the_experts(cuts: dict[str, MixtureCu
     assert sizes["model.layers.1.mlp.experts"] == expected
 
 
-QUANTISED = [
-    *(
-        pytest.param(kind, form, r"w4 channel int zeros", id=f"{form}-{kind}")
-        for kind, form in (("mixtral", "gptq"), ("qwen3_moe", "awq"), ("deepseek_v3", "compressed"))
-    ),
-    *(
-        pytest.param(*each.values, {"fp8": r"e4m3 g32", "nvfp4": r"e2m1 g16 e4m3 scales"}[each.values[1]], id=each.id)
-        for each in FLOATING
-    ),
-]
-"""Kinds and forms of folders, and what `inspect` says of their experts: each kind and each form once or more."""
-
-
-@pytest.mark.parametrize(("kind", "form", "words"), QUANTISED)
-def test_commands_of_quantised_folders(
-    kind: str, form: str, words: str, cuts: dict[str, MixtureCut], tmp_path: Path
-) -> None:
-    """As they are, and converted."""
-    (tmp_path / "text.txt").write_text(" ".join(str(token) for token in IDS[0].repeat(4).tolist()))
-    source = getattr(cuts[kind], form)().folder
-    made = command("convert", source, tmp_path / "new", "--verify")
-    assert made.exit_code == 0, made.output
-    said = []
-    for folder in (source, tmp_path / "new"):
-        assert re.search(rf"experts\.\*\.\w+ .*{words}", command("inspect", folder).stdout)
-        text = command("generate", folder, "--prompt", "5 6 7", "--max-new-tokens", 4)
-        assert text.exit_code == 0, text.output
-        score = command("eval", folder, "--text", tmp_path / "text.txt", "--window", 32)
-        assert score.exit_code == 0, score.output
-        (perplexity,) = re.findall(r"perplexity (\d+\.\d+) of 93 tokens", score.stdout)
-        said.append((text.stdout, perplexity))
-    assert said[0] == said[1]
-
-
+@pytest.mark.parametrize("name", ["rtn", "gptq", "awq"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_commands(kind: str, cuts: dict[str, MixtureCut], tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(" ".join(str(token) for token in (IDS[0] % VOCABULARY).repeat(4).tolist()))
-    folder = tmp_path / "new"
-    made = command("convert", cuts[kind].floats().folder, folder, "--bits", 4, "--group-size", 32, "--verify")
-    assert made.exit_code == 0, made.output
-    table = command("inspect", folder)
-    assert "experts.*." in table.stdout
-    text = command("generate", folder, "--prompt", "5 6 7", "--max-new-tokens", 4)
-    assert text.exit_code == 0, text.output
-    again = command("generate", folder, "--prompt", "5 6 7", "--max-new-tokens", 4, "--no-fuse")
-    assert again.stdout == text.stdout
-    score = command("eval", folder, "--text", tmp_path / "text.txt", "--window", 32)
-    assert score.exit_code == 0, score.output
-    assert re.search(r"perplexity", score.output)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *((kind, "rtn") for kind in KINDS),
-        *((kind, name) for kind in ("mixtral", "deepseek_v3") for name in ("gptq", "awq")),
-    ],
-)
 def test_methods_quantise_every_expert(
     kind: str, name: str, cuts: dict[str, MixtureCut], tmp_path: Path, seed: int
 ) -> None:

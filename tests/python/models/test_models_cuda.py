@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from bench import tokens
+from tests.python.kinds.int4 import DTYPES as INT4_TYPES
+from tests.python.kinds.int4 import INT4
 from tests.python.models.folders import Cuts, RandomCut
 from torch import Tensor
 from typer.testing import CliRunner
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 import qcutlass
 from qcutlass import models
 from qcutlass.cli import app
-from qcutlass.layers import FusedProjection, QuantLinear
+from qcutlass.layers import FusedProjection, Int4Linear, QuantLinear
 from qcutlass.models.evaluation import perplexity
 from qcutlass.testing.models import NOISE, noise_ratio
 
@@ -120,6 +122,36 @@ def test_w8a8_layers_run(random_cut: RandomCut, seed: int) -> None:
         dense = random_cut.dense(cut, torch.float32)(ids.cpu()).logits
     assert float((out - expected).norm()) < float((dense - expected).norm()) * NOISE  # that of quantised activations
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "Int8Linear"
+
+
+@pytest.mark.parametrize("activations", list(INT4_TYPES))
+@pytest.mark.parametrize("kind", KINDS)
+def test_4_bit_layers_quantise_each_token(
+    kind: str, activations: Any, random_cut: RandomCut, tmp_path: Path, seed: int
+) -> None:
+    """As the folder does on the CPU that `convert` writes with the same option, by the weights of the source."""
+    from qcutlass.models.transformers import load_model
+
+    INT4.skip_without_instructions(INT4.case(24, 128, 256, dtype=INT4_TYPES[activations]))
+    cut = getattr(random_cut, kind)()
+    model, _ = load_model(cut.folder, "cuda", torch.float16, activations)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    assert sorted(layers) == sorted(cut.weights)
+    for name, layer in layers.items():
+        assert isinstance(layer, Int4Linear)
+        assert (layer.activations, layer.w_packed.device.type) == (activations, "cuda")
+        assert torch.equal(models.weights_of(layer).cpu(), cut.weights[name])
+    models.convert(cut.folder, tmp_path / "new", activations=activations)
+    on_cpu, ids = load(tmp_path / "new", torch.float32, direct=False).cpu(), random_ids(2, 24, seed)
+    with torch.inference_mode():
+        out, expected = model(ids).logits.cpu().float(), on_cpu(ids.cpu()).logits
+        dense = random_cut.dense(cut, torch.float32)(ids.cpu()).logits
+    assert float((out - expected).norm()) < float((dense - expected).norm()) * NOISE
+    words = "generate", cut.folder, "--prompt", "5 6 7", "--max-new-tokens", 6, "--device", "cuda"
+    compiled = () if kind == "awq" else ("--eager",)  # half a minute
+    result = command(*words, "--activations", activations, *compiled)
+    assert result.exit_code == 0, result.output
+    assert "; 6 in all" in result.stderr
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["separate", "fused"])
