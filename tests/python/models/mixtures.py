@@ -95,16 +95,16 @@ def model_of(kind: str, seed: int = 0, **options: Any) -> Any:
 
 
 class MixtureCut(Cuts):
-    """One of `KINDS`, with a tokenizer of numbers.
+    """One of `KINDS`, or another with `options`, with a tokenizer of numbers.
 
     Args:
         folder: to write into.
-        kind: of the model.
+        kind, options: of the model, as for `model_of`.
     """
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
         saved = folder / "saved"
-        model_of(kind).save_pretrained(saved)
+        model_of(kind, **options).save_pretrained(saved)
         tensors = load_file(saved / "model.safetensors")
         self._weights = {
             name.removesuffix(".weight"): tensor
