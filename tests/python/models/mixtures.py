@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
-from tests.python.formats.stored import as_compressed, as_fp8, as_gptq
+from tests.python.formats.stored import as_compressed, as_gptq
 from tests.python.models.folders import COMPRESSED, GPTQ, Cut, Cuts, named, requantized, write_model, write_tokenizer
 from torch import Tensor
 
@@ -51,33 +51,8 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-NUMBERS: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of e2m1
 COMPRESSED_8: Final[dict[str, Any]] = json.loads(json.dumps(COMPRESSED).replace('"num_bits": 4', '"num_bits": 8'))
 _KEPT: Final = ("embed_tokens", "lm_head", "shared_expert_gate")
-
-
-FP8: Final = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-NVFP4: Final = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
-    },
-}
-
-
-def as_nvfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """4-bit floats in groups of 16, divided by a power of two; and what they stand for."""
-    n, k = weight.shape
-    divisor = torch.exp2((448 * 6 / weight.abs().max()).log2().floor()).reshape(1)
-    groups = weight.view(n, k // 16, 16)
-    scales = (groups.abs().amax(2) / 6 * divisor).clamp(min=2**-6).to(torch.float8_e4m3fn)
-    spread = (scales.float() / divisor)[:, :, None]
-    codes = ((groups / spread)[..., None] - NUMBERS).abs().argmin(-1)
-    exact = (NUMBERS[codes] * spread).view(n, k)
-    codes = codes.view(n, k).to(torch.uint8)
-    tensors = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
-    return tensors | {"weight_global_scale": divisor}, exact
 
 
 def model_of(kind: str, seed: int = 0, **options: Any) -> Any:
@@ -142,21 +117,9 @@ class MixtureCut(Cuts):
     def compressed_8(self) -> Cut:
         return self._stored("compressed_8", as_compressed, COMPRESSED_8, bits=8)
 
-    def fp8(self) -> Cut:
+    def fp8(self, block: int = 32) -> Cut:
         """In blocks, as DeepSeek-V3 and Qwen3-MoE are published."""
-        if "fp8" in self._written:
-            return self._written["fp8"]
-        found = {name: as_fp8(self.weight(name), (32, 32), "weight_scale_inv") for name in self.names}
-        tensors = {f"{name}.{key}": part for name, (parts, _) in found.items() for key, part in parts.items()}
-        return self._write("fp8", self.rest | tensors, FP8, {name: exact for name, (_, exact) in found.items()})
-
-    def nvfp4(self) -> Cut:
-        """That of compressed-tensors; each layer has a global scale of its own."""
-        if "nvfp4" in self._written:
-            return self._written["nvfp4"]
-        found = {name: as_nvfp4(self.weight(name)) for name in self.names}
-        tensors = {f"{name}.{key}": part for name, (parts, _) in found.items() for key, part in parts.items()}
-        return self._write("nvfp4", self.rest | tensors, NVFP4, {name: exact for name, (_, exact) in found.items()})
+        return super().fp8(block)
 
     def dense(self, cut: Cut, dtype: torch.dtype) -> Any:
         """The model with the dequantised weights of a cut, joined and multiplied by transformers itself."""

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.python.formats.stored import as_fp8
 from tests.python.models.folders import Cut
-from tests.python.models.mixtures import FP8, MixtureCut
+from tests.python.models.mixtures import MixtureCut
 from tests.python.models.test_commands import command
 from tests.python.models.test_mixtures import load, logits
 from torch import Tensor
@@ -145,10 +144,7 @@ def test_experts_with_one_scale(cuts: dict[str, MixtureCut], monkeypatch: pytest
 def test_blocks_at_the_edge(kind: str, cuts: dict[str, MixtureCut], tmp_path: Path) -> None:
     """As DeepSeek publishes them: of fewer rows or columns; with fp8 activations, layers have the same weights."""
     source = cuts[kind]
-    found = {name: as_fp8(source.weight(name), (128, 128), "weight_scale_inv") for name in source.names}
-    tensors = {f"{name}.{key}": part for name, (parts, _) in found.items() for key, part in parts.items()}
-    weights = {name: exact for name, (_, exact) in found.items()}
-    cut = source._write("edge", source.rest | tensors, FP8 | {"weight_block_size": [128, 128]}, weights)
+    cut = source.fp8(128)
     check_logits(logits(load(cut.folder, direct=True)), source, cut)
     result = command("convert", cut.folder, tmp_path / "new", "--activations", "fp8", "--verify")
     assert result.exit_code == 0, result.output
