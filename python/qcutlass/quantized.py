@@ -247,7 +247,7 @@ def numbers_of(codes: Tensor, weight_dtype: str | None) -> Tensor:
     if weight_dtype == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
     if weight_dtype == "e2m1":
-        return torch.tensor(_E2M1, device=codes.device)[codes.int()]
+        return torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)[codes.int()]
     return codes.to(torch.float32)
 
 

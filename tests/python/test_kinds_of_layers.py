@@ -67,6 +67,33 @@ def test_layers_come_back_from_their_canonical_form(scheme: Scheme, seed: int) -
     assert [*empty.state_dict()] == [*layer.state_dict()]
 
 
+FLOATING = [
+    WeightOnly(4, 16, weight_dtype="e2m1"),
+    WeightOnly(4, 32, weight_dtype="e2m1"),
+    WeightOnly(8, 32, weight_dtype="e4m3"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [*HELD, *FLOATING], ids=str)
+def test_the_default_type_of_torch_changes_nothing(scheme: Scheme, dtype: torch.dtype, seed: int) -> None:
+    """Programs that make models of 16 bits set it, transformers and vLLM among them."""
+    torch.manual_seed(seed)
+    linear, a = torch.nn.Linear(96, 48), torch.randn(3, 96)
+    expected = QuantLinear.from_linear(linear, scheme)
+    weights, product = expected.weights(), expected(a)
+    torch.set_default_dtype(dtype)
+    try:
+        layer = QuantLinear.from_linear(linear, scheme)
+        found = [layer.weights(), layer.canonical().dequantize(torch.float32), layer(a)]
+        from_spec(expected.spec, 48, 96).load_state_dict(layer.state_dict(), assign=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_state(layer, expected.state_dict())
+    for one, other in zip(found, [weights, weights, product], strict=True):
+        assert torch.equal(one, other)
+
+
 def test_each_kind_in_folders_has_its_layers() -> None:
     assert {QuantLinear.from_linear(torch.nn.Linear(64, 16), scheme).spec.kind for scheme in HELD} == set(LAYER_KINDS)
     assert set(LAYER_KINDS) < set(LAYERS)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from tests.python.absent_gpu import refuse_as
 from tests.python.modules import randn, randomized
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import FP8, W4A8, W8A8, Blockwise, UnsupportedError, testing
+from qcutlass import FP8, W4A8, W8A8, Blockwise, QuantLinear, UnsupportedError, WeightOnly, testing
 from qcutlass.formats.activations import STORED_ACTIVATIONS
 from qcutlass.layers import Fp8Linear, Int4Linear, Int8Linear, WeightOnlyLinear, activations, use_activations
 from qcutlass.layers.base import from_layer
@@ -22,7 +24,6 @@ N, K = 200, 288
 SCHEMES: list[Scheme] = [
     W8A8(), FP8(), Blockwise(), Blockwise(64), Blockwise(type="fp8"), Blockwise(32, "fp8"), W4A8(32), W4A8(32, "int8"),
 ]  # fmt: skip
-MESSAGE = "a: products of float8 need a GPU of compute capability 8.9 or newer and code built for it; this one has 8.0"
 
 
 def model_of(scheme: Scheme, seed: int) -> Any:
@@ -120,26 +121,77 @@ def test_codes_of_four_bits_stay_where_they_are(group_size: int | None, symmetri
         testing.assert_equal(model[0](a), expected(a))
 
 
-def test_layers_for_which_a_gpu_has_no_kernel_take_16_bits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """As on a GPU of compute capability 8.0, which refuses fp8 products; those of int8 stay."""
-    model: Any = nn.ModuleDict({"one": model_of(FP8(), seed), "other": model_of(W8A8(), seed)})
+NO_FLOAT8 = r"products of float8 need a GPU of compute capability 8\.9 or newer .* this one has 8\.0"
+NO_BLOCKS = r"kernels of float8_e4m3fn take blocks of 128, got 32"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "scheme", "obstacle"),
+    [
+        ("a100", FP8(), NO_FLOAT8),
+        ("a100", Blockwise(type="fp8"), NO_FLOAT8),
+        ("a100", Blockwise(32, "fp8"), NO_BLOCKS),
+        ("a100", W4A8(32), NO_FLOAT8),
+        ("a100", W4A8(None, symmetric=True), NO_FLOAT8),
+        ("l40s", Blockwise(32, "fp8"), NO_BLOCKS),
+        ("h200", Blockwise(32, "fp8"), NO_BLOCKS),
+    ],
+    ids=str,
+)
+def test_layers_for_which_a_gpu_has_no_kernel_take_16_bits(
+    gpu: str, scheme: Scheme, obstacle: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """It has some for the same weights alone; layers of other kinds, of which there are kernels, stay."""
+    model: Any = nn.ModuleDict({"one": model_of(scheme, seed), "other": model_of(W8A8(), seed)})
     model["again"] = model["one"]
-    weights, a = model["one"][0].weights(), randn(5, K, seed=seed)
-
-    def refuse(*_: Any, **__: Any) -> Tensor:
-        raise UnsupportedError(MESSAGE)
-
-    monkeypatch.setattr(Fp8Linear, "_steps", refuse)
+    a, expected = randn(5, K, seed=seed).half(), copy.deepcopy(model["one"])
+    model["one"][2].half()
+    expected[2].half()
+    use_activations(expected, "none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert activations.fit_activations(model) == []  # the CPU is not asked
-    monkeypatch.setattr(activations, "_is_gpu", lambda device: True)
-    with pytest.raises(UnsupportedError, match=r"compute capability 8\.9"):
+    refuse_as(gpu, monkeypatch)
+    with pytest.raises(UnsupportedError, match=obstacle):
         model["one"](a)
-    with pytest.warns(UserWarning, match=r"2 layers, as one.0, .* this one has 8.0\); activations=\"none\"") as told:
+    with pytest.warns(UserWarning, match=rf"2 layers, as one\.0, .*{obstacle}.*\); activations=\"none\"") as told:
         assert activations.fit_activations(model) == ["one.0", "again.0"]
     assert len(told) == 1
     assert type(model["other"][0]) is Int8Linear
+    assert type(model["one"][0]) is WeightOnlyLinear
     assert model["again"][0] is model["one"][0]
-    testing.assert_equal(model["one"][0].weights(), weights)
-    assert model["one"](a).shape == (5, 8)
+    testing.assert_equal(model["one"][0].weights(), expected[0].weights())
+    testing.assert_equal(model["one"](a), expected(a))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "scheme"),
+    [
+        *(("a100", scheme) for scheme in (W8A8(), Blockwise(), Blockwise(64), W4A8(32, "int8"))),
+        *(("l40s", scheme) for scheme in (FP8(), Blockwise(type="fp8"), W4A8(32))),
+    ],
+    ids=str,
+)
+def test_layers_for_which_a_gpu_has_kernels_stay(
+    gpu: str, scheme: Scheme, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    model = model_of(scheme, seed)
+    refuse_as(gpu, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert activations.fit_activations(model) == []
+
+
+def test_fp8_activations_that_a_gpu_does_not_multiply_are_told(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Asked for, layers without kernels stay weight-only ones: on a GPU without fp8 all, else some."""
+    linears = (randomized(nn.Linear(K, N), seed + place) for place in range(2))
+    sizes = zip(linears, (32, 48), strict=True)
+    model: Any = nn.Sequential(*(QuantLinear.from_linear(linear, WeightOnly(4, size)) for linear, size in sizes))
+    with monkeypatch.context() as patch:
+        refuse_as("a100", patch)
+        with pytest.warns(UserWarning, match=rf"2 of 2 layers still multiply 16-bit activations.*{NO_FLOAT8}"):
+            assert use_activations(model, "fp8") == []
+    refuse_as("h200", monkeypatch)
+    with pytest.warns(UserWarning, match=r"1 of 2 layers still .*group_size"):
+        assert use_activations(model, "fp8") == ["0"]
+    assert [type(layer) for layer in model] == [Int4Linear, WeightOnlyLinear]

@@ -20,7 +20,7 @@ _EXPONENT: Final = 2  # of e2m1's largest number
 # Least magnitudes of e2m1 codes 1 to 7, in which 1, 3, 5 and 7 lose ties to their even neighbours.
 _TIES: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _BOUNDS: Final = tuple(
-    tie if code % 2 else float(torch.nextafter(torch.tensor(tie), torch.tensor(0.0)))
+    tie if code % 2 else float(torch.nextafter(*torch.tensor([tie, 0.0], dtype=torch.float32)))
     for code, tie in enumerate(_TIES, 1)
 )
 
@@ -117,7 +117,7 @@ def quantize_nearest(weight: Tensor, scheme: WeightOnly) -> QuantizedTensor:
 
 def nearest_e2m1(numbers: Tensor) -> Tensor:
     """Bits of the e2m1 numbers nearest to float32 ones, ties to even codes; 6 for all beyond it. Zeros are positive."""
-    codes = torch.bucketize(numbers.abs(), torch.tensor(_BOUNDS, device=numbers.device))
+    codes = torch.bucketize(numbers.abs(), torch.tensor(_BOUNDS, dtype=numbers.dtype, device=numbers.device))
     return torch.where((numbers < 0) & (codes > 0), codes + 8, codes).to(torch.uint8)
 
 

@@ -80,7 +80,9 @@ class InputStatistics:
         torch.maximum(self.absmax, magnitudes.amax(dim=0), out=self.absmax)
         self.count = total
         if self.rows_a_call:
-            kept = torch.linspace(0, len(rows) - 1, min(self.rows_a_call, len(rows))).round().long()
+            kept = (
+                torch.linspace(0, len(rows) - 1, min(self.rows_a_call, len(rows)), dtype=torch.float32).round().long()
+            )
             self.rows = torch.cat([self.rows, rows[kept.to(rows.device)]])
 
     def divided(self, factors: Tensor) -> InputStatistics:

@@ -4,8 +4,8 @@ transformers 5 has `experts.gate_up_proj` `[E, 2 I, H]`, of each expert I rows o
 `experts.down_proj` `[E, H, I]`, in the memory of these models and, where it saves them so, in their files. Others
 (gpt-oss, Llama 4) have tensors of these names whose matrices are transposed. Those of e4m3 have the scales of their
 blocks in `gate_up_proj_scale_inv` `[E, 2 rows of blocks, columns of blocks]`, of gate first, and
-`down_proj_scale_inv`. The matrices get the names that files have
-for each expert's, which transformers reads, too, where they stay floats.
+`down_proj_scale_inv`; so have, in files of transformers, e4m3 matrices in tensors of their own. The matrices get the
+names that files have for each expert's, which transformers reads, too, where they stay floats.
 """
 
 from __future__ import annotations

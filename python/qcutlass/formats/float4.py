@@ -102,7 +102,7 @@ def store_packed(weight: QuantizedTensor) -> dict[str, Tensor]:
     tensors = {"weight_packed": codes[:, ::2] | (codes[:, 1::2] << 4), "weight_scale": scales}
     if size == 32:
         return tensors
-    factor = torch.ones(1) if weight.global_scale is None else weight.global_scale
+    factor = torch.ones(1, dtype=torch.float32) if weight.global_scale is None else weight.global_scale
     found = scales.view(torch.float8_e4m3fn)
     return {**tensors, "weight_scale": found, "weight_global_scale": _divisor(factor, found)}
 
@@ -124,7 +124,7 @@ def _near(number: Tensor, steps: int) -> Iterator[Tensor]:
     yield number
     below = above = number
     for _ in range(steps):
-        below, above = below.nextafter(torch.zeros(1)), above.nextafter(torch.full((1,), torch.inf))
+        below, above = below.nextafter(torch.zeros_like(below)), above.nextafter(torch.full_like(above, torch.inf))
         yield from (below, above)
 
 
@@ -134,7 +134,7 @@ def reciprocal(divisor: Tensor, scales: Tensor) -> Tensor | None:
     With it every weight of 16 bits is the same to the bit; None where there is no such number.
     """
     used = torch.unique(scales.view(torch.uint8)).view(torch.float8_e4m3fn).float()
-    numbers = torch.tensor([1.0, 3.0])[:, None]  # times powers of two: all of e2m1
+    numbers = torch.tensor([1.0, 3.0], dtype=torch.float32)[:, None]  # times powers of two: all of e2m1
     right = numbers * (used / divisor)
     for factor in _near(1 / divisor, 1):
         found = numbers * (used * factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol
 
@@ -89,8 +89,8 @@ class SafetensorsSource:
     Args:
         files: whose headers are read.
         shards: the file of each tensor, where several hold the same name or an index tells.
-        model: what `config.json` says of it: floats, and e4m3 weights with their scales, of all its experts in one
-            tensor are given as those of each (`expert_rows`).
+        model: what `config.json` says of it: floats, and e4m3 weights with their scales, or these scales alone, of all
+            its experts in one tensor are given as those of each (`expert_rows`).
 
     Raises:
         FileNotFoundError: a file is absent.
@@ -129,17 +129,43 @@ class SafetensorsSource:
             if not parts:
                 continue
             if is_scaled:
-                file, scales = self._stored[scaled]
-                found = scale_rows_of(parts, scales.shape, model.block) if scales.dtype in _SCALES else None
-                if found is None:
-                    raise UnsupportedError(
-                        f"{file}: {scaled}: expected scales of floats [experts, rows of blocks, columns of blocks] for "
-                        f"weights {list(entry.shape)}, of blocks of {model.block or BLOCK} rows, of gate or of up "
-                        f"alone, got {scales.dtype} {list(scales.shape)}; quantise the model's float original "
-                        "instead: qcutlass quantize"
-                    )
-                self._split(scaled, found)
+                self._split(scaled, self._scale_rows(scaled, parts, entry.shape, model))
             self._split(stack, parts)
+        for scaled in [name for name in self._stored if name.endswith(SCALES)]:
+            self._take_scales_apart(scaled, model)
+
+    def _take_scales_apart(self, scaled: str, model: Model) -> None:
+        """Scales of all experts beside weights of each, as transformers saves what it has quantised itself.
+
+        It leaves weights floats whose sizes are no multiples of its blocks, and saves scales of nothing beside them.
+        """
+        stack, shape = scaled.removesuffix(SCALES), self._stored[scaled][1].shape
+        names = [stack]
+        if len(shape) == 3 and min(shape) > 0:
+            names = [part.name for part in rows_of(stack, (shape[0], 2, 1), model.type)]
+        weights = [self._stored[name][1] for name in names if name in self._stored]
+        kinds = {(weight.dtype, weight.shape) for weight in weights}
+        if len(kinds) != 1 or len(weights) < len(names):
+            return
+        ((dtype, matrix),) = kinds
+        if dtype in FLOATS:
+            del self._stored[scaled]
+        elif dtype in _SCALED and len(matrix) == 2 and stack not in names:
+            whole = shape[0], len(names) // shape[0] * matrix[0], matrix[1]
+            self._split(scaled, self._scale_rows(scaled, rows_of(stack, whole, model.type), whole, model))
+
+    def _scale_rows(self, scaled: str, parts: Sequence[Rows], shape: Sequence[int], model: Model) -> list[Rows]:
+        """The scales of matrices in a stack of this shape."""
+        file, scales = self._stored[scaled]
+        found = scale_rows_of(parts, scales.shape, model.block) if scales.dtype in _SCALES else None
+        if found is None:
+            raise UnsupportedError(
+                f"{file}: {scaled}: expected scales of floats [experts, rows of blocks, columns of blocks] for "
+                f"weights {list(shape)}, of blocks of {model.block or BLOCK} rows, of gate or of up "
+                f"alone, got {scales.dtype} {list(scales.shape)}; quantise the model's float original "
+                "instead: qcutlass quantize"
+            )
+        return found
 
     def _split(self, stack: str, parts: Iterable[Rows]) -> None:
         """Puts rows of a tensor, as tensors of their own, in its place."""

@@ -35,13 +35,13 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
         model: with layers from `replace_linear`, `load_model` or by hand, fused ones, too; changed in place.
         activations: None: as they are; "fp8": layers of e4m3 weights with scales of square blocks become
             `BlockwiseLinear`s, with `fp8_gemm` as their product, and those of 4-bit codes with integer zeros, or none,
-            `Int4Linear`s, with `gemm_w4a8`, but for those on a GPU whose kernels do not take them. These stay: load
-            the model again for the former ones. "int8": layers on the CPU quantise their input in blocks, as `gemm`
-            describes it; those on a GPU, whose kernels have no such product, become the same `Int4Linear`s. "none": as
-            None, and layers whose input is quantised (`Int8Linear`, `Fp8Linear`, `BlockwiseLinear`, `Int4Linear`)
-            become weight-only ones with the same codes and scales. Fuse layers after it, not before. Layers are
-            replaced one after the other: codes of 4 bits stay where they are in memory, of others one layer's are
-            there twice.
+            `Int4Linear`s, with `gemm_w4a8`, but for those on a GPU whose kernels do not take them, as a warning says.
+            The new ones stay: load the model again for the former ones. "int8": layers on the CPU quantise their input
+            in blocks, as `gemm` describes it; those on a GPU, whose kernels have no such product, become the same
+            `Int4Linear`s. "none": as None, and layers whose input is quantised (`Int8Linear`, `Fp8Linear`,
+            `BlockwiseLinear`, `Int4Linear`) become weight-only ones with the same codes and scales. Fuse layers after
+            it, not before. Layers are replaced one after the other: codes of 4 bits stay where they are in memory, of
+            others one layer's are there twice.
 
     Returns:
         Names of the layers; of those on a GPU none where it has no kernel for any, with "none" those that have changed.
@@ -133,15 +133,23 @@ def _use_none(model: nn.Module) -> list[str]:
 
 def _use_eight_bits(model: nn.Module, activations: str) -> list[str]:
     """`use_activations` with fp8, or with int8 on a GPU: other layers in the place of those that can."""
-    run: list[bool] = []
+    found: list[str | None] = []
 
     def runs(layer: QuantLinear) -> bool:
-        run.append(_obstacle(layer) is None)
-        return run[-1]
+        found.append(_obstacle(layer))
+        return found[-1] is None
 
     replaced = _replaced(model, activations, _is_weight_only, runs)
-    if not run:
+    if not found:
         raise ValueError(f"model: expected {STORED_ACTIVATIONS[activations].expected}; got a model without")
+    obstacles = [obstacle for obstacle in found if obstacle is not None]
+    if obstacles:
+        warnings.warn(
+            f"activations: {len(obstacles)} of {len(found)} layers still multiply 16-bit activations: this GPU has no "
+            f'kernel for {activations} ones ({obstacles[0]}); leave activations="{activations}" (--activations '
+            f"{activations}) out",
+            stacklevel=3,
+        )
     return replaced
 
 

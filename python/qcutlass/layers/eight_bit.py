@@ -48,7 +48,7 @@ def _static_range(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale `[1]`, and zero point `[1]` if asymmetric, that `quantize_activations` gives what was recorded."""
     if device.type == "meta":
-        ends = torch.empty((1, 2), device=device)
+        ends = torch.empty((1, 2), dtype=torch.float32, device=device)
     elif statistics is None:
         raise ValueError("statistics: static activations need them; record some with qcutlass.calibrate(model)")
     else:
@@ -357,7 +357,7 @@ def _check_quantiser(dtype: torch.dtype, k: int, parts: Parts) -> Tensor:
     w_packed = parts["w_packed"]
     check_tensor("w_packed", w_packed, (dtype,))
     assert w_packed is not None
-    a = torch.empty((1, k), device=w_packed.device)
+    a = torch.empty((1, k), dtype=torch.float32, device=w_packed.device)
     check_quantize(QuantizeCall(a, dtype, scale=parts["a_scale"], azp=parts.get("azp"), smooth=parts["smooth"]))
     return a.to(dtype)
 

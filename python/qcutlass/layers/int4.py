@@ -145,7 +145,7 @@ class Int4Linear(QuantLinear, scheme=W4A8, stored=("w4a8_fp8", "w4a8_int8")):
         names = "w_packed", "scales", "zeros", "bias"
         operands: dict[str, Any] = {name: parts[name] for name in names}
         a = torch.empty((1, k), dtype=torch.int8, device=device)
-        a_scale = torch.empty(1, device=device)
+        a_scale = torch.empty(1, dtype=torch.float32, device=device)
         call = Int4Call(a, a_scale=a_scale, activation=self.activation, group_size=self.group_size, **operands)
         shape = call.check(None)
         if shape.n != self.out_features:

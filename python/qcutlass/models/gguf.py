@@ -346,7 +346,7 @@ class GGUFModel(ModelSource):
     def layer(self, name: str) -> Layer:
         layer = super().layer(name)
         if layer.bias is None and f"{self._in_module(name)}.bias" in self._shapes:
-            layer = replace(layer, bias=torch.zeros(layer.shape[0]))
+            layer = replace(layer, bias=torch.zeros(layer.shape[0], dtype=torch.float32))
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.rpartition(".")[2])
         if heads is None or not self._family.is_permuted:
             return layer

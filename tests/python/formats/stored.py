@@ -20,6 +20,8 @@ Array = NDArray[Any]
 Tensors = dict[str, Tensor]
 
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The number of each code."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,20 @@ def as_fp8(
             codes[at] = (weight[at] / scales[i, j].float()).to(codes.dtype)
             exact[at] = codes[at].float() * scales[i, j].float()
     return {"weight": codes, name: scales}, exact
+
+
+def as_nvfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """4-bit floats in groups of 16, divided by a power of two; and what they stand for."""
+    n, k = weight.shape
+    divisor = torch.exp2((448 * 6 / weight.abs().max()).log2().floor()).reshape(1)
+    groups = weight.view(n, k // 16, 16)
+    scales = (groups.abs().amax(2) / 6 * divisor).clamp(min=2**-6).to(torch.float8_e4m3fn)
+    spread = (scales.float() / divisor)[:, :, None]
+    codes = ((groups / spread)[..., None] - E2M1).abs().argmin(-1)
+    exact = (E2M1[codes] * spread).view(n, k)
+    codes = codes.view(n, k).to(torch.uint8)
+    tensors = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+    return tensors | {"weight_global_scale": divisor}, exact
 
 
 def named(tensors: Tensors, layer: str = "model.layers.0.mlp.up_proj") -> Tensors:

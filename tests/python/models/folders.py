@@ -13,7 +13,17 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tests.python.formats.bitsandbytes_files import CONFIG, INT8, as_four_bits, as_int8
-from tests.python.formats.stored import Stored, Tensors, as_awq, as_compressed, as_gptq, named, stored
+from tests.python.formats.stored import (
+    Stored,
+    Tensors,
+    as_awq,
+    as_compressed,
+    as_fp8,
+    as_gptq,
+    as_nvfp4,
+    named,
+    stored,
+)  # fmt: skip
 from torch import Tensor
 
 import qcutlass
@@ -45,6 +55,14 @@ W8A8 = {
         }
     },
     "ignore": ["lm_head"],
+}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    },
 }
 
 
@@ -146,21 +164,41 @@ class Cuts(ABC):
         return self._write("floats", tensors, None, weights)
 
     def w8a8(self) -> Cut:
-        tensors, weights = dict(self.rest), {}
-        for name in self.names:
-            codes, scales = qcutlass.quantize_weights_int8(self.weight(name))
-            tensors |= named({"weight": codes, "weight_scale": scales[:, None]}, name)
-            weights[name] = codes.float() * scales[:, None]
-        return self._write("w8a8", tensors, W8A8, weights)
+        def store(weight: Tensor) -> tuple[Tensors, Tensor]:
+            codes, scales = qcutlass.quantize_weights_int8(weight)
+            return {"weight": codes, "weight_scale": scales[:, None]}, codes.float() * scales[:, None]
+
+        return self._quantized("w8a8", store, W8A8)
 
     def bitsandbytes(self, kind: str, nested: int = 0) -> Cut:
         """Of 4 bits, "nf4" or "fp4", or "int8"."""
+        if kind == "int8":
+            return self._quantized("int8-0", as_int8, INT8)
+        return self._quantized(f"{kind}-{nested}", lambda weight: as_four_bits(weight, kind, nested=nested), CONFIG)
+
+    def fp8(self, block: int | None = 128) -> Cut:
+        """In square blocks, for 16-bit activations; None: with a scale a channel, for fp8 ones."""
+        size = block and (block, block)
+        name = "weight_scale" if size is None else "weight_scale_inv"
+        config = FP8 | ({} if size is None else {"weight_block_size": [*size]})
+        return self._quantized(f"fp8-{block}", lambda weight: as_fp8(weight, size, name), config)
+
+    def fp8_channels(self) -> Cut:
+        return self.fp8(None)
+
+    def nvfp4(self) -> Cut:
+        """That of compressed-tensors; each layer has a global scale of its own."""
+        return self._quantized("nvfp4", as_nvfp4, NVFP4)
+
+    def _quantized(self, kind: str, store: Callable[[Tensor], tuple[Tensors, Tensor]], config: dict[str, Any]) -> Cut:
+        """`store`: the tensors of a layer's weights, and what they stand for."""
+        if kind in self._written:
+            return self._written[kind]
         tensors, weights = dict(self.rest), {}
         for name in self.names:
-            weight = self.weight(name)
-            found, weights[name] = as_int8(weight) if kind == "int8" else as_four_bits(weight, kind, nested=nested)
+            found, weights[name] = store(self.weight(name))
             tensors |= named(found, name)
-        return self._write(f"{kind}-{nested}", tensors, INT8 if kind == "int8" else CONFIG, weights)
+        return self._write(kind, tensors, config, weights)
 
     def _stored(
         self,

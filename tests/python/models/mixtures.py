@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
-from tests.python.formats.stored import as_awq, as_compressed, as_fp8, as_gptq
+from tests.python.formats.stored import as_awq, as_compressed, as_gptq
 from tests.python.models.folders import (
     AWQ,
     COMPRESSED,
@@ -61,38 +61,13 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-NUMBERS: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of e2m1
 _KEPT: Final = ("embed_tokens", "lm_head", "shared_expert_gate")
-
-
-FP8: Final = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-NVFP4: Final = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
-    },
-}
 
 
 def compressed(old: str, new: str) -> dict[str, Any]:
     """The description of compressed-tensors with another value of a key."""
     found: dict[str, Any] = json.loads(json.dumps(COMPRESSED).replace(old, new))
     return found
-
-
-def as_nvfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """4-bit floats in groups of 16, divided by a power of two; and what they stand for."""
-    n, k = weight.shape
-    divisor = torch.exp2((448 * 6 / weight.abs().max()).log2().floor()).reshape(1)
-    groups = weight.view(n, k // 16, 16)
-    scales = (groups.abs().amax(2) / 6 * divisor).clamp(min=2**-6).to(torch.float8_e4m3fn)
-    spread = (scales.float() / divisor)[:, :, None]
-    codes = ((groups / spread)[..., None] - NUMBERS).abs().argmin(-1)
-    exact = (NUMBERS[codes] * spread).view(n, k)
-    codes = codes.view(n, k).to(torch.uint8)
-    tensors = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
-    return tensors | {"weight_global_scale": divisor}, exact
 
 
 def model_of(kind: str, seed: int = 0, **options: Any) -> Any:
@@ -110,16 +85,16 @@ def model_of(kind: str, seed: int = 0, **options: Any) -> Any:
 
 
 class MixtureCut(Cuts):
-    """One of `KINDS`, with a tokenizer of numbers.
+    """One of `KINDS`, or another with `options`, with a tokenizer of numbers.
 
     Args:
         folder: to write into.
-        kind: of the model.
+        kind, options: of the model, as for `model_of`.
     """
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
         saved = folder / "saved"
-        model_of(kind).save_pretrained(saved)
+        model_of(kind, **options).save_pretrained(saved)
         tensors = load_file(saved / "model.safetensors")
         self._weights = {
             name.removesuffix(".weight"): tensor
@@ -169,21 +144,9 @@ class MixtureCut(Cuts):
         config = compressed('"symmetric": false', '"symmetric": true')
         return self._stored("compressed_symmetric", as_compressed, config, symmetric=True)
 
-    def fp8(self) -> Cut:
+    def fp8(self, block: int = 32) -> Cut:
         """In blocks, as DeepSeek-V3 and Qwen3-MoE are published."""
-        if "fp8" in self._written:
-            return self._written["fp8"]
-        found = {name: as_fp8(self.weight(name), (32, 32), "weight_scale_inv") for name in self.names}
-        tensors = {f"{name}.{key}": part for name, (parts, _) in found.items() for key, part in parts.items()}
-        return self._write("fp8", self.rest | tensors, FP8, {name: exact for name, (_, exact) in found.items()})
-
-    def nvfp4(self) -> Cut:
-        """That of compressed-tensors; each layer has a global scale of its own."""
-        if "nvfp4" in self._written:
-            return self._written["nvfp4"]
-        found = {name: as_nvfp4(self.weight(name)) for name in self.names}
-        tensors = {f"{name}.{key}": part for name, (parts, _) in found.items() for key, part in parts.items()}
-        return self._write("nvfp4", self.rest | tensors, NVFP4, {name: exact for name, (_, exact) in found.items()})
+        return super().fp8(block)
 
     def dense(self, cut: Cut, dtype: torch.dtype) -> Any:
         """The model with the dequantised weights of a cut, joined and multiplied by transformers itself."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.python.absent_gpu import refuse_as
 from tests.python.formats.stored import Tensors, as_fp8, named
 from tests.python.models.folders import RandomCut, write_model
 from tests.python.models.test_commands import command
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import qcutlass
 from qcutlass import FP8, W8A8, Blockwise, QuantLinear, formats, models
-from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear, activations
+from qcutlass.layers import BlockwiseLinear, Fp8Linear, WeightOnlyLinear
 from qcutlass.models.transformers import load_model
 from qcutlass.schemes import Scheme
 from qcutlass.testing.models import NOISE, noise_ratio
@@ -265,18 +266,40 @@ def test_fp8_folders_run_with_16_bit_activations(
     words = "eval", folder, "--text", text, "--tokens", 64, "--window", 32, "--activations", "none"
     assert command(*words).exit_code == 0
 
-    def refuse(*_: Any, **__: Any) -> Tensor:
-        raise qcutlass.UnsupportedError("a: products of float8 need a GPU of compute capability 8.9 or newer")
-
-    monkeypatch.setattr(Fp8Linear, "_steps", refuse)
-    monkeypatch.setattr(activations, "_is_gpu", lambda device: True)
+    refuse_as("a100", monkeypatch)
+    expected = logits(load_model(tmp_path / "new", dtype=torch.float16)[0], ids)
     for place in places:
         with pytest.warns(UserWarning, match=f"{len(weights)} layers, as .*, multiply 16-bit activations"):
-            model, _ = load_model(place)
+            model, _ = load_model(place, dtype=torch.float16)
         assert torch.equal(logits(model, ids), expected)
-    shown = command(*words[:-2])
+    shown = command(*words[:-2], "--dtype", "float16")
     assert shown.exit_code == 0
     assert shown.stderr.count("warning: ") == 1
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "blocks"])
+def test_folders_converted_to_fp8_activations_run_on_a_gpu_without_fp8(
+    form: str, random_cut: RandomCut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16-bit activations, and a warning: of 4-bit codes, in their own order (gptq), and of e4m3 in blocks."""
+    if form == "blocks":
+        folder, _ = fp8_folder(random_cut, tmp_path / "source", BLOCKS, block=(128, 128), name="weight_scale_inv")
+    else:
+        folder = getattr(random_cut, form)().folder
+    models.convert(folder, tmp_path / "new", activations="fp8", verify=True)
+    ids, count = torch.arange(24)[None] % random_cut.VOCABULARY, len(random_cut.names)
+    options: dict[str, Any] = {"dtype": torch.float16}
+    expected = logits(load_model(folder, **options)[0], ids)
+    assert not torch.equal(logits(load_model(tmp_path / "new", **options)[0], ids), expected)  # type: ignore[arg-type]
+    refuse_as("a100", monkeypatch)
+    with pytest.warns(UserWarning, match=rf"{count} layers, as .*, multiply 16-bit .* this one has 8\.0") as told:
+        model, _ = load_model(tmp_path / "new", **options)
+    assert len(told) == 1
+    assert torch.equal(logits(model, ids), expected)
+    assert {type(model.get_submodule(name)) for name in random_cut.names} == {WeightOnlyLinear}
+    with pytest.warns(UserWarning, match=rf"{count} of {count} layers still multiply 16-bit .* this one has 8\.0"):
+        model, _ = load_model(folder, activations="fp8", **options)
+    assert torch.equal(logits(model, ids), expected)
 
 
 def test_commands_of_an_fp8_folder(random_cut: RandomCut, tmp_path: Path) -> None:
