@@ -201,6 +201,8 @@ def assert_rows_are_independent(case: Case, device: str, seed: int) -> None:
         new = torch.cat([torch.randperm(end - begin) + begin for begin, end in pairwise(ends)]).to(device)
         permuted = replace(problem, rows=problem.rows[new], row_scale=problem.row_scale[new])
         testing.assert_equal(product(permuted, tactic=tactic), whole[new], label=f"{tactic}: {problem}")
+        if tactic is None and device == "cuda":
+            continue  # the choice is by the number of rows
         for row in (0, 2, 3, 11, 12, 51, problem.m // 2, problem.m - 1):
             alone = replace(
                 problem,

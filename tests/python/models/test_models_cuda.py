@@ -174,7 +174,7 @@ def test_layers_that_quantise_activations_run(
 
 
 @pytest.mark.parametrize("activations", list(INT4_TYPES))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
 def test_4_bit_layers_quantise_each_token(
     kind: str, activations: Any, random_cut: RandomCut, tmp_path: Path, seed: int
 ) -> None:
@@ -288,7 +288,7 @@ def command(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("options", [(), ("--fuse",), ("--dtype", "bfloat16")], ids=" ".join)
+@pytest.mark.parametrize("options", [(), ("--no-fuse",), ("--fuse", "--dtype", "bfloat16")], ids=" ".join)
 def test_commands(options: tuple[str, ...], random_cut: RandomCut, tmp_path: Path) -> None:
     """The commands print the results of the same model in Python, whose logits other tests check."""
     from transformers import AutoTokenizer
@@ -297,7 +297,7 @@ def test_commands(options: tuple[str, ...], random_cut: RandomCut, tmp_path: Pat
     tokenizer = AutoTokenizer.from_pretrained(folder)
     dtype = torch.bfloat16 if "bfloat16" in options else torch.float16  # which the configuration says
     model = load(folder, dtype)
-    if "--fuse" in options:
+    if "--no-fuse" not in options:
         qcutlass.fuse_block(model)
     ids = torch.tensor([[5, 6, 7]]).cuda()
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[0, 3:]
