@@ -135,7 +135,8 @@ def test_one_scale_a_layer(cuts: dict[str, MixtureCut], monkeypatch: pytest.Monk
 def test_experts_with_one_scale(cuts: dict[str, MixtureCut], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Gate and up of an expert have one for both; experts are multiplied by 16-bit activations."""
     cut = written(cuts["deepseek_v3"], monkeypatch, weight_block_size=None)
-    models.convert(cut.folder, tmp_path / "new", verify=True, activations="none")
+    done = models.convert(cut.folder, tmp_path / "new", verify=True, activations="none")
+    assert done.layers == done.verified == len(cut.weights)
     check_weights(tmp_path / "new", cut, 0)
     check_logits(logits(load(tmp_path / "new")), cuts["deepseek_v3"], cut)
 
