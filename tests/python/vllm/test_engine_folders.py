@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.formats.stored import as_fp8, named
+from tests.python.formats.stored import as_fp8, as_nvfp4, named
 from tests.python.models.folders import Cut, RandomCut, write_model, write_tokenizer
-from tests.python.models.mixtures import as_nvfp4
 from tests.python.models.test_gguf_models import write_gguf
 from tests.python.vllm import test_engine
 from tests.python.vllm.greedy import Reference

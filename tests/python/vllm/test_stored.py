@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.formats.stored import as_awq, as_compressed, as_fp8, as_gptq, stored
-from tests.python.models.mixtures import as_nvfp4
+from tests.python.formats.stored import as_awq, as_compressed, as_fp8, as_gptq, as_nvfp4, stored
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
