@@ -8,7 +8,8 @@ largest magnitude of each `blocksize` of these, `weight.quant_map` float32 `[16]
 `weight.quant_state.bitsandbytes__nf4` (or `fp4`) the bytes of a JSON object: `quant_type`, `blocksize`, `shape`, more.
 `w = quant_map[code] * absmax`. With double quantisation absmax is uint8, and stands for
 `weight.nested_quant_map[absmax] * weight.nested_absmax + nested_offset`: a `nested_absmax` for each `nested_blocksize`.
-Neither table is that of a type that products take, so these weights are given dequantised.
+NF4's table is that of no type that products take, and FP4's that of e4m3 but for a factor, in twice the bytes: these
+weights are given dequantised.
 
 The methods: Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale" (2022) and "QLoRA:
 Efficient Finetuning of Quantized LLMs" (2023).
