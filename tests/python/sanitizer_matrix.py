@@ -8,8 +8,9 @@ own, so that memcheck sees accesses just outside of it:
 What a kind of product is, its kernels and its bound come from the descriptions of the tests. Rows of experts come with
 empty experts and with many, with gates, and with indices that are out of range. ``--part 3 16`` runs every
 sixteenth task from the fourth on, ``--seconds 300`` begins none after so long and says how many there were: sanitizers
-take many times as long as the kernels, and a run that is killed tells nothing. The kernels between products have tests
-of their own, which `tools/gpu_check.sh` runs in the same way, this program too.
+take many times as long as the kernels. ``--state FILE`` keeps what is done after each task, so that the same command
+goes on after it was stopped; ``--sum FILE...`` says what several such files hold together. The kernels between products
+have tests of their own, which `tools/gpu_check.sh` runs in the same way, this program too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -52,6 +55,8 @@ class Run:
         splits: of K, for each of them.
         device: "cuda", or "cpu" to try this program.
         fitting: names of those that the GPU can run.
+        done, tasks: how many tasks are, of how many of this part.
+        file: where `save` leaves what is done; None for nowhere.
     """
 
     wanted: str
@@ -62,6 +67,37 @@ class Run:
     worst: float = 0.0
     fitting: set[str] = field(default_factory=set)
     launched: set[str] = field(default_factory=set)
+    done: int = 0
+    tasks: int = 0
+    file: Path | None = None
+
+    def save(self) -> None:
+        """Whole or not at all: a sanitizer may end the process at any time."""
+        if self.file:
+            counts = {name: getattr(self, name) for name in ("launches", "worst", "done", "tasks")}
+            names = {name: sorted(getattr(self, name)) for name in ("fitting", "launched")}
+            partial_file = self.file.with_suffix(".partial")
+            partial_file.write_text(json.dumps(counts | names))
+            partial_file.replace(self.file)
+
+    def add(self, file: Path) -> None:
+        """What another run, or this one before, has saved."""
+        saved: dict[str, Any] = json.loads(file.read_text())
+        self.launches += saved["launches"]
+        self.worst = max(self.worst, saved["worst"])
+        self.done += saved["done"]
+        self.tasks += saved["tasks"]
+        self.fitting |= set(saved["fitting"])
+        self.launched |= set(saved["launched"])
+
+    def __str__(self) -> str:
+        return (
+            f"{self.launches} products by {len(self.launched)} kernels, largest |error| / bound {self.worst:.3f}, "
+            f"{self.done} of {self.tasks} tasks"
+        )
+
+    def never_launched(self) -> str:
+        return f"never launched, though the GPU can run them: {', '.join(sorted(self.fitting - self.launched))}"
 
     def takes(self, name: str) -> bool:
         return self.wanted in name and not any(part in name for part in self.unwanted)
@@ -231,30 +267,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries this program alone")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="goes on from what FILE says is done, and keeps it")
+    parser.add_argument("--sum", type=Path, nargs="+", metavar="FILE", help="runs nothing; says what these states hold")
     arguments = parser.parse_args(argv)
 
     first, step = arguments.part
     if not 0 <= first < step:
         parser.error(f"argument --part: expected 0 <= I < N, got {first} {step}")
-    begin, run = time.perf_counter(), Run(arguments.tactic, arguments.split_k, arguments.device, arguments.without)
+    run = Run(arguments.tactic, arguments.split_k, arguments.device, arguments.without, file=arguments.state)
+    if arguments.sum:
+        for file in arguments.sum:
+            run.add(file)
+        print(f"{run}; {run.never_launched()}" if run.fitting - run.launched else run)
+        return
+    begin = time.perf_counter()
     shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
     part = list(enumerate(tasks(shapes, arguments.device, arguments.seed)))[first::step]
-    done = 0
-    for number, task in part:
+    random.Random(arguments.seed).shuffle(part)  # those that a clock leaves out are of every kind
+    if run.file and run.file.exists():
+        run.add(run.file)
+    run.tasks = len(part)
+    for number, task in part[run.done :]:
         if time.perf_counter() - begin > arguments.seconds:
             break
         task(run, arguments.seed + number)
-        done += 1
-    is_whole = step == 1 and done == len(part)
+        run.done += 1
+        run.save()
+    is_whole = step == 1 and run.done == run.tasks
     if is_whole and not run.launches:
         raise SystemExit(f"no kernel that the GPU can run has {arguments.tactic!r} in its name")
     if is_whole and not arguments.shape and not run.fitting <= run.launched:
-        raise SystemExit(
-            f"never launched, though the GPU can run them: {', '.join(sorted(run.fitting - run.launched))}"
-        )
-    seconds = time.perf_counter() - begin
-    print(f"{run.launches} products by {len(run.launched)} kernels, largest |error| / bound {run.worst:.3f}, ", end="")
-    print(f"{done} of {len(part)} tasks, {seconds:.0f} s")
+        raise SystemExit(run.never_launched())
+    print(f"{run}, {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

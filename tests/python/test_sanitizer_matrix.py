@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import pytest
 from tests.python import test_grouped_gates
@@ -69,6 +71,30 @@ def test_it_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--part", "7", "60"])
     done, every = re.search(r"(\d+) of (\d+) tasks", capsys.readouterr().out).groups()  # type: ignore[union-attr]
     assert done == every != "0"
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part, states = [*SMALL, "--part", "7", "60"], [tmp_path / "0", tmp_path / "1"]
+    main(part)
+    whole = capsys.readouterr().out.rsplit(",", 1)[0]
+    main([*part, "--state", str(states[0])])
+    assert capsys.readouterr().out.startswith(whole)
+    saved = json.loads(states[0].read_text())
+    states[0].write_text(json.dumps(saved | {"done": saved["done"] - 1}))
+    main([*part, "--state", str(states[0])])
+    again = json.loads(states[0].read_text())
+    assert again["done"] == again["tasks"] == saved["tasks"]
+    assert again["launched"] == saved["launched"]
+    assert saved["launches"] < again["launches"] < 2 * saved["launches"]
+    states[1].write_text(json.dumps(saved | {"fitting": ["unlaunched"], "launched": ["launched"]}))
+    capsys.readouterr()
+    main(["--sum", *map(str, states)])
+    said = capsys.readouterr().out
+    launches, kernels = numbers(said)
+    assert launches == saved["launches"] + again["launches"]
+    assert kernels == len(saved["launched"]) + 1
+    assert f"{2 * saved['tasks']} of {2 * saved['tasks']} tasks; never launched" in said
+    assert said.endswith(": unlaunched\n")
 
 
 def test_a_wrong_product_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
