@@ -131,8 +131,9 @@ sanitize() {
   esac
   for name in ${left[@]+"${left[@]}"}; do without+=(--without "$name"); done
   for ((part = 0; part < parts; ++part)); do
+    rm -f "$logs/$tool-$part.json"
     start "$tool-$part" sanitized "$tool" -m tests.python.sanitizer_matrix --part $part "$parts" \
-      ${without[@]+"${without[@]}"} ${MATRIX_ARGUMENTS:-}
+      --state "$logs/$tool-$part.json" ${without[@]+"${without[@]}"} ${MATRIX_ARGUMENTS:-}
   done
 
   if [ "$tool" = racecheck ]; then
@@ -173,6 +174,10 @@ for step in $steps; do
     sanitize)
       for tool in ${SANITIZERS:-memcheck racecheck initcheck synccheck}; do
         sanitize "$tool"
+      done
+      finish
+      for tool in ${SANITIZERS:-memcheck racecheck initcheck synccheck}; do
+        run "$tool-kernels" "$python" -m tests.python.sanitizer_matrix --sum "$logs/$tool"-[0-9]*.json
       done
       ;;
     bench)

@@ -9,8 +9,9 @@ What a kind of product is, its kernels and its bound come from the descriptions 
 empty experts and with many, with gates, and with indices that are out of range. ``--part 3 16`` runs every
 sixteenth task from the fourth on, ``--seconds 300`` begins none after so long and says how many there were: sanitizers
 take many times as long as the kernels. ``--state FILE`` keeps what is done after each task, so that the same command
-goes on after it was stopped; ``--sum FILE...`` says what several such files hold together. The kernels between products
-have tests of their own, which `tools/gpu_check.sh` runs in the same way, this program too.
+goes on after it was stopped; ``--sum FILE...`` says what several such files hold together, and exits with 1 if there
+is a kernel that none of them launched. The kernels between products have tests of their own, which
+`tools/gpu_check.sh` runs in the same way, this program too.
 """
 
 from __future__ import annotations
@@ -278,7 +279,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.sum:
         for file in arguments.sum:
             run.add(file)
-        print(f"{run}; {run.never_launched()}" if run.fitting - run.launched else run)
+        print(run)
+        if not run.fitting <= run.launched:
+            raise SystemExit(run.never_launched())
         return
     begin = time.perf_counter()
     shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
