@@ -55,6 +55,28 @@ def test_layers_are_those_of_models_and_their_shards() -> None:
     assert len(found) == len(set(found))
 
 
+def test_a_sweep_is_of_these_rows_shards_layers_and_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    few, some = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64), (96, 128, 192, 256, 384, 512)
+    assert list(sweep.MS) == [*few, *some, 1024, 2048, 4096]
+    assert [sum(least <= m <= most for m in sweep.MS) for least, most in sweep.RANGES] == [11, 6, 3]
+    assert sweep.SHARDS == (1, 2, 4, 8)
+    assert len(sweep.layers()) == 260
+    asked: list[list[str]] = []
+    select = peers.select
+    monkeypatch.setattr(peers, "select", lambda names: [asked.append(names), select(names)][1])
+    result = CliRunner().invoke(app, ["sweep", "--seconds", "0", "--json", str(tmp_path / "none.json")])
+    assert asked == [["cublas", "humming"]]
+    assert "0 of 5200 cells of the sweep." in result.stdout
+
+
+def test_the_committed_page_follows_from_its_rows(repository: Path, tmp_path: Path) -> None:
+    results, page = repository / "bench" / "results", tmp_path / "sweep.md"
+    command = ["sweep", "--seconds", "0", "--json", str(results / "sweep.json.gz"), "--markdown", str(page)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert page.read_text() == (results / "sweep.md").read_text()
+
+
 def test_random_layers_follow_from_the_seed() -> None:
     found = sweep.random_layers(100, seed=3)
     assert found == sweep.random_layers(100, seed=3) != sweep.random_layers(100, seed=4)
