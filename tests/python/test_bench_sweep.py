@@ -212,11 +212,11 @@ def test_means_are_geometric_and_by_range_of_m() -> None:
         text, "all layers: geometric mean of a peer's time over that of qcutlass"
     )
     assert heads == ["M", "cells", "best peer", "best peer, where all ran", "cuBLAS", "humming"]
-    best, where_all_ran = f"{math.sqrt(2):.2f} (worst 1.00)", "2.00 (worst 2.00, 1 of 2)"
-    assert few == ["1 to 64", "2", best, where_all_ran, "2.00 (worst 1.00)", where_all_ran]
-    assert some[:5] == ["65 to 512", "1", "0.50 (worst 0.50)", "", "0.50 (worst 0.50)"]
+    best, where_all_ran = f"{math.sqrt(2):.3f} (worst 1.00)", "2.000 (worst 2.00, 1 of 2)"
+    assert few == ["1 to 64", "2", best, where_all_ran, "2.000 (worst 1.00)", where_all_ran]
+    assert some[:5] == ["65 to 512", "1", "0.500 (worst 0.50)", "", "0.500 (worst 0.50)"]
     assert many[:2] == ["from 513", "0"]
-    assert everything[1:4] == ["3", "1.00 (worst 0.50)", "2.00 (worst 2.00, 1 of 3)"]
+    assert everything[1:4] == ["3", "1.000 (worst 0.50)", "2.000 (worst 2.00, 1 of 3)"]
     assert "geometric mean" in sweep.report({}, [{**_ROW, "shape": "64x64", "m": 1, "qcutlass_us": 1.0}], 1).markdown()
 
 
@@ -238,7 +238,7 @@ def test_slow_cells_are_counted_and_held_out_layers_stand_alone() -> None:
         [held, "1 of 1", "1 of 1"],
     ]
     _, few, *_ = _table(text, f"{held}: geometric mean of a peer's time over that of qcutlass")
-    assert few[1:3] == ["2", "0.50 (worst 0.50)"]
+    assert few[1:3] == ["2", "0.500 (worst 0.50)"]
     assert held not in sweep.report({}, rows, 6).markdown()
     alone = [_row("1024x1024", 1, 1.0, humming=2.0)]
     assert words not in sweep.report({}, alone, 1).markdown()
