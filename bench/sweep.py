@@ -220,7 +220,7 @@ def _range_words(least: int, most: int) -> str:
 def _mean_words(ratios: Sequence[float], cells: int) -> str:
     """The mean; of how many cells, if not of all."""
     part = f", {len(ratios)} of {cells}" if len(ratios) < cells else ""
-    return f"{mean(ratios):.2f} (worst {min(ratios):.2f}{part})" if ratios else ""
+    return f"{mean(ratios):.3f} (worst {min(ratios):.2f}{part})" if ratios else ""
 
 
 def _means(rows: Sequence[Row], keys: Sequence[str]) -> str:

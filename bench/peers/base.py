@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from textwrap import shorten
@@ -96,11 +97,20 @@ def import_library(module: str, package: str) -> ModuleType:
 
 
 def reason(error: Exception) -> str:
-    """One line for an exception of a peer's library."""
-    lines = str(error).strip().splitlines()
-    return (
-        f"{type(error).__name__}: {shorten(lines[0], _REASON, placeholder=' ...')}" if lines else type(error).__name__
-    )
+    """One line for an exception of a peer's library: its text, or where it was raised, as bare asserts have none."""
+    lines = str(error).strip().splitlines() or _origin(error)
+    name = type(error).__name__
+    return f"{name}: {shorten(lines[0], _REASON, placeholder=' ...')}" if lines else name
+
+
+def _origin(error: Exception) -> list[str]:
+    """The module, line and statement that raised it, in words; none if nothing did."""
+    return [
+        f"{frame.f_globals.get('__name__')}:{line}: {found.line}"
+        for (frame, line), found in zip(
+            traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True
+        )
+    ][-1:]
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,12 @@ from qcutlass import testing
 _CODES: Final = {torch.int8: "int8", torch.float8_e4m3fn: "float8e4m3", torch.float8_e5m2: "float8e5m2"}
 _FLOAT_CODES: Final = {"e2m1": "float4e2m1", "e4m3": "float8e4m3"}
 _SCALES: Final = {torch.float8_e8m0fnu: "float8e8m0", torch.float8_e4m3fn: "float8e4m3"}
+_CHANNELS: Final = 128
+"""N has to be a multiple of this: blocks of its wgmma kernels have four warps of 32 channels or more. humming itself
+pads layers that have fewer, if it is told to."""
+_SLICE_BYTES: Final = 64
+"""K has to be a multiple of so many bytes of activations, and of the group. Even where humming pads K itself, it takes
+whole groups alone."""
 
 
 class Humming(Peer):
@@ -38,16 +45,46 @@ class Humming(Peer):
         return _weight_only(require(layer, WeightOnlyLayer))
 
 
-def _layers(layer: Layer, tensors: dict[str, Tensor], weight: dict[str, Any], **options: Any) -> list[Any]:
-    """Copies of the layer in humming's own form."""
+def _layers(layer: Layer, k: int, tensors: dict[str, Tensor], weight: dict[str, Any], **options: Any) -> list[Any]:
+    """Copies of the layer in humming's own form, with K padded to `k`."""
     humming = import_library("humming.layer", "humming-kernels")
     first = humming.HummingLayer(
-        shape_n=layer.n, shape_k=layer.k, weight_config=weight, torch_dtype=layer.dtype, **options
+        shape_n=layer.n,
+        shape_k=k,
+        weight_config=weight,
+        pad_n_to_multiple=_CHANNELS,
+        torch_dtype=layer.dtype,
+        **options,
     ).cuda()
     first.load_from_tensors(tensors)
     first.transform()
     copies = copies_for(sum(parameter.nbytes for parameter in first.parameters()))
     return [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
+
+
+def _extent(a: Tensor, group_size: int) -> tuple[int, int]:
+    """K as humming takes it, with zeros behind the columns of the activations `a`, and its groups."""
+    k = a.shape[1]
+    one = group_size >= k
+    multiple = math.lcm(_SLICE_BYTES // a.itemsize, 1 if one else group_size)
+    padded = -(-k // multiple) * multiple
+    return padded, 1 if one else padded // group_size
+
+
+def _pad_columns(rows: Tensor, k: int, value: int = 0) -> Tensor:
+    """`[..., K]` as `[..., k]`: `value` behind the columns that there are."""
+    if rows.shape[-1] == k:
+        return rows
+    padded = torch.full((*rows.shape[:-1], k), value, dtype=rows.dtype, device=rows.device)
+    padded[..., : rows.shape[-1]] = rows
+    return padded
+
+
+def _pad_groups(groups: Tensor, count: int) -> Tensor:
+    """`[G, N]` as `[count, N]`: the last group again, so that no scale is out of the range of the others."""
+    if len(groups) == count:
+        return groups
+    return torch.cat([groups, groups[-1:].expand(count - len(groups), -1)])
 
 
 def weight_config(case: testing.Case) -> dict[str, Any]:
@@ -75,30 +112,32 @@ def _weight_only(layer: WeightOnlyLayer) -> Product:
         raise Skip("takes zeros, not minimums")
     if problem.super_scales is not None:
         raise Skip("takes scales of one level")
-    groups = case.k // case.group_size
+    k, groups = _extent(problem.a, case.group_size)
+    a = _pad_columns(problem.a, k)
+    # Padded codes stand for zero, but for zero points; rows of the activations have zeros there, too.
+    codes = _pad_columns(problem.codes.to(torch.int32), k, 0 if case.weight_dtype else 1 << (case.bits - 1))
 
     # Codes are packed along K, integer zeros along N; both are [N, ...] as the scales are.
-    scales = problem.scales.reshape(groups, case.n)
+    scales = _pad_groups(problem.scales.reshape(-1, case.n), groups)
     tensors = {
-        "weight": pack(problem.codes.to(torch.int32).contiguous(), case.bits),
+        "weight": pack(codes.contiguous(), case.bits),
         "weight_scale": weight_scales(scales, case.dtype).T.contiguous(),
     }
-    if case.zeros == "int":
-        assert problem.zeros is not None
-        tensors["zero_point"] = pack(problem.zeros.to(torch.int32).contiguous(), case.bits).T.contiguous()
-    elif case.zeros == "real":
-        assert problem.zeros is not None
-        tensors["zero_point"] = problem.zeros.T.to(case.dtype).contiguous()
+    if problem.zeros is not None:
+        zeros = _pad_groups(problem.zeros.reshape(-1, case.n), groups)
+        packed = case.zeros == "int"
+        stored = pack(zeros.to(torch.int32).contiguous(), case.bits) if packed else zeros.to(case.dtype)
+        tensors["zero_point"] = stored.T.contiguous()
     config = weight_config(case)
     if problem.global_scale is not None:
         tensors["weight_scale_2"], config["scale_2_type"] = problem.global_scale, "tensor"
-    layers = _layers(layer, tensors, config)
+    layers = _layers(layer, k, tensors, config)
 
     def contestants(m: int) -> list[Contestant]:
-        a = problem.a[:m]
+        rows = a[:m]
 
         def launch(index: int, out: Tensor) -> Tensor:
-            layers[index](a, outputs=out)
+            layers[index](rows, outputs=out)
             return out
 
         return [Contestant(Humming.key, launch, len(layers))]
@@ -111,42 +150,53 @@ def _eight_bit(layer: EightBitLayer) -> Product:
     if layer.azp is not None:
         raise Skip("takes no zero points of activations")
     pack = import_library("humming.ops", "humming-kernels").pack_weight
+    k, _ = _extent(layer.a, layer.k)
     # Integers are stored with an offset of 128.
     codes = layer.w.int() + 128 if layer.w.dtype == torch.int8 else layer.w.view(torch.uint8).int()
+    codes = _pad_columns(codes, k, 128 if layer.w.dtype == torch.int8 else 0)
     tensors = {
         "weight": pack(codes.contiguous(), 8),
         "weight_scale": layer.w_scale[:, None].to(layer.dtype),
         "bias": layer.bias,
     }
     config = {"dtype": _CODES[layer.w.dtype], "group_size": 0, "has_zero_point": False}
-    return _of_codes(layer, tensors, config, layer.a, layer.a_scale, has_bias=True)
+    return _of_codes(layer, k, tensors, config, layer.a, layer.a_scale, has_bias=True)
 
 
 def _four_by_eight(layer: FourByEightLayer) -> Product:
     """Activations are given as codes here, too."""
     pack = import_library("humming.ops", "humming-kernels").pack_weight
     p = layer.problem
-    groups = -(-layer.k // p.group_size)
+    k, groups = _extent(p.a, p.group_size)
+    scales = _pad_groups(p.scales.reshape(-1, layer.n), groups)
     tensors = {
-        "weight": pack(p.codes.to(torch.int32).contiguous(), 4),
-        "weight_scale": p.scales.reshape(groups, layer.n).T.to(layer.dtype).contiguous(),
+        "weight": pack(_pad_columns(p.codes.to(torch.int32), k, 8).contiguous(), 4),
+        "weight_scale": scales.T.to(layer.dtype).contiguous(),
     }
     if p.zeros is not None:
-        tensors["zero_point"] = pack(p.zeros.to(torch.int32).contiguous(), 4).T.contiguous()
-    group_size = 0 if groups == 1 else p.group_size
+        zeros = _pad_groups(p.zeros.reshape(-1, layer.n), groups)
+        tensors["zero_point"] = pack(zeros.to(torch.int32).contiguous(), 4).T.contiguous()
+    group_size = 0 if p.group_size >= layer.k else p.group_size
     config = {"dtype": "uint4", "group_size": group_size, "has_zero_point": p.zeros is not None}
-    return _of_codes(layer, tensors, config, p.a, p.a_scale)
+    return _of_codes(layer, k, tensors, config, p.a, p.a_scale)
 
 
 def _of_codes(
-    layer: Layer, tensors: dict[str, Tensor], weight: dict[str, Any], a: Tensor, a_scale: Tensor, **options: Any
+    layer: Layer,
+    k: int,
+    tensors: dict[str, Tensor],
+    weight: dict[str, Any],
+    a: Tensor,
+    a_scale: Tensor,
+    **options: Any,
 ) -> Product:
     """Products of activations that are codes already, with a scale for each token."""
     inputs = {"dtype": _CODES[a.dtype], "quant_mode": "dynamic_token"}
-    layers = _layers(layer, tensors, weight, input_config=inputs, **options)
+    layers = _layers(layer, k, tensors, weight, input_config=inputs, **options)
+    padded = _pad_columns(a, k)
 
     def contestants(m: int) -> list[Contestant]:
-        rows, scales = a[:m], a_scale[:m, None]
+        rows, scales = padded[:m], a_scale[:m, None]
 
         def launch(index: int, out: Tensor) -> Tensor:
             layers[index](rows, outputs=out, input_scale=scales)

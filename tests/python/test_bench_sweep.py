@@ -55,6 +55,28 @@ def test_layers_are_those_of_models_and_their_shards() -> None:
     assert len(found) == len(set(found))
 
 
+def test_a_sweep_is_of_these_rows_shards_layers_and_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    few, some = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64), (96, 128, 192, 256, 384, 512)
+    assert list(sweep.MS) == [*few, *some, 1024, 2048, 4096]
+    assert [sum(least <= m <= most for m in sweep.MS) for least, most in sweep.RANGES] == [11, 6, 3]
+    assert sweep.SHARDS == (1, 2, 4, 8)
+    assert len(sweep.layers()) == 260
+    asked: list[list[str]] = []
+    select = peers.select
+    monkeypatch.setattr(peers, "select", lambda names: [asked.append(names), select(names)][1])
+    result = CliRunner().invoke(app, ["sweep", "--seconds", "0", "--json", str(tmp_path / "none.json")])
+    assert asked == [["cublas", "humming"]]
+    assert "0 of 5200 cells of the sweep." in result.stdout
+
+
+def test_the_committed_page_follows_from_its_rows(repository: Path, tmp_path: Path) -> None:
+    results, page = repository / "bench" / "results", tmp_path / "sweep.md"
+    command = ["sweep", "--seconds", "0", "--json", str(results / "sweep.json.gz"), "--markdown", str(page)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert page.read_text() == (results / "sweep.md").read_text()
+
+
 def test_random_layers_follow_from_the_seed() -> None:
     found = sweep.random_layers(100, seed=3)
     assert found == sweep.random_layers(100, seed=3) != sweep.random_layers(100, seed=4)
@@ -190,11 +212,11 @@ def test_means_are_geometric_and_by_range_of_m() -> None:
         text, "all layers: geometric mean of a peer's time over that of qcutlass"
     )
     assert heads == ["M", "cells", "best peer", "best peer, where all ran", "cuBLAS", "humming"]
-    best, where_all_ran = f"{math.sqrt(2):.2f} (worst 1.00)", "2.00 (worst 2.00, 1 of 2)"
-    assert few == ["1 to 64", "2", best, where_all_ran, "2.00 (worst 1.00)", where_all_ran]
-    assert some[:5] == ["65 to 512", "1", "0.50 (worst 0.50)", "", "0.50 (worst 0.50)"]
+    best, where_all_ran = f"{math.sqrt(2):.3f} (worst 1.00)", "2.000 (worst 2.00, 1 of 2)"
+    assert few == ["1 to 64", "2", best, where_all_ran, "2.000 (worst 1.00)", where_all_ran]
+    assert some[:5] == ["65 to 512", "1", "0.500 (worst 0.50)", "", "0.500 (worst 0.50)"]
     assert many[:2] == ["from 513", "0"]
-    assert everything[1:4] == ["3", "1.00 (worst 0.50)", "2.00 (worst 2.00, 1 of 3)"]
+    assert everything[1:4] == ["3", "1.000 (worst 0.50)", "2.000 (worst 2.00, 1 of 3)"]
     assert "geometric mean" in sweep.report({}, [{**_ROW, "shape": "64x64", "m": 1, "qcutlass_us": 1.0}], 1).markdown()
 
 
@@ -216,7 +238,7 @@ def test_slow_cells_are_counted_and_held_out_layers_stand_alone() -> None:
         [held, "1 of 1", "1 of 1"],
     ]
     _, few, *_ = _table(text, f"{held}: geometric mean of a peer's time over that of qcutlass")
-    assert few[1:3] == ["2", "0.50 (worst 0.50)"]
+    assert few[1:3] == ["2", "0.500 (worst 0.50)"]
     assert held not in sweep.report({}, rows, 6).markdown()
     alone = [_row("1024x1024", 1, 1.0, humming=2.0)]
     assert words not in sweep.report({}, alone, 1).markdown()

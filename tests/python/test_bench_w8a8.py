@@ -14,7 +14,7 @@ from bench import gpu_report, gpu_timing, limits, peers, plots, schemes
 from bench.__main__ import app
 from bench.layer import Layer, WeightOnlyLayer
 from bench.layer_w8a8 import EightBitLayer
-from bench.peers import base, cutlass, humming
+from bench.peers import base, cutlass
 from tests.python.bench_rows import GPU, compared, row, write
 from tests.python.eight_bit import needs_instructions
 from torch import Tensor
@@ -171,45 +171,6 @@ def test_stock_cutlass_gets_its_operands_in_order() -> None:
     assert base.relative_error(out, layer.expected(M)) < base.MAX_ERROR
     other = second.launch(0, torch.empty(M, N, dtype=layer.dtype))
     assert base.relative_error(other, layer.expected(M) + 1) < base.MAX_ERROR
-
-
-@pytest.mark.parametrize("name", ["w8a8", "fp8"])
-def test_humming_gets_codes_and_scales(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, made = eight_bit(name), []
-
-    class FakeLayer(torch.nn.Module):
-        """The product that humming documents, from what it is given."""
-
-        def __init__(self, **options: Any) -> None:
-            super().__init__()
-            self.options = options
-            made.append(self)
-
-        def cuda(self, device: Any = None) -> FakeLayer:
-            return self
-
-        def load_from_tensors(self, tensors: dict[str, Tensor]) -> None:
-            for key, tensor in tensors.items():
-                setattr(self, key, torch.nn.Parameter(tensor, requires_grad=False))
-
-        def transform(self) -> None:
-            stored: Tensor = self.weight
-            integers = self.options["weight_config"]["dtype"] == "int8"
-            self.codes = (stored - 128).float() if integers else stored.byte().view(torch.float8_e4m3fn).float()
-
-        def forward(self, inputs: Tensor, outputs: Tensor, input_scale: Tensor) -> None:
-            sums = inputs.float() @ self.codes.T
-            outputs.copy_(sums * input_scale * self.weight_scale.T.float() + self.bias)
-
-    fake = SimpleNamespace(HummingLayer=FakeLayer, pack_weight=lambda codes, bits: codes)
-    monkeypatch.setattr(humming, "import_library", lambda module, package: fake)
-    (contestant,) = humming.Humming().prepare(layer)(M)
-    out = contestant.launch(contestant.copies - 1, torch.empty(M, N, dtype=layer.dtype))
-    assert base.relative_error(out, layer.expected(M)) < base.MAX_ERROR
-    codes = {"w8a8": "int8", "fp8": "float8e4m3"}[name]
-    assert made[0].options["input_config"] == {"dtype": codes, "quant_mode": "dynamic_token"}
-    assert made[0].options["weight_config"]["dtype"] == codes
-    assert made[0].options["has_bias"]
 
 
 @pytest.mark.parametrize(
