@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import inspect
+import io
+import itertools
 import json
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +25,9 @@ import pytest
 import torch
 import typer
 from tests.python import manual
+from tests.python.device_mutants.table import MUTANTS
+from tests.python.formats.fuzz_corpus import subjects
+from tests.python.formats.readers import readers
 
 import qcutlass.cli
 from qcutlass import _C
@@ -258,6 +268,137 @@ def test_command_lines_are_understood(repository: Path, tmp_path: Path, monkeypa
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch() if place.suffix else place.mkdir(exist_ok=True)
         programs[program].commands[command].make_context(command, list(arguments))
+
+
+PROGRAM = r"(?:python -m (?:tests\.python\.|pytest\b)|tools/\w+\.sh\b)"
+LAUNCHER = r"(?:\w+=(?:\"[^\"]*\"|\S+) |nice (?:-n \d+ )?|compute-sanitizer (?:--\S+ \S+ )*)*"
+PYTEST = {"-m": 1, "-k": 1, "-n": 1, "--dist": 1, "-q": 0, "-x": 0}
+"""Options of pytest in the docs, and the words that each takes."""
+
+
+def quoted_commands(text: str) -> list[str]:
+    """Those of tests and tools between backticks, on one line, by themselves or behind what starts them."""
+    return re.findall(rf"(?<!`)`({LAUNCHER}{PROGRAM}[^`\n]*)`(?!`)", text)
+
+
+class Understood(Exception):
+    """A program has taken its words, and is not to run."""
+
+
+def refused_words(module: str, words: list[str]) -> str:
+    """What the parser of a module of tests says of its words; empty where it takes them. Nothing is run."""
+    if importlib.util.find_spec(module) is None:
+        return f"there is no module {module}"
+    parse, said = argparse.ArgumentParser.parse_args, io.StringIO()
+
+    def parse_alone(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> None:
+        raise Understood(parse(parser, args, namespace))
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # runpy's, of modules that are there already
+        patch.setattr(sys, "argv", [module, *words])
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except Understood:
+            return nothing_chosen(module, words)
+        except SystemExit:
+            return said.getvalue().strip().rpartition("error: ")[2]
+    return f"{module} has no parser of its words"
+
+
+def nothing_chosen(module: str, words: list[str]) -> str:
+    """Of words behind --only: that nothing has them in its name."""
+    names = {
+        "tests.python.device_mutants": lambda: [f"{m.loop}: {m.name} {m.unit}" for m in MUTANTS],
+        "tests.python.formats.fuzzing": lambda: [*subjects(), *readers()],
+    }
+    only = words[words.index("--only") + 1] if "--only" in words else ""
+    found = any(only in name for name in names[module]()) if module in names else True
+    return "" if found else f"--only {only!r} chooses nothing"
+
+
+def refused_tests(repository: Path, words: list[str]) -> str:
+    """What is wrong with arguments of pytest: files, options, markers, or words that no test's name can have."""
+    options: dict[str, str] = {}
+    paths = []
+    given = iter(words)
+    for word in given:
+        if not word.startswith("-"):
+            paths.append(repository / word.partition("::")[0])
+        elif word not in PYTEST:
+            return f"{word} is no option of pytest that this test knows"
+        elif PYTEST[word]:
+            options[word] = next(given, "")
+    lost = [str(path.relative_to(repository)) for path in paths if not path.exists()]
+    if lost:
+        return f"there is no {', '.join(lost)}"
+    strange = {*re.findall(r"\w+", options.get("-m", ""))} - {"gpu", "slow", "not", "and", "or"}
+    if strange:
+        return f"there is no marker {', '.join(sorted(strange))}"
+    named = [path for folder in paths or [repository / "tests/python"] for path in [folder, *folder.rglob("test_*.py")]]
+    named += (repository / "tests/python/kinds").glob("*.py")  # whose names are in those of tests
+    text = "".join(f"{path.name}{path.read_text()}" for path in named if path.is_file()).lower()
+    wanted = re.findall(r"(?<![\w.-])(not )?(?!(?:and|or|not)\b)([\w.\[\]-]+)", options.get("-k", ""))
+    lost = [word for negated, word in wanted if not negated and word.lower() not in text]
+    return f"-k: {', '.join(lost)} is in none of these files" if lost else ""
+
+
+def refused_tool(repository: Path, path: str, words: list[str], environment: list[str]) -> str:
+    """What is wrong with a call of a shell script: that it is absent, or has not these words and variables."""
+    if not os.access(repository / path, os.X_OK):
+        return f"there is no program {path}"
+    text = (repository / path).read_text()
+    known = {*re.findall(r"[A-Za-z_]\w*", text)}
+    lost = [word for word in [*words, *environment] if word not in known and not word.isdecimal()]
+    return f"{path} knows no {', '.join(lost)}" if lost else ""
+
+
+def refused(repository: Path, command: str) -> str:
+    """What is wrong with a command of tests or tools; empty if nothing is."""
+    words = shlex.split(command)
+    environment = [word.partition("=")[0] for word in itertools.takewhile(lambda word: "=" in word, words)]
+    if "-m" in words[: len(words) - 1] and "python" in words:
+        module, *rest = words[words.index("-m") + 1 :]
+        return refused_tests(repository, rest) if module == "pytest" else refused_words(module, rest)
+    at = next(at for at, word in enumerate(words) if word.startswith("tools/"))
+    return refused_tool(repository, words[at], words[at + 1 :], environment)
+
+
+@pytest.mark.parametrize("page", ["docs/reliability.md", "tests/README.md"])
+def test_commands_of_tests_and_tools_are_understood(page: str, repository: Path) -> None:
+    """Programs and files are there, options are known, and what chooses finds something; nothing is run."""
+    commands = quoted_commands((repository / page).read_text())
+    assert commands
+    found = {command: refused(repository, command) for command in dict.fromkeys(commands)}
+    assert [f"`{command}`: {reason}" for command, reason in found.items() if reason] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("python -m tests.python.nothing --cases 3", "there is no module tests.python.nothing"),
+        ("python -m tests.python.manual", "tests.python.manual has no parser of its words"),
+        ("python -m tests.python.soak --case-count 3", "unrecognized arguments: --case-count 3"),
+        ("nice -n 19 python -m tests.python.soak --minutes few", "argument --minutes: invalid float value: 'few'"),
+        ("python -m tests.python.device_mutants --only rubbish", "--only 'rubbish' chooses nothing"),
+        ("python -m tests.python.formats.fuzzing --only 'gguf: rubbish'", "--only 'gguf: rubbish' chooses nothing"),
+        ("python -m pytest tests/python/test_nothing.py", "there is no tests/python/test_nothing.py"),
+        ("python -m pytest --fast", "--fast is no option of pytest that this test knows"),
+        ("python -m pytest -m quick", "there is no marker quick"),
+        ("python -m pytest tests/python/test_soak.py -k 'soak or rubbish'", "-k: rubbish is in none of these files"),
+        ("tools/nothing.sh", "there is no program tools/nothing.sh"),
+        ("SANITIZER=memcheck tools/gpu_check.sh LOGDIR sanitize", "tools/gpu_check.sh knows no SANITIZER"),
+        ("tools/gpu_check.sh LOGDIR rubbish", "tools/gpu_check.sh knows no rubbish"),
+        ("A=1 python -m pytest -m 'gpu and not slow' -n 2 tests/python/test_soak.py -k 'not rubbish and soak'", ""),
+        ("compute-sanitizer --tool memcheck python -m tests.python.soak --device cuda --cases 3", ""),
+        ("python -m tests.python.models.interruptions convert FOLDER 500 20261123", ""),
+        ("tools/sanitize.sh 20000", ""),
+    ],
+)
+def test_wrong_commands_are_found(command: str, reason: str, repository: Path) -> None:
+    assert quoted_commands(f"| a | `{command}` and `... --rest`, ``{command}`` |") == [command]
+    assert refused(repository, command) == reason
 
 
 def test_links_lead_to_files(repository: Path) -> None:

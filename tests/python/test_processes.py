@@ -7,11 +7,14 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+from tests.python import test_grouped, test_moe
+from tests.python.kinds import DESCRIPTIONS, OUTLINES
 from torch import Tensor
 
 import qcutlass
@@ -19,6 +22,8 @@ from qcutlass import blockwise, moe, testing
 from qcutlass.products.decoder_operators import add_rms_norm, gate, rms_norm, rms_norm_quantized
 from qcutlass.products.moe_operators import gate_rows, sum_slots
 from qcutlass.products.rotary_operators import rotary
+from qcutlass.testing import Case, GroupedCase
+from qcutlass.testing.moe import MoeCase
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_both = pytest.mark.parametrize("device", DEVICES)
@@ -184,22 +189,65 @@ def test_operands_that_shrank_are_refused(seed: int) -> None:
             product_of(operands)
 
 
-def calls(seed: int) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
+Call: TypeAlias = tuple[Callable[..., Any], list[Tensor]]
+
+
+def products(seed: int, device: str) -> dict[str, Call]:
+    """Products of every kind, and blocks of experts, with all operands."""
+    found: dict[str, Call] = {}
+    for name, kind in DESCRIPTIONS.items():
+        product = kind.random(kind.on(device, kind.whole), device, seed)
+        found[name] = (
+            partial(by_name, kind.function, list(product.operands), product.options),
+            [*product.operands.values()],
+        )
+    case = Case(9, 72, 256, 4, 32, "int", torch.float16, bias=True)
+    grouped = GroupedCase(case, (5, 0, 9), scaled=True).random(device=device, seed=seed)
+    operands, options = test_grouped.arguments(grouped)
+    values = dict(zip(("a", "w_packed", "scales", "zeros"), operands, strict=True)) | options
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in values.items() if name not in tensors}
+    found["gemm_grouped"] = partial(by_name, qcutlass.gemm_grouped, list(tensors), rest), [*tensors.values()]
+    block = MoeCase(5, 64, 64, 4, 2, zeros="int", bias=True).random(device=device, seed=seed)
+    x, gate_up, down, ids, shares = test_moe.arguments(block)
+    parts = [part for weights in (gate_up, down) for part in weights[:PARTS]]
+    found["experts"] = experts_of, [x, *parts, ids, shares.contiguous()]
+    return found
+
+
+PARTS = 4  # of the weights of experts: w_packed, scales, zeros, bias
+
+
+def by_name(function: Callable[..., Any], names: list[str], options: dict[str, Any], *tensors: Tensor) -> Any:
+    return function(**dict(zip(names, tensors, strict=True)), **options)
+
+
+def experts_of(x: Tensor, *given: Tensor) -> Tensor:
+    gate_up, down = (moe.ExpertWeights(*given[at : at + PARTS]) for at in (0, PARTS))
+    return moe.experts(x, gate_up, down, *given[2 * PARTS :])
+
+
+def calls(seed: int, device: str = "cpu") -> dict[str, Call]:
     """Functions and their tensors, one or more of which are then freed."""
-    given = operands_of(3, seed)
-    a, packed, scales, zeros = given.values()
-    x, weight, one = torch.randn(3, 64), torch.randn(64), torch.ones(1)
-    q, angles = torch.randn(1, 3, 2, 16), torch.randn(1, 3, 16)
-    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+    _, packed, scales, zeros = operands_of(3, seed, device).values()
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, torch.float16)
+
+    def integers(end: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randint(0, end, shape, generator=generator).to(device, dtype)
+
+    x, weight, one = normal(3, 64), normal(64), torch.ones(1, device=device)
+    q, angles = normal(1, 3, 2, 16), normal(1, 3, 16)
     quantized, scale = blockwise.act_quant(x)
-    ids, shares = torch.randint(0, 4, (3, 2)), torch.rand(3, 2)
+    ids, shares = integers(4, torch.int64, 3, 2), normal(3, 2).float()
     order = moe.route(ids, 4).order
-    return {
-        "gemm": (qcutlass.gemm, [a, packed, scales, zeros]),
-        "preprocess_weights": (lambda t: qcutlass.preprocess_weights(t, 4), [codes]),
+    return products(seed, device) | {
+        "preprocess_weights": (lambda t: qcutlass.preprocess_weights(t, 4), [integers(16, torch.uint8, 32, 64)]),
         "unpack_weights": (lambda t: qcutlass.unpack_weights(t, 4, (96, 256)), [packed]),
         "dequantize": (lambda *t: qcutlass.dequantize(*t, k=256), [packed, scales, zeros]),
-        "weight_sums": (qcutlass.weight_sums, [torch.ones(32, 64, dtype=torch.int8)]),
+        "weight_sums": (qcutlass.weight_sums, [integers(9, torch.int8, 32, 64)]),
         "act_quant": (blockwise.act_quant, [x]),
         "act_dequant": (blockwise.act_dequant, [quantized, scale]),
         "rms_norm": (lambda *t: rms_norm(*t, 1e-5), [x, weight]),
@@ -209,18 +257,29 @@ def calls(seed: int) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "rotary": (rotary, [q, q.clone(), angles, angles.clone()]),
         "route": (lambda *t: moe.route(t[0], 4, t[1]), [ids, shares]),
         "gate_rows": (gate_rows, [x]),
-        "sum_slots": (sum_slots, [torch.randn(6, 8), order]),
+        "sum_slots": (sum_slots, [normal(6, 8), order]),
     }
 
 
 FREED = [(name, index) for name, (_, tensors) in calls(0).items() for index in range(len(tensors))]
 
 
+REFUSAL = r"no storage; was it freed\?|data is not allocated|out of bounds for storage of size 0"
+"""Ours, and torch's, of views of a tensor such as one expert's part."""
+
+
+@on_both
 @pytest.mark.parametrize(("name", "index"), FREED)
-def test_freed_tensors_are_refused(name: str, index: int, seed: int) -> None:
-    function, tensors = calls(seed)[name]
+def test_freed_tensors_are_refused(name: str, index: int, device: str, seed: int) -> None:
+    function, tensors = calls(seed, device)[name]
     function(*tensors)
     tensors = [tensor.clone() for tensor in tensors]
     tensors[index].untyped_storage().resize_(0)
-    with pytest.raises((ValueError, RuntimeError), match=r"no storage; was it freed\?|data is not allocated"):
+    with pytest.raises((ValueError, RuntimeError), match=REFUSAL):
         function(*tensors)
+
+
+def test_every_kind_of_product_is_among_the_freed() -> None:
+    functions = {kind.function.__name__ for kind in DESCRIPTIONS.values()} | {*OUTLINES}
+    assert functions >= {"gemm", "gemm_w4a8", "gemm_w8a8", "gemm_fp8", "gemm_grouped"}
+    assert {*DESCRIPTIONS, *OUTLINES, "experts"} <= {name for name, _ in FREED}

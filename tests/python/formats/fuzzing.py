@@ -5,9 +5,10 @@
 
 Of a hundred inputs one is a whole folder, of which all layers are read, the others are headers, configurations,
 indexes and the like (`readers.py`). A finding is an error of another type than those that are documented, one that
-names no file, a layer that is not what layers must be, a crash, more than 10 seconds of the CPU for one input, or more
-than 192 MB of address space beyond those that the process has; the files have a few kilobytes. `test_fuzz.py` tries a
-few thousand.
+names neither a file of the folder, nor the folder, nor the layer that was asked for, a file that is opened outside of
+the folder (`opened.py`), a layer that is not what layers must be, a crash, more than 10 seconds of the CPU for one
+input, or more than 192 MB of address space beyond those that the process has; the files have a few kilobytes.
+`test_fuzz.py` tries a few thousand.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ import torch
 from tests.python.formats.chunks import Chunk, Tally, in_children
 from tests.python.formats.fuzz_corpus import Files, subjects
 from tests.python.formats.mutations import MUTATIONS, change_header_bytes, change_text
-from tests.python.formats.readers import Reader, readers
+from tests.python.formats.opened import inside_alone
+from tests.python.formats.readers import Reader, names, readers, refusals
 
-from qcutlass import CheckpointError, UnsupportedError, formats, models
+from qcutlass import formats, models
 from qcutlass.formats import CanonicalFp8, CanonicalInt8, CanonicalLinear, Layer
 from qcutlass.layers import QuantLinear
 from qcutlass.products.checks import are_finite
@@ -105,19 +107,20 @@ def load_all(folder: Path, meanwhile: Callable[[], None] = lambda: None) -> int:
     loaded = 0
     checkpoint: Any
     check: Callable[[Any], None]
-    with suppress(CheckpointError, UnsupportedError):
+    with refusals(folder):
         if models.is_converted(folder):
             checkpoint, check = models.ConvertedFolder(folder), check_converted
-            models.inspect(folder)
+            with refusals(folder, *checkpoint):
+                models.inspect(folder)
         else:
             checkpoint, check = formats.load(folder), check_layer
         meanwhile()
         for name in checkpoint:
-            with suppress(CheckpointError, UnsupportedError):
+            with refusals(folder, name):
                 check(checkpoint[name])
                 loaded += 1
         for name in checkpoint.rest:
-            with suppress(CheckpointError, UnsupportedError):
+            with refusals(folder, name):
                 checkpoint.tensor(name)
     return loaded
 
@@ -162,15 +165,16 @@ def damaged(subject: str, chance: random.Random) -> tuple[Files, list[str]]:
 def attempt(subject: str, seed: int, index: int, folder: Path) -> int:
     """The layers that are loaded of one input; AssertionError, with what it takes to repeat it, for other errors."""
     chance = random.Random(f"{seed} {subject} {index}")
-    files, names = damaged(subject, chance)
+    files, damages = damaged(subject, chance)
     write_files(folder, files)
     set_alarms(SECONDS, WAITING)
     try:
-        return load_all(folder, (lambda: cut(chance, folder)) if chance.random() < 0.05 else lambda: None)
+        with inside_alone(folder):
+            return load_all(folder, (lambda: cut(chance, folder)) if chance.random() < 0.05 else lambda: None)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise AssertionError(f"{subject}, input {index} of seed {seed}, {names}: {error!r}") from error
+        raise AssertionError(f"{subject}, input {index} of seed {seed}, {damages}: {error!r}") from error
     finally:
         set_alarms(0, 0)
 
@@ -203,9 +207,10 @@ def read_damaged(name: str, seed: int, index: int, folder: Path) -> bool:
         file.truncate(len(data) + reader.hole)
     set_alarms(SECONDS, WAITING)
     try:
-        reader.read(folder)
+        with inside_alone(folder):
+            reader.read(folder)
     except reader.errors as error:
-        if reader.named and str(folder) not in str(error):
+        if not names(error, folder):
             raise AssertionError(f"{name}, input {index} of seed {seed}: names no file: {error!r}") from error
         return False
     except BaseException as error:
@@ -222,6 +227,14 @@ def try_input(name: str, seed: int, index: int, folder: Path) -> bool:
     if name in readers():
         return read_damaged(name, seed, index, folder)
     return attempt(name, seed, index, folder) > 0
+
+
+def read_whole(name: str) -> None:
+    """Reads undamaged files, so that what the first reading imports and allocates is in memory before."""
+    with warnings.catch_warnings(), folder_in_memory() as folder:
+        warnings.simplefilter("ignore")
+        write_files(folder, readers()[name].files if name in readers() else subjects()[name])
+        assert readers()[name].read(folder) if name in readers() else load_all(folder) > 0, name
 
 
 @contextmanager
@@ -279,20 +292,19 @@ def main() -> int:
     parser.add_argument("--input", type=int, help="only this one, with the traceback; --only is its whole name")
     parser.add_argument("--no-memory-limit", action="store_true", help="for AddressSanitizer, which takes terabytes")
     arguments = parser.parse_args()
+    known = [name for name in (*subjects(), *readers()) if arguments.only is None or arguments.only in name]
+    if not known:
+        parser.error(f"--only: expected a part of {', '.join((*subjects(), *readers()))}; got {arguments.only!r}")
     if arguments.input is not None:
+        if arguments.only not in known:
+            parser.error(f"--input: expected --only with a whole name, such as {known[0]!r}; got {arguments.only!r}")
+        read_whole(arguments.only)
         with folder_in_memory() as folder:
             print("read" if try_input(arguments.only, arguments.seed, arguments.input, folder) else "refused")
         return 0
-    readers()  # which children then have
     wanted = chunks(arguments.mutations, arguments.seed, arguments.only)
-    with warnings.catch_warnings(), folder_in_memory() as folder:
-        warnings.simplefilter("ignore")
-        for name, files in subjects().items():  # what the first reading imports and allocates is in memory before
-            write_files(folder, files)
-            assert load_all(folder) > 0, name
-        for name, reader in readers().items():
-            write_files(folder, reader.files)
-            assert reader.read(folder), name
+    for name in (*subjects(), *readers()):
+        read_whole(name)
     work = lambda chunk, reached: try_chunk(chunk, reached, not arguments.no_memory_limit)  # noqa: E731
     return in_children(wanted, work, arguments.processes, 2 * WAITING, arguments.state)
 

@@ -10,8 +10,8 @@ import functools
 import json
 import struct
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Reader:
         hole: bytes of the file behind those that are damaged; they are zeros in a file that has as many, whatever the
             header's length.
         share: of the inputs, relative to others: those that take longer get fewer.
-        named: whether every error must name the folder, or a file in it.
+        errors: that it may raise, each of which names the folder, or a file in it.
     """
 
     file: str
@@ -51,7 +51,6 @@ class Reader:
     read: Callable[[Path], object]
     hole: int = 0
     share: int = 4
-    named: bool = True
     errors: tuple[type[Exception], ...] = EXPECTED
 
     @property
@@ -62,12 +61,27 @@ class Reader:
         return data[: len(data) - self.hole]
 
 
+def names(error: Exception, folder: Path, *layers: str) -> bool:
+    """Whether an error names the folder, or a file in it; or begins with one of the layers that were asked for."""
+    return str(folder) in str(error) or str(error).startswith(tuple(f"{name}{end}" for name in layers for end in ":."))
+
+
+@contextmanager
+def refusals(folder: Path, *layers: str) -> Iterator[None]:
+    """Goes on where layers or other tensors are refused; AssertionError where that names none of them, and no file."""
+    try:
+        yield
+    except EXPECTED as error:
+        if not names(error, folder, *layers):
+            raise AssertionError(f"names neither {', '.join(layers) or 'a layer'} nor a file: {error!r}") from error
+
+
 def open_headers(folder: Path) -> int:
     """Opens a folder, or the GGUF file in it, without its tensors; their number."""
     if is_converted(folder):
         converted = PackedFolder(folder)
         for name in converted.names:
-            with suppress(*EXPECTED):
+            with refusals(folder, name):
                 converted.spec[name].tensors(8, 64)
         return len(converted.tensors)
     return len(formats.load(folder).tensors)
@@ -78,7 +92,7 @@ def open_layers(folder: Path) -> int:
     opened: Any = models.ConvertedFolder(folder) if is_converted(folder) else formats.load(folder)
     found = 0
     for name in opened:
-        with suppress(*EXPECTED):
+        with refusals(folder, name):
             found += opened[name] is not None
     return found
 
@@ -88,7 +102,7 @@ def open_gguf_model(folder: Path) -> int:
     source = open_source(folder / "model.gguf", "auto", None)
     found = 0
     for name in source.names:
-        with suppress(*EXPECTED):
+        with refusals(folder, name):
             found += source.layer(name) is not None
     return found
 
@@ -115,13 +129,13 @@ def readers() -> dict[str, Reader]:
             elif name.endswith(".json"):
                 label = "index" if name == INDEX else name
                 read = open_headers if name == INDEX else open_layers
-                found[f"{subject}: {label}"] = Reader(name, files, read, share=4 if name == INDEX else 1, named=False)
+                found[f"{subject}: {label}"] = Reader(name, files, read, share=4 if name == INDEX else 1)
     gptq = subjects()["gptq"]
     described = json.loads(_content(gptq, "config.json"))["quantization_config"]
     weights = {"model.safetensors": gptq["model.safetensors"]}
     for name, value in (("quantize_config.json", described), ("hf_quant_config.json", {"quantization": described})):
         files = {**weights, name: json.dumps(value).encode()}
-        found[f"gptq: {name}"] = Reader(name, files, open_layers, share=1, named=False)
+        found[f"gptq: {name}"] = Reader(name, files, open_layers, share=1)
     found["gptq: model"] = Reader("config.json", gptq, open_model)
     found["mixture: model"] = Reader("config.json", {**weights, "config.json": _mixture(described)}, open_model)
     found["tuned plans"] = Reader(PLANS.name, {PLANS.name: _plans()}, read_plans, errors=())
@@ -181,7 +195,7 @@ def work_readers() -> dict[str, Reader]:
             raise KeyboardInterrupt  # as a kill
         files: Files = {path.name: path.read_bytes() for path in Path(f"{destination}.work").iterdir()}
     return {
-        "work: record": Reader("block-00000.json", files, read_work, share=2, named=False),
+        "work: record": Reader("block-00000.json", files, read_work, share=2),
         "work: manifest": Reader(
             "manifest.json", files, read_manifest, share=2, errors=(CheckpointError, FileExistsError)
         ),

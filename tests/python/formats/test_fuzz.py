@@ -6,15 +6,20 @@ QCUTLASS_FUZZ_SEED: which, 1 by default. `fuzzing.py` tries as many as one likes
 
 from __future__ import annotations
 
+import colorsys
+import importlib
 import json
 import os
+import re
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.python.formats import fuzzing
 from tests.python.formats.chunks import Chunk, Tally, in_children
 from tests.python.formats.fuzz_corpus import subjects
 from tests.python.formats.fuzzing import (
@@ -26,8 +31,9 @@ from tests.python.formats.fuzzing import (
     try_chunk,
     write_files,
 )
-from tests.python.formats.readers import readers
+from tests.python.formats.readers import Reader, readers, refusals
 
+from qcutlass import CheckpointError, UnsupportedError
 from qcutlass.formats.gguf_blocks import DEQUANTIZED, QUANTIZED
 
 INPUTS = int(os.environ.get("QCUTLASS_FUZZ_INPUTS", "6000"))
@@ -71,6 +77,64 @@ def test_damaged_files(name: str) -> None:
     assert tally.messages == []
     assert tally.inputs >= INPUTS // len(readers())
     assert tally.survived < tally.inputs or name in IGNORED
+
+
+def open_link_out(folder: Path) -> None:
+    (folder / "link").symlink_to(os.devnull)
+    try:
+        (folder / "link").read_bytes()
+    finally:
+        (folder / "link").unlink()
+
+
+def open_absent(folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.open(folder.parent / "absent", os.O_RDONLY)
+    raise CheckpointError(f"{folder}: refused")
+
+
+def refuse_layer(folder: Path) -> None:
+    with refusals(folder, "up"):
+        raise UnsupportedError("groups are not read")  # which has "up" in it
+
+
+def refuse_namelessly(folder: Path) -> None:
+    raise CheckpointError(f"{folder.name}: refused")
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        (lambda folder: Path(os.devnull).read_bytes(), f"opened outside of the folder: {os.devnull}"),
+        (open_link_out, f"opened outside of the folder: {os.devnull}"),
+        (open_absent, "opened outside of the folder: /.*/absent'"),
+        (lambda folder: Path("pyproject.toml").read_bytes(), "opened outside of the folder: /.*/pyproject.toml"),
+        (refuse_layer, "names neither up nor a file: UnsupportedError"),
+        (refuse_namelessly, "names no file: CheckpointError"),
+    ],
+)
+def test_what_is_opened_elsewhere_or_names_nothing_is_found(
+    read: Callable[[Path], object], told: str, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    reader = Reader("a.json", {"a.json": b'{"a": 1}'}, read)
+    monkeypatch.setattr(fuzzing, "readers", lambda: {"it": reader})
+    tally = try_chunk(Chunk("it", 1, 0, 2), lambda _: None, limit=False)
+    assert tally.failures == 2
+    assert re.search(told, tally.messages[0]), tally.messages
+
+
+def test_what_is_opened_in_the_folder_or_imported_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(folder: Path) -> int:
+        importlib.reload(colorsys)
+        os.close(os.open(folder, os.O_RDONLY))
+        with refusals(folder, "up"):
+            raise UnsupportedError("up.weight: not read")
+        with open(os.open(folder / "a.json", os.O_RDONLY), "rb") as file:
+            return len(file.read())
+
+    monkeypatch.setattr(fuzzing, "readers", lambda: {"it": Reader("a.json", {"a.json": b'{"a": 1}'}, read)})
+    assert try_chunk(Chunk("it", 1, 0, 2), lambda _: None, limit=False).messages == []
 
 
 def test_inputs_are_shared_out() -> None:

@@ -1,17 +1,19 @@
-"""Conversions and quantisations that are killed, meet a full or a read-only disk, or another writer of the same folder.
+"""Conversions and quantisations that are ended, meet a full or a read-only disk, or another writer of the same folder.
 
     python -m tests.python.models.interruptions convert FOLDER 500     # kill -9 at 500 points, and on from there
     python -m tests.python.models.interruptions quantize FOLDER 500
+    python -m tests.python.models.interruptions convert FOLDER 500 --ctrl-c   # or quantize: SIGINT in its place
     python -m tests.python.models.interruptions full_disk FOLDER 200   # as root in a tmpfs, else files end at a size
     python -m tests.python.models.interruptions writers FOLDER 100     # two at once
     python -m tests.python.models.interruptions read_only FOLDER 1     # as root, who may write everywhere else
 
-A last number is the seed. A process of its own, so that what it forks has no threads. FOLDER is made. Prints what
+A second number is the seed. A process of its own, so that what it forks has no threads. FOLDER is made. Prints what
 happened as JSON; "broken" lists what should not have.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -23,8 +25,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,8 @@ from qcutlass.models import conversion, marks, replacing, shards, sources
 from qcutlass.models.quantizing import run, work
 
 WRITERS = (conversion, marks, replacing, run, shards, sources, work)
-"""The modules that write folders; runs are killed at their lines."""
-REFUSED, FAILED = 3, 4  # exit statuses of children: FileExistsError, another OSError
+"""The modules that write folders; runs are ended at their lines."""
+REFUSED, FAILED, INTERRUPTED = 3, 4, 5  # exit statuses of children: FileExistsError, another OSError, KeyboardInterrupt
 
 
 @dataclass
@@ -77,32 +79,42 @@ class Scenario:
             for name, data in self.older.items():
                 (self.destination / name).write_bytes(data)
 
-    def start(self, at_line: int = 0, overwrite: bool | None = None) -> int:
-        """A child that writes the folder; it kills itself at a line of `WRITERS`, counted from 1, if one is given."""
+    def start(self, at_line: int = 0, overwrite: bool | None = None, by: int = signal.SIGKILL) -> int:
+        """A child that writes the folder; at a line of `WRITERS`, counted from 1, it sends itself a signal.
+
+        SIGINT comes to it as KeyboardInterrupt, as Ctrl-C does.
+        """
         over = self.destination.exists() if overwrite is None else overwrite
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # one for the child must find it below
         child = os.fork()
         if child:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             return child
-        left = at_line
+        left, status = at_line, 1
 
         def reached() -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), by)
 
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             if at_line:
                 watch_lines(WRITERS, reached)
             self.act(self.destination, over)
+            status = 0
+        except KeyboardInterrupt:
+            status = INTERRUPTED
         except FileExistsError:
-            os._exit(REFUSED)
+            status = REFUSED
         except OSError:
-            os._exit(FAILED)
+            status = FAILED
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+        finally:
+            os._exit(status)
 
     def found(self) -> str:
         """What the destination is: nothing, the older folder, the new one as it must be; else it is broken."""
@@ -167,14 +179,16 @@ def scenario(kind: str, root: Path, seed: int, place: Path | None = None) -> Sce
     return Scenario(act, place, contents(root / "reference"), contents(root / "older"), seconds, lines)
 
 
-def kill(kind: str, root: Path, points: int, seed: int) -> dict[str, Any]:
-    """Kills runs at points that are spread over their time and, every other one, over their lines; then on from there.
+def end(kind: str, root: Path, points: int, seed: int, by: int) -> dict[str, Any]:
+    """Ends runs by a signal, at points that are spread over their time and, every other one, over their lines.
 
-    Every third run is to overwrite an older folder; a quarter of them is killed a second time before it may end.
+    Then on from there. Every third run is to overwrite an older folder; a quarter of them is ended a second time before
+    it may come to its end.
     """
     chance, case = random.Random(seed), scenario(kind, root, seed)
+    by_it = -by if by == signal.SIGKILL else INTERRUPTED
     outcomes: Counter[str] = Counter(dict.fromkeys(("absent", "old", "whole"), 0))
-    interrupted = resumed = again = 0
+    ended_early = left = resumed = again = 0
     for i in range(points):
         over = i % 3 == 0
         case.begin(over)
@@ -183,23 +197,24 @@ def kill(kind: str, root: Path, points: int, seed: int) -> dict[str, Any]:
         if i % 2:
             child = case.start()
             time.sleep(1.1 * case.seconds * part)
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, by)
         else:
-            child = case.start(at_line=1 + int(part * case.lines))
+            child = case.start(at_line=1 + int(part * case.lines), by=by)
         statuses = [ended(child)]
         if chance.random() < 0.25:
-            statuses.append(ended(case.start(at_line=1 + chance.randrange(case.lines))))
+            statuses.append(ended(case.start(at_line=1 + chance.randrange(case.lines), by=by)))
             again += 1
         outcome = case.found()
         outcomes[outcome] += 1
-        interrupted += any(path != case.destination for path in case.place.iterdir())
+        ended_early += by_it in statuses
+        left += any(path != case.destination for path in case.place.iterdir())
         resumed += case.blocks() > 0
-        if outcome == "broken" or (outcome == "old") > over or not {*statuses} <= {0, -signal.SIGKILL}:
+        if outcome == "broken" or (outcome == "old") > over or not {*statuses} <= {0, by_it}:
             case.broken.append(f"{label}: {outcome} after {statuses}")
         case.finish(label)
         if i % 50 == 49:
             print(f"{i + 1} points", file=sys.stderr, flush=True)
-    rest = {"interrupted": interrupted, "resumed": resumed, "killed again": again, "lines": case.lines}
+    rest = {"ended": ended_early, "left": left, "resumed": resumed, "ended again": again, "lines": case.lines}
     return {"points": points, **outcomes, **rest, "broken": case.broken}
 
 
@@ -248,6 +263,9 @@ def can_mount(root: Path) -> bool:
             return True
     except (OSError, subprocess.CalledProcessError):
         return False
+    finally:
+        with suppress(OSError):
+            (root / "trial").rmdir()
 
 
 def full_disk(root: Path, points: int, seed: int) -> dict[str, Any]:
@@ -311,15 +329,38 @@ def read_only(root: Path, points: int, seed: int) -> dict[str, Any]:
     return {"points": 4 * points, "broken": broken}
 
 
-def main(action: str, folder: str, count: str, seed: str = "1") -> None:
+def positive(text: str) -> int:
+    """A number of points or rounds."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    others = {"full_disk": full_disk, "writers": writers, "read_only": read_only}
+    parser.add_argument("action", choices=["convert", "quantize", *others])
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a new one, on a disk that is not the one under test"
+    )
+    parser.add_argument("count", type=positive, metavar="COUNT", help="points, sizes or rounds")
+    parser.add_argument("seed", type=int, nargs="?", default=1, metavar="SEED", help="1, if it is not given")
+    parser.add_argument("--ctrl-c", action="store_true", help="SIGINT in place of kill -9, of convert and quantize")
+    given = parser.parse_args(words)
+    root, numbers = given.folder, (given.count, given.seed)
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        parser.error(f"FOLDER: expected a new or an empty folder, got {root}")
+    if given.ctrl_c and given.action in others:
+        parser.error(f"--ctrl-c: expected convert or quantize, got {given.action}")
+    if given.action == "read_only" and not can_mount(root):
+        parser.error("read_only: expected root, who may mount a file system")
     torch.set_num_threads(1)  # a forked child has none of the OpenMP threads that its parent's runtime counts on
-    root, numbers = Path(folder), (int(count), int(seed))
-    if action in ("convert", "quantize"):
-        found = kill(action, root, *numbers)
+    if given.action in others:
+        found = others[given.action](root, *numbers)
     else:
-        found = {"full_disk": full_disk, "read_only": read_only, "writers": writers}[action](root, *numbers)
+        found = end(given.action, root, *numbers, signal.SIGINT if given.ctrl_c else signal.SIGKILL)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

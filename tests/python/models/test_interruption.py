@@ -23,8 +23,49 @@ def test_killed_at_any_moment(kind: str, process: Any, seed: int) -> None:
     found = process("interruptions", kind, KILLS, seed)
     assert found["broken"] == [], found
     assert sum(found[outcome] for outcome in ("absent", "old", "whole")) == KILLS
-    assert found["interrupted"] > 0, "no kill came while a folder was being written"
+    assert found["left"] > 0, "no kill came while a folder was being written"
     assert kind == "convert" or found["resumed"] > 0, "no kill came after a block was finished"
+
+
+@pytest.mark.parametrize("kind", ["convert", "quantize"])
+def test_ctrl_c_at_any_moment(kind: str, process: Any, seed: int) -> None:
+    """The folder is absent, the older one or whole; run again, it has the bytes of a run that nothing disturbed."""
+    if kind == "quantize":
+        pytest.importorskip("transformers", reason="needs transformers")
+    found = process("interruptions", kind, KILLS, seed, "--ctrl-c")
+    assert found["broken"] == [], found
+    assert sum(found[outcome] for outcome in ("absent", "old", "whole")) == KILLS
+    assert found["ended"] > 0, "no run was ended by KeyboardInterrupt"
+    assert kind == "convert" or found["resumed"] > 0, "no Ctrl-C came after a block was finished"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "the following arguments are required: action, FOLDER, COUNT"),
+        (("convert", "new", "many"), "argument COUNT: expected a number of at least 1, got 'many'"),
+        (("convert", "new", "0"), "argument COUNT: expected a number of at least 1, got '0'"),
+        (("convert", "new", "5", "x"), "argument SEED: invalid int value: 'x'"),
+        (("kill", "new", "5"), "argument action: invalid choice: 'kill'"),
+        (("convert", ".", "5"), "FOLDER: expected a new or an empty folder, got ."),
+        (("writers", "new", "5", "--ctrl-c"), "--ctrl-c: expected convert or quantize, got writers"),
+    ],
+)
+def test_wrong_words_are_told(
+    words: tuple[str, ...],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from tests.python.models import interruptions
+
+    (tmp_path / "something").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        interruptions.main(words)
+    assert told in capsys.readouterr().err
 
 
 def test_two_writers(process: Any, seed: int) -> None:
