@@ -9,8 +9,9 @@ What a kind of product is, its kernels and its bound come from the descriptions 
 empty experts and with many, with gates, and with indices that are out of range. ``--part 3 16`` runs every
 sixteenth task from the fourth on, ``--seconds 300`` begins none after so long and says how many there were: sanitizers
 take many times as long as the kernels. ``--state FILE`` keeps what is done after each task, so that the same command
-goes on after it was stopped; ``--sum FILE...`` says what several such files hold together, and exits with 1 if there
-is a kernel that none of them launched. The kernels between products have tests of their own, which
+goes on after it was stopped; a file of another part, seed, choice of kernels or GPU is refused. ``--sum FILE...`` says
+what the files of all parts of a run hold together, and exits with 1 if tasks or parts are missing, or if there is a
+kernel that none of them launched. The kernels between products have tests of their own, which
 `tools/gpu_check.sh` runs in the same way, this program too.
 """
 
@@ -36,7 +37,7 @@ from tests.python.kinds.description import ACTIVATIONS, H200, Description, fits
 
 import qcutlass
 from qcutlass import _C, testing
-from qcutlass.products.selection import weight_dtype
+from qcutlass.products.selection import configurations, weight_dtype
 from qcutlass.testing import Case, GroupedCase, GroupedProblem
 from qcutlass.testing.bounds import GATES
 
@@ -44,6 +45,8 @@ from qcutlass.testing.bounds import GATES
 # stages than any pipeline; the third has pairs of tiles of 64 and of 128 tokens, and turns of gates. K % 8 decides
 # how activations are copied.
 SHAPES = [(5, 45, 333), (131, 300, 2200), (200, 160, 400)]
+WITH = " with "  # in the names of uses: kernels of experts get gates, or wrong indices
+OF_EXPERTS, OF_GATES, OF_WRONG = " of experts", f" of experts{WITH}gates", f" of experts{WITH}wrong indices"
 DRAWS = 40  # of a family's cases for a shape, of which few are taken
 
 
@@ -55,9 +58,11 @@ class Run:
         wanted, unwanted: part of the names of the tactics to launch, and parts of those that are left out.
         splits: of K, for each of them.
         device: "cuda", or "cpu" to try this program.
-        fitting: names of those that the GPU can run.
+        fitting, launched: names of those that the GPU can run, and of those that it did; what is run by experts has
+            their use behind the name, as its kernels are others.
         done, tasks: how many tasks are, of how many of this part.
         file: where `save` leaves what is done; None for nowhere.
+        of: by name, all that decides what the tasks are, "part" of "parts" among it: JSON values.
     """
 
     wanted: str
@@ -71,48 +76,95 @@ class Run:
     done: int = 0
     tasks: int = 0
     file: Path | None = None
+    of: dict[str, Any] = field(default_factory=dict)
 
     def save(self) -> None:
         """Whole or not at all: a sanitizer may end the process at any time."""
         if self.file:
-            counts = {name: getattr(self, name) for name in ("launches", "worst", "done", "tasks")}
+            values = {name: getattr(self, name) for name in ("of", "launches", "worst", "done", "tasks")}
             names = {name: sorted(getattr(self, name)) for name in ("fitting", "launched")}
             partial_file = self.file.with_suffix(".partial")
-            partial_file.write_text(json.dumps(counts | names))
+            partial_file.write_text(json.dumps(values | names))
             partial_file.replace(self.file)
 
-    def add(self, file: Path) -> None:
-        """What another run, or this one before, has saved."""
+    def add(self, file: Path, but: str = "") -> int:
+        """What another run, or this one before, has saved; returns its part.
+
+        Args:
+            but: what of `of` may differ.
+
+        Raises:
+            SystemExit: the file is of another run; the message says what differs.
+        """
         saved: dict[str, Any] = json.loads(file.read_text())
+        there = saved.get("of", {})
+        compared = {name: value for name, value in self.of.items() if name != but}
+        different = [f"{name} {there[name]!r}, not {value!r}" for name, value in compared.items()
+                     if there and there[name] != value]  # fmt: skip
+        if different or not there:
+            raise SystemExit(f"{file} is of another run: {'; '.join(different) or 'it does not say of which'}")
         self.launches += saved["launches"]
         self.worst = max(self.worst, saved["worst"])
         self.done += saved["done"]
         self.tasks += saved["tasks"]
         self.fitting |= set(saved["fitting"])
         self.launched |= set(saved["launched"])
+        return int(there["part"])
 
     def __str__(self) -> str:
+        kernels = {name.partition(WITH)[0] for name in self.launched}
         return (
-            f"{self.launches} products by {len(self.launched)} kernels, largest |error| / bound {self.worst:.3f}, "
+            f"{self.launches} products by {len(kernels)} kernels, largest |error| / bound {self.worst:.3f}, "
             f"{self.done} of {self.tasks} tasks"
         )
 
     def never_launched(self) -> str:
-        return f"never launched, though the GPU can run them: {', '.join(sorted(self.fitting - self.launched))}"
+        """What is wrong with a whole run; nothing of one of a single shape, which may be too small for some."""
+        missing = sorted(self.fitting - self.launched)
+        if not missing or self.of.get("shape"):
+            return ""
+        return f"never launched, though the GPU can run them: {', '.join(missing)}"
 
     def takes(self, name: str) -> bool:
         return self.wanted in name and not any(part in name for part in self.unwanted)
 
+    def expect(self, configurations: Iterable[_C.TacticTraits], use: str = "") -> None:
+        """Those that the GPU can run are to be launched by some task."""
+        self.fitting |= {t.name + use for t in configurations if fits(t, self.device) and self.takes(t.name)}
+
     def products(
-        self, names: list[str], check: Callable[[str, int], float], splits: Sequence[int] | None = None
+        self,
+        names: list[str],
+        check: Callable[[str, int], float],
+        splits: Sequence[int] | None = None,
+        use: str = "",
     ) -> None:
         """Runs `check` for every tactic and split that this GPU and K allow; it returns |error| / bound."""
         for tactic, split_k in itertools.product(filter(self.takes, names), splits or self.splits):
             # Instructions that are not there, too short a K, or blocks of the output that a tile has not.
             with contextlib.suppress(qcutlass.UnsupportedError):
                 self.worst = max(self.worst, check(tactic, split_k))
-                self.launched.add(tactic)
+                self.launched.add(tactic + use)
                 self.launches += 1
+
+
+def print_sum(files: Sequence[Path]) -> None:
+    """Of all parts of a run.
+
+    Raises:
+        SystemExit: files of several runs, or a part twice; parts, tasks or kernels are missing.
+    """
+    run = Run("", [], of=json.loads(files[0].read_text()).get("of", {}))
+    parts = [run.add(file, but="part") for file in files]
+    if len(set(parts)) < len(parts):
+        raise SystemExit(f"--sum: expected each part once, got {', '.join(map(str, sorted(parts)))}")
+    print(run)
+    wrong = [f"{run.tasks - run.done} of {run.tasks} tasks are missing"] if run.done < run.tasks else []
+    if missing := sorted(set(range(run.of["parts"])) - set(parts)):
+        wrong.append(f"of {run.of['parts']} parts are missing {', '.join(map(str, missing))}")
+    wrong += filter(None, [run.never_launched()])
+    if wrong:
+        raise SystemExit("; ".join(wrong))
 
 
 Shape: TypeAlias = tuple[int, int, int]
@@ -147,7 +199,7 @@ def of_all_options(kind: Description, shapes: Iterable[Shape], seed: int) -> Ite
 
 def run_kind(kind: Description, case: Any, run: Run, seed: int) -> None:
     choose = random.Random(seed)
-    run.fitting |= {t.name for t in kind.traits(case) if fits(t, run.device) and run.takes(t.name)}
+    run.expect(kind.traits(case))
     product = kind.random(with_epilogue(kind, case, choose), run.device, seed)
 
     def check(tactic: str, split_k: int) -> float:
@@ -168,6 +220,7 @@ def run_codes(case: Case, run: Run, seed: int) -> None:
         rounded = weight_dtype(*multiply.args, **multiply.keywords | forced) if problem.a.is_cuda else None
         return testing.assert_close(multiply(**forced), problem.reference(rounded), splits=split_k, label=problem)
 
+    run.expect(configurations(qcutlass.gemm, *multiply.args, **multiply.keywords))
     run.products(qcutlass.tactics(qcutlass.gemm, *multiply.args, **multiply.keywords), check)
 
 
@@ -189,12 +242,17 @@ def run_experts(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> Non
         assert ratio <= 1, f"{tactic}: {problem}: {ratio}"
         return ratio
 
-    run.products(tactics_of(problem), check, splits=[1])
+    products_of_experts(problem, check, run, OF_EXPERTS)
 
 
-def tactics_of(problem: GroupedProblem, **changes: Any) -> list[str]:
+def products_of_experts(
+    problem: GroupedProblem, check: Callable[[str, int], float], run: Run, use: str, **changes: Any
+) -> None:
+    """Runs `check` for every tactic of the problem; K is not shared."""
     operands, options = test_grouped.arguments(problem)
-    return qcutlass.tactics(qcutlass.gemm_grouped, *operands, **options | changes)
+    every = configurations(qcutlass.gemm_grouped, *operands, **options | changes)
+    run.expect(every, use)
+    run.products([traits.name for traits in every], check, [1], use)
 
 
 def run_gates_of_experts(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> None:
@@ -212,7 +270,7 @@ def run_gates_of_experts(case: Case, counts: tuple[int, ...], run: Run, seed: in
         testing.assert_equal(out, expected, label=f"{activation}, {tactic}: {trial}")
         return 0.0
 
-    run.products(tactics_of(problem, activation=activation), check, splits=[1])
+    products_of_experts(problem, check, run, OF_GATES, activation=activation)
 
 
 def run_wrong_indices(case: Case, counts: tuple[int, ...], run: Run, seed: int) -> None:
@@ -226,7 +284,7 @@ def run_wrong_indices(case: Case, counts: tuple[int, ...], run: Run, seed: int) 
             test_grouped.product(problem, tactic=tactic, **changes)
         return 0.0
 
-    run.products(tactics_of(problem), check, splits=[1])
+    products_of_experts(problem, check, run, OF_WRONG)
 
 
 def cases_of_experts() -> Iterator[Case]:
@@ -275,21 +333,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     first, step = arguments.part
     if not 0 <= first < step:
         parser.error(f"argument --part: expected 0 <= I < N, got {first} {step}")
-    run = Run(arguments.tactic, arguments.split_k, arguments.device, arguments.without, file=arguments.state)
     if arguments.sum:
-        for file in arguments.sum:
-            run.add(file)
-        print(run)
-        if not run.fitting <= run.launched:
-            raise SystemExit(run.never_launched())
-        return
+        print_sum(arguments.sum)
+    else:
+        watch(arguments, first, step)
+
+
+def watch(arguments: argparse.Namespace, first: int, step: int) -> None:
+    """Runs the tasks of a part."""
     begin = time.perf_counter()
+    run = Run(arguments.tactic, arguments.split_k, arguments.device, arguments.without, file=arguments.state)
+    run.of = {"part": first, "parts": step, "kernels": _C.kernel_set_hash()}
+    run.of |= {name: getattr(arguments, name) for name in ("seed", "tactic", "without", "split_k", "shape", "device")}
+    if run.device == "cuda":
+        run.of["device"] = torch.cuda.get_device_name()
     shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
     part = list(enumerate(tasks(shapes, arguments.device, arguments.seed)))[first::step]
     random.Random(arguments.seed).shuffle(part)  # those that a clock leaves out are of every kind
     if run.file and run.file.exists():
         run.add(run.file)
     run.tasks = len(part)
+    run.save()  # that a part was begun counts, whatever ends its first task
     for number, task in part[run.done :]:
         if time.perf_counter() - begin > arguments.seconds:
             break
@@ -299,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_whole = step == 1 and run.done == run.tasks
     if is_whole and not run.launches:
         raise SystemExit(f"no kernel that the GPU can run has {arguments.tactic!r} in its name")
-    if is_whole and not arguments.shape and not run.fitting <= run.launched:
+    if is_whole and run.never_launched():
         raise SystemExit(run.never_launched())
     print(f"{run}, {time.perf_counter() - begin:.0f} s")
 

@@ -2,17 +2,19 @@
 likes.
 
     python -m tests.python.soak --cases 50000                  # both oracles, every kind in turn
-    python -m tests.python.soak --minutes 60 --device cuda     # the same by the clock
+    python -m tests.python.soak --minutes 60 --device cuda     # the same by the clock, with the GPU to itself
     python -m tests.python.soak --cases 60 --launches 1000     # each problem so often, bit for bit
     python -m tests.python.soak --minutes 8 --log soak.jsonl   # again and again: an hour in pieces
 
 Tensors of random sizes are allocated, filled with NaN and freed in between. It prints for each kind the cases, how many
 of them were identities, the largest error over its bound and the failures, and at last what memory did: the resident
-memory of the process, on a GPU also torch's tensors and all that is taken of the device, by any process. It exits with
-1 if there were failures or one of them grew beyond its bound (`memory_of`). The seed that it prints repeats a run.
+memory of the process, on a GPU also torch's tensors and all that is taken of the device, by any process: with --shared,
+which says that others use the GPU, this is not watched. It exits with 1 if there were failures or one of them grew
+beyond its bound (`memory_of`). The seed that it prints repeats a run.
 
-With --log a run leaves a line in a file, and one line is printed for all runs of the file that were of the same device
-and kinds. What a run needs to be counted is that it ended: by its limits or by Ctrl-C.
+With --log a run leaves a line in a file, and the table is printed for all runs of the file that were of the same device
+and kinds, with a line below that says how many of them failed. What a run needs to be counted is that it ended: by its
+limits or by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -103,23 +105,33 @@ class Memory:
     most: int
 
 
-def memory_of(device: str) -> dict[str, Memory]:
+def load_kernels_at_once() -> None:
+    """Has the driver load every kernel when CUDA starts, not when it first runs, which would look like a leak."""
+    if not torch.cuda.is_initialized():
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+
+
+def memory_of(device: str, shared: bool = False) -> dict[str, Memory]:
     """What is watched, by name.
 
     Tensors come and go: a case has some 100 kB, and `Litter` up to 16 MiB. On a CPU the first thousands of cases
-    take 12 MiB more than the first ones, and looks at 100 000 cases differ by 5 MiB then. With a GPU the driver
-    loads each kernel when it first runs, into the memory of the device and of the process: the library's are 67 MiB
-    of packed code for sm_90a, torch's more. Rare ones come late, and CUDA takes memory of a device in pieces of 2
-    MiB and more. A leak of 4 kB a case is beyond all of it in an hour on an H200, where a process computes some 35
-    cases a second.
+    take 12 MiB more than the first ones, and looks at 100 000 cases differ by 5 MiB then. On a GPU kernels took memory
+    of the device and of the process when they first ran, rare ones late: the library's are 67 MiB of packed code for
+    sm_90a, torch's more. They are loaded before the first look now, but for what libraries load by themselves, so that
+    64 MiB may do for both; 256 stays until a GPU has shown it. A leak of 4 kB a case is beyond that in an hour on an
+    H200, where each of seven processes at once computed 120 cases a second, and one beside sanitizers 57.
+
+    Args:
+        device: "cpu" or "cuda".
+        shared: others use the GPU. What is taken of it is known for all processes together, and swings with them.
     """
     if device == "cpu":
         return {"process": Memory(resident, 24 * MIB)}
-    return {
-        "device": Memory(taken_of_the_gpu, 256 * MIB),
+    own = {
         "tensors": Memory(torch.cuda.memory_allocated, 48 * MIB),
         "process": Memory(resident, 256 * MIB),
     }
+    return own if shared else {"device": Memory(taken_of_the_gpu, 256 * MIB), **own}
 
 
 def sizes_now(watched: dict[str, Memory]) -> dict[str, int]:
@@ -212,11 +224,12 @@ def soak(
     kinds: list[str] | None = None,
     launches: int = 0,
     report: Callable[[str], object] = print,
+    shared: bool = False,
 ) -> tuple[dict[str, Tally], list[dict[str, int]]]:
     """Random problems of each kind in turn while `goes_on(cases, seconds)`; tallies, and what memory there was after
     each tenth of a minute. Ctrl-C ends it, too."""
     tallies = {name: Tally() for name in kinds or kinds_on(device)}
-    watched, sizes = memory_of(device), list[dict[str, int]]()
+    watched, sizes = memory_of(device, shared), list[dict[str, int]]()
     litter = Litter(random.Random(seed), device)
     begin, cases = time.monotonic(), 0
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: what there is until then
@@ -242,44 +255,72 @@ def growth(sizes: list[int]) -> int:
     return min(sizes[-fifth:]) - min(sizes[fifth : 2 * fifth]) if fifth else 0
 
 
+def table(tallies: dict[str, Tally]) -> str:
+    rows = [*(tally.row(name) for name, tally in tallies.items()), sum(tallies.values(), Tally()).row("all")]
+    return "\n".join(
+        ["| kind | cases | identities | largest error / bound | failures |", "|---|---|---|---|---|", *rows]
+    )
+
+
 @dataclass
 class Run:
     """A run, as a line of a log holds it.
 
     Attributes:
         where: its device and kinds; runs of the same can be added up.
-        grown: bytes that each memory grew by; nothing of a run that is too short to tell.
+        tallies: of each kind.
+        grown: bytes that each memory grew by, of those that were watched; nothing of a run that is too short to tell.
+        success: whether it had no failure, and no memory grew beyond its bound.
     """
 
     where: str
     seed: int
     seconds: float
-    tally: Tally
+    tallies: dict[str, Tally]
     grown: dict[str, int]
+    success: bool
 
     @staticmethod
     def of_line(line: str) -> Run:
-        values: dict[str, Any] = json.loads(line)
-        return Run(**values | {"tally": Tally(**values["tally"])})
+        """ValueError for a line that is none, or of a program that kept no tallies of kinds."""
+        values: Any = json.loads(line)
+        names = sorted(member.name for member in fields(Run))
+        got = sorted(values) if isinstance(values, dict) else [line]
+        if got != names:
+            raise ValueError(f"expected {', '.join(names)}, got {', '.join(got)}")
+        return Run(**values | {"tallies": {name: Tally(**tally) for name, tally in values["tallies"].items()}})
 
 
 def runs_of(log: Path | None, where: str) -> list[Run]:
-    """Those of the same device and kinds in a log, which may not exist yet."""
-    lines = log.read_text().splitlines() if log and log.exists() else []
-    return [run for run in map(Run.of_line, lines) if run.where == where]
+    """Those of the same device and kinds in a log, which may not exist yet; ValueError names a line that is no run."""
+    runs = list[Run]()
+    for number, line in enumerate(log.read_text().splitlines() if log and log.exists() else [], start=1):
+        try:
+            runs.append(Run.of_line(line))
+        except ValueError as error:
+            raise ValueError(f"{log}, line {number}: not a run of this program; begin another file: {error}") from None
+    return [run for run in runs if run.where == where]
 
 
 def summary(runs: list[Run]) -> str:
-    """All runs in one line."""
-    tally = sum((run.tally for run in runs), Tally())
+    """All runs together: their table, and a line."""
+    kinds = dict.fromkeys(name for run in runs for name in run.tallies)
+    tallies = {kind: sum((run.tallies[kind] for run in runs if kind in run.tallies), Tally()) for kind in kinds}
+    tally = sum(tallies.values(), Tally())
     told = [run.grown for run in runs if run.grown]
-    grown = [f"{name} {max(each[name] for each in told) / MIB:.1f} MiB" for name in (told[0] if told else ())]
+    grown = list[str]()
+    for name in dict.fromkeys(name for each in told for name in each):
+        sizes = [each[name] for each in told if name in each]
+        watched = "" if len(sizes) == len(told) else f" (watched in {len(sizes)})"
+        grown.append(f"{name} {max(sizes) / MIB:.1f} MiB{watched}")
     memory = f"memory grew by at most: {', '.join(grown)} (runs that were long enough to tell: {len(told)})"
     return (
+        f"{table(tallies)}\n"
         f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {runs[0].where}: "
         f"{sum(run.seconds for run in runs) / 60:.1f} minutes, {tally.cases} cases, {tally.identities} identities, "
         f"largest error / bound {tally.ratio:.3f}, {tally.failures} failures; "
-        f"{memory if told else 'no run was long enough to tell whether memory grew'}"
+        f"{memory if told else 'no run was long enough to tell whether memory grew'}; "
+        f"{sum(not run.success for run in runs)} of them failed"
     )
 
 
@@ -292,6 +333,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", action="append", choices=list(KINDS), help="this one alone; may be given again")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--threads", type=int, help="of torch and of products; default: torch's")
+    parser.add_argument("--shared", action="store_true", help="others use the GPU: its memory is not watched")
     parser.add_argument("--log", type=Path, metavar="FILE", help="adds this run to those of FILE, and prints their sum")
     given = parser.parse_args(arguments)
     if given.cases is None and given.minutes is None:
@@ -299,12 +341,20 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     if wrong := sorted(set(given.kind or ()) - set(kinds_on(given.device))):
         there = ", ".join(kinds_on(given.device))
         parser.error(f"--kind {wrong[0]!r}: {given.device} has none; expected one of {there}")
+    if given.shared and given.device == "cpu":
+        parser.error("--shared: expected --device cuda")
+    if given.device == "cuda":
+        load_kernels_at_once()
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     name = torch.cuda.get_device_name() if given.device == "cuda" else f"{torch.get_num_threads()} threads"
     given.where = ", ".join([given.device, name, *([f"each {given.launches} times"] if given.launches else ())])
     given.where += f", of {' and '.join(sorted(set(given.kind)))} alone" if given.kind else ""
-    if any(run.seed == given.seed for run in runs_of(given.log, given.where)):
+    try:
+        before = runs_of(given.log, given.where)
+    except ValueError as error:
+        parser.error(f"--log: {error}")
+    if any(run.seed == given.seed for run in before):
         parser.error(
             f"--seed {given.seed}: {given.log} has a run of it; expected another, as its problems are the same"
         )
@@ -318,11 +368,10 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     tallies, sizes = soak(
         lambda cases, after: cases < most_cases and after < seconds,
-        given.device, given.seed, given.kind, given.launches, lambda line: print(line, flush=True),
+        given.device, given.seed, given.kind, given.launches, lambda line: print(line, flush=True), given.shared,
     )  # fmt: skip
     took, total = time.monotonic() - begin, sum(tallies.values(), Tally())
-    print("| kind | cases | identities | largest error / bound | failures |\n|---|---|---|---|---|")
-    print("\n".join([*(tally.row(name) for name, tally in tallies.items()), total.row("all")]))
+    print(table(tallies))
     print(f"{took:.0f} s")
     grown = dict[str, int]()
     for name in sizes[0] if sizes else ():
@@ -332,12 +381,15 @@ def main(arguments: list[str] | None = None) -> int:
             grown[name] = growth(of_each)
         found = f"it grew by {grown[name] / MIB:.1f} MiB" if name in grown else "too short to tell whether it grew"
         print(f"memory, {name}: MiB at every tenth look: {some}; {found}")
+    if given.shared:
+        print("memory, device: not watched, since others use it")
+    watched = memory_of(given.device, given.shared)
+    success = total.failures == 0 and all(more <= watched[name].most for name, more in grown.items())
     if given.log:
         with given.log.open("a") as file:
-            file.write(json.dumps(asdict(Run(given.where, given.seed, took, total, grown))) + "\n")
-        print(summary(runs_of(given.log, given.where)))
-    watched = memory_of(given.device)
-    return int(total.failures > 0 or any(more > watched[name].most for name, more in grown.items()))
+            file.write(json.dumps(asdict(Run(given.where, given.seed, took, tallies, grown, success))) + "\n")
+        print(f"all runs of {given.log}:\n{summary(runs_of(given.log, given.where))}")
+    return int(not success)
 
 
 if __name__ == "__main__":

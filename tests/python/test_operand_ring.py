@@ -8,7 +8,7 @@ hundreds of times as seldom as others for a while.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -89,14 +89,11 @@ class Ring:
             yield
 
 
-def ends(seed: int, others_arrive: bool) -> bool:
-    """Whether all come to their ends, with steps in an order of chance."""
-    choose = random.Random(seed)
-    places, stages, products = choose.choice((3, 4, 7)), choose.choice((1, 2, 5, 20)), choose.choice((1, 3, 12))
-    ring = Ring(places, stages, products, choose.choice((1, 2, 4)) if others_arrive else 1, others_arrive)
-    steps = [ring.producer(), *map(ring.operand_warp, range(OPERAND_WARPS)), ring.consumer(), ring.consumer()]
+def come_to_their_ends(everyone: Sequence[Steps], choose: random.Random, limit: int = 100_000) -> bool:
+    """Whether all do within so many steps, taken in an order of chance: anyone may be slow, or fast, for a while."""
+    steps = list(everyone)
     speeds = dict.fromkeys(steps, 1.0)
-    for _ in range(100_000):
+    for _ in range(limit):
         if not steps:
             return True
         if choose.random() < 0.02:
@@ -105,6 +102,15 @@ def ends(seed: int, others_arrive: bool) -> bool:
         if next(one, StopIteration) is StopIteration:
             steps.remove(one)
     return False
+
+
+def ends(seed: int, others_arrive: bool) -> bool:
+    """Whether all of a ring come to their ends."""
+    choose = random.Random(seed)
+    places, stages, products = choose.choice((3, 4, 7)), choose.choice((1, 2, 5, 20)), choose.choice((1, 3, 12))
+    ring = Ring(places, stages, products, choose.choice((1, 2, 4)) if others_arrive else 1, others_arrive)
+    steps = [ring.producer(), *map(ring.operand_warp, range(OPERAND_WARPS)), ring.consumer(), ring.consumer()]
+    return come_to_their_ends(steps, choose)
 
 
 @pytest.mark.parametrize("seed", range(40))

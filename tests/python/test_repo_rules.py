@@ -222,6 +222,15 @@ def test_devices_are_queried_for_the_table_of_their_traits_alone(repository: Pat
     assert offenders(paths, query, repository) == []
 
 
+def test_the_library_takes_no_memory_of_a_device(repository: Path) -> None:
+    """Workspaces are its callers' tensors: no product allocates, waits for an allocator, or leaks."""
+    paths = list(sources(repository, "cpp", suffixes=CXX_SUFFIXES))
+    assert len(paths) > 50
+    pattern = r"\b(cuda(Malloc|Free|MemPool|HostAlloc|HostRegister)|cuMem(Alloc|Free|Create|Pool|Host))\w*"
+    assert re.search(pattern, "  cudaMallocAsync(&p, 8, stream);")
+    assert offenders(paths, pattern, repository) == []
+
+
 def test_no_code_is_switched_off(repository: Path) -> None:
     paths = list(sources(repository, "cpp", "tests/cpp", suffixes=CXX_SUFFIXES))
     assert offenders(paths, r"^\s*#\s*if\s+0\b", repository) == []

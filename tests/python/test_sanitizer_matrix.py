@@ -8,12 +8,27 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.python import test_grouped_gates
 from tests.python.kinds import DESCRIPTIONS
 from tests.python.kinds.description import Product
-from tests.python.sanitizer_matrix import SHAPES, Run, main, run_gates_of_experts, run_kind, tasks
+from tests.python.sanitizer_matrix import (
+    OF_EXPERTS,
+    OF_GATES,
+    OF_WRONG,
+    SHAPES,
+    Run,
+    Task,
+    main,
+    run_codes,
+    run_experts,
+    run_gates_of_experts,
+    run_kind,
+    run_wrong_indices,
+    tasks,
+)
 
 SMALL = ("--device", "cpu", "--shape", "5", "32", "70")
 
@@ -25,7 +40,11 @@ class Names(Run):
     names: set[str] = field(default_factory=set)
 
     def products(
-        self, names: list[str], check: Callable[[str, int], float], splits: Sequence[int] | None = None
+        self,
+        names: list[str],
+        check: Callable[[str, int], float],
+        splits: Sequence[int] | None = None,
+        use: str = "",
     ) -> None:
         self.names |= set(names)
 
@@ -74,29 +93,129 @@ def test_it_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part, states = [*SMALL, "--part", "7", "60"], [tmp_path / "0", tmp_path / "1"]
+    part, state = [*SMALL, "--part", "7", "60"], tmp_path / "7"
     main(part)
     whole = capsys.readouterr().out.rsplit(",", 1)[0]
-    main([*part, "--state", str(states[0])])
-    assert capsys.readouterr().out.startswith(whole)
-    saved = json.loads(states[0].read_text())
-    states[0].write_text(json.dumps(saved | {"done": saved["done"] - 1}))
-    main([*part, "--state", str(states[0])])
-    again = json.loads(states[0].read_text())
+    main([*part, "--state", str(state), "--seconds", "-1"])
+    assert json.loads(state.read_text())["done"] == 0, "that it was begun is known"
+    main([*part, "--state", str(state)])
+    assert capsys.readouterr().out.splitlines()[-1].startswith(whole)
+    saved = json.loads(state.read_text())
+    state.write_text(json.dumps(saved | {"done": saved["done"] - 1}))
+    main([*part, "--state", str(state)])
+    again = json.loads(state.read_text())
     assert again["done"] == again["tasks"] == saved["tasks"]
     assert again["launched"] == saved["launched"]
     assert saved["launches"] < again["launches"] < 2 * saved["launches"]
-    states[1].write_text(json.dumps(saved | {"fitting": ["unlaunched"], "launched": ["launched"]}))
+
+
+OTHERS = {
+    "part 7, not 6": ["--part", "6", "60"],
+    "parts 60, not 59": ["--part", "7", "59"],
+    "seed 1, not 2": ["--seed", "2"],
+    "tactic '', not 'stream'": ["--tactic", "stream"],
+    "without [], not ['_sm90a_']": ["--without", "_sm90a_"],
+    "split_k [1, 2], not [1]": ["--split-k", "1"],
+    "shape [5, 32, 70], not [6, 32, 70]": ["--shape", "6", "32", "70"],
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_a_state_of_another_run_is_refused(said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state"
+    begun = [*SMALL, "--part", "7", "60", "--state", str(state), "--seconds", "-1"]
+    main(begun)
+    before = state.read_text()
+    with pytest.raises(SystemExit, match=re.escape(f"{state} is of another run: {said}") + "$"):
+        main([*begun, *OTHERS[said]])
+    assert state.read_text() == before
+    for name in ("device", "kernels"):
+        values = json.loads(before)
+        state.write_text(json.dumps(values | {"of": values["of"] | {name: "another"}}))
+        with pytest.raises(SystemExit, match=rf" is of another run: {name} 'another', not '[^;]*'$"):
+            main(begun)
+    state.write_text(json.dumps({name: value for name, value in json.loads(before).items() if name != "of"}))
+    for run in (begun, ["--sum", str(state)]):
+        with pytest.raises(SystemExit, match=r" is of another run: it does not say of which$"):
+            main(run)
+    assert "0 of" in capsys.readouterr().out
+
+
+def states_of(folder: Path, parts: int) -> list[Path]:
+    """Of a run in parts, none of whose tasks is done."""
+    files = [folder / str(part) for part in range(parts)]
+    for part, file in enumerate(files):
+        main(["--device", "cpu", "--part", str(part), str(parts), "--state", str(file), "--seconds", "-1"])
+    return files
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_the_sum_is_of_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = states_of(tmp_path, 3)
+    counts = [json.loads(file.read_text())["tasks"] for file in files]
+    total = sum(counts)
+    for number, file in enumerate(files):
+        launched = [f"kernel {number}", f"kernel {number}{OF_EXPERTS}", f"kernel {number}{OF_GATES}"]
+        change(file, done=counts[number], launches=10 + number, worst=number / 10, launched=launched)
     capsys.readouterr()
-    with pytest.raises(SystemExit, match="never launched, though the GPU can run them: unlaunched"):
-        main(["--sum", *map(str, states)])
-    said = capsys.readouterr().out
-    launches, kernels = numbers(said)
-    assert launches == saved["launches"] + again["launches"]
-    assert kernels == len(saved["launched"]) + 1
-    assert said.endswith(f", {2 * saved['tasks']} of {2 * saved['tasks']} tasks\n")
-    main(["--sum", str(states[0])])
-    assert numbers(capsys.readouterr().out) == (again["launches"], len(again["launched"]))
+
+    def wrong() -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["--sum", *map(str, files)])
+        return str(ended.value)
+
+    main(["--sum", *map(str, files)])
+    assert capsys.readouterr().out == (
+        f"33 products by 6 kernels, largest |error| / bound 0.200, {total} of {total} tasks\n"
+    )
+    change(files[1], done=counts[1] - 4)
+    assert wrong() == f"4 of {total} tasks are missing"
+    change(files[1], done=counts[1], fitting=["kernel 2", "kernel 2 of others", "kernel 7"])
+    assert wrong() == "never launched, though the GPU can run them: kernel 2 of others, kernel 7"
+    change(files[1], fitting=[])
+    all_files, files = files, files[:1]
+    assert wrong() == "of 3 parts are missing 1, 2"
+    files = [*all_files, all_files[1]]
+    assert wrong() == "--sum: expected each part once, got 0, 1, 1, 2"
+    files = all_files
+    change(files[2], of=json.loads(files[2].read_text())["of"] | {"seed": 9})
+    assert wrong() == f"{files[2]} is of another run: seed 9, not 1"
+
+
+def first_task(function: Callable[..., None]) -> Task:
+    return next(task for task in tasks(SHAPES, "cpu") if task.func is function)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("function", "use"),
+    [(run_kind, ""), (run_codes, ""), (run_experts, OF_EXPERTS), (run_gates_of_experts, OF_GATES)],
+)
+def test_what_is_not_launched_is_missed(
+    function: Callable[..., None], use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each kind of task; what experts run counts for itself, as gates do."""
+    run, right = Run("", [1], "cpu"), Run.products
+    first_task(function)(run, 1)
+    assert run.fitting
+    assert all(name.endswith(use) and (use or " " not in name) for name in run.fitting)
+    assert run.never_launched() == ""
+    lost = min(run.fitting).removesuffix(use)
+    monkeypatch.setattr(Run, "products", lambda self, names, *rest: right(self, [n for n in names if n != lost], *rest))
+    other = Run("", [1], "cpu")
+    first_task(function)(other, 1)
+    assert other.never_launched().endswith(f": {lost}{use}")
+
+
+def test_wrong_indices_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU refuses them, so that nothing is launched here."""
+    run = Run("", [1], "cpu")
+    monkeypatch.setattr(Run, "products", lambda *_: None)
+    run_wrong_indices(first_task(run_experts).args[0], (4, 3, 6), run, 1)  # type: ignore[attr-defined]
+    assert run.fitting
+    assert all(name.endswith(OF_WRONG) for name in run.fitting)
 
 
 def test_a_wrong_product_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +226,7 @@ def test_a_wrong_product_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_gate_of_experts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = next(task for task in tasks(SHAPES, "cpu") if task.func is run_gates_of_experts)
+    task = first_task(run_gates_of_experts)
     run, right = Run("", [1], "cpu"), test_grouped_gates.separately
     task(run, 1)
     assert run.launches > 0

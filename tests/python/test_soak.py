@@ -3,9 +3,13 @@ as many as one likes, finds what is wrong."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +152,7 @@ def test_memory_that_grows_is_reported(
 ) -> None:
     """On a GPU, which this test has no need of, any of the three."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     watched = soak.memory_of("cuda")
     assert set(watched) == {"device", "tensors", "process"}
     most = watched[name].most
@@ -160,6 +165,60 @@ def test_memory_that_grows_is_reported(
         assert ", cuda, a GPU\n" in printed
         assert f"memory, {name}: MiB at every tenth look: 0; it grew by {more / 2**20:.1f} MiB" in printed
         assert printed.count("it grew by 0.0 MiB") == 2
+
+
+def test_memory_of_a_gpu_that_others_use_is_not_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And runs of a log say in how many it was."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    assert set(soak.memory_of("cuda", shared=True)) == {"tensors", "process"}
+
+    def run(seed: int, *more: str) -> list[str]:
+        def no_run(*given: Any) -> tuple[dict[str, soak.Tally], list[dict[str, int]]]:
+            shared = given[-1]
+            return {"gemm": soak.Tally(cases=1)}, [dict.fromkeys(soak.memory_of("cuda", shared), 0)] * 10
+
+        monkeypatch.setattr(soak, "soak", no_run)
+        arguments = ["--device", "cuda", "--cases", "1", "--log", str(tmp_path / "log"), "--seed", str(seed), *more]
+        assert soak.main(arguments) == 0
+        return capsys.readouterr().out.splitlines()
+
+    alone, shared = run(1), run(2, "--shared")
+    assert "memory, device: MiB at every tenth look: 0; it grew by 0.0 MiB" in alone
+    assert "memory, device: not watched, since others use it" in shared
+    assert not any("memory, device: MiB" in line for line in shared)
+    assert (
+        "memory grew by at most: device 0.0 MiB (watched in 1), tensors 0.0 MiB, process 0.0 MiB "
+        "(runs that were long enough to tell: 2); 0 of them failed"
+    ) in shared[-1]
+    with pytest.raises(SystemExit):
+        soak.main(["--cases", "1", "--shared"])
+    assert "--shared: expected --device cuda" in capsys.readouterr().err
+
+
+def test_soaks_watch_what_they_are_told_to(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[tuple[str, bool]] = []
+
+    def nothing(device: str, shared: bool) -> dict[str, soak.Memory]:
+        watched.append((device, shared))
+        return {}
+
+    monkeypatch.setattr(soak, "memory_of", nothing)
+    for shared in (False, True):
+        soak.soak(lambda *_: False, "cpu", seed, ["weights"], shared=shared)
+    assert watched == [("cpu", False), ("cpu", True)]
+
+
+def test_kernels_are_loaded_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver reads the variable when CUDA starts: the program sets it before it asks for the GPU's name."""
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    soak.parsed(["--cases", "1"])
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY", "of no concern on a CPU"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: os.environ["CUDA_MODULE_LOADING"])
+    assert soak.parsed(["--device", "cuda", "--cases", "1"]).where == "cuda, EAGER"
 
 
 def test_memory_of_a_gpu_is_what_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,40 +238,74 @@ def test_memory_of_a_gpu_is_what_is_not_free(monkeypatch: pytest.MonkeyPatch) ->
 def test_runs_of_a_log_are_added_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An hour in pieces: cases, minutes, the largest error, failures, and what memory grew by at most."""
+    """An hour in pieces: each kind's cases, errors and failures, what memory grew by at most, and which runs failed."""
     log = tmp_path / "soak.jsonl"
 
-    def run(seed: int, tally: soak.Tally, sizes: list[int], *more: str) -> tuple[int, str]:
-        monkeypatch.setattr(soak, "soak", lambda *_: ({"gemm": tally}, [{"process": size << 20} for size in sizes]))
+    def run(seed: int, tally: soak.Tally, sizes: list[int], *more: str) -> tuple[int, list[str]]:
+        tallies = {"gemm": tally, "weights": soak.Tally(1000, 1000)}
+        monkeypatch.setattr(soak, "soak", lambda *_: (tallies, [{"process": size << 20} for size in sizes]))
         status = soak.main(["--seed", str(seed), "--cases", "1", "--threads", "2", "--log", str(log), *more])
-        return status, capsys.readouterr().out.splitlines()[-1]
+        return status, capsys.readouterr().out.splitlines()
 
-    flat = [5] * 10
-    assert run(1, soak.Tally(100, 40, 0.5, 0), flat) == (
-        0,
-        "1 run on cpu, 2 threads: 0.0 minutes, 100 cases, 40 identities, largest error / bound 0.500, 0 failures; "
-        "memory grew by at most: process 0.0 MiB (runs that were long enough to tell: 1)",
+    flat, most = [5] * 10, soak.memory_of("cpu")["process"].most >> 20
+    status, printed = run(1, soak.Tally(100, 40, 0.5, 0), flat)
+    assert status == 0
+    assert printed[-1] == (
+        "1 run on cpu, 2 threads: 0.0 minutes, 1100 cases, 1040 identities, largest error / bound 0.500, 0 failures; "
+        "memory grew by at most: process 0.0 MiB (runs that were long enough to tell: 1); 0 of them failed"
     )
-    run(2, soak.Tally(10, 1, 1.5, 1), [*flat, 9, 9, 9])
+    assert run(2, soak.Tally(10, 1, 1.5, 1), [*flat, 9, 9, 9])[0] == 1
     run(3, soak.Tally(7, 7, 0.0, 0), [5, 500])  # too short to tell
     other = run(4, soak.Tally(5, 5, 0.9, 0), flat, "--kind", "weights")[1]
-    assert other.startswith("1 run on cpu, 2 threads, of weights alone: 0.0 minutes, 5 cases,")
-    status, line = run(5, soak.Tally(1, 0, 0.25, 0), flat)
+    assert other[-1].startswith("1 run on cpu, 2 threads, of weights alone: 0.0 minutes, 1005 cases,")
+    assert run(5, soak.Tally(2), [*flat, *[6 + most] * 3])[0] == 1
+    status, printed = run(6, soak.Tally(1, 0, 0.25, 0), flat)
     assert status == 0, "of this run alone"
-    assert line == (
-        "4 runs on cpu, 2 threads: 0.0 minutes, 118 cases, 48 identities, largest error / bound 1.500, 1 failures; "
-        "memory grew by at most: process 4.0 MiB (runs that were long enough to tell: 3)"
-    )
-    assert [soak.Run.of_line(line).seed for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert printed[-6:] == [
+        "| kind | cases | identities | largest error / bound | failures |",
+        "|---|---|---|---|---|",
+        "| gemm | 120 | 48 | 1.500 | 1 |",
+        "| weights | 5000 | 5000 | 0.000 | 0 |",
+        "| all | 5120 | 5048 | 1.500 | 1 |",
+        "5 runs on cpu, 2 threads: 0.0 minutes, 5120 cases, 5048 identities, largest error / bound 1.500, 1 failures; "
+        f"memory grew by at most: process {most + 1}.0 MiB (runs that were long enough to tell: 4); 2 of them failed",
+    ]
+    runs = [soak.Run.of_line(line) for line in log.read_text().splitlines()]
+    assert [run.seed for run in runs] == [1, 2, 3, 4, 5, 6]
+    assert [run.success for run in runs] == [True, False, True, True, False, True]
     with pytest.raises(SystemExit):
         run(2, soak.Tally(), [])
     assert "--seed 2: " in capsys.readouterr().err, "problems are counted once"
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            '{"where": "cpu", "seed": 1, "seconds": 9.0, "tally": {}, "grown": {}}',
+            "expected grown, seconds, seed, success, tallies, where, got grown, seconds, seed, tally, where",
+        ),
+        ("1 run on cpu", "Extra data"),
+        ("57", "expected grown, seconds, seed, success, tallies, where, got 57"),
+    ],
+    ids=["of the program before it kept kinds", "no JSON", "no run"],
+)
+def test_lines_of_other_programs_are_refused(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "soak.jsonl"
+    log.write_text(f"{json.dumps(asdict(soak.Run('cpu', 2, 9.0, {}, {}, True)))}\n{line}\n")
+    with pytest.raises(SystemExit):
+        soak.main(["--cases", "1", "--log", str(log)])
+    assert f"--log: {log}, line 2: not a run of this program; begin another file: {said}" in capsys.readouterr().err
+
+
 def test_minutes_of_a_log_are_those_that_runs_took(tmp_path: Path) -> None:
-    runs = [soak.Run("cpu, 1 threads", seed, 90.0, soak.Tally(3, 1, 0.5), {}) for seed in (1, 2)]
-    assert soak.summary(runs).startswith("2 runs on cpu, 1 threads: 3.0 minutes, 6 cases, 2 identities,")
-    assert soak.summary(runs).endswith("; no run was long enough to tell whether memory grew")
+    tallies = {"gemm": soak.Tally(3, 1, 0.5)}
+    runs = [soak.Run("cpu, 1 threads", seed, 90.0, tallies, {}, True) for seed in (1, 2)]
+    line = soak.summary(runs).splitlines()[-1]
+    assert line.startswith("2 runs on cpu, 1 threads: 3.0 minutes, 6 cases, 2 identities,")
+    assert line.endswith("; no run was long enough to tell whether memory grew; 0 of them failed")
     assert soak.runs_of(tmp_path / "none yet", "cpu, 1 threads") == soak.runs_of(None, "cpu, 1 threads") == []
 
 
