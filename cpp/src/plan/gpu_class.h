@@ -56,7 +56,7 @@ constexpr GpuClass gpu(int compute_capability, int sm_count) {
 inline constexpr GpuClass kGpuClasses[] = {
     gpu(80, 108).dram(1.84).l2(4.0).clock(1.27).mma(8).dense(2.41).dequantize(1.2),            // A100 of 80 GB
     gpu(86, 72).dram(0.54).l2(2.5).clock(1.53).mma(16).dense(1.45).dequantize(0.5),            // A10
-    gpu(86, 82).dram(0.842).l2(2.8).clock(1.53).mma(32).dense(0.724).dequantize(0.6),          // RTX 3090
+    gpu(86, 82).dram(0.842).l2(2.8).clock(1.53).mma(32).dense(0.722).dequantize(0.6),          // RTX 3090
     gpu(89, 142).dram(0.778).l2(4.5).clock(2.27).mma(16).dense(2.12).dequantize(1.2),          // L40S
     gpu(89, 128).dram(0.907).l2(4.5).clock(2.27).mma(32).dense(1.08).dequantize(1.2),          // RTX 4090
     gpu(90, 132).dram(4.1).l2(9.67).clock(1.77).mma(6).dense(6.19).dequantize(2.54).fitted(),  // H200, and H100
