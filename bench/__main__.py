@@ -310,7 +310,7 @@ def fit_command(
     ] = None,
     fields: Annotated[
         list[str],
-        typer.Option(help="Fit these alone, say 'wgmma.*'; 'gpu.*': the rates of the GPU's class; repeatable."),
+        typer.Option(help="Fit these alone, say 'wgmma.*'; 'gpu.*': all rates of the GPU's row; repeatable."),
     ] = [],  # noqa: B006
     hold_out: Annotated[str, typer.Option(help="Judged, not fitted: a share of the shapes, or sweep: its half.")] = "0",
     seed: Annotated[int, typer.Option(help="Of the choice of these shapes, or of the sweep.")] = 0,

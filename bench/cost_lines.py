@@ -16,8 +16,8 @@ CLASSES: Final = (
     "weight_only", "eight_by_eight", "blockwise", "four_by_eight", "scaled_groups", "float_scales", "minimums",
 )  # fmt: skip
 """Classes of products; the costs of each are what the function `<class>_costs` of costs.h returns."""
-RATES: Final = ("dram", "l2", "mma")
-"""Rates in gpu_class.h that costs.h has factors on: both act on times in the same way."""
+RATES: Final = ("dram", "l2", "clock", "mma", "dense", "dequantize")
+"""The rates of a row of gpu_class.h."""
 
 Values: TypeAlias = Mapping["Number", float]
 
@@ -26,7 +26,7 @@ _PREFIXES: Final = {"Product": "", "Wgmma": "wgmma"}
 _STATEMENT: Final = re.compile(
     r"^  (?:\w+ )?c(?:\.([\w.]+))? = (?:(\w+)\(\)(?:\.([\w.]+))?|([-+.\de]+));", re.MULTILINE
 )
-_ROW: Final = re.compile(r"^ +gpu\((\d+)\).*$", re.MULTILINE)
+_ROW: Final = re.compile(r"^ +(gpu\(\d+, \d+\)).*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Number:
     """A number in a source.
 
     Attributes:
-        place: where it stands: a function of costs.h, or a row of gpu_class.h, "gpu(90)".
+        place: where it stands: a function of costs.h, or a row of gpu_class.h, "gpu(90, 132)".
         field: what it is, by the names of `_C.costs`; a rate as "gpu.dram".
         text: as it is written.
         start: of the text in its source.
@@ -74,7 +74,7 @@ class CostLines:
     is seen by every class that does not replace it.
 
     Attributes:
-        numbers: those of costs.h in its order, then those of RATES in each row of gpu_class.h.
+        numbers: those of costs.h in its order, then the rates in each row of gpu_class.h.
         lines_of: for each class, the fields that a number of costs.h gives, and which one.
     """
 
@@ -114,27 +114,24 @@ class CostLines:
         for row in _ROW.finditer(self._gpus):
             for rate in RATES:
                 found_rate = re.compile(rf"\.{rate}\(([.\d]+)\)").search(self._gpus, row.start(), row.end())
-                if found_rate:
-                    self.numbers.append(Number(f"gpu({row[1]})", f"gpu.{rate}", found_rate[1], found_rate.start(1)))
+                if found_rate is None:
+                    raise ValueError(f"{folder / 'gpu_class.h'}: {row[1]}: expected a rate {rate}")
+                self.numbers.append(Number(row[1], f"gpu.{rate}", found_rate[1], found_rate.start(1)))
 
-    def of_gpu(self, compute_capability: int) -> dict[str, Number]:
-        """The rates of a GPU's class, which is the newest one that is not newer than it."""
-        rates = [one for one in self.numbers if one.field.startswith("gpu.")]
-        ages = {one.place: int(one.place[len("gpu(") : -1]) for one in rates}
-        newest = max((place for place in ages if ages[place] <= compute_capability), key=lambda place: ages[place])
-        return {one.field.removeprefix("gpu."): one for one in rates if one.place == newest}
+    def of_gpu(self, device: _C.DeviceTraits) -> list[Number]:
+        """The rates of the row that a GPU has."""
+        row = "gpu({}, {})".format(*_C.gpu_class(device))
+        return [one for one in self.numbers if one.place == row]
 
-    def seen(self, cost_class: str, compute_capability: int) -> set[Number]:
+    def seen(self, cost_class: str, device: _C.DeviceTraits) -> set[Number]:
         """The numbers that the times of such products on such a GPU may depend on."""
-        return {*self.lines_of[cost_class].values(), *self.of_gpu(compute_capability).values()}
+        return {*self.lines_of[cost_class].values(), *self.of_gpu(device)}
 
-    def costs(self, cost_class: str, compute_capability: int, values: Values) -> dict[str, float]:
-        """The costs of a class with other values of some numbers; other rates are factors."""
+    def costs(self, cost_class: str, device: _C.DeviceTraits, values: Values) -> dict[str, float]:
+        """The costs of a class and the rates of a GPU, as `_C.predict` takes them, with other values of some."""
         result = dict(self._bases[cost_class])
         result |= {field: values[one] for field, one in self.lines_of[cost_class].items() if one in values}
-        for rate, one in self.of_gpu(compute_capability).items():
-            result[rate] *= values.get(one, one.value) / one.value
-        return result
+        return result | {one.field: values.get(one, one.value) for one in self.of_gpu(device)}
 
     def printed(self, places: Sequence[str], values: Values) -> list[str]:
         """The functions and rows of these names with other values of some numbers, in the order of the sources."""
@@ -144,9 +141,8 @@ class CostLines:
             if name in places
         ]
         for row in _ROW.finditer(self._gpus):
-            name = f"gpu({row[1]})"
-            if name in places:
-                inside = [one for one in self.numbers if one.place == name]
+            if row[1] in places:
+                inside = [one for one in self.numbers if one.place == row[1]]
                 parts.append(_replaced(self._gpus, row.span(), inside, values))
         return "\n".join(parts).splitlines()
 

@@ -1,9 +1,9 @@
 """Constants of the cost model from measured tactics.
 
-A prediction follows from the GPU's rates and the constants in cpp/src/plan/costs.h. What is fitted are the numbers that
-stand there, so that one that several classes of products share is fitted to all of them. The errors of clocks and of a
-model are shares of a time, so with p_i the prediction and t_i the time of row i, and y the numbers that costs.h has,
-where the search starts,
+A prediction follows from the GPU's rates in cpp/src/plan/gpu_class.h and the constants in costs.h. What is fitted are
+the numbers that stand there, so that one that several classes of products share is fitted to all of them. The errors of
+clocks and of a model are shares of a time, so with p_i the prediction and t_i the time of row i, and y the numbers that
+the sources have, where the search starts,
 
     minimise  sum_i rho(log(p_i(x) / t_i)) + sum_j rho(h log(x_j / y_j))   over log x
     rho(r) = 2 s^2 (sqrt(1 + (r / s)^2) - 1),  s = 10 %,  h = 5 %
@@ -36,6 +36,7 @@ from bench.cost_lines import CLASSES, CostLines, Number, Values, written
 from bench.gpu_report import Choice
 from bench.measured import Measured, Measurements
 from bench.report import Column, Report, Row
+from qcutlass.products.selection import GPUS
 
 SOFT: Final = 0.1
 """Errors beyond this share count less than their squares."""
@@ -72,15 +73,16 @@ class Judgement:
 
 def predictions(lines: CostLines, rows: Sequence[Measured], values: Values) -> Array:
     """Microseconds of each row with these values of some numbers."""
-    costs = {of: lines.costs(*of, values) for of in {(one.cost_class, one.capability) for one in rows}}
-    return np.array([one.predicted(costs[one.cost_class, one.capability]) for one in rows])
+    kinds = {(one.cost_class, one.gpu) for one in rows}
+    costs = {(name, gpu): lines.costs(name, GPUS[gpu], values) for name, gpu in kinds}
+    return np.array([one.predicted(costs[one.cost_class, one.gpu]) for one in rows])
 
 
 def judge(lines: CostLines, rows: Sequence[Measured], values: Values) -> Judgement:
     """Errors of the rows that constants predict, and the choices of the model in their cells."""
     times = predictions(lines, rows, values)
     pairs = zip(rows, times, strict=True)
-    errors = [abs(float(time) / one.microseconds - 1) for one, time in pairs if one.is_fitted]
+    errors = [abs(float(time) / one.microseconds - 1) for one, time in pairs]
     cells: dict[tuple[Path, gpu_report.Cell], list[int]] = {}
     for place, one in enumerate(rows):
         cells.setdefault((one.run, gpu_report.cell_of(one.row)), []).append(place)
@@ -114,7 +116,7 @@ def wanted(lines: CostLines, rows: Sequence[Measured], fields: Sequence[str]) ->
         ValueError: a pattern fits none of them.
     """
     present = {one.cost_class for one in rows}
-    seen = {number for of in {(one.cost_class, one.capability) for one in rows} for number in lines.seen(*of)}
+    seen = {number for one in rows for number in lines.seen(one.cost_class, one.device)}
     others = {f"{name}_costs" for name in CLASSES if name not in present}
     numbers = [one for one in lines.numbers if one in seen and one.place not in others]
     if not fields:
@@ -128,7 +130,6 @@ def wanted(lines: CostLines, rows: Sequence[Measured], fields: Sequence[str]) ->
 
 def fit(lines: CostLines, rows: Sequence[Measured], numbers: Sequence[Number], iterations: int) -> Fit:
     """Fits the numbers to the rows, trying at most so many steps; with none they stay as they are."""
-    rows = [one for one in rows if one.is_fitted]
     start = {one: one.value for one in numbers}
     before = predictions(lines, rows, start)
     seen_by = {one: _dependent(lines, rows, one, before) for one in numbers}
@@ -163,7 +164,7 @@ def fit(lines: CostLines, rows: Sequence[Measured], numbers: Sequence[Number], i
 
 def _dependent(lines: CostLines, rows: Sequence[Measured], number: Number, before: Array) -> list[int]:
     """Places of the rows whose predictions depend on a number."""
-    places = [i for i, one in enumerate(rows) if number in lines.seen(one.cost_class, one.capability)]
+    places = [i for i, one in enumerate(rows) if number in lines.seen(one.cost_class, one.device)]
     some, known = [rows[i] for i in places], before[places]
     more, less = (predictions(lines, some, {number: number.value * by}) for by in (_PROBE, 1 / _PROBE))
     changed = (more != known) | (less != known)
@@ -234,9 +235,9 @@ def calibrate(
     everything = measurements.rows
     kept = held_out(everything, hold_out, seed)
     fitted = [one for one in everything if one.row["shape"] not in kept]
-    if not any(one.is_fitted for one in fitted):
+    if not fitted:
         raise ValueError(f"no row can be fitted; {'; '.join(_left_out(measurements)) or 'there are none'}")
-    numbers = wanted(lines, [one for one in fitted if one.is_fitted], fields)
+    numbers = wanted(lines, fitted, fields)
     found = fit(lines, fitted, numbers, iterations)
     rows: list[Row] = []
     summary = _left_out(measurements)
@@ -274,15 +275,10 @@ def _figures(judged: Judgement) -> Row:
 
 
 def _left_out(measurements: Measurements) -> list[str]:
-    counted = [
+    return [
         f"{scheme}: {count} rows left out: {why}"
         for scheme, reasons in measurements.left_out.items()
         for why, count in reasons.items()
-    ]
-    dense = [one.row["scheme"] for one in measurements.rows if not one.is_fitted]
-    return counted + [
-        f"{scheme}: {dense.count(scheme)} rows of dense products are judged, not fitted"
-        for scheme in dict.fromkeys(dense)
     ]
 
 

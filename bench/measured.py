@@ -49,19 +49,12 @@ class Measured:
         return float(self.row["qcutlass_us"])
 
     @property
-    def capability(self) -> int:
-        return selection.GPUS[self.gpu].compute_capability
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether constants of costs.h predict its time: those of a dense product of dequantised weights are others."""
-        return not self.candidate.plan.dense
+    def device(self) -> _C.DeviceTraits:
+        return selection.GPUS[self.gpu]
 
     def predicted(self, costs: Mapping[str, float]) -> float:
-        """Microseconds that the model predicts with these constants."""
-        if not self.is_fitted:
-            return self.candidate.cost.total
-        return _C.predict(self.arguments, selection.GPUS[self.gpu], self.candidate.plan, costs).total
+        """Microseconds that the model predicts with these constants and rates."""
+        return _C.predict(self.arguments, self.device, self.candidate.plan, costs).total
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,13 @@ if(CMAKE_CUDA_COMPILER)
   # Code for sm_90a is built of the units that need its instructions alone; the others have theirs for sm_90.
   string(REGEX REPLACE "90a" "90" QCUTLASS_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
   list(REMOVE_DUPLICATES QCUTLASS_ARCHITECTURES)
+  # GPUs of compute capability 8.9 run code for sm_80, too: beside that, code for sm_89 is built of the units that have
+  # instructions of 8-bit floats alone.
+  set(QCUTLASS_SM89 OFF)
+  if("80-real" IN_LIST QCUTLASS_ARCHITECTURES AND "89-real" IN_LIST QCUTLASS_ARCHITECTURES)
+    list(REMOVE_ITEM QCUTLASS_ARCHITECTURES 89-real)
+    set(QCUTLASS_SM89 ON)
+  endif()
   set(QCUTLASS_SM90A OFF)
   if(CMAKE_CUDA_ARCHITECTURES MATCHES "90a(-real)?(;|$)")
     set(QCUTLASS_SM90A ON)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-ALL = ("80-real", "90-real", "90a-real", "90-virtual")
+ALL = ("80-real", "89-real", "90-real", "90a-real", "90-virtual")
 OLDEST, NEWEST = 80, 90  # compute capabilities with machine code; GPUs after them compile the PTX of the last
 # The plain nvidia-cuda-nvcc leaves nvvm's version open. There is no nvcc 12 on PyPI, only its parts.
 NVCC_FROM_PYPI = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*"

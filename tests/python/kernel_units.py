@@ -18,6 +18,7 @@ def write(repository: Path, folder: Path) -> Path:
     if cmake is None:
         pytest.skip("needs cmake")
     lines = [
+        "cmake_minimum_required(VERSION 3.24)",
         f"include({repository}/cpp/cmake/instances.cmake)",
         'qcutlass_write_instances(units "" ${QCUTLASS_KERNELS})',
         "qcutlass_write_instances(units _sm90a ${QCUTLASS_WGMMA_KERNELS})",

@@ -160,7 +160,7 @@ def test_the_driver_itself_is_asked_where_nvidia_smi_is_broken(
 @pytest.mark.parametrize(
     ("architectures", "expected"),
     [
-        ("all", ("80-real", "90-real", "90a-real", "90-virtual")),
+        ("all", ("80-real", "89-real", "90-real", "90a-real", "90-virtual")),
         ("90a", ("90a-real",)),
         ("8.6;9.0", ("86-real", "90a-real")),
         ("80, 90-virtual 12.0", ("80-real", "90-virtual")),
@@ -298,3 +298,20 @@ def test_translation_units_hold_every_family_once(repository: Path, tmp_path: Pa
         assert len(families) > 8
         assert all((f"struct {template}<" in text) == (f'"cuda/{HEADERS[template]}"' in text) for text in units)
     assert len(units) < len(rows)
+
+
+def test_products_of_8_bit_floats_have_code_for_sm_89(repository: Path, tmp_path: Path) -> None:
+    """Where others have that for sm_80 alone: they are in the units that cpp/CMakeLists.txt tells by their names."""
+    of_float8 = re.search(
+        r'list\(FILTER float8_units INCLUDE REGEX "(.*)"\)', (repository / "cpp/CMakeLists.txt").read_text()
+    )
+    assert of_float8 is not None
+    found = {True: 0, False: 0}
+    for unit in kernel_units.write(repository, tmp_path).glob("*.cu"):
+        if unit.stem.endswith("_sm90a"):
+            continue
+        chosen = re.search(of_float8[1], str(unit.relative_to(tmp_path))) is not None
+        needed = re.search("<DType::kFloat8|kE4M3A16", unit.read_text()) is not None
+        assert chosen == needed, unit.name
+        found[chosen] += 1
+    assert min(found.values()) > 4

@@ -265,6 +265,37 @@ def test_names_are_forgiving(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("gpu", "fitted"),
+    [
+        ("h200", True),
+        ("h100", True),
+        ("l40s", False),
+        ("rtx5090", False),
+        (_C.DeviceTraits(90, 114, 232448, wgmma=True), False),
+    ],
+    ids=str,
+)
+def test_rates_that_are_not_fitted_are_told(gpu: str | _C.DeviceTraits, fitted: bool) -> None:
+    tensors, keywords = operands(16)
+    why = qcutlass.explain(qcutlass.gemm, *tensors, device=gpu, **keywords)
+    told = "\nthe rates of this GPU are not fitted to measured times: qcutlass.tune measures on it\n"
+    assert why.fitted == fitted
+    assert (told in str(why)) != fitted
+    forced = qcutlass.explain(qcutlass.gemm, *tensors, device=gpu, tactic=why.plan.tactic, **keywords)
+    assert told not in str(forced)
+
+
+def test_gpus_of_one_capability_have_rates_of_their_own() -> None:
+    """GeForce cards add in fp32 at half the rate: what is bound by that takes longer on them."""
+    tensors, keywords = operands(4096)
+    for card, other in (("rtx4090", "l40s"), ("rtx3090", "a10")):
+        slow, fast = (
+            qcutlass.explain(qcutlass.gemm, *tensors, device=gpu, **keywords).cost.compute for gpu in (card, other)
+        )
+        assert slow > 1.3 * fast
+
+
 def test_explanations_do_not_change() -> None:
     tensors, keywords = operands(1)
     why = qcutlass.explain(qcutlass.gemm, *tensors, device="h200", **keywords)

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "plan/gpu_class.h"
 #include "plan/shared_tiles.h"
 
 namespace qcutlass {
@@ -240,8 +239,8 @@ int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic c
 }
 
 Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster,
-             ProductCosts const& costs) {
-  Model const model(gpu_class(device.compute_capability), costs, problem.kind);
+             ProductCosts const& costs, GpuClass const& gpu) {
+  Model const model(gpu, costs, problem.kind);
   Waves const waves(problem, device, tactic, split_k, cluster);
   Cost cost;
   cost.load = load(problem, model, tactic, waves);
@@ -252,7 +251,8 @@ Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& t
 }
 
 Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster) {
-  return predict(problem, device, tactic, split_k, cluster, kProductCosts[static_cast<int>(cost_class(problem.kind))]);
+  return predict(problem, device, tactic, split_k, cluster, kProductCosts[static_cast<int>(cost_class(problem.kind))],
+                 gpu_class(device).of_sms(device.sm_count));
 }
 
 }  // namespace qcutlass

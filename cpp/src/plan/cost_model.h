@@ -3,6 +3,7 @@
 #pragma once
 
 #include "plan/costs.h"
+#include "plan/gpu_class.h"
 #include "plan/tactics.h"
 
 namespace qcutlass {
@@ -10,9 +11,9 @@ namespace qcutlass {
 /// Prediction for one configuration and split.
 Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster);
 
-/// The same with other constants.
+/// The same with other constants and rates.
 Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster,
-             ProductCosts const& costs);
+             ProductCosts const& costs, GpuClass const& gpu);
 
 /// Blocks of a configuration that an SM holds at once; 0 if not even one fits.
 int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic const& tactic);

@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "plan/costs.h"
-#include "plan/gpu_class.h"
 #include "plan/workspace.h"
 
 namespace qcutlass::dense {
@@ -34,8 +33,9 @@ double product(Problem const& p, DeviceTraits const& device, GpuClass const& gpu
   return std::max(arithmetic, traffic) + weight_only_costs().exposed * std::min(arithmetic, traffic);
 }
 
-Cost predict(Problem const& p, DeviceTraits const& device, int64_t slice) {
-  GpuClass const& gpu = gpu_class(device.compute_capability);
+}  // namespace
+
+Cost predict(Problem const& p, DeviceTraits const& device, GpuClass const& gpu, int64_t slice) {
   double const m = static_cast<double>(p.m), n = static_cast<double>(p.n), k = static_cast<double>(p.k);
   int64_t const whole = p.n / slice, rest = p.n % slice, slices = layout::ceil_div(p.n, slice);
   Cost cost;
@@ -50,6 +50,8 @@ Cost predict(Problem const& p, DeviceTraits const& device, int64_t slice) {
   cost.total = cost.load + cost.compute + cost.fixed;  // one after the other
   return cost;
 }
+
+namespace {
 
 size_t workspace_bytes(Problem const& p, int64_t slice) {
   auto const part = [](int64_t bytes) { return static_cast<size_t>(round_up(bytes, 256)); };
@@ -70,10 +72,11 @@ Candidate candidate(Problem const& problem, DeviceTraits const& device) {
   constexpr int64_t kChoices = 64;
   int64_t const n = problem.n, widest = max_slice(problem);
   int64_t const step = round_up(layout::ceil_div(widest, kChoices), kSliceRows);
+  GpuClass const gpu = gpu_class(device).of_sms(device.sm_count);
   Candidate best;
   for (int64_t rows = widest; rows > 0; rows -= step) {
     int64_t const slice = std::min(rows, n);
-    Cost const cost = predict(problem, device, slice);
+    Cost const cost = predict(problem, device, gpu, slice);
     if (best.plan.slice == 0 || cost.total < best.cost.total) best.cost = cost, best.plan.slice = slice;
   }
   best.plan.tactic = tactic(problem);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "plan/gpu_class.h"
 #include "plan/problem.h"
 
 namespace qcutlass::dense {
@@ -22,6 +23,9 @@ std::string tactic(Problem const& problem);
 
 /// Whether a slice of some width keeps to the bounds.
 bool fits(Problem const& problem);
+
+/// Prediction for slices of so many rows.
+Cost predict(Problem const& problem, DeviceTraits const& device, GpuClass const& gpu, int64_t slice);
 
 /// The slice with the least predicted time, and that time. `workspace_bytes` holds, each rounded up to 256 bytes: the
 /// weights `[slice, k]`; the fp32 sums `[m, slice rounded up to 8]` if there is a bias or an activation; the

@@ -21,11 +21,13 @@ from qcutlass.products.product import Product
 GPUS: Final = {
     "a100": _C.DeviceTraits(80, 108, 166912),
     "a10": _C.DeviceTraits(86, 72, 101376),
+    "rtx3090": _C.DeviceTraits(86, 82, 101376),
     "l40s": _C.DeviceTraits(89, 142, 101376),
     "rtx4090": _C.DeviceTraits(89, 128, 101376),
     "h100": _C.DeviceTraits(90, 132, 232448, wgmma=True),
     "h200": _C.DeviceTraits(90, 132, 232448, wgmma=True),
     "b200": _C.DeviceTraits(100, 148, 232448),
+    "rtx5090": _C.DeviceTraits(120, 170, 101376),
 }
 """GPUs that `explain` knows by name."""
 
@@ -45,6 +47,7 @@ class Explanation:
     Attributes:
         problem: the product, in words.
         device: the GPU, in words.
+        fitted: the rates of this GPU were fitted to measured times; if not, predictions follow from a data sheet.
         source: "cost model", "tuned" or "forced".
         batch_invariant: one order of sums serves every number of rows; candidates are those that have it.
         plan: what runs: tactic, split, workspace.
@@ -55,6 +58,7 @@ class Explanation:
 
     problem: str
     device: str
+    fitted: bool
     source: Source
     batch_invariant: bool
     plan: _C.Plan
@@ -66,7 +70,10 @@ class Explanation:
         return next(c.cost for c in self.candidates if _name(c.plan) == _name(self.plan))
 
     def __str__(self) -> str:
-        return "\n".join((self.problem, f"on {self.device}: {self._launch()}", self._reason(), "", *self._table()))
+        lines = [self.problem, f"on {self.device}: {self._launch()}", self._reason()]
+        if self.source == "cost model" and not self.fitted:
+            lines.append("the rates of this GPU are not fitted to measured times: qcutlass.tune measures on it")
+        return "\n".join((*lines, "", *self._table()))
 
     def _launch(self) -> str:
         plan = self.plan
@@ -123,16 +130,16 @@ def explain(
 ) -> Explanation:
     """Says which kernel a product would use, why, and what each other one was predicted to take.
 
-    Predictions are those of the cost model (waves of blocks, bytes, issue slots, fixed costs; constants per class of
-    GPUs), which ranks kernels; `tune` measures. Nothing is launched.
+    Predictions are those of the cost model (waves of blocks, bytes, issue slots, fixed costs; rates of each GPU),
+    which ranks kernels; `tune` measures. Nothing is launched.
 
     Args:
         product: the function that computes it: `qcutlass.gemm`, `gemm_w4a8`, `gemm_w8a8`, `gemm_fp8`, or one of the
             products in `qcutlass.blockwise`. A tensor is the first operand of `qcutlass.gemm`.
         operands, options: the arguments of that function but `out`. CPU and meta tensors of 8 or 16-bit types do if
             `device` is given.
-        device: "a100", "a10", "l40s", "rtx4090", "h100", "h200" or "b200", or the traits of any other GPU. Default:
-            the GPU of the tensors, with what was tuned for it.
+        device: "a100", "a10", "rtx3090", "l40s", "rtx4090", "h100", "h200", "b200" or "rtx5090", or the traits of any
+            other GPU. Default: the GPU of the tensors, with what was tuned for it.
 
     Raises:
         TypeError, ValueError: as for the product; no such product or GPU; or an empty product, for which nothing runs.
@@ -171,7 +178,9 @@ def explain(
         candidates.sort(key=lambda candidate: candidate.cost.total)
     capability = divmod(traits.compute_capability, 10)
     where = f"{name} (compute capability {capability[0]}.{capability[1]}, {traits.sm_count} SMs)"
-    return Explanation(_describe(kind, call, shape), where, source, arguments.batch_invariant, plan, tuple(candidates))
+    _, _, fitted = _C.gpu_class(traits)
+    words, invariant = _describe(kind, call, shape), arguments.batch_invariant
+    return Explanation(words, where, fitted, source, invariant, plan, tuple(candidates))
 
 
 def arguments_of(product: Callable[..., Any], *operands: Any, **options: Any) -> _C.GemmArguments:
