@@ -272,9 +272,8 @@ def test_names_are_forgiving(name: str) -> None:
         ("h100", True),
         ("l40s", False),
         ("rtx5090", False),
-        (_C.DeviceTraits(90, 114, 232448, wgmma=True), False),
+        pytest.param(_C.DeviceTraits(90, 114, 232448, wgmma=True), False, id="h100-pcie"),
     ],
-    ids=str,
 )
 def test_rates_that_are_not_fitted_are_told(gpu: str | _C.DeviceTraits, fitted: bool) -> None:
     tensors, keywords = operands(16)
