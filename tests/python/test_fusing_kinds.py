@@ -220,7 +220,7 @@ def test_models_give_the_same_logits(scheme: Any, compiled: bool, seed: int, qua
     model = tiny("Llama", seed, scheme=scheme)
     together = copy.deepcopy(model)
     assert fuse_projections(together).skipped == {}
-    ids, _ = prompt(2, seed)
+    ids, _ = prompt(4, seed)
     with torch.no_grad():
         expected = model(ids).logits
         quantised.clear()
@@ -234,8 +234,9 @@ def test_models_give_the_same_logits(scheme: Any, compiled: bool, seed: int, qua
         close = blocks(ids).logits
         assert all(block.mlp.gate_proj.product.interleave() for block in blocks.model.layers)
         with_gates = blocks(ids).logits  # as on a GPU
-    for each in (found_logits, close, with_gates):  # rounding decides codes of activations
-        assert float((each - expected).norm() / expected.norm()) < 0.02
+    for each in (found_logits, close, with_gates):
+        errors = (each - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+        assert float(errors.median()) < 1e-5  # of sums in another order; in a few sequences that decides a code
     assert_same_state(blocks, snapshot(model))
 
 
