@@ -15,12 +15,14 @@ from rich.progress import Progress
 from bench import (
     cpu,
     cpu_int8,
+    extracts,
     first_call,
     fit,
     gpu,
     gpu_report,
     measured,
     model_commands,
+    pages,
     peers,
     plots,
     quality,
@@ -31,6 +33,7 @@ from bench import (
     sweep_figure,
 )
 from bench.command_line import Json, Markdown, at_most_every, chosen_device, console, one_of, parsed
+from bench.gpu_timing import ROUNDS
 from bench.moe import problem as moe_problem
 from bench.moe import run as moe_run
 from bench.moe.contestants import PEERS
@@ -44,6 +47,7 @@ Shapes = Annotated[
 ]
 Rows = Annotated[list[int], typer.Option("--m", min=1, help="Rows of activations; repeatable.")]
 Schemes = Annotated[list[str], typer.Option("--scheme", help=f"{schemes.PATTERNS}; repeatable.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Replays of each contestant.")]
 
 _QUANTIZED = ["4096x8192", "8192x8192", "16x8192"]
 
@@ -126,13 +130,14 @@ def gpu_command(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Also time the kernel of the batch-invariant product.")
     ] = False,
+    rounds: Rounds = ROUNDS,
 ) -> None:
     """GPU kernels against their peers in the same run; stops at the first wrong result."""
     layers, kinds = parsed(lambda: shapes.parse(shape)), parsed(lambda: [schemes.parse(name) for name in scheme])
     others = parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
-    options = gpu.Options("" if tactics == "all" else tactics, split_k, eager, in_situ, batch_invariant)
+    options = gpu.Options("" if tactics == "all" else tactics, split_k, eager, in_situ, batch_invariant, rounds)
     bench = gpu.Bench(others if use_peers else [], options)
 
     def save(rows: list[Row]) -> None:
@@ -162,7 +167,7 @@ def sweep_command(
     ),
     seconds: Annotated[float, typer.Option(min=0, help="Begin no layer after so long.")] = 1e9,
     compilers: Annotated[int, typer.Option(min=0, help="Processes that let peers compile their kernels first.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="Replays of each contestant.")] = sweep.ROUNDS,
+    rounds: Rounds = sweep.ROUNDS,
     tactics: Annotated[str | None, typer.Option(help="all, or a part of the names: also time these.")] = None,
     peer: Annotated[list[str], typer.Option(help="Only these; repeatable.")] = ["cublas", "humming"],  # noqa: B006
     markdown_path: Markdown = None,
@@ -209,6 +214,7 @@ def moe_command(
         list[str], typer.Option(help=f"Only these of {', '.join(peer.key for peer in PEERS)}; repeatable.")
     ] = [],  # noqa: B006
     use_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to run peers beside.")] = True,
+    rounds: Rounds = ROUNDS,
     json_path: Json = None,
     markdown_path: Markdown = None,
 ) -> None:
@@ -218,7 +224,7 @@ def moe_command(
     kinds, skews = parsed(lambda: ([moe_problem.parse_scheme(name) for name in scheme], moe_problem.skews(skew)))
     chosen_device("cuda")
     others = [one() for one in PEERS if not keys or one.key in keys] if use_peers else []
-    bench = moe_run.Bench(others, "" if tactics == "all" else tactics)
+    bench = moe_run.Bench(others, "" if tactics == "all" else tactics, rounds)
 
     def save(rows: list[Row]) -> None:
         bench.report(rows).write(json_path, markdown_path)
@@ -322,6 +328,8 @@ def fit_command(
 
 
 app.command("first-call")(first_call.main)
+app.command("pages")(pages.pages_command)
+app.command("extracts")(extracts.extracts_command)
 model_commands.register(app)
 
 if __name__ == "__main__":

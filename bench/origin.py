@@ -1,10 +1,13 @@
-"""What every run says of itself: the day, torch's version, and the commit of the tree that it ran from."""
+"""What every run says of itself: the day, torch's version, the commit of the tree that it ran from, and its command."""
 
 from __future__ import annotations
 
 import functools
 import os
+import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Final
@@ -17,12 +20,44 @@ ENVIRONMENT_VARIABLE: Final = "QCUTLASS_COMMIT"
 """Names the commit of a tree that is no checkout: a copy on another machine, say."""
 
 _TREE: Final = Path(__file__).resolve().parents[1]
+_NOT_WHAT: Final = {
+    **dict.fromkeys(("--json", "--markdown", "--plot", "--plots", "--seconds", "--compilers"), 1),
+    "--part": 2,
+}
+"""Options with their numbers of values that say where rows go, or how a run is cut, not what is measured."""
 
 
 def facts() -> Row:
-    """The facts; without a commit where none is known."""
-    found = os.environ.get(ENVIRONMENT_VARIABLE) or commit(_TREE)
-    return {"date": date.today().isoformat(), "torch": torch.__version__} | ({"commit": found} if found else {})
+    """The facts; without a commit or a command where none is known."""
+    known = {"commit": tree_commit(), "command": command(sys.argv)}
+    found = {key: value for key, value in known.items() if value}
+    return {"date": date.today().isoformat(), "torch": torch.__version__} | found
+
+
+def tree_commit() -> str | None:
+    """The commit of this tree, as the environment or git names it."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) or commit(_TREE)
+
+
+def command(argv: Sequence[str]) -> str | None:
+    """The command line of a bench without the files that it writes; None of another program.
+
+    Example:
+        >>> command([str(_TREE / "bench/__main__.py"), "moe", "--m", "1", "--json", "moe.json"])
+        'python -m bench moe --m 1'
+    """
+    program = Path(argv[0]).resolve() if argv else Path()
+    if program.parent != _TREE / "bench":
+        return None
+    module, words = "bench" if program.stem == "__main__" else f"bench.{program.stem}", list(argv[1:])
+    kept: list[str] = []
+    while words:
+        name, _, value = words[0].partition("=")
+        if name in _NOT_WHAT:
+            del words[: 1 if value else 1 + _NOT_WHAT[name]]
+        else:
+            kept.append(words.pop(0))
+    return shlex.join(["python", "-m", module, *kept])
 
 
 @functools.cache  # a report is written after each cell

@@ -62,14 +62,15 @@ class Bench:
 
     Args:
         tactics: None: the chosen tactics alone; otherwise also every one of both products whose name contains this.
+        rounds: replays of each contestant.
 
     Attributes:
         versions: what each peer that takes part is.
         skipped: why each of the others does not, or not everywhere.
     """
 
-    def __init__(self, peers: Sequence[Products], tactics: str | None = None) -> None:
-        self._tactics = tactics
+    def __init__(self, peers: Sequence[Products], tactics: str | None = None, rounds: int = ROUNDS) -> None:
+        self._tactics, self._rounds = tactics, rounds
         self._words: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self.skipped: dict[str, list[str]] = {}
@@ -107,7 +108,7 @@ class Bench:
             "built for": " ".join(_C.cuda_architectures()),
             "weights": [f"{name}: {words}" for name, words in self._words.items()],
             "method": f"microseconds a call in one CUDA graph; ids change from call to call so that weights are cold "
-            f"in L2 (> {ROTATION_BYTES >> 20} MB pass by), median of {ROUNDS} interleaved replays, each after a "
+            f"in L2 (> {ROTATION_BYTES >> 20} MB pass by), median of {self._rounds} interleaved replays, each after a "
             "pause; 'after routing': products, gate and sum over slots, others' products between our steps, theirs "
             "without the router's weights where their product has none; 'products': the two alone, ours with the gate, "
             "which their first product has not; 'products, TFLOP/s': operations of both by our time of them; 'tactic "
@@ -179,7 +180,7 @@ class Bench:
                 if isinstance(products, Ours):
                     raise
                 self._skip(products.key, f"{block.size.name} T={tokens}: {reason(error)}")
-        samples = dict(zip(graphs, measure(list(graphs.values())), strict=True))
+        samples = dict(zip(graphs, measure(list(graphs.values()), rounds=self._rounds), strict=True))
         cell: Row = {"scheme": block.scheme.name, "shape": block.size.name, "skew": skew, "m": tokens}
         row = cell | {"touched": touched, "spread": samples["whole"].spread}
         row |= {f"{key}_us": 1e6 * sample.median for key, sample in samples.items()}
@@ -211,7 +212,7 @@ class Bench:
             error = relative_error(found, expected)
             assert error <= MAX_ERROR, f"{size.name} R={rows}: {name}: relative error {error:.2g}"
             graphs.append(Graph.of(contestant(name, block, routed, launch), outs, share * (limit or _UNKNOWN_LIMIT)))
-        samples = measure(graphs)
+        samples = measure(graphs, rounds=self._rounds)
         operations = 2 * rows * n * k
         for name, sample in zip(names, samples, strict=True):
             yield {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench import limits, schemes
 from bench.__main__ import app
+from bench.gpu_timing import ROUNDS
 from bench.moe import contestants, problem, run
 from bench.moe.contestants import GroupedMm, Humming, Ours, Triton, sorted_ids
 from bench.moe.problem import SIZES, SKEWS, Block, Size, Skew, parse_scheme, router_ids
@@ -177,7 +178,8 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(product: Any, *operands: Any, **options: Any) -> Any:
         return qcutlass.explain(product, *operands, **options, device="h200").plan
 
-    def measured(graphs: Sequence[Launched]) -> list[Sample]:
+    def measured(graphs: Sequence[Launched], rounds: int) -> list[Sample]:
+        assert rounds == ROUNDS
         return [Sample([1e-5 / (1 + 0.02 * place)]) for place in range(len(graphs))]
 
     monkeypatch.setattr(qcutlass, "plan", plan)
