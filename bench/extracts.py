@@ -2,8 +2,10 @@
 
 ``<!-- table int4: w4a16_g128.qcutlass / w4a16_g128.cublas; m 1 8 -->`` and ``<!-- /table -->`` hold a table of
 microseconds: rows of M, all of the page unless some are named, a column for each shape, in a cell the times of what is
-named, as the keys of rows have them without `_us`; the least of a cell is bold. ``<!-- experts moe -->`` and
-``<!-- /experts -->`` hold blocks of mixtures of experts.
+named, as the keys of rows have them without `_us`; the least of a cell is bold.
+
+``<!-- experts moe: humming / grouped_mm -->`` and ``<!-- /experts -->`` hold blocks of mixtures of experts, these peers
+beside them.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from bench.pages import RESULTS
 from bench.report import Row, markdown_table
 
 _PLACE: Final = re.compile(
-    r"(?P<begin><!-- (?P<kind>table|experts) (?P<page>\w+)(?:: (?P<of>[^>]+?))? -->\n).*?(?P<end><!-- /(?P=kind) -->)",
+    r"(?P<begin><!-- (?P<kind>table|experts) (?P<page>\w+)(?:: (?P<of>[^>]+?))? -->\n)"
+    r"(?:(?!<!-- /?(?:table|experts)\b).)*?(?P<end><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_PEERS: Final = ("humming", "grouped_mm")
+_MARK: Final = re.compile(r"<!-- */?(?:table|experts)\b[^>]*>")
 
 
 def microseconds(value: float | None) -> str:
@@ -62,7 +65,10 @@ def table(rows: Sequence[Row], of: str) -> str:
             raise ValueError(f"no row has {key}_us of {scheme}")
     cells = {(row["scheme"], row["shape"], row["m"]): row for row in chosen}
     shapes = list(dict.fromkeys(row["shape"] for row in chosen))
-    ms = [int(m) for m in wanted.split()] or sorted({row["m"] for row in chosen})
+    known = sorted({row["m"] for row in chosen})
+    ms = [int(m) for m in wanted.split()] or known
+    if missing := sorted({*ms} - {*known}):
+        raise ValueError(f"no row has M of {', '.join(map(str, missing))}")
     body = []
     for m in ms:
         times = [[cells.get((scheme, shape, m), {}).get(f"{key}_us") for scheme, key in columns] for shape in shapes]
@@ -72,16 +78,22 @@ def table(rows: Sequence[Row], of: str) -> str:
 
 def experts(rows: Sequence[Row], of: str) -> str:
     """Blocks: with routing, the share of it that its bound takes, then both products and their sum, and with those of
-    peers in their place. A row for each model and number of tokens, a column for each kind of ids."""
-    del of
+    peers (`of`: their keys) in their place. A row for each model and number of tokens, a column for each kind of ids.
+
+    Raises:
+        ValueError: no row is of a block, has its bound, or one of the peers.
+    """
+    peers = of.split(" / ") if of else []
+    chosen = [row for row in rows if "whole_us" in row]
+    for key in ("limit_us", *(f"{peer}_block_us" for peer in peers)):
+        if not any(key in row for row in chosen):
+            raise ValueError(f"no row of a block has {key}")
 
     def cell(row: Row) -> str:
-        keys = ["qcutlass", *(peer for peer in _PEERS if any(f"{peer}_block_us" in each for each in rows))]
         alone = f"{microseconds(row['whole_us'])} ({row['limit_us'] / row['whole_us']:.0%})"
-        beside = " / ".join(bold([microseconds(row.get(f"{key}_block_us")) for key in keys]))
-        return f"{alone}, {beside}" if len(keys) > 1 else alone
+        beside = " / ".join(bold([microseconds(row.get(f"{key}_block_us")) for key in ("qcutlass", *peers)]))
+        return f"{alone}, {beside}" if peers else alone
 
-    chosen = [row for row in rows if "whole_us" in row]
     skews = list(dict.fromkeys(row["skew"] for row in chosen))
     cells = {(row["shape"], row["m"], row["skew"]): cell(row) for row in chosen}
     places = list(dict.fromkeys((row["shape"], row["m"]) for row in chosen))
@@ -109,7 +121,11 @@ def filled(text: str, folder: Path) -> str:
             raise ValueError(f"{place['begin'].strip()}: {path}: {error}") from error
         return f"{place['begin']}{found}\n{place['end']}"
 
-    return _PLACE.sub(fill, text)
+    found = _PLACE.sub(fill, text)
+    marks = len(_MARK.findall(text))
+    if marks != 2 * len(_PLACE.findall(text)):
+        raise ValueError(f"{marks} comments like `<!-- table PAGE: ... -->` and `<!-- /table -->`: expected pairs")
+    return found
 
 
 def extracts_command(
@@ -117,7 +133,10 @@ def extracts_command(
     folder: Annotated[Path, typer.Option(file_okay=False, help="Where pages lie.")] = RESULTS,
 ) -> None:
     """Brings the tables of the documentation up to the pages that they are extracts of."""
-    for file in files or sorted(Path("docs").glob("*.md")):
+    found = files or sorted(Path("docs").glob("*.md"))
+    if not found:
+        raise typer.BadParameter(f"docs/*.md: expected the documentation's pages in {Path.cwd()}, found none")
+    for file in found:
         before = file.read_text()
         after = parsed(lambda before=before: filled(before, folder))  # type: ignore[misc]
         if after != before:

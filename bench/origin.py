@@ -26,6 +26,9 @@ _NOT_WHAT: Final = {
 }
 """Options with their numbers of values that say where rows go, or how a run is cut, not what is measured."""
 
+_WRITTEN: Final = (":(exclude)bench/results", ":(exclude)docs")
+"""What `bench pages` and `extracts` write themselves: no other numbers come of it."""
+
 
 def facts() -> Row:
     """The facts; without a commit or a command where none is known."""
@@ -47,14 +50,14 @@ def command(argv: Sequence[str]) -> str | None:
         'python -m bench moe --m 1'
     """
     program = Path(argv[0]).resolve() if argv else Path()
-    if program.parent != _TREE / "bench":
+    if program.parent != _TREE / "bench" or program.suffix != ".py":
         return None
     module, words = "bench" if program.stem == "__main__" else f"bench.{program.stem}", list(argv[1:])
     kept: list[str] = []
     while words:
-        name, _, value = words[0].partition("=")
+        name, equals, _ = words[0].partition("=")
         if name in _NOT_WHAT:
-            del words[: 1 if value else 1 + _NOT_WHAT[name]]
+            del words[: _NOT_WHAT[name] + (0 if equals else 1)]
         else:
             kept.append(words.pop(0))
     return shlex.join(["python", "-m", module, *kept])
@@ -67,9 +70,13 @@ def commit(tree: Path) -> str | None:
         "GIT_CEILING_DIRECTORIES": str(tree.parent),  # a copy inside another checkout is not of that one's commit
         "GIT_OPTIONAL_LOCKS": "0",  # whoever works in the tree meanwhile is not disturbed
     }
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]  # no tag, the hash alone
+
+    def git(*words: str) -> str:
+        command, env = ["git", *words], {**os.environ, **alone}
+        return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        run = subprocess.run(command, cwd=tree, env={**os.environ, **alone}, capture_output=True, text=True, check=True)
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
+        return git("describe", "--always", "--exclude=*") + ("+" if changed else "")  # no tag, the hash alone
     except (OSError, subprocess.CalledProcessError):
         return None
-    return run.stdout.strip()

@@ -6,6 +6,7 @@ when its command has ended well, so that a page is always of one run, and its ro
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -17,16 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, TextIO, TypeAlias
 
 import torch
 import typer
 
 from bench import origin
-from bench.command_line import console, one_of
+from bench.command_line import console, one_of, parsed
 
 RESULTS: Final = Path("bench/results")
 _UNFINISHED: Final = "unfinished"
+_MOST_FAILURES: Final = 2  # in a row: a broken GPU is not to take all pages from others
 _FEW: Final = "--m 1 --m 8 --m 16"
 _MANY: Final = "--m 1024 --m 4096"
 
@@ -70,7 +72,7 @@ class Page:
         places = [place for place, word in enumerate(words) if word == "--m"]
         rows = [words[place + 1] for place in places]
         others = [word for place, word in enumerate(words) if place not in places and place - 1 not in places]
-        return [Page(f"{self.name}-{m}", shlex.join([*others, "--m", m, "--rounds", "1"]), self.seconds) for m in rows]
+        return [Page(f"{self.name}-{m}", shlex.join([*others, "--m", m, "--rounds", "1"]), 0) for m in rows]
 
 
 PAGES: Final = (
@@ -109,8 +111,8 @@ PAGES: Final = (
     Page(
         "formats_others",
         "gpu --peer cublas --scheme q2_k --scheme q3_k --scheme q5_k --scheme iq4_nl --scheme iq4_xs --scheme e4m3"
-        " --scheme e4m3_g128 --shapes 28672x4096 --shapes 8192x8192 --m 1 --m 16 --m 64 --m 256 --m 4096",
-        90,
+        f" --scheme e4m3_g128 --shapes 28672x4096 --shapes 8192x8192 --m 1 --m 16 --m 64 --m 256 {_MANY}",
+        110,
     ),
     Page(
         "fp8_blocks",
@@ -154,7 +156,8 @@ PAGES: Final = (
     Page("step_context", "step --batch 1 --batch 8 --context 8192", 90),
     Page("step_prompt", "step --batch 1 --prompt 2048", 60),
     Page("step_smollm2", "step --model smollm2-135m --scheme w4a16_g64 --batch 1 --batch 32", 60),
-    Page("step_qwen3", "step --model qwen3-30b-a3b --batch 1 --batch 8", 150),
+    Page("step_qwen3", "step --model qwen3-30b-a3b --blocks 8 --batch 1 --batch 8", 90),
+    Page("step_qwen3_whole", "step --model qwen3-30b-a3b --batch 1", 240),
     Page("host", ".host", 20),
     Page("first_call", "first-call", 20),
 )
@@ -166,8 +169,29 @@ Launch: TypeAlias = Callable[[Sequence[str], dict[str, str], Path], int]
 def launch(words: Sequence[str], environment: dict[str, str], log: Path) -> int:
     with log.open("w") as file:
         return subprocess.run(
-            [sys.executable, *words], env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            [sys.executable, *words],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+            close_fds=False,  # an orphan keeps the lock of its folder
         ).returncode
+
+
+def alone(path: Path) -> TextIO:
+    """A lock that this process has, and its children until they end, as long as the file is open.
+
+    Raises:
+        ValueError: another one has it.
+    """
+    lock = path.open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"{path}: another run makes pages there; wait for it") from None
+    os.set_inheritable(lock.fileno(), True)
+    return lock
 
 
 def is_done(page: Page, folder: Path, commit: str | None) -> bool:
@@ -187,18 +211,20 @@ class Run:
     Args:
         folder: of the pages. Files of what has not ended well stay in a folder in it, with what was printed.
         devices: numbers of GPUs, as CUDA_VISIBLE_DEVICES names them.
-        seconds: no page is begun after so long.
+        seconds: no page is begun that may take longer.
     """
 
     def __init__(self, folder: Path, devices: Sequence[str], seconds: float, start: Launch = launch) -> None:
         self._folder, self._devices, self._launch = folder, devices, start
         self._unfinished = folder / _UNFINISHED
+        self._unfinished.mkdir(parents=True, exist_ok=True)
         self._end = time.monotonic() + seconds
 
     def compile(self, pages: Iterable[Page], processes: int) -> None:
         """Lets so many processes run every page that compiles, each number of rows by itself; nothing is kept."""
         parts = [part for page in pages if page.compiles for part in page.parts()]
-        self._each(parts, [device for device in self._devices for _ in range(processes)], self._tried)
+        waiting = [part for part in parts if not self._compiled(part).exists()]
+        self._each(waiting, [device for device in self._devices for _ in range(processes)], self._tried)
 
     def make(self, pages: Iterable[Page]) -> list[str]:
         """Makes pages, the longest first; the names of those that failed or were not begun."""
@@ -214,25 +240,39 @@ class Run:
         done: set[str] = set()
 
         def work(device: str) -> None:
-            while time.monotonic() < self._end:
+            failures = 0
+            while failures < _MOST_FAILURES:
                 try:
                     page = queue.get_nowait()
                 except Empty:
                     return
-                if act(page, device):
+                if time.monotonic() + page.seconds > self._end:
+                    continue
+                failures = 0 if act(page, device) else failures + 1
+                if failures == 0:
                     done.add(page.name)
 
-        self._unfinished.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(len(devices)) as pool:
-            list(pool.map(work, devices))
+            try:
+                list(pool.map(work, devices))
+            except BaseException:
+                self._end = 0.0  # the others begin nothing more
+                raise
         return done
 
     def _started(self, page: Page, device: str, options: Sequence[str]) -> int:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         return self._launch([*page.words, *options], environment, self._unfinished / f"{page.name}.log")
 
+    def _compiled(self, part: Page) -> Path:
+        """Says that the part has run."""
+        return self._unfinished / f"{part.name}.compiled"
+
     def _tried(self, page: Page, device: str) -> bool:
-        return self._started(page, device, []) == 0
+        good = self._started(page, device, []) == 0
+        if good:
+            self._compiled(page).touch()
+        return good
 
     def _made(self, page: Page, device: str) -> bool:
         begin = time.monotonic()
@@ -242,7 +282,7 @@ class Run:
         status = self._started(page, device, ["--json", str(files[0]), "--markdown", str(files[1])])
         good = (status == 0 or (page.promises and status == 1)) and all(file.exists() for file in files)
         if good:
-            for file in files:
+            for file in reversed(files):  # .json last: it says that the page is done
                 file.replace(self._folder / file.name)
         console.print(f"{'made' if good else 'FAILED'} {page.name}, GPU {device}: {time.monotonic() - begin:.0f} s")
         return good
@@ -251,7 +291,7 @@ class Run:
 def pages_command(
     names: Annotated[list[str] | None, typer.Argument(help="Pages; none: all.")] = None,
     folder: Annotated[Path, typer.Option(file_okay=False, help="Where pages lie.")] = RESULTS,
-    seconds: Annotated[float, typer.Option(min=0, help="Begin no page after so long.")] = 1e9,
+    seconds: Annotated[float, typer.Option(min=0, help="Begin no page that may take longer.")] = 1e9,
     gpu: Annotated[list[str], typer.Option(help="Numbers of GPUs to use; repeatable; default: all.")] = [],  # noqa: B006
     compilers: Annotated[
         int, typer.Option(min=0, help="Processes a GPU that let peers compile their kernels first.")
@@ -263,7 +303,7 @@ def pages_command(
     Exits with 1 if one failed or was not begun.
     """
     known = {page.name: page for page in PAGES}
-    chosen = [known[one_of("NAME", name, known)] for name in names or known]
+    chosen = [known[one_of("NAME", name, known)] for name in dict.fromkeys(names or known)]
     commit = origin.tree_commit()
     if show:
         for page in chosen:
@@ -272,12 +312,16 @@ def pages_command(
         return
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device; --list needs none")
-    devices = gpu or [str(number) for number in range(torch.cuda.device_count())]
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    devices = list(dict.fromkeys(gpu or visible or map(str, range(torch.cuda.device_count()))))
+    if commit is None or commit.endswith("+"):
+        console.print(f"commit {commit}: pages of a tree that is not committed are made again each time")
     wanted = [page for page in chosen if not is_done(page, folder, commit)]
     run = Run(folder, devices, seconds)
-    if compilers > 0:
-        run.compile(wanted, compilers)
-    missing = run.make(wanted)
+    with parsed(lambda: alone(folder / _UNFINISHED / "lock")):
+        if compilers > 0:
+            run.compile(wanted, compilers)
+        missing = run.make(wanted)
     if missing:
         console.print(f"not made: {', '.join(missing)}; logs in {folder / _UNFINISHED}")
     raise typer.Exit(1 if missing else 0)

@@ -251,7 +251,7 @@ def _shape_figure(rows: Sequence[Row], contestants: dict[str, str], title: str) 
     if any(_series(rows, key, in_situ=True) for key in contestants):
         times.plot([], [], "--", color="#444444", linewidth=1, label="dashed: in situ, behind an ordinary kernel")
     if limit:
-        times.plot(list(limit), list(limit.values()), label="limit (memory, data sheet)", **dots)
+        times.plot(list(limit), list(limit.values()), label="limit: measured bandwidth, data sheet's peak", **dots)
         axes_of["shares"].axhline(100, **dots)
         axes_of["shares"].set_title("share of the limit, % (higher is better)", fontsize=9)
     if yardstick is not None:

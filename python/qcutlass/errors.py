@@ -5,6 +5,10 @@ from qcutlass._C import UnsupportedError
 __all__ = ["CheckpointError", "UnsupportedError"]
 
 UnsupportedError.__module__ = "qcutlass"  # where callers find it, and what tracebacks say
+UnsupportedError.__doc__ = """A valid product or operand for which this build or this GPU has no kernel.
+
+It is a NotImplementedError. The message names the argument; `qcutlass info` shows what was built, and for which GPUs.
+"""
 
 
 class CheckpointError(ValueError):

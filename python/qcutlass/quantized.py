@@ -25,7 +25,7 @@ class QuantizedTensor:
     floating numbers, `w[n, k] = number[n, k] * RN32(scales[g, n] * global_scale)`.
 
     Attributes:
-        codes: uint8 `[N, K]`, values in `[0, 2**bits)`.
+        codes: uint8 `[N, K]`, values in `[0, 2**bits)`, not checked here; `preprocess_weights` checks them, on the CPU.
         scales: float16, bfloat16 or float32 `[G, N]`, G = ceil(K / group_size); of "e2m1" codes also float8_e8m0fnu and
             float8_e4m3fn.
         zeros: `[G, N]`, integer (exact zero points, in `[0, 2**bits]`) or floating (real-valued zeros); None:
@@ -39,9 +39,16 @@ class QuantizedTensor:
             minimums, which are uint8 or int8 then, as for `gemm`.
 
     Raises:
-        ValueError: integer zeros lie outside `[0, 2**bits]`; there are zeros and minimums, or one of them beside
-            floating codes; codes of `weight_dtype` have other bits, or there is no such type; levels of scales and
-            minimums do not go together.
+        ValueError: `bits` is neither 4 nor 8; a shape is not the one above; integer zeros lie outside `[0, 2**bits]`;
+            there are zeros and minimums, or one of them beside floating codes; codes of `weight_dtype` have other bits,
+            or there is no such type; levels of scales and minimums do not go together.
+
+    Example:
+        >>> import torch, qcutlass
+        >>> codes, scales = torch.tensor([[9, 7], [8, 12]], dtype=torch.uint8), torch.tensor([[0.5, 2.0]])
+        >>> qcutlass.QuantizedTensor(codes, scales, zeros=None, bits=4, group_size=2).dequantize()
+        tensor([[ 0.5000, -0.5000],
+                [ 0.0000,  8.0000]])
     """
 
     codes: Tensor
@@ -57,6 +64,7 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         check_weight_dtype(self.weight_dtype, self.bits)
+        self._check_shapes()
         for name, part in (("zeros", self.zeros), ("minimums", self.minimums)):
             if self.weight_dtype is not None and part is not None:
                 raise ValueError(f"{name}: {self.weight_dtype} codes have signs and no {_MISSING[name]}; pass None")
@@ -64,6 +72,22 @@ class QuantizedTensor:
         if self.zeros is not None and self.minimums is not None:
             raise ValueError("minimums: expected zeros or minimums, got both")
         check_super_blocks(self)
+
+    def _check_shapes(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits: expected 4 or 8, got {self.bits}")
+        if self.codes.dim() != 2:
+            raise ValueError(f"codes: expected shape [N, K], got {shape_of(self.codes)}")
+        if self.group_size < 1:
+            raise ValueError(f"group_size: expected at least 1, got {self.group_size}; pass K for one group a channel")
+        n, k = self.codes.shape
+        expected = [max(1, ceil_div(k, self.group_size)), n]
+        for name, part in (("scales", self.scales), ("zeros", self.zeros), ("minimums", self.minimums)):
+            if part is not None and list(part.shape) != expected:
+                raise ValueError(
+                    f"{name}: expected shape [G, N] = {expected} beside codes {shape_of(self.codes)} in groups of "
+                    f"{self.group_size}, got {shape_of(part)}"
+                )
 
     @property
     def shape(self) -> tuple[int, int]:

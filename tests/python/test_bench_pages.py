@@ -108,15 +108,51 @@ def test_what_failed_leaves_a_page_as_it_was(launches: Launches, tmp_path: Path)
     assert {device for _, device in launches.seen} <= {"0", "1"}
 
 
-def test_no_page_is_begun_when_time_is_up(tmp_path: Path) -> None:
+def test_no_page_is_begun_that_may_take_longer(tmp_path: Path) -> None:
     launches = Launches()
-    assert Run(tmp_path, ["0"], 0, launches).make(SOME) == ["long", "host", "short"]
-    assert launches.seen == []
+    assert Run(tmp_path, ["0"], 6, launches).make(SOME) == ["long"]
+    assert [command for command, _ in launches.seen] == ["bench.host", "bench gpu --m 1"]
+
+
+def test_a_broken_gpu_leaves_pages_to_others(tmp_path: Path) -> None:
+    """It takes two at most; alone it gives up."""
+    many = [Page(str(number), f"step --m {number}", 1) for number in range(1, 9)]
+    launches = Launches({"step": 1})
+    assert len(Run(tmp_path, ["0"], 100, launches).make(many)) == 8
+    assert len(launches.seen) == 2
+
+
+def test_an_interrupted_run_begins_nothing_more(tmp_path: Path) -> None:
+    begun: list[str] = []
+
+    def interrupted(words: Sequence[str], environment: dict[str, str], log: Path) -> int:
+        begun.append(words[2])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path, ["0"], 100, interrupted).make(SOME)
+    assert begun == ["step"]
+
+
+def test_a_table_comes_before_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows say that a page is done."""
+    move = Path.replace
+
+    def once(path: Path, target: Path) -> Path:
+        assert path.suffix == ".md"
+        monkeypatch.setattr(Path, "replace", move)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", once)
+    with pytest.raises(OSError, match="no space"):
+        Run(tmp_path, ["0"], 100, Launches()).make(SOME[:1])
+    assert list(tmp_path.glob("*.json")) == []
 
 
 def test_numbers_of_rows_are_compiled_one_by_one(tmp_path: Path) -> None:
     launches = Launches()
-    Run(tmp_path, ["0", "1"], 100, launches).compile(SOME, 2)
+    for _ in range(2):  # what has run does not run again
+        Run(tmp_path, ["0", "1"], 100, launches).compile(SOME, 2)
     assert sorted(command for command, _ in launches.seen) == [
         "bench step --m 1 --rounds 1",
         "bench step --m 8 --rounds 1",
@@ -162,9 +198,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = CliRunner().invoke(app, some)
     assert made.exit_code == 0, made.output
     assert sorted(command.split(" --")[0] for command, _ in launches.seen) == ["bench gpu", "bench.host"]
-    late = CliRunner().invoke(app, [*some, "--seconds", "0", "--gpu", "1", "--compilers", "1"])
+    late = CliRunner().invoke(app, [*some, "--seconds", "1", "--gpu", "1", "--compilers", "1"])
     assert late.exit_code == 1
     assert "not made: w4a8, host" in late.stdout
+    with pages.alone(tmp_path / "unfinished" / "lock"):
+        assert CliRunner().invoke(app, some).exit_code == 2
+        with pytest.raises(ValueError, match="another run makes pages there"):
+            pages.alone(tmp_path / "unfinished" / "lock")
 
 
 def test_a_process_says_its_command() -> None:
@@ -172,7 +212,10 @@ def test_a_process_says_its_command() -> None:
     words = ["gpu", "--m", "1", "--json", "a.json", "--markdown=a.md", "--part", "1", "2", "--shapes", "8x8"]
     assert origin.command([program, *words]) == "python -m bench gpu --m 1 --shapes 8x8"
     assert origin.command([str(Path(program).with_name("host.py")), "--json", "a"]) == "python -m bench.host"
+    assert origin.command([program, "gpu", "--json=", "--m", "1"]) == "python -m bench gpu --m 1"
+    assert origin.command([program, "sweep", "--part=0", "2"]) == "python -m bench sweep"
     assert origin.command([pytest.__file__, "--json"]) is None
+    assert origin.command([str(Path(program).with_name("moe"))]) is None
     assert origin.command([]) is None
 
 
@@ -205,6 +248,8 @@ def test_tables_of_times(tmp_path: Path) -> None:
         ("table other: a.b", "expected a page"),
         ("table page: w4a16_g128.cutlass", "no row has cutlass_us of w4a16_g128"),
         ("table page: fp8.qcutlass", "no row has qcutlass_us of fp8"),
+        ("table page: w4a16_g128.qcutlass; m 1 2 3", "no row has M of 2, 3"),
+        ("experts page: humming", "no row of a block has limit_us"),
     ],
 )
 def test_extracts_of_nothing(of: str, message: str, tmp_path: Path) -> None:
@@ -213,11 +258,28 @@ def test_extracts_of_nothing(of: str, message: str, tmp_path: Path) -> None:
         extracts.filled(f"<!-- {of} -->\n<!-- /{of.split()[0]} -->", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table page: w4a16_g128.qcutlass -->\n",
+        "<!-- table page: w4a16_g128.qcutlass -->\nwords\n<!-- table page: w4a16_g128.qcutlass -->\n<!-- /table -->",
+        "<!-- table page: w4a16_g128.qcutlass -->\n<!-- /experts -->",
+        "<!-- tabel page: w4a16_g128.qcutlass -->\n<!-- /table -->",
+        "<!-- table my-page: w4a16_g128.qcutlass -->\n<!-- /table -->",
+    ],
+    ids=["no end", "words between", "another end", "misspelt", "no name"],
+)
+def test_places_that_are_not_whole(text: str, tmp_path: Path) -> None:
+    (tmp_path / "page.json").write_text(json.dumps({"rows": [row(1)]}))
+    with pytest.raises(ValueError, match="expected pairs"):
+        extracts.filled(text, tmp_path)
+
+
 def test_tables_of_experts(tmp_path: Path) -> None:
     block = {"shape": "tiny", "skew": "uniform", "m": 1, "whole_us": 20.0, "limit_us": 5.0, "qcutlass_block_us": 19.0}
     rows = [block, {**block, "skew": "zipf", "humming_block_us": 18.5}, {"tactic": "one", "shape": "tiny", "m": 1}]
     (tmp_path / "moe.json").write_text(json.dumps({"rows": rows}))
-    found = extracts.filled("<!-- experts moe -->\n<!-- /experts -->", tmp_path)
+    found = extracts.filled("<!-- experts moe: humming -->\n<!-- /experts -->", tmp_path)
     assert "| model | tokens | uniform | zipf |\n" in found
     assert "| tiny | 1 | 20.0 (25%), **19.0** / - | 20.0 (25%), 19.0 / **18.5** |\n" in found
 

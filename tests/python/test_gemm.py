@@ -210,11 +210,11 @@ def test_repeats_bit_for_bit_on_any_number_of_threads(m: int, multiply: Multiply
     p = testing.random_problem(m, 200, 1000, dtype=torch.float32, seed=seed)
     first = multiply(p)
     threads = torch.get_num_threads()
-    for _ in range(5):
-        testing.assert_equal(multiply(p), first, label=p)
-    torch.set_num_threads(1)
+    testing.assert_close(first, p.reference(), label=p)
     try:
-        testing.assert_close(multiply(p), p.reference(), label=p)
+        for count in (threads, 1, 2, 3):
+            torch.set_num_threads(count)
+            testing.assert_equal(multiply(p), first, label=p)
     finally:
         torch.set_num_threads(threads)
 

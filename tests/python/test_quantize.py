@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +139,37 @@ def test_zeros_out_of_range_are_refused(bits: int, dtype: torch.dtype) -> None:
     for value in (2**bits + 1, 255 if dtype == torch.uint8 else -1):
         with pytest.raises(ValueError, match=rf"zeros: expected integers in \[0, {2**bits}\]"):
             dataclasses.replace(qt, zeros=torch.full((2, 20), value, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bits": 5}, "bits: expected 4 or 8, got 5"),
+        ({"codes": torch.zeros(4, dtype=torch.uint8)}, r"codes: expected shape \[N, K\], got \[4\]"),
+        ({"group_size": 0}, "group_size: expected at least 1, got 0; pass K for one group a channel"),
+        (
+            {"scales": torch.ones(1, 3)},
+            r"scales: expected shape \[G, N\] = \[2, 3\] beside codes \[3, 16\] in gr",
+        ),
+        ({"scales": torch.ones(2, 4)}, r"scales: .*, got \[2, 4\]"),
+        ({"zeros": torch.ones(2, dtype=torch.uint8)}, r"zeros: expected shape \[G, N\] = \[2, 3\] .*, got \[2\]"),
+        ({"minimums": torch.ones(3, 3)}, r"minimums: expected shape \[G, N\] = \[2, 3\] .*, got \[3, 3\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changed: dict[str, Any], message: str) -> None:
+    parts: dict[str, Any] = {
+        "codes": torch.zeros(3, 16, dtype=torch.uint8),
+        "scales": torch.ones(2, 3),
+        "zeros": None,
+        "bits": 4,
+        "group_size": 8,
+    }
+    assert qcutlass.QuantizedTensor(**parts).dequantize().shape == (3, 16)
+    with pytest.raises(ValueError, match=message):
+        qcutlass.QuantizedTensor(**(parts | changed))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (0, 1), (1, 2)])
+def test_super_blocks_of_other_scales_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"super_scales: expected shape \[B, N\], B a divisor of G, beside scales"):
+        qcutlass.expand_scales(torch.ones(5, 1, dtype=torch.uint8), torch.ones(shape, dtype=torch.float16))

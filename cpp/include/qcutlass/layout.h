@@ -5,7 +5,8 @@
 // The product is computed as C^T[N, M] = W[N, K] . A^T[K, M], with the weights as operand A of the tensor-core
 // instruction. (8-by-8-bit products on sm_90a have them as operand B.)
 //
-//   packed tensor   uint8 [tiles_n][tiles_k][32][16 bytes], tiles_n = ceil(N / 16), tiles_k = ceil(K / kTileK)
+//   packed tensor   bytes [tiles_n][tiles_k][32][16] (torch: uint8; kW8A8: int8 or float8_e4m3fn),
+//                   tiles_n = ceil(N / 16), tiles_k = ceil(K / kTileK)
 //   tile            16 channels x kTileK k: 512 bytes (kTileK = 64 for 4-bit codes, 32 for 8-bit codes)
 //
 // With 16-bit activations weights are converted in registers, so a tile is the instruction's A fragment, register for
@@ -61,9 +62,9 @@ constexpr Position position_in_tile(Packing packing, int row, int k) {
     int const chunk = k / 16 ^ row / 4 % 2;
     return {row * 32 + chunk * 16 + k % 16, 0};
   }
-  int const g = row % 8, upper = row / 8;  // mma: rows g and g + 8 belong to the same lane
-  // m16n8k16 A fragment: register `pair` = 2 * (upper half of the k16 step) + upper holds k = 2t, 2t + 1 (+ 8).
-  int const t = k % 8 / 2, step = k / 16, pair = 2 * (k % 16 / 8) + upper, odd = k % 2;
+  int const g = row % 8, second = row / 8;  // mma: a lane has rows g (second = 0) and g + 8 (second = 1)
+  // m16n8k16 A fragment: register `pair` = 2 * k_half + second holds k = 8 * k_half + 2t and the next one.
+  int const t = k % 8 / 2, step = k / 16, k_half = k % 16 / 8, pair = 2 * k_half + second, odd = k % 2;
   int const lane_byte = (4 * g + t) * kLaneBytes;
   if (bits_of(packing) == 8) {
     // Natural byte order: PRMT with 0x64 (or 0x43) interleaves bytes (2 * pair, 2 * pair + 1) into a pair of 16-bit

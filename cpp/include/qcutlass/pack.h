@@ -32,7 +32,8 @@ struct DequantizeArguments {
 
 namespace host {
 
-/// All throw InvalidArgument on codes out of range (pack, 4-bit) before anything is written. `threads` >= 1.
+/// All throw InvalidArgument on wrong arguments before anything is written; pack on 4-bit codes above 15, too.
+/// `threads` >= 1.
 void pack(PackArguments const& arguments, int threads);
 void unpack(PackArguments const& arguments, int threads);
 void dequantize(DequantizeArguments const& arguments, int threads);

@@ -27,7 +27,7 @@ enum class DType : uint8_t {
 /// approximation.
 enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
-/// Which channels the activations of others multiply, in gated MLPs: of a pair g, u the output is activation(g) * u.
+/// How the channels of a gated MLP lie: of gate g and up u the output is activation(g) * u.
 enum class Gate : uint8_t {
   kNone,         ///< none: each channel is an output
   kInterleaved,  ///< 16 channels g, then the 16 u that they multiply, and so on

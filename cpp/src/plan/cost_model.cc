@@ -68,7 +68,7 @@ struct Waves {
 };
 
 /// Instructions per A register (two weights, or four of 8 bits) of the converters, broadcasting folded: see
-/// cutlass_ext/arch/dequantize.h and byte_difference.h.
+/// cutlass_ext/arch/dequantize.h, dequantize_float.h and byte_difference.h.
 double convert_instructions(Kind const& kind, bool scales) {
   if (kind.packing == Packing::kW4A8) return kind.is_float8() ? 5 : 4;
   if (!kind.dequantises()) return 0;
@@ -78,6 +78,8 @@ double convert_instructions(Kind const& kind, bool scales) {
     double const codes = kind.weight_bits() == 4 ? 2.25 : 2, scaling = kind.mode == ScaleMode::kMinimum ? 1 : 2;
     return codes + 2 * (1 + scaling) + 1;
   }
+  // Floating codes by scales in fp32, integers being above: two become fp16 (2 to 4), each fp32 (2) and scaled (2), and
+  // one instruction rounds both; one number for either type stands for that and for what no other warp hides.
   if (kind.mode == ScaleMode::kFloat && scales) return 10;
   double const multiply = scales ? 1 : 0;
   if (kind.packing == Packing::kE2M1A16)  // small numbers, which scales make whole, and sums of fp16
@@ -107,7 +109,8 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
   double const promotions =
       warpgroup_outputs(t) / 128 * promotion * (kind.is_promoted() ? kStreamK / promoted_k(kind.mode) : 1);
   double slice = costs.slice + conversions * costs.convert;
-  // The longer MMAs are, the better they hide conversions; not those by fp32, which take the time of theirs.
+  // The longer MMAs are, the better they hide conversions, as the square root of tokens fits times of 64 to 256 of
+  // them; not those by fp32, which take the time of theirs.
   if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode))
     slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
@@ -235,7 +238,10 @@ int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic c
   int const capability = device.compute_capability;
   bool const few_warps = (capability > 80 && capability < 90) || capability >= 120;  // 48 an SM, not 64
   int const by_warps = (few_warps ? 48 : 64) / tactic.warps;
-  return std::max(1, std::min({by_memory, by_warps, 2 * tactic.min_blocks}));
+  // Registers are the compiler's, and not known here: launch bounds leave room for min_blocks, and no kernel is taken
+  // to need less than half of what they allow.
+  int const by_registers = 2 * tactic.min_blocks;
+  return std::max(1, std::min({by_memory, by_warps, by_registers}));
 }
 
 Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster,

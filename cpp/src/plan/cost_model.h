@@ -15,7 +15,8 @@ Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& t
 Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster,
              ProductCosts const& costs, GpuClass const& gpu);
 
-/// Blocks of a configuration that an SM holds at once; 0 if not even one fits.
+/// An estimate of the blocks of a configuration that an SM holds at once, by its shared memory, warps and launch
+/// bounds; 0 if not even one fits.
 int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic const& tactic);
 
 }  // namespace qcutlass

@@ -1,6 +1,6 @@
-// The constants of the cost model, for each class of products: what it takes beside the rates of the GPU. All were
-// fitted to times measured on an H200 (`python -m bench fit` prints the lines below from such times; other classes of
-// GPUs keep them).
+// The constants of the cost model, for each class of products: what it takes beside the rates of the GPU. They were
+// fitted to times of an H200 (`python -m bench fit` prints the lines below from such times), or set by hand, or taken
+// from a fitted class, where a comment says so. Other GPUs have the same.
 #pragma once
 
 #include "plan/problem.h"

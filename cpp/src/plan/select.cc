@@ -97,12 +97,12 @@ int tactic_row(Problem const& problem, std::string const& name) {
 }
 
 [[noreturn]] void throw_nothing_fits(DeviceTraits const& device, std::string const& tactic, int split_k) {
-  throw Unsupported("no kernel configuration" + (tactic.empty() ? "" : " '" + tactic + "'") +
-                    (split_k > 0 ? " with split_k = " + std::to_string(split_k) : "") +
-                    " fits this problem on a GPU of compute capability " +
-                    std::to_string(device.compute_capability / 10) + "." +
-                    std::to_string(device.compute_capability % 10) + ", " +
-                    std::to_string(device.shared_memory_per_block) + " bytes of shared memory a block");
+  throw Unsupported(
+      "no kernel configuration" + (tactic.empty() ? "" : " '" + tactic + "'") +
+      (split_k > 0 ? " with split_k = " + std::to_string(split_k) : "") +
+      " fits this problem on a GPU of compute capability " + std::to_string(device.compute_capability / 10) + "." +
+      std::to_string(device.compute_capability % 10) + ", " + std::to_string(device.shared_memory_per_block) +
+      " bytes of shared memory a block; leave tactic and split_k out, or take one that qcutlass.explain() lists");
 }
 
 /// The numbers of rows that the order of sums of a batch-invariant product is chosen for: one token's step, a batch's,
@@ -212,7 +212,9 @@ std::vector<Candidate> candidates(GemmArguments const& arguments, DeviceTraits c
                       "' adds in an order of the vendor's library, which may depend on the number of rows; a "
                       "batch-invariant product takes another tactic, or none");
   if (dense_forced && !dense)
-    throw Unsupported("tactic: '" + tactic + "' is run by the caller of the library, and this one does not offer to");
+    throw Unsupported("tactic: '" + tactic +
+                      "' is a dense product by the vendor's library, which is not offered here; leave tactic empty, or "
+                      "name one of qcutlass.tactics()");
   int const only = tactic.empty() || dense_forced ? -1 : tactic_row(problem, tactic);
   if (only >= 0 && device.wgmma && is_superseded(kTactics[only], problem.kind, problem.grouped))
     throw Unsupported("tactic: '" + tactic +

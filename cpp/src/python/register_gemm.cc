@@ -12,24 +12,24 @@ namespace qcutlass::python {
 namespace {
 
 void register_plans(py::module_& module) {
-  py::class_<Plan>(module, "Plan")
-      .def_readonly("tactic", &Plan::tactic)
-      .def_readonly("split_k", &Plan::split_k)
-      .def_readonly("cluster", &Plan::cluster)
-      .def_readonly("shared_channel", &Plan::shared_channel)
-      .def_readonly("shared_token", &Plan::shared_token)
-      .def_readonly("workspace_bytes", &Plan::workspace_bytes)
-      .def_readonly("rounds_weights", &Plan::rounds_weights)
-      .def_readonly("dense", &Plan::dense)
-      .def_readonly("slice", &Plan::slice);
-  py::class_<Cost>(module, "Cost")
-      .def_readonly("load", &Cost::load)
-      .def_readonly("compute", &Cost::compute)
-      .def_readonly("fixed", &Cost::fixed)
-      .def_readonly("total", &Cost::total);
-  py::class_<Candidate>(module, "Candidate")
-      .def_readonly("plan", &Candidate::plan)
-      .def_readonly("cost", &Candidate::cost);
+  py::class_<Plan>(module, "Plan", "What selection chose for a product on a GPU.")
+      .def_readonly("tactic", &Plan::tactic, "Name of the kernel's configuration, as in qcutlass.tactics().")
+      .def_readonly("split_k", &Plan::split_k, "Blocks that share the K extent of an output tile, where it is shared.")
+      .def_readonly("cluster", &Plan::cluster, "Whether those blocks are a thread block cluster, without a workspace.")
+      .def_readonly("shared_channel", &Plan::shared_channel, "First channel of the tiles whose K is shared.")
+      .def_readonly("shared_token", &Plan::shared_token, "First token of them.")
+      .def_readonly("workspace_bytes", &Plan::workspace_bytes, "Scratch memory of a launch, bytes.")
+      .def_readonly("rounds_weights", &Plan::rounds_weights, "Whether weights are rounded to the activations' type.")
+      .def_readonly("dense", &Plan::dense, "Whether slices of weights are dequantised and multiplied by torch.mm.")
+      .def_readonly("slice", &Plan::slice, "Rows of weights in such a slice; 0 unless dense.");
+  py::class_<Cost>(module, "Cost", "Parts of a predicted time, microseconds.")
+      .def_readonly("load", &Cost::load, "Bytes on their way: memory, L2, shared memory.")
+      .def_readonly("compute", &Cost::compute, "MMAs, conversions and the instructions between them.")
+      .def_readonly("fixed", &Cost::fixed, "Launches, first bytes, last stores, the exchange of partial sums.")
+      .def_readonly("total", &Cost::total, "Less than the sum of the parts where they overlap.");
+  py::class_<Candidate>(module, "Candidate", "A plan, and what it is predicted to take.")
+      .def_readonly("plan", &Candidate::plan, "The plan.")
+      .def_readonly("cost", &Candidate::cost, "Its predicted time.");
   py::class_<DeviceTraits>(module, "DeviceTraits")
       .def(py::init([](int compute_capability, int sm_count, int shared_memory_per_block, bool wgmma) {
              return DeviceTraits{compute_capability, sm_count, shared_memory_per_block, compute_capability, wgmma};

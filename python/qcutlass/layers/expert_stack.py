@@ -166,7 +166,7 @@ class Stacking:
             self._model = layer
             self._packed = layer.w_packed.new_empty((self._count, *layer.w_packed.shape))
         self._packed[len(self._weights)] = layer.w_packed
-        weight = layer._weight(layer.w_packed[:0])
+        weight = _without_codes(layer)
         names = "scales", "zeros", "global_scale", "minimums", "super_scales", "super_minimums"
         own: dict[str, Any] = {name: copied(getattr(weight, name)) for name in names}
         self._weights.append(replace(weight, **own))
@@ -179,6 +179,11 @@ class Stacking:
         parts = {"w_packed": self._packed, "bias": bias, "perm": perm, **_parts_of(self._weights)}
         sizes = model.in_features, model.out_features, model.bits, model.group_size
         return ExpertStack(*sizes, self._first, parts, model.weight_dtype)
+
+
+def _without_codes(layer: WeightOnlyLinear) -> QuantizedTensor:
+    """Its scales and all that belongs to them; the codes take no memory and have no values."""
+    return layer._weight(layer.w_packed.new_empty(()).expand(layer.out_features, layer.in_features))
 
 
 def _parts_of(weights: Sequence[QuantizedTensor]) -> dict[str, Tensor | None]:
@@ -243,7 +248,7 @@ def _in_order(layer: WeightOnlyLinear) -> Tensor:
 
 def joined(gate: WeightOnlyLinear, up: WeightOnlyLinear) -> WeightOnlyLinear:
     """One layer with the channels of both, whose columns are in one order."""
-    weights = [gate._weight(gate.w_packed[:0]), up._weight(up.w_packed[:0])]
+    weights = [_without_codes(gate), _without_codes(up)]
     wholes = [weight.global_scale for weight in weights]
     if wholes[0] is not None and wholes[1] is not None and not torch.equal(wholes[0], wholes[1]):
         weights = [_with_floating_scales(weight) for weight in weights]

@@ -83,7 +83,8 @@ def gemm(
             (GPTQ's act-order).
         group_size: columns that share a scale; needed where G does not divide K (a shorter last group). -1: one group.
             On CUDA a multiple of 16, or one group.
-        bits: 4 or 8; needed for K <= 32 only, where the shape of `w_packed` does not tell.
+        bits: 4 or 8. None: as the shape of `w_packed` tells, which it does not for K <= 32, and not where weights were
+            packed from 2 K columns (above): pass it.
         out: `[..., N]` with the type of `a`, to be written; must not share memory with an operand.
         tactic: name of a kernel configuration to use (see `tactics`); CUDA only.
         split_k: number of blocks that share the K extent of an output tile; of several waves of wgmma tiles only the

@@ -307,6 +307,9 @@ def expand_scales(scales: Tensor, super_scales: Tensor | None) -> Tensor:
     Returns:
         float32, shaped as `scales`.
 
+    Raises:
+        ValueError: B does not divide G, or there are other channels.
+
     Example:
         >>> import torch, qcutlass
         >>> scales, super_scales = torch.tensor([[1], [2], [3], [4]], dtype=torch.uint8), torch.tensor([[0.5], [2.0]])
@@ -315,8 +318,13 @@ def expand_scales(scales: Tensor, super_scales: Tensor | None) -> Tensor:
     """
     if super_scales is None:
         return scales
-    groups = scales.shape[-2] // super_scales.shape[-2]
-    return scales.float() * super_scales.float().repeat_interleave(groups, dim=-2)
+    groups, step = scales.shape[-2], super_scales.shape[-2]
+    if not step or groups % step or scales.shape[-1] != super_scales.shape[-1]:
+        raise ValueError(
+            f"super_scales: expected shape [B, N], B a divisor of G, beside scales [G, N] = {shape_of(scales)}, got "
+            f"{shape_of(super_scales)}"
+        )
+    return scales.float() * super_scales.float().repeat_interleave(groups // step, dim=-2)
 
 
 def fit_cuda(scales: Tensor, super_scales: Tensor | None, group_size: int) -> bool:

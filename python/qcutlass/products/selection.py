@@ -141,6 +141,9 @@ def explain(
         device: "a100", "a10", "rtx3090", "l40s", "rtx4090", "h100", "h200", "b200" or "rtx5090", or the traits of any
             other GPU. Default: the GPU of the tensors, with what was tuned for it.
 
+    Returns:
+        The plan, where it comes from, and all candidates with their predicted microseconds; `str` of it is a table.
+
     Raises:
         TypeError, ValueError: as for the product; no such product or GPU; or an empty product, for which nothing runs.
         UnsupportedError: no kernel serves this product.
@@ -247,6 +250,9 @@ def tactics(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any
         product, operands, options: the function and its arguments, as for `explain`. CPU tensors of 8 or 16-bit types
             do.
 
+    Returns:
+        The names, in the order of the table of configurations.
+
     Raises:
         TypeError, ValueError: as for the product; no such product.
         UnsupportedError: the CUDA kernels do not cover this kind of product.
@@ -277,6 +283,12 @@ def plan(product: Callable[..., Any] | Tensor, *operands: Any, **options: Any) -
 
     Args:
         product, operands, options: the function and its arguments, as for `explain`, on one GPU.
+
+    Returns:
+        What would run: `tactic` (a name of `tactics`), `split_k` (blocks that share the K extent of an output tile),
+        `cluster` (whether these are a thread block cluster), `shared_channel` and `shared_token` (the first of the
+        tiles whose K is shared), `workspace_bytes`, `rounds_weights` (whether weights are rounded to the type of `a`),
+        `dense` (whether slices of `slice` rows of the weights are dequantised for `torch.mm`).
 
     Raises:
         TypeError: as for the product; no such product.
