@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -123,15 +123,19 @@ def test_clipping_never_makes_a_group_worse(scheme: WeightOnly, seed: int) -> No
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("act_order", [False, True])
-def test_gptq_beats_rounding_on_correlated_inputs(scheme: WeightOnly, act_order: bool, seed: int) -> None:
-    weight, statistics, x = layer(seed)
-    found = gptq(weight, statistics.second_moment, scheme, act_order=act_order)
-    nearest = round_to_nearest(weight, scheme).dequantize(torch.float32)
-    ours, theirs = (output_error(weight, other, statistics.second_moment) for other in (in_order(found), nearest))
-    assert ours < theirs / 3
-    exact = ((in_order(found).double() - weight.double()) @ x.double().T).square().sum() / len(x)
-    assert abs(ours / float(exact) - 1) <= quantizing.OUTPUTS
-    assert found.damping == 0.01
+def test_gptq_beats_rounding_on_correlated_inputs(scheme: WeightOnly, act_order: bool, seeds: Iterator[int]) -> None:
+    """By five times in four layers together; in a single one loud channels may come last, where nothing makes up."""
+    errors = []
+    for _ in range(4):
+        weight, statistics, x = layer(next(seeds))
+        found = gptq(weight, statistics.second_moment, scheme, act_order=act_order)
+        nearest = round_to_nearest(weight, scheme).dequantize(torch.float32)
+        errors.append([output_error(weight, other, statistics.second_moment) for other in (in_order(found), nearest)])
+        exact = ((in_order(found).double() - weight.double()) @ x.double().T).square().sum() / len(x)
+        assert abs(errors[-1][0] / float(exact) - 1) <= quantizing.OUTPUTS
+        assert found.damping == 0.01
+    ours, theirs = (sum(error) for error in zip(*errors, strict=True))
+    assert ours < theirs / 5
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
