@@ -9,9 +9,21 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING, ceil_div, shape_of
+from qcutlass.products.checks import FLOATING, ceil_div, check_integer, check_tensor, names_of, shape_of
 from qcutlass.products.epilogue import GATE_STEP
-from qcutlass.products.packing import TILE, check_super_blocks, check_weight_dtype, expand_scales, one_level
+from qcutlass.products.packing import (
+    CODE_TYPES,
+    INTEGERS,
+    PACKINGS,
+    SUPERS,
+    TILE,
+    ZEROS,
+    check_global_scale,
+    check_super_blocks,
+    check_weight_dtype,
+    expand_scales,
+    one_level,
+)
 
 _MISSING: Final = {"zeros": "zero points", "minimums": "minimums"}
 
@@ -39,6 +51,7 @@ class QuantizedTensor:
             minimums, which are uint8 or int8 then, as for `gemm`.
 
     Raises:
+        TypeError: a part is not a tensor, or not of an allowed type.
         ValueError: `bits` is neither 4 nor 8; a shape is not the one above; integer zeros lie outside `[0, 2**bits]`;
             there are zeros and minimums, or one of them beside floating codes; codes of `weight_dtype` have other bits,
             or there is no such type; levels of scales and minimums do not go together.
@@ -64,6 +77,7 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         check_weight_dtype(self.weight_dtype, self.bits)
+        self._check_types()
         self._check_shapes()
         for name, part in (("zeros", self.zeros), ("minimums", self.minimums)):
             if self.weight_dtype is not None and part is not None:
@@ -73,9 +87,24 @@ class QuantizedTensor:
             raise ValueError("minimums: expected zeros or minimums, got both")
         check_super_blocks(self)
 
+    def _check_types(self) -> None:
+        check_integer("bits", self.bits, PACKINGS)
+        check_integer("group_size", self.group_size)
+        numbers = FLOATING if self.super_scales is None else INTEGERS
+        check_tensor("codes", self.codes, (torch.uint8,))
+        check_tensor("scales", self.scales, CODE_TYPES[self.weight_dtype].scales if self.weight_dtype else numbers)
+        for name, part, allowed in (
+            ("zeros", self.zeros, ZEROS),
+            ("minimums", self.minimums, numbers),
+            ("super_scales", self.super_scales, SUPERS),
+            ("super_minimums", self.super_minimums, SUPERS),
+        ):
+            if part is not None:
+                check_tensor(name, part, allowed)
+        if self.global_scale is not None:
+            check_global_scale(self.global_scale, self.scales, self.scales.device, "scales")
+
     def _check_shapes(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"bits: expected 4 or 8, got {self.bits}")
         if self.codes.dim() != 2:
             raise ValueError(f"codes: expected shape [N, K], got {shape_of(self.codes)}")
         if self.group_size < 1:
@@ -113,10 +142,22 @@ class QuantizedTensor:
 
         Where they begin within a group, all groups become smaller ones of equal scales, zeros and minimums, which have
         one level then. Super-blocks that are cut through between groups become shorter ones.
+
+        Raises:
+            TypeError: `part` is no slice.
+            ValueError: it has a step, or no column.
         """
+        if not isinstance(part, slice):
+            raise TypeError(f"part: expected a slice of columns, got {type(part).__name__}")
+        begin, end, stride = part.indices(self.shape[1])
+        if stride != 1 or begin >= end:
+            raise ValueError(f"part: expected neighbouring columns of {self.shape[1]}, at least one, got {part}")
+        return self._columns(slice(begin, end))
+
+    def _columns(self, part: slice) -> QuantizedTensor:
         size, step, groups = part.stop - part.start, self.group_size, len(self.scales)
         if step < self.shape[1] and part.start % step:
-            return self._regrouped(math.gcd(step, part.start)).columns(part)
+            return self._regrouped(math.gcd(step, part.start))._columns(part)
         begin, end = (0, groups) if step >= self.shape[1] else (part.start // step, ceil_div(part.stop, step))
         cut: dict[str, Any] = {}
         for name, values in self._of_groups.items():
@@ -179,7 +220,7 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
             square blocks, as `qcutlass.blockwise.weight_quant` and `fp8_weight_quant` give them. I is a multiple of 16:
             a layer of another size needs channels of zeros behind its own, and the layer that reads the result as many
             columns of zeros.
-        dim: of a tensor, the dimension of the channels.
+        dim: of a tensor, the dimension of the channels; 0 of others.
 
     Returns:
         Of the type of the two, with 2 I channels: 16 of the gate, 16 of up, and so on. Scales of square blocks are the
@@ -187,7 +228,7 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
 
     Raises:
         TypeError: they are neither tensors, quantised weights nor pairs of tensors, or not of one type.
-        ValueError: they differ in shape or scheme, or I is no multiple of 16.
+        ValueError: they differ in shape or scheme, I is no multiple of 16, or there is no such `dim`.
 
     Example:
         >>> import torch, qcutlass
@@ -197,6 +238,9 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
         >>> qcutlass.gemm(torch.randn(2, 256), w_packed, both.scales, both.zeros, activation="silu_mul").shape
         torch.Size([2, 48])
     """
+    check_integer("dim", dim)
+    if dim != 0 and not isinstance(gate, Tensor):
+        raise ValueError(f"dim: expected 0 for weights that are no tensor, got {dim}")
     if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
         return _interleaved(gate, up)
     if isinstance(gate, tuple) and isinstance(up, tuple):
@@ -255,6 +299,11 @@ def _interleaved_blocks(gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) 
             found = ", ".join(type(part).__name__ for part in parts)
             raise TypeError(f"{name}: expected codes and the scales of their blocks, got {found or 'none'}")
     (codes, scales), (of_up, up_scales) = gate, up
+    if scales.dim() != 2 or scales.dtype != torch.float32:
+        raise ValueError(
+            "gate: expected float32 scales of square blocks, [ceil(I / block_size), ceil(K / block_size)], got "
+            f"{names_of([scales.dtype])} {shape_of(scales)}"
+        )
     if up_scales.shape != scales.shape or up_scales.device != scales.device:
         raise ValueError(
             f"up: expected scales of the shape and device of gate's, {shape_of(scales)} on {scales.device}, got "

@@ -144,7 +144,7 @@ def test_zeros_out_of_range_are_refused(bits: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"bits": 5}, "bits: expected 4 or 8, got 5"),
+        ({"bits": 5}, "bits: expected one of 4, 8, got 5"),
         ({"codes": torch.zeros(4, dtype=torch.uint8)}, r"codes: expected shape \[N, K\], got \[4\]"),
         ({"group_size": 0}, "group_size: expected at least 1, got 0; pass K for one group a channel"),
         (

@@ -17,10 +17,11 @@ _FP8: Final = torch.float8_e4m3fn
 
 def quantized(call: BlocksCall) -> QuantizedBlocks:
     """Codes, and the scales of their blocks."""
-    check_inference(x=call.x)
+    name = "gate_up" if call.gated else "x"
+    check_inference(**{name: call.x})
     if is_eager(call.x):
         return block_operators.quantize_blocks(call)
-    check_dense({"x": call.x})
+    check_dense({name: call.x})
     result: QuantizedBlocks = torch.ops.qcutlass.quantize_blocks(*call)
     return result
 

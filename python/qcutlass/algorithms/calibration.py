@@ -90,6 +90,8 @@ def calibrate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(types, tuple) or not all(isinstance(kind, type) for kind in types):
+        raise TypeError(f"types: expected a tuple of classes of modules, got {types!r}")
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, types) or (nn.Linear in types and is_conv1d(module)):

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING, ceil_div, check_group_size, check_integer, check_matrix
+from qcutlass.products.checks import FLOATING, ceil_div, check_flag, check_group_size, check_integer, check_matrix
 from qcutlass.products.packing import PACKINGS
 from qcutlass.quantized import QuantizedTensor
 
@@ -132,7 +132,8 @@ def quantize(
         raise ValueError(f"weight: K must be at least 1, got shape {[n, k]}")
     size = -1 if group_size is None else group_size
     check_group_size(size)
-    dtype = scale_dtype or weight.dtype
+    check_flag("symmetric", symmetric)
+    dtype = weight.dtype if scale_dtype is None else scale_dtype
     if dtype not in FLOATING:
         raise TypeError(f"scale_dtype: expected float16, bfloat16 or float32, got {dtype}")
     step = k if size == -1 else min(size, k)

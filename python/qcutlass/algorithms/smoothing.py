@@ -47,6 +47,8 @@ def smooth(act_absmax: Tensor, weight: Tensor | Sequence[Tensor], alpha: float =
         >>> s
         tensor([10.0000,  0.5000,  1.0000])
     """
+    if not isinstance(weight, Tensor | list | tuple):
+        raise TypeError(f"weight: expected a matrix or a list of some, got {type(weight).__name__}")
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     if not weights:
         raise ValueError("weight: expected a matrix or several, got none")

@@ -358,7 +358,21 @@ def _check_quantiser(dtype: torch.dtype, k: int, parts: Parts) -> Tensor:
     check_tensor("w_packed", w_packed, (dtype,))
     assert w_packed is not None
     a = torch.empty((1, k), dtype=torch.float32, device=w_packed.device)
-    check_quantize(QuantizeCall(a, dtype, scale=parts["a_scale"], azp=parts.get("azp"), smooth=parts["smooth"]))
+    a_scale, azp, smooth = parts["a_scale"], parts.get("azp"), parts["smooth"]
+    if azp is not None and a_scale is None:
+        raise ValueError(
+            "azp: a given zero point needs a given scale: pass a_scale, too, or symmetric=False without azp"
+        )
+    try:
+        check_quantize(QuantizeCall(a, dtype, scale=a_scale, azp=azp, smooth=smooth))
+    except (TypeError, ValueError) as error:  # the quantiser's `scale` is the layer's `a_scale`
+        message = str(error)
+        raise type(error)(f"a_{message}" if message.startswith("scale:") else message) from None
+    if azp is not None and not azp.is_meta and not -128 <= int(azp) <= 127:
+        raise ValueError(f"azp: expected a value in [-128, 127], got {int(azp)}")
+    for name, part in (("a_scale", a_scale), ("smooth", smooth)):
+        if part is not None and not part.is_meta and not bool((part > 0).all()):
+            raise ValueError(f"{name}: expected numbers above 0, got {float(part.amin())}")
     return a.to(dtype)
 
 

@@ -13,7 +13,7 @@ from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.offloading import is_offloaded, present
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
-from qcutlass.products.checks import FLOATING, check_dense, names_of
+from qcutlass.products.checks import FLOATING, check_dense, check_tensor, check_vector, names_of
 from qcutlass.products.library import is_traced
 from qcutlass.products.rows import dequantize_rows
 from qcutlass.products.weight_operators import DequantizeCall, dequantize
@@ -85,6 +85,7 @@ class QuantEmbedding(WeightOnlyLinear):
             "super_minimums": self.super_minimums,
         }
         check_dense({"input": input})
+        check_tensor("input", input, _IDS)
         row = self._only_row(input)
         if row is None:
             rows = dequantize_rows(self.w_packed, self.scales, self.zeros, input.reshape(-1), **options)
@@ -147,6 +148,11 @@ class TiedLinear(nn.Module):
 
     def __init__(self, embedding: QuantEmbedding, bias: nn.Parameter | None = None) -> None:
         super().__init__()
+        if not isinstance(embedding, QuantEmbedding):
+            raise TypeError(f"embedding: expected a QuantEmbedding, got {type(embedding).__name__}")
+        if bias is not None:
+            check_tensor("bias", bias, FLOATING)
+            check_vector("bias", bias, embedding.out_features, "N")
         self._embedding = (embedding,)  # in a tuple, as modules in attributes would be children
         self.in_features, self.out_features = embedding.in_features, embedding.out_features
         self.bias = bias
@@ -164,7 +170,7 @@ class TiedLinear(nn.Module):
                 out = embedding.project(input)
         else:
             out = embedding.project(input)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

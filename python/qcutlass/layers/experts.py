@@ -13,6 +13,7 @@ from qcutlass.layers.offloading import is_offloaded, present
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.moe import experts
 from qcutlass.products.checks import FLOATING, check_tensor, shape_of
+from qcutlass.products.moe_operators import check_gate
 from qcutlass.schemes import Scheme, WeightOnly
 
 ACTIVATIONS: Final = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
@@ -130,13 +131,22 @@ class QuantExperts(nn.Module):
         """
         if not isinstance(scheme, WeightOnly):
             raise TypeError(f"scheme: expected qcutlass.WeightOnly for experts, got {type(scheme).__name__}")
+        for name, weight in {"gate_up": gate_up, "down": down}.items():
+            check_tensor(name, weight, FLOATING)
+        check_gate(activation, limit, alpha, False)
         count, n, k = gate_up.shape if gate_up.dim() == 3 else (0, 0, 0)
         if not count or n % 2 or down.shape != (count, k, n // 2):
             raise ValueError(
                 f"gate_up, down: expected [E, 2 I, H] and [E, H, I], got {shape_of(gate_up)} and {shape_of(down)}"
             )
+        if down.device != gate_up.device:
+            raise ValueError(f"down is on {down.device}, gate_up is on {gate_up.device}: move one of them")
+        for name, bias, size in (("gate_up_bias", gate_up_bias, n), ("down_bias", down_bias, k)):
+            if bias is not None:
+                check_tensor(name, bias, FLOATING)
+                if bias.shape != (count, size):
+                    raise ValueError(f"{name}: expected shape {[count, size]}, got {shape_of(bias)}")
         for name, weight in {"gate_up": gate_up, "down": down}.items():
-            check_tensor(name, weight, FLOATING)
             if not weight.is_meta and not bool(weight.isfinite().all()):
                 raise ValueError(f"{name}: expected finite values, got NaN or infinity")
         with torch.no_grad():
@@ -192,6 +202,10 @@ class QuantExperts(nn.Module):
         return self._sums(hidden_states, top_k_index, top_k_weights)
 
     def _sums(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        for name, value in (("hidden_states", hidden_states), ("top_k_index", top_k_index)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        check_tensor("top_k_weights", top_k_weights, (*FLOATING, torch.float64))
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         first = self.gate_up.first
         ids = top_k_index - first if first else top_k_index
@@ -199,8 +213,8 @@ class QuantExperts(nn.Module):
             x,
             self.gate_up.weights,
             self.down.weights,
-            ids.reshape(x.shape[0], -1),  # len() would be a plain number to torch.export
-            top_k_weights.reshape(x.shape[0], -1).float(),
+            _slots(ids),
+            _slots(top_k_weights).float(),
             activation=self.activation,
             limit=self.limit,
             alpha=self.alpha,
@@ -234,6 +248,11 @@ class QuantExperts(nn.Module):
         here = range(self.gate_up.first, self.gate_up.first + self.gate_up.experts)
         numbers = "" if len(here) == self.num_experts else f", experts={here.start}..{here.stop - 1}"
         return f"num_experts={self.num_experts}{numbers}, activation={self.activation!r}"
+
+
+def _slots(values: Tensor) -> Tensor:
+    """`[T, k]` of `[..., k]`; how many tokens that are, the product checks."""
+    return values.flatten(0, -2) if values.dim() > 2 else values
 
 
 def have_one_order(gate: Tensor | None, up: Tensor | None) -> bool:

@@ -79,6 +79,9 @@ def replace_linear(
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(f"statistics: expected a mapping by names of layers, got {type(statistics).__name__}")
     modules = dict(model.named_modules(remove_duplicate=False))
+    strangers = [name for name in statistics or {} if name not in modules]
+    if strangers:
+        raise ValueError(f"statistics: {strangers[0]!r} names no module; model.named_modules() lists them")
     skipped = _skipped(modules, SKIPPED if skip is None else skip, must_match=skip is not None)
     skipped |= _read_by_others(modules.values())
     linears: dict[str, Any] = {

@@ -34,7 +34,7 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.requantizing import Requantizer, take_float_experts
 from qcutlass.models.shards import ShardedWriter, as_bytes, write_json
 from qcutlass.models.sources import ModelSource
-from qcutlass.products.checks import check_integer
+from qcutlass.products.checks import check_flag, check_integer
 from qcutlass.schemes import WeightOnly
 
 Progress = Callable[[str, int, int], None]
@@ -205,6 +205,7 @@ def convert(
         raise TypeError(f"requantize: expected True or False, got {type(requantize).__name__}")
     check_activations(activations)
     check_integer("shard_bytes", shard_bytes, minimum=1)
+    check_flag("verify", verify)
     old, new = Path(source), Path(destination)
     check_places(old, new, overwrite)
     report = progress or (lambda name, count, total: None)
@@ -230,6 +231,7 @@ def convert(
 
 def check_places(source: Path, destination: Path, overwrite: bool) -> None:
     """Raises unless there is a source, and `destination` is a place for a folder apart from it."""
+    check_flag("overwrite", overwrite)
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
     old, new = source.resolve(), destination.resolve()

@@ -29,6 +29,7 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
 from qcutlass.products.block_operators import BLOCK_SIZES
+from qcutlass.products.checks import check_flag
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 
@@ -104,6 +105,7 @@ def export_model(
     """
     if format not in EXPORTS:
         raise ValueError(f"format: expected one of {', '.join(EXPORTS)}, got {format!r}")
+    check_flag("overwrite", overwrite)
     old, new = Path(folder), Path(destination)
     source = ConvertedFolder(old)
     _check_destination(old, new, overwrite)
@@ -157,6 +159,8 @@ def export_note(folder: str | PathLike[str]) -> str | None:
         None
     """
     config = read_json(Path(folder) / CONFIG)
+    if not isinstance(config.get(QUANTIZATION), dict):
+        raise ValueError(f"folder: expected one that export_model wrote, got {folder} without a {QUANTIZATION}")
     groups = config[QUANTIZATION].get("config_groups", {})
     if groups and has_conv1d(model_types(config)):
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,10 @@ def fold_smoothing(norm_or_linear: nn.Module, linears: nn.Linear | Sequence[nn.L
         >>> bool((linear(norm(x)) - before).abs().max() < 1e-6)
         True
     """
-    write(folded(norm_or_linear, [linears] if isinstance(linears, nn.Module) else list(linears), s))
+    several = [linears] if isinstance(linears, nn.Module) else linears
+    if not isinstance(several, Iterable):
+        raise TypeError(f"linears: expected a torch.nn.Linear or a list of some, got {type(linears).__name__}")
+    write(folded(norm_or_linear, list(several), s))
 
 
 Changes = list[tuple[Tensor, Tensor]]

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.smoothing import smooth
 from qcutlass.models.folding import folded, write
+from qcutlass.products.checks import check_flag
 
 Group = tuple[str, Sequence[str]]
 
@@ -71,6 +72,19 @@ def smooth_model(
         >>> statistics["1"].smooth is None, statistics["3"].smooth.shape
         (True, torch.Size([32]))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(statistics, Mapping):
+        raise TypeError(f"statistics: expected a mapping by names of layers, got {type(statistics).__name__}")
+    for name, record in statistics.items():
+        if not isinstance(record, ActivationStatistics):
+            raise TypeError(f"statistics: expected ActivationStatistics of {name!r}, got {type(record).__name__}")
+    check_flag("others", others)
+    if groups is not None:
+        groups = list(groups)
+        for group in groups:
+            if not isinstance(group, tuple | list) or len(group) != 2 or not isinstance(group[0], str):
+                raise TypeError(f"groups: expected pairs (name, [names]), got {group!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
     groups = _wired(model, modules, list(_llama_groups(modules))) if groups is None else list(groups)
     if not groups:

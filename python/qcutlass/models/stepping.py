@@ -31,6 +31,7 @@ from qcutlass.models.cache_argument import CACHE, pop_cache
 from qcutlass.models.capturing import Captured, capture
 from qcutlass.models.compiling import compiled_code as compiled_code
 from qcutlass.models.growing_cache import PlacedLayer
+from qcutlass.products.checks import check_integer
 
 _SHAPES: Final = 256  # of steps that are compiled in a process; torch gives up compiling after 8
 
@@ -459,7 +460,7 @@ def in_steps(
 
     Raises:
         UnsupportedError: as for `Decoder`; the model is in steps already; inside: see above.
-        ValueError: inside: a sequence gets longer.
+        TypeError, ValueError: `length` is no positive number; inside: a sequence gets longer.
 
     Example:
         >>> from qcutlass.models.stepping import in_steps
@@ -468,6 +469,7 @@ def in_steps(
         ...     with in_steps(model, length=2048):
         ...         return tokenizer.decode(model.generate(**inputs, max_new_tokens=128)[0])
     """
+    check_integer("length", length, minimum=1)
     own = model.forward
     why = "it is in steps already" if hasattr(own, "replaced") else obstacle(model, length)
     if why is not None:

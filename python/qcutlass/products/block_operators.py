@@ -144,7 +144,7 @@ def check_output_dtype(dtype: torch.dtype) -> None:
 def quantize_blocks(call: BlocksCall) -> QuantizedBlocks:
     """The codes of `x`, in blocks of `size` columns, and of as many rows if `square`."""
     codes, scales = call.check()
-    check_memory({"x": call.x})
+    check_memory({"gate_up" if call.gated else "x": call.x})
     if codes.numel():
         with current_device(codes):
             arguments, _alive = call.fill(codes, scales)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
-from qcutlass.products.checks import E8M0, FLOATING, ceil_div, check_integer, check_operand, names_of, shape_of
+from qcutlass.products.checks import (
+    E8M0,
+    FLOATING,
+    ceil_div,
+    check_integer,
+    check_operand,
+    check_tensor,
+    names_of,
+    shape_of,
+)
 from qcutlass.products.extension import DTYPES
 from qcutlass.products.memory import aligned, as_separate_rows
 
@@ -51,10 +60,10 @@ TILE_BITS: Final = 8 * TILE[0] * TILE[1] // TILE_N  # of the codes of a channel 
 _TILE_K: Final = {bits: _C.tile_k(packing) for bits, packing in PACKINGS.items()}
 _AMBIGUOUS_K: Final = min(_TILE_K.values())  # up to here both packings have one tile along K
 _CODES: Final = (torch.uint8,)
-_INTEGERS: Final = (torch.uint8, torch.int8)
+INTEGERS: Final = (torch.uint8, torch.int8)
 """Types of scales and minimums of two levels."""
-_SUPERS: Final = (torch.float16,)
-_ZEROS: Final = (torch.uint8, torch.int8, torch.int32, *FLOATING)
+SUPERS: Final = (torch.float16,)
+ZEROS: Final = (torch.uint8, torch.int8, torch.int32, *FLOATING)
 
 
 class PackedWeights(NamedTuple):
@@ -208,7 +217,7 @@ def check_weights(weights: PackedWeights, k: int, device: torch.device, first: s
             "packed for 16-bit activations (dtype uint8): pack the codes with preprocess_weights(codes, bits=8)"
         )
     check_operand("w_packed", w_packed, _CODES, device, first)
-    numbers = FLOATING if weights.super_scales is None else _INTEGERS
+    numbers = FLOATING if weights.super_scales is None else INTEGERS
     allowed = numbers if weight_dtype is None else CODE_TYPES[weight_dtype].scales
     check_operand("scales", scales, allowed, device, first)
     check_packed_form("w_packed", w_packed)
@@ -221,11 +230,11 @@ def check_weights(weights: PackedWeights, k: int, device: torch.device, first: s
     if zeros is not None:
         if weight_dtype is not None:
             raise ValueError(f"zeros: {weight_dtype} codes have signs and no zero points; pass None")
-        check_operand("zeros", zeros, _ZEROS, device, first)
+        check_operand("zeros", zeros, ZEROS, device, first)
         if zeros.shape != scales.shape:
             raise ValueError(f"zeros: expected the shape of scales, {shape_of(scales)}, got {shape_of(zeros)}")
     if global_scale is not None:
-        _check_global_scale(global_scale, scales, device, first)
+        check_global_scale(global_scale, scales, device, first)
     if minimums is not None:
         check_operand("minimums", minimums, numbers, device, first)
         if minimums.shape != scales.shape:
@@ -249,7 +258,7 @@ def check_weights(weights: PackedWeights, k: int, device: torch.device, first: s
     return shape
 
 
-def _check_global_scale(global_scale: Tensor, scales: Tensor, device: torch.device, first: str) -> None:
+def check_global_scale(global_scale: Tensor, scales: Tensor, device: torch.device, first: str) -> None:
     if scales.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"global_scale: stands beside scales of float8_e4m3fn, got scales of {names_of([scales.dtype])}; multiply "
@@ -264,7 +273,7 @@ def _check_supers(weights: PackedWeights, device: torch.device, first: str) -> N
     for name in ("super_scales", "super_minimums"):
         part = getattr(weights, name)
         if part is not None:
-            check_operand(name, part, _SUPERS, device, first)
+            check_operand(name, part, SUPERS, device, first)
     check_super_blocks(weights)
 
 
@@ -308,7 +317,8 @@ def expand_scales(scales: Tensor, super_scales: Tensor | None) -> Tensor:
         float32, shaped as `scales`.
 
     Raises:
-        ValueError: B does not divide G, or there are other channels.
+        TypeError: an argument is not a tensor, or not of these types.
+        ValueError: B does not divide G, or there are other channels or experts.
 
     Example:
         >>> import torch, qcutlass
@@ -318,7 +328,10 @@ def expand_scales(scales: Tensor, super_scales: Tensor | None) -> Tensor:
     """
     if super_scales is None:
         return scales
-    groups, step = scales.shape[-2], super_scales.shape[-2]
+    check_tensor("scales", scales, INTEGERS)
+    check_tensor("super_scales", super_scales, SUPERS)
+    fits = scales.dim() == super_scales.dim() >= 2 and scales.shape[:-2] == super_scales.shape[:-2]
+    groups, step = (scales.shape[-2], super_scales.shape[-2]) if fits else (0, 0)
     if not step or groups % step or scales.shape[-1] != super_scales.shape[-1]:
         raise ValueError(
             f"super_scales: expected shape [B, N], B a divisor of G, beside scales [G, N] = {shape_of(scales)}, got "

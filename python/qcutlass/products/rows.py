@@ -86,8 +86,8 @@ def _codes_8(w_packed: Tensor, rows: Tensor) -> Tensor:
 
 def _spread(parameters: Tensor, rows: Tensor, k: int, group_size: int, supers: Tensor | None = None) -> Tensor:
     """Scales, zeros or minimums of these rows, float32: `[T, K]`, or `[T, 1]` where one group holds all columns."""
-    found = parameters.view(-1, parameters.shape[-1])[:, rows].float()
-    found = expand_scales(found, None if supers is None else supers[:, rows]).T
+    found = parameters.view(-1, parameters.shape[-1])[:, rows]
+    found = expand_scales(found, None if supers is None else supers[:, rows]).float().T
     if found.shape[1] == 1:
         return found
     return found.repeat_interleave(group_size, dim=1, output_size=found.shape[1] * group_size)[:, :k]

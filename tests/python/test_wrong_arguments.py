@@ -1,0 +1,149 @@
+"""Arguments that a call cannot mean are refused by their names: they gave numbers, or torch's errors.
+
+Those of products stand with the products' tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qcutlass
+from qcutlass import W8A8, QuantizedTensor, WeightOnly, blockwise, expand_scales, models
+from qcutlass.layers import Int8Linear, QuantExperts, QuantLinear, WeightOnlyLinear, use_activations
+from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
+
+ONE: Final = torch.ones(1)
+
+
+def quantized(**changed: Any) -> QuantizedTensor:
+    parts = {"codes": torch.zeros(3, 16, dtype=torch.uint8), "scales": torch.ones(2, 3), "zeros": None}
+    return QuantizedTensor(**({**parts, "bits": 4, "group_size": 8} | changed))
+
+
+def int8_linear(**changed: Any) -> Int8Linear:
+    codes, scales = qcutlass.quantize_weights_int8(torch.randn(32, 64))
+    return Int8Linear(codes, scales, **changed)
+
+
+def experts(seed: int = 0) -> QuantExperts:
+    generator = torch.Generator().manual_seed(seed)
+    gate_up, down = (torch.randn(4, *shape, generator=generator) for shape in ((64, 32), (32, 32)))
+    return QuantExperts.from_weights(gate_up, down, WeightOnly(4, 32))
+
+
+def embedding() -> QuantEmbedding:
+    return QuantEmbedding(WeightOnlyLinear(qcutlass.quantize(torch.randn(48, 64), 4, 32)))
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape) for shape in shapes]
+
+
+CALLS: Final[list[tuple[Callable[[], Any], str]]] = [
+    (lambda: quantized(codes=torch.zeros(3, 16, dtype=torch.int8)), "codes: expected a tensor of uint8"),
+    (lambda: quantized(codes=None), "codes: expected a torch.Tensor"),
+    (lambda: quantized(bits=4.0), "bits: expected an int"),
+    (lambda: quantized(group_size="8"), "group_size: expected an int"),
+    (lambda: quantized(scales=torch.ones(2, 3, dtype=torch.uint8)), "scales: expected a tensor of float16"),
+    (lambda: quantized(zeros=torch.ones(2, 3, dtype=torch.int64)), "zeros: expected a tensor of"),
+    (lambda: quantized(global_scale=torch.ones(8)), "global_scale: "),
+    (lambda: quantized().columns(3), "part: expected a slice of columns, got int"),
+    (lambda: quantized().columns(slice(0, 16, 2)), "part: expected neighbouring columns of 16"),
+    (lambda: quantized().columns(slice(4, 4)), "part: expected neighbouring columns of 16, at least one"),
+    (lambda: expand_scales(torch.ones(4, 1), torch.ones(2, 1).half()), "scales: expected a tensor of uint8"),
+    (lambda: expand_scales(ONE.to(torch.uint8), ONE.half()), r"super_scales: expected shape \[B, N\]"),
+    (lambda: expand_scales([1], ONE.half()), "scales: expected a torch.Tensor"),  # type: ignore[arg-type]
+    (lambda: qcutlass.quantize(torch.ones(4, 32), symmetric="no"), "symmetric: "),  # type: ignore[arg-type]
+    (lambda: qcutlass.quantize(torch.ones(4, 32), scale_dtype=0), "scale_dtype: "),  # type: ignore[arg-type]
+    (lambda: qcutlass.interleave_gate_up(quantized(), quantized(), dim=1), "dim: expected 0 for weights that are no"),  # type: ignore[call-overload]
+    (lambda: qcutlass.interleave_gate_up(*tensors((16, 4), (16, 4)), dim="0"), "dim: expected an int"),  # type: ignore[call-overload]
+    (
+        lambda: qcutlass.interleave_gate_up(*(qcutlass.quantize_weights_int8(torch.randn(32, 64)) for _ in range(2))),  # type: ignore[call-overload]
+        "gate: expected float32 scales of square blocks",
+    ),
+    (lambda: int8_linear(smooth=torch.zeros(64)), "smooth: expected numbers above 0, got 0.0"),
+    (lambda: int8_linear(a_scale=torch.tensor([-0.05])), "a_scale: expected numbers above 0, got -0.05"),
+    (lambda: int8_linear(a_scale=ONE, azp=torch.tensor([300], dtype=torch.int32)), r"azp: expected a value in \[-128"),
+    (lambda: int8_linear(a_scale=0.1), "a_scale: expected a torch.Tensor"),
+    (lambda: int8_linear(azp=torch.tensor([3], dtype=torch.int32)), "azp: a given zero point needs a given scale"),
+    (lambda: TiedLinear(None), "embedding: expected a QuantEmbedding, got NoneType"),  # type: ignore[arg-type]
+    (lambda: TiedLinear(embedding(), nn.Parameter(torch.ones(1))), "bias: "),
+    (lambda: use_activations(nn.Linear(4, 4), "none"), "model: expected one with quantised linear layers"),
+    (lambda: use_activations(int8_linear(), "none"), "model: is itself a layer"),
+    (
+        lambda: qcutlass.replace_linear(linears(), W8A8(), statistics={"model.0": None}),  # type: ignore[dict-item]
+        "statistics: 'model.0' names no module",
+    ),
+    (lambda: qcutlass.calibrate(linears(), types=nn.Linear).__enter__(), "types: expected a tuple of classes"),  # type: ignore[arg-type]
+    (lambda: qcutlass.smooth_model(linears(), None), "statistics: expected a mapping"),  # type: ignore[arg-type]
+    (lambda: qcutlass.smooth_model(linears(), {}, groups=["0"]), r"groups: expected pairs \(name, \[names\]\)"),  # type: ignore[list-item]
+    (lambda: qcutlass.smooth_model(linears(), {}, others="no"), "others: "),  # type: ignore[arg-type]
+    (lambda: qcutlass.smooth(ONE, None), "weight: expected a matrix or a list of some"),  # type: ignore[arg-type]
+    (lambda: QuantExperts.from_weights(None, ONE, WeightOnly(4, 32)), "gate_up: expected a torch.Tensor"),  # type: ignore[arg-type]
+    (
+        lambda: QuantExperts.from_weights(
+            *tensors((4, 64, 32), (4, 32, 32)), WeightOnly(4, 32), gate_up_bias=torch.ones(3, 64)
+        ),
+        r"gate_up_bias: expected shape \[4, 64\], got \[3, 64\]",
+    ),
+    (
+        lambda: QuantExperts.from_weights(*tensors((4, 64, 32), (4, 32, 32)), WeightOnly(4, 32), limit=-7.0),
+        "limit: ",
+    ),
+    (lambda: blockwise.fp8_silu_mul_quant(torch.ones(2, 64, requires_grad=True)), "gate_up requires grad"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+def test_wrong_arguments_are_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"^{message}"):
+        call()
+
+
+def test_slots_of_experts_are_those_of_their_tokens(seed: int) -> None:
+    """They were put into the shape of the tokens, whatever theirs was."""
+    layer, x = experts(seed), torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(seed))
+    weights, ids = torch.randn(10, 4, generator=torch.Generator().manual_seed(seed)).softmax(-1).topk(2)
+    expected = layer(x.flatten(0, 1), ids, weights)
+    assert torch.equal(layer(x, ids.view(2, 5, 2), weights.view(2, 5, 2)).flatten(0, 1), expected)
+    for wrong in ((ids.T, weights.T), (ids, weights.T), (ids[:5], weights[:5]), (ids, weights.int())):
+        with pytest.raises((TypeError, ValueError), match=r"topk_|top_k_"):
+            layer(x, *wrong)
+    assert layer(x.new_zeros(0, 32), ids[:0], weights[:0]).shape == (0, 32)
+
+
+def test_a_tied_head_keeps_the_type_of_its_input() -> None:
+    head = TiedLinear(embedding(), nn.Parameter(torch.ones(48)))
+    assert head(torch.ones(3, 64, dtype=torch.float16)).dtype == torch.float16
+    assert isinstance(head, QuantLinear) is False
+
+
+@pytest.mark.parametrize("overwrite", ["no", 1, None])
+def test_a_folder_is_overwritten_by_true_alone(overwrite: Any, tmp_path: Path) -> None:
+    """A text was taken for it, and what was there was gone."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    precious = tmp_path / "new" / "mine.txt"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    source = tmp_path / "old"
+    source.mkdir()
+    calls: list[Callable[[], Any]] = [
+        lambda: models.convert(source, precious.parent, scheme=WeightOnly(4, 32), overwrite=overwrite),
+        lambda: models.quantize_model(source, precious.parent, "rtn", overwrite=overwrite),
+        lambda: models.export_model(source, precious.parent, "gptq", overwrite=overwrite),
+        lambda: models.convert(source, tmp_path / "other", scheme=WeightOnly(4, 32), verify=overwrite),
+    ]
+    for call, name in zip(calls, ["overwrite"] * 3 + ["verify"], strict=True):
+        with pytest.raises(TypeError, match=f"^{name}: expected True or False"):
+            call()
+    assert precious.read_text() == "precious"
