@@ -64,10 +64,10 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     check_activations(activations)
     if activations == "none":
-        layers = [name for name, module in model.named_modules() if isinstance(module, QuantLinear)]
-        if not layers:
+        names = [name for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+        if not names:
             raise ValueError("model: expected one with quantised linear layers, got one without")
-        if layers[0] == "" and _quantises(model):
+        if names[0] == "" and _quantises(model):
             raise ValueError("model: is itself a layer, in whose place another comes; pass the module that holds it")
         return _use_none(model)
     if activations == "fp8" or (activations == "int8" and _has_gpu_layers(model)):
