@@ -171,7 +171,7 @@ def _is_weight_only(layer: QuantLinear) -> bool:
     return (layer.kind if isinstance(layer, FusedProduct) else type(layer)) is WeightOnlyLinear
 
 
-def _quantises(layer: QuantLinear) -> bool:
+def _quantises(layer: nn.Module) -> bool:
     """Whether a layer is of a kind that quantises its input."""
     return not isinstance(layer, WeightOnlyLinear)
 
